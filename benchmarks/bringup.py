@@ -1,13 +1,14 @@
-"""Cost of the Ray bring-up: seconds from the batch script's first line to a driver that sees every node and GPU.
+"""Cost of the Ray bring-up: seconds from the batch script's first line to a driver that sees every
+node and GPU.
 
-    python -m benchmarks.bringup [--nodes 2 4 8] [--repeat 3] [--ways agents floor symmetric-run docs] [--write]
-    python -m benchmarks.bringup --timeline --nodes 2 --ways agents --repeat 1
+    python -m benchmarks.bringup [--nodes 2 4 8] [--repeat 3] [--ways agents floor symmetric-run
+    docs] [--write] python -m benchmarks.bringup --timeline --nodes 2 --ways agents --repeat 1
     python -m benchmarks.bringup --agents [--write]
 
-Runs on a real Slurm (the tests' lab, as root). Rounds are interleaved, and the median is shown. The methods are in
-``benchmarks/bringup_peers.py``. --timeline prints the agents' log in seconds from the same start. --agents measures
-the agents without Ray (``benchmarks/bringup_agents.py``). --write puts the table into
-docs/benchmarks.md, sections "Bring-up" and "Agents alone".
+Runs on a real Slurm (the tests' lab, as root). Rounds are interleaved, and the median is shown. The
+methods are in ``benchmarks/bringup_peers.py``. --timeline prints the agents' log in seconds from
+the same start. --agents measures the agents without Ray (``benchmarks/bringup_agents.py``). --write
+puts the table into docs/benchmarks.md, sections "Bring-up" and "Agents alone".
 """
 
 from __future__ import annotations
@@ -51,19 +52,38 @@ class Runs:
         folder.mkdir()
         (folder / "driver.py").write_text(DRIVER)
         (folder / "job.sh").write_text(WAYS[way](Job(folder, num_nodes, sys.executable)))
-        options = [f"-N{num_nodes}", "--ntasks-per-node=1", f"--gres=gpu:{NUM_GPUS}", "--exclusive", "--parsable"]
+        options = [
+            f"-N{num_nodes}",
+            "--ntasks-per-node=1",
+            f"--gres=gpu:{NUM_GPUS}",
+            "--exclusive",
+            "--parsable",
+        ]
         options += ["--cpus-per-task=2", f"--output={folder}/job.log"]
         token = self.lab.shared / "token"
         token.write_text("6" * 64)
         environ = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-        environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}  # as the agents do, with their own
-        job = self.lab.run("ctl", ["sbatch", *options, str(folder / "job.sh")], env=environ).stdout.strip()
+        environ |= {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+        }  # as the agents do, with their own
+        job = self.lab.run(
+            "ctl", ["sbatch", *options, str(folder / "job.sh")], env=environ
+        ).stdout.strip()
         ready, started = folder / READY_FILE, folder / STARTED_FILE
         try:
-            if not wait_until(lambda: ready.exists() and bool(ready.read_text()), deadline_s=DEADLINE_S):
-                raise TimeoutError(f"{way} on {num_nodes} nodes is not ready in {DEADLINE_S:g} s\n{_said(folder)}")
+            if not wait_until(
+                lambda: ready.exists() and bool(ready.read_text()), deadline_s=DEADLINE_S
+            ):
+                raise TimeoutError(
+                    f"{way} on {num_nodes} nodes is not ready in {DEADLINE_S:g} s\n{_said(folder)}"
+                )
             if timeline:
-                print("\n".join(_timeline(folder, float(started.read_text()), float(ready.read_text()))))
+                print(
+                    "\n".join(
+                        _timeline(folder, float(started.read_text()), float(ready.read_text()))
+                    )
+                )
             return float(ready.read_text()) - float(started.read_text())
         finally:
             self._end(job)
@@ -76,14 +96,18 @@ class Runs:
 
 
 def _said(folder: Path) -> str:
-    return "\n".join(f"== {path.name}\n{path.read_text()[-1500:]}" for path in sorted(folder.rglob("*.log")))
+    return "\n".join(
+        f"== {path.name}\n{path.read_text()[-1500:]}" for path in sorted(folder.rglob("*.log"))
+    )
 
 
 def _timeline(folder: Path, started: float, ready: float) -> list[str]:
     """The agents' log lines, by time; the last line is the driver's."""
     lines = []
     for path in (folder / "attempt").glob("agent-*.log"):
-        for found in re.finditer(r"^(\d\d:\d\d:\d\d)\.(\d{3}) \w+ (.*)$", path.read_text(), re.MULTILINE):
+        for found in re.finditer(
+            r"^(\d\d:\d\d:\d\d)\.(\d{3}) \w+ (.*)$", path.read_text(), re.MULTILINE
+        ):
             day = datetime.fromtimestamp(started).date()
             at = datetime.combine(day, datetime.strptime(found[1], "%H:%M:%S").time()).timestamp()
             lines.append((at + int(found[2]) / 1000 - started, found[3]))
@@ -105,15 +129,25 @@ def measure(sizes: Sequence[int], ways: Sequence[str], repeat: int, *, timeline:
                         print(error, file=sys.stderr)
                         seconds = math.inf
                     times.setdefault((way, num_nodes), []).append(seconds)
-                    print(f"round {round_number + 1}: {way} on {num_nodes} nodes: {seconds:.2f} s", file=sys.stderr)
-    lines = ["| way | nodes | median s | least | most | of the floor |", "|---|---|---|---|---|---|"]
+                    print(
+                        f"round {round_number + 1}: {way} on {num_nodes} nodes: {seconds:.2f} s",
+                        file=sys.stderr,
+                    )
+    lines = [
+        "| way | nodes | median s | least | most | of the floor |",
+        "|---|---|---|---|---|---|",
+    ]
     for num_nodes in sizes:
         least = statistics.median(times[("floor", num_nodes)]) if "floor" in ways else None
         for way in ways:
             seen = times[(way, num_nodes)]
             share = f"{statistics.median(seen) / least:.2f}" if least else "-"
             cells = (statistics.median(seen), min(seen), max(seen))
-            lines.append(f"| {way} | {num_nodes} | " + " | ".join(f"{cell:.2f}" for cell in cells) + f" | {share} |")
+            lines.append(
+                f"| {way} | {num_nodes} | "
+                + " | ".join(f"{cell:.2f}" for cell in cells)
+                + f" | {share} |"
+            )
     return lines
 
 
@@ -123,14 +157,22 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4, 8], help="sizes of the job")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--repeat", type=int, default=3, help="rounds (default: 3)")
-    parser.add_argument("--timeline", action="store_true", help="print what the agents said and when")
-    parser.add_argument("--agents", action="store_true", help="the agents alone, Ray replaced by a stub")
+    parser.add_argument(
+        "--timeline", action="store_true", help="print what the agents said and when"
+    )
+    parser.add_argument(
+        "--agents", action="store_true", help="the agents alone, Ray replaced by a stub"
+    )
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     load = os.getloadavg()[0]
     began = time.monotonic()
     if options.agents:
-        heading, introduction, table = bringup_agents.HEADING, bringup_agents.INTRODUCTION, bringup_agents.measure()
+        heading, introduction, table = (
+            bringup_agents.HEADING,
+            bringup_agents.INTRODUCTION,
+            bringup_agents.measure(),
+        )
     else:
         heading, introduction = "## Bring-up", _INTRODUCTION
         table = measure(options.nodes, options.ways, options.repeat, timeline=options.timeline)

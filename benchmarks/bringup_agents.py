@@ -1,7 +1,8 @@
 """Bring-up time of the agents without Ray, which is replaced by a stub (``tests/fakes/ray_stub``).
 
-Output: rows for docs/benchmarks.md. Two setups: one agent per node on 64 real Slurm nodes, and one real head with
-simulated nodes (``benchmarks/simulated_nodes.py``) for sizes that do not fit the lab.
+Output: rows for docs/benchmarks.md. Two setups: one agent per node on 64 real Slurm nodes, and one
+real head with simulated nodes (``benchmarks/simulated_nodes.py``) for sizes that do not fit the
+lab.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Result:
 
 
 def times(log: str) -> tuple[float, float, float]:
-    """Seconds of the day of the first join, the last join and the ready cluster, from the head's log."""
+    """Seconds of the day of the first join, the last join and the ready cluster, from the head's
+    log.
+    """
     joined = [_at(line) for line in log.splitlines() if _JOINED.search(line)]
     (up,) = [_at(line) for line in log.splitlines() if _UP.search(line)]
     return joined[0], joined[-1], up
@@ -73,21 +76,55 @@ def simulate(num_nodes: int, folder: Path) -> Result:
     (attempt / SECRET_FILE).write_text(secrets.token_hex(32))
     job = str(os.getpid() * 10 + num_nodes)
     names = host_names(num_nodes)
-    slurm = {"SLURM_JOB_ID": job, "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": f"s[{names[0][1:]}-{names[-1][1:]}]"}
-    environ = {**os.environ, **slurm, "SLURMD_NODENAME": names[0], "PYTHONPATH": f"{STUB_RAY}:{REPOSITORY}"}
-    command = [sys.executable, "-u", "-m", "bootstrap.agent", f"--attempt-dir={attempt}", "--num-gpus=8"]
+    slurm = {
+        "SLURM_JOB_ID": job,
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NODELIST": f"s[{names[0][1:]}-{names[-1][1:]}]",
+    }
+    environ = {
+        **os.environ,
+        **slurm,
+        "SLURMD_NODENAME": names[0],
+        "PYTHONPATH": f"{STUB_RAY}:{REPOSITORY}",
+    }
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "bootstrap.agent",
+        f"--attempt-dir={attempt}",
+        "--num-gpus=8",
+    ]
     log, counts = folder / "head.log", folder / "counts.json"
-    simulator = [sys.executable, "-m", "benchmarks.simulated_nodes", str(num_nodes), str(attempt), str(counts)]
+    simulator = [
+        sys.executable,
+        "-m",
+        "benchmarks.simulated_nodes",
+        str(num_nodes),
+        str(attempt),
+        str(counts),
+    ]
     with log.open("w") as stream:
         head = subprocess.Popen(
-            [*command, "--", sys.executable, "-c", IDLE_DRIVER], env=environ, stderr=stream, cwd=folder
+            [*command, "--", sys.executable, "-c", IDLE_DRIVER],
+            env=environ,
+            stderr=stream,
+            cwd=folder,
         )
     nodes = subprocess.Popen(simulator, env=environ, cwd=REPOSITORY)
     try:
-        is_up = wait_until(lambda: bool(_UP.search(log.read_text())) or head.poll() is not None, deadline_s=DEADLINE_S)
+        is_up = wait_until(
+            lambda: bool(_UP.search(log.read_text())) or head.poll() is not None,
+            deadline_s=DEADLINE_S,
+        )
         if not is_up or head.poll() is not None:
-            raise RuntimeError(f"{num_nodes} simulated nodes: no cluster\n{log.read_text()[-3000:]}")
-        num_descriptors, spent = psutil.Process(head.pid).num_fds(), psutil.Process(head.pid).cpu_times()
+            raise RuntimeError(
+                f"{num_nodes} simulated nodes: no cluster\n{log.read_text()[-3000:]}"
+            )
+        num_descriptors, spent = (
+            psutil.Process(head.pid).num_fds(),
+            psutil.Process(head.pid).cpu_times(),
+        )
         (attempt / STOP_FILE).write_text('{"reason": "measured"}')
         head.wait(DEADLINE_S)
         nodes.wait(DEADLINE_S)
@@ -96,10 +133,16 @@ def simulate(num_nodes: int, folder: Path) -> Result:
             process.kill()
             process.wait()
     first, last, up = times(log.read_text())
-    counted = {kind: number for kind, number in json.loads(counts.read_text()).items() if "alive" not in kind}
+    counted = {
+        kind: number
+        for kind, number in json.loads(counts.read_text()).items()
+        if "alive" not in kind
+    }
     num_bytes = counted.pop("bytes sent")
     num_messages, processor_s = sum(counted.values()), spent.user + spent.system
-    return Result(last - first, up - first, up - last, num_messages, num_bytes, num_descriptors, processor_s)
+    return Result(
+        last - first, up - first, up - last, num_messages, num_bytes, num_descriptors, processor_s
+    )
 
 
 def on_slurm(num_nodes: int) -> Result:
@@ -131,5 +174,8 @@ def _row(name: str, found: Result) -> str:
     seconds = [f"{value:.2f}" for value in (found.joining_s, found.ready_s, found.last_to_ready_s)]
     seconds.append("-" if found.processor_s is None else f"{found.processor_s:.2f}")
     num_kib = None if found.num_bytes is None else found.num_bytes // 1024
-    counts = ("-" if value is None else str(value) for value in (found.num_messages, num_kib, found.num_descriptors))
+    counts = (
+        "-" if value is None else str(value)
+        for value in (found.num_messages, num_kib, found.num_descriptors)
+    )
     return f"| {name} | {' | '.join(seconds)} | {' | '.join(counts)} |"

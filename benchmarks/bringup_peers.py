@@ -1,8 +1,9 @@
-"""Methods to start Ray in a Slurm job, each as the text of a batch script, for ``benchmarks.bringup``.
+"""Methods to start Ray in a Slurm job, each as the text of a batch script, for
+``benchmarks.bringup``.
 
-Input: a ``Job``. Output: text. All of them start the same driver on the same nodes with the same CPUs, GPUs and object
-store, and record their start time. ``FLOOR`` is the minimum that Ray itself needs; ``docs`` and ``symmetric`` are the
-two methods of Ray's documentation, with its pauses.
+Input: a ``Job``. Output: text. All of them start the same driver on the same nodes with the same
+CPUs, GPUs and object store, and record their start time. ``FLOOR`` is the minimum that Ray itself
+needs; ``docs`` and ``symmetric`` are the two methods of Ray's documentation, with its pauses.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ while True:
     time.sleep(60)
 """
 
-# One process per node. Ray's command line is imported first. The nodes wait only for the head's raylet in the GCS, and
-# the driver waits for all raylets before it connects.
+# One process per node. Ray's command line is imported first. The nodes wait only for the head's
+# raylet in the GCS, and the driver waits for all raylets before it connects.
 FLOOR = """
 import os, socket, subprocess, sys, threading, time
 import ray.scripts.scripts as scripts
@@ -120,7 +121,9 @@ srun --cpu-bind=none --output={job.folder}/floor-%N.log \\
 
 
 def symmetric(job: Job) -> str:
-    """``ray symmetric-run`` (docs.ray.io, "Deploying on Slurm"), with its limit of 30 s raised so that it finishes."""
+    """``ray symmetric-run`` (docs.ray.io, "Deploying on Slurm"), with its limit of 30 s raised so
+    that it finishes.
+    """
     return f"""{job.stamp}
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)
@@ -133,8 +136,12 @@ srun --nodes={job.num_nodes} --ntasks={job.num_nodes} --output={job.folder}/symm
 
 
 def docs(job: Job) -> str:
-    """The script of Ray's documentation: head, 10 s, an ``srun`` and 5 s for each further node, then the driver."""
-    common = f"--num-cpus={NUM_CPUS} --num-gpus={NUM_GPUS} --object-store-memory={STORE_BYTES} --block"
+    """The script of Ray's documentation: head, 10 s, an ``srun`` and 5 s for each further node,
+    then the driver.
+    """
+    common = (
+        f"--num-cpus={NUM_CPUS} --num-gpus={NUM_GPUS} --object-store-memory={STORE_BYTES} --block"
+    )
     return f"""{job.stamp}
 hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
 ip=$(srun --nodes=1 --ntasks=1 -w "${{hosts[0]}}" hostname --ip-address)
@@ -149,4 +156,9 @@ done
 """
 
 
-WAYS: dict[str, Callable[[Job], str]] = {"agents": ours, "floor": floor, "symmetric-run": symmetric, "docs": docs}
+WAYS: dict[str, Callable[[Job], str]] = {
+    "agents": ours,
+    "floor": floor,
+    "symmetric-run": symmetric,
+    "docs": docs,
+}

@@ -1,10 +1,11 @@
-"""An engine without a model, which answers requests with prepared JSON in the format of SGLang's ``/generate``.
+"""An engine without a model, which answers requests with prepared JSON in the format of SGLang's
+``/generate``.
 
     python -m benchmarks.canned_engine --port 30000 --length 1024 --delay 5 30
 
-Several processes may share one port (SO_REUSEPORT): the kernel spreads the connections. An answer is one prepared text
-of VARIANTS, so the process spends its time on sockets alone. ``--delay``: seconds until a request is answered, drawn
-evenly between the two.
+Several processes may share one port (SO_REUSEPORT): the kernel spreads the connections. An answer
+is one prepared text of VARIANTS, so the process spends its time on sockets alone. ``--delay``:
+seconds until a request is answered, drawn evenly between the two.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class Answering(asyncio.Protocol):
                 return
             del self._received[: end + len(_END) + size]
             answer = random.choice(self._answers)
-            asyncio.get_running_loop().call_later(random.uniform(*self._delay), self._answer, answer)
+            asyncio.get_running_loop().call_later(
+                random.uniform(*self._delay), self._answer, answer
+            )
 
     def _answer(self, answer: bytes) -> None:
         if not self._transport.is_closing():
@@ -77,7 +80,9 @@ def _response(content: bytes) -> bytes:
 
 async def serve(port: int, length: int, delay: tuple[float, float]) -> None:
     """Serve until the end of the standard input."""
-    answers = [_response(json.dumps(prepared_answer(length, seed)).encode()) for seed in range(VARIANTS)]
+    answers = [
+        _response(json.dumps(prepared_answer(length, seed)).encode()) for seed in range(VARIANTS)
+    ]
     loop = asyncio.get_running_loop()
     server = await loop.create_server(
         lambda: Answering(answers, delay), "127.0.0.1", port, reuse_port=True, backlog=16384
@@ -89,10 +94,14 @@ async def serve(port: int, length: int, delay: tuple[float, float]) -> None:
 
 def main() -> int:
     """Serve."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--length", type=int, required=True, help="tokens of an answer")
-    parser.add_argument("--delay", type=float, nargs=2, default=(0.0, 0.0), metavar=("LEAST", "MOST"))
+    parser.add_argument(
+        "--delay", type=float, nargs=2, default=(0.0, 0.0), metavar=("LEAST", "MOST")
+    )
     options = parser.parse_args()
     asyncio.run(serve(options.port, options.length, tuple(options.delay)))
     return 0

@@ -1,14 +1,16 @@
 """Cost of a checkpoint: time that blocks training, total time, memory, and time of a resume.
 
-    python -m benchmarks.checkpoint [--size 100M] [--rounds 3] [--buffer-gb 0.25] [--folder FOLDER] [--write]
+    python -m benchmarks.checkpoint [--size 100M] [--rounds 3] [--buffer-gb 0.25] [--folder FOLDER]
+    [--write]
 
-One actor rank in this process, a random Qwen3, Adam with its moments, float32; the commit protocol of a run with its
-checksums and fsyncs. Rounds are interleaved: a plain write of the same bytes to as many files by as many threads, with
-fsync; a synchronous save; background saves through a buffer for the whole state and through a bounded one. "blocking"
-is the time that a save takes from training if the next optimizer step starts after the state has been copied; "if a
-step comes at once" adds the wait of a step that starts immediately. Memory is the peak of the process above its size
-before the first save with that buffer. A resume finds the newest checkpoint, verifies its checksums and loads it.
---folder selects the file system.
+One actor rank in this process, a random Qwen3, Adam with its moments, float32; the commit protocol
+of a run with its checksums and fsyncs. Rounds are interleaved: a plain write of the same bytes to
+as many files by as many threads, with fsync; a synchronous save; background saves through a buffer
+for the whole state and through a bounded one. "blocking" is the time that a save takes from
+training if the next optimizer step starts after the state has been copied; "if a step comes at
+once" adds the wait of a step that starts immediately. Memory is the peak of the process above its
+size before the first save with that buffer. A resume finds the newest checkpoint, verifies its
+checksums and loads it. --folder selects the file system.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ def make_model(folder: Path, size: str) -> int:
 
 def started(folder: Path, *, buffer_gb: float) -> Actor:
     """An actor after one step, so that Adam has moments."""
-    actor = Actor(ActorSettings(str(folder), actor_num_threads=os.cpu_count() or 1, save_buffer_gb=buffer_gb))
+    actor = Actor(
+        ActorSettings(str(folder), actor_num_threads=os.cpu_count() or 1, save_buffer_gb=buffer_gb)
+    )
     actor.setup(0, 1, "127.0.0.1", 29_433)
     actor.import_weights()
     sample = TrainSample(tuple(range(3, 19)), 8, (1,) * 8, (-7.0,) * 8, 1.0)
@@ -83,7 +87,9 @@ def started(folder: Path, *, buffer_gb: float) -> Actor:
 
 
 class PeakMemory:
-    """Context manager: peak memory of the process within the block, above its size before (``num_bytes``)."""
+    """Context manager: peak memory of the process within the block, above its size before
+    (``num_bytes``).
+    """
 
     def __enter__(self) -> PeakMemory:
         self._before = self._peak = device.memory_in_use()
@@ -123,7 +129,9 @@ def plain_write(folder: Path, num_bytes: int) -> float:
 
 
 class Measured:
-    """Saves of one actor, and what they took: seconds of each kind, bytes of memory, bytes of a checkpoint."""
+    """Saves of one actor, and what they took: seconds of each kind, bytes of memory, bytes of a
+    checkpoint.
+    """
 
     def __init__(self, actor: Actor, folder: Path) -> None:
         self.seconds: Seconds = defaultdict(list)
@@ -132,7 +140,9 @@ class Measured:
         self._actor = actor
         self._folder = folder
         self._step = 0
-        self._checkpoints = Checkpoints(CheckpointConfig(keep_last=1), folder / "saved", committed=lambda *_: None)
+        self._checkpoints = Checkpoints(
+            CheckpointConfig(keep_last=1), folder / "saved", committed=lambda *_: None
+        )
         self._checkpoints.claim("bench")
 
     async def waited_for(self) -> None:
@@ -184,7 +194,9 @@ class Measured:
         return write
 
 
-async def measure(actor: Actor, folder: Path, *, rounds: int, buffer_gb: float, whole_gb: float) -> Measured:
+async def measure(
+    actor: Actor, folder: Path, *, rounds: int, buffer_gb: float, whole_gb: float
+) -> Measured:
     """All kinds in each round, one after the other."""
     measured = Measured(actor, folder)
     for _ in range(rounds):
@@ -199,7 +211,9 @@ async def measure(actor: Actor, folder: Path, *, rounds: int, buffer_gb: float, 
 
 
 def rows(seconds: Seconds) -> list[list[str]]:
-    """One row per kind: median, minimum, and the ratios to a plain write and to a synchronous save."""
+    """One row per kind: median, minimum, and the ratios to a plain write and to a synchronous
+    save.
+    """
     median = {kind: statistics.median(each) for kind, each in seconds.items()}
     return [
         [
@@ -215,11 +229,17 @@ def rows(seconds: Seconds) -> list[list[str]]:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, default="100M")
     parser.add_argument("--rounds", type=int, default=3, help="of each kind (default: 3)")
-    parser.add_argument("--buffer-gb", type=float, default=0.25, help="the bounded buffer (default: 0.25)")
-    parser.add_argument("--folder", type=Path, help="on the file system in question (default: a temporary one)")
+    parser.add_argument(
+        "--buffer-gb", type=float, default=0.25, help="the bounded buffer (default: 0.25)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="on the file system in question (default: a temporary one)"
+    )
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     logging.disable(logging.INFO)
@@ -230,11 +250,15 @@ def main() -> int:
         actor = started(folder / "model", buffer_gb=options.buffer_gb)
         whole_gb = 17 * num_parameters / 1e9  # 16 bytes a parameter, and a little
         found = asyncio.run(
-            measure(actor, folder, rounds=options.rounds, buffer_gb=options.buffer_gb, whole_gb=whole_gb)
+            measure(
+                actor, folder, rounds=options.rounds, buffer_gb=options.buffer_gb, whole_gb=whole_gb
+            )
         )
         actor.close()
     median = {kind: statistics.median(each) for kind, each in found.seconds.items()}
-    bounded, whole = (found.memory[kind] / 1e9 for kind in ("bounded buffer", "buffer of the whole state"))
+    bounded, whole = (
+        found.memory[kind] / 1e9 for kind in ("bounded buffer", "buffer of the whole state")
+    )
     share = median["bounded buffer, blocking"] / median["waited for"]
     longer = median["bounded buffer, in all"] / median["buffer of the whole state, in all"]
     lines = [
@@ -252,7 +276,8 @@ def main() -> int:
         "```",
         "",
         *table(
-            ["", "median s", "least s", "time, plain write = 1", "of a save that is waited for"], rows(found.seconds)
+            ["", "median s", "least s", "time, plain write = 1", "of a save that is waited for"],
+            rows(found.seconds),
         ),
     ]
     show(HEADING, lines, write=options.write)

@@ -1,10 +1,12 @@
-"""Startup time of commands that do nothing: cold starts of an installed wheel, compared with ``python -c pass``.
+"""Startup time of commands that do nothing: cold starts of an installed wheel, compared with
+``python -c pass``.
 
     python -m benchmarks.cold_start [--repeat 15] [--write]
 
-The wheel is built from the checkout and installed in a separate environment (``tests/installed.py``). Commands run in
-turn, each in a new process; the first round fills the caches of the file system and does not count. --write puts the
-table into docs/benchmarks.md, section "Cold start".
+The wheel is built from the checkout and installed in a separate environment
+(``tests/installed.py``). Commands run in turn, each in a new process; the first round fills the
+caches of the file system and does not count. --write puts the table into docs/benchmarks.md,
+section "Cold start".
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ def main() -> int:
     options = parser.parse_args()
     where = machine()
     with tempfile.TemporaryDirectory() as folder:
-        programs = clean_environment(Path(folder) / "venv", build_wheel(Path(folder) / "build").wheel)
+        programs = clean_environment(
+            Path(folder) / "venv", build_wheel(Path(folder) / "build").wheel
+        )
         rows = measure(programs, make_project(Path(folder) / "project"), options.repeat)
     python = ".".join(map(str, sys.version_info[:3]))
     introduction = INTRODUCTION.format(repeat=options.repeat, machine=where, python=python)

@@ -2,14 +2,14 @@
 
     python -m benchmarks.crash --kills 100 [--seed 1] [--write]
 
-On a real Slurm (the tests' lab, root needed): a supervised run of the tiny model is killed at random instants, from
-its start-up to its last step, in random places (driver, an actor rank, an engine, the router, the agent, the node, the
-batch shell) by KILL, TERM or USR2, until it has finished. Then it must have the weights and the metrics of the
-undisturbed run, every prompt exactly once, and no group finished twice. Answers come from
-``benchmarks/crash_answers.py``: the composition of engine batches changes the last bits of log-probs, so the engines'
-text is not compared. The table shows the cost of each kind of kill: seconds until the run passed its earlier progress,
-and attempts.
---write puts it into docs/benchmarks.md, section "Crashes".
+On a real Slurm (the tests' lab, root needed): a supervised run of the tiny model is killed at
+random instants, from its start-up to its last step, in random places (driver, an actor rank, an
+engine, the router, the agent, the node, the batch shell) by KILL, TERM or USR2, until it has
+finished. Then it must have the weights and the metrics of the undisturbed run, every prompt exactly
+once, and no group finished twice. Answers come from ``benchmarks/crash_answers.py``: the
+composition of engine batches changes the last bits of log-probs, so the engines' text is not
+compared. The table shows the cost of each kind of kill: seconds until the run passed its earlier
+progress, and attempts. --write puts it into docs/benchmarks.md, section "Crashes".
 """
 
 from __future__ import annotations
@@ -36,10 +36,13 @@ from tests.cluster.lab_config import LabOptions
 
 HEADING = "## Crashes"
 STEPS_A_KILL, SPARE_STEPS, MOST_STEPS = 3, 10, 2
-LONGEST_START_S, LONGEST_WORK_S = 15.0, 4.0  # a kill comes so long after an attempt begins, or after it is ready
+LONGEST_START_S, LONGEST_WORK_S = (
+    15.0,
+    4.0,
+)  # a kill comes so long after an attempt begins, or after it is ready
 SHARE_IN_START = 0.25
-# place: its signals. After TERM (which is what scancel sends) the batch shell goes on and never requeues, and KILL ends
-# the job: whoever wants it back submits it with --resume.
+# place: its signals. After TERM (which is what scancel sends) the batch shell goes on and never
+# requeues, and KILL ends the job: whoever wants it back submits it with --resume.
 PLACES = {
     "driver": (signal.SIGKILL, signal.SIGTERM),
     "actor": (signal.SIGKILL,),
@@ -68,7 +71,10 @@ class Kill:
     @property
     def keeps_attempt(self) -> bool:
         """Whether the run continues without a new attempt."""
-        return self.place in ("engine", "router") or (self.place, self.signal) == ("batch shell", signal.SIGTERM)
+        return self.place in ("engine", "router") or (self.place, self.signal) == (
+            "batch shell",
+            signal.SIGTERM,
+        )
 
     @property
     def name(self) -> str:
@@ -81,7 +87,9 @@ class Kill:
 
 def finish(run: CrashedRun) -> None:
     """Wait for the end of the run."""
-    wait_for(run, "the end of the run", lambda: run.is_done or run.is_over, deadline_s=8 * DEADLINE_S)
+    wait_for(
+        run, "the end of the run", lambda: run.is_done or run.is_over, deadline_s=8 * DEADLINE_S
+    )
     if not run.is_done:
         raise RuntimeError(f"the run ended without being done\n{run.tell()}")
     wait_for(run, "the end of the job", lambda: run.is_over)
@@ -92,7 +100,9 @@ def strike(run: CrashedRun, place: str, number: signal.Signals) -> Kill | None:
     if run.is_done:
         return None
     when = "work" if run.is_ready else "start-up"
-    kill = Kill(place, number, run.step, when, time.monotonic(), run.count("ready"), run.count("attempt"))
+    kill = Kill(
+        place, number, run.step, when, time.monotonic(), run.count("ready"), run.count("attempt")
+    )
     if place == "node":
         node = job_info(run.lab, run.job).nodelist
         if not node:
@@ -110,7 +120,9 @@ def strike(run: CrashedRun, place: str, number: signal.Signals) -> Kill | None:
 
 
 def recover(run: CrashedRun, kills: Sequence[Kill]) -> None:
-    """Wait until the run is further than at any of the ``kills``, or done; bring it back when it must be."""
+    """Wait until the run is further than at any of the ``kills``, or done; bring it back when it
+    must be.
+    """
     last = kills[-1]
     repaired = 2 if last.keeps_attempt else run.num_steps  # steps in the same attempt
 
@@ -123,7 +135,10 @@ def recover(run: CrashedRun, kills: Sequence[Kill]) -> None:
 
     wait_for(run, f"going on after {last.name} at step {last.step}", is_further)
     for kill in kills:
-        kill.seconds, kill.attempts = time.monotonic() - kill.at, run.count("attempt") - kill.attempts
+        kill.seconds, kill.attempts = (
+            time.monotonic() - kill.at,
+            run.count("attempt") - kill.attempts,
+        )
 
 
 def bring_back_if_lost(run: CrashedRun, kill: Kill) -> None:
@@ -134,7 +149,9 @@ def bring_back_if_lost(run: CrashedRun, kill: Kill) -> None:
 
 
 def work_for(run: CrashedRun, seconds: float) -> None:
-    """Let it work for so long, or MOST_STEPS: fast steps must not bring it to its end before the last kill."""
+    """Let it work for so long, or MOST_STEPS: fast steps must not bring it to its end before the
+    last kill.
+    """
     end, step = time.monotonic() + seconds, run.step
     while time.monotonic() < end and run.step < step + MOST_STEPS and not run.is_done:
         time.sleep(POLL_S)
@@ -171,7 +188,11 @@ def killed(run: CrashedRun, num_kills: int, rng: random.Random) -> list[Kill]:
         fresh = strikes()
         if not fresh:
             continue
-        if not fresh[0].keeps_attempt and len(kills) + 1 < num_kills and rng.random() < SHARE_IN_START:
+        if (
+            not fresh[0].keeps_attempt
+            and len(kills) + 1 < num_kills
+            and rng.random() < SHARE_IN_START
+        ):
             in_start_up(run, fresh[0], rng)
             fresh += strikes()
         recover(run, fresh)
@@ -189,8 +210,12 @@ def differences(run: CrashedRun, untouched: CrashedRun) -> list[str]:
         found.append("the final weights differ")
     if run.lines() != untouched.lines():
         pairs = list(zip(run.lines(), untouched.lines(), strict=False))
-        steps = [f"{ours['step']}: {_unequal(ours, theirs)}" for ours, theirs in pairs if ours != theirs]
-        found.append(f"the metrics of {len(run.lines())} and {len(untouched.lines())} steps differ: {steps[:5]}")
+        steps = [
+            f"{ours['step']}: {_unequal(ours, theirs)}" for ours, theirs in pairs if ours != theirs
+        ]
+        found.append(
+            f"the metrics of {len(run.lines())} and {len(untouched.lines())} steps differ: {steps[:5]}"
+        )
     finished = run.finished()
     twice = sorted({prompt for prompt in finished if finished.count(prompt) > 1})
     if twice:
@@ -211,7 +236,10 @@ def table(kills: Sequence[Kill]) -> list[str]:
         seconds = [kill.seconds for kill in own]
         cells = [name, len(own), sum(kill.when == "start-up" for kill in own)]
         cells += [f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"]
-        cells += [f"{statistics.fmean(kill.attempts for kill in own):.1f}", sum(kill.by_hand for kill in own)]
+        cells += [
+            f"{statistics.fmean(kill.attempts for kill in own):.1f}",
+            sum(kill.by_hand for kill in own),
+        ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 
@@ -219,7 +247,9 @@ def table(kills: Sequence[Kill]) -> list[str]:
 def journal_share(run: CrashedRun) -> float:
     """Share of the journal in the time of all steps."""
     lines = read_metrics(run.folder / "metrics.jsonl")
-    return sum(line.get("time/journal_s", 0.0) for line in lines) / sum(line.get("time/step_s", 0.0) for line in lines)
+    return sum(line.get("time/journal_s", 0.0) for line in lines) / sum(
+        line.get("time/step_s", 0.0) for line in lines
+    )
 
 
 @contextlib.contextmanager
@@ -250,13 +280,21 @@ def main() -> int:
         kills = killed(run, options.kills, random.Random(options.seed))
         wrong = differences(run, untouched)
         groups = len(run.finished())
-        exits = [line["seconds_from_signal"] for line in run.ledger if line.get("seconds_from_signal") is not None]
+        exits = [
+            line["seconds_from_signal"]
+            for line in run.ledger
+            if line.get("seconds_from_signal") is not None
+        ]
         share = journal_share(untouched)
     introduction = [
         f"`python -m benchmarks.crash --kills {options.kills} --seed {options.seed} --write`: a run of "
         f"{run.num_steps} steps on Slurm 22.05 of the tests' lab,",
         f"killed {len(kills)} times until it had finished, beside one that nobody touched ({alone_s:.0f} s). Result: "
-        + ("; ".join(wrong) if wrong else f"the same weights and metrics, {groups} groups finished, each once")
+        + (
+            "; ".join(wrong)
+            if wrong
+            else f"the same weights and metrics, {groups} groups finished, each once"
+        )
         + ".",
         "*Seconds lost*: from the kill until the run was further than it had been; with start-up of Ray, trainer and",
         f"engines. {_safe_exits(exits)}The journal took {100 * share:.1f} % of the untouched run's steps.",
@@ -278,9 +316,13 @@ def _safe_exits(seconds: Sequence[float]) -> str:
     return f"From a signal to a safe exit: median {middle:.1f} s, at most {most:.1f} s, {len(seconds)} times. "
 
 
-def _unequal(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, tuple[float | None, float | None]]:
+def _unequal(
+    ours: dict[str, float], theirs: dict[str, float]
+) -> dict[str, tuple[float | None, float | None]]:
     keys = sorted(ours.keys() | theirs.keys())
-    return {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)}
+    return {
+        key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)
+    }
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Deterministic answers for ``benchmarks.crash``: every request is real, but its text is replaced.
 
-    --custom-generate-function-path FILE:answer --dynamic-sampling-filter-path FILE:is_wanted --rm-type exact_match
+    --custom-generate-function-path FILE:answer --dynamic-sampling-filter-path FILE:is_wanted
+    --rm-type exact_match
 
-Input: a prompt. Output: tokens, log-probs and text that depend on prompt and index only, so that two runs can be
-compared bit for bit, independent of the engines' batches. Every finished group is recorded, with the process that
-finished it, in the file beside this one.
+Input: a prompt. Output: tokens, log-probs and text that depend on prompt and index only, so that
+two runs can be compared bit for bit, independent of the engines' batches. Every finished group is
+recorded, with the process that finished it, in the file beside this one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from rlpost.types import Prompt, Sample, SampleGroup
 FINISHED = Path(__file__).with_suffix(".finished")
 SMALLEST_ID, LARGEST_ID = 3, 12
 LONGEST = 6
-SECONDS = (0.1, 0.8)  # an answer takes, for engines write a few tokens faster than anybody could kill them
+SECONDS = (
+    0.1,
+    0.8,
+)  # an answer takes, for engines write a few tokens faster than anybody could kill them
 RIGHT = 0.5  # of the answers
 DROPPED = 5  # one group in so many
 

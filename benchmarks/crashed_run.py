@@ -1,4 +1,6 @@
-"""A run of the tiny model on the tests' Slurm, to be killed: its folder, its jobs, its processes by place."""
+"""A run of the tiny model on the tests' Slurm, to be killed: its folder, its jobs, its processes by
+place.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,32 @@ from tests.cluster.lab import REPOSITORY, Lab
 RECIPE = "jobs/recipes/tiny.toml"
 BATCH = 6
 SETTINGS = (
-    *("--rollout-batch-size", str(BATCH), "--n-samples-per-prompt", "4", "--global-batch-size", str(BATCH * 4)),
-    *("--tensor-model-parallel-size", "1", "--sequence-parallel", "false", "--actor-num-gpus-per-node", "2"),
+    *(
+        "--rollout-batch-size",
+        str(BATCH),
+        "--n-samples-per-prompt",
+        "4",
+        "--global-batch-size",
+        str(BATCH * 4),
+    ),
+    *(
+        "--tensor-model-parallel-size",
+        "1",
+        "--sequence-parallel",
+        "false",
+        "--actor-num-gpus-per-node",
+        "2",
+    ),
     *("--rollout-num-gpus", "1", "--save-interval", "5", "--async-save", "--eval-interval", "20"),
     *("--rollout-health-check-interval", "1", "--nodes", "1", "--partition", "batch"),
-    *("--max-failures", "100000", "--max-preemptions", "100000", "--max-stalled-attempts", "100000"),
+    *(
+        "--max-failures",
+        "100000",
+        "--max-preemptions",
+        "100000",
+        "--max-stalled-attempts",
+        "100000",
+    ),
 )
 DEADLINE_S = 240.0  # for any one thing
 POLL_S = 0.1
@@ -47,7 +70,9 @@ class CrashedRun:
         return self.lab.run("ctl", command, cwd=REPOSITORY).stdout.split()[1]
 
     def bring_back(self) -> None:
-        """Act as the user: resubmit the run after its job ended; release a job that Slurm holds after node failures."""
+        """Act as the user: resubmit the run after its job ended; release a job that Slurm holds
+        after node failures.
+        """
         if self.is_over:
             self.job = self._submit("--resume")
         else:
@@ -75,7 +100,9 @@ class CrashedRun:
     def is_ready(self) -> bool:
         """Whether the newest attempt trains."""
         newest = [line["attempt"] for line in self.ledger if line["event"] == "attempt"][-1:]
-        return any(line["event"] == "ready" and int(line["attempt"]) in newest for line in self.ledger)
+        return any(
+            line["event"] == "ready" and int(line["attempt"]) in newest for line in self.ledger
+        )
 
     @property
     def is_over(self) -> bool:
@@ -102,11 +129,16 @@ class CrashedRun:
             return [process for process in psutil.process_iter() if _writes_to(process) in wanted]
         if place == "batch shell":
             script = f"job{int(self.job):05d}/slurm_script"
-            return [process for process in psutil.process_iter() if any(script in word for word in _words(process))]
+            return [
+                process
+                for process in psutil.process_iter()
+                if any(script in word for word in _words(process))
+            ]
         return [
             process
             for process in psutil.process_iter()
-            if words[place] in (found := _words(process)) and any(str(self.folder) in word for word in found)
+            if words[place] in (found := _words(process))
+            and any(str(self.folder) in word for word in found)
         ]
 
     def weights(self) -> str:
@@ -130,10 +162,14 @@ class CrashedRun:
         attempt = self.attempt()
         logs = [] if attempt is None else sorted(attempt.glob("*.log"))
         logs += sorted(self.folder.glob("*.out"), key=os.path.getmtime)[-2:]
-        return "\n".join(f"--- {path}\n" + "\n".join(path.read_text().splitlines()[-15:]) for path in logs)
+        return "\n".join(
+            f"--- {path}\n" + "\n".join(path.read_text().splitlines()[-15:]) for path in logs
+        )
 
 
-def wait_for(run: CrashedRun, what: str, condition: Callable[[], bool], *, deadline_s: float = DEADLINE_S) -> None:
+def wait_for(
+    run: CrashedRun, what: str, condition: Callable[[], bool], *, deadline_s: float = DEADLINE_S
+) -> None:
     """Raises TimeoutError with what the run's logs say."""
     end = time.monotonic() + deadline_s
     while not condition():

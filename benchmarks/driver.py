@@ -1,12 +1,15 @@
-"""CPU cost of a token in the driver, from an engine's answer to the call of the trainer's ranks, and its loop's lag.
+"""CPU cost of a token in the driver, from an engine's answer to the call of the trainer's ranks,
+and its loop's lag.
 
-    python -m benchmarks.driver [--tokens 1e6] [--rounds 3] [--ranks 64 1024] [--in-flight 8192] [--write]
+    python -m benchmarks.driver [--tokens 1e6] [--rounds 3] [--ranks 64 1024] [--in-flight 8192]
+    [--write]
 
-Engines are canned: other processes that answer a prepared JSON over HTTP (``benchmarks.canned_engine``). The rest is
-the driver's own code: ``Connection`` and ``GroupWriter``, the hand-off to a grading process, the journal,
-``Training.train`` with the calls of all ranks. Ranks are Ray workers that take their arguments and return; as a
-thousand interpreters do not fit onto a small machine, PROCESSES of them stand for all, with a call for each rank.
-Beside it, in the same rounds, slime's and verl's way (``benchmarks.driver_peers``).
+Engines are canned: other processes that answer a prepared JSON over HTTP
+(``benchmarks.canned_engine``). The rest is the driver's own code: ``Connection`` and
+``GroupWriter``, the hand-off to a grading process, the journal, ``Training.train`` with the calls
+of all ranks. Ranks are Ray workers that take their arguments and return; as a thousand interpreters
+do not fit onto a small machine, PROCESSES of them stand for all, with a call for each rank. Beside
+it, in the same rounds, slime's and verl's way (``benchmarks.driver_peers``).
 
 Processor seconds of this process count, not those of engines, graders and ranks.
 """
@@ -43,7 +46,12 @@ from benchmarks.page import show
 from benchmarks.tables import machine, table
 from rlpost.config.tree import Config
 from rlpost.garbage import collect_between_steps_only
-from rlpost.orchestration.batches import batch_samples, rollout_metrics, rollout_samples, staleness_metrics
+from rlpost.orchestration.batches import (
+    batch_samples,
+    rollout_metrics,
+    rollout_samples,
+    staleness_metrics,
+)
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.training import Training
 from rlpost.orchestration.worker_groups import ActorGroup
@@ -77,12 +85,20 @@ class Layout:
 
     def config(self, num_groups: int) -> Config:
         """The settings of a run of this layout."""
-        parallel = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4, "context_parallel_size": 2}
+        parallel = {
+            "tensor_model_parallel_size": 8,
+            "pipeline_model_parallel_size": 4,
+            "context_parallel_size": 2,
+        }
         return Config.model_validate(
             {
                 "cluster": {"actor_num_nodes": self.num_ranks // 8, "actor_num_gpus_per_node": 8},
                 "perf": {**parallel, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 8192},
-                "rollout": {"rollout_batch_size": num_groups, "n_samples_per_prompt": SIBLINGS, "rm_type": "math"},
+                "rollout": {
+                    "rollout_batch_size": num_groups,
+                    "n_samples_per_prompt": SIBLINGS,
+                    "rm_type": "math",
+                },
             }
         )
 
@@ -96,7 +112,9 @@ class Figures:
     held: float = 0.0
     text: float = 0.0
 
-    def add_sent(self, num_ranks: int, batch: Cost, send: Cost, num_bytes: int, millions: float) -> None:
+    def add_sent(
+        self, num_ranks: int, batch: Cost, send: Cost, num_bytes: int, millions: float
+    ) -> None:
         """Of one round of a layout; the batch counts once, whatever the layout."""
         self.costs["batch"].append(batch / millions)
         self.costs[f"send, {num_ranks} ranks"].append(send / millions)
@@ -132,13 +150,17 @@ async def receive(
 
 
 async def grade(groups: Sequence[SampleGroup]) -> None:
-    """Hand every sample to a grading process and take its reward; the processes have started before."""
+    """Hand every sample to a grading process and take its reward; the processes have started
+    before.
+    """
     grader = make_grader(Layout(64).config(len(groups)))
     try:
         by_id = {prompt.prompt_id: prompt for prompt in prompts(len(groups))}
 
         async def one(group: SampleGroup) -> object:
-            return await grader.grade(by_id[group.prompt_id], [scored.sample for scored in group.samples])
+            return await grader.grade(
+                by_id[group.prompt_id], [scored.sample for scored in group.samples]
+            )
 
         await one(groups[0])
         await asyncio.gather(*map(one, groups))
@@ -201,7 +223,9 @@ async def measure_ours(bench: Bench, figures: Figures) -> None:
 
 async def measure_slime(bench: Bench, figures: Figures) -> None:
     """One round."""
-    samples, cost = await cost_of(peers.slime_receive(bench.url, PROMPT_IDS, bench.num_groups * SIBLINGS))
+    samples, cost = await cost_of(
+        peers.slime_receive(bench.url, PROMPT_IDS, bench.num_groups * SIBLINGS)
+    )
     figures.costs["receive"].append(cost / bench.millions)
     await send_peer(bench, figures, lambda size: peers.slime_batches(samples, size))
 
@@ -261,15 +285,23 @@ async def measure_held(bench: Bench, figures: Mapping[str, Figures]) -> None:
     groups, held = await held_bytes(lambda: receive(bench.url, num_groups))
     text = sum(sys.getsizeof(scored.sample.text) for group in groups for scored in group.samples)
     figures["rlpost"].held, figures["rlpost"].text = (held - text) / tokens, text / tokens
-    samples, held = await held_bytes(lambda: peers.slime_receive(bench.url, PROMPT_IDS, num_groups * SIBLINGS))
+    samples, held = await held_bytes(
+        lambda: peers.slime_receive(bench.url, PROMPT_IDS, num_groups * SIBLINGS)
+    )
     text = sum(sys.getsizeof(sample.response) for sample in samples)
     figures["slime's"].held, figures["slime's"].text = (held - text) / tokens, text / tokens
-    data = peers.verl_receive(peers.verl_pickles(bench.answers, num_groups * SIBLINGS), PROMPT_IDS, bench.length)
+    data = peers.verl_receive(
+        peers.verl_pickles(bench.answers, num_groups * SIBLINGS), PROMPT_IDS, bench.length
+    )
     figures["verl's"].held = sum(tensor.nbytes for tensor in data.batch.values()) / tokens
 
 
 async def measure_length(
-    length: int, options: argparse.Namespace, folder: Path, workers: Mapping[int, SharedWorkers], sent: SentBytes
+    length: int,
+    options: argparse.Namespace,
+    folder: Path,
+    workers: Mapping[int, SharedWorkers],
+    sent: SentBytes,
 ) -> tuple[dict[str, Figures], dict[int, LagSampler]]:
     """Measure all methods for answers of one length, in interleaved rounds."""
     figures = {name: Figures(defaultdict(list), {}) for name in WAYS}
@@ -286,7 +318,9 @@ async def measure_length(
 
 
 async def measure_lag(in_flight: int, folder: Path) -> tuple[Lags, Cost]:
-    """Of the loop, with requests in flight whose answers come spread over LAG_DELAY_S and are graded and journaled."""
+    """Of the loop, with requests in flight whose answers come spread over LAG_DELAY_S and are
+    graded and journaled.
+    """
     sampler, num_groups = LagSampler(), in_flight // SIBLINGS
     journal = Journal.resume(folder / "lag", 0, step=0, settings="")
 
@@ -299,7 +333,9 @@ async def measure_lag(in_flight: int, folder: Path) -> tuple[Lags, Cost]:
     return sampler.lags(), cost / (in_flight * LAG_LENGTH / 1e6)
 
 
-def cost_rows(figures: Mapping[int, Mapping[str, Figures]], ranks: Sequence[int]) -> list[list[str]]:
+def cost_rows(
+    figures: Mapping[int, Mapping[str, Figures]], ranks: Sequence[int]
+) -> list[list[str]]:
     """Processor seconds a million tokens of every stage."""
     stages = [*STAGES, *(f"send, {count} ranks" for count in ranks)]
     rows = []
@@ -313,7 +349,9 @@ def cost_rows(figures: Mapping[int, Mapping[str, Figures]], ranks: Sequence[int]
     return rows
 
 
-def byte_rows(figures: Mapping[int, Mapping[str, Figures]], ranks: Sequence[int]) -> list[list[str]]:
+def byte_rows(
+    figures: Mapping[int, Mapping[str, Figures]], ranks: Sequence[int]
+) -> list[list[str]]:
     """Bytes a token, held and sent."""
     rows = []
     for length, ways in figures.items():
@@ -341,7 +379,10 @@ async def run(options: argparse.Namespace, folder: Path) -> list[str]:
         logging_level=logging.ERROR,
         object_store_memory=4 * GIGA,
     )
-    workers = {count: SharedWorkers(count, num_processes=PROCESSES, log_dir=folder) for count in options.ranks}
+    workers = {
+        count: SharedWorkers(count, num_processes=PROCESSES, log_dir=folder)
+        for count in options.ranks
+    }
     for group in workers.values():
         await group.call("train_step")  # they have started
     sent = SentBytes()
@@ -355,7 +396,9 @@ async def run(options: argparse.Namespace, folder: Path) -> list[str]:
         group.stop()
     ray.shutdown()
     lags, cost = await measure_lag(options.in_flight, folder)
-    lag_rows.insert(0, lag_row(f"receive, grade, journal: {options.in_flight} requests in flight", lags))
+    lag_rows.insert(
+        0, lag_row(f"receive, grade, journal: {options.in_flight} requests in flight", lags)
+    )
     figures_of = [
         f"{options.rounds} interleaved rounds of {options.tokens / 1e6:.1f} million tokens, medians;",
         f"groups of {SIBLINGS} answers, prompts of {PROMPT_LENGTH} tokens. Engines are {VARIANTS} prepared answers",
@@ -389,9 +432,13 @@ async def run(options: argparse.Namespace, folder: Path) -> list[str]:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=float, default=1e6, help="of a rollout (default: 1e6)")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of answers, in tokens")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=LENGTHS, help="of answers, in tokens"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
     parser.add_argument("--ranks", type=int, nargs="+", default=(64, 1024), help="multiples of 64")
     parser.add_argument("--in-flight", type=int, default=8192, help="requests (default: 8192)")

@@ -1,4 +1,6 @@
-"""Instruments of the driver's benchmark: canned engines, CPU time by thread, lag of the loop, stub ranks."""
+"""Instruments of the driver's benchmark: canned engines, CPU time by thread, lag of the loop, stub
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,19 @@ HEALTHY = {"train/ppo_kl": 0.0, "train/grad_norm": 1.0, "train/rollout_logprob_a
 def canned_engines(length: int, *, delay: tuple[float, float] = (0.0, 0.0)) -> Iterator[str]:
     """NUM_ENGINES processes behind one address; the URL."""
     port = free_port()
-    command = [sys.executable, "-m", "benchmarks.canned_engine", "--port", str(port), "--length", str(length)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.canned_engine",
+        "--port",
+        str(port),
+        "--length",
+        str(length),
+    ]
     command += ["--delay", *map(str, delay)]
     processes = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(NUM_ENGINES)
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(NUM_ENGINES)
     ]
     try:
         for process in processes:
@@ -72,13 +83,16 @@ async def cost_of(work: Awaitable[T]) -> tuple[T, Cost]:
 
 def median_cost(costs: Sequence[Cost]) -> Cost:
     """Of each kind."""
-    return Cost(statistics.median(c.loop_s for c in costs), statistics.median(c.all_s for c in costs))
+    return Cost(
+        statistics.median(c.loop_s for c in costs), statistics.median(c.all_s for c in costs)
+    )
 
 
 @dataclass(frozen=True)
 class Lags:
-    """How late callbacks ran, in seconds; ``own_*``: the part in which the loop's thread used the processor, so that
-    what other processes took from a busy machine is left out."""
+    """How late callbacks ran, in seconds; ``own_*``: the part in which the loop's thread used the
+    processor, so that what other processes took from a busy machine is left out.
+    """
 
     p50: float
     p999: float
@@ -114,11 +128,15 @@ class LagSampler:
         """Of all samples."""
         late, own = sorted(self._late), sorted(self._own)
         last = len(late) - 1
-        return Lags(late[last // 2], late[int(0.999 * last)], late[-1], own[int(0.999 * last)], own[-1])
+        return Lags(
+            late[last // 2], late[int(0.999 * last)], late[-1], own[int(0.999 * last)], own[-1]
+        )
 
 
 async def held_bytes(make: Callable[[], Awaitable[T]]) -> tuple[T, int]:
-    """The result, and the bytes allocated for it that are still held when everything else is collected."""
+    """The result, and the bytes allocated for it that are still held when everything else is
+    collected.
+    """
     gc.collect()
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
@@ -130,7 +148,9 @@ async def held_bytes(make: Callable[[], Awaitable[T]]) -> tuple[T, int]:
 
 
 class SentBytes:
-    """Counts what this process serialises for Ray: arguments of calls, and objects put into its store."""
+    """Counts what this process serialises for Ray: arguments of calls, and objects put into its
+    store.
+    """
 
     def __init__(self) -> None:
         self.total = 0
@@ -158,14 +178,23 @@ class StubRank:
 
 
 class SharedWorkers(WorkerGroup):
-    """Many ranks in few processes: rank ``i`` is process ``i % num_processes``. The driver makes a call for each rank,
-    as ever; the processes only bound how many Python interpreters this machine has to hold."""
+    """Many ranks in few processes: rank ``i`` is process ``i % num_processes``.
+
+    The driver makes a call for each rank, as ever; the processes only bound how many Python
+    interpreters this machine has to hold.
+    """
 
     def __init__(self, num_ranks: int, *, num_processes: int, log_dir: Path) -> None:
         node = ray.nodes()[0]
         slots = [Slot(node["NodeID"], node["NodeManagerAddress"], 0)] * num_processes
         names = [f"stub-{index}" for index in range(num_processes)]
-        super().__init__([StubRank] * num_processes, slots, names=names, log_dir=log_dir, envs=[{}] * num_processes)
+        super().__init__(
+            [StubRank] * num_processes,
+            slots,
+            names=names,
+            log_dir=log_dir,
+            envs=[{}] * num_processes,
+        )
         processes = range(num_ranks)
         self._workers = [self._workers[index % num_processes] for index in processes]
         self._names = [self._names[index % num_processes] for index in processes]

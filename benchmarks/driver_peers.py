@@ -1,12 +1,14 @@
 """Store and send samples in the manner of slime and verl, implemented from their documentation.
 
-slime: an answer is read from HTTP with httpx into a ``Sample`` of Python lists; a rollout becomes one dict of lists for
-each data-parallel rank, which is put into Ray's object store once; every rank gets the reference.
+slime: an answer is read from HTTP with httpx into a ``Sample`` of Python lists; a rollout becomes
+one dict of lists for each data-parallel rank, which is put into Ray's object store once; every rank
+gets the reference.
 
-verl: an answer arrives as Python lists (the result of a Ray call, so a pickle); it is padded into int64 and float32
-tensors of prompt and response; a ``DataProto`` of these tensors is chunked by data-parallel rank, each chunk is
-written with ``torch.save`` into the object store once, and every rank gets the reference. All answers here have one
-length, so verl's padding costs it nothing beyond the prompt's.
+verl: an answer arrives as Python lists (the result of a Ray call, so a pickle); it is padded into
+int64 and float32 tensors of prompt and response; a ``DataProto`` of these tensors is chunked by
+data-parallel rank, each chunk is written with ``torch.save`` into the object store once, and every
+rank gets the reference. All answers here have one length, so verl's padding costs it nothing beyond
+the prompt's.
 """
 
 from __future__ import annotations
@@ -103,11 +105,15 @@ class DataProto:
     def chunk(self, count: int) -> list[DataProto]:
         """Equal parts, in order."""
         parts = {name: tensor.chunk(count) for name, tensor in self.batch.items()}
-        return [DataProto({name: own[index] for name, own in parts.items()}) for index in range(count)]
+        return [
+            DataProto({name: own[index] for name, own in parts.items()}) for index in range(count)
+        ]
 
     def __getstate__(self) -> tuple[bytes, dict[str, Any]]:
         buffer = io.BytesIO()
-        torch.save({name: tensor.contiguous().clone() for name, tensor in self.batch.items()}, buffer)
+        torch.save(
+            {name: tensor.contiguous().clone() for name, tensor in self.batch.items()}, buffer
+        )
         return buffer.getvalue(), self.meta_info
 
     def __setstate__(self, state: tuple[bytes, dict[str, Any]]) -> None:
@@ -118,7 +124,12 @@ def verl_pickles(answers: Sequence[Any], count: int) -> list[bytes]:
     """What the Ray calls of the engines return: token ids and log-probs as lists."""
     whole = [answers[index % len(answers)] for index in range(count)]
     return [
-        pickle.dumps((answer["output_ids"], [pair[0] for pair in answer["meta_info"]["output_token_logprobs"]]))
+        pickle.dumps(
+            (
+                answer["output_ids"],
+                [pair[0] for pair in answer["meta_info"]["output_token_logprobs"]],
+            )
+        )
         for answer in whole
     ]
 
@@ -132,7 +143,9 @@ def verl_receive(pickles: Sequence[bytes], prompt_ids: Sequence[int], length: in
         prompt = torch.tensor([0] * pad + list(prompt_ids), dtype=torch.int64)
         response = torch.tensor(token_ids + [0] * (length - len(token_ids)), dtype=torch.int64)
         is_prompt = torch.tensor([0] * pad + [1] * len(prompt_ids), dtype=torch.int64)
-        is_response = torch.tensor([1] * len(token_ids) + [0] * (length - len(token_ids)), dtype=torch.int64)
+        is_response = torch.tensor(
+            [1] * len(token_ids) + [0] * (length - len(token_ids)), dtype=torch.int64
+        )
         attention = torch.cat([is_prompt, is_response])
         rows.append(
             {
@@ -142,7 +155,9 @@ def verl_receive(pickles: Sequence[bytes], prompt_ids: Sequence[int], length: in
                 "input_ids": torch.cat([prompt, response]),
                 "attention_mask": attention,
                 "position_ids": torch.clamp(torch.cumsum(attention, 0) - 1, min=0),
-                "rollout_log_probs": torch.tensor(log_probs + [0.0] * (length - len(log_probs)), dtype=torch.float32),
+                "rollout_log_probs": torch.tensor(
+                    log_probs + [0.0] * (length - len(log_probs)), dtype=torch.float32
+                ),
             }
         )
     return DataProto({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
@@ -158,7 +173,11 @@ def verl_batches(data: DataProto, data_parallel_size: int) -> list[DataProto]:
     return DataProto({**data.batch, **more}).chunk(data_parallel_size)
 
 
-async def send_references(workers: WorkerGroup, batches: Sequence[Any], data_ranks: Sequence[int]) -> None:
-    """Each batch into the object store once; every rank gets the reference to its own, in a list, and reads it."""
+async def send_references(
+    workers: WorkerGroup, batches: Sequence[Any], data_ranks: Sequence[int]
+) -> None:
+    """Each batch into the object store once; every rank gets the reference to its own, in a list,
+    and reads it.
+    """
     references = [ray.put(batch) for batch in batches]
     await workers.call_each("read", [([references[rank]],) for rank in data_ranks])

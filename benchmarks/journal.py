@@ -1,11 +1,12 @@
 """Cost of the journal: seconds per million tokens, compared with a plain write of the same bytes.
 
-    python -m benchmarks.journal [--answers 256] [--length 8192] [--rounds 5] [--folder FOLDER] [--write]
+    python -m benchmarks.journal [--answers 256] [--length 8192] [--rounds 5] [--folder FOLDER]
+    [--write]
 
-One step of a rollout: groups of eight answers are appended as they finish, then one fsync before the batch is trained;
-then all of it is read again as after a crash. Rounds are interleaved with a plain write of the same bytes and an fsync.
-The driver spends this time while engines write; its share of a real step is in every metrics line (time/journal_s), and
-in section "Crashes".
+One step of a rollout: groups of eight answers are appended as they finish, then one fsync before
+the batch is trained; then all of it is read again as after a crash. Rounds are interleaved with a
+plain write of the same bytes and an fsync. The driver spends this time while engines write; its
+share of a real step is in every metrics line (time/journal_s), and in section "Crashes".
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def make_groups(num_answers: int, length: int) -> list[SampleGroup]:
         )
 
     prompts = range(num_answers // SIBLINGS)
-    return [SampleGroup(p, tuple(ScoredSample(sample(p, i), 1.0) for i in range(SIBLINGS))) for p in prompts]
+    return [
+        SampleGroup(p, tuple(ScoredSample(sample(p, i), 1.0) for i in range(SIBLINGS)))
+        for p in prompts
+    ]
 
 
 def plain_write(path: Path, num_bytes: int) -> float:
@@ -62,7 +66,9 @@ def plain_write(path: Path, num_bytes: int) -> float:
     return time.monotonic() - begun
 
 
-async def measure(folder: Path, groups: list[SampleGroup], rounds: int) -> tuple[dict[str, list[float]], int]:
+async def measure(
+    folder: Path, groups: list[SampleGroup], rounds: int
+) -> tuple[dict[str, list[float]], int]:
     """Seconds of each kind in each round, and the bytes of a step."""
     seconds: dict[str, list[float]] = defaultdict(list)
     num_bytes = 0
@@ -79,7 +85,9 @@ async def measure(folder: Path, groups: list[SampleGroup], rounds: int) -> tuple
         seconds["fsync"].append(time.monotonic() - begun)
         journal.close()
         num_bytes = sum(path.stat().st_size for path in where.iterdir())
-        seconds["plain write and fsync of the same bytes"].append(plain_write(folder / "plain", num_bytes))
+        seconds["plain write and fsync of the same bytes"].append(
+            plain_write(folder / "plain", num_bytes)
+        )
         begun = time.monotonic()
         journal = Journal.resume(where, 0, step=0, settings="")
         again = [record.group() for record in journal.again() if record.kind == GROUP]
@@ -91,11 +99,17 @@ async def measure(folder: Path, groups: list[SampleGroup], rounds: int) -> tuple
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--answers", type=int, default=256, help="of a step (default: 256)")
-    parser.add_argument("--length", type=int, default=8192, help="tokens of an answer (default: 8192)")
+    parser.add_argument(
+        "--length", type=int, default=8192, help="tokens of an answer (default: 8192)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="(default: 5)")
-    parser.add_argument("--folder", type=Path, help="on the file system in question (default: a temporary one)")
+    parser.add_argument(
+        "--folder", type=Path, help="on the file system in question (default: a temporary one)"
+    )
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     where = machine()

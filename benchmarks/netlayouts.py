@@ -1,8 +1,9 @@
-"""Accuracy of network detection on a folder of layouts, compared with simple methods: netlayouts.py DIR [-v]
+"""Accuracy of network detection on a folder of layouts, compared with simple methods: netlayouts.py
+DIR [-v]
 
-Scored: socket interface, kind of RDMA, set of HCAs, GID index; layouts without the expected value are not counted. If
-a layout lacks a fact that a simple method needs, the method counts as undecided, not as wrong. The exit code is 1 if
-detection is wrong for any layout.
+Scored: socket interface, kind of RDMA, set of HCAs, GID index; layouts without the expected value
+are not counted. If a layout lacks a fact that a simple method needs, the method counts as
+undecided, not as wrong. The exit code is 1 if detection is wrong for any layout.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bootstrap.network.detect import detect
-from bootstrap.network.facts import Interface, NetworkFacts, address_of, load_document, network_of, parse_facts
+from bootstrap.network.facts import (
+    Interface,
+    NetworkFacts,
+    address_of,
+    load_document,
+    network_of,
+    parse_facts,
+)
 
 RIGHT, WRONG, UNDECIDABLE = "right", "wrong", "n/a"
 SCORED = ("socket_ifname", "rdma", "ib_hca", "gid_index")
@@ -30,7 +38,9 @@ def main() -> int:
     """Print the tables; 1 when detection was wrong anywhere."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("-v", action="store_true", dest="verbose", help="also say why, for each layout")
+    parser.add_argument(
+        "-v", action="store_true", dest="verbose", help="also say why, for each layout"
+    )
     options = parser.parse_args()
     paths = sorted(options.folder.glob("*.yaml"))
     if not paths:
@@ -48,7 +58,10 @@ def score(document: Mapping[str, Any]) -> dict[str, tuple[str, object, object]]:
     for key in SCORED:
         got, wanted = found[key], right.get(key)
         if key == "ib_hca":
-            got, wanted = set(got), set(wanted) if wanted is not None and right.get("rdma") in ("ib", "roce") else None
+            got, wanted = (
+                set(got),
+                set(wanted) if wanted is not None and right.get("rdma") in ("ib", "roce") else None,
+            )
         per_hca = right.get("gid_index_per_hca") if key == "gid_index" else None
         if per_hca:
             got, wanted = found["gid_index_per_hca"], per_hca
@@ -70,7 +83,9 @@ def print_detection(documents: Mapping[str, Mapping[str, Any]], *, verbose: bool
                 print(f"WRONG {name}: {key} is {got}, right is {wanted}")
         if verbose:
             answer = detect(parse_facts(document)).to_document()
-            print(f"{name}\n    why: {answer['why']}\n    warnings: {answer['warnings']}\n    env: {answer['env']}")
+            print(
+                f"{name}\n    why: {answer['why']}\n    warnings: {answer['warnings']}\n    env: {answer['env']}"
+            )
     print(f"\n{len(documents)} layouts\n{'detection':<24}{'right':>6}{'of':>6}")
     for key, (right, scored) in totals.items():
         print(f"{key:<24}{right:>6}{scored:>6}")
@@ -87,9 +102,17 @@ def print_simple_methods(documents: Mapping[str, Mapping[str, Any]]) -> None:
         ("first address in 10/8", "socket_ifname", first_in_ten),
         ("NCCL's default", "socket_ifname", nccl_default),
         ("every device", "ib_hca", lambda facts, ordered: {port.name for port in facts.rdma_ports}),
-        ("mlx5_0 to mlx5_7", "ib_hca", lambda facts, ordered: {f"mlx5_{index}" for index in range(8)}),
+        (
+            "mlx5_0 to mlx5_7",
+            "ib_hca",
+            lambda facts, ordered: {f"mlx5_{index}" for index in range(8)},
+        ),
         ("every active port", "ib_hca", lambda facts, ordered: active(facts)),
-        ("active, InfiniBand if any", "ib_hca", lambda facts, ordered: active(facts, "InfiniBand") or active(facts)),
+        (
+            "active, InfiniBand if any",
+            "ib_hca",
+            lambda facts, ordered: active(facts, "InfiniBand") or active(facts),
+        ),
         ("3", "gid_index", lambda facts, ordered: 3),
     ]
     print(f"\n{'simple method':<28}{'key':<16}{'right':>6}{'wrong':>6}{'n/a':>6}")
@@ -160,14 +183,18 @@ def first_in_ten(facts: NetworkFacts, ordered: bool) -> str | None:
 
 
 def nccl_default(facts: NetworkFacts, ordered: bool) -> str | None:
-    """ib*, then all but docker*, virbr* and lo: the first with an address (NCCL, src/misc/socket.cc)."""
+    """ib*, then all but docker*, virbr* and lo: the first with an address (NCCL,
+    src/misc/socket.cc).
+    """
     names = listed(facts, ordered)
     for group in (
         [one for one in names if one.name.startswith("ib")],
         [one for one in names if not one.name.startswith(("docker", "virbr"))],
     ):
         for one in group:
-            if one.addresses or (one.is_unlisted and one.master is None and one.state != "down" and needed(None)):
+            if one.addresses or (
+                one.is_unlisted and one.master is None and one.state != "down" and needed(None)
+            ):
                 return one.name
     return None
 

@@ -1,13 +1,15 @@
-"""Compare schedules of micro-batches with other trainers': their number, balance of the ranks, time to compute.
+"""Compare schedules of micro-batches with other trainers': their number, balance of the ranks, time
+to compute.
 
     python -m benchmarks.packing [--write]
 
-Lengths: GSM8K (question and solution, characters / 4, drawn from the training set), a long tail (log-normal, median
-1800, truncated at 32768) and two humps (four of five around 300, the others around 6000). Peers, reimplemented from
-published descriptions: first fit in order of arrival, dealt to the ranks in turn (slime); the same with the
-micro-batches dealt by Karmarkar-Karp (slime --balance-data); and Karmarkar-Karp twice, over the ranks with equal
-numbers of samples and within each rank into ceil(tokens / limit) micro-batches, which may pass the limit (verl).
---write puts the tables into docs/benchmarks.md, section "Packing".
+Lengths: GSM8K (question and solution, characters / 4, drawn from the training set), a long tail
+(log-normal, median 1800, truncated at 32768) and two humps (four of five around 300, the others
+around 6000). Peers, reimplemented from published descriptions: first fit in order of arrival, dealt
+to the ranks in turn (slime); the same with the micro-batches dealt by Karmarkar-Karp (slime
+--balance-data); and Karmarkar-Karp twice, over the ranks with equal numbers of samples and within
+each rank into ceil(tokens / limit) micro-batches, which may pass the limit (verl). --write puts the
+tables into docs/benchmarks.md, section "Packing".
 """
 
 from __future__ import annotations
@@ -26,12 +28,20 @@ from pathlib import Path
 
 from benchmarks.page import show
 from benchmarks.tables import machine, table
-from rlpost.algorithm.schedule import Schedule, break_even_length, first_fit, schedule, sequence_work
+from rlpost.algorithm.schedule import (
+    Schedule,
+    break_even_length,
+    first_fit,
+    schedule,
+    sequence_work,
+)
 
 HEADING = "## Packing"
 RANKS, NUM_STEPS, NUM_SAMPLES, MANY = 8, 32, 1024, 100_000
 LIMITS = {"GSM8K": 2048, "long tail": 16_384, "two humps": 16_384}
-BREAK_EVEN = break_even_length(num_parameters=7_070_000_000, num_layers=28, attention_width=3584)  # Qwen2.5-7B
+BREAK_EVEN = break_even_length(
+    num_parameters=7_070_000_000, num_layers=28, attention_width=3584
+)  # Qwen2.5-7B
 
 SLOW = "Karmarkar-Karp twice"
 
@@ -44,7 +54,9 @@ def draw(name: str, count: int, seed: int) -> list[int]:
     source = random.Random(seed)
     if name == "GSM8K":
         with (Path(__file__).parent / "gsm8k_lengths.csv").open() as file:
-            tokens, samples = zip(*((int(r["tokens"]), int(r["samples"])) for r in csv.DictReader(file)), strict=True)
+            tokens, samples = zip(
+                *((int(r["tokens"]), int(r["samples"])) for r in csv.DictReader(file)), strict=True
+            )
         return source.choices(tokens, samples, k=count)
     if name == "long tail":
         return [min(32_768, max(64, int(source.lognormvariate(7.5, 1.0)))) for _ in range(count)]
@@ -63,8 +75,12 @@ def ours(lengths: Lengths, work: Sequence[float], limit: int, *, balance: bool) 
     )
 
 
-def first_fit_in_turn(lengths: Lengths, work: Sequence[float], limit: int, *, balance: bool) -> Schedule:
-    """First fit in order, the largest halved until ranks have as many; dealt in turn or by Karmarkar-Karp."""
+def first_fit_in_turn(
+    lengths: Lengths, work: Sequence[float], limit: int, *, balance: bool
+) -> Schedule:
+    """First fit in order, the largest halved until ranks have as many; dealt in turn or by
+    Karmarkar-Karp.
+    """
     bins = first_fit(lengths, range(len(lengths)), limit)
     while len(bins) % RANKS:
         bins.sort(key=lambda one: sum(lengths[i] for i in one))
@@ -81,15 +97,20 @@ def karmarkar_karp_twice(lengths: Lengths, work: Sequence[float], limit: int) ->
     ranks = karmarkar_karp(work, RANKS, equal=True)
     count = max(-(-sum(lengths[i] for i in own) // limit) for own in ranks)
     return [
-        [[own[i] for i in part] for part in karmarkar_karp([lengths[i] for i in own], count, equal=False)]
+        [
+            [own[i] for i in part]
+            for part in karmarkar_karp([lengths[i] for i in own], count, equal=False)
+        ]
         for own in ranks
     ]
 
 
 def karmarkar_karp(sizes: Sequence[float], parts: int, *, equal: bool) -> list[list[int]]:
-    """The largest differencing method (Karmarkar and Karp, 1982), for several parts: partial partitions are merged, the
-    two of the largest spread first, the fullest part of one with the emptiest of the other. With ``equal`` it starts
-    from partitions of one item a part, so that all parts get as many items."""
+    """The largest differencing method (Karmarkar and Karp, 1982), for several parts: partial
+    partitions are merged, the two of the largest spread first, the fullest part of one with the
+    emptiest of the other. With ``equal`` it starts from partitions of one item a part, so that all
+    parts get as many items.
+    """
     order = sorted(range(len(sizes)), key=lambda i: sizes[i])
     step = parts if equal else 1
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
@@ -147,7 +168,9 @@ def run(name: str, scheduler: str, *, count: int, seed: int) -> Step:
     loads = [sum(work[i] for one in rank for i in one) for rank in dealt]
     tokens = [sum(lengths[i] for i in one) for rank in dealt for one in rank if len(one) > 1]
     bound = -(-sum(lengths) // (limit * RANKS)) * RANKS
-    return Step(sum(map(len, dealt)), bound, max(loads) * RANKS / sum(loads), max(tokens) / limit, seconds)
+    return Step(
+        sum(map(len, dealt)), bound, max(loads) * RANKS / sum(loads), max(tokens) / limit, seconds
+    )
 
 
 def measure(name: str, scheduler: str, *, count: int, num_steps: int) -> list[str]:
@@ -170,7 +193,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
-    lines = [*_INTRODUCTION, f"{machine()}:", "", "```bash", "python -m benchmarks.packing --write", "```"]
+    lines = [
+        *_INTRODUCTION,
+        f"{machine()}:",
+        "",
+        "```bash",
+        "python -m benchmarks.packing --write",
+        "```",
+    ]
     for count, num_steps in ((NUM_SAMPLES, NUM_STEPS), (MANY, 1)):
         rows = [
             measure(name, scheduler, count=count, num_steps=num_steps)
@@ -178,7 +208,11 @@ def main() -> int:
             for scheduler in SCHEDULERS
             if count == NUM_SAMPLES or scheduler != SLOW
         ]
-        first = f"{num_steps} steps of {count} samples" if num_steps > 1 else f"a step of {count} samples"
+        first = (
+            f"{num_steps} steps of {count} samples"
+            if num_steps > 1
+            else f"a step of {count} samples"
+        )
         header = [
             first,
             "schedule",

@@ -1,14 +1,15 @@
-"""The rollout on a real SGLang server: speed of the client, wasted tokens, and time of a step by rollout mode.
+"""The rollout on a real SGLang server: speed of the client, wasted tokens, and time of a step by
+rollout mode.
 
     python -m benchmarks.rollout [--rounds 3] [--write]
 
 1. Tokens/s of rlpost's client (groups, grading, router) beside SGLang's own benchmark client
    (``sglang.benchmark.serving``), which asks the same server directly for the same answers.
-2. Tokens that are generated and never trained, under a long-tailed distribution of lengths: with and without keeping
-   surplus groups, with and without partial answers.
-3. Wall time a step of the three modes. Engine, router, weight update and loop are real; the trainer only waits, as
-   long as generating takes, since a trainer on GPUs of its own takes nothing from the engine, and here both would
-   share two cores.
+2. Tokens that are generated and never trained, under a long-tailed distribution of lengths: with
+   and without keeping surplus groups, with and without partial answers.
+3. Wall time a step of the three modes. Engine, router, weight update and loop are real; the trainer
+   only waits, as long as generating takes, since a trainer on GPUs of its own takes nothing from
+   the engine, and here both would share two cores.
 
 Rounds are interleaved and the median counts. --write puts the tables into docs/benchmarks.md.
 """
@@ -44,21 +45,28 @@ SAMPLING = SamplingParams(max_new_tokens=LONG_TAIL.most)
 def writer_over(connection: Forced) -> GroupWriter:
     """Groups whose reward costs next to nothing."""
     return GroupWriter(
-        connection, SAMPLING, n=SAMPLES, grader=InlineGrader(lambda text, label, metadata: float(len(text) % 2))
+        connection,
+        SAMPLING,
+        n=SAMPLES,
+        grader=InlineGrader(lambda text, label, metadata: float(len(text) % 2)),
     )
 
 
 async def client_round(connection: Forced, first: int, num_groups: int) -> float:
     """Tokens/s of our client for these groups, all asked for at once."""
     writer, started = writer_over(connection), time.perf_counter()
-    groups = await asyncio.gather(*(writer.write(Unfinished(make_prompt(first + i))) for i in range(num_groups)))
+    groups = await asyncio.gather(
+        *(writer.write(Unfinished(make_prompt(first + i))) for i in range(num_groups))
+    )
     seconds = time.perf_counter() - started
     assert all(isinstance(group, SampleGroup) for group in groups)
     return sum(group.num_tokens for group in groups if isinstance(group, SampleGroup)) / seconds
 
 
 class TheirClient:
-    """The request function of SGLang's benchmark, with its bound on concurrency; ``streams``: its default."""
+    """The request function of SGLang's benchmark, with its bound on concurrency; ``streams``: its
+    default.
+    """
 
     def __init__(self, served: Served, *, streams: bool) -> None:
         from rlpost.rollout.server import use_stand_ins
@@ -108,7 +116,9 @@ class TheirClient:
         return sum(await asyncio.gather(*asked)) / (time.perf_counter() - started)
 
 
-async def measure_clients(served: Served, *, rounds: int, num_groups: int) -> dict[str, list[float]]:
+async def measure_clients(
+    served: Served, *, rounds: int, num_groups: int
+) -> dict[str, list[float]]:
     """Tokens/s of every round, by client."""
     plain, streaming = TheirClient(served, streams=False), TheirClient(served, streams=True)
     found: dict[str, list[float]] = {"rlpost": [], "SGLang's": [], "SGLang's, streaming": []}
@@ -125,19 +135,38 @@ async def measure_clients(served: Served, *, rounds: int, num_groups: int) -> di
     return found
 
 
-KEEPING = {"nothing kept": (False, False), "surplus groups": (True, False), "and partial answers": (True, True)}
+KEEPING = {
+    "nothing kept": (False, False),
+    "surplus groups": (True, False),
+    "and partial answers": (True, True),
+}
 
 
-async def collect_steps(served: Served, rules: Rules, *, keeps_surplus: bool) -> Mapping[str, float]:
-    """Generate and "train" all steps; tokens trained, wasted and still held at the end, and seconds."""
-    buffer, wasted, trained, started = RolloutBuffer(rules, Backlog(), step=0), 0.0, 0, time.perf_counter()
+async def collect_steps(
+    served: Served, rules: Rules, *, keeps_surplus: bool
+) -> Mapping[str, float]:
+    """Generate and "train" all steps; tokens trained, wasted and still held at the end, and
+    seconds.
+    """
+    buffer, wasted, trained, started = (
+        RolloutBuffer(rules, Backlog(), step=0),
+        0.0,
+        0,
+        time.perf_counter(),
+    )
 
     def wanted(group: SampleGroup) -> bool:
         return keeps_surplus or buffer.num_finished < rules.batch_size
 
     async with Forced(served.router, LONG_TAIL) as connection:
         choices = Choices(wanted=wanted)
-        collector = Collector(buffer, Prompts(), writer_over(connection), choices=choices, stop_requested=lambda: False)
+        collector = Collector(
+            buffer,
+            Prompts(),
+            writer_over(connection),
+            choices=choices,
+            stop_requested=lambda: False,
+        )
         for step in range(rules.num_steps):
             trained += sum(group.num_tokens for group in await collector.batch())
             collector.trained()
@@ -145,11 +174,15 @@ async def collect_steps(served: Served, rules: Rules, *, keeps_surplus: bool) ->
             collector.synced(step + 1)
     seconds = time.perf_counter() - started
     backlog = buffer.backlog()
-    held = sum(group.num_tokens for group in backlog.finished) + sum(each.num_tokens for each in backlog.unfinished)
+    held = sum(group.num_tokens for group in backlog.finished) + sum(
+        each.num_tokens for each in backlog.unfinished
+    )
     return {"trained": trained, "wasted": wasted, "held": held, "seconds": seconds}
 
 
-async def measure_waste(served: Served, *, rounds: int, steps: int) -> dict[str, list[Mapping[str, float]]]:
+async def measure_waste(
+    served: Served, *, rounds: int, steps: int
+) -> dict[str, list[Mapping[str, float]]]:
     """What each way of keeping came to, each round."""
     found: dict[str, list[Mapping[str, float]]] = {name: [] for name in KEEPING}
     for _ in range(rounds):
@@ -178,12 +211,31 @@ def waste_table(found: Mapping[str, Sequence[Mapping[str, float]]], steps: int) 
     """Shares of what was generated."""
     rows = []
     for name, each in found.items():
-        trained, wasted, held, seconds = (statistics.median(one[key] for one in each) for key in each[0])
+        trained, wasted, held, seconds = (
+            statistics.median(one[key] for one in each) for key in each[0]
+        )
         made = trained + wasted + held
         rows.append(
-            [name, f"{trained:.0f}", f"{wasted:.0f}", f"{held:.0f}", f"{wasted / made:.1%}", f"{seconds / steps:.2f}"]
+            [
+                name,
+                f"{trained:.0f}",
+                f"{wasted:.0f}",
+                f"{held:.0f}",
+                f"{wasted / made:.1%}",
+                f"{seconds / steps:.2f}",
+            ]
         )
-    return table(["kept of a rollout", "trained", "wasted", "held at the end", "wasted / generated", "s a step"], rows)
+    return table(
+        [
+            "kept of a rollout",
+            "trained",
+            "wasted",
+            "held at the end",
+            "wasted / generated",
+            "s a step",
+        ],
+        rows,
+    )
 
 
 def mode_table(times: LoopTimes) -> list[str]:
@@ -199,7 +251,13 @@ def mode_table(times: LoopTimes) -> list[str]:
         for mode in MODES
     ]
     head = f"generate {times.generate_s:.2f} s (sync), train {times.train_s:.2f} s; the longer is {bound:.2f} s:"
-    return [head, "", *table(["mode", "s a step", "of the longer (goal of async: 1.10)", "weight update s"], rows)]
+    return [
+        head,
+        "",
+        *table(
+            ["mode", "s a step", "of the longer (goal of async: 1.10)", "weight update s"], rows
+        ),
+    ]
 
 
 async def run(options: argparse.Namespace, folder: Path) -> list[str]:
@@ -224,7 +282,9 @@ async def run(options: argparse.Namespace, folder: Path) -> list[str]:
             f"{LONG_TAIL.median}, sigma {LONG_TAIL.sigma}, at most {LONG_TAIL.most}). Tokens:",
             waste_table(waste, options.steps),
         )
-        times = await measure_modes(served, LONG_TAIL, writer_over, rounds=options.rounds, folder=folder)
+        times = await measure_modes(
+            served, LONG_TAIL, writer_over, rounds=options.rounds, folder=folder
+        )
         add("Modes, with the same lengths and the trainer a wait:", mode_table(times))
     return lines
 
@@ -233,9 +293,15 @@ def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default: 3)")
-    parser.add_argument("--groups", type=int, default=48, help="prompts of a round of the clients (default: 48)")
-    parser.add_argument("--concurrency", type=int, default=64, help="requests at a time (default: 64)")
-    parser.add_argument("--steps", type=int, default=6, help="steps of the waste table (default: 6)")
+    parser.add_argument(
+        "--groups", type=int, default=48, help="prompts of a round of the clients (default: 48)"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=64, help="requests at a time (default: 64)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=6, help="steps of the waste table (default: 6)"
+    )
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     where = machine()

@@ -1,7 +1,8 @@
-"""The three modes of the loop on a real engine, with a trainer that only waits (see ``benchmarks.rollout``).
+"""The three modes of the loop on a real engine, with a trainer that only waits (see
+``benchmarks.rollout``).
 
-Input: a served engine, lengths, a group writer. Output: seconds of every step except the first and the last, which have
-nothing to overlap with.
+Input: a served engine, lengths, a group writer. Output: seconds of every step except the first and
+the last, which have nothing to overlap with.
 """
 
 from __future__ import annotations
@@ -123,7 +124,12 @@ async def one_run(
 
 
 async def measure_modes(
-    served: Served, lengths: Lengths, write: Callable[[Forced], GroupWriter], *, rounds: int, folder: Path
+    served: Served,
+    lengths: Lengths,
+    write: Callable[[Forced], GroupWriter],
+    *,
+    rounds: int,
+    folder: Path,
 ) -> LoopTimes:
     """First how long generating takes, then the modes in turn with a trainer that takes as long."""
     files = folder / "files"
@@ -134,9 +140,13 @@ async def measure_modes(
     async with Forced(served.router, lengths) as connection:
 
         async def lines(mode: str, train_s: float) -> list[dict[str, float]]:
-            pause: PauseMode = "retract" if mode == "fully_async" else "abort"  # as ``ClusterStages.sync``
+            pause: PauseMode = (
+                "retract" if mode == "fully_async" else "abort"
+            )  # as ``ClusterStages.sync``
             stages = Stages(served, mover, train_s=train_s, pause=pause)
-            return (await one_run(connection, mode, stages=stages, folder=folder, write=write))[1:-1]
+            return (await one_run(connection, mode, stages=stages, folder=folder, write=write))[
+                1:-1
+            ]
 
         alone = statistics.mean(line["time/generate_s"] for line in await lines("sync", 0.0))
         generated, times = [], LoopTimes(alone, alone)

@@ -1,7 +1,9 @@
-"""Shared parts of the rollout's benchmarks: an engine behind a router, prompts, and answers of prescribed length.
+"""Shared parts of the rollout's benchmarks: an engine behind a router, prompts, and answers of
+prescribed length.
 
-A seed draws the lengths from a log-normal distribution, as those of reasoning models: most answers are short, and a few
-are very long. An answer's length depends on its prompt and index only, so that all methods have the same work.
+A seed draws the lengths from a log-normal distribution, as those of reasoning models: most answers
+are short, and a few are very long. An answer's length depends on its prompt and index only, so that
+all methods have the same work.
 """
 
 from __future__ import annotations
@@ -36,13 +38,21 @@ class Served:
 
 @asynccontextmanager
 async def serving(folder: Path, *, concurrency: int) -> AsyncIterator[Served]:
-    """The tiny model on one SGLang server that runs ``concurrency`` requests at a time, behind the router."""
+    """The tiny model on one SGLang server that runs ``concurrency`` requests at a time, behind the
+    router.
+    """
     engine_port, router_port, metrics_port = free_ports(3)
     settings = {"max_running_requests": concurrency, "max_total_tokens": 512 * concurrency}
-    engine = Engine(model_path=str(TINY), api_key=KEY, server_args=settings, log_path=folder / "engine.log")
-    router = Router(policy="round_robin", api_key=KEY, log_path=folder / "router.log", metrics_port=metrics_port)
+    engine = Engine(
+        model_path=str(TINY), api_key=KEY, server_args=settings, log_path=folder / "engine.log"
+    )
+    router = Router(
+        policy="round_robin", api_key=KEY, log_path=folder / "router.log", metrics_port=metrics_port
+    )
     try:
-        address = await asyncio.to_thread(engine.start, "127.0.0.1", engine_port, deadline_s=DEADLINE_S)
+        address = await asyncio.to_thread(
+            engine.start, "127.0.0.1", engine_port, deadline_s=DEADLINE_S
+        )
         url = await asyncio.to_thread(router.start, "127.0.0.1", router_port, deadline_s=DEADLINE_S)
         await asyncio.to_thread(router.add_engines, (address.url,), deadline_s=DEADLINE_S)
         yield Served(address, RouterAddress(url, KEY, (address.url,), concurrency=concurrency))
@@ -54,7 +64,9 @@ async def serving(folder: Path, *, concurrency: int) -> AsyncIterator[Served]:
 def make_prompt(number: int) -> Prompt:
     """8 to 16 random tokens."""
     draw = random.Random(number)
-    return Prompt(number, "", tuple(draw.randint(FIRST_ID, LAST_ID) for _ in range(draw.randint(8, 16))))
+    return Prompt(
+        number, "", tuple(draw.randint(FIRST_ID, LAST_ID) for _ in range(draw.randint(8, 16)))
+    )
 
 
 class Prompts:
@@ -88,16 +100,25 @@ class Lengths:
 
 
 class Forced(Connection):
-    """A connection whose answers end at their forced lengths and nowhere else, however often they are cut off."""
+    """A connection whose answers end at their forced lengths and nowhere else, however often they
+    are cut off.
+    """
 
     def __init__(self, router: RouterAddress, lengths: Lengths) -> None:
         super().__init__(router)
         self._lengths = lengths
 
-    async def generate(self, what: str, input_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Any:
+    async def generate(
+        self, what: str, input_ids: Sequence[int], sampling_params: Mapping[str, Any]
+    ) -> Any:
         """See ``Connection``; ``what`` says which answer it is."""
         prompt_id, index = map(int, re.findall(r"\d+", what))
         written = len(input_ids) - len(make_prompt(prompt_id).token_ids)
         left = self._lengths.of(prompt_id, index) - written
-        forced = {**sampling_params, "max_new_tokens": left, "ignore_eos": True, "stop_token_ids": None}
+        forced = {
+            **sampling_params,
+            "max_new_tokens": left,
+            "ignore_eos": True,
+            "stop_token_ids": None,
+        }
         return await super().generate(what, input_ids, forced)

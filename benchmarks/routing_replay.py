@@ -2,12 +2,13 @@
 
     python -m benchmarks.routing_replay [--steps 6] [--write]
 
-A small random mixture of experts (8 layers, 64 experts, 8 of them for a token) is trained by this project's actor in
-bfloat16. The engine is transformers in float32 with the actor's exported weights: it samples the responses, and its
-log-probs and its routers' choices are those that the trainer gets. The reward is the share of even tokens. The two
-runs, without and with --use-rollout-routing-replay, begin with the same weights and seeds; they differ from the second
-step on because they are trained differently. --write puts table and figure into docs/benchmarks.md, section "Routing
-replay".
+A small random mixture of experts (8 layers, 64 experts, 8 of them for a token) is trained by this
+project's actor in bfloat16. The engine is transformers in float32 with the actor's exported
+weights: it samples the responses, and its log-probs and its routers' choices are those that the
+trainer gets. The reward is the share of even tokens. The two runs, without and with
+--use-rollout-routing-replay, begin with the same weights and seeds; they differ from the second
+step on because they are trained differently. --write puts table and figure into docs/benchmarks.md,
+section "Routing replay".
 """
 
 from __future__ import annotations
@@ -33,7 +34,12 @@ from rlpost.types import TrainBatch, TrainSample
 
 HEADING = "## Routing replay"
 VOCAB_SIZE, LAYERS, EXPERTS, TOPK = 512, 8, 64, 8
-PROMPT, RESPONSE, SAMPLES, MICRO_BATCH = 16, 112, 32, 8  # tokens, tokens, samples a step, samples a micro-batch
+PROMPT, RESPONSE, SAMPLES, MICRO_BATCH = (
+    16,
+    112,
+    32,
+    8,
+)  # tokens, tokens, samples a step, samples a micro-batch
 FIGURE = Path(__file__).parents[1] / "docs/images/routing_replay.svg"
 TEXT = f"""A trainer in bfloat16 and an engine in float32, without and with `--use-rollout-routing-replay`
 ([what it is](moe.md)): a random mixture of {LAYERS} layers with {EXPERTS} experts, of which {TOPK} compute a token.
@@ -95,11 +101,19 @@ def rollout(folder: Path, seed: int) -> list[TrainSample]:
             max_new_tokens=RESPONSE,
         )  # fmt: skip
         for layer in model.model.layers:
-            layer.mlp.gate.register_forward_hook(lambda module, inputs, output: chosen.append(output[2]))
+            layer.mlp.gate.register_forward_hook(
+                lambda module, inputs, output: chosen.append(output[2])
+            )
         logits = model(ids).logits[:, PROMPT - 1 : -1]
     logprobs = logits.log_softmax(-1).gather(2, ids[:, PROMPT:, None])[..., 0]
     # [layers][samples x tokens, k] -> [samples, tokens, layers, k]
-    routes = torch.stack(chosen).reshape(LAYERS, SAMPLES, -1, TOPK).permute(1, 2, 0, 3).to(torch.uint8).numpy()
+    routes = (
+        torch.stack(chosen)
+        .reshape(LAYERS, SAMPLES, -1, TOPK)
+        .permute(1, 2, 0, 3)
+        .to(torch.uint8)
+        .numpy()
+    )
     rewards = (ids[:, PROMPT:] % 2 == 0).float().mean(1)
     advantages = ((rewards - rewards.mean()) / rewards.std()).tolist()
     return [
@@ -118,7 +132,9 @@ def rollout(folder: Path, seed: int) -> list[TrainSample]:
 @contextmanager
 def trainer(folder: Path, *, replays: bool, port: int) -> Iterator[Actor]:
     """The actor in bfloat16, in this process."""
-    actor = Actor(ActorSettings(str(folder), bf16=True, lr=1e-4, use_rollout_routing_replay=replays))
+    actor = Actor(
+        ActorSettings(str(folder), bf16=True, lr=1e-4, use_rollout_routing_replay=replays)
+    )
     actor.setup(0, 1, "127.0.0.1", port)
     actor.import_weights()
     yield actor
@@ -133,10 +149,19 @@ def run(folder: Path, *, replays: bool, num_steps: int, port: int) -> list[dict[
             exported = folder.parent / f"{replays}-{number}"
             actor.export(exported)
             samples = rollout(exported, seed=number)
-            micro_batches = [tuple(samples[start : start + MICRO_BATCH]) for start in range(0, SAMPLES, MICRO_BATCH)]
-            batch = TrainBatch(tuple(micro_batches), num_samples=SAMPLES, num_tokens=SAMPLES * RESPONSE)
+            micro_batches = [
+                tuple(samples[start : start + MICRO_BATCH])
+                for start in range(0, SAMPLES, MICRO_BATCH)
+            ]
+            batch = TrainBatch(
+                tuple(micro_batches), num_samples=SAMPLES, num_tokens=SAMPLES * RESPONSE
+            )
             metrics.append(dict(actor.train_step(batch).metrics))
-            print(f"replay {replays}, step {number + 1}: {_shown(metrics[-1])}", file=sys.stderr, flush=True)
+            print(
+                f"replay {replays}, step {number + 1}: {_shown(metrics[-1])}",
+                file=sys.stderr,
+                flush=True,
+            )
     return metrics
 
 
@@ -146,12 +171,22 @@ def _shown(metrics: dict[str, Any]) -> str:
 
 
 def rows(off: list[dict[str, float]], on: list[dict[str, float]]) -> list[list[str]]:
-    """One for the first step, which both runs make with the same weights, and one for the mean of all steps."""
+    """One for the first step, which both runs make with the same weights, and one for the mean of
+    all steps.
+    """
     made = []
     for label, chosen in (("first step", slice(0, 1)), (f"mean of {len(off)} steps", slice(None))):
         for name, metrics in (("without", off), ("with", on)):
-            values = [statistics.fmean(one[column] for one in metrics[chosen]) for column in COLUMNS]
-            made.append([label, name, *(f"{value:.2e}" if value < 0.1 else f"{value:.2f}" for value in values)])
+            values = [
+                statistics.fmean(one[column] for one in metrics[chosen]) for column in COLUMNS
+            ]
+            made.append(
+                [
+                    label,
+                    name,
+                    *(f"{value:.2e}" if value < 0.1 else f"{value:.2f}" for value in values),
+                ]
+            )
     return made
 
 
@@ -170,24 +205,34 @@ def figure(curves: dict[str, list[float]]) -> str:
         value = top * number / 4
         _, y = place(0, value)
         drawn.append(f'<path d="M{left} {y}H{width - 20}" stroke="#94a3b8" stroke-width="0.5"/>')
-        drawn.append(f'<text x="{left - 6}" y="{max(y + 4, 12)}" text-anchor="end">{value:.4f}</text>')
+        drawn.append(
+            f'<text x="{left - 6}" y="{max(y + 4, 12)}" text-anchor="end">{value:.4f}</text>'
+        )
     for step in range(count):
         x, _ = place(step, 0)
-        drawn.append(f'<text x="{x}" y="{height - bottom + 16}" text-anchor="middle">{step + 1}</text>')
-    drawn.append(f'<text x="{(left + width) / 2}" y="{height - 4}" text-anchor="middle">step</text>')
+        drawn.append(
+            f'<text x="{x}" y="{height - bottom + 16}" text-anchor="middle">{step + 1}</text>'
+        )
+    drawn.append(
+        f'<text x="{(left + width) / 2}" y="{height - 4}" text-anchor="middle">step</text>'
+    )
     for (label, values), colour in zip(curves.items(), ("#ea580c", "#2563eb"), strict=True):
         points = [place(step, value) for step, value in enumerate(values)]
         line = " ".join(f"{x},{y}" for x, y in points)
         drawn.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         x, y = points[-1]
-        drawn.append(f'<text x="{x}" y="{y - 8}" text-anchor="end" style="fill:{colour}">{label}</text>')
+        drawn.append(
+            f'<text x="{x}" y="{y - 8}" text-anchor="end" style="fill:{colour}">{label}</text>'
+        )
     style = "<style>text{font:12px sans-serif;fill:#64748b}</style>"
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">{style}{"".join(drawn)}</svg>\n'
 
 
 def main() -> int:
     """Run both and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
@@ -206,7 +251,10 @@ def main() -> int:
     ]
     if options.write:
         name = "train/rollout_logprob_abs_diff"
-        curves = {"without replay": [one[name] for one in off], "with replay": [one[name] for one in on]}
+        curves = {
+            "without replay": [one[name] for one in off],
+            "with replay": [one[name] for one in on],
+        }
         FIGURE.write_text(figure(curves))
     show(HEADING, lines, write=options.write)
     return 0

@@ -2,9 +2,10 @@
 
     python -m benchmarks.scale [NAME ...] [--write]
 
-Each subject runs in a separate process, with the code of the driver or the command line. Engines are stubs behind real
-HTTP in another process (``benchmarks.stub_engines``). Ray's actors of a thousand ranks wait for GPUs that this machine
-lacks, so that the driver makes its calls, but no process starts.
+Each subject runs in a separate process, with the code of the driver or the command line. Engines
+are stubs behind real HTTP in another process (``benchmarks.stub_engines``). Ray's actors of a
+thousand ranks wait for GPUs that this machine lacks, so that the driver makes its calls, but no
+process starts.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Timer:
 
     @contextmanager
     def of(self, what: str, note: Callable[[], str] = lambda: "") -> Iterator[None]:
-        """Processor seconds of the block, and by how much it raised the largest memory of this process."""
+        """Processor seconds of the block, and by how much it raised the largest memory of this
+        process.
+        """
         before, used = _most_memory(), time.process_time()
         yield
         seconds, grown = time.process_time() - used, _most_memory() - before
@@ -90,7 +93,9 @@ def engines(folder: Path) -> list[Row]:
                 assert await fleet.unhealthy(generating=True) == []
             with timer.of(f"abort on {NUM_ENGINES} engines", most):
                 await RouterAddress(urls[0], "key", tuple(urls), concurrency=1).abort_all()
-            names = tuple(f"model.layers.46.mlp.experts.{n}.down_proj.weight" for n in range(NAMES_A_BUCKET))
+            names = tuple(
+                f"model.layers.46.mlp.experts.{n}.down_proj.weight" for n in range(NAMES_A_BUCKET)
+            )
             shapes, dtypes = ((5120, 1536),) * NAMES_A_BUCKET, ("bfloat16",) * NAMES_A_BUCKET
             buckets = [Bucket(names, shapes, dtypes)] * NUM_BUCKETS
             mover = BroadcastMover(buckets, _nothing, group_name="group")
@@ -127,7 +132,15 @@ def _asker(url: str) -> Callable[[], str]:
 def stub_engines(num: int) -> Iterator[int]:
     """The port of the first; the others follow."""
     port = 12_000
-    command = [sys.executable, "-m", "benchmarks.stub_engines", "--port", str(port), "--num", str(num)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.stub_engines",
+        "--port",
+        str(port),
+        "--num",
+        str(num),
+    ]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -149,29 +162,54 @@ def nodes(folder: Path) -> list[Row]:
     for nodes_to_train in (NUM_NODES, NUM_NODES // 2):
         is_colocated = nodes_to_train == NUM_NODES
         config = _cluster(nodes_to_train, is_colocated)
-        offers = [Offer(f"id{n}", f"10.0.{n // 256}.{n % 256}", GPUS_A_NODE) for n in range(NUM_NODES)]
+        offers = [
+            Offer(f"id{n}", f"10.0.{n // 256}.{n % 256}", GPUS_A_NODE) for n in range(NUM_NODES)
+        ]
         how = "colocated" if is_colocated else "disaggregated"
         with timer.of(f"placement of {NUM_NODES} nodes x {GPUS_A_NODE} GPUs, {how}"):
             placement = place(offers, config)
-            order_by_gpu(placement.actors, [rank % GPUS_A_NODE for rank in range(len(placement.actors))])
+            order_by_gpu(
+                placement.actors, [rank % GPUS_A_NODE for rank in range(len(placement.actors))]
+            )
         with timer.of(f"ports of {len(placement.engines)} engines, attention data-parallel"):
-            service_ports(20_600, JOB_PORTS, engines=placement.engines, num_stages=16, over_tcp=True)
+            service_ports(
+                20_600, JOB_PORTS, engines=placement.engines, num_stages=16, over_tcp=True
+            )
         placed.append(placement)
-    ray.init(num_cpus=1, num_gpus=0, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(
+        num_cpus=1,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
     node = ray.nodes()[0]["NodeID"]
     slots = [type(slot)(node, slot.ip, 1) for slot in placed[0].actors]
     names = [f"actor-{rank}" for rank in range(len(slots))]
     with timer.of(f"creation of {len(slots)} actors in Ray"):
-        group = WorkerGroup([dict] * len(slots), slots, names=names, log_dir=folder, envs=[{}] * len(slots))
+        group = WorkerGroup(
+            [dict] * len(slots), slots, names=names, log_dir=folder, envs=[{}] * len(slots)
+        )
     del group
     ray.shutdown()
     return timer.rows
 
 
 def _cluster(nodes_to_train: int, is_colocated: bool) -> Config:
-    more: dict[str, Any] = {"colocate": True} if is_colocated else {"rollout_num_gpus": nodes_to_train * GPUS_A_NODE}
+    more: dict[str, Any] = (
+        {"colocate": True} if is_colocated else {"rollout_num_gpus": nodes_to_train * GPUS_A_NODE}
+    )
     cluster = {"actor_num_nodes": nodes_to_train, "actor_num_gpus_per_node": GPUS_A_NODE, **more}
-    return load([], {"cluster": {**cluster, "num_gpus_per_node": GPUS_A_NODE, "rollout_num_gpus_per_engine": 1}}).config
+    return load(
+        [],
+        {
+            "cluster": {
+                **cluster,
+                "num_gpus_per_node": GPUS_A_NODE,
+                "rollout_num_gpus_per_engine": 1,
+            }
+        },
+    ).config
 
 
 def prompts(folder: Path) -> list[Row]:
@@ -203,7 +241,9 @@ def backlog(folder: Path) -> list[Row]:
     """A buffer with very many complete groups, its checkpoint, its journal."""
     timer, rng = Timer(), random.Random(1)
     groups = [_group(prompt_id, rng) for prompt_id in range(NUM_GROUPS)]
-    rules = Rules(batch_size=256, start_size=NUM_GROUPS, num_steps=NUM_GROUPS, max_staleness=NUM_GROUPS)
+    rules = Rules(
+        batch_size=256, start_size=NUM_GROUPS, num_steps=NUM_GROUPS, max_staleness=NUM_GROUPS
+    )
     buffer = RolloutBuffer(rules, Backlog(), step=0)
     buffer.is_open = True
     with timer.of(f"{NUM_GROUPS} groups fetched and started"):
@@ -239,10 +279,19 @@ def _group(prompt_id: int, rng: random.Random) -> SampleGroup:
         ids = tuple(rng.randrange(150_000) for _ in range(ANSWER_LENGTH))
         logprobs = tuple(-rng.random() for _ in range(ANSWER_LENGTH))
         return Sample(
-            prompt_id, index, (1, 2, 3), ids, logprobs, "x" * 4 * ANSWER_LENGTH, "stop", prompt_id * 4 // NUM_GROUPS
+            prompt_id,
+            index,
+            (1, 2, 3),
+            ids,
+            logprobs,
+            "x" * 4 * ANSWER_LENGTH,
+            "stop",
+            prompt_id * 4 // NUM_GROUPS,
         )
 
-    return SampleGroup(prompt_id, tuple(ScoredSample(sample(index), 1.0) for index in range(SIBLINGS)))
+    return SampleGroup(
+        prompt_id, tuple(ScoredSample(sample(index), 1.0) for index in range(SIBLINGS))
+    )
 
 
 def report(folder: Path) -> list[Row]:
@@ -252,15 +301,21 @@ def report(folder: Path) -> list[Row]:
 
     run, rng, timer = RunFolder(folder), random.Random(1), Timer()
     run.report.mkdir()
-    names = [metric.name for metric in METRICS if "SET" not in metric.name and "@K" not in metric.name]
+    names = [
+        metric.name for metric in METRICS if "SET" not in metric.name and "@K" not in metric.name
+    ]
     with run.metrics.open("w") as file:
         for step in range(1, NUM_STEPS + 1):
             file.write(json.dumps({"step": step, **{name: rng.random() for name in names}}) + "\n")
     run.run_json.write_text(Config().model_dump_json())
     for step in range(0, NUM_STEPS, 20):
-        run.ledger.append("committed", step=step, checkpoint=f"iter_{step:07d}", bytes=1, seconds=1.0)
+        run.ledger.append(
+            "committed", step=step, checkpoint=f"iter_{step:07d}", bytes=1, seconds=1.0
+        )
     page: list[Path] = []
-    with timer.of(f"report of {NUM_STEPS} steps", lambda: f"a page of {page[0].stat().st_size / 1e6:.1f} MB"):
+    with timer.of(
+        f"report of {NUM_STEPS} steps", lambda: f"a page of {page[0].stat().st_size / 1e6:.1f} MB"
+    ):
         page.append(write_report(run))
     with timer.of(f"status of a run of {NUM_STEPS} steps"):
         _status(run)
@@ -306,14 +361,22 @@ SUBJECTS: dict[str, Callable[[Path], list[Row]]] = {
 
 def in_own_process(name: str) -> list[Row]:
     """The rows of a subject."""
-    done = subprocess.run([sys.executable, "-m", "benchmarks.scale", "--one", name], stdout=subprocess.PIPE, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.scale", "--one", name],
+        stdout=subprocess.PIPE,
+        check=True,
+    )
     return [tuple(row) for row in json.loads(done.stdout.splitlines()[-1])]
 
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SUBJECTS)}; all unless given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(SUBJECTS)}; all unless given"
+    )
     parser.add_argument("--one", choices=SUBJECTS, help=argparse.SUPPRESS)
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()

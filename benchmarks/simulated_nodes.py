@@ -1,11 +1,12 @@
-"""Many agents in one process, for one real head: the real handshake, report and messages, without host or Ray.
+"""Many agents in one process, for one real head: the real handshake, report and messages, without
+host or Ray.
 
     python -m benchmarks.simulated_nodes NUM_NODES ATTEMPT_DIR OUT
 
-Input: the attempt's folder, with the secret and later the port of a head on this machine; every simulated node has its
-own loopback address. Output, after the head has ended all nodes: a JSON file with the messages and bytes of all
-connections by kind and direction. Instead of Ray, a simulated node sends one line to the head of
-``tests/fakes/ray_stub``.
+Input: the attempt's folder, with the secret and later the port of a head on this machine; every
+simulated node has its own loopback address. Output, after the head has ended all nodes: a JSON file
+with the messages and bytes of all connections by kind and direction. Instead of Ray, a simulated
+node sends one line to the head of ``tests/fakes/ray_stub``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def address(rank: int) -> str:
 class Node:
     """One agent's side of the conversation."""
 
-    def __init__(self, rank: int, template: NodeReport, secret: bytes, port: int, attempt_dir: Path) -> None:
+    def __init__(
+        self, rank: int, template: NodeReport, secret: bytes, port: int, attempt_dir: Path
+    ) -> None:
         self._rank = rank
         self._host = host_names(rank + 1)[-1]
         self._attempt_dir = attempt_dir
@@ -56,14 +59,21 @@ class Node:
     async def live(self) -> None:
         """From joining to the end."""
         link = await join(
-            self._report, secret=self._secret, candidates=lambda: [self._head], source_ip=address(self._rank)
+            self._report,
+            secret=self._secret,
+            candidates=lambda: [self._head],
+            source_ip=address(self._rank),
         )
         with suppress(LinkLost):
             while (order := await link.receive())["kind"] != "end":
                 if order["kind"] == ORDER:
-                    await link.send(await asyncio.to_thread(take_part, self._attempt_dir, order, self._host))
+                    await link.send(
+                        await asyncio.to_thread(take_part, self._attempt_dir, order, self._host)
+                    )
                 if order["kind"] == "start_ray":
-                    _, writer = await asyncio.open_connection(order["head_ip"], order["port_base"] + 1)
+                    _, writer = await asyncio.open_connection(
+                        order["head_ip"], order["port_base"] + 1
+                    )
                     writer.write(f"{address(self._rank)} {self._template.num_gpus}\n".encode())
                     await writer.drain()
                     writer.close()

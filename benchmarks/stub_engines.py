@@ -2,8 +2,9 @@
 
     python -m benchmarks.stub_engines --port 30000 --num 512
 
-One engine a port. Requests take a moment, so that many are in flight at once; ``GET /most`` returns the largest number
-of requests that were in flight since the last such question. ``/workers`` is the router's list.
+One engine a port. Requests take a moment, so that many are in flight at once; ``GET /most`` returns
+the largest number of requests that were in flight since the last such question. ``/workers`` is the
+router's list.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ async def serve(port: int, num: int) -> None:
 
 def main() -> int:
     """Serve."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--num", type=int, required=True)
     options = parser.parse_args()

@@ -1,10 +1,12 @@
-"""Cost of a submission: wall time of each command from a cold start, controller requests by size of the job.
+"""Cost of a submission: wall time of each command from a cold start, controller requests by size of
+the job.
 
     python -m benchmarks.submit [--repeat 7] [--write]
 
-On a real Slurm (the tests' lab, root needed) with its partition down, so that jobs are taken and wait: what is counted
-is the login node's alone. Every command is started anew; rounds are interleaved and the median shown. Requests are the
-controller's own count (``sdiag``). --write puts the tables into docs/benchmarks.md, section "Submission".
+On a real Slurm (the tests' lab, root needed) with its partition down, so that jobs are taken and
+wait: what is counted is the login node's alone. Every command is started anew; rounds are
+interleaved and the median shown. Requests are the controller's own count (``sdiag``). --write puts
+the tables into docs/benchmarks.md, section "Submission".
 """
 
 from __future__ import annotations
@@ -42,7 +44,12 @@ class Site:
         """Seconds of one command: from its start to its end, and of processor time."""
         environ = {"PYTHONPATH": str(REPOSITORY)}
         process = self.lab.popen(
-            "ctl", argv, cwd=self.project, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            "ctl",
+            argv,
+            cwd=self.project,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         started, spent = time.perf_counter(), _processor_s()
         out, _ = process.communicate(timeout=120)
@@ -62,7 +69,13 @@ class Site:
             "sbatch (bare)": ["sbatch", f"--nodes={nodes}", "--output=/dev/null", "--wrap=true"],
             "rlpost check": [*verb, "check", *recipe],
             "rlpost submit --dry-run": [*verb, "submit", *recipe, "--dry-run"],
-            "rlpost submit": [*verb, "submit", *recipe, "--run-folder", f"runs/{nodes}-{self.count}"],
+            "rlpost submit": [
+                *verb,
+                "submit",
+                *recipe,
+                "--run-folder",
+                f"runs/{nodes}-{self.count}",
+            ],
             "rlpost status": [*verb, "status"],
             "rlpost list": [*verb, "list"],
         }
@@ -80,7 +93,9 @@ def _processor_s() -> float:
 
 
 def _requests(sdiag: str) -> dict[str, int]:
-    table = sdiag.partition("by message type")[2].partition("Remote Procedure Call statistics by user")[0]
+    table = sdiag.partition("by message type")[2].partition(
+        "Remote Procedure Call statistics by user"
+    )[0]
     found = re.findall(r"^\s*(REQUEST_\w+)\s*\(\s*\d+\)\s*count:(\d+)", table, re.MULTILINE)
     return {name: int(count) for name, count in found if not name.startswith("REQUEST_STATS")}
 
@@ -103,8 +118,17 @@ def measure(site: Site, repeat: int) -> list[str]:
 
 def count(site: Site) -> list[str]:
     """The table of requests."""
-    lines = [f"| command | {' | '.join(f'{nodes} nodes' for nodes in SIZES)} |", "|---|" + "---|" * len(SIZES)]
-    for name in ("sbatch (bare)", "rlpost submit --dry-run", "rlpost submit", "rlpost status", "rlpost list"):
+    lines = [
+        f"| command | {' | '.join(f'{nodes} nodes' for nodes in SIZES)} |",
+        "|---|" + "---|" * len(SIZES),
+    ]
+    for name in (
+        "sbatch (bare)",
+        "rlpost submit --dry-run",
+        "rlpost submit",
+        "rlpost status",
+        "rlpost list",
+    ):
         cells = []
         for nodes in SIZES:
             found = site.requests(site.commands(nodes)[name])
@@ -121,7 +145,9 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     lab = Lab(max(SIZES))
-    lab.nodes = lab.nodes[:1]  # the controller knows all; for jobs that only wait one has to be there
+    lab.nodes = lab.nodes[
+        :1
+    ]  # the controller knows all; for jobs that only wait one has to be there
     with lab:
         site = Site(lab)
         tables = [*measure(site, options.repeat), "", *count(site)]

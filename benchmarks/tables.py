@@ -15,4 +15,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def machine() -> str:
     """Processors, their load, the day."""
     load = os.getloadavg()[0]
-    return f"{os.cpu_count()} CPU cores, load at the start {load:.1f}, {datetime.now(UTC):%-d %B %Y}"
+    return (
+        f"{os.cpu_count()} CPU cores, load at the start {load:.1f}, {datetime.now(UTC):%-d %B %Y}"
+    )

@@ -1,19 +1,23 @@
-"""Tokens per second of a training step: log-probs of the old policy, forward, backward, clipping and optimizer.
+"""Tokens per second of a training step: log-probs of the old policy, forward, backward, clipping
+and optimizer.
 
     python -m benchmarks.train_step [--size small] [--steps 5] [--trl FOLDER] [--write]
 
-The same small random Qwen3, the same samples of mixed lengths, the same threads, in one process with interleaved
-steps: this project's actor; GRPOTrainer of TRL, of which only log-probs, loss and gradients are called, then torch's
-AdamW, with its rows padded as TRL pads them (all to the longest of the generation batch); and a bare Hugging Face model
-with padding to the longest of each micro-batch, samples in order of length, and the shortest possible loss. The first
-step's gradient norms are compared, so all do the same work. A token is one of a sample, padding does not count.
+The same small random Qwen3, the same samples of mixed lengths, the same threads, in one process
+with interleaved steps: this project's actor; GRPOTrainer of TRL, of which only log-probs, loss and
+gradients are called, then torch's AdamW, with its rows padded as TRL pads them (all to the longest
+of the generation batch); and a bare Hugging Face model with padding to the longest of each
+micro-batch, samples in order of length, and the shortest possible loss. The first step's gradient
+norms are compared, so all do the same work. A token is one of a sample, padding does not count.
 
 TRL is not a dependency of this project; install it into a separate folder:
 
-    pip install --no-deps --target FOLDER trl==1.16.0 accelerate datasets pyarrow pandas dill multiprocess xxhash
+    pip install --no-deps --target FOLDER trl==1.16.0 accelerate datasets pyarrow pandas dill
+    multiprocess xxhash
 
-On CUDA the actor's matrices run in bfloat16, and so do the others' (autocast); there the share of the GPU's peak is
-shown too. --write puts the table into docs/benchmarks.md, section "Training step".
+On CUDA the actor's matrices run in bfloat16, and so do the others' (autocast); there the share of
+the GPU's peak is shown too. --write puts the table into docs/benchmarks.md, section "Training
+step".
 """
 
 from __future__ import annotations
@@ -44,13 +48,18 @@ from rlpost.types import TrainBatch, TrainSample
 
 HEADING = "## Training step"
 VOCAB_SIZE = 2048
-# hidden, layers, heads, key and value heads, feed-forward; samples a step; tokens, and samples, of a micro-batch
+# hidden, layers, heads, key and value heads, feed-forward; samples a step; tokens, and samples, of
+# a micro-batch
 SIZES = {
     "tiny": ((64, 2, 4, 2, 128), 8, 512, 4),
     "small": ((256, 4, 4, 2, 768), 32, 2048, 8),
     "large": ((2048, 24, 16, 8, 6144), 128, 16_384, 8),
 }
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bfloat16, from NVIDIA's data sheets
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+}  # dense bfloat16, from NVIDIA's data sheets
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP_GRAD = 1e-6, (0.9, 0.999), 1e-8, 0.01, 1.0
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -84,11 +93,16 @@ def make_model(folder: Path, size: str) -> int:
 
 
 def make_samples(count: int) -> list[TrainSample]:
-    """Prompts of 20 to 120 tokens and answers whose lengths have a long tail: median 120, at most 1000."""
+    """Prompts of 20 to 120 tokens and answers whose lengths have a long tail: median 120, at most
+    1000.
+    """
     source = random.Random(2)
     samples = []
     for _ in range(count):
-        prompt, response = source.randint(20, 120), min(1000, max(8, int(source.lognormvariate(4.8, 0.8))))
+        prompt, response = (
+            source.randint(20, 120),
+            min(1000, max(8, int(source.lognormvariate(4.8, 0.8)))),
+        )
         samples.append(
             TrainSample(
                 token_ids=tuple(source.randrange(3, VOCAB_SIZE) for _ in range(prompt + response)),
@@ -113,9 +127,17 @@ def ours(folder: Path, samples: Sequence[TrainSample], size: str) -> Iterator[St
         num_samples=len(samples),
         num_tokens=sum(sample.response_length for sample in samples),
     )
-    options = dict(lr=LR, adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS, weight_decay=WEIGHT_DECAY)
+    options = dict(
+        lr=LR, adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS, weight_decay=WEIGHT_DECAY
+    )
     actor = Actor(
-        ActorSettings(str(folder), clip_grad=CLIP_GRAD, actor_num_threads=torch.get_num_threads(), bf16=None, **options)
+        ActorSettings(
+            str(folder),
+            clip_grad=CLIP_GRAD,
+            actor_num_threads=torch.get_num_threads(),
+            bf16=None,
+            **options,
+        )
     )
     actor.setup(0, 1, "127.0.0.1", 29_431)
     actor.import_weights()
@@ -147,7 +169,10 @@ def padded(samples: Sequence[TrainSample]) -> dict[str, torch.Tensor]:
 def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     decays = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    groups = [{"params": decays, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": decays, "weight_decay": WEIGHT_DECAY},
+        {"params": others, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
 
 
@@ -159,7 +184,9 @@ def _finish(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 def trl(folder: Path, samples: Sequence[TrainSample], size: str) -> Step:
-    """TRL's GRPOTrainer, of which nothing but its log-probs, its loss and its backward pass is called."""
+    """TRL's GRPOTrainer, of which nothing but its log-probs, its loss and its backward pass is
+    called.
+    """
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -168,7 +195,9 @@ def trl(folder: Path, samples: Sequence[TrainSample], size: str) -> Step:
     rows = SIZES[size][3]
     words = {f"t{i}": i for i in range(VOCAB_SIZE)}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")), eos_token="t1", pad_token="t2"
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")),
+        eos_token="t1",
+        pad_token="t2",
     )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
@@ -191,16 +220,22 @@ def trl(folder: Path, samples: Sequence[TrainSample], size: str) -> Step:
     trainer.current_gradient_accumulation_steps = len(samples) // rows
     whole = padded(samples)  # TRL pads a generation batch and cuts it into micro-batches afterwards
     parts = [
-        {key: value[start : start + rows] for key, value in whole.items()} for start in range(0, len(samples), rows)
+        {key: value[start : start + rows] for key, value in whole.items()}
+        for start in range(0, len(samples), rows)
     ]
     model = trainer.model.to(DEVICE).train()
     optimizer = _optimizer(model)
 
     def step() -> float:
         for part in parts:
-            ids, mask = (torch.cat([part[f"prompt_{kind}"], part[f"completion_{kind}"]], 1) for kind in ("ids", "mask"))
+            ids, mask = (
+                torch.cat([part[f"prompt_{kind}"], part[f"completion_{kind}"]], 1)
+                for kind in ("ids", "mask")
+            )
             with torch.no_grad():
-                old, _, _ = trainer._get_per_token_logps_and_entropies(model, ids, mask, part["completion_ids"].size(1))
+                old, _, _ = trainer._get_per_token_logps_and_entropies(
+                    model, ids, mask, part["completion_ids"].size(1)
+                )
             part["old_per_token_logps"] = old
         for part in parts:
             with trainer.compute_loss_context_manager():
@@ -222,10 +257,15 @@ def hugging_face(folder: Path, samples: Sequence[TrainSample], size: str) -> Ste
     optimizer = _optimizer(model)
 
     def logprobs(part: dict[str, torch.Tensor]) -> torch.Tensor:
-        ids, mask = (torch.cat([part[f"prompt_{kind}"], part[f"completion_{kind}"]], 1) for kind in ("ids", "mask"))
+        ids, mask = (
+            torch.cat([part[f"prompt_{kind}"], part[f"completion_{kind}"]], 1)
+            for kind in ("ids", "mask")
+        )
         length = part["completion_ids"].size(1)
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
-            logits = model(ids, attention_mask=mask, logits_to_keep=length + 1).logits[:, :-1].float()
+            logits = (
+                model(ids, attention_mask=mask, logits_to_keep=length + 1).logits[:, :-1].float()
+            )
         return -F.cross_entropy(logits.transpose(1, 2), part["completion_ids"], reduction="none")
 
     def step() -> float:
@@ -245,7 +285,9 @@ def measure(steps: dict[str, Step], count: int) -> dict[str, list[float]]:
     norms = {name: step() for name, step in steps.items()}
     first = next(iter(norms.values()))
     tolerance = 0.05 if DEVICE.type == "cuda" else 1e-3
-    assert all(abs(norm - first) < tolerance * first for norm in norms.values()), f"not the same work: {norms}"
+    assert all(abs(norm - first) < tolerance * first for norm in norms.values()), (
+        f"not the same work: {norms}"
+    )
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(count):
         for name, step in steps.items():
@@ -263,8 +305,9 @@ def _synchronise() -> None:
 
 
 def step_flops(samples: Sequence[TrainSample], num_parameters: int, size: str) -> float:
-    """Floating-point operations that a step needs at least: two forward passes and one backward pass of twice a forward
-    pass; the embedding's look-up costs nothing."""
+    """Floating-point operations that a step needs at least: two forward passes and one backward
+    pass of twice a forward pass; the embedding's look-up costs nothing.
+    """
     hidden, layers, *_ = SIZES[size][0]
     tokens = sum(len(sample.token_ids) for sample in samples)
     matrices = 2 * (num_parameters - VOCAB_SIZE * hidden) * tokens
@@ -274,11 +317,24 @@ def step_flops(samples: Sequence[TrainSample], num_parameters: int, size: str) -
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="large" if DEVICE.type == "cuda" else "small")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--size", choices=SIZES, default="large" if DEVICE.type == "cuda" else "small"
+    )
     parser.add_argument("--steps", type=int, default=5, help="measured steps (default: 5)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of an operator on the CPU (default: all)")
-    parser.add_argument("--trl", type=Path, help="where TRL was installed; without it, and without TRL, it is left out")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=os.cpu_count(),
+        help="of an operator on the CPU (default: all)",
+    )
+    parser.add_argument(
+        "--trl",
+        type=Path,
+        help="where TRL was installed; without it, and without TRL, it is left out",
+    )
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     if options.trl is not None:
@@ -299,7 +355,10 @@ def main() -> int:
 
 
 def report(
-    seconds: dict[str, list[float]], samples: Sequence[TrainSample], num_parameters: int, options: Any
+    seconds: dict[str, list[float]],
+    samples: Sequence[TrainSample],
+    num_parameters: int,
+    options: Any,
 ) -> list[str]:
     """The table and what it is about."""
     lengths = [len(sample.token_ids) for sample in samples]
@@ -312,9 +371,23 @@ def report(
         median = statistics.median(each)
         share = [f"{100 * flops / median / peak:.1f} %"] if peak else []
         rows.append(
-            [name, f"{tokens / median:.0f}", f"{median:.2f}", f"{min(each):.2f}", f"{median / ours_s:.2f}", *share]
+            [
+                name,
+                f"{tokens / median:.0f}",
+                f"{median:.2f}",
+                f"{min(each):.2f}",
+                f"{median / ours_s:.2f}",
+                *share,
+            ]
         )
-    header = ["step of", "tokens/s", "median s", "least s", "time, rlpost = 1", *(["of peak"] if peak else [])]
+    header = [
+        "step of",
+        "tokens/s",
+        "median s",
+        "least s",
+        "time, rlpost = 1",
+        *(["of peak"] if peak else []),
+    ]
     return [
         "Log-probs of the old policy, forward, backward, clipping and AdamW on one random Qwen3 of",
         f"{num_parameters / 1e6:.1f} million parameters and {len(samples)} samples of {min(lengths)} to {max(lengths)}",

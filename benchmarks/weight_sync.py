@@ -1,15 +1,18 @@
-"""Seconds of a weight update of a real engine, compared with a plain copy of the same bytes over the same medium.
+"""Seconds of a weight update of a real engine, compared with a plain copy of the same bytes over
+the same medium.
 
     python -m benchmarks.weight_sync [--size small large] [--repeat 5] [--write]
 
-One SGLang engine on this machine holds a random Qwen3; this process holds the same weights and brings them over by each
-mover: a broadcast (gloo), memory of this machine, files. The plain copy moves the same bytes once between two processes
-over the same medium and does nothing else: no requests, no names, no loading into a model. Of a small model what an
-update costs whatever its size weighs much, of a large one little. Rounds are interleaved; the median counts. --write
-puts the tables into docs/benchmarks.md.
+One SGLang engine on this machine holds a random Qwen3; this process holds the same weights and
+brings them over by each mover: a broadcast (gloo), memory of this machine, files. The plain copy
+moves the same bytes once between two processes over the same medium and does nothing else: no
+requests, no names, no loading into a model. Of a small model what an update costs whatever its size
+weighs much, of a large one little. Rounds are interleaved; the median counts. --write puts the
+tables into docs/benchmarks.md.
 
-With CUDA the weights are bfloat16 on the first GPU, and so is the engine: it takes them from the trainer's memory (CUDA
-IPC) and from files. A broadcast (NCCL) needs a second GPU, on which another engine runs then.
+With CUDA the weights are bfloat16 on the first GPU, and so is the engine: it takes them from the
+trainer's memory (CUDA IPC) and from files. A broadcast (NCCL) needs a second GPU, on which another
+engine runs then.
 """
 
 from __future__ import annotations
@@ -72,7 +75,9 @@ SIZES = {"small": Size(512, 8, 64), "large": Size(1024, 16, 512)}
 
 
 def make_model(folder: Path, size: Size) -> dict[str, torch.Tensor]:
-    """A random Qwen3 in a Hugging Face folder with the tiny one's tokenizer; returns its weights, on the device."""
+    """A random Qwen3 in a Hugging Face folder with the tiny one's tokenizer; returns its weights,
+    on the device.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from tools.make_tiny_model import make_tokenizer
@@ -91,7 +96,11 @@ def make_model(folder: Path, size: Size) -> dict[str, torch.Tensor]:
     )
     model = Qwen3ForCausalLM(config).to(DTYPE)
     model.save_pretrained(folder)
-    return {name: tensor.to(DEVICE) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    return {
+        name: tensor.to(DEVICE)
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -113,7 +122,11 @@ class Trainer:
             parts[-1].append(name)
             room -= tensor.nbytes
         self.buckets = [
-            Bucket(tuple(part), tuple(tuple(weights[n].shape) for n in part), (name_of(DTYPE),) * len(part))
+            Bucket(
+                tuple(part),
+                tuple(tuple(weights[n].shape) for n in part),
+                (name_of(DTYPE),) * len(part),
+            )
             for part in parts
         ]
 
@@ -125,7 +138,9 @@ class Trainer:
         return {name: self.weights[name] for name in self.buckets[index].names}
 
     def largest_bytes(self) -> int:
-        return max(sum(self.weights[name].nbytes for name in bucket.names) for bucket in self.buckets)
+        return max(
+            sum(self.weights[name].nbytes for name in bucket.names) for bucket in self.buckets
+        )
 
     stage = 0
 
@@ -136,7 +151,9 @@ class Trainer:
         return len(self.buckets)
 
     def flat(self, index: int) -> torch.Tensor:
-        return torch.cat([as_bytes(tensor) for tensor in self.gather(index, on_all_stages=True).values()])
+        return torch.cat(
+            [as_bytes(tensor) for tensor in self.gather(index, on_all_stages=True).values()]
+        )
 
     def parts(self, index: int) -> list[torch.Tensor]:
         return list(self.gather(index, on_all_stages=True).values())
@@ -147,7 +164,9 @@ class TimedClient(EngineClient):
 
     seconds: ClassVar[Counter[str]] = Counter()
 
-    async def request(self, method: str, path: str, body: Mapping[str, Any] | None, **how: Any) -> Any:
+    async def request(
+        self, method: str, path: str, body: Mapping[str, Any] | None, **how: Any
+    ) -> Any:
         """See ``EngineClient``."""
         started = time.perf_counter()
         try:
@@ -166,8 +185,9 @@ def timed(whole: WeightUpdate) -> WeightUpdate:
 
 
 def servers_own(sizes: Sequence[Sequence[int]], answer: Connection) -> None:
-    """Seconds of what SGLang does with the buckets beside receiving them, called directly: memory for the bucket, and
-    the copy into the model."""
+    """Seconds of what SGLang does with the buckets beside receiving them, called directly: memory
+    for the bucket, and the copy into the model.
+    """
     from rlpost.rollout.server import keep_memory, use_stand_ins
 
     use_stand_ins()
@@ -195,9 +215,13 @@ def servers_own(sizes: Sequence[Sequence[int]], answer: Connection) -> None:
 
 def measure_servers_own(trainer: Trainer) -> tuple[float, float]:
     """Run ``servers_own`` in a separate process, with the server's environment."""
-    sizes = [[tensor.numel() for tensor in trainer.parts(index)] for index in range(len(trainer.buckets))]
+    sizes = [
+        [tensor.numel() for tensor in trainer.parts(index)] for index in range(len(trainer.buckets))
+    ]
     mine, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=servers_own, args=(sizes, theirs), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=servers_own, args=(sizes, theirs), daemon=True
+    )
     process.start()
     found = mine.recv()
     process.join()
@@ -215,7 +239,9 @@ async def broadcast_mover(trainer: Trainer, whole: WeightUpdate) -> Mover:
     joining = asyncio.to_thread(
         sender.connect, "127.0.0.1", port, num_engine_ranks(whole.receivers), stage_group(GROUP, 0)
     )
-    await asyncio.gather(joining, mover.connect(whole.receivers, [("127.0.0.1", port)], backend=BACKEND))
+    await asyncio.gather(
+        joining, mover.connect(whole.receivers, [("127.0.0.1", port)], backend=BACKEND)
+    )
     return mover
 
 
@@ -229,26 +255,42 @@ def other_movers(trainer: Trainer, model: Path, folder: Path) -> dict[str, Mover
         return [await asyncio.to_thread(sharing.share, index)]
 
     async def write(version: int) -> list[str]:
-        shutil.rmtree(folder, ignore_errors=True)  # the version before; no file is written over, which is slower
+        shutil.rmtree(
+            folder, ignore_errors=True
+        )  # the version before; no file is written over, which is slower
         folder.mkdir()
         for file in model.glob("*.json"):
             (folder / file.name).write_bytes(file.read_bytes())
-        await asyncio.to_thread(save_file, trainer.weights, folder / "model.safetensors", {"format": "pt"})
+        await asyncio.to_thread(
+            save_file, trainer.weights, folder / "model.safetensors", {"format": "pt"}
+        )
         return [str(folder)]
 
-    return {"memory": SharingMover(trainer.buckets, share, ranks_of=((0,),)), "disk": DiskMover(write)}
+    return {
+        "memory": SharingMover(trainer.buckets, share, ranks_of=((0,),)),
+        "disk": DiskMover(write),
+    }
 
 
-def reader(orders: Connection, memory: torch.Tensor, device: torch.device, port: int | None, path: str) -> None:
-    """The other process of a plain copy: takes the bytes by the medium of each order, and answers when it has them.
-    Without a ``port`` nothing is broadcast."""
+def reader(
+    orders: Connection, memory: torch.Tensor, device: torch.device, port: int | None, path: str
+) -> None:
+    """The other process of a plain copy: takes the bytes by the medium of each order, and answers
+    when it has them. Without a ``port`` nothing is broadcast.
+    """
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if port is not None:
-        dist.init_process_group(BACKEND, init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
+        dist.init_process_group(
+            BACKEND, init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2
+        )
     own = torch.empty(len(memory), dtype=torch.uint8, device=device)
-    from_disk = own if device.type == "cpu" else torch.empty(len(memory), dtype=torch.uint8, pin_memory=True)
+    from_disk = (
+        own
+        if device.type == "cpu"
+        else torch.empty(len(memory), dtype=torch.uint8, pin_memory=True)
+    )
     while (order := orders.recv()) is not None:
         medium, size = order
         if medium == "memory":
@@ -271,9 +313,13 @@ def synchronise() -> None:
 
 
 class PlainCopy:
-    """Moves the buckets' bytes to another process of ours; ``device`` is that of the other process."""
+    """Moves the buckets' bytes to another process of ours; ``device`` is that of the other
+    process.
+    """
 
-    def __init__(self, trainer: Trainer, path: Path, *, device: torch.device, broadcasts: bool) -> None:
+    def __init__(
+        self, trainer: Trainer, path: Path, *, device: torch.device, broadcasts: bool
+    ) -> None:
         self.flats = [trainer.flat(index) for index in range(len(trainer.buckets))]
         self.path = path
         self.broadcasts = broadcasts
@@ -284,10 +330,14 @@ class PlainCopy:
         self.orders, theirs = multiprocessing.Pipe()
         port = free_port() if broadcasts else None
         arguments = (theirs, self.memory, device, port, str(path))
-        self.process = multiprocessing.get_context("spawn").Process(target=reader, args=arguments, daemon=True)
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=reader, args=arguments, daemon=True
+        )
         self.process.start()
         if broadcasts:
-            dist.init_process_group(BACKEND, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
+            dist.init_process_group(
+                BACKEND, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2
+            )
 
     def move(self, medium: str) -> None:
         for flat in self.flats:
@@ -310,9 +360,13 @@ class PlainCopy:
             dist.destroy_process_group()
 
 
-async def measure(trainer: Trainer, whole: WeightUpdate, movers: dict[str, Mover], copy: PlainCopy, repeat: int) -> Any:
+async def measure(
+    trainer: Trainer, whole: WeightUpdate, movers: dict[str, Mover], copy: PlainCopy, repeat: int
+) -> Any:
     """Seconds of each round: medium -> (updates, plain copies)."""
-    seconds: dict[str, tuple[list[float], list[float], list[Counter[str]]]] = {m: ([], [], []) for m in movers}
+    seconds: dict[str, tuple[list[float], list[float], list[Counter[str]]]] = {
+        m: ([], [], []) for m in movers
+    }
     version = 0
 
     async def clock(work: Callable[[], Awaitable[Any]]) -> float:
@@ -349,7 +403,11 @@ class Place:
     def settings(self) -> dict[str, Any]:
         """Of the engine."""
         settings: dict[str, Any] = {"max_total_tokens": 2048, "max_running_requests": 8}
-        return settings | {"mem_fraction_static": 0.4, "base_gpu_id": self.gpu} if HAS_CUDA else settings
+        return (
+            settings | {"mem_fraction_static": 0.4, "base_gpu_id": self.gpu}
+            if HAS_CUDA
+            else settings
+        )
 
 
 def places(num_gpus: int) -> list[Place]:
@@ -381,7 +439,9 @@ async def run(size: Size, folder: Path, *, repeat: int) -> list[str]:
     return [*lines, "", *where_it_goes(seconds, own)]
 
 
-async def measure_at(place_: Place, trainer: Trainer, folder: Path, *, repeat: int) -> dict[str, Any]:
+async def measure_at(
+    place_: Place, trainer: Trainer, folder: Path, *, repeat: int
+) -> dict[str, Any]:
     """``measure`` with an engine at one place."""
     model, files = folder / "model", folder / "files"
     log = folder / f"engine-{place_.gpu}.log"
@@ -393,7 +453,9 @@ async def measure_at(place_: Place, trainer: Trainer, folder: Path, *, repeat: i
         copy = PlainCopy(trainer, folder / "plain", device=place_.device, broadcasts=broadcasts)
         movers = {"broadcast": await broadcast_mover(trainer, whole)} if broadcasts else {}
         movers |= other_movers(trainer, model, files)
-        seconds = await measure(trainer, whole, {name: movers[name] for name in place_.media}, copy, repeat)
+        seconds = await measure(
+            trainer, whole, {name: movers[name] for name in place_.media}, copy, repeat
+        )
         copy.close()
         return seconds
     finally:
@@ -401,8 +463,9 @@ async def measure_at(place_: Place, trainer: Trainer, folder: Path, *, repeat: i
 
 
 def where_it_goes(seconds: Mapping[str, Any], own: tuple[float, float] | None) -> list[str]:
-    """Seconds of the requests that move weights, of those around them, and between requests; ``own`` as
-    ``servers_own`` measures it, None where it was not."""
+    """Seconds of the requests that move weights, of those around them, and between requests;
+    ``own`` as ``servers_own`` measures it, None where it was not.
+    """
     lines = ["Seconds of an update:"]
     if own is not None:
         making, loading = own
@@ -416,7 +479,10 @@ def where_it_goes(seconds: Mapping[str, Any], own: tuple[float, float] | None) -
         ]
     lines += ["", "| mover | weights | around | ours |", "|---|---|---|---|"]
     for medium, (updates, _, requests) in seconds.items():
-        moving = [sum(spent for path, spent in one.items() if "update_weights" in path) for one in requests]
+        moving = [
+            sum(spent for path, spent in one.items() if "update_weights" in path)
+            for one in requests
+        ]
         around = [sum(one.values()) - moved for one, moved in zip(requests, moving, strict=True)]
         rest = [whole - sum(one.values()) for whole, one in zip(updates, requests, strict=True)]
         middle = (statistics.median(values) for values in (moving, around, rest))
@@ -432,11 +498,15 @@ def device_name() -> str:
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES), help="of the model (default: both)")
+    parser.add_argument(
+        "--size", nargs="+", choices=SIZES, default=list(SIZES), help="of the model (default: both)"
+    )
     parser.add_argument("--repeat", type=int, default=5, help="rounds (default: 5)")
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
-    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # as SGLang sets it for itself: both sides of a group must agree
+    os.environ.setdefault(
+        "NCCL_CUMEM_ENABLE", "0"
+    )  # as SGLang sets it for itself: both sides of a group must agree
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     tables = []

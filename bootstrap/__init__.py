@@ -1,1 +1,3 @@
-"""Code that runs inside the allocation: agents that bring up a Ray cluster, run the driver and write a verdict."""
+"""Code that runs inside the allocation: agents that bring up a Ray cluster, run the driver and
+write a verdict.
+"""

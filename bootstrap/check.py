@@ -23,7 +23,10 @@ UNLIMITED = -1
 
 @dataclass(frozen=True)
 class Check:
-    """One row of a table. ``found``: the observed value and, unless OK, the required one and the remedy."""
+    """One row of a table.
+
+    ``found``: the observed value and, unless OK, the required one and the remedy.
+    """
 
     name: str
     level: Level

@@ -1,1 +1,3 @@
-"""Run files and formats shared by login node, batch host, agents and driver. Standard library only."""
+"""Run files and formats shared by login node, batch host, agents and driver. Standard library
+only.
+"""

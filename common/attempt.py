@@ -1,7 +1,7 @@
 """Names of the files of an attempt. Python 3.8 and later, because batch hosts use them.
 
-An attempt is one start of a job in ``RUN/attempts/K``, where K is the first unused number from the Slurm restart count
-upwards.
+An attempt is one start of a job in ``RUN/attempts/K``, where K is the first unused number from the
+Slurm restart count upwards.
 
     STOP           stop request, see ``common.stop_file``
     secret         created by the batch script (or by a single local agent), mode 0600; authenticates agents, Ray and

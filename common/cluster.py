@@ -23,8 +23,8 @@ class Node:
 class Cluster:
     """A running Ray cluster. The agent writes it as one JSON line to the driver's standard input.
 
-    ``ray_address`` is ``IP:PORT`` of the head; ``nodes[0]`` is the head; ``port_base`` starts the block of
-    ``port_count`` TCP ports that this job may use for its own services on every node.
+    ``ray_address`` is ``IP:PORT`` of the head; ``nodes[0]`` is the head; ``port_base`` starts the
+    block of ``port_count`` TCP ports that this job may use for its own services on every node.
     """
 
     ray_address: str

@@ -40,11 +40,13 @@ def sync_names(folder: int) -> None:
             raise
 
 
-def write_atomic(path: Path, text: str | Iterable[str], *, mode: int = 0o600, through: Path | None = None) -> None:
+def write_atomic(
+    path: Path, text: str | Iterable[str], *, mode: int = 0o600, through: Path | None = None
+) -> None:
     """Replace ``path`` with a text, or the parts of one: write, fsync, rename, fsync the folder.
 
-    ``mode`` is subject to the umask. ``through`` is the temporary file, on the same file system; the
-    default is a new file beside ``path``. Raises OSError and leaves ``path`` unchanged then.
+    ``mode`` is subject to the umask. ``through`` is the temporary file, on the same file system;
+    the default is a new file beside ``path``. Raises OSError and leaves ``path`` unchanged then.
     """
     beside = _write_beside(path, text, mode=mode, through=through)
     try:
@@ -56,11 +58,13 @@ def write_atomic(path: Path, text: str | Iterable[str], *, mode: int = 0o600, th
 
 
 def write_first(path: Path, text: str) -> bool:
-    """Create ``path`` with ``text`` unless it exists; return whether this call created it. Mode 0600.
+    """Create ``path`` with ``text`` unless it exists; return whether this call created it. Mode
+    0600.
 
     link(2) fails if the name exists, also on NFS; rename does not. If NFS loses the reply and
-    retries the request, a successful link returns EEXIST: a link count above 1 identifies this case.
-    On a file system without hard links, an empty file reserves the name and a rename replaces it.
+    retries the request, a successful link returns EEXIST: a link count above 1 identifies this
+    case. On a file system without hard links, an empty file reserves the name and a rename replaces
+    it.
     """
     beside = _write_beside(path, text)
     try:
@@ -81,7 +85,9 @@ def write_first(path: Path, text: str) -> bool:
 
 
 def write_within(folder: int, name: str, text: str) -> None:
-    """Like ``write_atomic``, in the folder of an open descriptor, even if that folder was renamed. Mode 0666."""
+    """Like ``write_atomic``, in the folder of an open descriptor, even if that folder was renamed.
+    Mode 0666.
+    """
     temporary = f".{name}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     with os.fdopen(os.open(temporary, flags, 0o666, dir_fd=folder), "w") as file:
@@ -93,10 +99,12 @@ def write_within(folder: int, name: str, text: str) -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file exists that another host may have written recently. Blocks while storage hangs.
+    """Whether a file exists that another host may have written recently. Blocks while storage
+    hangs.
 
-    An NFS client caches "no such file" for up to acdirmax (60 s). Opening the folder makes the client revalidate the
-    folder with the server (Linux, fs/nfs/dir.c, nfs_lookup_verify_inode) and drop that entry if the folder changed.
+    An NFS client caches "no such file" for up to acdirmax (60 s). Opening the folder makes the
+    client revalidate the folder with the server (Linux, fs/nfs/dir.c, nfs_lookup_verify_inode) and
+    drop that entry if the folder changed.
     """
     with suppress(OSError):
         os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
@@ -119,7 +127,9 @@ def tail_text(path: Path, max_bytes: int) -> str:
         return file.read().decode(errors="replace")
 
 
-def _write_beside(path: Path, text: str | Iterable[str], *, mode: int = 0o600, through: Path | None = None) -> Path:
+def _write_beside(
+    path: Path, text: str | Iterable[str], *, mode: int = 0o600, through: Path | None = None
+) -> Path:
     """Write and fsync a temporary file; return its path. Removes the file on errors."""
     beside = through or path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     # A file with a fixed name may remain from a crash; a random name must be new.

@@ -1,4 +1,7 @@
-"""Expand Slurm's compact host lists without Slurm. Pure; same result as ``scontrol show hostnames``."""
+"""Expand Slurm's compact host lists without Slurm.
+
+Pure; same result as ``scontrol show hostnames``.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ class HostListError(ValueError):
 def expand(text: str) -> tuple[str, ...]:
     """Host names in Slurm's order: ``n[01-03,07],gpu-a1`` is n01 n02 n03 n07 gpu-a1.
 
-    Duplicates are kept. Numbers are padded to the width of the first number of their range. If a name
-    has several brackets, the last one varies fastest.
+    Duplicates are kept. Numbers are padded to the width of the first number of their range. If a
+    name has several brackets, the last one varies fastest.
 
     Raises:
         HostListError: shows the list and the invalid part.
@@ -29,11 +32,15 @@ def expand(text: str) -> tuple[str, ...]:
     while position < len(text):
         match = _ITEM.match(text, position)
         if match is None:
-            raise HostListError(f"host list {text!r}: no host name at {text[position : position + 20]!r}")
+            raise HostListError(
+                f"host list {text!r}: no host name at {text[position : position + 20]!r}"
+            )
         position = match.end()
         if position < len(text):
             if text[position] != "," or position + 1 == len(text):
-                raise HostListError(f"host list {text!r}: {text[position:]!r} cannot follow {match[0]!r}")
+                raise HostListError(
+                    f"host list {text!r}: {text[position:]!r} cannot follow {match[0]!r}"
+                )
             position += 1
         hosts += _expand_item(match[0], text)
         if len(hosts) > MAX_HOSTS:
@@ -55,6 +62,8 @@ def _numbers(ranges: str, text: str) -> list[str]:
             raise HostListError(f"host list {text!r}: {part!r} is neither a number nor a range")
         first, last = match[1], match[2] or match[1]
         if not 0 <= int(last) - int(first) < MAX_HOSTS:
-            raise HostListError(f"host list {text!r}: the range {part!r} runs backwards or is longer than {MAX_HOSTS}")
+            raise HostListError(
+                f"host list {text!r}: the range {part!r} runs backwards or is longer than {MAX_HOSTS}"
+            )
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers

@@ -13,11 +13,11 @@ Input: events from the login node, the batch host and the driver. Output: the sa
     chained     attempt, job_id                                           batch host, in place of a requeue
     done        step, weights                                             driver
 
-Invariants: a line is durable when ``append`` returns; a truncated or damaged line does not affect other lines. The
-login node, the batch host and the driver append from different hosts, and appends of several NFS clients are not
-atomic: each line is written under a lock if the file system has locks, read back, and written again if another
-line replaced it. Batch hosts may have an old Python: what runs there needs only the standard library of 3.8 and
-later.
+Invariants: a line is durable when ``append`` returns; a truncated or damaged line does not affect
+other lines. The login node, the batch host and the driver append from different hosts, and appends
+of several NFS clients are not atomic: each line is written under a lock if the file system has
+locks, read back, and written again if another line replaced it. Batch hosts may have an old Python:
+what runs there needs only the standard library of 3.8 and later.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from typing import Any
 TRIES = 5
 LOCK_S, LOCK_POLL_S = 2.0, 0.02
 LOOK_BACK_BYTES = 65536
-"""Search this far before the end: an NFS client with a stale file size writes at an earlier offset."""
+"""Search this far before the end: an NFS client with a stale file size writes at an earlier offset.
+"""
 LONGEST_SHOWN = 60
 
 
@@ -53,7 +54,11 @@ class Ledger:
             size = self._write(line)
             if self._holds(line, max(0, size - LOOK_BACK_BYTES)):
                 return
-        raise OSError(errno.EIO, f"a line was overwritten {TRIES} times: do other hosts append here?", str(self.path))
+        raise OSError(
+            errno.EIO,
+            f"a line was overwritten {TRIES} times: do other hosts append here?",
+            str(self.path),
+        )
 
     def read(self) -> list[dict[str, Any]]:
         """All entries in order, without damaged lines; empty if there is no file."""

@@ -1,11 +1,12 @@
 """The run folder on the shared file system: its paths, its creation, and its ledger.
 
-    RUN/  run.json  code/  job.sbatch  ledger.jsonl  metrics.jsonl  attempts/  checkpoints/  report/  submitit/
+    RUN/  run.json  code/  job.sbatch  ledger.jsonl  metrics.jsonl  attempts/  checkpoints/  report/
+    submitit/
 
 Input: a path and the resolved settings as JSON text. Output: a ``RunFolder``.
 
-Invariants: only the owner has access to the folder (0700) and its files (0600); run.json appears atomically; a folder
-of another run is never reused by accident.
+Invariants: only the owner has access to the folder (0700) and its files (0600); run.json appears
+atomically; a folder of another run is never reused by accident.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ def create_run_folder(root: Path, run_json: str, *, resume: bool = False) -> Run
     """
     folder = RunFolder(root.absolute())
     if folder.root.exists() and not folder.root.is_dir():
-        raise RunFolderError(f"run folder {folder.root} is a file; choose another name with --run-folder")
+        raise RunFolderError(
+            f"run folder {folder.root} is a file; choose another name with --run-folder"
+        )
     if not resume and folder.root.exists():
         _refuse_another_run(folder, run_json)
     if folder.code.exists() and not folder.run_json.exists():  # the snapshot would replace it
@@ -131,10 +134,14 @@ def _refuse_another_run(folder: RunFolder, run_json: str) -> None:
             ) from None
         return
     except ValueError as error:
-        raise RunFolderError(f"{folder.run_json} is not JSON ({error}); choose another --run-folder") from error
+        raise RunFolderError(
+            f"{folder.run_json} is not JSON ({error}); choose another --run-folder"
+        ) from error
     new = json.loads(run_json)
     if there != new:
-        changed = ", ".join(_differences(there, new)[:5])  # as flags: the last part of a key is the flag
+        changed = ", ".join(
+            _differences(there, new)[:5]
+        )  # as flags: the last part of a key is the flag
         raise RunFolderError(
             f"run folder {folder.root} belongs to a run with other settings ({changed}); choose another name with "
             "--run-folder, or --resume to go on with that run under the new settings"

@@ -1,8 +1,8 @@
 """The STOP file of an attempt: a request to save and end the run.
 
-Several processes may write it: the batch script at USR2 (bash, ``slurm/render.py``), an agent at TERM
-or when its deadline is near, a local run at Ctrl-C, ``rlpost cancel``. Only the first write takes
-effect, so its reason and deadline apply. Agents and the driver poll the file.
+Several processes may write it: the batch script at USR2 (bash, ``slurm/render.py``), an agent at
+TERM or when its deadline is near, a local run at Ctrl-C, ``rlpost cancel``. Only the first write
+takes effect, so its reason and deadline apply. Agents and the driver poll the file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def parse_stop(text: str) -> StopMessage:
     text = text.strip()
     try:
         raw = json.loads(text)
-        return StopMessage(str(raw["reason"]), _seconds(raw.get("time")), _seconds(raw.get("deadline")))
+        return StopMessage(
+            str(raw["reason"]), _seconds(raw.get("time")), _seconds(raw.get("deadline"))
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         return StopMessage(text or "no reason given")
 

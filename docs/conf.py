@@ -22,7 +22,8 @@ myst_fence_as_directive = ["mermaid"]
 
 
 def contents(readme: str) -> str:
-    """Return a hidden ``toctree`` for each table of the README's section "Documentation", in its order.
+    """Return a hidden ``toctree`` for each table of the README's section "Documentation", in its
+    order.
 
     The first cell of a table's header is the caption; its links are the pages.
     """

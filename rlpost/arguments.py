@@ -1,7 +1,8 @@
-"""The parser of every command: what argparse refuses is an error like any other, without a page of usage.
+"""The parser of every command: what argparse refuses is an error like any other, without a page of
+usage.
 
-Input: words of a command line. Output: argparse's namespace, or ConfigError with the flag, what is wrong, and a
-remedy. Standard library only: a verb that needs no settings loads none.
+Input: words of a command line. Output: argparse's namespace, or ConfigError with the flag, what is
+wrong, and a remedy. Standard library only: a verb that needs no settings loads none.
 """
 
 from __future__ import annotations

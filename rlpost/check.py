@@ -1,7 +1,7 @@
 """Check a run's settings, and the files they name, before a job starts.
 
-Runs on the login node in well under a second, without torch or ray. ``check_installed`` runs on the nodes before
-training and checks what depends on them. All problems are reported together.
+Runs on the login node in well under a second, without torch or ray. ``check_installed`` runs on the
+nodes before training and checks what depends on them. All problems are reported together.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def _settings_problems(config: Config) -> list[str]:
         *observe_problems(config),
         *_collect(lambda: check_reward(config.rollout)),
         *environment_problems(config),
-        *graph_problems(config.sglang.server_args, config.cluster.environment, offloads=config.offload_rollout),
+        *graph_problems(
+            config.sglang.server_args, config.cluster.environment, offloads=config.offload_rollout
+        ),
     ]
 
 
@@ -142,7 +144,9 @@ def _interval_note(config: Config, shape: Shape | None) -> str | None:
     if shape is None or times is None:
         return None
     made = estimate(config, shape, gpu_bytes=ANY_GPU_BYTES)
-    return interval_note(config, save_interval(config, checkpoint_bytes=made.checkpoint_bytes, times=times))
+    return interval_note(
+        config, save_interval(config, checkpoint_bytes=made.checkpoint_bytes, times=times)
+    )
 
 
 def check_installed(config: Config) -> None:
@@ -176,7 +180,10 @@ def _stack_problems(config: Config) -> list[str]:
     problems = []
     for is_used, part, packages in parts:
         missing = [package for package in packages if is_used and not _is_installed(package)]
-        problems += [f"{package} is not installed, and {part} cannot start; this is {where}" for package in missing]
+        problems += [
+            f"{package} is not installed, and {part} cannot start; this is {where}"
+            for package in missing
+        ]
     return problems
 
 
@@ -198,7 +205,9 @@ def _option_problems(config: Config) -> list[str]:
 def _server_arg_problems(config: Config) -> list[str]:
     """One line for each pass-through option that SGLang does not have or whose value it rejects."""
     gpus = config.cluster.rollout_num_gpus_per_engine
-    return _collect(lambda: check_server_args(config.sglang.given_server_args, gpus_per_engine=gpus))
+    return _collect(
+        lambda: check_server_args(config.sglang.given_server_args, gpus_per_engine=gpus)
+    )
 
 
 def _package_problems(config: Config) -> list[str]:
@@ -217,7 +226,9 @@ def _package_problems(config: Config) -> list[str]:
 
 
 def _transformer_engine_problems(config: Config) -> list[str]:
-    """Settings that need TransformerEngine, in a GPU environment where it is missing or disabled."""
+    """Settings that need TransformerEngine, in a GPU environment where it is missing or
+    disabled.
+    """
     if not _is_for_gpus():
         return []
     required = [need for need in needs_transformer_engine(config) if need.is_required]
@@ -256,20 +267,26 @@ def _model_folder_problems(config: Config) -> list[str]:
     try:
         hf_config = json.loads((path / "config.json").read_text())
         problems += [*model_problems(config, hf_config), *routing_model_problems(config, hf_config)]
-        problems += _of_file("--hf-checkpoint", _collect(lambda: read_description(path, config.model.model_dump())))
+        problems += _of_file(
+            "--hf-checkpoint", _collect(lambda: read_description(path, config.model.model_dump()))
+        )
     except FileNotFoundError:
         problems.append(f"{key}: has no config.json; give a Hugging Face folder of a model")
     except json.JSONDecodeError as error:
         problems.append(f"{key}: config.json is not valid JSON ({error}); fetch the model again")
     except OSError as error:
-        problems.append(f"{key}: config.json cannot be read: {error.strerror}; ask its owner for chmod a+r")
+        problems.append(
+            f"{key}: config.json cannot be read: {error.strerror}; ask its owner for chmod a+r"
+        )
     broken = [f"--hf-checkpoint {problem}" for problem in file_problems(path)]
     problems += broken or _mtp_problems(config)
     return problems + _collect(lambda: check_tokenizer_folder(path))
 
 
 def _mtp_problems(config: Config) -> list[str]:
-    """Problems of --enable-mtp-training if the model or its weights lack the layer for multi-token prediction."""
+    """Problems of --enable-mtp-training if the model or its weights lack the layer for multi-token
+    prediction.
+    """
     path = Path(config.checkpoint.hf_checkpoint)
     if not config.grpo.enable_mtp_training or not (path / "config.json").is_file():
         return []
@@ -277,7 +294,11 @@ def _mtp_problems(config: Config) -> list[str]:
     try:
         problem = mtp_problem(family((hf.get("architectures") or ["none given"])[0]), hf)
         name = f"model.layers.{hf['num_hidden_layers']}.eh_proj.weight"
-        if problem is None and config.checkpoint.ref_load is None and name not in tensor_files(path):
+        if (
+            problem is None
+            and config.checkpoint.ref_load is None
+            and name not in tensor_files(path)
+        ):
             problem = (
                 f"--enable-mtp-training: the weights in {path} have no tensor {name}, and training does not start "
                 "from random values; use a checkpoint that has the layer, or --enable-mtp-training false"
@@ -289,9 +310,17 @@ def _mtp_problems(config: Config) -> list[str]:
 
 def _reference_problems(config: Config) -> list[str]:
     folder = config.checkpoint.ref_load
-    if folder is None or find_checkpoint(folder) is not None or any(Path(folder).glob("*.safetensors")):
+    if (
+        folder is None
+        or find_checkpoint(folder) is not None
+        or any(Path(folder).glob("*.safetensors"))
+    ):
         return []
-    what = "holds neither a torch_dist checkpoint nor *.safetensors" if os.path.isdir(folder) else "no such folder"
+    what = (
+        "holds neither a torch_dist checkpoint nor *.safetensors"
+        if os.path.isdir(folder)
+        else "no such folder"
+    )
     return [
         f"--ref-load {folder}: {what}; make it with tools/convert_hf_to_torch_dist.py, or use --ref-load none "
         "to take the weights of --hf-checkpoint as the reference"
@@ -319,22 +348,30 @@ def _save_problems(config: Config) -> list[str]:
 def _prompt_problems(config: Config) -> list[str]:
     rollout = config.rollout
     if not rollout.prompt_data:
-        return ["--prompt-data is not given; give a file of prompts, JSON Lines or Parquet (docs/data.md)"]
+        return [
+            "--prompt-data is not given; give a file of prompts, JSON Lines or Parquet (docs/data.md)"
+        ]
     problems = []
     if is_there(rollout.prompt_data):
-        problems += _of_file("--prompt-data", _collect(lambda: check_prompts(rollout.prompt_data, rollout)))
+        problems += _of_file(
+            "--prompt-data", _collect(lambda: check_prompts(rollout.prompt_data, rollout))
+        )
     try:
         sets = eval_sets(config.eval)
     except ConfigError:  # reported by another check
         return problems
     for one in sets:
-        overrides = {key: getattr(one, key) for key in ROLLOUT_KEYS if getattr(one, key) is not None}
+        overrides = {
+            key: getattr(one, key) for key in ROLLOUT_KEYS if getattr(one, key) is not None
+        }
         settings = rollout.model_copy(update=overrides)
         if is_there([one.path]):
             found = _collect(partial(check_prompts, [one.path], settings))
             problems += _of_file(f"--eval-prompt-data {one.name}", found)
         if overrides.keys() & REWARD_KEYS:
-            problems += [f"{one.name}: {line}" for line in _collect(partial(check_reward, settings))]
+            problems += [
+                f"{one.name}: {line}" for line in _collect(partial(check_reward, settings))
+            ]
     return problems
 
 

@@ -159,7 +159,10 @@ class RunColumn(Sequence[int]):
         if isinstance(values, np.ndarray):
             ends = [*np.flatnonzero(np.diff(values)) + 1, len(values)] if len(values) else []
             starts = [0, *ends[:-1]]
-            return cls((int(values[start]), int(end - start)) for start, end in zip(starts, ends, strict=False))
+            return cls(
+                (int(values[start]), int(end - start))
+                for start, end in zip(starts, ends, strict=False)
+            )
         return cls((int(value), len(list(equal))) for value, equal in itertools.groupby(values))
 
     @property
@@ -187,7 +190,9 @@ class RunColumn(Sequence[int]):
         return int(self.array[index])
 
     def __iter__(self) -> Iterator[int]:
-        return itertools.chain.from_iterable(itertools.repeat(value, count) for value, count in self.runs)
+        return itertools.chain.from_iterable(
+            itertools.repeat(value, count) for value, count in self.runs
+        )
 
     def __add__(self, other: Iterable[int]) -> RunColumn:
         return RunColumn((*self.runs, *RunColumn.of(other).runs))
@@ -251,7 +256,9 @@ class RouteColumn:
     @property
     def known(self) -> Any:
         """[tokens] bool: whether the routes of a token are known."""
-        return self.array[:, 0, 0] != np.iinfo(self.array.dtype).max  # an unknown route has it everywhere
+        return (
+            self.array[:, 0, 0] != np.iinfo(self.array.dtype).max
+        )  # an unknown route has it everywhere
 
     def __len__(self) -> int:
         return len(self.array)
@@ -262,7 +269,9 @@ class RouteColumn:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RouteColumn):
             return NotImplemented
-        return self.array.dtype == other.array.dtype and bool(np.array_equal(self.array, other.array))
+        return self.array.dtype == other.array.dtype and bool(
+            np.array_equal(self.array, other.array)
+        )
 
     def __hash__(self) -> int:
         return hash((self.array.shape, self.array.tobytes()))

@@ -23,7 +23,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """CPUs to run on, or None to leave the process as it is; ``said`` is a line for the log, or empty."""
+    """CPUs to run on, or None to leave the process as it is; ``said`` is a line for the log, or
+    empty.
+    """
 
     cpus: frozenset[int] | None
     said: str = ""
@@ -52,7 +54,9 @@ def choose_binding(
     if not cpus:
         return Binding(None, f"not bound to CPUs: none of those next to GPU {listed} is this job's")
     if cpus == frozenset(allowed):
-        return Binding(None, f"not bound to CPUs: all {len(cpus)} of this job are next to GPU {listed}")
+        return Binding(
+            None, f"not bound to CPUs: all {len(cpus)} of this job are next to GPU {listed}"
+        )
     share = len(allowed) * len(names) // max(1, gpus_per_node)
     if len(cpus) < share:
         has = f"of those next to GPU {listed} this job has {len(cpus)}"
@@ -72,7 +76,12 @@ def cpu_list(cpus: Iterable[int]) -> str:
 
 
 def threads_of_rank(
-    given: int | None, *, offloads: bool, cores: int, ranks_per_node: int, own_cores: int | None = None
+    given: int | None,
+    *,
+    offloads: bool,
+    cores: int,
+    ranks_per_node: int,
+    own_cores: int | None = None,
 ) -> int:
     """Return the number of intra-op CPU threads of a trainer rank.
 

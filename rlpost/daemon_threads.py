@@ -29,7 +29,9 @@ def started(act: Callable[[], T]) -> Future[T]:
 
 
 async def in_daemon(act: Callable[[], T]) -> T:
-    """Run ``act`` in a daemon thread and return its result; hung storage does not block the exit."""
+    """Run ``act`` in a daemon thread and return its result; hung storage does not block the
+    exit.
+    """
     loop = asyncio.get_running_loop()
     found: asyncio.Future[T] = loop.create_future()
 

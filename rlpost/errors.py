@@ -17,8 +17,8 @@
         HalfTrained                a stop in the middle of a rollout's steps: the weights must not be saved
       Interrupted                  an actor left a pass between micro-batches; its state is that before the step
 
-A message holds the key or path, the value, the constraint and the remedy. Ray pickles exceptions between processes, so
-each takes a single string.
+A message holds the key or path, the value, the constraint and the remedy. Ray pickles exceptions
+between processes, so each takes a single string.
 """
 
 import difflib
@@ -52,10 +52,11 @@ class EngineDied(RolloutError):
 
 
 class GradingLost(RlpostError):
-    """An answer could not be graded for a reason outside the answer: a server is down, a sandbox is gone.
+    """An answer could not be graded for a reason outside the answer: a server is down, a sandbox is
+    gone.
 
-    Custom reward and generate functions may raise it. The answer is then left out of its group, instead of scoring 0 or
-    ending the run.
+    Custom reward and generate functions may raise it. The answer is then left out of its group,
+    instead of scoring 0 or ending the run.
     """
 
 
@@ -88,11 +89,15 @@ class PlacementError(RlpostError):
 
 
 class Preempted(RlpostError):
-    """A stop was requested during a phase; the caller commits the last consistent state and exits."""
+    """A stop was requested during a phase; the caller commits the last consistent state and
+    exits.
+    """
 
 
 class HalfTrained(Preempted):
-    """A stop between two optimizer steps of one rollout: state matches no completed step; do not save it."""
+    """A stop between two optimizer steps of one rollout: state matches no completed step; do not
+    save it.
+    """
 
 
 class Interrupted(RlpostError):

@@ -1,6 +1,8 @@
-"""The shape of the model in a Hugging Face folder, as the planner counts with it. Standard library only.
+"""The shape of the model in a Hugging Face folder, as the planner counts with it. Standard library
+only.
 
-In: a parsed ``config.json``. Out: a ``Shape``. What is special to a family stands in ``rlpost.weights.families``.
+In: a parsed ``config.json``. Out: a ``Shape``. What is special to a family stands in
+``rlpost.weights.families``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from rlpost.weights.families import family
 
 
 def hf_shape(hf: Mapping[str, Any]) -> Shape:
-    """The shape of a known architecture. Raises WeightError for one that is not, or that lacks one of its sizes."""
+    """The shape of a known architecture.
+
+    Raises WeightError for one that is not, or that lacks one of its sizes.
+    """
     known = family((hf.get("architectures") or ["none given"])[0])
     try:
         fields = known.fields(hf)
@@ -37,7 +42,9 @@ def hf_shape(hf: Mapping[str, Any]) -> Shape:
             topk=fields.get("moe_router_topk", 0),
         )
     except KeyError as error:
-        raise WeightError(f"config.json has no {error}, which every {hf['architectures'][0]} has") from None
+        raise WeightError(
+            f"config.json has no {error}, which every {hf['architectures'][0]} has"
+        ) from None
 
 
 def weight_bytes(hf: Mapping[str, Any]) -> int:

@@ -57,7 +57,10 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 def cpus_of_mask(words: Sequence[int]) -> frozenset[int]:
     """Return the CPUs of an NVML mask; word 0 holds CPUs 0 to 63."""
     return frozenset(
-        number * _MASK_BITS + bit for number, word in enumerate(words) for bit in range(_MASK_BITS) if word >> bit & 1
+        number * _MASK_BITS + bit
+        for number, word in enumerate(words)
+        for bit in range(_MASK_BITS)
+        if word >> bit & 1
     )
 
 
@@ -72,7 +75,10 @@ def read_local_gpus(root: Path = Path("/")) -> tuple[LocalGpu, ...]:
     except pynvml.NVMLError as error:
         found = tuple(_from_driver(root))
         if found:
-            logger.info("NVML does not start (%s): GPUs are known by what the driver writes into /proc", error)
+            logger.info(
+                "NVML does not start (%s): GPUs are known by what the driver writes into /proc",
+                error,
+            )
         return found
     try:
         return tuple(_from_nvml(pynvml, root))
@@ -89,7 +95,9 @@ def _from_nvml(nvml: Any, root: Path) -> Iterator[LocalGpu]:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         cpus: frozenset[int] | None = None
         with suppress(nvml.NVMLError):
-            cpus = cpus_of_mask([int(word) for word in nvml.nvmlDeviceGetCpuAffinity(handle, num_words)])
+            cpus = cpus_of_mask(
+                [int(word) for word in nvml.nvmlDeviceGetCpuAffinity(handle, num_words)]
+            )
         if not cpus:  # NVML knows no affinity here, as in some virtual machines
             with suppress(nvml.NVMLError):
                 pci = nvml.nvmlDeviceGetPciInfo(handle)
@@ -102,7 +110,9 @@ def _migs(nvml: Any, handle: Any) -> Iterator[str]:
     with suppress(nvml.NVMLError):
         for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
             with suppress(nvml.NVMLError):  # no MIG device at this index
-                yield str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)))
+                yield str(
+                    nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number))
+                )
 
 
 def _from_driver(root: Path) -> Iterator[LocalGpu]:
@@ -120,7 +130,9 @@ def _from_driver(root: Path) -> Iterator[LocalGpu]:
 
 def _cpus_of_bus(root: Path, bus: str) -> frozenset[int] | None:
     try:
-        return parse_cpu_list((root / f"sys/bus/pci/devices/{bus}/local_cpulist").read_text()) or None
+        return (
+            parse_cpu_list((root / f"sys/bus/pci/devices/{bus}/local_cpulist").read_text()) or None
+        )
     except (OSError, ValueError):
         return None
 

@@ -1,7 +1,8 @@
-"""Conversion of groups and backlogs to JSON values and back, for recordings, checkpoints and the journal.
+"""Conversion of groups and backlogs to JSON values and back, for recordings, checkpoints and the
+journal.
 
-Input: groups and backlogs. Output: JSON values that read back to equal objects. Fields with default values are left
-out, so that records of older versions can be read.
+Input: groups and backlogs. Output: JSON values that read back to equal objects. Fields with default
+values are left out, so that records of older versions can be read.
 
 A column is written in one of two ways, and both are always read:
 
@@ -9,9 +10,10 @@ A column is written in one of two ways, and both are always read:
     as bytes     {"int32": PACKED}, {"float32": PACKED}, {"runs": [[value, count], ...]} or
                  {"routes": PACKED, "dtype": "uint8", "shape": [tokens, layers, k]}
 
-PACKED stands for bytes (little endian). In a checkpoint it is base64 text; in the journal it is the number of bytes,
-which follow the JSON text (see ``Packing``). Routes are not compressed: zlib at its fastest level saves 7 to 12 % of
-the bytes and takes 22 ms per megabyte, which is 16 s per million tokens with 89 layers and 8 experts each.
+PACKED stands for bytes (little endian). In a checkpoint it is base64 text; in the journal it is the
+number of bytes, which follow the JSON text (see ``Packing``). Routes are not compressed: zlib at
+its fastest level saves 7 to 12 % of the bytes and takes 22 ms per megabyte, which is 16 s per
+million tokens with 89 layers and 8 experts each.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class Behind:
         return data.nbytes
 
     def unpacked(self, value: int) -> bytes:
-        """Return the next ``value`` bytes. Columns are read in the order in which they were written.
+        """Return the next ``value`` bytes.
+
+        Columns are read in the order in which they were written.
 
         Raises:
             ValueError: there are fewer bytes.
@@ -82,19 +86,30 @@ BASE64 = Base64()
 
 def group_record(group: SampleGroup, packing: Packing | None = None) -> dict[str, Any]:
     """Convert a scored group; columns are written as numbers without a ``packing``."""
-    samples = [{"sample": sample_record(scored.sample, packing), "reward": scored.reward} for scored in group.samples]
+    samples = [
+        {"sample": sample_record(scored.sample, packing), "reward": scored.reward}
+        for scored in group.samples
+    ]
     return {"prompt_id": group.prompt_id, "samples": samples}
 
 
 def group_from(raw: Mapping[str, Any], packing: Packing = BASE64) -> SampleGroup:
-    """The inverse of ``group_record``. Raises KeyError, TypeError or ValueError for malformed input."""
-    samples = (ScoredSample(sample_from(scored["sample"], packing), scored["reward"]) for scored in raw["samples"])
+    """The inverse of ``group_record``.
+
+    Raises KeyError, TypeError or ValueError for malformed input.
+    """
+    samples = (
+        ScoredSample(sample_from(scored["sample"], packing), scored["reward"])
+        for scored in raw["samples"]
+    )
     return SampleGroup(raw["prompt_id"], tuple(samples))
 
 
 def sample_record(sample: Sample, packing: Packing | None = None) -> dict[str, Any]:
     """Convert one sample; columns are written as numbers without a ``packing``."""
-    record = {name: _written(getattr(sample, name), packing) for name in Sample.__dataclass_fields__}
+    record = {
+        name: _written(getattr(sample, name), packing) for name in Sample.__dataclass_fields__
+    }
     if sample.loss_mask is None:
         del record["loss_mask"]
     if not sample.version_spans:
@@ -107,10 +122,15 @@ def sample_record(sample: Sample, packing: Packing | None = None) -> dict[str, A
 
 
 def sample_from(raw: Mapping[str, Any], packing: Packing = BASE64) -> Sample:
-    """The inverse of ``sample_record``. Raises KeyError, TypeError or ValueError for malformed input."""
+    """The inverse of ``sample_record``.
+
+    Raises KeyError, TypeError or ValueError for malformed input.
+    """
     fields = dict(raw)
     if "version_spans" in fields:
-        fields["version_spans"] = tuple((version, count) for version, count in fields["version_spans"])
+        fields["version_spans"] = tuple(
+            (version, count) for version, count in fields["version_spans"]
+        )
     for name in ("prompt_ids", "response_ids", "rollout_logprobs", "loss_mask", "routes"):
         if name in fields:
             fields[name] = _read(fields[name], packing)
@@ -120,8 +140,8 @@ def sample_from(raw: Mapping[str, Any], packing: Packing = BASE64) -> Sample:
 def backlog_json(backlog: Backlog) -> Iterator[str]:
     """Convert a backlog to the text of a JSON object, in pieces of at most one group each.
 
-    ``json.dumps`` holds the GIL until it returns, about one second per million tokens of a backlog. Between the pieces
-    the other threads of the driver can run.
+    ``json.dumps`` holds the GIL until it returns, about one second per million tokens of a backlog.
+    Between the pieces the other threads of the driver can run.
     """
     yield '{"finished": '
     yield from _list_json(group_record(group, BASE64) for group in backlog.finished)
@@ -141,7 +161,10 @@ def _list_json(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 def _unfinished_record(entry: Unfinished) -> dict[str, Any]:
     return {
-        "prompt": {name: _written(getattr(entry.prompt, name), BASE64) for name in Prompt.__dataclass_fields__},
+        "prompt": {
+            name: _written(getattr(entry.prompt, name), BASE64)
+            for name in Prompt.__dataclass_fields__
+        },
         "samples": [sample_record(sample, BASE64) for sample in entry.samples],
     }
 
@@ -153,12 +176,17 @@ def _counts_record(backlog: Backlog) -> dict[str, Any]:
         "num_filtered": backlog.num_filtered,
         "newest_id": backlog.newest_id,
         "counts": dict(backlog.counts),
-        "lent_counts": None if backlog.counts_in_training is None else dict(backlog.counts_in_training),
+        "lent_counts": None
+        if backlog.counts_in_training is None
+        else dict(backlog.counts_in_training),
     }
 
 
 def backlog_from(raw: Mapping[str, Any]) -> Backlog:
-    """The inverse of ``backlog_json`` after parsing. Raises KeyError, TypeError or ValueError for malformed input."""
+    """The inverse of ``backlog_json`` after parsing.
+
+    Raises KeyError, TypeError or ValueError for malformed input.
+    """
     return Backlog(
         finished=tuple(group_from(group) for group in raw["finished"]),
         unfinished=tuple(_unfinished_from(entry) for entry in raw["unfinished"]),
@@ -195,7 +223,9 @@ def _written(value: Any, packing: Packing | None) -> Any:
 
 
 def _read(value: Any, packing: Packing) -> Any:
-    """The inverse of ``_written`` for a column; a list of numbers and None are returned unchanged."""
+    """The inverse of ``_written`` for a column; a list of numbers and None are returned
+    unchanged.
+    """
     if not isinstance(value, Mapping):
         return value
     if "runs" in value:

@@ -1,9 +1,11 @@
-"""Writes of a run's files other than checkpoints and journal: deadline, retries, messages, ownership.
+"""Writes of a run's files other than checkpoints and journal: deadline, retries, messages,
+ownership.
 
-Input: writes of one file, each a function. Output: the same writes, in order, in a thread, so that the event loop never
-blocks on storage. A failed write is retried: at once after a transient error, else with the next write. A write that
-exceeds the deadline continues in the background. Neither ends a run: the log names the file, the error, the remedy and
-what is lost if the run ends first. Invariant: no write begins after ``check`` has raised Fenced.
+Input: writes of one file, each a function. Output: the same writes, in order, in a thread, so that
+the event loop never blocks on storage. A failed write is retried: at once after a transient error,
+else with the next write. A write that exceeds the deadline continues in the background. Neither
+ends a run: the log names the file, the error, the remedy and what is lost if the run ends first.
+Invariant: no write begins after ``check`` has raised Fenced.
 
 The table of all files of a run is in docs/durability.md.
 """
@@ -31,9 +33,19 @@ LAST_S = 10.0
 """Deadline for writes at the end of a run, which may be killed soon."""
 RETRY_AFTER_S = (0.1, 0.5, 1.0)
 MAY_PASS = frozenset(
-    {errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ENOENT, errno.ENOLCK}
+    {
+        errno.EINTR,
+        errno.EAGAIN,
+        errno.EBUSY,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.ENOENT,
+        errno.ENOLCK,
+    }
 )
-"""Errors of a file server that restarts or fails over, and of a file that another client has just replaced."""
+"""Errors of a file server that restarts or fails over, and of a file that another client has just
+replaced.
+"""
 
 _MAKE_ROOM = "make room there, or raise the quota"
 _MEND = "repair the storage or the mount"
@@ -66,7 +78,9 @@ def storage_words(error: OSError, path: Path | str | None = None) -> str | None:
     if remedy is None:
         return None
     place = error.filename2 or error.filename or path or "a file of the run"
-    return f"{os.fsdecode(place) if isinstance(place, bytes) else place}: {error.strerror}; {remedy}"
+    return (
+        f"{os.fsdecode(place) if isinstance(place, bytes) else place}: {error.strerror}; {remedy}"
+    )
 
 
 class RunFile:
@@ -111,17 +125,25 @@ class RunFile:
                 done.set_exception(self._fenced)
                 return done
             if len(self._waiting) >= self._max_waiting and not is_last:
-                logger.error("%s: a write is lost, %d wait already: %s", self._path, self._max_waiting, self._lost)
+                logger.error(
+                    "%s: a write is lost, %d wait already: %s",
+                    self._path,
+                    self._max_waiting,
+                    self._lost,
+                )
                 done.set_result(False)
                 return done
             self._waiting.append((act, done))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=self._path.name, daemon=True)
+                self._thread = threading.Thread(
+                    target=self._work, name=self._path.name, daemon=True
+                )
                 self._thread.start()
         return done
 
     async def do(self, act: Callable[[], object]) -> bool:
-        """Like ``soon``, but wait up to the deadline; return False when the write failed or is late.
+        """Like ``soon``, but wait up to the deadline; return False when the write failed or is
+        late.
 
         While a write is late, later ones return at once. Raises Fenced.
         """
@@ -130,8 +152,9 @@ class RunFile:
         return self._outcome(done.done(), done.result)
 
     def finish(self, act: Callable[[], object] = lambda: None) -> bool:
-        """Like ``do`` for the last write, without an event loop, within LAST_S; False also while earlier writes are
-        pending. Raises Fenced."""
+        """Like ``do`` for the last write, without an event loop, within LAST_S; False also while
+        earlier writes are pending. Raises Fenced.
+        """
         done = self.soon(act, is_last=True)
         wait_for([done], timeout=min(self._deadline_s, LAST_S))
         return self._outcome(done.done(), done.result)
@@ -147,7 +170,9 @@ class RunFile:
         except Fenced:
             return
         if not is_done:
-            logger.error("%s: %d writes are lost: %s", self._path, len(self._waiting) - 1, self._lost)
+            logger.error(
+                "%s: %d writes are lost: %s", self._path, len(self._waiting) - 1, self._lost
+            )
 
     def _outcome(self, is_done: bool, result: Callable[[], bool]) -> bool:
         if not is_done:

@@ -1,7 +1,7 @@
 """``python -m rlpost.train``: the driver of a run. The agent starts it on the head node.
 
-Input: a recipe and flags, or a run folder whose ``run.json`` holds the resolved settings; the cluster as one line on
-standard input. Settings are checked before large packages are imported.
+Input: a recipe and flags, or a run folder whose ``run.json`` holds the resolved settings; the
+cluster as one line on standard input. Settings are checked before large packages are imported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: Sequence[str], *, owns_process: bool) -> int:
-    made = parser("python -m rlpost.train", "Train. The agent starts this on the head node; users run rlpost.submit.")
+    made = parser(
+        "python -m rlpost.train",
+        "Train. The agent starts this on the head node; users run rlpost.submit.",
+    )
     made.add_argument("--run-folder", type=Path, metavar="FOLDER", help="the folder of the run")
     made.add_argument(FROM_AGENT, action="store_true", help="read the cluster from standard input")
     options, loaded = settings(made, arguments)
@@ -48,7 +51,9 @@ def _train(arguments: Sequence[str], *, owns_process: bool) -> int:
             "rlpost.train runs inside a cluster that is up; "
             "use 'python -m rlpost.submit RECIPE' or 'sbatch jobs/tiny.sbatch'"
         )
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"
+    )
     run = RunFolder(options.run_folder)
     config = _settled(run, loaded.config)
     check_installed(config)
@@ -69,7 +74,9 @@ def _train(arguments: Sequence[str], *, owns_process: bool) -> int:
 
 
 def _settled(run: RunFolder, given: Config) -> Config:
-    """Return the settings in run.json; at a first start without rlpost.submit, write the given ones there."""
+    """Return the settings in run.json; at a first start without rlpost.submit, write the given ones
+    there.
+    """
     if run.run_json.exists():
         return parse_dump(run.run_json.read_text())
     home = os.environ.get("RLPOST_HOME")  # of the batch script, which mounts it

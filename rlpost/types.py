@@ -1,9 +1,11 @@
 """The data types of the pipeline, one per stage, all frozen.
 
-    PromptSource -> Prompt -> Sample -> ScoredSample -> SampleGroup -> TrainSample -> TrainBatch -> StepResult
+    PromptSource -> Prompt -> Sample -> ScoredSample -> SampleGroup -> TrainSample -> TrainBatch ->
+    StepResult
 
-Each stage creates the next type and never modifies the previous one. This module does not import torch. Per-token
-values are columns (``rlpost.columns``); the types accept any sequence for them and convert it.
+Each stage creates the next type and never modifies the previous one. This module does not import
+torch. Per-token values are columns (``rlpost.columns``); the types accept any sequence for them and
+convert it.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ FinishReason = Literal["stop", "length", "abort"]
 class Prompt:
     """One row of the prompt set.
 
-    ``prompt_id`` numbers all prompts fetched in a run (epoch x size + position), so it identifies the group of samples
-    as well.
+    ``prompt_id`` numbers all prompts fetched in a run (epoch x size + position), so it identifies
+    the group of samples as well.
     """
 
     prompt_id: int
@@ -70,17 +72,30 @@ class Sample:
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        _convert(self, prompt_ids=IntColumn, response_ids=IntColumn, rollout_logprobs=FloatColumn, loss_mask=RunColumn)
+        _convert(
+            self,
+            prompt_ids=IntColumn,
+            response_ids=IntColumn,
+            rollout_logprobs=FloatColumn,
+            loss_mask=RunColumn,
+        )
         length = len(self.response_ids)
         assert length == len(self.rollout_logprobs), (length, len(self.rollout_logprobs))
         assert self.loss_mask is None or length == len(self.loss_mask), (length, self.loss_mask)
-        assert not self.version_spans or length == sum(count for _, count in self.version_spans), self.version_spans
-        assert self.routes is None or len(self.routes) <= len(self.prompt_ids) + length, (len(self.routes), length)
+        assert not self.version_spans or length == sum(count for _, count in self.version_spans), (
+            self.version_spans
+        )
+        assert self.routes is None or len(self.routes) <= len(self.prompt_ids) + length, (
+            len(self.routes),
+            length,
+        )
 
     @property
     def mask(self) -> RunColumn:
         """1 for each token of the response that is trained, else 0."""
-        return RunColumn([(1, len(self.response_ids))]) if self.loss_mask is None else self.loss_mask
+        return (
+            RunColumn([(1, len(self.response_ids))]) if self.loss_mask is None else self.loss_mask
+        )
 
     @property
     def oldest_version(self) -> int:
@@ -100,7 +115,8 @@ class ScoredSample:
 class SampleGroup:
     """The graded samples of one prompt, ordered by index.
 
-    An index is missing if the grading of that answer was lost. A group without samples stands for a dropped prompt.
+    An index is missing if the grading of that answer was lost. A group without samples stands for a
+    dropped prompt.
     """
 
     prompt_id: int
@@ -139,12 +155,13 @@ class Unfinished:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """All prompts that were fetched but neither trained nor filtered, with finished groups or partial answers.
+    """All prompts that were fetched but neither trained nor filtered, with finished groups or
+    partial answers.
 
-    The counts cover the whole run: fetched = trained + filtered + backlog, at any moment. ``newest_id`` is the id of
-    the prompt fetched last; ids rise, so no prompt is fetched twice. ``counts`` are those since the last batch was
-    taken, by metric name; ``counts_in_training`` those of a batch whose training did not complete (see
-    ``RolloutBuffer``).
+    The counts cover the whole run: fetched = trained + filtered + backlog, at any moment.
+    ``newest_id`` is the id of the prompt fetched last; ids rise, so no prompt is fetched twice.
+    ``counts`` are those since the last batch was taken, by metric name; ``counts_in_training``
+    those of a batch whose training did not complete (see ``RolloutBuffer``).
     """
 
     finished: tuple[SampleGroup, ...] = ()
@@ -165,12 +182,14 @@ class Backlog:
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """A training sequence: prompt and response, with one advantage for the response or one per response token.
+    """A training sequence: prompt and response, with one advantage for the response or one per
+    response token.
 
-    ``token_ids`` has ``prompt_length + response_length`` entries; ``loss_mask`` and ``rollout_logprobs`` have
-    ``response_length`` entries. ``routes`` are those of the first tokens, see ``Sample``. ``weight`` multiplies the
-    sample's mean over its tokens, and ``count`` is its contribution to the number of samples over which the batch is
-    averaged. If several samples form one answer, their weights add up to 1 and only the first has a count of 1.
+    ``token_ids`` has ``prompt_length + response_length`` entries; ``loss_mask`` and
+    ``rollout_logprobs`` have ``response_length`` entries. ``routes`` are those of the first tokens,
+    see ``Sample``. ``weight`` multiplies the sample's mean over its tokens, and ``count`` is its
+    contribution to the number of samples over which the batch is averaged. If several samples form
+    one answer, their weights add up to 1 and only the first has a count of 1.
     """
 
     token_ids: IntColumn
@@ -206,11 +225,12 @@ MicroBatch = tuple[TrainSample, ...]
 class TrainBatch:
     """One optimizer step for one data-parallel rank.
 
-    Every rank gets the same number of micro-batches. ``num_samples`` and ``num_tokens`` count the *global* batch
-    (loss-masked tokens): they are the denominators of the loss and are fixed before any forward pass, which is why
-    micro-batching, data parallelism and packing cannot change the loss. ``log_prob_groups`` are the micro-batches of
-    passes that only compute log-probs, as positions among the rank's samples in order of ``micro_batches``; if empty,
-    these passes use ``micro_batches``.
+    Every rank gets the same number of micro-batches. ``num_samples`` and ``num_tokens`` count the
+    *global* batch (loss-masked tokens): they are the denominators of the loss and are fixed before
+    any forward pass, which is why micro-batching, data parallelism and packing cannot change the
+    loss. ``log_prob_groups`` are the micro-batches of passes that only compute log-probs, as
+    positions among the rank's samples in order of ``micro_batches``; if empty, these passes use
+    ``micro_batches``.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -227,7 +247,9 @@ class TrainBatch:
         """The same batch with other advantages, one for each of ``samples``."""
         pairs = zip(self.samples, advantages, strict=True)
         changed = iter([replace(sample, advantage=advantage) for sample, advantage in pairs])
-        micro_batches = tuple(tuple(itertools.islice(changed, len(micro))) for micro in self.micro_batches)
+        micro_batches = tuple(
+            tuple(itertools.islice(changed, len(micro))) for micro in self.micro_batches
+        )
         return replace(self, micro_batches=micro_batches)
 
 
@@ -240,9 +262,11 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Weights that are sent to the engines in one message: Hugging Face names, shapes and dtypes in order.
+    """Weights that are sent to the engines in one message: Hugging Face names, shapes and dtypes in
+    order.
 
-    ``dtypes`` are torch names without the module (``"float32"``); ``stage`` is the pipeline stage that sends them.
+    ``dtypes`` are torch names without the module (``"float32"``); ``stage`` is the pipeline stage
+    that sends them.
     """
 
     names: tuple[str, ...]

@@ -1,5 +1,6 @@
-"""Amounts as a person reads them: bytes and counts with a unit, in powers of 1000 as disks and GPUs are sold, and
-durations. Pure."""
+"""Amounts as a person reads them: bytes and counts with a unit, in powers of 1000 as disks and GPUs
+are sold, and durations. Pure.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ def duration_text(seconds: float) -> str:
     """
     if seconds < 60:
         return f"{seconds:.3g} s"
-    for size, unit, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+    for size, unit, below, small in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
         if seconds >= size:
             rest = int(seconds % size // below)
             return f"{int(seconds // size)} {unit}" + (f" {rest} {small}" if rest else "")

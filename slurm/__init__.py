@@ -1,1 +1,4 @@
-"""Login node and batch host: job spec, sbatch text, submission, states. Knows Slurm and run folders, nothing of RL."""
+"""Login node and batch host: job spec, sbatch text, submission, states.
+
+Knows Slurm and run folders, nothing of RL.
+"""

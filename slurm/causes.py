@@ -1,12 +1,12 @@
 """Diagnose attempts that ended before their agents started, and whether a restart can help. Pure.
 
-Input: per host, the end of its task as srun reports it and the last lines of its agent's log; the launch output
-(``launch.log``, from srun or from the image import). Output: a ``Finding``, or None.
+Input: per host, the end of its task as srun reports it and the last lines of its agent's log; the
+launch output (``launch.log``, from srun or from the image import). Output: a ``Finding``, or None.
 
-A failure is permanent only if the last lines of every host match a known permanent pattern and every task exited
-without a signal: a preemption during the setup commands is not permanent. Patterns of registry, network and disk
-failures take precedence, and unknown text counts as transient. Only the standard library of Python 3.8 and later,
-see ``supervise``.
+A failure is permanent only if the last lines of every host match a known permanent pattern and
+every task exited without a signal: a preemption during the setup commands is not permanent.
+Patterns of registry, network and disk failures take precedence, and unknown text counts as
+transient. Only the standard library of Python 3.8 and later, see ``supervise``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ MAX_LINES = 8
 MAX_CHARS = 1200
 SIGN_LINES = 30  # number of last lines of a log in which a permanent pattern counts
 
-# Lines of srun (slurm, _task_finish in src/srun/launch.c; src/api/step_launch.c): tasks that ended, a node that did
-# not accept its tasks, and a task that its node could not start. Hosts are a compact list or a task number.
+# Lines of srun (slurm, _task_finish in src/srun/launch.c; src/api/step_launch.c): tasks that ended,
+# a node that did not accept its tasks, and a task that its node could not start. Hosts are a
+# compact list or a task number.
 _TASK_ENDED = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (.+)$", re.M)
 _NOT_LAUNCHED = re.compile(r"^srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.M)
 _NOT_STARTED = re.compile(r"^srun: error: task (\d+) launch failed: (.+)$", re.M)
@@ -31,7 +32,9 @@ _AGENT_LINE = re.compile(r"^\d\d:\d\d:\d\d\.\d+ [A-Z]+ agent\[", re.M)
 
 
 class Sign(NamedTuple):
-    """A known error: ``pattern`` with at most one group, its meaning (``{}`` for the group), the remedy."""
+    """A known error: ``pattern`` with at most one group, its meaning (``{}`` for the group), the
+    remedy.
+    """
 
     pattern: str
     what: str
@@ -51,10 +54,12 @@ _TRANSIENT = re.compile(
 
 _IMAGE_REMEDY = "correct --container-image; the file must be on every node, whole and readable (unsquashfs -s FILE)"
 _PYTHON_REMEDY = (
-    "install it in the image or environment, or with --setup-commands; `rlpost doctor --image` lists them all"
+    "install it in the image or environment, or with --setup-commands; "
+    "`rlpost doctor --image` lists them all"
 )
 _INTERPRETER_REMEDY = (
-    "set --python to an interpreter that exists and runs on every node; in a container: a path of the image or a mount"
+    "set --python to an interpreter that exists and runs on every node; in a container: a path of the "
+    "image or a mount"
 )
 _LASTING = (
     Sign(
@@ -112,7 +117,11 @@ _LASTING = (
         "the image is damaged ({})",
         _IMAGE_REMEDY,
     ),
-    Sign(r"\[ERROR\] No such file or directory: (.+)", "the image or mount {} does not exist", _IMAGE_REMEDY),
+    Sign(
+        r"\[ERROR\] No such file or directory: (.+)",
+        "the image or mount {} does not exist",
+        _IMAGE_REMEDY,
+    ),
     Sign(
         r"bash: (?:line \d+: )?(\S+): No such file or directory",
         "the file {} is not visible",
@@ -139,7 +148,12 @@ _LASTING_PATTERNS = tuple((re.compile(sign.pattern, re.M), sign) for sign in _LA
 _SECRETS = (
     (re.compile(r"(://)[^/\s@]+@"), r"\1***@"),
     (re.compile(r"(?i)(\bauthorization\b\s*[=:]\s*(?:\w+\s+)?)\S+"), r"\1***"),
-    (re.compile(r"(?i)(\b[\w-]*(?:token|passw(?:or)?d|secret|api[_-]?key|credential)[\w-]*\s*[=:]\s*)\S+"), r"\1***"),
+    (
+        re.compile(
+            r"(?i)(\b[\w-]*(?:token|passw(?:or)?d|secret|api[_-]?key|credential)[\w-]*\s*[=:]\s*)\S+"
+        ),
+        r"\1***",
+    ),
     (re.compile(r"\b(?:hf|ghp|gho|glpat|sk|nvapi)[_-][A-Za-z0-9_-]{16,}"), "***"),
 )
 
@@ -148,7 +162,8 @@ _SECRETS = (
 class HostEnd:
     """What one host left behind.
 
-    ``how``: srun's message about its task, empty if there is none; ``words``: the last part of its agent's log.
+    ``how``: srun's message about its task, empty if there is none; ``words``: the last part of its
+    agent's log.
     """
 
     how: str = ""
@@ -156,7 +171,9 @@ class HostEnd:
 
     @property
     def ended_by_itself(self) -> bool:
-        """Whether the task failed without a signal, direct or below a shell (exit code 128 or more)."""
+        """Whether the task failed without a signal, direct or below a shell (exit code 128 or
+        more).
+        """
         code = re.fullmatch(r"Exited with exit code (\d+)", self.how)
         return code is not None and int(code[1]) < 128
 
@@ -168,7 +185,9 @@ class HostEnd:
 
 @dataclass(frozen=True)
 class Finding:
-    """``verdict`` is ``config`` if a restart cannot help, else ``failed``; ``exclude``: hosts to exclude."""
+    """``verdict`` is ``config`` if a restart cannot help, else ``failed``; ``exclude``: hosts to
+    exclude.
+    """
 
     verdict: str
     cause: str
@@ -176,8 +195,14 @@ class Finding:
 
 
 def task_ends(launch: str, hosts: Sequence[str]) -> dict[str, str]:
-    """Failed hosts and srun's message for each, parsed from ``launch``; ``hosts`` is indexed by task."""
-    found = {hosts[int(task)]: how for task, how in _NOT_STARTED.findall(launch) if int(task) < len(hosts)}
+    """Failed hosts and srun's message for each, parsed from ``launch``; ``hosts`` is indexed by
+    task.
+    """
+    found = {
+        hosts[int(task)]: how
+        for task, how in _NOT_STARTED.findall(launch)
+        if int(task) < len(hosts)
+    }
     for pattern in (_NOT_LAUNCHED, _TASK_ENDED):
         for nodelist, how in pattern.findall(launch):
             try:
@@ -207,8 +232,15 @@ def explain(ends: Mapping[str, HostEnd], launch: str) -> Finding | None:
     is_lasting = is_everywhere and all(
         isinstance(signs[host], _Lasting) and end.ended_by_itself for host, end in early.items()
     )
-    parts = [_paragraph(hosts, early[hosts[0]], signs[hosts[0]]) for hosts in _alike(failed, early, signs)]
-    return Finding("config" if is_lasting else "failed", "\n".join(parts), () if is_everywhere else tuple(failed))
+    parts = [
+        _paragraph(hosts, early[hosts[0]], signs[hosts[0]])
+        for hosts in _alike(failed, early, signs)
+    ]
+    return Finding(
+        "config" if is_lasting else "failed",
+        "\n".join(parts),
+        () if is_everywhere else tuple(failed),
+    )
 
 
 def without_secrets(text: str, values: Sequence[str] = ()) -> str:
@@ -250,26 +282,36 @@ def _sign(text: str) -> _Lasting | _Passing | None:
 
 
 def _of_slurmstepd(host: str, launch: str, is_alone: bool) -> str:
-    """Messages of the host's slurmstepd in srun's output; in a one-node step they omit the host name."""
+    """Messages of the host's slurmstepd in srun's output; in a one-node step they omit the host
+    name.
+    """
     begins = [f"slurmstepd-{host}:"] + (["slurmstepd:"] if is_alone else [])
     lines = [line for line in launch.splitlines() if line.startswith(tuple(begins))]
     return "".join(f"{line}\n" for line in lines)
 
 
 def _never_launched(launch: str) -> Finding | None:
-    """Finding if nothing started and no host is at fault: the image import failed, or srun refused."""
+    """Finding if nothing started and no host is at fault: the image import failed, or srun
+    refused.
+    """
     words, sign = last_words(launch), _sign(launch)
     if not words:
         return None
     if isinstance(sign, _Lasting):
         return Finding("config", f"{sign.what}\nremedy: {sign.remedy}\nlast lines:\n{words}")
-    what = "the image could not be imported" if "enroot import" in launch else "the nodes could not be started"
+    what = (
+        "the image could not be imported"
+        if "enroot import" in launch
+        else "the nodes could not be started"
+    )
     named = f" ({sign.what})" if sign else ""
     return Finding("failed", f"{what}{named}\nlast lines:\n{words}")
 
 
 def _alike(
-    hosts: Sequence[str], ends: Mapping[str, HostEnd], signs: Mapping[str, _Lasting | _Passing | None]
+    hosts: Sequence[str],
+    ends: Mapping[str, HostEnd],
+    signs: Mapping[str, _Lasting | _Passing | None],
 ) -> Sequence[Sequence[str]]:
     """Group hosts that failed in the same way."""
     groups: dict[object, list[str]] = {}
@@ -286,5 +328,7 @@ def _paragraph(hosts: Sequence[str], end: HostEnd, sign: _Lasting | _Passing | N
     if isinstance(sign, _Lasting):
         lines.append(f"remedy: {sign.remedy}")
     words = last_words(end.words)
-    lines.append(f"last lines of {hosts[0]}:\n{words}" if words else f"agent-{hosts[0]}.log is empty")
+    lines.append(
+        f"last lines of {hosts[0]}:\n{words}" if words else f"agent-{hosts[0]}.log is empty"
+    )
     return "\n".join(lines)

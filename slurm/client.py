@@ -1,6 +1,7 @@
 """Slurm commands for one job: submit, cancel, requeue, query. For many jobs at once see ``queue``.
 
-Input: job ids, scripts. Output: values, or a SlurmError with Slurm's message. Needs no accounting database.
+Input: job ids, scripts. Output: values, or a SlurmError with Slurm's message. Needs no accounting
+database.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def is_available() -> bool:
 
 
 def job_info(job_id: str) -> JobInfo:
-    """Query the controller about a job; state UNKNOWN if the job is purged or there is no answer."""
+    """Query the controller about a job; state UNKNOWN if the job is purged or there is no
+    answer.
+    """
     try:
         done = _slurm("scontrol", "--oneliner", "show", "job", _checked(job_id))
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -92,17 +95,25 @@ def _checked(job_id: str) -> str:
     return job_id
 
 
-def _order(*argv: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def _order(
+    *argv: str, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a command. Raises JobError if it is missing or does not answer."""
     try:
         return _slurm(*argv, environ=environ)
     except FileNotFoundError:
-        raise JobError(f"there is no {argv[0]} on this host; call this where Slurm's commands are") from None
+        raise JobError(
+            f"there is no {argv[0]} on this host; call this where Slurm's commands are"
+        ) from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise JobError(
             f"{argv[0]} does not answer ({error}); does scontrol ping say that the controller is up?"
         ) from None
 
 
-def _slurm(*argv: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(argv, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, env=environ)
+def _slurm(
+    *argv: str, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        argv, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, env=environ
+    )

@@ -1,17 +1,20 @@
-"""The container that the agents run in: validate it and render the pyxis and enroot arguments. Pure.
+"""The container that the agents run in: validate it and render the pyxis and enroot arguments.
+Pure.
 
-Input: backend, image, mounts. Output: text for the batch script. The run folder and the code are always mounted;
-everything else that the run reads must be listed. Behaviour of pyxis 0.24 and enroot 4.1, and the consequences:
+Input: backend, image, mounts. Output: text for the batch script. The run folder and the code are
+always mounted; everything else that the run reads must be listed. Behaviour of pyxis 0.24 and
+enroot 4.1, and the consequences:
 
 - Of two --container-mounts options the last one silently wins: pass a single list.
-- The image's /etc/environment overrides the host's variables: --container-env lists those that the host must set, and
-  ``env`` sets the settings' variables inside the container.
-- PATH and working directory come from the image: use an interpreter of the image, and pass the working directory.
-- A named container outlives its step: its name contains the job and its restart count and, with raw enroot, the node,
-  because nodes may share ENROOT_DATA_PATH.
+- The image's /etc/environment overrides the host's variables: --container-env lists those that the
+  host must set, and ``env`` sets the settings' variables inside the container.
+- PATH and working directory come from the image: use an interpreter of the image, and pass the
+working directory.
+- A named container outlives its step: its name contains the job and its restart count and, with raw
+  enroot, the node, because nodes may share ENROOT_DATA_PATH.
 - An entrypoint may print, fork or change the directory: disable it.
-- A raw .sqsh is mounted by a process of the step, which a signal to the step kills: extract the image first
-  (``enroot_start.sh``).
+- A raw .sqsh is mounted by a process of the step, which a signal to the step kills: extract the
+  image first (``enroot_start.sh``).
 
 With ``auto``, ``container.sh`` chooses when the job starts, unless RLPOST_CONTAINER is set.
 """
@@ -31,11 +34,14 @@ BACKENDS = ("auto", "pyxis", "enroot")
 # Host variables that override the image's.
 HOST_VARIABLES = ("PYTHONPATH", "RLPOST_HOME")
 
-# Both tools split mount lists at ',' and ':', and enroot splits its table at blanks; both expand '$'.
+# Both tools split mount lists at ',' and ':', and enroot splits its table at blanks; both expand
+# '$'.
 _PATH = r"/[A-Za-z0-9/._@%+=-]*"
 _VARIABLE = r"\$[A-Z][A-Z0-9_]*"
 _PLACE = rf"(?:{_VARIABLE}(?=[/:]|$))?(?:{_PATH})?"
-_MOUNT = re.compile(rf"(?=[/$])(?P<source>{_PLACE})(?::(?P<target>(?=[/$]){_PLACE}))?(?::(?P<mode>ro|rw))?")
+_MOUNT = re.compile(
+    rf"(?=[/$])(?P<source>{_PLACE})(?::(?P<target>(?=[/$]){_PLACE}))?(?::(?P<mode>ro|rw))?"
+)
 _IMAGE = re.compile(r"[A-Za-z0-9/][A-Za-z0-9/._:@#+=$-]*(?:://[A-Za-z0-9/._:@#+=$-]+)?")
 
 
@@ -76,7 +82,9 @@ class Container:
                 )
         has_cache = self.cache is not None and self.cache.startswith("/")
         if not has_cache and (self.is_imported or self.cache is not None):
-            raise SpecError(f"image_cache: {self.cache!r}; set an absolute path to import image {self.image} into")
+            raise SpecError(
+                f"image_cache: {self.cache!r}; set an absolute path to import image {self.image} into"
+            )
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -112,8 +120,8 @@ def check_mountable(field: str, path: str | None) -> None:
 def container_name(job_id: str, num_restarts: int | str) -> str:
     """Container name for one start of a job.
 
-    Raw enroot appends the node, because nodes may share the data folder; pyxis prepends ``pyxis_`` (scope "global")
-    or ``pyxis_JOB_`` (scope "job").
+    Raw enroot appends the node, because nodes may share the data folder; pyxis prepends ``pyxis_``
+    (scope "global") or ``pyxis_JOB_`` (scope "job").
     """
     return f"rlpost_{job_id}_{num_restarts}"
 
@@ -123,7 +131,9 @@ _NAME = f'"{container_name("${SLURM_JOB_ID}", "${SLURM_RESTART_COUNT:-0}")}"'
 
 
 def pyxis_options(container: Container) -> str:
-    """Lines of the srun command, each ending in a backslash. ``$image`` holds the path of the image."""
+    """Lines of the srun command, each ending in a backslash. ``$image`` holds the path of the
+    image.
+    """
     always = ("$run_folder:$run_folder", "$RLPOST_HOME:$RLPOST_HOME")
     mounts = ",".join((*always, *(":".join(parts) for parts in _parts(container.mounts))))
     return f"""\
@@ -135,7 +145,10 @@ def pyxis_options(container: Container) -> str:
 
 def enroot_command(container: Container) -> str:
     """Line of the srun command before the agent's command, ending in a backslash."""
-    options = (f"{parts[0]}:{parts[1]}:x-create=auto,rbind{',ro' if parts[2:] else ''}" for parts in _mounts(container))
+    options = (
+        f"{parts[0]}:{parts[1]}:x-create=auto,rbind{',ro' if parts[2:] else ''}"
+        for parts in _mounts(container)
+    )
     return f"""\
   bash "$RLPOST_HOME/slurm/enroot_start.sh" "$image" {_NAME} {" ".join(f'"{option}"' for option in options)} -- \\
 """
@@ -144,7 +157,8 @@ def enroot_command(container: Container) -> str:
 def container_removal(backend: str, seconds: str = "60") -> str:
     """Line after the agents' end: each node removes its extracted image (``enroot_remove.sh``).
 
-    Raw enroot always leaves one. pyxis leaves one with its default scope "global"; removal is best effort there.
+    Raw enroot always leaves one. pyxis leaves one with its default scope "global"; removal is best
+    effort there.
 
     Args:
         backend: ``enroot``, ``pyxis`` or shell text that expands to one of these.

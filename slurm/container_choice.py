@@ -27,7 +27,9 @@ def choose(backend: str, image: str, variables: Sequence[str] = ()) -> tuple[str
     Raises:
         SpecError: the backend is not available, or a variable is wrong or missing; with the remedy.
     """
-    done = subprocess.run(["bash", str(SCRIPT), backend, image, *variables], capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", str(SCRIPT), backend, image, *variables], capture_output=True, text=True
+    )
     said = _STAMP.sub("", done.stderr).strip()
     if done.returncode != 0:
         raise SpecError(said)

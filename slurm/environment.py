@@ -1,6 +1,7 @@
 """Remove environment variables that would override the options of sbatch and srun. Pure.
 
-Input: the environment of this process, the text of a batch script. Output: an environment for sbatch or srun.
+Input: the environment of this process, the text of a batch script. Output: an environment for
+sbatch or srun.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ OTHER_NAMES = {
     "requeue": ("NO_REQUEUE",),
     "no-requeue": ("REQUEUE",),
 }
-"""Suffixes of the SBATCH_ variables that set an option, in addition to the option's name (man sbatch)."""
+"""Suffixes of the SBATCH_ variables that set an option, in addition to the option's name (man
+sbatch).
+"""
 
 
 def outside_any_job(environ: Mapping[str, str]) -> dict[str, str]:
     """Remove the variables of an enclosing job.
 
-    srun would read them as options, and sbatch would pass them to the srun of the new job. Variables
-    that locate the Slurm cluster are kept. Unlike submitit's ``clean_env``, this also keeps the
-    user's variables for sbatch (SBATCH_ACCOUNT).
+    srun would read them as options, and sbatch would pass them to the srun of the new job.
+    Variables that locate the Slurm cluster are kept. Unlike submitit's ``clean_env``, this also
+    keeps the user's variables for sbatch (SBATCH_ACCOUNT).
     """
     return {
         name: value
@@ -35,8 +38,8 @@ def outside_any_job(environ: Mapping[str, str]) -> dict[str, str]:
 def for_script(environ: Mapping[str, str], script: str) -> dict[str, str]:
     """Environment of sbatch for this script, without variables of options that the script sets.
 
-    Those variables would override the script, and a user's SBATCH_PARTITION may be a general default.
-    Variables of an enclosing job are removed as well.
+    Those variables would override the script, and a user's SBATCH_PARTITION may be a general
+    default. Variables of an enclosing job are removed as well.
     """
     stated = re.findall(r"(?<= --)[a-z-]+", "".join(re.findall(r"(?m)^#SBATCH .*$", script)))
     names = {name for option in stated for name in (option, *OTHER_NAMES.get(option, ()))}

@@ -1,8 +1,10 @@
 """Derive a missing verdict of an attempt from the attempt's files, and write it.
 
-Input: ``launch.log`` and ``agent-HOST.log`` of the attempt; secrets, checkpoints and journal of the run.
-Output: a ``causes.Finding``; the files ``exclude``, ``verdict.json`` and ``verdict``. Reading never fails: a file that
-is missing or unreadable is ignored. Only the standard library of Python 3.8 and later, see ``supervise``.
+Input: ``launch.log`` and ``agent-HOST.log`` of the attempt; secrets, checkpoints and journal of the
+run.
+Output: a ``causes.Finding``; the files ``exclude``, ``verdict.json`` and ``verdict``. Reading never
+fails: a file that is missing or unreadable is ignored. Only the standard library of Python 3.8 and
+later, see ``supervise``.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ TAIL_BYTES = 1 << 16
 def find_cause(run_folder: Path, attempt_dir: Path, nodelist: str) -> Finding:
     """Find out why the agents of an attempt wrote no verdict.
 
-    ``nodelist`` is Slurm's compact list of its hosts. The verdict is ``none`` if agents had started,
-    or if there is no evidence. Secrets of the run are masked.
+    ``nodelist`` is Slurm's compact list of its hosts. The verdict is ``none`` if agents had
+    started, or if there is no evidence. Secrets of the run are masked.
     """
     launch = tail(attempt_dir / LAUNCH_LOG)
     try:
@@ -36,7 +38,9 @@ def find_cause(run_folder: Path, attempt_dir: Path, nodelist: str) -> Finding:
     if not hosts:  # the ledger lacks the start of this attempt: use the hosts that left files
         logs = {path.stem[len("agent-") :] for path in attempt_dir.glob("agent-*.log")}
         hosts = sorted(logs | set(ends))
-    left = {host: HostEnd(ends.get(host, ""), tail(attempt_dir / f"agent-{host}.log")) for host in hosts}
+    left = {
+        host: HostEnd(ends.get(host, ""), tail(attempt_dir / f"agent-{host}.log")) for host in hosts
+    }
     finding = explain(left, launch) if left else None
     if finding is None:
         said = last_words(launch)
@@ -51,7 +55,9 @@ def leave_verdict(attempt_dir: Path, finding: Finding) -> None:
     content = {"verdict": finding.verdict, "cause": finding.cause, "exclude": list(finding.exclude)}
     try:
         if finding.exclude:
-            write_atomic(attempt_dir / EXCLUDE_FILE, "".join(f"{host}\n" for host in finding.exclude))
+            write_atomic(
+                attempt_dir / EXCLUDE_FILE, "".join(f"{host}\n" for host in finding.exclude)
+            )
         write_atomic(attempt_dir / VERDICT_JSON, json.dumps(content, indent=1) + "\n")
         write_atomic(attempt_dir / VERDICT_FILE, finding.verdict + "\n")
     except OSError as error:  # a full disk: the ledger and the log still record the verdict
@@ -68,10 +74,15 @@ def mask(run_folder: Path, attempt_dir: Path, text: str) -> str:
 def resume_point(run_folder: Path, entries: Sequence[Mapping[str, Any]]) -> str:
     """A sentence for the log: where the next attempt resumes."""
     newest = next((entry for entry in reversed(entries) if entry.get("event") == "committed"), None)
-    journal = any(path.is_file() and path.stat().st_size for path in _save_folder(run_folder).glob("journal/*"))
+    journal = any(
+        path.is_file() and path.stat().st_size
+        for path in _save_folder(run_folder).glob("journal/*")
+    )
     if newest is not None:
         beyond = " and the journal" if journal else ""
-        return f"it resumes from checkpoint {newest.get('checkpoint') or newest.get('step')}{beyond}"
+        return (
+            f"it resumes from checkpoint {newest.get('checkpoint') or newest.get('step')}{beyond}"
+        )
     if journal:  # which may contain no record
         return "no checkpoint yet: it starts from the beginning, with what the journal holds"
     return "nothing is saved yet: it starts from the beginning"

@@ -1,8 +1,8 @@
 """Submit a job through submitit: to Slurm, or to this machine if there is no Slurm.
 
-Input: a ``JobSpec`` and the run folder. Output: a job id. submitit writes and submits the batch script; ``render``
-supplies its text, because submitit's own script runs a pickled function in every task and requeues from inside the
-container, which may have no scontrol.
+Input: a ``JobSpec`` and the run folder. Output: a job id. submitit writes and submits the batch
+script; ``render`` supplies its text, because submitit's own script runs a pickled function in every
+task and requeues from inside the container, which may have no scontrol.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class RunExecutor(submitit.SlurmExecutor):
     def submit_script(self) -> str:
         """Write the script into submitit's folder, sbatch it, return the job id."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        # submitit marks this "not recommended" because such a job has no pickled result; none is needed here.
+        # submitit marks this "not recommended" because such a job has no pickled result; none is
+        # needed here.
         return self._submit_command("").job_id
 
 
@@ -82,8 +83,8 @@ def submit(spec: JobSpec, run: RunFolder, *, home: Path, where: Where) -> str:
         where: ``slurm``; ``local``, this machine under submitit's LocalExecutor; or ``debug``, this process under its
             DebugExecutor: the run is over when this returns, and a failure enters the debugger.
 
-    Raises:
-        SubmitError: sbatch rejected the job (with its output), or several nodes were requested on this machine.
+    Raises: SubmitError: sbatch rejected the job (with its output), or several nodes were requested
+        on this machine.
     """
     spec = completed(spec, run, home=home)
     if where != "slurm":
@@ -92,7 +93,9 @@ def submit(spec: JobSpec, run: RunFolder, *, home: Path, where: Where) -> str:
     write_atomic(run.script, script, mode=0o700)
     try:
         with _environment(for_script(os.environ, script)):
-            job_id = RunExecutor(run.submitit, script=script, num_nodes=spec.nodes + spec.spare_nodes).submit_script()
+            job_id = RunExecutor(
+                run.submitit, script=script, num_nodes=spec.nodes + spec.spare_nodes
+            ).submit_script()
     except RuntimeError as error:
         raise SubmitError(f"sbatch rejected {run.script}: {error}") from error
     run.ledger.append("submitted", job_id=job_id, nodes=spec.nodes)
@@ -113,7 +116,9 @@ def _submit_locally(spec: JobSpec, run: RunFolder, *, debug: bool) -> str:
     if spec.nodes != 1:
         raise SubmitError(f"nodes={spec.nodes} needs Slurm; without it (or with --local) use 1")
     if spec.container:
-        raise SubmitError(f"container={spec.container.backend!r} needs Slurm; without it (or with --local) use 'none'")
+        raise SubmitError(
+            f"container={spec.container.backend!r} needs Slurm; without it (or with --local) use 'none'"
+        )
     assert spec.home and spec.python
     if debug:
         job_id = f"local-{os.getpid()}"

@@ -1,17 +1,21 @@
-"""Import container images into a shared cache, once per image. Runs on the batch host before the step starts.
+"""Import container images into a shared cache, once per image.
+
+Runs on the batch host before the step starts.
 
     python -m slurm.image docker://REGISTRY#NAME:TAG --cache FOLDER      prints the path of the file
 
-Input: the name of an image in a registry (or in the node's Docker or Podman). Output: a squashfs file in the shared
-cache, named by the digest of its content. The registry sees one request, not one per node.
+Input: the name of an image in a registry (or in the node's Docker or Podman). Output: a squashfs
+file in the shared cache, named by the digest of its content. The registry sees one request, not one
+per node.
 
     CACHE/sha256-HEX.sqsh       an image
     CACHE/NAME-KEY.json         maps a name to its digest; delete it to import the name again
     CACHE/NAME-KEY.lock
 
-Invariants: an image appears atomically; of several jobs that need the same name, one imports and the others wait.
-Users who can read the cache folder can use its images, and users who can write to it can import: the files get the
-folder's permissions, whatever the umask. Only the standard library of Python 3.8 and later, see ``common.ledger``.
+Invariants: an image appears atomically; of several jobs that need the same name, one imports and
+the others wait. Users who can read the cache folder can use its images, and users who can write to
+it can import: the files get the folder's permissions, whatever the umask. Only the standard library
+of Python 3.8 and later, see ``common.ledger``.
 """
 
 from __future__ import annotations
@@ -47,8 +51,8 @@ def is_file_name(image: str) -> bool:
 def uri(image: str) -> str:
     """URI of an image for ``enroot import`` (enroot, doc/cmd/import.md).
 
-    ``nvcr.io/nvidia/pytorch:25.01-py3`` becomes ``docker://nvcr.io#nvidia/pytorch:25.01-py3``. As in Docker, the first
-    part is a registry if it contains a dot or a colon or is ``localhost``.
+    ``nvcr.io/nvidia/pytorch:25.01-py3`` becomes ``docker://nvcr.io#nvidia/pytorch:25.01-py3``. As
+    in Docker, the first part is a registry if it contains a dot or a colon or is ``localhost``.
     """
     if "://" in image:
         scheme, _, rest = image.partition("://")
@@ -58,18 +62,26 @@ def uri(image: str) -> str:
 
 def _with_registry(name: str) -> str:
     first, slash, rest = name.partition("/")
-    is_registry = "#" not in name and slash and ("." in first or ":" in first or first == "localhost")
+    is_registry = (
+        "#" not in name and slash and ("." in first or ":" in first or first == "localhost")
+    )
     return f"{first}#{rest}" if is_registry else name
 
 
 def key(image: str) -> str:
     """File name for an image name: readable and unique."""
     name = uri(image)
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", name.split("://")[1]) + "-" + hashlib.sha256(name.encode()).hexdigest()[:12]
+    return (
+        re.sub(r"[^A-Za-z0-9._-]+", "_", name.split("://")[1])
+        + "-"
+        + hashlib.sha256(name.encode()).hexdigest()[:12]
+    )
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Ledger entry of an image: its digest if it is in a cache, else path, size and mtime of the file."""
+    """Ledger entry of an image: its digest if it is in a cache, else path, size and mtime of the
+    file.
+    """
     match = _DIGEST_NAME.fullmatch(path.name)
     if match:
         return {"path": str(path), "sha256": match.group(1)}
@@ -83,8 +95,8 @@ def describe(path: Path) -> dict[str, Any]:
 def ensure(image: str, cache: Path) -> Path:
     """Return the file of an image; import it if it is not in the cache.
 
-    Raises:
-        ImageError: enroot is missing or failed (with its output), or this user lacks access to the cache.
+    Raises: ImageError: enroot is missing or failed (with its output), or this user lacks access to
+        the cache.
     """
     entry = cache / f"{key(image)}.json"
     # Before the lock: reading needs no permission to write.
@@ -113,7 +125,10 @@ def ensure(image: str, cache: Path) -> Path:
 
 
 def _known(entry: Path) -> Path | None:
-    """File of a cached image, or None. Raises ImageError if it exists but this user cannot read it."""
+    """File of a cached image, or None.
+
+    Raises ImageError if it exists but this user cannot read it.
+    """
     try:
         path: Path = entry.parent / json.loads(entry.read_text())["file"]
     except PermissionError:
@@ -122,7 +137,10 @@ def _known(entry: Path) -> Path | None:
         return None
     if not path.exists():
         return None
-    for file in (entry, path):  # imported before the folder was shared, or by a version that did not share
+    for file in (
+        entry,
+        path,
+    ):  # imported before the folder was shared, or by a version that did not share
         _share(file)
     if not os.access(path, os.R_OK):
         raise _unreadable(path)
@@ -164,7 +182,9 @@ def _import(image: str, cache: Path) -> Path:
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode != 0 or not beside.exists():
-            raise ImageError(f"enroot import {uri(image)} failed (exit {done.returncode}):\n{done.stdout[-2000:]}")
+            raise ImageError(
+                f"enroot import {uri(image)} failed (exit {done.returncode}):\n{done.stdout[-2000:]}"
+            )
         digest = hashlib.sha256()
         with beside.open("rb") as file:
             for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""):
@@ -205,7 +225,9 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _open_lock(path: Path) -> int:
-    """Open a file to lock: for writing if possible, as flock over NFS requires (flock(2)), else for reading."""
+    """Open a file to lock: for writing if possible, as flock over NFS requires (flock(2)), else for
+    reading.
+    """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except PermissionError:
@@ -218,7 +240,9 @@ def _open_lock(path: Path) -> int:
 
 
 def _say_without_lock(path: Path, error: OSError) -> None:
-    """Report a missing lock (file system or permissions): jobs may import twice; images still appear atomically."""
+    """Report a missing lock (file system or permissions): jobs may import twice; images still
+    appear atomically.
+    """
     print(f"{path}: cannot lock ({error}); importing without a lock", file=sys.stderr)
 
 

@@ -1,7 +1,8 @@
 """Run an attempt on this machine without Slurm, in a process of submitit's LocalExecutor.
 
-Input: the commands of an attempt. Output: the verdict. For one agent, this replaces the batch script: signals become
-the STOP file and the verdict becomes an exit code. There is no requeue: submit again to resume.
+Input: the commands of an attempt. Output: the verdict. For one agent, this replaces the batch
+script: signals become the STOP file and the verdict becomes an exit code. There is no requeue:
+submit again to resume.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class LocalAttempt:
         attempt_dir = RunFolder(Path(self.spec.run_folder)).new_attempt()
         ends = time.time() + self.spec.time_limit_s  # submitit sends USR2 before this time
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda received, _: request_stop(attempt_dir, _named(received), deadline=ends))
+            signal.signal(
+                number,
+                lambda received, _: request_stop(attempt_dir, _named(received), deadline=ends),
+            )
         with (attempt_dir / "agent-local.log").open("wb") as log:
             agent = subprocess.Popen(
                 agent_command(self.spec, attempt_dir),
@@ -58,12 +62,16 @@ class LocalAttempt:
             code = agent.wait(timeout=self.spec.time_limit_s)
         except subprocess.TimeoutExpired:
             agent.kill()  # its child processes end with it
-            raise SlurmError(f"time limit {self.spec.time} reached; attempt {attempt_dir} was ended") from None
+            raise SlurmError(
+                f"time limit {self.spec.time} reached; attempt {attempt_dir} was ended"
+            ) from None
         verdict = read_verdict(attempt_dir)
         logger.info("agent ended (exit %d), verdict: %s", code, verdict)
         if verdict in ("done", "requeue"):
             return verdict
-        raise SlurmError(f"attempt {attempt_dir.name} ended with verdict {verdict!r}; see {attempt_dir}")
+        raise SlurmError(
+            f"attempt {attempt_dir.name} ended with verdict {verdict!r}; see {attempt_dir}"
+        )
 
 
 def agent_command(spec: JobSpec, attempt_dir: Path) -> list[str]:
@@ -86,7 +94,9 @@ def agent_command(spec: JobSpec, attempt_dir: Path) -> list[str]:
 
 def local_environment(inherited: dict[str, str], home: str) -> dict[str, str]:
     """The agent's environment without a scheduler's variables, so that it runs as a single node."""
-    kept = {key: value for key, value in inherited.items() if not key.startswith(SCHEDULER_PREFIXES)}
+    kept = {
+        key: value for key, value in inherited.items() if not key.startswith(SCHEDULER_PREFIXES)
+    }
     return {**kept, "PYTHONPATH": home, "RLPOST_HOME": home}
 
 

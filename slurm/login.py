@@ -1,10 +1,11 @@
-"""Check a batch file on the login node, then submit it: ``./jobs/NAME.sbatch [FLAGS]`` outside a job.
+"""Check a batch file on the login node, then submit it: ``./jobs/NAME.sbatch [FLAGS]`` outside a
+job.
 
-Input: rendering parameters of the script (container, variables, recipe), its path, training flags. Output: that of
-``sbatch``; or exit code 78 and all problems with their remedies. If the project's environment is installed,
-``rlpost check`` validates all settings; otherwise only the existence of the recipe's files is checked. Options of
-sbatch come from its own variables (SBATCH_ACCOUNT, SBATCH_PARTITION). Only the standard library of Python 3.8 and
-later, see ``common.ledger``.
+Input: rendering parameters of the script (container, variables, recipe), its path, training flags.
+Output: that of ``sbatch``; or exit code 78 and all problems with their remedies. If the project's
+environment is installed, ``rlpost check`` validates all settings; otherwise only the existence of
+the recipe's files is checked. Options of sbatch come from its own variables (SBATCH_ACCOUNT,
+SBATCH_PARTITION). Only the standard library of Python 3.8 and later, see ``common.ledger``.
 """
 
 from __future__ import annotations
@@ -17,17 +18,22 @@ import sys
 from pathlib import Path
 
 HOME = Path(__file__).resolve().parents[1]
-sys.path[0] = str(HOME)  # a script finds slurm/ there, whose queue.py hides that of the standard library
+sys.path[0] = str(
+    HOME
+)  # a script finds slurm/ there, whose queue.py hides that of the standard library
 
 from common.exit_codes import EXIT_CONFIG  # noqa: E402
 
 MAGIC = b"hsqs"  # of squashfs
 FILE_KEYS = ("hf_checkpoint", "ref_load", "prompt_data")
-"""Recipe settings that name required files; parsed without a TOML library, which Python 3.8 lacks."""
+"""Recipe settings that name required files; parsed without a TOML library, which Python 3.8 lacks.
+"""
 
 
 def image_problem(image: str) -> str:
-    """Problem with an image file, or empty; a folder that is missing here may exist on the nodes."""
+    """Problem with an image file, or empty; a folder that is missing here may exist on the
+    nodes.
+    """
     path = Path(image)
     if not path.is_absolute() or not path.parent.is_dir():
         return ""
@@ -52,27 +58,43 @@ def recipe_files(text: str, flags: list[str]) -> dict[str, str]:
 
 
 def file_problem(name: str, path: str) -> str:
-    """Problem with a recipe's file, or empty; the path may begin with a variable or end in a slice."""
+    """Problem with a recipe's file, or empty; the path may begin with a variable or end in a
+    slice.
+    """
     variable, _, rest = path[1:].partition("/") if path.startswith("$") else ("", "", path)
     if variable and not os.environ.get(variable):
         return f"{name}: {variable} is not set; export {variable}=FOLDER"
     place = HOME / os.environ.get(variable, "") / rest.partition("@[")[0]
-    return "" if place.exists() else f"{name}: {place} does not exist; rlpost fetch RECIPE downloads models and data"
+    return (
+        ""
+        if place.exists()
+        else f"{name}: {place} does not exist; rlpost fetch RECIPE downloads models and data"
+    )
 
 
 def container(options: argparse.Namespace) -> subprocess.CompletedProcess[str]:
     """Run ``container.sh`` on this host; enroot may be installed on the compute nodes only."""
     words = ["bash", str(HOME / "slurm/container.sh"), options.container, options.image]
-    words += [name for name in options.needs if name != "RLPOST_IMAGE" or options.container == "auto"]
+    words += [
+        name for name in options.needs if name != "RLPOST_IMAGE" or options.container == "auto"
+    ]
     return subprocess.run(words, capture_output=True, text=True)
 
 
 def checked_in_full(recipe: list[str], chosen: str) -> str:
-    """Problems found by ``rlpost check``, or empty. Raises FileNotFoundError if it cannot run here."""
+    """Problems found by ``rlpost check``, or empty.
+
+    Raises FileNotFoundError if it cannot run here.
+    """
     python = str(HOME / ".venv/bin/python")
     if subprocess.run([python, "-c", "import pydantic"], stderr=subprocess.DEVNULL).returncode != 0:
         raise FileNotFoundError(python)
-    environ = {**os.environ, "RLPOST_HOME": str(HOME), "PYTHONPATH": str(HOME), "RLPOST_CONTAINER": chosen}
+    environ = {
+        **os.environ,
+        "RLPOST_HOME": str(HOME),
+        "PYTHONPATH": str(HOME),
+        "RLPOST_CONTAINER": chosen,
+    }
     done = subprocess.run(
         [python, "-m", "rlpost", "check", *recipe],
         env=environ,
@@ -87,12 +109,18 @@ def checked_in_full(recipe: list[str], chosen: str) -> str:
 def problems(options: argparse.Namespace) -> list[str]:
     """All problems: one line each, or the output of the program that found them."""
     late = subprocess.run(
-        ["bash", str(HOME / "slurm/cluster_flags.sh"), *options.flags], stderr=subprocess.PIPE, text=True
+        ["bash", str(HOME / "slurm/cluster_flags.sh"), *options.flags],
+        stderr=subprocess.PIPE,
+        text=True,
     )
     found = [late.stderr.strip()] if late.returncode != 0 else []
     chosen = "none"
     if options.container == "none":
-        found += [f"{name} is not set; export {name}=..." for name in options.needs if not os.environ.get(name)]
+        found += [
+            f"{name} is not set; export {name}=..."
+            for name in options.needs
+            if not os.environ.get(name)
+        ]
     else:
         done = container(options)
         chosen = done.stdout.strip()
@@ -108,14 +136,19 @@ def problems(options: argparse.Namespace) -> list[str]:
 
 
 def settings_problems(options: argparse.Namespace, chosen: str) -> list[str]:
-    """Problems in the recipe with its flags, or in the files that a script without a recipe reads."""
+    """Problems in the recipe with its flags, or in the files that a script without a recipe
+    reads.
+    """
     if not options.recipe:
         return [file_problem("this script reads", path) for path in options.reads]
     flags = [*options.recipe[1:], *options.flags]
     try:
         return [checked_in_full([options.recipe[0], *flags], chosen)]
     except FileNotFoundError as error:
-        print(f"note: {error.filename or error} cannot import pydantic; the job checks the settings", file=sys.stderr)
+        print(
+            f"note: {error.filename or error} cannot import pydantic; the job checks the settings",
+            file=sys.stderr,
+        )
     text = (HOME / options.recipe[0]).read_text()
     return [file_problem(name, path) for name, path in recipe_files(text, flags).items()]
 
@@ -145,13 +178,21 @@ def main() -> int:
         if found:
             print("\n".join(found) + f"\nnot submitted: {options.file}", file=sys.stderr)
             return EXIT_CONFIG
-        asked = subprocess.run(["sbatch", "--test-only", *script], stderr=subprocess.PIPE, text=True)
+        asked = subprocess.run(
+            ["sbatch", "--test-only", *script], stderr=subprocess.PIPE, text=True
+        )
     except FileNotFoundError as error:
-        print(f"{error.filename} is not on the PATH of this host; run {options.file} on a login node", file=sys.stderr)
+        print(
+            f"{error.filename} is not on the PATH of this host; run {options.file} on a login node",
+            file=sys.stderr,
+        )
         return EXIT_CONFIG
     if asked.returncode != 0:
         remedy = f"set SBATCH_ACCOUNT, SBATCH_PARTITION etc., or run sbatch OPTIONS {options.file}"
-        print(f"sbatch --test-only rejected {options.file}:\n{asked.stderr.strip()}\n{remedy}", file=sys.stderr)
+        print(
+            f"sbatch --test-only rejected {options.file}:\n{asked.stderr.strip()}\n{remedy}",
+            file=sys.stderr,
+        )
         return EXIT_CONFIG
     return subprocess.run(["sbatch", *script]).returncode
 

@@ -1,8 +1,8 @@
 """Query the state of many jobs with one command. For commands on one job see ``client``.
 
-Input: job ids. Output: ``QueueEntry`` values. The number of commands is independent of the number of jobs and nodes,
-and slurmdbd is not needed. The state is UNKNOWN if the controller does not answer or no longer knows the job
-(MinJobAge, usually five minutes).
+Input: job ids. Output: ``QueueEntry`` values. The number of commands is independent of the number
+of jobs and nodes, and slurmdbd is not needed. The state is UNKNOWN if the controller does not
+answer or no longer knows the job (MinJobAge, usually five minutes).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from slurm.client import COMMAND_TIMEOUT_S
 from slurm.states import JobState, is_job_id, parse_state
 
-# man squeue: id, state, time left, expected start, nodes, reason. The reason is free text, so it is last.
+# man squeue: id, state, time left, expected start, nodes, reason. The reason is free text, so it is
+# last.
 _FORMAT = "%i|%T|%L|%S|%N|%r"
 FORGOTTEN = "Slurm has forgotten the job, or never knew it"
 _TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
@@ -26,8 +27,8 @@ _TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 class QueueEntry:
     """One job of the queue.
 
-    ``nodelist`` is compact, ``reason`` is why the job is pending, ``expected_start`` is Slurm's text
-    or empty.
+    ``nodelist`` is compact, ``reason`` is why the job is pending, ``expected_start`` is Slurm's
+    text or empty.
     """
 
     job_id: str
@@ -53,7 +54,9 @@ def parse_queue(text: str) -> dict[str, QueueEntry]:
         job_id, state, left, start, nodes, reason = (word.strip() for word in words)
         start = "" if start == "N/A" else start
         reason = "" if reason == "None" else reason
-        entries[job_id] = QueueEntry(job_id, parse_state(state), seconds_left(left), start, nodes, reason)
+        entries[job_id] = QueueEntry(
+            job_id, parse_state(state), seconds_left(left), start, nodes, reason
+        )
     return entries
 
 
@@ -67,7 +70,9 @@ def seconds_left(text: str) -> int | None:
 
 
 def queue(job_ids: Collection[str]) -> dict[str, QueueEntry]:
-    """Query these jobs with one ``squeue``; every id gets an entry, UNKNOWN if there is no other."""
+    """Query these jobs with one ``squeue``; every id gets an entry, UNKNOWN if there is no
+    other.
+    """
     valid_ids = sorted(filter(is_job_id, job_ids))
     found, why = _query(valid_ids) if valid_ids else ({}, FORGOTTEN)
     entries = {}
@@ -93,4 +98,6 @@ def _query(job_ids: Sequence[str]) -> tuple[dict[str, QueueEntry], str]:
 
 def _command(*argv: str) -> subprocess.CompletedProcess[str]:
     environ = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
-    return subprocess.run(argv, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, env=environ)
+    return subprocess.run(
+        argv, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, env=environ
+    )

@@ -1,8 +1,9 @@
 """Check whether enough hosts remain for a job after its exclusions.
 
-A job that requests more nodes than its partition has left stays pending with BadConstraints. Input: the job from
-scontrol, its partition from sinfo. Output: a sentence, or None, also if Slurm does not answer within ANSWER_S. Nodes
-that are down count, because they may return. Only the standard library of Python 3.8 and later.
+A job that requests more nodes than its partition has left stays pending with BadConstraints. Input:
+the job from scontrol, its partition from sinfo. Output: a sentence, or None, also if Slurm does not
+answer within ANSWER_S. Nodes that are down count, because they may return. Only the standard
+library of Python 3.8 and later.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ ANSWER_S = 10.0
 
 
 def why_too_few(excluded: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """Why this job (``SLURM_JOB_ID``) cannot run without these hosts, and the remedy; None if it can.
+    """Why this job (``SLURM_JOB_ID``) cannot run without these hosts, and the remedy; None if it
+    can.
 
     ``excluded`` holds compact host lists.
     """
@@ -28,7 +30,9 @@ def why_too_few(excluded: Sequence[str], environ: Mapping[str, str]) -> str | No
     partition = _value(shown, "Partition")
     if not partition:
         return None
-    listed = _ask(["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%f"], environ)
+    listed = _ask(
+        ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%f"], environ
+    )
     return describe_shortage(shown, listed, excluded)
 
 
@@ -74,7 +78,12 @@ def _ask(command: Sequence[str], environ: Mapping[str, str]) -> str:
     plain = {key: value for key, value in environ.items() if not key.startswith("SINFO_")}
     try:
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=ANSWER_S, env=plain
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=ANSWER_S,
+            env=plain,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -1,33 +1,44 @@
 """Render a job spec as the text of a batch script. Pure.
 
-Input: a ``JobSpec``. Output: a script for ``sbatch``: bash 4.3 or later, at most 80 lines, ``shellcheck``-clean.
+Input: a ``JobSpec``. Output: a script for ``sbatch``: bash 4.3 or later, at most 80 lines,
+``shellcheck``-clean.
 
-The script starts one agent per node under one ``srun``, turns Slurm's signals into the STOP file, and passes the
-agents' verdict (``common/attempt.py``) to ``supervise``, which decides whether to requeue. On a batch host without
-Python, only a preempted run is requeued. Constraints that only the batch script can handle:
+The script starts one agent per node under one ``srun``, turns Slurm's signals into the STOP file,
+and passes the agents' verdict (``common/attempt.py``) to ``supervise``, which decides whether to
+requeue. On a batch host without Python, only a preempted run is requeued. Constraints that only the
+batch script can handle:
 
-- Only the batch shell receives USR2 (time limit near, or preemption where the site sends the job's signal).
-- A preemption moves the end of the job. squeue reports it, but a container may have no squeue. If squeue does not
-  answer at USR2, the script assumes that the signal's lead is all the time left.
-- TERM to the batch shell means that the job was cancelled, or that its grace time is over and Slurm requeues it.
-  A cancelled job must not be requeued, so after TERM the script never requeues.
-- srun and squeue read options from the environment. The submitting shell may itself run in a job and export that
-  job's options, and ``sbatch --export=NONE`` would hide this script's variables from the agents: unset both.
-- srun's messages about the tasks (``launch.log``) are the only record of a node whose agent never started. With
-  SLURM_SRUN_REDUCE_TASK_EXIT_MSG set, srun would report only the first of several nodes.
-- srun turns TERM into KILL for all its tasks (slurm, src/srun/signals.c): the script never signals srun.
-- After a node failure srun waits until Slurm detects it (SlurmdTimeout, minutes): the verdict ends the step.
-- The controller may be restarting when the agents end: retry squeue, and do not requeue if the state stays unknown.
-- The verdict may be written ten seconds before the end of the job, and a job at its time limit cannot be requeued:
-  waiting for srun and for container cleanup is bounded by the end of the job.
+- Only the batch shell receives USR2 (time limit near, or preemption where the site sends the job's
+signal).
+- A preemption moves the end of the job. squeue reports it, but a container may have no squeue. If
+  squeue does not answer at USR2, the script assumes that the signal's lead is all the time left.
+- TERM to the batch shell means that the job was cancelled, or that its grace time is over and Slurm
+  requeues it. A cancelled job must not be requeued, so after TERM the script never requeues.
+- srun and squeue read options from the environment. The submitting shell may itself run in a job
+  and export that job's options, and ``sbatch --export=NONE`` would hide this script's variables
+  from the agents: unset both.
+- srun's messages about the tasks (``launch.log``) are the only record of a node whose agent never
+  started. With SLURM_SRUN_REDUCE_TASK_EXIT_MSG set, srun would report only the first of several
+  nodes.
+- srun turns TERM into KILL for all its tasks (slurm, src/srun/signals.c): the script never signals
+srun.
+- After a node failure srun waits until Slurm detects it (SlurmdTimeout, minutes): the verdict ends
+the step.
+- The controller may be restarting when the agents end: retry squeue, and do not requeue if the
+state stays unknown.
+- The verdict may be written ten seconds before the end of the job, and a job at its time limit
+  cannot be requeued: waiting for srun and for container cleanup is bounded by the end of the job.
 - Slurm 22.05 does not requeue a preempted job that exits within its grace time: the script must.
-- The list of excluded hosts can be changed only while the job is pending: after the requeue, which sends TERM.
-- Where requeueing is forbidden, a new job resumes the run in the same folder. It waits for this one through its name
-  (``--dependency=singleton``), which ``executor.completed`` makes unique to the run.
+- The list of excluded hosts can be changed only while the job is pending: after the requeue, which
+sends TERM.
+- Where requeueing is forbidden, a new job resumes the run in the same folder. It waits for this one
+  through its name (``--dependency=singleton``), which ``executor.completed`` makes unique to the
+  run.
 
-A spec without ``home``, ``python`` and ``run_folder`` renders a script that finds them at run time, for plain
-``sbatch jobs/NAME.sbatch`` from the project folder; RLPOST_HOME, RLPOST_PYTHON and RLPOST_RUN_FOLDER override.
-Outside a job such a script checks and submits itself (``login.py``). It rejects sbatch options given too late.
+A spec without ``home``, ``python`` and ``run_folder`` renders a script that finds them at run time,
+for plain ``sbatch jobs/NAME.sbatch`` from the project folder; RLPOST_HOME, RLPOST_PYTHON and
+RLPOST_RUN_FOLDER override. Outside a job such a script checks and submits itself (``login.py``). It
+rejects sbatch options given too late.
 """
 
 from __future__ import annotations
@@ -59,7 +70,9 @@ def preparation(spec: JobSpec, home: str) -> str:
 
 
 def directives(spec: JobSpec, *, is_warned: bool = True) -> str:
-    """Render the ``#SBATCH`` lines; ``is_warned``: whether the batch shell gets USR2 before the time limit."""
+    """Render the ``#SBATCH`` lines; ``is_warned``: whether the batch shell gets USR2 before the
+    time limit.
+    """
     nodes = [f"--nodes={spec.nodes + spec.spare_nodes}", "--ntasks-per-node=1"]
     nodes += ["--exclusive", "--mem=0"] if spec.exclusive else []
     if spec.gpu_request == "gres":
@@ -83,14 +96,20 @@ def _option(name: str, value: str) -> str:
 
 
 def submits_itself(spec: JobSpec) -> str:
-    """Line that checks and submits the script when it runs outside a job; empty if ``home`` is fixed."""
+    """Line that checks and submits the script when it runs outside a job; empty if ``home`` is
+    fixed.
+    """
     if spec.home is not None:
         return ""
     container = spec.container
     words = [f"--container={container.backend if container else 'none'}"]
     if container is not None:
         image = container.image
-        words.append(f'--image="{_assigned(image)}"' if image.startswith("$") else shlex.quote(f"--image={image}"))
+        words.append(
+            f'--image="{_assigned(image)}"'
+            if image.startswith("$")
+            else shlex.quote(f"--image={image}")
+        )
         words += [f"--needs={name}" for name in container.variables]
     words += [f"--reads={shell_word(path)}" for path in spec.reads]
     recipe = () if spec.reads else spec.driver_args
@@ -102,13 +121,18 @@ def submits_itself(spec: JobSpec) -> str:
 
 
 def places(spec: JobSpec, *, is_supervised: bool = True) -> str:
-    """Lines that set RLPOST_HOME, python and run_folder, and exit with 78 if one of them is missing.
+    """Lines that set RLPOST_HOME, python and run_folder, and exit with 78 if one of them is
+    missing.
 
-    They also reject sbatch options given too late and a container that is not available. ``auto`` sets
-    RLPOST_CONTAINER and, for a supervised job, host_python.
+    They also reject sbatch options given too late and a container that is not available. ``auto``
+    sets RLPOST_CONTAINER and, for a supervised job, host_python.
     """
     home = shlex.quote(spec.home) if spec.home else "${RLPOST_HOME:-$SLURM_SUBMIT_DIR}"
-    found = "${RLPOST_PYTHON:-python3}" if spec.container else "${RLPOST_PYTHON:-$RLPOST_HOME/.venv/bin/python}"
+    found = (
+        "${RLPOST_PYTHON:-python3}"
+        if spec.container
+        else "${RLPOST_PYTHON:-$RLPOST_HOME/.venv/bin/python}"
+    )
     python = shlex.quote(spec.python) if spec.python else found
     derived = f"${{RLPOST_RUN_FOLDER:-$RLPOST_HOME/runs/{spec.job_name}-$SLURM_JOB_ID}}"
     run_folder = shlex.quote(spec.run_folder) if spec.run_folder else derived
@@ -129,7 +153,9 @@ command -v "$python" >/dev/null || { log "no $python; make install there, or exp
 
 
 def _choice(spec: JobSpec, is_supervised: bool) -> str:
-    """Lines that exit with 78 if the container (or, without one, the interpreter) is not available."""
+    """Lines that exit with 78 if the container (or, without one, the interpreter) is not
+    available.
+    """
     container = spec.container
     if container is None:
         return _PYTHON
@@ -160,7 +186,9 @@ def _assigned(image: str) -> str:
 
 
 def image(spec: JobSpec, log: str = "$attempt_dir/launch.log") -> str:
-    """Lines that set image, or exit and list the unset variables; ``log`` receives the import's output."""
+    """Lines that set image, or exit and list the unset variables; ``log`` receives the import's
+    output.
+    """
     container = spec.container
     if container is None:
         return ""
@@ -178,15 +206,20 @@ def image(spec: JobSpec, log: str = "$attempt_dir/launch.log") -> str:
 
 def _imported(container: Container, log: str) -> str:
     """Line that imports the image unless ``$image`` is a file path or empty."""
-    cache = shlex.quote(container.cache) if container.cache else '"${RLPOST_IMAGE_CACHE:-$RLPOST_HOME/runs/images}"'
+    cache = (
+        shlex.quote(container.cache)
+        if container.cache
+        else '"${RLPOST_IMAGE_CACHE:-$RLPOST_HOME/runs/images}"'
+    )
     return "[[ $image == /* || ! $image ]] || " + _get_image(f'"$image" --cache {cache}', log)
 
 
 def _get_image(words: str, log: str) -> str:
-    """Command that sets image to its file in the cache; ``words``: arguments of ``slurm.image``, as shell text.
+    """Command that sets image to its file in the cache; ``words``: arguments of ``slurm.image``, as
+    shell text.
 
-    The import's output goes to both logs. If the import fails, ``srun`` is replaced by a function that fails at
-    once, so that the failure takes the same path as a failed step.
+    The import's output goes to both logs. If the import fails, ``srun`` is replaced by a function
+    that fails at once, so that the failure takes the same path as a failed step.
     """
     get = f'python3 -m slurm.image {words} 2>&1 >&3 | tee "{log}" >&2'
     get = f'image=$({{ {get}; exit "${{PIPESTATUS[0]}}"; }} 3>&1)'
@@ -205,12 +238,18 @@ def _needed(variables: Sequence[str]) -> str:
 
 def shell_word(text: str) -> str:
     """Quote a word for the shell; a leading variable ``$NAME`` of a path is still expanded."""
-    return f'"{text}"' if re.fullmatch(r"\$[A-Z][A-Z0-9_]*[A-Za-z0-9/._@%+=-]*", text) else shlex.quote(text)
+    return (
+        f'"{text}"'
+        if re.fullmatch(r"\$[A-Z][A-Z0-9_]*[A-Za-z0-9/._@%+=-]*", text)
+        else shlex.quote(text)
+    )
 
 
 def _record(spec: JobSpec) -> str:
     image = ' --image "$image"' if spec.container else ""
-    unless = f'{{ [ $? = {EXIT_PREEMPTED} ] && exit {EXIT_PREEMPTED}; log "no budgets on this host"; }}'
+    unless = (
+        f'{{ [ $? = {EXIT_PREEMPTED} ] && exit {EXIT_PREEMPTED}; log "no budgets on this host"; }}'
+    )
     return f"""\
 supervise() {{ {_host_python(spec)} -m slurm.supervise "$@" --run-folder "$run_folder" --attempt "$attempt"; }}
 supervise start --job "$SLURM_JOB_ID" --nodes "$SLURM_JOB_NODELIST"{image} || {unless}
@@ -236,16 +275,23 @@ def inside(spec: JobSpec) -> str:
         return ""
     if spec.container.backend == "auto":
         return '  ${inside[@]+"${inside[@]}"} \\\n'  # bash 4.3 calls an empty array unset
-    return pyxis_options(spec.container) if spec.container.backend == "pyxis" else enroot_command(spec.container)
+    return (
+        pyxis_options(spec.container)
+        if spec.container.backend == "pyxis"
+        else enroot_command(spec.container)
+    )
 
 
 def chosen_words(spec: JobSpec, folder: str) -> str:
-    """With ``auto``: lines that set inside to the chosen container's arguments and record it in ``folder``."""
+    """With ``auto``: lines that set inside to the chosen container's arguments and record it in
+    ``folder``.
+    """
     if not _is_auto(spec):
         return ""
     assert spec.container is not None
     pyxis, enroot = (
-        text.replace(" \\\n", "\n").strip() for text in (pyxis_options(spec.container), enroot_command(spec.container))
+        text.replace(" \\\n", "\n").strip()
+        for text in (pyxis_options(spec.container), enroot_command(spec.container))
     )
     return f"""\
 inside=(); echo "$RLPOST_CONTAINER" >"{folder}/container"
@@ -255,11 +301,15 @@ inside=(); echo "$RLPOST_CONTAINER" >"{folder}/container"
 
 
 def removal(spec: JobSpec, seconds: str = "60") -> str:
-    """Line that removes the container's files on the nodes, if any; ``seconds``: timeout, as shell text."""
+    """Line that removes the container's files on the nodes, if any; ``seconds``: timeout, as shell
+    text.
+    """
     if spec.container is None:
         return ""
     if _is_auto(spec):
-        return '[ "$RLPOST_CONTAINER" = none ] || ' + container_removal('"$RLPOST_CONTAINER"', seconds)
+        return '[ "$RLPOST_CONTAINER" = none ] || ' + container_removal(
+            '"$RLPOST_CONTAINER"', seconds
+        )
     return container_removal(spec.container.backend, seconds)
 
 
@@ -269,7 +319,9 @@ def _is_auto(spec: JobSpec) -> bool:
 
 def _command(spec: JobSpec) -> str:
     spares = ("--spare-nodes", str(spec.spare_nodes)) if spec.spare_nodes else ()
-    agent = " ".join(map(shell_word, ("--num-gpus", str(spec.num_gpus_per_node), *spares, *spec.agent_args)))
+    agent = " ".join(
+        map(shell_word, ("--num-gpus", str(spec.num_gpus_per_node), *spares, *spec.agent_args))
+    )
     driver = "".join(f" {shlex.quote(word)}" for word in spec.driver_args)
     ready = preparation(spec, '"$RLPOST_HOME"')
     return f"""\
@@ -294,7 +346,12 @@ kill -0 "$srun_pid" 2>/dev/null || {{ wait "$srun_pid" || code=$?; }}
 
 
 def _decide(spec: JobSpec) -> str:
-    words = ["--max-preemptions", str(spec.max_preemptions), "--max-failures", str(spec.max_failures)]
+    words = [
+        "--max-preemptions",
+        str(spec.max_preemptions),
+        "--max-failures",
+        str(spec.max_failures),
+    ]
     words += ["--max-stalled-attempts", str(spec.max_stalled_attempts)]
     words += ["--exclude", ",".join(spec.exclude)] if spec.exclude else []
     words += ["--never"] if spec.requeue == "never" else []

@@ -1,7 +1,7 @@
 """Render batch scripts of one-shot jobs: a conversion of weights, a check of an image. Pure.
 
-Input: a ``JobSpec`` whose ``driver_args`` are the tool's arguments. Output: bash for ``sbatch``. Such a job does not
-handle preemption: after a requeue it starts from scratch.
+Input: a ``JobSpec`` whose ``driver_args`` are the tool's arguments. Output: bash for ``sbatch``.
+Such a job does not handle preemption: after a requeue it starts from scratch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from slurm.spec import JobSpec
 def render_conversion(spec: JobSpec, save: str) -> str:
     """Render the script that converts weights into ``save`` (tools/convert_hf_to_torch_dist.py).
 
-    The shell expands a leading variable of ``save``. One torchrun runs per node, with one process per
-    GPU. If ``save`` exists, the job ends at once. The job writes to a folder with its job id in the
-    name, which it renames at the end, and removes only that folder: another conversion may be writing.
+    The shell expands a leading variable of ``save``. One torchrun runs per node, with one process
+    per GPU. If ``save`` exists, the job ends at once. The job writes to a folder with its job id in
+    the name, which it renames at the end, and removes only that folder: another conversion may be
+    writing.
     """
     words = " ".join(map(shell_word, spec.driver_args))
     return f"""\

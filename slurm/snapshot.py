@@ -1,7 +1,8 @@
-"""Snapshot of the code at submission in RUN/code, which requeued jobs run; RUN/code.json describes it.
+"""Snapshot of the code at submission in RUN/code, which requeued jobs run; RUN/code.json describes
+it.
 
-Input: the project folder. Output: a copy of its tracked, modified and new files, without ignored ones; or of its
-packages if the project is not a git checkout.
+Input: the project folder. Output: a copy of its tracked, modified and new files, without ignored
+ones; or of its packages if the project is not a git checkout.
 
 Invariant: ``target`` appears atomically.
 """
@@ -49,7 +50,9 @@ def _copy_all(source: Path, target: Path) -> Snapshot:
     own = target if target.parent == source else target.parent
     paths = [path for path in paths if not (source / path).is_relative_to(own)]
     if not paths:
-        raise SnapshotError(f"no code in {source}: neither files known to git nor {', '.join(PACKAGES)}")
+        raise SnapshotError(
+            f"no code in {source}: neither files known to git nor {', '.join(PACKAGES)}"
+        )
     beside = target.with_name(f".{target.name}.new")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(mode=0o700, parents=True)
@@ -82,16 +85,22 @@ def _git_files(source: Path) -> list[Path]:
     try:
         done = subprocess.run(command, capture_output=True)
     except FileNotFoundError as error:
-        raise SnapshotError(f"{source} is a git checkout but there is no git command here; install git") from error
+        raise SnapshotError(
+            f"{source} is a git checkout but there is no git command here; install git"
+        ) from error
     if done.returncode != 0:
-        raise SnapshotError(f"git does not list the files of {source}: {os.fsdecode(done.stderr).strip()}")
+        raise SnapshotError(
+            f"git does not list the files of {source}: {os.fsdecode(done.stderr).strip()}"
+        )
     return sorted({Path(os.fsdecode(name)) for name in done.stdout.split(b"\0") if name})
 
 
 def _package_files(source: Path) -> list[Path]:
     files = (path for package in PACKAGES for path in (source / package).rglob("*"))
     kept = (path.relative_to(source) for path in files if "__pycache__" not in path.parts)
-    return sorted(path for path in kept if not (source / path).is_dir() or (source / path).is_symlink())
+    return sorted(
+        path for path in kept if not (source / path).is_dir() or (source / path).is_symlink()
+    )
 
 
 def _git_line(source: Path, *arguments: str) -> str | None:

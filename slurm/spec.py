@@ -1,8 +1,10 @@
 """Specification of a Slurm job and its commands: frozen, and validated on construction.
 
-Input: plain values from the command line. Output: a ``JobSpec`` that ``render`` can insert into a script verbatim.
+Input: plain values from the command line. Output: a ``JobSpec`` that ``render`` can insert into a
+script verbatim.
 
-Invariant: no value of a spec can start a new line of the script, end a quoted word or be parsed as an option.
+Invariant: no value of a spec can start a new line of the script, end a quoted word or be parsed as
+an option.
 """
 
 from __future__ import annotations
@@ -103,13 +105,17 @@ class JobSpec:
         self._check_numbers()
         self._check_paths()
         if "--" in self.agent_args:
-            raise SpecError("agent_args: '--' ends the agent's arguments; use driver_args for the driver's")
+            raise SpecError(
+                "agent_args: '--' ends the agent's arguments; use driver_args for the driver's"
+            )
 
     def _check_text(self) -> None:
         for field in fields(self):
             for text in _texts(getattr(self, field.name)):
                 if not text.isprintable():
-                    raise SpecError(f"{field.name}: {text!r} contains a line break or another control character")
+                    raise SpecError(
+                        f"{field.name}: {text!r} contains a line break or another control character"
+                    )
         for name, pattern in (
             ("job_name", _NAME),
             ("partition", _NAMES),
@@ -119,9 +125,13 @@ class JobSpec:
         ):
             value = getattr(self, name)
             if value is not None and not pattern.fullmatch(value):
-                raise SpecError(f"{name}: {value!r}; use letters, digits, '.', '_' and '-', a letter or digit first")
+                raise SpecError(
+                    f"{name}: {value!r}; use letters, digits, '.', '_' and '-', a letter or digit first"
+                )
         if self.constraint is not None and not _CONSTRAINT.fullmatch(self.constraint):
-            raise SpecError(f"constraint: {self.constraint!r}; use features with & | , * ( ) [ ] between them")
+            raise SpecError(
+                f"constraint: {self.constraint!r}; use features with & | , * ( ) [ ] between them"
+            )
         for hosts in self.exclude:
             try:
                 names = expand(hosts)
@@ -130,12 +140,18 @@ class JobSpec:
             if not names or not all(_NAME.fullmatch(name) for name in names):
                 raise SpecError(f"exclude: {hosts!r} is not a host list; write n01 or n[01-03,07]")
         if self.requeue not in REQUEUE_POLICIES:
-            raise SpecError(f"requeue: {self.requeue!r}; choose one of {', '.join(REQUEUE_POLICIES)}")
+            raise SpecError(
+                f"requeue: {self.requeue!r}; choose one of {', '.join(REQUEUE_POLICIES)}"
+            )
         for name, value in self.environment:
             if not _VARIABLE.fullmatch(name) or name.startswith("SLURM_"):
-                raise SpecError(f"environment: {name!r}={value!r}: use letters, digits and '_'; not SLURM_*")
+                raise SpecError(
+                    f"environment: {name!r}={value!r}: use letters, digits and '_'; not SLURM_*"
+                )
         if self.gpu_request not in GPU_REQUESTS:
-            raise SpecError(f"gpu_request: {self.gpu_request!r}; choose one of {', '.join(GPU_REQUESTS)}")
+            raise SpecError(
+                f"gpu_request: {self.gpu_request!r}; choose one of {', '.join(GPU_REQUESTS)}"
+            )
 
     def _check_numbers(self) -> None:
         for name, low, high in (
@@ -149,8 +165,16 @@ class JobSpec:
             ("signal_lead_s", 1, MAX_SIGNAL_LEAD_S),
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low or value > (high or value):
-                raise SpecError(f"{name}: {value!r}; use an integer from {low}" + (f" to {high}" if high else ""))
+            if (
+                not isinstance(value, int)
+                or isinstance(value, bool)
+                or value < low
+                or value > (high or value)
+            ):
+                raise SpecError(
+                    f"{name}: {value!r}; use an integer from {low}"
+                    + (f" to {high}" if high else "")
+                )
         if self.time_limit_s <= self.signal_lead_s:
             raise SpecError(
                 f"time: {self.time!r} is not longer than --signal-lead-s {self.signal_lead_s}, so the signal would "
@@ -162,13 +186,21 @@ class JobSpec:
             value = getattr(self, name)
             if self.container is not None and "python" not in name:
                 check_mountable(name, value)
-            if name == "python" and self.container is not None and _NAME.fullmatch(value or "python3"):
+            if (
+                name == "python"
+                and self.container is not None
+                and _NAME.fullmatch(value or "python3")
+            ):
                 continue  # found on the image's PATH
             if value is not None and not value.startswith("/"):
-                raise SpecError(f"{name}: {value!r} is not an absolute path; the job starts in another folder")
+                raise SpecError(
+                    f"{name}: {value!r} is not an absolute path; the job starts in another folder"
+                )
         for name in ("run_folder", "output"):
             if "\\" in (getattr(self, name) or ""):
-                raise SpecError(f"{name}: {getattr(self, name)!r} contains a backslash, which Slurm reads as an escape")
+                raise SpecError(
+                    f"{name}: {getattr(self, name)!r} contains a backslash, which Slurm reads as an escape"
+                )
         if ":" in (self.home or ""):
             raise SpecError(
                 f"home: {self.home!r} contains ':', which separates folders in PYTHONPATH; choose another path"
@@ -177,7 +209,9 @@ class JobSpec:
             raise SpecError("output: empty; omit it for slurm-%j.out")
 
     def with_python(self, interpreter: str) -> JobSpec:
-        """Copy with ``interpreter`` as default on the node; in a container the default is its python3."""
+        """Copy with ``interpreter`` as default on the node; in a container the default is its
+        python3.
+        """
         if self.python is not None:
             return self
         if self.container is None:
@@ -195,7 +229,9 @@ class JobSpec:
         """
         match = _TIME.fullmatch(self.time)
         if match is None:
-            raise SpecError(f"time: {self.time!r}; write minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S")
+            raise SpecError(
+                f"time: {self.time!r}; write minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S"
+            )
         first, second, third = (int(match[name] or 0) for name in ("first", "second", "third"))
         if match["days"] is not None:
             return int(match["days"]) * 86400 + first * 3600 + second * 60 + third

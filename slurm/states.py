@@ -46,7 +46,10 @@ _ALIVE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class JobInfo:
-    """One job. ``exit_code``: of the batch script; ``nodelist``: compact, empty while it is pending."""
+    """One job.
+
+    ``exit_code``: of the batch script; ``nodelist``: compact, empty while it is pending.
+    """
 
     job_id: str
     state: JobState

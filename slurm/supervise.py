@@ -4,12 +4,13 @@
     python -m slurm.supervise end   --run-folder RUN --attempt K --code SRUN_EXIT ...
     python -m slurm.supervise chained --run-folder RUN --attempt K --job JOB
 
-Input: the ledger, the files of the attempt, the budgets. Output: a line in the ledger and, from ``end``, one line for
-the batch script: ``again [HOST,...]`` (hosts to exclude) or the exit code of the job. Reasons go to the log. If the
-agents wrote no verdict, this module derives one from what they left (``evidence``) and writes it.
+Input: the ledger, the files of the attempt, the budgets. Output: a line in the ledger and, from
+``end``, one line for the batch script: ``again [HOST,...]`` (hosts to exclude) or the exit code of
+the job. Reasons go to the log. If the agents wrote no verdict, this module derives one from what
+they left (``evidence``) and writes it.
 
-``decide`` is pure. Only the standard library of Python 3.8 and later, because batch hosts run the system's Python.
-Without any Python the batch script applies a simpler rule.
+``decide`` is pure. Only the standard library of Python 3.8 and later, because batch hosts run the
+system's Python. Without any Python the batch script applies a simpler rule.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended. ``verdict`` is the agents' verdict or ``none``, ``code`` srun's exit code."""
+    """How an attempt ended.
+
+    ``verdict`` is the agents' verdict or ``none``, ``code`` srun's exit code.
+    """
 
     verdict: str
     code: int = 0
@@ -77,15 +81,26 @@ def decide(ending: Ending, entries: Sequence[Entry], budgets: Budgets) -> Answer
     if was_cancelled(entries):
         return Answer(code, "not requeued: the run was cancelled")
     if not ending.may_restart:
-        return Answer(code, "not requeued: the policy is 'never'; submit the run again with --resume")
+        return Answer(
+            code, "not requeued: the policy is 'never'; submit the run again with --resume"
+        )
     stalled = stalled_attempts(entries)
     if stalled >= budgets.max_stalled_attempts:
-        return Answer(code, f"not requeued: {stalled} consecutive attempts committed no new checkpoint")
-    kind, limit = ("preemptions", budgets.max_preemptions) if is_preempted else ("failures", budgets.max_failures)
+        return Answer(
+            code, f"not requeued: {stalled} consecutive attempts committed no new checkpoint"
+        )
+    kind, limit = (
+        ("preemptions", budgets.max_preemptions)
+        if is_preempted
+        else ("failures", budgets.max_failures)
+    )
     count = count_endings(entries, is_preempted) + 1
     if count > limit:
         return Answer(code, f"not requeued: {kind}: {count}, and max_{kind} is {limit}")
-    return Answer(None, f"requeue after {'a preemption' if is_preempted else 'a failure'} ({count} of {limit})")
+    return Answer(
+        None,
+        f"requeue after {'a preemption' if is_preempted else 'a failure'} ({count} of {limit})",
+    )
 
 
 def exit_code(ending: Ending) -> int:
@@ -95,7 +110,9 @@ def exit_code(ending: Ending) -> int:
 
 def since_submission(entries: Sequence[Entry]) -> Sequence[Entry]:
     """Entries after the last submission of the run."""
-    last = max((i for i, entry in enumerate(entries) if entry.get("event") == "submitted"), default=-1)
+    last = max(
+        (i for i, entry in enumerate(entries) if entry.get("event") == "submitted"), default=-1
+    )
     return entries[last + 1 :]
 
 
@@ -106,25 +123,34 @@ def was_cancelled(entries: Sequence[Entry]) -> bool:
 
 def count_endings(entries: Sequence[Entry], is_preempted: bool) -> int:
     """Number of earlier attempts that ended in a preemption (or time limit), or in a failure."""
-    verdicts = [entry.get("verdict") for entry in since_submission(entries) if entry.get("event") == "verdict"]
+    verdicts = [
+        entry.get("verdict")
+        for entry in since_submission(entries)
+        if entry.get("event") == "verdict"
+    ]
     return sum((verdict == "requeue") == is_preempted for verdict in verdicts)
 
 
 def stalled_attempts(entries: Sequence[Entry]) -> int:
     """Number of consecutive attempts, including this one, without progress.
 
-    Progress is a checkpoint beyond the newest earlier one or, for an attempt without time to save one, a journal that
-    reaches a later step. An attempt without a verdict (its batch host died) counts as well.
+    Progress is a checkpoint beyond the newest earlier one or, for an attempt without time to save
+    one, a journal that reaches a later step. An attempt without a verdict (its batch host died)
+    counts as well.
     """
     stalled, best, newest_job, is_submitted = 0, -1, "", False
     for entry in entries:
         if entry.get("event") == "submitted":
             # A job may start before sbatch returns and the submission is recorded.
-            stalled, is_submitted = int(bool(newest_job) and entry.get("job_id") == newest_job), True
+            stalled, is_submitted = (
+                int(bool(newest_job) and entry.get("job_id") == newest_job),
+                True,
+            )
         elif entry.get("event") == "attempt":
             stalled, newest_job = stalled + 1, entry.get("job_id", "")
         elif entry.get("event") == "started" and is_submitted:
-            # Checkpoints may have been removed before resubmission: the newest is where this attempt starts.
+            # Checkpoints may have been removed before resubmission: the newest is where this
+            # attempt starts.
             best, is_submitted = min(best, entry.get("step", best)), False
         elif _reached(entry) > best:
             best, stalled = _reached(entry), 0
@@ -132,7 +158,9 @@ def stalled_attempts(entries: Sequence[Entry]) -> int:
 
 
 def _reached(entry: Entry) -> int:
-    """Step that a resume reaches without generating: from a checkpoint, or from the journal alone."""
+    """Step that a resume reaches without generating: from a checkpoint, or from the journal
+    alone.
+    """
     is_safe = entry.get("event") == "committed" or entry.get("saved") == "journal"
     step = entry.get("step", -1)
     return step if is_safe and isinstance(step, int) else -1
@@ -151,22 +179,33 @@ def bad_hosts(run_folder: Path) -> list[str]:
 
 
 def start(options: argparse.Namespace) -> int:
-    """Record a new attempt in the ledger; return EXIT_PREEMPTED if its job was cancelled and must end at once.
+    """Record a new attempt in the ledger; return EXIT_PREEMPTED if its job was cancelled and must
+    end at once.
 
-    Slurm lets a script requeue a job while the job is being cancelled. Only a cancellation of this job counts: the job
-    of a new submission may start before its ``submitted`` line is written.
+    Slurm lets a script requeue a job while the job is being cancelled. Only a cancellation of this
+    job counts: the job of a new submission may start before its ``submitted`` line is written.
     """
     run_folder: Path = options.run_folder
     ledger = Ledger(run_folder / "ledger.jsonl")
     image = describe(Path(options.image)) if options.image else None
-    details = {"attempt": options.attempt, "job_id": options.job, "nodes": options.nodes, "image": image}
+    details = {
+        "attempt": options.attempt,
+        "job_id": options.job,
+        "nodes": options.nodes,
+        "image": image,
+    }
     num_nodes = os.environ.get("SLURM_JOB_NUM_NODES", "")
     if num_nodes.isdecimal():
         details["num_nodes"] = int(num_nodes)
     details["home"] = os.environ.get("RLPOST_HOME")  # for steps that `rlpost exec` adds to the job
     ledger.append("attempt", **details, code=_json(run_folder / "code.json"))
-    if any(entry.get("event") == "cancelled" and entry.get("job_id") == options.job for entry in ledger.read()):
-        print(f"job {options.job} was cancelled (rlpost cancel); not starting again", file=sys.stderr)
+    if any(
+        entry.get("event") == "cancelled" and entry.get("job_id") == options.job
+        for entry in ledger.read()
+    ):
+        print(
+            f"job {options.job} was cancelled (rlpost cancel); not starting again", file=sys.stderr
+        )
         return EXIT_PREEMPTED
     return 0
 
@@ -222,7 +261,11 @@ def end(options: argparse.Namespace) -> int:
         print(f"cause: {cause}", file=sys.stderr)
     outlook = f"; {resume_point(run_folder, entries)}" if answer.code is None else ""
     print(f"{answer.reason}{outlook}; see {attempt_dir}", file=sys.stderr)
-    print(answer.code if answer.code is not None else " ".join(["again", ",".join([*static, *excluded])]).strip())
+    print(
+        answer.code
+        if answer.code is not None
+        else " ".join(["again", ",".join([*static, *excluded])]).strip()
+    )
     return 0
 
 
@@ -244,7 +287,9 @@ def _json(path: Path) -> dict[str, Any] | None:
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m slurm.supervise", description="Decide whether to requeue a job.")
+    parser = argparse.ArgumentParser(
+        prog="python -m slurm.supervise", description="Decide whether to requeue a job."
+    )
     verbs = parser.add_subparsers(dest="verb", required=True)
     starting, ending, chaining = (verbs.add_parser(name) for name in ("start", "end", "chained"))
     chaining.add_argument("--job", required=True)
@@ -257,7 +302,9 @@ def main() -> int:
         ending.add_argument(name, type=int, required=True)
     ending.add_argument("--exclude", default="", help="hosts that the job excludes anyway")
     ending.add_argument("--terminated", action="store_true", help="the batch shell got TERM")
-    ending.add_argument("--never", action="store_true", help="requeue policy 'never': no second attempt")
+    ending.add_argument(
+        "--never", action="store_true", help="requeue policy 'never': no second attempt"
+    )
     options = parser.parse_args()
     return {"start": start, "end": end, "chained": chained}[options.verb](options)
 

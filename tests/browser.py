@@ -1,6 +1,8 @@
-"""A real browser without a window, spoken to over a pipe in the DevTools protocol; it needs nothing but Chromium.
+"""A real browser without a window, spoken to over a pipe in the DevTools protocol; it needs nothing
+but Chromium.
 
-In: files. Out: what their scripts say, what they asked the network for, what they complained of, and pictures of them.
+In: files. Out: what their scripts say, what they asked the network for, what they complained of,
+and pictures of them.
 """
 
 from __future__ import annotations
@@ -24,12 +26,25 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """One page at a time; a context manager. ``complaints`` and ``requests`` are of the newest page."""
+    """One page at a time; a context manager.
+
+    ``complaints`` and ``requests`` are of the newest page.
+    """
 
     def __init__(self, program: str, profile: Path) -> None:
         ours, theirs = os.pipe(), os.pipe()
-        words = ["--headless=new", "--no-sandbox", "--remote-debugging-pipe", f"--user-data-dir={profile}"]
-        words += ["--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-dev-shm-usage"]
+        words = [
+            "--headless=new",
+            "--no-sandbox",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={profile}",
+        ]
+        words += [
+            "--disable-gpu",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-dev-shm-usage",
+        ]
         shell = f'exec "$@" 3<&{theirs[0]} 4>&{ours[1]}'
         self._process = subprocess.Popen(
             ["bash", "-c", shell, "browser", program, *words, "about:blank"],
@@ -45,7 +60,9 @@ class Browser:
         self.requests: list[str] = []
         self._is_loaded = False
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.ask(f"{domain}.enable")
 
@@ -71,11 +88,19 @@ class Browser:
         assert "error" not in answer, (method, answer["error"])
         return answer["result"]
 
-    def open(self, path: Path, *, width: int = 1280, dark: bool = False, fragment: str = "") -> None:
+    def open(
+        self, path: Path, *, width: int = 1280, dark: bool = False, fragment: str = ""
+    ) -> None:
         """Load a file anew in a window of this width, light or dark."""
         self.ask("Page.navigate", url="about:blank")
         self.complaints, self.requests, self._is_loaded = [], [], False
-        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
+        self.ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
         self.requests, self._is_loaded = [], False
@@ -85,15 +110,25 @@ class Browser:
 
     def value(self, expression: str) -> Any:
         """What an expression comes to in the page."""
-        found = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        found = self.ask(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def picture(self, path: Path, *, height: int | None = None) -> None:
         """The whole page, or its upper part, as a PNG file."""
         size = self.ask("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], height or 16000), "scale": 1}
-        found = self.ask("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        clip = {
+            "x": 0,
+            "y": 0,
+            "width": size["width"],
+            "height": min(size["height"], height or 16000),
+            "scale": 1,
+        }
+        found = self.ask(
+            "Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True
+        )
         path.write_bytes(base64.b64decode(found["data"]))
 
     def _next(self) -> dict[str, Any]:

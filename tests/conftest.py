@@ -1,7 +1,8 @@
 """Rules for all tests.
 
 - A test in tests/cluster, tests/e2e or tests/gpu carries the marker of that name.
-- A test that cannot run here skips with a reason. In CI (``CI=true``) that is a failure, except for want of a GPU.
+- A test that cannot run here skips with a reason. In CI (``CI=true``) that is a failure, except for
+want of a GPU.
 - ``--update-golden`` rewrites the files of tests/golden instead of comparing with them.
 """
 
@@ -17,14 +18,16 @@ from hypothesis import settings
 
 TESTS = Path(__file__).parent
 MARKED_FOLDERS = ("cluster", "e2e", "gpu")
-# The longest file first; beside it the real Slurm, whose tests wait more than they compute; short ones fill the end.
+# The longest file first; beside it the real Slurm, whose tests wait more than they compute; short
+# ones fill the end.
 ORDER = ("e2e/test_slurm.py", "cluster", "e2e", "contract")
 
 settings.register_profile("any machine", deadline=None)  # a slow one is no bug
 settings.load_profile("any machine")
 
 
-# What a session imports and collects stays to its end; to look through it again and again is a sixth of its time.
+# What a session imports and collects stays to its end; to look through it again and again is a
+# sixth of its time.
 gc.set_threshold(100_000, 20, 100)
 
 
@@ -33,11 +36,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write the files of tests/golden anew")
+    parser.addoption(
+        "--update-golden", action="store_true", help="write the files of tests/golden anew"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config.option, "loadscopereorder"):  # pytest-xdist would begin with the files that have most tests
+    if hasattr(
+        config.option, "loadscopereorder"
+    ):  # pytest-xdist would begin with the files that have most tests
         config.option.loadscopereorder = False
 
 
@@ -50,14 +57,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _place(path: Path) -> int:
-    return next((place for place, start in enumerate(ORDER) if path.is_relative_to(start)), len(ORDER))
+    return next(
+        (place for place, start in enumerate(ORDER) if path.is_relative_to(start)), len(ORDER)
+    )
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     in_ci = os.environ.get("CI", "").lower() == "true"
-    if in_ci and report.skipped and not hasattr(report, "wasxfail") and item.get_closest_marker("gpu") is None:
+    if (
+        in_ci
+        and report.skipped
+        and not hasattr(report, "wasxfail")
+        and item.get_closest_marker("gpu") is None
+    ):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid} may not skip in CI: {reason}"
@@ -72,7 +88,11 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         path = TESTS / "golden" / name
         if request.config.getoption("--update-golden"):
             path.write_text(text)
-        assert path.exists(), f"{path} is missing; look at the text, then run pytest --update-golden"
-        assert text == path.read_text(), f"differs from {path}; if the change is meant, run pytest --update-golden"
+        assert path.exists(), (
+            f"{path} is missing; look at the text, then run pytest --update-golden"
+        )
+        assert text == path.read_text(), (
+            f"differs from {path}; if the change is meant, run pytest --update-golden"
+        )
 
     return compare

@@ -20,7 +20,20 @@ def write_examples(folder: Path) -> Path:
 
 
 def install(package: Path, target: Path) -> Path:
-    """Install a package of the page below ``target``, with what this environment has and without a network."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--disable-pip-version-check", "--target", target, package], check=True)
+    """Install a package of the page below ``target``, with what this environment has and without a
+    network.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+    ]
+    subprocess.run(
+        [*command, "--disable-pip-version-check", "--target", target, package], check=True
+    )
     return target

@@ -1,7 +1,8 @@
-"""rlpost as somebody has it who installed the wheel on a login node: no checkout, and nothing but what it asks for.
+"""rlpost as somebody has it who installed the wheel on a login node: no checkout, and nothing but
+what it asks for.
 
-The environment is a new one. Of this one it sees what ``install_requires`` asks for, with all that those ask for, each
-by links; so a requirement that is not declared is missing there.
+The environment is a new one. Of this one it sees what ``install_requires`` asks for, with all that
+those ask for, each by links; so a requirement that is not declared is missing there.
 """
 
 from __future__ import annotations
@@ -62,7 +63,14 @@ def clean_environment(folder: Path, wheel: Path) -> Path:
     """A virtual environment with the wheel in it; the folder of its programs."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
-    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "--disable-pip-version-check"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(folder / "bin/python"),
+        "--disable-pip-version-check",
+    ]
     subprocess.run([*pip, "install", "--quiet", "--no-index", "--no-deps", wheel], check=True)
     (own,) = (Distribution.at(path) for path in packages.glob("rlpost-*.dist-info"))
     for name in _needed(own, set()):
@@ -76,7 +84,9 @@ def _needed(asking: Distribution, seen: set[str]) -> Iterator[str]:
     """Names of what a distribution requires without its extras, and of what those require."""
     for requirement in map(Requirement, asking.requires or ()):
         name = re.sub(r"[-_.]+", "-", requirement.name).lower()
-        if name not in seen and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+        if name not in seen and (
+            requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        ):
             seen.add(name)
             yield name
             yield from _needed(distribution(name), seen)

@@ -9,7 +9,9 @@ _DICE = random.SystemRandom()  # tests that run at the same time must not throw 
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that nobody holds, below those that the system hands to outgoing connections meanwhile."""
+    """Different ports that nobody holds, below those that the system hands to outgoing connections
+    meanwhile.
+    """
     found: list[int] = []
     while len(found) < count:
         port = _DICE.randint(20_000, 32_000)

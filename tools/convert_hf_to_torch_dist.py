@@ -1,7 +1,7 @@
 """Convert Hugging Face weights to Megatron's torch_dist: ``--hf-checkpoint X --save Y``.
 
-Runs as a single process, under torchrun or under srun; accepts the MODEL_ARGS of Megatron recipes and every layout
-(docs/actor.md).
+Runs as a single process, under torchrun or under srun; accepts the MODEL_ARGS of Megatron recipes
+and every layout (docs/actor.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Convert Megatron's torch_dist to Hugging Face weights: ``--input-dir X --output-dir Y --origin-hf-dir Z``.
+"""Convert Megatron's torch_dist to Hugging Face weights: ``--input-dir X --output-dir Y
+--origin-hf-dir Z``.
 
-Runs as a single process, under torchrun or under srun; accepts the MODEL_ARGS of Megatron recipes and every layout
-(docs/actor.md).
+Runs as a single process, under torchrun or under srun; accepts the MODEL_ARGS of Megatron recipes
+and every layout (docs/actor.md).
 """
 
 from __future__ import annotations

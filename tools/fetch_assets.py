@@ -1,4 +1,5 @@
-"""Download the model and data sets of a recipe from the Hugging Face hub: ``python tools/fetch_assets.py RECIPE``.
+"""Download the model and data sets of a recipe from the Hugging Face hub: ``python
+tools/fetch_assets.py RECIPE``.
 
 The same as ``rlpost fetch``; see docs/recipes.md.
 """

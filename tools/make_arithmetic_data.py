@@ -1,8 +1,9 @@
 """Write a prompt set of two-digit additions, the smallest task on which a policy visibly learns.
 
-Input: a folder. Output: ``train.jsonl`` and ``heldout.jsonl`` in it, one problem a line, for example
-``{"prompt": "Q:07+31=", "label": "38"}``. Every pair of numbers below 50 appears exactly once, in one of the two
-files. The same seed always gives the same bytes; files with the right content are not rewritten.
+Input: a folder. Output: ``train.jsonl`` and ``heldout.jsonl`` in it, one problem a line, for
+example ``{"prompt": "Q:07+31=", "label": "38"}``. Every pair of numbers below 50 appears exactly
+once, in one of the two files. The same seed always gives the same bytes; files with the right
+content are not rewritten.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def write_lines(path: Path, lines: list[dict[str, str]]) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("assets/tiny"), help="folder of the two files")
+    parser.add_argument(
+        "--out", type=Path, default=Path("assets/tiny"), help="folder of the two files"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the split and of the order")
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -61,7 +64,9 @@ def main(argv: list[str] | None = None) -> int:
             sys.exit(f"--out {arguments.out}: {name} exists with other content; use another folder")
     for name, lines in (("train.jsonl", train), ("heldout.jsonl", heldout)):
         written = write_lines(arguments.out / name, lines)
-        print(f"{arguments.out / name}: {len(lines)} problems{'' if written else ', already there'}")
+        print(
+            f"{arguments.out / name}: {len(lines)} problems{'' if written else ', already there'}"
+        )
     return 0
 
 

@@ -1,4 +1,5 @@
-"""Write the pages of docs/ that are generated from code and recipes: ``python tools/make_docs.py [--check]``.
+"""Write the pages of docs/ that are generated from code and recipes: ``python tools/make_docs.py
+[--check]``.
 
 With --check nothing is written; the exit code is 1 if a page is out of date.
 """
@@ -18,7 +19,13 @@ from rlpost.config.show import reference as settings
 from rlpost.metrics.names import reference as metrics
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = {"settings.md": settings, "metrics.md": metrics, "recipes.md": recipes, "api.md": api, "layouts.md": layouts}
+PAGES = {
+    "settings.md": settings,
+    "metrics.md": metrics,
+    "recipes.md": recipes,
+    "api.md": api,
+    "layouts.md": layouts,
+}
 
 
 def main() -> int:
@@ -27,7 +34,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     os.environ.pop("RLPOST_ASSETS", None)  # so that pages are the same on every machine
     if parser.parse_args().check:
-        current = {name: (DOCS / name).read_text() if (DOCS / name).exists() else "" for name in PAGES}
+        current = {
+            name: (DOCS / name).read_text() if (DOCS / name).exists() else "" for name in PAGES
+        }
         return 0 if all(current[name] == page() for name, page in PAGES.items()) else 1
     for name, page in PAGES.items():
         (DOCS / name).write_text(page())

@@ -1,11 +1,14 @@
-"""Write jobs/NAME.sbatch from each recipe jobs/recipes/NAME.toml: ``python tools/make_jobs.py [--check]``.
+"""Write jobs/NAME.sbatch from each recipe jobs/recipes/NAME.toml: ``python tools/make_jobs.py
+[--check]``.
 
-Also writes jobs/convert_NAME.sbatch for weights that recipes name as NAME_torch_dist (one per conversion), and
-slurm/cluster_flags.sh, with which the scripts reject flags that come too late. The only dependency is pydantic.
+Also writes jobs/convert_NAME.sbatch for weights that recipes name as NAME_torch_dist (one per
+conversion), and slurm/cluster_flags.sh, with which the scripts reject flags that come too late. The
+only dependency is pydantic.
 
-The scripts are for ``sbatch`` on a login node without Python. They contain the layout of ``JOBS`` and the site's
-profile (``jobs/clusters/site.toml``, except for tiny); everything else stays in the recipe. Variables such as
-$RLPOST_ASSETS are not expanded. With --check nothing is written; the exit code is 1 if a file is out of date.
+The scripts are for ``sbatch`` on a login node without Python. They contain the layout of ``JOBS``
+and the site's profile (``jobs/clusters/site.toml``, except for tiny); everything else stays in the
+recipe. Variables such as $RLPOST_ASSETS are not expanded. With --check nothing is written; the exit
+code is 1 if a file is out of date.
 """
 
 from __future__ import annotations
@@ -38,9 +41,15 @@ def rendered(name: str) -> str:
     recipe = f"jobs/recipes/{name}.toml"
     overrides = JOBS.get(name, {})
     profile = None if overrides else SITE
-    config = load(files_of(PROJECT / recipe, {"cluster": profile}), {"cluster": dict(overrides)}).config
+    config = load(
+        files_of(PROJECT / recipe, {"cluster": profile}), {"cluster": dict(overrides)}
+    ).config
     flags = ["--cluster", profile] if profile else []
-    flags += [word for key, value in overrides.items() for word in ("--" + key.replace("_", "-"), str(value))]
+    flags += [
+        word
+        for key, value in overrides.items()
+        for word in ("--" + key.replace("_", "-"), str(value))
+    ]
     return render_sbatch(for_any_home(job_spec(config, driver_args=(recipe, *flags)), config))
 
 
@@ -57,17 +66,27 @@ def conversions() -> dict[str, str]:
 def rendered_conversion(name: str) -> str:
     """The text of jobs/convert_NAME.sbatch."""
     recipe = PROJECT / f"jobs/recipes/{name}.toml"
-    job = {"job_name": f"convert_{name}", "nodes": CONVERSION_NODES.get(name, 1), "time": "04:00:00"}
+    job = {
+        "job_name": f"convert_{name}",
+        "nodes": CONVERSION_NODES.get(name, 1),
+        "time": "04:00:00",
+    }
     config = load(files_of(recipe, {"cluster": SITE}), {"cluster": job}).config
     save = config.checkpoint.ref_load
     words = ("--model", read_toml(recipe)["model"], "--hf-checkpoint", save.removesuffix(CONVERTED))
     spec = job_spec(config, driver_args=(*words, "--distributed-timeout-minutes", "60"))
-    return render_conversion(for_any_home(replace(spec, reads=(save.removesuffix(CONVERTED),)), config), save)
+    return render_conversion(
+        for_any_home(replace(spec, reads=(save.removesuffix(CONVERTED),)), config), save
+    )
 
 
 def for_any_home(spec: JobSpec, config: Config) -> JobSpec:
     """The same job with the image cache in the job's RLPOST_HOME, unless the profile sets one."""
-    if spec.container is None or config.cluster.image_cache is not None or spec.container.is_imported:
+    if (
+        spec.container is None
+        or config.cluster.image_cache is not None
+        or spec.container.is_imported
+    ):
         return spec
     return replace(spec, container=replace(spec.container, cache=None))
 

@@ -1,4 +1,6 @@
-"""Make the pictures of docs/seeing.md from a run: ``python -m tools.make_screenshots RUN``. Needs chromium."""
+"""Make the pictures of docs/seeing.md from a run: ``python -m tools.make_screenshots RUN``. Needs
+chromium.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from tests.browser import Browser, find_browser
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 COLUMNS = 100
 # name, width, height of what is shown, dark
-VIEWS = (("report", 1280, 1420, False), ("report-dark", 1280, 1420, True), ("report-phone", 400, 1420, True))
+VIEWS = (
+    ("report", 1280, 1420, False),
+    ("report-dark", 1280, 1420, True),
+    ("report-phone", 400, 1420, True),
+)
 
 
 def main() -> int:

@@ -1,8 +1,10 @@
-"""Write SGLang's settings to ``rlpost/config/server_args.json``, which login nodes use for validation.
+"""Write SGLang's settings to ``rlpost/config/server_args.json``, which login nodes use for
+validation.
 
-Run it in the training environment after setup.cfg pins another SGLang:  python tools/make_server_args.py
-Types come from the source, as for any other version; choices and defaults come from SGLang's parser, because some of
-them are computed. ``--check`` writes nothing and exits with 1 if the file is out of date.
+Run it in the training environment after setup.cfg pins another SGLang:  python
+tools/make_server_args.py Types come from the source, as for any other version; choices and defaults
+come from SGLang's parser, because some of them are computed. ``--check`` writes nothing and exits
+with 1 if the file is out of date.
 """
 
 import argparse
@@ -30,8 +32,13 @@ def document() -> str:
     ServerArgs.add_cli_args(parser)
     actions = {action.dest: action for action in parser._actions}
     args = source_args(Path(sglang.__path__[0]))
-    lines = [f"  {json.dumps(name)}: {entry(arg, actions.get(name))}" for name, arg in sorted(args.items())]
-    return "\n".join([f'{{"sglang": "{version("sglang")}",', ' "args": {', ",\n".join(lines), "}}", ""])
+    lines = [
+        f"  {json.dumps(name)}: {entry(arg, actions.get(name))}"
+        for name, arg in sorted(args.items())
+    ]
+    return "\n".join(
+        [f'{{"sglang": "{version("sglang")}",', ' "args": {', ",\n".join(lines), "}}", ""]
+    )
 
 
 def entry(arg: ServerArg, action: argparse.Action | None) -> str:
@@ -39,10 +46,16 @@ def entry(arg: ServerArg, action: argparse.Action | None) -> str:
     if action is not None:
         choices = [choice for choice in action.choices or () if choice is not None]
         ordered = sorted(choices) if isinstance(action.choices, set | frozenset) else choices
-        default = action.default if isinstance(action.default, str | int | float | list | dict | None) else None
+        default = (
+            action.default
+            if isinstance(action.default, str | int | float | list | dict | None)
+            else None
+        )
         arg = dataclasses.replace(arg, choices=tuple(ordered), default=default)
     plain = ServerArg()
-    said = {key: value for key, value in dataclasses.asdict(arg).items() if value != getattr(plain, key)}
+    said = {
+        key: value for key, value in dataclasses.asdict(arg).items() if value != getattr(plain, key)
+    }
     return json.dumps(said)
 
 

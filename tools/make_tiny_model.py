@@ -1,15 +1,17 @@
 """Create a complete Hugging Face model of half a million parameters without any download.
 
-Input: a folder, a seed. Output, in that folder: a Qwen3 with tied embeddings, a character tokenizer with a chat
-template, and a generation config. After a short supervised warm-up on two-digit addition some answers are right, so
-that reinforcement learning has rewards. ``make_arithmetic_data.py`` creates the problems if they are missing; the
-held-out ones are never trained on.
+Input: a folder, a seed. Output, in that folder: a Qwen3 with tied embeddings, a character tokenizer
+with a chat template, and a generation config. After a short supervised warm-up on two-digit
+addition some answers are right, so that reinforcement learning has rewards.
+``make_arithmetic_data.py`` creates the problems if they are missing; the held-out ones are never
+trained on.
 
-``--recipe RECIPE --scale-down RANKS`` creates a small model of the recipe's family, in the folders that ``rlpost submit
-RECIPE --scale-down RANKS`` expects; also in FP8 blocks if the recipe's engines use FP8.
+``--recipe RECIPE --scale-down RANKS`` creates a small model of the recipe's family, in the folders
+that ``rlpost submit RECIPE --scale-down RANKS`` expects; also in FP8 blocks if the recipe's engines
+use FP8.
 
-``tiny_model.json`` is written last and marks the folder as complete: a second call with the same settings does
-nothing. The same settings give the same weights on the same machine.
+``tiny_model.json`` is written last and marks the folder as complete: a second call with the same
+settings does nothing. The same settings give the same weights on the same machine.
 """
 
 from __future__ import annotations
@@ -81,16 +83,26 @@ def make_model(tokenizer: Any, hf: Mapping[str, Any]) -> Any:
     """Random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    ids = {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     given = {key: value for key, value in hf.items() if key not in ("model_type", "architectures")}
     config = AutoConfig.for_model(hf["model_type"], **given, max_position_embeddings=512, **ids)
     model = AutoModelForCausalLM.from_config(config)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     return model
 
 
-def read_problems(path: Path, tokenizer: Any, *, in_chat: bool) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, answer ids with the end token) of each line; ``in_chat``: through the chat template."""
+def read_problems(
+    path: Path, tokenizer: Any, *, in_chat: bool
+) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, answer ids with the end token) of each line; ``in_chat``: through the chat
+    template.
+    """
     pairs = []
     for line in path.read_text().splitlines():
         problem = json.loads(line)
@@ -101,19 +113,28 @@ def read_problems(path: Path, tokenizer: Any, *, in_chat: bool) -> list[tuple[li
 
 
 def accuracy(model: Any, pairs: list[tuple[list[int], list[int]]]) -> float:
-    """Share of problems whose greedy answer is right to the last token. All prompts have one length."""
+    """Share of problems whose greedy answer is right to the last token. All prompts have one
+    length.
+    """
     import torch
 
     prompts = torch.tensor([prompt for prompt, _ in pairs])
     made = model.generate(
-        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=LONGEST_ANSWER, do_sample=False
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=LONGEST_ANSWER,
+        do_sample=False,
     )
     answers = made[:, prompts.shape[1] :].tolist()
-    right = [given[: len(wanted)] == wanted for given, (_, wanted) in zip(answers, pairs, strict=True)]
+    right = [
+        given[: len(wanted)] == wanted for given, (_, wanted) in zip(answers, pairs, strict=True)
+    ]
     return sum(right) / len(right)
 
 
-def warm_up(model: Any, pairs: list[tuple[list[int], list[int]]], *, num_steps: int, seed: int) -> None:
+def warm_up(
+    model: Any, pairs: list[tuple[list[int], list[int]]], *, num_steps: int, seed: int
+) -> None:
     """Supervised steps on the answers alone (Adam, cross entropy)."""
     import torch
 
@@ -121,18 +142,27 @@ def warm_up(model: Any, pairs: list[tuple[list[int], list[int]]], *, num_steps: 
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     ignored, started = -100, time.monotonic()
     for step in range(1, num_steps + 1):
-        batch = [pairs[i] for i in torch.randint(len(pairs), (BATCH_SIZE,), generator=drawn).tolist()]
+        batch = [
+            pairs[i] for i in torch.randint(len(pairs), (BATCH_SIZE,), generator=drawn).tolist()
+        ]
         longest = max(len(answer) for _, answer in batch)
         prompts = torch.tensor([prompt for prompt, _ in batch])
-        answers = torch.tensor([answer + [ignored] * (longest - len(answer)) for _, answer in batch])
+        answers = torch.tensor(
+            [answer + [ignored] * (longest - len(answer)) for _, answer in batch]
+        )
         inputs = torch.cat([prompts, answers.clamp(min=0)], dim=1)
         logits = model(inputs).logits[:, prompts.shape[1] - 1 : -1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=ignored)
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), answers.flatten(), ignore_index=ignored
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if step % 100 == 0 or step == num_steps:
-            print(f"  warm-up {step}/{num_steps} loss {loss.item():.3f} {time.monotonic() - started:.1f} s", flush=True)
+            print(
+                f"  warm-up {step}/{num_steps} loss {loss.item():.3f} {time.monotonic() - started:.1f} s",
+                flush=True,
+            )
 
 
 @dataclass(frozen=True)
@@ -166,32 +196,47 @@ def build(folder: Path, data: Path, plan: Plan) -> float:
         warm_up(model, problems, num_steps=plan.num_steps, seed=plan.seed)
     share = 0.0
     if plan.num_steps:
-        share = accuracy(model.eval(), read_problems(data / "heldout.jsonl", tokenizer, in_chat=plan.in_chat))
+        share = accuracy(
+            model.eval(), read_problems(data / "heldout.jsonl", tokenizer, in_chat=plan.in_chat)
+        )
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     if plan.hf["model_type"] in PREDICTS_MORE:
         add_prediction_layer(folder, plan.hf)
-    print(f"  {sum(p.numel() for p in model.parameters())} parameters, {share:.1%} of the held-out problems right")
+    print(
+        f"  {sum(p.numel() for p in model.parameters())} parameters, {share:.1%} of the held-out problems right"
+    )
     return share
 
 
 def add_prediction_layer(folder: Path, hf: Mapping[str, Any]) -> None:
-    """Add the untrained layer for multi-token prediction after the last layer, as in GLM-4.5's checkpoint."""
+    """Add the untrained layer for multi-token prediction after the last layer, as in GLM-4.5's
+    checkpoint.
+    """
     import torch
     from safetensors.torch import load_file, save_file
 
     path, number = folder / "model.safetensors", hf["num_hidden_layers"]
     tensors = load_file(path)
     last, behind = f"model.layers.{number - 1}.", f"model.layers.{number}."
-    more = {behind + name.removeprefix(last): value.clone() for name, value in tensors.items() if name.startswith(last)}
+    more = {
+        behind + name.removeprefix(last): value.clone()
+        for name, value in tensors.items()
+        if name.startswith(last)
+    }
     norm = tensors["model.norm.weight"]
-    more |= {behind + name: norm.clone() for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
+    more |= {
+        behind + name: norm.clone()
+        for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+    }
     more[behind + "eh_proj.weight"] = torch.randn(norm.numel(), 2 * norm.numel()) * 0.02
     more[behind + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     more[behind + "shared_head.head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors | more, path, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}, indent=2) + "\n")
+    (folder / "config.json").write_text(
+        json.dumps(config | {"num_nextn_predict_layers": 1}, indent=2) + "\n"
+    )
 
 
 def quantised(source: Path, folder: Path, block: tuple[int, int]) -> None:
@@ -201,16 +246,29 @@ def quantised(source: Path, folder: Path, block: tuple[int, int]) -> None:
     from rlpost.weights.quantise import BlockFp8
 
     tensors = load_file(source / "model.safetensors")
-    names = frozenset(name for name in tensors if name.startswith("model.layers.") and name.endswith("_proj.weight"))
+    names = frozenset(
+        name
+        for name in tensors
+        if name.startswith("model.layers.") and name.endswith("_proj.weight")
+    )
     fp8 = BlockFp8(names, block)
     for path in source.iterdir():
         if path.suffix in (".json", ".jinja") and path.name != COMPLETE:
             shutil.copy(path, folder / path.name)
-    stored = {key: value for name in tensors for key, value in fp8.tensors(name, tensors[name]).items()}
+    stored = {
+        key: value for name in tensors for key, value in fp8.tensors(name, tensors[name]).items()
+    }
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    said = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block),
+    }
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}, indent=2) + "\n")
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": said}, indent=2) + "\n"
+    )
 
 
 def is_complete(out: Path, settings: Mapping[str, Any]) -> bool:
@@ -223,7 +281,9 @@ def is_complete(out: Path, settings: Mapping[str, Any]) -> bool:
 
 
 def publish(built: Path, out: Path, said: dict[str, Any]) -> None:
-    """Move the files of ``built`` into ``out``, the marker last, so that it implies a complete folder."""
+    """Move the files of ``built`` into ``out``, the marker last, so that it implies a complete
+    folder.
+    """
     unfinished = built / COMPLETE
     # Marks the folder as created here, in case this process is killed.
     unfinished.write_text(json.dumps({"settings": None, "files": []}) + "\n")
@@ -242,7 +302,11 @@ def produce(out: Path, settings: Mapping[str, Any], make: Callable[[Path], float
         print(f"{out}: already there")
         return
     out.mkdir(parents=True, exist_ok=True)
-    theirs = sorted(path.name for path in out.iterdir() if path.name == "config.json" or path.suffix == ".safetensors")
+    theirs = sorted(
+        path.name
+        for path in out.iterdir()
+        if path.name == "config.json" or path.suffix == ".safetensors"
+    )
     if theirs and not (out / COMPLETE).exists():
         sys.exit(
             f"--out {out}: holds {theirs[0]} and no {COMPLETE}, so it is a model that was not made here; "
@@ -295,13 +359,27 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("assets/tiny"), help="folder of the model")
     parser.add_argument("--data", type=Path, help="folder of the problems (default: --out)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the warm-up")
-    parser.add_argument("--warmup-steps", type=int, default=240, help="supervised steps of 64 problems")
-    parser.add_argument("--recipe", type=Path, nargs="+", default=[], help="create small models of these recipes")
-    parser.add_argument("--scale-down", type=int, default=2, metavar="RANKS", help="as of rlpost submit (default: 2)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the weights and of the warm-up"
+    )
+    parser.add_argument(
+        "--warmup-steps", type=int, default=240, help="supervised steps of 64 problems"
+    )
+    parser.add_argument(
+        "--recipe", type=Path, nargs="+", default=[], help="create small models of these recipes"
+    )
+    parser.add_argument(
+        "--scale-down",
+        type=int,
+        default=2,
+        metavar="RANKS",
+        help="as of rlpost submit (default: 2)",
+    )
     arguments = parser.parse_args(argv)
     for recipe in arguments.recipe:
-        make_scaled(recipe, arguments.scale_down, seed=arguments.seed, num_steps=arguments.warmup_steps)
+        make_scaled(
+            recipe, arguments.scale_down, seed=arguments.seed, num_steps=arguments.warmup_steps
+        )
     if arguments.recipe:
         return 0
     out, data = arguments.out, arguments.data or arguments.out

@@ -1,8 +1,9 @@
-"""Entry point of the agent: ``python -u -m bootstrap.agent --attempt-dir DIR --num-gpus N -- DRIVER...``
+"""Entry point of the agent: ``python -u -m bootstrap.agent --attempt-dir DIR --num-gpus N --
+DRIVER...``
 
-Input: the command line, Slurm's environment, the attempt's folder with its secret. Output: the verdict in that folder.
-The verdict is the result: the exit code is 0 if it exists, and 1 only if it could not be written (or if this node
-never found the head).
+Input: the command line, Slurm's environment, the attempt's folder with its secret. Output: the
+verdict in that folder. The verdict is the result: the exit code is 0 if it exists, and 1 only if it
+could not be written (or if this node never found the head).
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def read_secret(attempt_dir: Path, facts: Facts) -> bytes:
     except FileNotFoundError:
         secret = ""
     if len(secret) < 32:
-        raise FactsError(f"{path} holds no secret of at least 32 characters; the batch script must create it")
+        raise FactsError(
+            f"{path} holds no secret of at least 32 characters; the batch script must create it"
+        )
     return secret.encode()
 
 
@@ -74,7 +77,9 @@ def main() -> int:
         datefmt="%H:%M:%S",
     )
     if (options.attempt_dir / VERDICT_FILE).exists():
-        logger.error("%s already has a verdict; use a new --attempt-dir for every start", options.attempt_dir)
+        logger.error(
+            "%s already has a verdict; use a new --attempt-dir for every start", options.attempt_dir
+        )
         return 1
     facts = None
     try:
@@ -87,7 +92,9 @@ def main() -> int:
         if facts is not None and not facts.is_head:
             return 1
         try:
-            write_verdict(options.attempt_dir, Verdict("failed", f"the agent on {host} failed: {error!r}"))
+            write_verdict(
+                options.attempt_dir, Verdict("failed", f"the agent on {host} failed: {error!r}")
+            )
         except OSError:
             return 1
     return 0

@@ -1,8 +1,9 @@
 """Determine when this job ends.
 
-Input: Slurm's environment, and ``squeue`` if available (a container may lack it). Output: seconds since 1970. Slurm
-moves the end of a job when it preempts the job (slurmctld, ``job_mgr.c``: end = now + GraceTime) and when its time
-limit is changed, so a query at the signal takes precedence over the environment variable set at the start.
+Input: Slurm's environment, and ``squeue`` if available (a container may lack it). Output: seconds
+since 1970. Slurm moves the end of a job when it preempts the job (slurmctld, ``job_mgr.c``: end =
+now + GraceTime) and when its time limit is changed, so a query at the signal takes precedence over
+the environment variable set at the start.
 """
 
 from __future__ import annotations
@@ -17,23 +18,27 @@ ASK_TIMEOUT_S = 10.0
 ASK_AGAIN_S = 600.0
 """Interval between queries of the end of the job, which an operator may change."""
 LEAVE_S = 10.0
-"""Seconds before the deadline at which the agent writes its verdict, so that the batch script can requeue."""
+"""Seconds before the deadline at which the agent writes its verdict, so that the batch script can
+requeue.
+"""
 
 
 def seconds_for_the_driver(left_s: float | None, *, grace_s: float, lead_s: float) -> float:
     """Seconds to wait for a driver after a stop request: until just before the deadline.
 
-    Without a deadline: ``grace_s``. If the deadline is hours away (a manual requeue), the longer of ``grace_s`` and
-    ``lead_s`` limits the wait for a hanging driver.
+    Without a deadline: ``grace_s``. If the deadline is hours away (a manual requeue), the longer of
+    ``grace_s`` and ``lead_s`` limits the wait for a hanging driver.
     """
     return grace_s if left_s is None else min(max(left_s - LEAVE_S, 1.0), max(grace_s, lead_s))
 
 
-def end_after_signal(queried: float | None, initial: float | None, *, now: float, lead_s: float) -> float | None:
+def end_after_signal(
+    queried: float | None, initial: float | None, *, now: float, lead_s: float
+) -> float | None:
     """End of a job after a stop signal.
 
-    ``queried``: Slurm's current answer, which takes precedence. Otherwise ``initial``, the end known at
-    the start of the job, but at most ``lead_s`` seconds from now.
+    ``queried``: Slurm's current answer, which takes precedence. Otherwise ``initial``, the end
+    known at the start of the job, but at most ``lead_s`` seconds from now.
     """
     if queried is not None:
         return queried
@@ -44,7 +49,9 @@ def end_after_signal(queried: float | None, initial: float | None, *, now: float
 class JobClock:
     """Clock of one job. Outside Slurm the job has no known end."""
 
-    def __init__(self, environ: Mapping[str, str], *, lead_s: float, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, environ: Mapping[str, str], *, lead_s: float, now: Callable[[], float] = time.time
+    ) -> None:
         """``lead_s``: seconds before its end at which the job must receive a stop request."""
         self.lead_s = lead_s
         self.now = now

@@ -1,8 +1,9 @@
 """Detect disks that fill during a run, before Ray and the driver fail with less specific errors.
 
-Input: the folder of Ray's session on this node and, on the head, the run folder. Output: ``DiskFull``. Each disk is
-polled every second and must stay full for its grace period, because a checkpoint may fill a disk briefly before older
-ones are removed. A disk that cannot be read never counts as full.
+Input: the folder of Ray's session on this node and, on the head, the run folder. Output:
+``DiskFull``. Each disk is polled every second and must stay full for its grace period, because a
+checkpoint may fill a disk briefly before older ones are removed. A disk that cannot be read never
+counts as full.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class WatchedFolder:
 
 
 def places_of(ray_folder: Path, run_folder: Path | None) -> tuple[WatchedFolder, ...]:
-    """Folders that an agent watches: Ray's folder on its node and, if given, the shared run folder."""
+    """Folders that an agent watches: Ray's folder on its node and, if given, the shared run
+    folder.
+    """
     own = WatchedFolder(ray_folder, "Ray's temp dir", belongs_to_node=True, grace_s=1.0)
     if run_folder is None:
         return (own,)
@@ -54,8 +57,8 @@ def places_of(ray_folder: Path, run_folder: Path | None) -> tuple[WatchedFolder,
 def shortage(free: int, total: int, free_inodes: int, num_inodes: int) -> str | None:
     """Why a file system with these free bytes and inodes counts as full; None if it does not.
 
-    Some FUSE and overlay mounts report 0 of 0 bytes, and file systems without a fixed number of inodes
-    (btrfs, sometimes Lustre) 0 of 0 inodes: neither counts as full.
+    Some FUSE and overlay mounts report 0 of 0 bytes, and file systems without a fixed number of
+    inodes (btrfs, sometimes Lustre) 0 of 0 inodes: neither counts as full.
     """
     if total > 0 and free < min(_FULL_BYTES, total // 2):
         return f"{free / _MIB:.0f} MiB left of {total / _MIB:.0f}"
@@ -81,8 +84,11 @@ async def _until_full(place: WatchedFolder) -> DiskFull:
     probe_at = loop.time()
     try:
         while True:
-            found = await asyncio.to_thread(_shortage_at, place.folder)  # a shared file system may stall
-            # statvfs does not show quotas, only a write does. Probe a shared file system less often.
+            found = await asyncio.to_thread(
+                _shortage_at, place.folder
+            )  # a shared file system may stall
+            # statvfs does not show quotas, only a write does. Probe a shared file system less
+            # often.
             is_probe_due = full_since is not None or loop.time() >= probe_at
             if found is None and not place.belongs_to_node and is_probe_due:
                 found = await asyncio.to_thread(_refusal_at, place.folder)
@@ -112,7 +118,9 @@ def _shortage_at(folder: Path) -> str | None:
 
 
 def _refusal_at(folder: Path) -> str | None:
-    """Why a small file cannot be written (disk full, quota), or None. The last one stays as a reserve."""
+    """Why a small file cannot be written (disk full, quota), or None. The last one stays as a
+    reserve.
+    """
     probe = folder / f"{_RESERVE}.new"
     try:
         with probe.open("wb") as file:

@@ -1,7 +1,8 @@
 """Track which hosts of the allocation have joined and pass preflight; select those of the cluster.
 
-Input: nodes as they join and leave, and their reports. Output: the hosts of the cluster, one preflight table in the
-log, and ``preflight.json``. Invariant: once selected, the hosts of a cluster do not change.
+Input: nodes as they join and leave, and their reports. Output: the hosts of the cluster, one
+preflight table in the log, and ``preflight.json``. Invariant: once selected, the hosts of a cluster
+do not change.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Gathering:
         self._options = options
         self._reception = reception
         self._wanted = Wanted(options.num_gpus, options.object_store_memory)
-        self.own_conflicts: tuple[str, ...] | None = None  # of this host's network; None while it is alone
+        self.own_conflicts: tuple[str, ...] | None = (
+            None  # of this host's network; None while it is alone
+        )
         self._num_needed = len(facts.hosts) - options.spare_nodes
         self._fit: set[str] = {facts.host}
         self._absent: dict[str, str] = {}
@@ -99,12 +102,16 @@ class Gathering:
         first.cancel()
 
     async def is_own_host_fit(self) -> bool:
-        """Whether this host passes preflight, so that Ray may start early; ``choose`` reports why not."""
+        """Whether this host passes preflight, so that Ray may start early; ``choose`` reports why
+        not.
+        """
         assert self._own is not None
         return level_of(check_host(await self._own, self._wanted)) != "EXCLUDE_NODE"
 
     async def wait(self) -> None:
-        """Wait until all nodes have joined; with spares: enough fit nodes, then ``spare_wait_s`` for the rest."""
+        """Wait until all nodes have joined; with spares: enough fit nodes, then ``spare_wait_s``
+        for the rest.
+        """
         if not self._options.spare_nodes:
             await self._reception.complete.wait()
         while not self._reception.complete.is_set():
@@ -129,35 +136,47 @@ class Gathering:
         """
         preflight = await self.judge(head_ip, ask_nodes=True)
         # In a thread: a stalled shared file system must not stop the heartbeats.
-        await asyncio.to_thread(write_atomic, self._options.attempt_dir / PREFLIGHT_JSON, preflight.to_json())
+        await asyncio.to_thread(
+            write_atomic, self._options.attempt_dir / PREFLIGHT_JSON, preflight.to_json()
+        )
         logger.info("preflight\n%s", preflight.table())
         absent, can_requeue = self._absent_hosts(), self._facts.in_slurm
-        self.used = choose_hosts(self._facts.hosts, self._num_needed, preflight, absent, can_requeue=can_requeue)
+        self.used = choose_hosts(
+            self._facts.hosts, self._num_needed, preflight, absent, can_requeue=can_requeue
+        )
         for host, why in {**preflight.unfit, **absent}.items():
             logger.warning("%s is replaced by a spare node: %s", host, why)
 
     async def judge(self, head_ip: str, *, ask_nodes: bool = False) -> Preflight:
         """Run every check on every host that has joined, and list the absent hosts.
 
-        ``head_ip``: the address at which the others reached this host. ``ask_nodes``: include them in the test of the
-        run folder.
+        ``head_ip``: the address at which the others reached this host. ``ask_nodes``: include them
+        in the test of the run folder.
         """
         facts, attempt_dir = self._facts, self._options.attempt_dir
         assert self._own is not None
         read = {facts.host: replace(await self._own, network_conflicts=self.own_conflicts)}
         reports = self._reception.reports
         read |= {reports[rank].host: _host_facts(reports[rank]) for rank in sorted(reports)}
-        canaries = await asyncio.to_thread(_wait_for_canaries, attempt_dir, [found.canary for found in read.values()])
+        canaries = await asyncio.to_thread(
+            _wait_for_canaries, attempt_dir, [found.canary for found in read.values()]
+        )
         arrived_at = {reports[rank].host: at for rank, at in self._reception.joined_at.items()}
         via = {report.host: f"{report.ip} ({report.ifname})" for report in reports.values()}
         checks = {host: [*compared] for host, compared in compare_hosts(read).items()}
         for host, found in read.items():
-            skew = found.clock - arrived_at[host] if host in arrived_at and found.clock is not None else None
+            skew = (
+                found.clock - arrived_at[host]
+                if host in arrived_at and found.clock is not None
+                else None
+            )
             canary_seen = None if found.canary is None else found.canary in canaries
             seen = Seen(skew, head_ip, canary_seen, via.get(host, ""))
             checks[host] = [*check_host(found, self._wanted, seen), *checks.get(host, ())]
         absent = self._absent_hosts()
-        fit = [host for host in read if level_of(checks[host]) != "EXCLUDE_NODE" and host not in absent]
+        fit = [
+            host for host in read if level_of(checks[host]) != "EXCLUDE_NODE" and host not in absent
+        ]
         if ask_nodes:
             for host, check in (await self._try_folder(fit)).items():
                 checks[host].append(check)
@@ -172,7 +191,11 @@ class Gathering:
         """Test the run folder on the hosts that are fit so far, concurrently."""
         reports = [report for report in self._reception.reports.values() if report.host in hosts]
         links = {report.host: self._reception.links[report.rank] for report in reports}
-        return await self._folder_test.run(self._options.attempt_dir, links, self._facts.host) if links else {}
+        return (
+            await self._folder_test.run(self._options.attempt_dir, links, self._facts.host)
+            if links
+            else {}
+        )
 
     async def _measure(self, hosts: Sequence[str]) -> dict[str, Check]:
         """Measure bandwidth between the hosts that are fit so far, if a threshold is set."""
@@ -182,16 +205,24 @@ class Gathering:
         reports = self._reception.reports.values()
         links = {report.host: self._reception.links[report.rank] for report in reports}
         log = self._options.attempt_dir / f"bandwidth-{hosts[0]}.log"
-        return check_bandwidth(await self._survey.run(hosts, links, self._options.num_gpus, log), wanted)
+        return check_bandwidth(
+            await self._survey.run(hosts, links, self._options.num_gpus, log), wanted
+        )
 
 
 async def read_this_host(facts: Facts, options: Options) -> HostFacts:
     """Read the preflight facts of the host that this agent runs on."""
-    # Cache the versions now: the report is due within 10 s of the hello, and a cold file system is slow.
+    # Cache the versions now: the report is due within 10 s of the hello, and a cold file system is
+    # slow.
     await asyncio.to_thread(installed_versions)
     ray_folder = Path(temp_dir(facts)).parent
     return await asyncio.to_thread(
-        read_host, options.attempt_dir, ray_folder, facts.head_host, os.environ, options.needed_paths
+        read_host,
+        options.attempt_dir,
+        ray_folder,
+        facts.head_host,
+        os.environ,
+        options.needed_paths,
     )
 
 
@@ -203,7 +234,9 @@ def _host_facts(report: NodeReport) -> HostFacts:
 
 
 def _wait_for_canaries(attempt_dir: Path, names: Sequence[str | None]) -> set[str]:
-    """The ``names`` that are visible here; a shared folder shows all of them within ``_CANARY_S``."""
+    """The ``names`` that are visible here; a shared folder shows all of them within
+    ``_CANARY_S``.
+    """
     folder, wanted = attempt_dir / CANARY_DIR, {name for name in names if name is not None}
     deadline = time.monotonic() + _CANARY_S
     while True:

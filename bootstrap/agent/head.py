@@ -1,11 +1,12 @@
 """Head agent: bring up the Ray cluster, run and monitor the driver, write the verdict.
 
-Input: facts, options, the secret, the stop request. Output: one ``Cluster`` line on the driver's standard input,
-``verdict.json`` and ``verdict``.
+Input: facts, options, the secret, the stop request. Output: one ``Cluster`` line on the driver's
+standard input, ``verdict.json`` and ``verdict``.
 
-Invariants: the driver and all Ray processes are started first, so that their imports overlap with the bring-up. The
-driver receives its line only when every node and GPU is registered in Ray; if the bring-up fails it receives an end of
-file without a line. The verdict is written before anything is torn down.
+Invariants: the driver and all Ray processes are started first, so that their imports overlap with
+the bring-up. The driver receives its line only when every node and GPU is registered in Ray; if the
+bring-up fails it receives an end of file without a line. The verdict is written before anything is
+torn down.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ from bootstrap.agent.local_ray import LocalRay, RayError
 from bootstrap.agent.monitor import Kept, StopSignals
 from bootstrap.agent.options import Options
 from bootstrap.agent.ports import PortBlock, PortError, claim_block, ephemeral_floor, host_port
-from bootstrap.agent.ray_command import RayNode, base_environment, network_environment, ray_environment, temp_dir
+from bootstrap.agent.ray_command import (
+    RayNode,
+    base_environment,
+    network_environment,
+    ray_environment,
+    temp_dir,
+)
 from bootstrap.agent.rendezvous import (
     HEAD_FILE,
     BringupError,
@@ -97,7 +104,8 @@ class HeadAgent:
             outcome = await self._outcome_of_bringup(driver, bringup)
             if outcome is None:
                 logger.info("the cluster is up after %.1f s", loop.time() - started_at)
-                # Writing a long line blocks until the driver reads; stops and losses must be noticed meanwhile.
+                # Writing a long line blocks until the driver reads; stops and losses must be
+                # noticed meanwhile.
                 line = bringup.result().to_json()
                 write = asyncio.to_thread(_write_line, driver_input, line)
                 self._sending_cluster = asyncio.create_task(write)
@@ -121,7 +129,9 @@ class HeadAgent:
 
     async def _start_driver(self) -> tuple[Kept, int]:
         reading_end, writing_end = os.pipe()
-        log = os.open(self._options.attempt_dir / DRIVER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log = os.open(
+            self._options.attempt_dir / DRIVER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
+        )
         try:
             driver = await Kept.start(
                 "the driver", self._options.driver, environ=self._environ, stdio=(reading_end, log)
@@ -131,8 +141,12 @@ class HeadAgent:
             os.close(log)
         return driver, writing_end
 
-    async def _outcome_of_bringup(self, driver: Kept, bringup: asyncio.Task[Cluster]) -> Outcome | None:
-        """Outcome of a failed bring-up; None if the cluster is up and the driver is waiting for it."""
+    async def _outcome_of_bringup(
+        self, driver: Kept, bringup: asyncio.Task[Cluster]
+    ) -> Outcome | None:
+        """Outcome of a failed bring-up; None if the cluster is up and the driver is waiting for
+        it.
+        """
         stopped = asyncio.create_task(self._stop.requested.wait())
         await first_of(bringup, driver.exited, self._lost, stopped)
         stopped.cancel()
@@ -146,7 +160,9 @@ class HeadAgent:
             if error is None:
                 return None
             if isinstance(error, BringupError):
-                return Outcome(bringup_error=str(error), bringup_verdict=error.verdict, exclude=error.exclude)
+                return Outcome(
+                    bringup_error=str(error), bringup_verdict=error.verdict, exclude=error.exclude
+                )
             if not isinstance(error, (LinkLost, RayError, NetworkError, PortError, OSError)):
                 logger.error("bring-up failed", exc_info=error)
             return Outcome(bringup_error=str(error) or repr(error))
@@ -176,7 +192,9 @@ class HeadAgent:
             driver_tail=tail(self._options.attempt_dir / DRIVER_LOG),
             lost=loss.cause if loss else None,
             exclude=loss.exclude if loss else (),
-            stop_requested=self._stop.requested.is_set() if not self._lost.done() else self._stopped_before_loss,
+            stop_requested=self._stop.requested.is_set()
+            if not self._lost.done()
+            else self._stopped_before_loss,
         )
 
     async def _bring_up(self) -> Cluster:
@@ -185,9 +203,13 @@ class HeadAgent:
             async with deadline:
                 self._gathering.begin()
                 # The bound socket reserves the block of ports for the whole attempt.
-                ports, self._claim = claim_block(self._facts.job_id, ephemeral_floor(), self._bind_ip())
+                ports, self._claim = claim_block(
+                    self._facts.job_id, ephemeral_floor(), self._bind_ip()
+                )
                 preparing = asyncio.create_task(self._prepare_ray())
-                preparing.add_done_callback(look_at_error)  # on an unfit host preflight reports the problem
+                preparing.add_done_callback(
+                    look_at_error
+                )  # on an unfit host preflight reports the problem
                 await self._listen_for_nodes(ports)
                 own, environ = await self._report_own_node()
                 starting = self._start_ray(own, ports, environ, preparing)
@@ -197,23 +219,34 @@ class HeadAgent:
             if not deadline.expired():  # a shared file system can raise it too (ETIMEDOUT)
                 raise
             raise self._too_late() from None
-        nodes = tuple(Node(report.host, report.ip, report.ifname, report.num_gpus) for report in reports)
+        nodes = tuple(
+            Node(report.host, report.ip, report.ifname, report.num_gpus) for report in reports
+        )
         job_ports = ports.job_ports
         return Cluster(
-            host_port(reports[0].ip, ports.gcs), str(self._options.attempt_dir), nodes, job_ports.start, len(job_ports)
+            host_port(reports[0].ip, ports.gcs),
+            str(self._options.attempt_dir),
+            nodes,
+            job_ports.start,
+            len(job_ports),
         )
 
     async def _prepare_ray(self) -> None:
         log = self._options.attempt_dir / f"ray-{self._facts.host}.log"
-        self._ray = await LocalRay.prepare(temp_dir(self._facts), ray_environment(self._environ), log)
+        self._ray = await LocalRay.prepare(
+            temp_dir(self._facts), ray_environment(self._environ), log
+        )
 
     def _bind_ip(self) -> str:
-        """Address to listen on; a single node uses the loopback interface unless ``--socket-ifname`` is set."""
+        """Address to listen on; a single node uses the loopback interface unless
+        ``--socket-ifname`` is set.
+        """
         ifname = self._options.socket_ifname
         alone = len(self._facts.hosts) == 1
         if ifname == LOOPBACK_IFNAME or (alone and not ifname):
             return LOOPBACK_IP
-        # Without --socket-ifname, the interface that reaches the nodes is unknown until they connect.
+        # Without --socket-ifname, the interface that reaches the nodes is unknown until they
+        # connect.
         return ip_of(ifname, local_addresses()) if ifname else ""
 
     async def _listen_for_nodes(self, ports: PortBlock) -> None:
@@ -225,12 +258,16 @@ class HeadAgent:
         published = reachable_addresses(local_addresses())
         if ifname := self._options.socket_ifname:
             published = tuple(address for address in published if address.ifname == ifname)
-        write_atomic(self._options.attempt_dir / HEAD_FILE, head_document(ports.rendezvous, published))
+        write_atomic(
+            self._options.attempt_dir / HEAD_FILE, head_document(ports.rendezvous, published)
+        )
 
     async def _report_own_node(self) -> tuple[NodeReport, dict[str, str]]:
         """Report of the head and its network variables, once the first node has connected."""
         facts, options = self._facts, self._options
-        await asyncio.to_thread(installed_versions)  # slow on a cold file system; heartbeats continue
+        await asyncio.to_thread(
+            installed_versions
+        )  # slow on a cold file system; heartbeats continue
         ip, ifname = self._bind_ip() or LOOPBACK_IP, options.socket_ifname or LOOPBACK_IFNAME
         if len(facts.hosts) > 1:
             await self._gathering.wait_for_first()
@@ -240,8 +277,11 @@ class HeadAgent:
         network, found = logged_network_here(ifname, ip)
         self._gathering.own_conflicts = found.conflict_lines if self._reception.links else None
         row = network_row(network, found, installed_versions())
-        own = NodeReport(facts.host, 0, options.num_gpus, installed_versions(), ip, ifname, network=row)
-        # On a routed fabric the loopback interface holds the address: test the address, not the interface.
+        own = NodeReport(
+            facts.host, 0, options.num_gpus, installed_versions(), ip, ifname, network=row
+        )
+        # On a routed fabric the loopback interface holds the address: test the address, not the
+        # interface.
         return own, {} if ipaddress.ip_address(ip).is_loopback else found.rdma_env
 
     async def _admit(self, own: NodeReport) -> list[NodeReport]:
@@ -253,12 +293,18 @@ class HeadAgent:
         reports = [own, *(report for _, report in sorted(self._reception.reports.items()))]
         await self._gathering.choose(own.ip if links else "")
         reports = [report for report in reports if report.host in self._gathering.used]
-        logger.info("nodes\n%s", comparison_table({report.host: report.network for report in reports}))
+        logger.info(
+            "nodes\n%s", comparison_table({report.host: report.network for report in reports})
+        )
         check_versions(reports)
         return reports
 
     async def _start_ray(
-        self, own: NodeReport, ports: PortBlock, fabric: dict[str, str], preparing: asyncio.Task[None]
+        self,
+        own: NodeReport,
+        ports: PortBlock,
+        fabric: dict[str, str],
+        preparing: asyncio.Task[None],
     ) -> None:
         """Start Ray on this node; returns when other nodes can join it."""
         if not await self._gathering.is_own_host_fit():
@@ -286,7 +332,9 @@ class HeadAgent:
     async def _start_others(self, reports: Sequence[NodeReport], ports: PortBlock) -> None:
         """Start Ray on the other nodes; returns when every node and GPU is registered."""
         order = {"kind": "start_ray", "head_ip": reports[0].ip, "port_base": ports.base}
-        await asyncio.gather(*(self._reception.links[report.rank].send(order) for report in reports[1:]))
+        await asyncio.gather(
+            *(self._reception.links[report.rank].send(order) for report in reports[1:])
+        )
         assert self._ray is not None
         await self._ray.wait_registered({report.ip: report.num_gpus for report in reports})
         self._ray.stop_watching()
@@ -297,7 +345,9 @@ class HeadAgent:
 
     async def _watch_disks(self, ray_folder: Path) -> None:
         full = await until_full(places_of(ray_folder, self._options.attempt_dir))
-        self._lose(Loss(f"{self._facts.host}: {full}", (self._facts.host,) if full.node_is_bad else ()))
+        self._lose(
+            Loss(f"{self._facts.host}: {full}", (self._facts.host,) if full.node_is_bad else ())
+        )
 
     async def _watch_launch(self) -> None:
         """Report or drop the nodes whose task failed before their agent joined."""
@@ -305,11 +355,16 @@ class HeadAgent:
         attempt_dir, hosts = self._options.attempt_dir, self._facts.hosts
         async for failed in failures_before_joining(attempt_dir, hosts, self._reception.missing):
             causes |= failed
-            needed = [host for host, cause in failed.items() if not self._gathering.can_do_without(host, cause)]
+            needed = [
+                host
+                for host, cause in failed.items()
+                if not self._gathering.can_do_without(host, cause)
+            ]
             for host in failed.keys() - set(needed):
                 logger.warning("%s; the run continues without it", failed[host])
             if needed:
-                # As at the deadline: if all but the head failed, suspect the head rather than each of them.
+                # As at the deadline: if all but the head failed, suspect the head rather than each
+                # of them.
                 all_others = len(causes) > 1 and len(causes) == len(hosts) - 1
                 self._lose(Loss("\n".join(causes.values()), () if all_others else tuple(causes)))
 
@@ -342,22 +397,29 @@ class HeadAgent:
             self._lost.set_result(loss)
 
     def _too_late(self) -> BringupError:
-        """Error that names the hosts that delayed the bring-up, with the last lines of their logs."""
+        """Error that names the hosts that delayed the bring-up, with the last lines of their
+        logs.
+        """
         within = f"within {self._options.bringup_deadline_s:.0f} s"
         attempt_dir = self._options.attempt_dir
         if missing := self._reception.missing():
             logs = describe_missing(missing, attempt_dir, "agent-HOST.log")
             cause = f"{', '.join(missing)} of {len(self._facts.hosts)} nodes did not join {within}:\n{logs}"
-            # If all but the head are missing, suspect the head or its port rather than each of them.
+            # If all but the head are missing, suspect the head or its port rather than each of
+            # them.
             alone = len(missing) > 1 and len(missing) == len(self._facts.hosts) - 1
             return BringupError(cause, exclude=() if alone else missing)
         registered = self._ray.registered if self._ray is not None else {}
         reports = self._reception.reports.values()
-        late = [it.host for it in reports if it.host in self._gathering.used and it.ip not in registered]
+        late = [
+            it.host for it in reports if it.host in self._gathering.used and it.ip not in registered
+        ]
         if not registered:  # no other node can start before the head
             late = [self._facts.host]
         if not late:
-            return BringupError(f"all nodes joined and Ray is up on the head, but preflight did not finish {within}")
+            return BringupError(
+                f"all nodes joined and Ray is up on the head, but preflight did not finish {within}"
+            )
         logs = describe_missing(late, attempt_dir, "ray-HOST.log")
         return BringupError(f"Ray did not come up {within} on:\n{logs}")
 
@@ -384,11 +446,15 @@ def _only_local_ip(links: Collection[Link]) -> str:
     reached = {link.local_ip: link.peer_ip for link in links}
     if len(reached) > 1:
         ways = ", ".join(f"{peer} reached {local}" for local, peer in reached.items())
-        raise NetworkError(f"the nodes connected over different networks ({ways}); choose one with --socket-ifname")
+        raise NetworkError(
+            f"the nodes connected over different networks ({ways}); choose one with --socket-ifname"
+        )
     return next(iter(reached))
 
 
 def _write_line(descriptor: int, text: str) -> None:
-    """Write a line and close; if the driver has exited meanwhile, its exit is reported elsewhere."""
+    """Write a line and close; if the driver has exited meanwhile, its exit is reported
+    elsewhere.
+    """
     with suppress(BrokenPipeError), os.fdopen(descriptor, "w") as stream:
         stream.write(text + "\n")

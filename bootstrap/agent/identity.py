@@ -1,7 +1,8 @@
 """Identity of this agent in the allocation, from Slurm's environment variables. Pure.
 
-Input: a mapping of environment variables and the machine's host name. Output: ``Facts``. Outside Slurm: one node, and
-a job id derived from the process id, so that two local runs do not share ports or folders.
+Input: a mapping of environment variables and the machine's host name. Output: ``Facts``. Outside
+Slurm: one node, and a job id derived from the process id, so that two local runs do not share ports
+or folders.
 """
 
 from __future__ import annotations
@@ -47,8 +48,11 @@ def read_facts(environ: Mapping[str, str], hostname: str) -> Facts:
     if job_id is None:
         return Facts(hostname, 0, (hostname,), f"l{os.getpid()}", 0, in_slurm=False)
     if "SLURM_NODEID" not in environ:
-        raise FactsError("SLURM_NODEID is not set in a Slurm job; start one agent per node with srun")
-    # Use the step's list: a step may run on fewer nodes than its job, and node ids count within the step.
+        raise FactsError(
+            "SLURM_NODEID is not set in a Slurm job; start one agent per node with srun"
+        )
+    # Use the step's list: a step may run on fewer nodes than its job, and node ids count within the
+    # step.
     key = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
     try:
         hosts = expand(environ.get(key, ""))
@@ -56,5 +60,14 @@ def read_facts(environ: Mapping[str, str], hostname: str) -> Facts:
         raise FactsError(f"{key}: {error}") from error
     rank = int(environ["SLURM_NODEID"])
     if rank >= len(hosts):
-        raise FactsError(f"SLURM_NODEID={rank} but {key}={environ.get(key)!r} names {len(hosts)} hosts")
-    return Facts(hosts[rank], rank, hosts, job_id, int(environ.get("SLURM_RESTART_COUNT", "0")), in_slurm=True)
+        raise FactsError(
+            f"SLURM_NODEID={rank} but {key}={environ.get(key)!r} names {len(hosts)} hosts"
+        )
+    return Facts(
+        hosts[rank],
+        rank,
+        hosts,
+        job_id,
+        int(environ.get("SLURM_RESTART_COUNT", "0")),
+        in_slurm=True,
+    )

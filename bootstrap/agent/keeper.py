@@ -2,20 +2,22 @@
 
     python -m bootstrap.agent.keeper --channel FD [--scratch DIR] -- COMMAND...
 
-Input: a Unix socket to the agent (``FD``), which carries ``end SECONDS``; the command, which inherits the keeper's
-standard streams. Output over the socket, one JSON object per line: ``{"event": "started", "pid"}``,
-``{"event": "exited", "code"}`` (negative: signal), ``{"event": "gone"}``.
+Input: a Unix socket to the agent (``FD``), which carries ``end SECONDS``; the command, which
+inherits the keeper's standard streams. Output over the socket, one JSON object per line:
+``{"event": "started", "pid"}``, ``{"event": "exited", "code"}`` (negative: signal), ``{"event":
+"gone"}``.
 
-Why a separate process: on preemption, Slurm's proctrack/linuxproc sends TERM to every process below the task that it
-finds by parent pid, but Ray must keep running until a checkpoint is saved. The keeper detaches (new session, parent
-init), so that the signal reaches only the agent. Detached processes can leak; hence the invariants:
+Why a separate process: on preemption, Slurm's proctrack/linuxproc sends TERM to every process below
+the task that it finds by parent pid, but Ray must keep running until a checkpoint is saved. The
+keeper detaches (new session, parent init), so that the signal reaches only the agent. Detached
+processes can leak; hence the invariants:
 
-- When the socket closes, for any reason, the keeper ends all its descendants (TERM, then KILL), removes ``--scratch``
-  and only then exits.
-- Descendants cannot escape: the keeper is a child subreaper (prctl(2)), so orphans become its children, and "no child
-  left" (ECHILD) means that all are gone.
-- If the keeper itself is killed, the kernel sends KILL to the command (PR_SET_PDEATHSIG), and the agent, on seeing the
-  socket close, kills the rest of the command's session.
+- When the socket closes, for any reason, the keeper ends all its descendants (TERM, then KILL),
+  removes ``--scratch`` and only then exits.
+- Descendants cannot escape: the keeper is a child subreaper (prctl(2)), so orphans become its
+  children, and "no child left" (ECHILD) means that all are gone.
+- If the keeper itself is killed, the kernel sends KILL to the command (PR_SET_PDEATHSIG), and the
+  agent, on seeing the socket close, kills the rest of the command's session.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ class Keeper:
             self._wait()
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._signal_all(signal.SIGKILL)
-                self._kill_at = time.monotonic() + _KILL_ROUND_S  # repeat: a fork may have been missed
+                self._kill_at = (
+                    time.monotonic() + _KILL_ROUND_S
+                )  # repeat: a fork may have been missed
         self._report(event="gone")
         leave_at = time.monotonic() + _LINGER_S
         while self._is_agent_connected and time.monotonic() < leave_at:
@@ -159,11 +163,24 @@ def main(argv: Sequence[str]) -> None:
     _detach()
     os.set_inheritable(options.channel, False)
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
-        signal.signal(number, lambda *_: None)  # a handler, unlike "ignore", is not inherited by the command
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGCHLD,
+    ):
+        signal.signal(
+            number, lambda *_: None
+        )  # a handler, unlike "ignore", is not inherited by the command
     keeper = Keeper(socket.socket(fileno=options.channel), options.command)
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):  # the command owns the streams: the keeper must not hold its pipes open
+    for descriptor in (
+        0,
+        1,
+        2,
+    ):  # the command owns the streams: the keeper must not hold its pipes open
         os.dup2(nowhere, descriptor)
     keeper.run()
     if options.scratch:

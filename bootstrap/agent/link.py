@@ -1,8 +1,9 @@
 """Message link between two agents, with failure detection.
 
-Input: a connection. Output: a ``Link``. Three failures are distinguished, because they say different things about the
-node: connection closed (the agent exited, its machine is up); no acknowledgement (the machine or the route to it is
-down); no heartbeat (the agent hangs or is stopped, and its kernel still acknowledges).
+Input: a connection. Output: a ``Link``. Three failures are distinguished, because they say
+different things about the node: connection closed (the agent exited, its machine is up); no
+acknowledgement (the machine or the route to it is down); no heartbeat (the agent hangs or is
+stopped, and its kernel still acknowledges).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _ALIVE: Message = {"kind": "alive"}
 
 
 class LinkLost(Exception):
-    """The other agent is gone: connection closed, machine down, no heartbeat, or an invalid message.
+    """The other agent is gone: connection closed, machine down, no heartbeat, or an invalid
+    message.
 
     ``node_is_bad``: the machine did not answer, so a restart there would fail again.
     """
@@ -35,7 +37,9 @@ class LinkLost(Exception):
 class Link:
     """A message stream to another agent."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, codec: Codec) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, codec: Codec
+    ) -> None:
         self._reader = reader
         self._writer = writer
         self._beating: asyncio.Task[None] | None = None
@@ -59,7 +63,9 @@ class Link:
         return int(self._writer.get_extra_info("peername")[1])
 
     def start_beating(self) -> None:
-        """Send a heartbeat every ``BEAT_S`` seconds, and expect some message every ``SILENCE_S``."""
+        """Send a heartbeat every ``BEAT_S`` seconds, and expect some message every
+        ``SILENCE_S``.
+        """
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     async def send(self, message: Message) -> None:
@@ -92,7 +98,9 @@ class Link:
                     raise LinkLost("the connection was closed: its agent ended or was killed")
                 self.codec.feed(data)
         except TimeoutError as error:
-            if isinstance(error, OSError) and error.errno is not None:  # ETIMEDOUT is a TimeoutError as well
+            if (
+                isinstance(error, OSError) and error.errno is not None
+            ):  # ETIMEDOUT is a TimeoutError as well
                 raise _lost_by(error) from error
             cause = f"it has been silent for {SILENCE_S:.0f} s: its agent hangs or is stopped"
             raise LinkLost(cause, node_is_bad=True) from error
@@ -103,7 +111,10 @@ class Link:
         return message
 
     async def _read(self) -> bytes:
-        """Read the next bytes. Raises TimeoutError after a silence, unless this process itself was stalled."""
+        """Read the next bytes.
+
+        Raises TimeoutError after a silence, unless this process itself was stalled.
+        """
         loop = asyncio.get_running_loop()
         while True:
             asked_at = loop.time()

@@ -1,7 +1,9 @@
-"""Lifecycle of Ray on this node: prepare its process under a keeper, start it on request, monitor its exit.
+"""Lifecycle of Ray on this node: prepare its process under a keeper, start it on request, monitor
+its exit.
 
-Input: a ``RayNode``. Output: ``LocalRay`` with the registered nodes (on the head) and a future of its exit. Invariant:
-the session folder belongs to this attempt, is accessible to its owner only, and is removed after Ray in any case.
+Input: a ``RayNode``. Output: ``LocalRay`` with the registered nodes (on the head) and a future of
+its exit. Invariant: the session folder belongs to this attempt, is accessible to its owner only,
+and is removed after Ray in any case.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class LocalRay:
 
     def __init__(self, kept: Kept, session_folder: Path, log: Path, orders: int) -> None:
         self.kept = kept
-        self.registered: dict[str, int] = {}  # on the head: GPUs of each node in the GCS, by address
+        self.registered: dict[
+            str, int
+        ] = {}  # on the head: GPUs of each node in the GCS, by address
         self._news = asyncio.Event()
         self._session_folder = session_folder
         self._log = log
@@ -59,7 +63,9 @@ class LocalRay:
         orders_end, orders = os.pipe()
         argv = [sys.executable, "-u", "-m", "bootstrap.agent.ray_process"]
         try:
-            kept = await Kept.start("Ray", argv, environ=environ, stdio=(orders_end, input_end), scratch=session_folder)
+            kept = await Kept.start(
+                "Ray", argv, environ=environ, stdio=(orders_end, input_end), scratch=session_folder
+            )
         finally:
             os.close(orders_end)
             os.close(input_end)
@@ -74,7 +80,9 @@ class LocalRay:
             RayError: a port is in use.
         """
         if taken := busy_ports(node.ports.service_ports):
-            raise RayError(f"ports {taken} are in use; they belong to this job's block from {node.ports.base} on")
+            raise RayError(
+                f"ports {taken} are in use; they belong to this job's block from {node.ports.base} on"
+            )
         watch = host_port(node.ip, node.ports.gcs) if node.is_head else None
         order = {"argv": start_argv(node), "environ": dict(environ), "watch": watch}
         assert self._orders is not None, "start may be called once"
@@ -98,10 +106,14 @@ class LocalRay:
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             news.cancel()
             if self.kept.exited.done():
-                raise RayError(f"{await self.last_words()}\nnot registered: {', '.join(sorted(missing))}")
+                raise RayError(
+                    f"{await self.last_words()}\nnot registered: {', '.join(sorted(missing))}"
+                )
         for ip, num_gpus in wanted.items():
             if self.registered[ip] != num_gpus:
-                raise RayError(f"Ray has {self.registered[ip]} GPUs on {ip}; {num_gpus} are needed there")
+                raise RayError(
+                    f"Ray has {self.registered[ip]} GPUs on {ip}; {num_gpus} are needed there"
+                )
 
     def stop_watching(self) -> None:
         """Close the process's input, which ends its reports about registered nodes."""
@@ -113,7 +125,9 @@ class LocalRay:
         """Message about the exit of Ray, with the last lines of its log."""
         if self._copying is not None:
             await asyncio.wait([self._copying], timeout=_LAST_WORDS_S)
-        code = describe_exit(self.kept.exited.result()) if self.kept.exited.done() else "still running"
+        code = (
+            describe_exit(self.kept.exited.result()) if self.kept.exited.done() else "still running"
+        )
         return f"Ray ended by itself ({code}); last lines of {self._log.name}: {with_likely_cause(tail(self._log))}"
 
     async def end(self, keep_logs_in: Path | None) -> None:
@@ -123,7 +137,9 @@ class LocalRay:
         logs = Path(rays_part(str(self._session_folder))) / "session_latest" / "logs"
         if keep_logs_in is not None and logs.exists():
             try:
-                shutil.copytree(logs, keep_logs_in, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+                shutil.copytree(
+                    logs, keep_logs_in, dirs_exist_ok=True, ignore_dangling_symlinks=True
+                )
             except (OSError, shutil.Error) as error:
                 logger.warning("some of Ray's logs could not be kept: %s", error)
         self.kept.release()
@@ -143,7 +159,8 @@ class LocalRay:
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     self._read_line(line.decode(errors="replace"))
-                # A full disk is detected elsewhere (``disks``). In a thread: the shared folder may stall.
+                # A full disk is detected elsewhere (``disks``). In a thread: the shared folder may
+                # stall.
                 with suppress(OSError):
                     await asyncio.to_thread(_append, self._log, data)
         finally:
@@ -167,13 +184,17 @@ def _make_own_folder(path: Path) -> None:
         _remove_own(path)
         path.mkdir(mode=0o700)
     except OSError as error:
-        raise RayError(f"{path}, the folder for Ray's session, cannot be made: {error.strerror}") from error
+        raise RayError(
+            f"{path}, the folder for Ray's session, cannot be made: {error.strerror}"
+        ) from error
 
 
 def _remove_own(path: Path) -> None:
     try:
         if path.lstat().st_uid != os.getuid() or path.is_symlink():
-            raise RayError(f"{path} belongs to somebody else and is the name this job needs; remove it")
+            raise RayError(
+                f"{path} belongs to somebody else and is the name this job needs; remove it"
+            )
         shutil.rmtree(path)
     except FileNotFoundError:
         return

@@ -1,8 +1,8 @@
 """Protocol of the agents: authenticated frames over a byte stream. Sans I/O.
 
-A frame is ``length (4 bytes, big endian) | HMAC-SHA256 (32) | JSON``. The HMAC also covers the sender's side and the
-frame number in its direction, so a frame that is modified, replayed, reordered or reflected to its sender does not
-verify.
+A frame is ``length (4 bytes, big endian) | HMAC-SHA256 (32) | JSON``. The HMAC also covers the
+sender's side and the frame number in its direction, so a frame that is modified, replayed,
+reordered or reflected to its sender does not verify.
 
 Handshake, after which both sides know that the other holds the secret *now*:
 
@@ -10,7 +10,8 @@ Handshake, after which both sides know that the other holds the secret *now*:
     head -> node   welcome  same key; echoes that nonce, carries the head's nonce
     both           further frames: key derived from the secret and both nonces
 
-A replayed hello gets a welcome but cannot continue. Frames contain no secrets and are not encrypted.
+A replayed hello gets a welcome but cannot continue. Frames contain no secrets and are not
+encrypted.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ class Codec:
             return None
         num_bytes = int.from_bytes(self._received[:_LENGTH_BYTES], "big")
         if num_bytes > MAX_BODY_BYTES:
-            raise MessageError(f"frame of {num_bytes} bytes announced; at most {MAX_BODY_BYTES} are allowed")
+            raise MessageError(
+                f"frame of {num_bytes} bytes announced; at most {MAX_BODY_BYTES} are allowed"
+            )
         if len(self._received) < _HEADER_BYTES + num_bytes:
             return None
         code = bytes(self._received[_LENGTH_BYTES:_HEADER_BYTES])

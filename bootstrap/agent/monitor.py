@@ -1,7 +1,7 @@
 """Supervised child processes and stop requests of an agent.
 
-Input: commands, signals, the STOP file. Output: futures that ``head`` and ``node`` wait for. Everything runs on one
-asyncio event loop without blocking it.
+Input: commands, signals, the STOP file. Output: futures that ``head`` and ``node`` wait for.
+Everything runs on one asyncio event loop without blocking it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _HEAD_FIRST_S = 3.0
 
 
 class Kept:
-    """A command under a keeper. ``exited`` is its exit code, ``gone`` resolves when its process tree is gone."""
+    """A command under a keeper.
+
+    ``exited`` is its exit code, ``gone`` resolves when its process tree is gone.
+    """
 
     def __init__(self, name: str, channel: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -47,9 +50,17 @@ class Kept:
 
     @classmethod
     async def start(
-        cls, name: str, command: Sequence[str], *, environ: Mapping[str, str], stdio: tuple[int, int], scratch: str = ""
+        cls,
+        name: str,
+        command: Sequence[str],
+        *,
+        environ: Mapping[str, str],
+        stdio: tuple[int, int],
+        scratch: str = "",
     ) -> Kept:
-        """Run ``command`` with ``stdio`` = (input, output); standard error goes to the output as well."""
+        """Run ``command`` with ``stdio`` = (input, output); standard error goes to the output as
+        well.
+        """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         argv = [sys.executable, "-m", _KEEPER, f"--channel={theirs.fileno()}"]
@@ -74,13 +85,17 @@ class Kept:
         """Send TERM, and KILL after ``grace_s`` seconds; returns when the process tree is gone."""
         if not self.gone.done():
             with suppress(OSError):
-                await asyncio.get_running_loop().sock_sendall(self._channel, f"end {grace_s}\n".encode())
+                await asyncio.get_running_loop().sock_sendall(
+                    self._channel, f"end {grace_s}\n".encode()
+                )
             await asyncio.wait([self.gone], timeout=grace_s + _END_MARGIN_S)
         if not self.gone.done():
             logger.error("%s (session %s) survives KILL", self.name, self._pid)
 
     def release(self) -> None:
-        """Disconnect from the keeper, which then ends any remaining process and removes its scratch folder."""
+        """Disconnect from the keeper, which then ends any remaining process and removes its scratch
+        folder.
+        """
         self._reader.cancel()
         self._channel.close()
 
@@ -128,13 +143,17 @@ def kill_session(session_id: int) -> None:
 
 
 class StopSignals:
-    """Stop request for the run: the attempt's STOP file, and the signals on which the agent writes it.
+    """Stop request for the run: the attempt's STOP file, and the signals on which the agent writes
+    it.
 
-    The first writer of the file sets the reason and the deadline. The driver polls the file; this class kills nothing.
+    The first writer of the file sets the reason and the deadline. The driver polls the file; this
+    class kills nothing.
     """
 
     def __init__(self, attempt_dir: Path, host: str, clock: JobClock, *, is_head: bool) -> None:
-        """Only the head queries Slurm for the end of the job, and requests a stop if no signal arrives."""
+        """Only the head queries Slurm for the end of the job, and requests a stop if no signal
+        arrives.
+        """
         self._path = attempt_dir / STOP_FILE
         self._host = host
         self._clock = clock
@@ -158,7 +177,9 @@ class StopSignals:
         await self._write(StopMessage(reason, now, deadline=now + within_s))
 
     async def seconds_for_the_driver(self, grace_s: float) -> float:
-        """Seconds that the driver has to stop: until the STOP file's deadline, or ``grace_s`` without one."""
+        """Seconds that the driver has to stop: until the STOP file's deadline, or ``grace_s``
+        without one.
+        """
         deadline = await asyncio.to_thread(read_deadline, self._path)
         left_s = None if deadline is None else deadline - self._clock.now()
         return seconds_for_the_driver(left_s, grace_s=grace_s, lead_s=self._clock.lead_s)
@@ -172,7 +193,9 @@ class StopSignals:
         now = self._clock.now()
         deadline = await self._clock.end_after_signal(ask=self._is_head)
         if not self._is_head:
-            await asyncio.sleep(_HEAD_FIRST_S)  # the head gets the signal too, and knows the deadline
+            await asyncio.sleep(
+                _HEAD_FIRST_S
+            )  # the head gets the signal too, and knows the deadline
         await self._write(StopMessage(reason, now, deadline))
         self.requested.set()  # even if the file cannot be written: the job ends anyway
 
@@ -181,15 +204,24 @@ class StopSignals:
         try:
             await asyncio.to_thread(write_stop, self._path, message)
         except OSError as error:
-            logger.error("the driver cannot be asked to stop: %s cannot be written: %s", self._path, error.strerror)
+            logger.error(
+                "the driver cannot be asked to stop: %s cannot be written: %s",
+                self._path,
+                error.strerror,
+            )
 
     async def _watch_clock(self) -> None:
         await self._clock.until_due()
-        logger.warning("the job ends in %.0f s and no signal arrived: asking the driver to stop", self._clock.lead_s)
+        logger.warning(
+            "the job ends in %.0f s and no signal arrived: asking the driver to stop",
+            self._clock.lead_s,
+        )
         await self._request(f"the job ends in {self._clock.lead_s:.0f} s and no signal arrived")
 
     async def _watch(self) -> None:
         # Another node may write the file, and shared file systems send no notifications: poll.
-        while not await asyncio.to_thread(is_there, self._path):  # transient errors do not end the polling
+        while not await asyncio.to_thread(
+            is_there, self._path
+        ):  # transient errors do not end the polling
             await asyncio.sleep(_STOP_POLL_S)
         self.requested.set()

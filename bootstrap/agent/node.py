@@ -1,8 +1,8 @@
 """Node agent, on every node but the head: join, run Ray, report to the head, end on its order.
 
-Input: facts, options, the secret. Output: messages to the head, which writes the verdict. A node writes the verdict
-only if it loses the head without an order to end, so that the batch script and the user see the cause. A spare node
-never does, because the head may continue without it.
+Input: facts, options, the secret. Output: messages to the head, which writes the verdict. A node
+writes the verdict only if it loses the head without an order to end, so that the batch script and
+the user see the cause. A spare node never does, because the head may continue without it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from bootstrap.agent.messages import Message
 from bootstrap.agent.monitor import StopSignals
 from bootstrap.agent.options import Options
 from bootstrap.agent.ports import PortBlock, busy_ports, candidate_blocks, ephemeral_floor
-from bootstrap.agent.ray_command import RayNode, base_environment, network_environment, ray_environment, temp_dir
+from bootstrap.agent.ray_command import (
+    RayNode,
+    base_environment,
+    network_environment,
+    ray_environment,
+    temp_dir,
+)
 from bootstrap.agent.rendezvous import (
     HEAD_FILE,
     BringupError,
@@ -36,7 +42,13 @@ from bootstrap.agent.rendezvous import (
     installed_versions,
     join,
 )
-from bootstrap.network.here import NetworkError, ifname_of, ip_of, local_addresses, logged_network_here
+from bootstrap.network.here import (
+    NetworkError,
+    ifname_of,
+    ip_of,
+    local_addresses,
+    logged_network_here,
+)
 from bootstrap.preflight.bandwidth import measure_here
 from bootstrap.preflight.comparison import network_row
 from bootstrap.preflight.shared_folder import ORDER, take_part
@@ -47,7 +59,8 @@ from common.files import write_atomic, write_first
 logger = logging.getLogger(__name__)
 
 _MAX_CAUSE_CHARS = 8_000
-# The network is polled far more often; a thousand nodes must not poll a shared file system at that rate.
+# The network is polled far more often; a thousand nodes must not poll a shared file system at that
+# rate.
 _SHARED_FOLDER_POLL_S = 0.25
 
 
@@ -92,7 +105,9 @@ class NodeAgent:
 
     def _leave_verdict(self, cause: str) -> None:
         attempt_dir = self._options.attempt_dir
-        if write_first(attempt_dir / VERDICT_JSON, json.dumps({"verdict": "failed", "cause": cause})):
+        if write_first(
+            attempt_dir / VERDICT_JSON, json.dumps({"verdict": "failed", "cause": cause})
+        ):
             write_first(attempt_dir / VERDICT_FILE, "failed\n")
 
     async def _join(self) -> Link | None:
@@ -103,7 +118,9 @@ class NodeAgent:
         host_facts = await read_this_host(facts, options)
         source_ip = None
         try:
-            source_ip = ip_of(options.socket_ifname, local_addresses()) if options.socket_ifname else None
+            source_ip = (
+                ip_of(options.socket_ifname, local_addresses()) if options.socket_ifname else None
+            )
             await preparing
         except (NetworkError, RayError) as error:  # report it to the head over any interface
             host_facts = replace(host_facts, problem=str(error))
@@ -117,7 +134,11 @@ class NodeAgent:
             )
         )
         stopped = asyncio.create_task(self._stop.requested.wait())
-        await asyncio.wait([joining, stopped], timeout=options.bringup_deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            [joining, stopped],
+            timeout=options.bringup_deadline_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
         if joining.done():
             return joining.result()
         joining.cancel()
@@ -131,7 +152,9 @@ class NodeAgent:
 
     async def _prepare_ray(self) -> None:
         log = self._options.attempt_dir / f"ray-{self._facts.host}.log"
-        self._ray = await LocalRay.prepare(temp_dir(self._facts), ray_environment(self._environ), log)
+        self._ray = await LocalRay.prepare(
+            temp_dir(self._facts), ray_environment(self._environ), log
+        )
 
     def _report(self, link: Link, host_facts: HostFacts) -> NodeReport:
         """This node's report for the connection just established."""
@@ -141,9 +164,15 @@ class NodeAgent:
         except NetworkError as error:
             problem = str(error)
         row, conflicts = self._look_at_network(ifname, link.local_ip) if ifname else ({}, None)
-        taken = tuple(busy_ports(PortBlock(link.peer_port).service_ports))  # the head listens on the block's first port
+        taken = tuple(
+            busy_ports(PortBlock(link.peer_port).service_ports)
+        )  # the head listens on the block's first port
         reported = replace(
-            host_facts, taken_ports=taken, problem=problem, network_conflicts=conflicts, clock=time.time()
+            host_facts,
+            taken_ports=taken,
+            problem=problem,
+            network_conflicts=conflicts,
+            clock=time.time(),
         )
         return NodeReport(
             self._facts.host,
@@ -157,7 +186,9 @@ class NodeAgent:
         )
 
     def _look_at_network(self, ifname: str, ip: str) -> tuple[dict[str, str], tuple[str, ...]]:
-        """This node's row in the comparison and its network conflicts; stores the variables for Ray."""
+        """This node's row in the comparison and its network conflicts; stores the variables for
+        Ray.
+        """
         facts, found = logged_network_here(ifname, ip)
         self._fabric = found.rdma_env
         return network_row(facts, found, installed_versions()), found.conflict_lines
@@ -167,11 +198,17 @@ class NodeAgent:
         attempt_dir, now = self._options.attempt_dir, time.monotonic()
         if now >= self._look_again_at:
             self._look_again_at = now + _SHARED_FOLDER_POLL_S
-            if os.path.exists(attempt_dir / VERDICT_FILE):  # unlike Path.exists, does not raise on a lost mount
-                raise BringupError(f"the attempt has ended already; see {attempt_dir / VERDICT_JSON}")
+            if os.path.exists(
+                attempt_dir / VERDICT_FILE
+            ):  # unlike Path.exists, does not raise on a lost mount
+                raise BringupError(
+                    f"the attempt has ended already; see {attempt_dir / VERDICT_JSON}"
+                )
             self._check_head_began()
             first = next(candidate_blocks(self._facts.job_id, ephemeral_floor()))
-            self._places = head_candidates(self._facts.head_host, first.rendezvous, attempt_dir / HEAD_FILE)
+            self._places = head_candidates(
+                self._facts.head_host, first.rendezvous, attempt_dir / HEAD_FILE
+            )
         return self._places
 
     def _check_head_began(self) -> None:
@@ -192,7 +229,11 @@ class NodeAgent:
     async def _serve(self, link: Link) -> None:
         order = await self._next_order(link)
         if order["kind"] == ORDER:
-            await link.send(await asyncio.to_thread(take_part, self._options.attempt_dir, order, self._facts.host))
+            await link.send(
+                await asyncio.to_thread(
+                    take_part, self._options.attempt_dir, order, self._facts.host
+                )
+            )
             order = await self._next_order(link)
         if order["kind"] == "measure":
             log = self._options.attempt_dir / f"bandwidth-{self._facts.host}.log"
@@ -201,14 +242,18 @@ class NodeAgent:
         if order["kind"] == "end":
             return
         self._is_needed = True
-        life = asyncio.create_task(self._run_ray(link, head_ip=order["head_ip"], port_base=order["port_base"]))
+        life = asyncio.create_task(
+            self._run_ray(link, head_ip=order["head_ip"], port_base=order["port_base"])
+        )
         end_order = asyncio.create_task(self._next_order(link))
         await asyncio.wait([life, end_order], return_when=asyncio.FIRST_COMPLETED)
         if not end_order.done():
             error = life.exception()
             logger.error("%s", error)
             bad = isinstance(error, DiskFull) and error.node_is_bad
-            await link.send({"kind": "lost", "cause": str(error)[:_MAX_CAUSE_CHARS], "node_is_bad": bad})
+            await link.send(
+                {"kind": "lost", "cause": str(error)[:_MAX_CAUSE_CHARS], "node_is_bad": bad}
+            )
         life.cancel()
         await end_order
 

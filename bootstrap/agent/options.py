@@ -31,15 +31,30 @@ class Options:
 
 def parse_options(argv: Sequence[str]) -> Options:
     """Parse the command line; exits with usage and code 2 on an error."""
-    parser = argparse.ArgumentParser(prog="python -m bootstrap.agent", description="Run the agent of one node.")
-    parser.add_argument("--attempt-dir", type=Path, required=True, help="folder of this attempt, shared by all nodes")
-    parser.add_argument("--num-gpus", type=int, required=True, help="GPUs of this node that Ray may allocate")
-    parser.add_argument("--socket-ifname", help="network interface to use (default: detected)")
-    parser.add_argument(
-        "--bringup-deadline-s", type=float, default=600.0, help="time limit until Ray is up on all nodes"
+    parser = argparse.ArgumentParser(
+        prog="python -m bootstrap.agent", description="Run the agent of one node."
     )
     parser.add_argument(
-        "--stop-grace-s", type=float, default=600.0, help="time for the driver to end after a stop request"
+        "--attempt-dir",
+        type=Path,
+        required=True,
+        help="folder of this attempt, shared by all nodes",
+    )
+    parser.add_argument(
+        "--num-gpus", type=int, required=True, help="GPUs of this node that Ray may allocate"
+    )
+    parser.add_argument("--socket-ifname", help="network interface to use (default: detected)")
+    parser.add_argument(
+        "--bringup-deadline-s",
+        type=float,
+        default=600.0,
+        help="time limit until Ray is up on all nodes",
+    )
+    parser.add_argument(
+        "--stop-grace-s",
+        type=float,
+        default=600.0,
+        help="time for the driver to end after a stop request",
     )
     parser.add_argument(
         "--signal-lead-s",
@@ -48,16 +63,30 @@ def parse_options(argv: Sequence[str]) -> Options:
         help="time before the end of the job at which the driver is stopped",
     )
     parser.add_argument(
-        "--loss-grace-s", type=float, default=10.0, help="time for the driver to end after a node is lost"
+        "--loss-grace-s",
+        type=float,
+        default=10.0,
+        help="time for the driver to end after a node is lost",
     )
-    parser.add_argument("--object-store-memory", type=int, help="bytes of Ray's object store on each node")
-    parser.add_argument("--ray-dashboard", action="store_true", help="run Ray's dashboard on the head")
     parser.add_argument(
-        "--ray-dashboard-host", default="127.0.0.1", help="address that the dashboard listens on (default: loopback)"
+        "--object-store-memory", type=int, help="bytes of Ray's object store on each node"
     )
-    parser.add_argument("--spare-nodes", type=int, default=0, help="nodes beyond those that the run needs")
     parser.add_argument(
-        "--spare-wait-s", type=float, default=10.0, help="time to wait for late nodes when enough have joined"
+        "--ray-dashboard", action="store_true", help="run Ray's dashboard on the head"
+    )
+    parser.add_argument(
+        "--ray-dashboard-host",
+        default="127.0.0.1",
+        help="address that the dashboard listens on (default: loopback)",
+    )
+    parser.add_argument(
+        "--spare-nodes", type=int, default=0, help="nodes beyond those that the run needs"
+    )
+    parser.add_argument(
+        "--spare-wait-s",
+        type=float,
+        default=10.0,
+        help="time to wait for late nodes when enough have joined",
     )
     parser.add_argument(
         "--needed-path",
@@ -67,8 +96,14 @@ def parse_options(argv: Sequence[str]) -> Options:
         dest="needed_paths",
         help="path that must exist on every node",
     )
-    parser.add_argument("--bandwidth-gbps", type=float, help="minimum all-reduce bandwidth in GB/s; measured if given")
-    parser.add_argument("driver", nargs="+", metavar="DRIVER", help="after --: command that the head runs")
+    parser.add_argument(
+        "--bandwidth-gbps",
+        type=float,
+        help="minimum all-reduce bandwidth in GB/s; measured if given",
+    )
+    parser.add_argument(
+        "driver", nargs="+", metavar="DRIVER", help="after --: command that the head runs"
+    )
     options = vars(parser.parse_args(argv))
     options["attempt_dir"] = options["attempt_dir"].resolve()
     options["driver"] = tuple(options["driver"])

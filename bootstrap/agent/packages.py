@@ -1,7 +1,8 @@
 """Fingerprint of the Python packages installed in this environment or image, to compare nodes.
 
-Input: the import path. Output: a digest of the names and versions of all installed distributions. Both come from the
-folder names, without reading files. The image's own digest is not visible from inside the image.
+Input: the import path. Output: a digest of the names and versions of all installed distributions.
+Both come from the folder names, without reading files. The image's own digest is not visible from
+inside the image.
 """
 
 from __future__ import annotations

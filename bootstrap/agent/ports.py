@@ -1,7 +1,8 @@
 """A block of TCP ports reserved for one job on all its nodes.
 
-Input: the job id and the lower bound of the kernel's ephemeral range. Output: ``PortBlock``. Blocks lie below that
-bound, because an outgoing connection may take a port above it between the check and the use.
+Input: the job id and the lower bound of the kernel's ephemeral range. Output: ``PortBlock``. Blocks
+lie below that bound, because an outgoing connection may take a port above it between the check and
+the use.
 
     base + 0          the agents' rendezvous; bound for the whole job, which reserves the block on the head
     base + 1 ... 15   Ray's own services
@@ -107,12 +108,16 @@ def claim_block(job_id: str, floor: int, bind_ip: str) -> tuple[PortBlock, socke
         except OSError as error:
             claim.close()
             if error.errno == errno.EADDRNOTAVAIL:
-                raise PortError(f"{bind_ip} is no address of this host to listen at: {error.strerror}") from error
+                raise PortError(
+                    f"{bind_ip} is no address of this host to listen at: {error.strerror}"
+                ) from error
             continue
         if not busy_ports(block.service_ports):
             return block, claim
         claim.close()
-    raise PortError(f"every block of {BLOCK_SIZE} ports below {floor} is in use; another node or fewer jobs are needed")
+    raise PortError(
+        f"every block of {BLOCK_SIZE} ports below {floor} is in use; another node or fewer jobs are needed"
+    )
 
 
 def host_port(ip: str, port: int) -> str:
@@ -131,7 +136,9 @@ def _socket_for(bind_ip: str) -> socket.socket:
 
 def _is_free(port: int) -> bool:
     with _socket_for("") as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections in TIME_WAIT
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # ignore connections in TIME_WAIT
         try:
             probe.bind(("", port))
         except OSError:

@@ -1,8 +1,8 @@
 """Command line and environment to start Ray on a node. Pure.
 
-Input: addresses, ports and the inherited environment. Output: argv and environment. Address, all ports and folder are
-always explicit, because each of Ray's defaults (first route, 127.0.1.1 from /etc/hosts, /tmp/ray, ports 6379 and
-10001, the machine's CPUs) is wrong on some cluster.
+Input: addresses, ports and the inherited environment. Output: argv and environment. Address, all
+ports and folder are always explicit, because each of Ray's defaults (first route, 127.0.1.1 from
+/etc/hosts, /tmp/ray, ports 6379 and 10001, the machine's CPUs) is wrong on some cluster.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from bootstrap.agent.identity import Facts
 from bootstrap.agent.ports import PortBlock, host_port
 from bootstrap.network.here import socket_environment
 
-# sockaddr_un.sun_path holds 107 bytes and Ray appends about 65 ("/session_<date>_<time>_<pid>/sockets/plasma_store").
+# sockaddr_un.sun_path holds 107 bytes and Ray appends about 65
+# ("/session_<date>_<time>_<pid>/sockets/plasma_store").
 _MAX_TEMP_DIR_BYTES = 40
 # Ray makes its temp dir accessible to all users (mode 0777), so it is placed in a private folder.
 _RAYS_PART = "t"
@@ -55,7 +56,9 @@ def temp_dir(facts: Facts) -> str:
     """
     path = f"/tmp/r{facts.job_id}.{facts.restart_count}"
     if len(rays_part(path).encode()) > _MAX_TEMP_DIR_BYTES:
-        raise ValueError(f"{path} has {len(path)} bytes; more than {_MAX_TEMP_DIR_BYTES} do not fit a socket's name")
+        raise ValueError(
+            f"{path} has {len(path)} bytes; more than {_MAX_TEMP_DIR_BYTES} do not fit a socket's name"
+        )
     return path
 
 
@@ -74,7 +77,10 @@ def start_argv(node: RayNode) -> list[str]:
     if node.is_head:
         argv += ["--head", f"--port={node.ports.gcs}"]
         argv += [f"--include-dashboard={str(node.has_dashboard).lower()}"]
-        argv += [f"--dashboard-host={node.dashboard_host}", f"--dashboard-port={node.ports.base + 2}"]
+        argv += [
+            f"--dashboard-host={node.dashboard_host}",
+            f"--dashboard-port={node.ports.base + 2}",
+        ]
         argv += ["--no-monitor"]
     else:
         argv += [f"--address={host_port(node.head_ip, node.ports.gcs)}"]
@@ -98,7 +104,9 @@ def start_argv(node: RayNode) -> list[str]:
     return [*argv, "--log-style=record", "--log-color=false", "--block"]
 
 
-def base_environment(inherited: Mapping[str, str], facts: Facts, secret_file: Path) -> dict[str, str]:
+def base_environment(
+    inherited: Mapping[str, str], facts: Facts, secret_file: Path
+) -> dict[str, str]:
     """Environment of the driver, and the part of Ray's that does not depend on the network.
 
     Ray's token authentication reads the attempt's secret from its file, so the secret appears in no
@@ -119,10 +127,11 @@ def base_environment(inherited: Mapping[str, str], facts: Facts, secret_file: Pa
 
 
 def ray_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the process that becomes ``ray start``; every Ray worker of the node inherits it.
+    """Environment of the process that becomes ``ray start``; every Ray worker of the node inherits
+    it.
 
-    By default Ray drains for 30 s at TERM and reconnects to a lost head for 60 s. The agents decide when
-    a node ends, so both timeouts are shortened.
+    By default Ray drains for 30 s at TERM and reconnects to a lost head for 60 s. The agents decide
+    when a node ends, so both timeouts are shortened.
 
     ``ray status`` prints what the autoscaler's monitor last wrote, and no monitor runs
     (``start_argv``). With autoscaler v2 enabled it queries the GCS, which has nodes and resources.

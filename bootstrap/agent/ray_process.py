@@ -1,15 +1,17 @@
-"""Process that becomes ``ray start``: it imports Ray during the rendezvous, then waits for its command.
+"""Process that becomes ``ray start``: it imports Ray during the rendezvous, then waits for its
+command.
 
     python -u -m bootstrap.agent.ray_process < ORDER
 
-Input: one JSON line on standard input: ``argv`` of Ray's command line, ``environ`` to add, ``watch`` (address of the
-GCS, on the head). An end of file without a line means that Ray is not needed. Output: that of ``ray start`` and, on
-the head, one line for each registered node until the input is closed.
+Input: one JSON line on standard input: ``argv`` of Ray's command line, ``environ`` to add,
+``watch`` (address of the GCS, on the head). An end of file without a line means that Ray is not
+needed. Output: that of ``ray start`` and, on the head, one line for each registered node until the
+input is closed.
 
-Why not ``ray start`` itself: its imports take longer than the rendezvous, and it reports that it is up only after
-polling the GCS for its node, once a second. The other nodes may start as soon as the head's raylet is registered (Ray
-retries after 2 s if they are too early), so the registration must be detected at once. This is the only module of
-``bootstrap`` that imports Ray; no agent imports it.
+Why not ``ray start`` itself: its imports take longer than the rendezvous, and it reports that it is
+up only after polling the GCS for its node, once a second. The other nodes may start as soon as the
+head's raylet is registered (Ray retries after 2 s if they are too early), so the registration must
+be detected at once. This is the only module of ``bootstrap`` that imports Ray; no agent imports it.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ import sys
 import threading
 from typing import Any
 
-# Modules of other Ray commands, whose imports (FastAPI and more) take longer than Ray's, and grpc, which the Ray
-# client server needs; no option disables that server. Ray skips modules that cannot be imported, and None in
-# sys.modules makes an import fail.
+# Modules of other Ray commands, whose imports (FastAPI and more) take longer than Ray's, and grpc,
+# which the Ray client server needs; no option disables that server. Ray skips modules that cannot
+# be imported, and None in sys.modules makes an import fail.
 _UNUSED = ("ray.serve.scripts", "ray.util.state.state_cli", "ray.dashboard.modules.job.cli", "grpc")
 _POLL_S = 0.05
 _RPC_TIMEOUT_S = 5.0
@@ -33,7 +35,9 @@ _REGISTERED = "registered node "
 
 
 def registered_line(ip: str, num_gpus: int) -> str:
-    """The watcher's line about a node; it starts with a line break, because Ray prints concurrently."""
+    """The watcher's line about a node; it starts with a line break, because Ray prints
+    concurrently.
+    """
     return f"\n{_REGISTERED}{ip} {num_gpus}\n"
 
 

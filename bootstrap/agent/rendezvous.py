@@ -1,9 +1,10 @@
 """Rendezvous of the agents: the head listens, every other node connects and authenticates.
 
-Input: facts, the attempt's secret, a deadline. Output: one ``Link`` and one ``NodeReport`` per node.
+Input: facts, the attempt's secret, a deadline. Output: one ``Link`` and one ``NodeReport`` per
+node.
 
-Invariants: a peer that cannot prove that it holds the secret receives no byte and changes no state. The address of the
-established connection is used for everything else. Every wait has a deadline.
+Invariants: a peer that cannot prove that it holds the secret receives no byte and changes no state.
+The address of the established connection is used for everything else. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class BringupError(Exception):
     ``verdict`` is the verdict of the attempt, ``exclude`` the hosts to exclude from the next one.
     """
 
-    def __init__(self, cause: str, *, verdict: Word = "failed", exclude: Sequence[str] = ()) -> None:
+    def __init__(
+        self, cause: str, *, verdict: Word = "failed", exclude: Sequence[str] = ()
+    ) -> None:
         super().__init__(cause)
         self.verdict: Word = verdict
         self.exclude = tuple(exclude)
@@ -92,21 +95,31 @@ def odd_versions(reports: Sequence[NodeReport]) -> dict[str, list[str]]:
         usual = counts.most_common(1)[0][0]
         for report in reports:
             if report.versions.get(name) != usual:
-                odd.setdefault(report.host, []).append(f"{name} {report.versions.get(name)}, the others {usual}")
+                odd.setdefault(report.host, []).append(
+                    f"{name} {report.versions.get(name)}, the others {usual}"
+                )
     return odd
 
 
 def check_versions(reports: Sequence[NodeReport]) -> None:
-    """Raise BringupError if a node's versions differ from the majority's; it names each difference."""
+    """Raise BringupError if a node's versions differ from the majority's; it names each
+    difference.
+    """
     if odd := odd_versions(reports):
-        listed = "; ".join(f"{host} has {what}" for host, differences in odd.items() for what in differences)
-        raise BringupError(f"{listed}: use the same environment or image on every node", verdict="config")
+        listed = "; ".join(
+            f"{host} has {what}" for host, differences in odd.items() for what in differences
+        )
+        raise BringupError(
+            f"{listed}: use the same environment or image on every node", verdict="config"
+        )
 
 
 class Reception:
     """The head's side: accepts nodes until every expected one has joined."""
 
-    def __init__(self, secret: bytes, hosts: Sequence[str], on_joined: Callable[[NodeReport, Link], None]) -> None:
+    def __init__(
+        self, secret: bytes, hosts: Sequence[str], on_joined: Callable[[NodeReport, Link], None]
+    ) -> None:
         self._secret = secret
         self._hosts = hosts
         self._on_joined = on_joined
@@ -120,7 +133,9 @@ class Reception:
 
     async def open(self, listener: socket.socket) -> None:
         """Start to accept connections on a bound socket."""
-        self._server = await asyncio.start_server(self._on_connection, sock=listener, backlog=len(self._hosts) + 16)
+        self._server = await asyncio.start_server(
+            self._on_connection, sock=listener, backlog=len(self._hosts) + 16
+        )
 
     def close(self) -> None:
         """Stop accepting connections; existing links stay open."""
@@ -129,15 +144,21 @@ class Reception:
 
     def missing(self) -> list[str]:
         """Hosts that have not joined."""
-        return [host for rank, host in enumerate(self._hosts) if rank != 0 and rank not in self.links]
+        return [
+            host for rank, host in enumerate(self._hosts) if rank != 0 and rank not in self.links
+        ]
 
-    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _on_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         link = Link(reader, writer, Codec(hello_key(self._secret), "head"))
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 report = await self._admit(link)
         except (LinkLost, TimeoutError, ValueError, TypeError, KeyError) as error:
-            logger.warning("rejected a connection from %s: %s", link.peer_ip, error or type(error).__name__)
+            logger.warning(
+                "rejected a connection from %s: %s", link.peer_ip, error or type(error).__name__
+            )
             link.close()
             return
         self.links[report.rank], self.reports[report.rank] = link, report
@@ -157,13 +178,17 @@ class Reception:
         try:
             return self._checked(joined["report"], link.peer_ip)
         except (ValueError, TypeError, KeyError) as error:
-            await link.send({"kind": "refused", "cause": str(error)})  # or the node would consider the head dead
+            await link.send(
+                {"kind": "refused", "cause": str(error)}
+            )  # or the node would consider the head dead
             raise
 
     def _checked(self, said: Mapping[str, Any], peer_ip: str) -> NodeReport:
         report = NodeReport(**said)
         if not (0 < report.rank < len(self._hosts)) or report.rank in self.links:
-            raise ValueError(f"{report.host} claims rank {report.rank}, which is taken or does not exist")
+            raise ValueError(
+                f"{report.host} claims rank {report.rank}, which is taken or does not exist"
+            )
         if report.ip != peer_ip:
             raise ValueError(
                 f"{report.host} reports address {report.ip} but connected from {peer_ip}: address translation "
@@ -181,12 +206,15 @@ async def join(
 ) -> Link:
     """Connect a node to the head: try all candidate addresses until one authenticates.
 
-    ``describe`` returns the report for an established connection. ``candidates`` is called in each round, because the
-    head publishes its addresses at any time. Never times out; the caller sets the deadline.
+    ``describe`` returns the report for an established connection. ``candidates`` is called in each
+    round, because the head publishes its addresses at any time. Never times out; the caller sets
+    the deadline.
     """
     resolver = _Resolver()
     while True:
-        places = [place for host, port in candidates() for place in await resolver.places(host, port)]
+        places = [
+            place for host, port in candidates() for place in await resolver.places(host, port)
+        ]
         link = await _first_to_answer(list(dict.fromkeys(places)), secret, source_ip)
         if link is not None:
             await link.send({"kind": "joined", "report": asdict(describe(link))})
@@ -212,15 +240,21 @@ def published_candidates(head_file: Path) -> list[tuple[str, int]]:
 def head_candidates(head_host: str, port: int, head_file: Path) -> list[tuple[str, int]]:
     """Addresses at which a node tries to reach the head.
 
-    First its name, at ``port`` and at the published port, because all nodes share that network; then the published
-    addresses.
+    First its name, at ``port`` and at the published port, because all nodes share that network;
+    then the published addresses.
     """
     published = published_candidates(head_file)
-    return list(dict.fromkeys([(head_host, port), *((head_host, other) for _, other in published), *published]))
+    return list(
+        dict.fromkeys(
+            [(head_host, port), *((head_host, other) for _, other in published), *published]
+        )
+    )
 
 
 def describe_missing(missing: Sequence[str], attempt_dir: Path, log_name: str) -> str:
-    """The missing hosts, each with the likely cause and the last lines of its log (``log_name``, HOST replaced)."""
+    """The missing hosts, each with the likely cause and the last lines of its log (``log_name``,
+    HOST replaced).
+    """
     logs = {host: tail(attempt_dir / log_name.replace("HOST", host), 8) for host in missing}
     return "\n".join(f"{host}: {with_likely_cause(log)}" for host, log in logs.items())
 
@@ -233,9 +267,15 @@ class _Resolver:
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     async def places(self, host: str, port: int) -> list[tuple[str, int]]:
-        """Addresses of a host; empty until resolved. A hanging name service does not delay other hosts."""
+        """Addresses of a host; empty until resolved.
+
+        A hanging name service does not delay other hosts.
+        """
         asked_at, _ = self._known.get(host, (-math.inf, []))
-        if host not in self._asking and asyncio.get_running_loop().time() - asked_at > _RESOLVE_EVERY_S:
+        if (
+            host not in self._asking
+            and asyncio.get_running_loop().time() - asked_at > _RESOLVE_EVERY_S
+        ):
             self._asking[host] = asyncio.create_task(self._ask(host, port))
             await asyncio.wait([self._asking[host]], timeout=_RESOLVE_S)
         return [(ip, port) for ip in self._known.get(host, (0.0, []))[1]]
@@ -247,23 +287,35 @@ class _Resolver:
         except OSError:
             found = []
         families = (socket.AF_INET, socket.AF_INET6)
-        ips = [str(sockaddr[0]) for wanted in families for family, *_, sockaddr in found if family == wanted]
+        ips = [
+            str(sockaddr[0])
+            for wanted in families
+            for family, *_, sockaddr in found
+            if family == wanted
+        ]
         self._known[host] = (loop.time(), ips)
         del self._asking[host]
 
 
-async def _first_to_answer(places: Sequence[tuple[str, int]], secret: bytes, source_ip: str | None) -> Link | None:
+async def _first_to_answer(
+    places: Sequence[tuple[str, int]], secret: bytes, source_ip: str | None
+) -> Link | None:
     """Link to the first address that authenticates as the head; the other attempts are cancelled.
 
-    Earlier addresses are preferred (RFC 8305): the next one is tried when all before it have failed or are silent. If
-    several answer almost at once, for example after a stall of the head, all nodes choose the same network.
+    Earlier addresses are preferred (RFC 8305): the next one is tried when all before it have failed
+    or are silent. If several answer almost at once, for example after a stall of the head, all
+    nodes choose the same network.
     """
     attempts: list[asyncio.Task[Link]] = []
     for index, (ip, port) in enumerate(places):
         attempts.append(asyncio.create_task(_connect(ip, port, secret, source_ip)))
         timeout_s = None if index == len(places) - 1 else _STAGGER_S
-        while not _answered(attempts) and (waiting := [task for task in attempts if not task.done()]):
-            done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        while not _answered(attempts) and (
+            waiting := [task for task in attempts if not task.done()]
+        ):
+            done, _ = await asyncio.wait(
+                waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if not done:
                 break
         if _answered(attempts):
@@ -289,7 +341,9 @@ def _answered(attempts: Sequence[asyncio.Task[Link]]) -> list[asyncio.Task[Link]
 
 async def _connect(ip: str, port: int, secret: bytes, source_ip: str | None) -> Link:
     async with asyncio.timeout(_HANDSHAKE_S):
-        reader, writer = await asyncio.open_connection(ip, port, local_addr=(source_ip, 0) if source_ip else None)
+        reader, writer = await asyncio.open_connection(
+            ip, port, local_addr=(source_ip, 0) if source_ip else None
+        )
         link = Link(reader, writer, Codec(hello_key(secret), "node"))
         try:
             nonce = new_nonce()

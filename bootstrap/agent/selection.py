@@ -1,7 +1,8 @@
 """Select the hosts of the cluster from an allocation with spare or unfit hosts. Pure.
 
-Input: hosts in rank order, the number needed, unusable hosts with reasons. Output: the selected hosts in rank order,
-or a ``BringupError`` whose verdict and ``exclude`` let the next attempt start without the bad hosts.
+Input: hosts in rank order, the number needed, unusable hosts with reasons. Output: the selected
+hosts in rank order, or a ``BringupError`` whose verdict and ``exclude`` let the next attempt start
+without the bad hosts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from bootstrap.preflight.table import Preflight
 
 
 def choose_hosts(
-    hosts: Sequence[str], num_needed: int, preflight: Preflight, absent: Mapping[str, str], *, can_requeue: bool
+    hosts: Sequence[str],
+    num_needed: int,
+    preflight: Preflight,
+    absent: Mapping[str, str],
+    *,
+    can_requeue: bool,
 ) -> tuple[str, ...]:
     """The first ``num_needed`` fit hosts.
 

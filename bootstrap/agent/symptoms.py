@@ -1,21 +1,32 @@
 """Guess the cause of a failure from the last lines of a log. Pure.
 
-Input: text of a log, or the message of ``files.tail`` about a missing log. Output: one sentence, or nothing.
+Input: text of a log, or the message of ``files.tail`` about a missing log. Output: one sentence, or
+nothing.
 """
 
 from __future__ import annotations
 
 import re
 
-# (pattern, cause); the first match applies. Messages of rlpost, Python, Ray 2.60, enroot and the kernel.
+# (pattern, cause); the first match applies. Messages of rlpost, Python, Ray 2.60, enroot and the
+# kernel.
 _CAUSES = (
     ("no space left on device", "a disk is full there"),
     ("holds no secret", "its run folder is not the shared one"),
-    ("did not find the head", "a firewall or the wrong network is between it and the head; see --socket-ifname"),
+    (
+        "did not find the head",
+        "a firewall or the wrong network is between it and the head; see --socket-ifname",
+    ),
     ("setup command failed", "one of --setup-commands fails there"),
-    (r"\[error\] no such file|invalid image format|superblock|uncompress failed", "its image is missing or damaged"),
+    (
+        r"\[error\] no such file|invalid image format|superblock|uncompress failed",
+        "its image is missing or damaged",
+    ),
     (r"source path does not exist", "a folder of --container-mounts is missing there"),
-    (r"execve\(\): |exec: .*(not found|cannot execute)|failed to execute", "the interpreter is missing there"),
+    (
+        r"execve\(\): |exec: .*(not found|cannot execute)|failed to execute",
+        "the interpreter is missing there",
+    ),
     ("modulenotfounderror|no module named", "another Python environment or image is used there"),
     ("address already in use", "another process has one of the job's ports"),
     ("timed out during startup", "the machine is overloaded: Ray gives its raylet 30 s to start"),

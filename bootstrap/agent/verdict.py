@@ -1,7 +1,7 @@
 """Verdict on an attempt: one word for the batch script and a cause for the user.
 
-Input: an ``Outcome``, everything that the head agent observed. Output: a ``Verdict`` and its files. ``decide`` is pure
-and total: every outcome has a verdict.
+Input: an ``Outcome``, everything that the head agent observed. Output: a ``Verdict`` and its files.
+``decide`` is pure and total: every outcome has a verdict.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ Word = Literal["done", "requeue", "failed", "config"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What happened. ``driver_code``: None if the driver did not exit by itself, negative after a signal."""
+    """What happened.
+
+    ``driver_code``: None if the driver did not exit by itself, negative after a signal.
+    """
 
     driver_code: int | None = None
     driver_tail: str = ""
@@ -66,12 +69,15 @@ def decide(outcome: Outcome) -> Verdict:
         return Verdict(outcome.bringup_verdict, outcome.bringup_error, outcome.exclude)
     if outcome.stop_requested:
         # The request was external, and everything committed before it is valid.
-        return Verdict("requeue", "a stop was requested and the driver did not exit before its deadline")
+        return Verdict(
+            "requeue", "a stop was requested and the driver did not exit before its deadline"
+        )
     return Verdict("failed", "the agent stopped monitoring without a reason")
 
 
 def write_verdict(attempt_dir: Path, verdict: Verdict) -> None:
-    """Write the verdict to the attempt's folder: first ``verdict.json``, then the word for the batch script.
+    """Write the verdict to the attempt's folder: first ``verdict.json``, then the word for the
+    batch script.
 
     ``exclude`` holds one host per line and is written before both.
     """

@@ -1,1 +1,4 @@
-"""Check a container image for what a run needs. Runs on Python 3.8 with the standard library only."""
+"""Check a container image for what a run needs.
+
+Runs on Python 3.8 with the standard library only.
+"""

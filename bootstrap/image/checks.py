@@ -1,8 +1,8 @@
 """Checks of a container image, from facts read inside it. Pure.
 
-Input: ``ImageFacts`` and the requirements. Output: ``Check`` values: FATAL_CONFIG if a run would fail because the image
-lacks something, WARN if it would be slow or behave unexpectedly. Facts that cannot be read (e.g. on a host without a
-GPU) are not faults.
+Input: ``ImageFacts`` and the requirements. Output: ``Check`` values: FATAL_CONFIG if a run would
+fail because the image lacks something, WARN if it would be slow or behave unexpectedly. Facts that
+cannot be read (e.g. on a host without a GPU) are not faults.
 """
 
 from __future__ import annotations
@@ -50,10 +50,14 @@ class ImageFacts:
     python: str = ""
     executable: str = ""
     packages: Mapping[str, str] = field(default_factory=dict)  # canonical name: version
-    needs: Mapping[str, Sequence[str]] = field(default_factory=dict)  # requirements of some packages
+    needs: Mapping[str, Sequence[str]] = field(
+        default_factory=dict
+    )  # requirements of some packages
     te_range: str = ""  # TransformerEngine versions that Megatron-core accepts, from its metadata
     commands: Mapping[str, str | None] = field(default_factory=dict)  # command: path
-    libraries: Mapping[str, bool] = field(default_factory=dict)  # shared library: whether it can be loaded
+    libraries: Mapping[str, bool] = field(
+        default_factory=dict
+    )  # shared library: whether it can be loaded
     providers: Sequence[str] = ()  # RDMA providers installed
     rdma_drivers: Sequence[str] = ()  # kernel drivers of the visible RDMA devices
     has_gpu_devices: bool = False
@@ -104,24 +108,38 @@ def _python(facts: ImageFacts, python: Requirement) -> Check:
     said = f"{facts.python} ({facts.executable})"
     if python.allows(facts.python):
         return Check("python", "OK", said)
-    return Check("python", "FATAL_CONFIG", f"{said}, {python.text} needed: install one and name it with cluster.python")
+    return Check(
+        "python",
+        "FATAL_CONFIG",
+        f"{said}, {python.text} needed: install one and name it with cluster.python",
+    )
 
 
 def _packages(facts: ImageFacts, wanted: Sequence[Requirement]) -> Check:
     missing = [one for one in wanted if one.name not in facts.packages]
-    other = [one for one in wanted if one.name in facts.packages and not one.allows(facts.packages[one.name])]
+    other = [
+        one
+        for one in wanted
+        if one.name in facts.packages and not one.allows(facts.packages[one.name])
+    ]
     if not missing and not other:
         return Check("packages", "OK", f"all {len(wanted)} that are wanted")
     parts = [f"without {', '.join(one.text for one in missing)}"] if missing else []
     if other:
-        parts.append(", ".join(f"{one.name} {facts.packages[one.name]} ({one.text} wanted)" for one in other))
+        parts.append(
+            ", ".join(f"{one.name} {facts.packages[one.name]} ({one.text} wanted)" for one in other)
+        )
     return Check(
-        "packages", "FATAL_CONFIG", f"{'; '.join(parts)}: build jobs/container/Dockerfile on top of this image"
+        "packages",
+        "FATAL_CONFIG",
+        f"{'; '.join(parts)}: build jobs/container/Dockerfile on top of this image",
     )
 
 
 def _needs(facts: ImageFacts) -> Check:
-    """Requirements of the large packages: without its kernels a server starts, but the first request fails."""
+    """Requirements of the large packages: without its kernels a server starts, but the first
+    request fails.
+    """
     unmet = []
     for package, lines in sorted(facts.needs.items()):
         for one in filter(None, map(parse, lines)):
@@ -131,10 +149,16 @@ def _needs(facts: ImageFacts) -> Check:
     if unmet:
         more = f" and {len(unmet) - 6} more" if len(unmet) > 6 else ""
         return Check("their needs", "FATAL_CONFIG", "; ".join(unmet[:6]) + more)
-    return Check("their needs", "OK", f"met: {', '.join(sorted(facts.needs)) or 'nothing installed that has any'}")
+    return Check(
+        "their needs",
+        "OK",
+        f"met: {', '.join(sorted(facts.needs)) or 'nothing installed that has any'}",
+    )
 
 
-def _transformer_engine(facts: ImageFacts, compiled: Sequence[Requirement], reasons: Sequence[str]) -> Check:
+def _transformer_engine(
+    facts: ImageFacts, compiled: Sequence[Requirement], reasons: Sequence[str]
+) -> Check:
     """Both TransformerEngine packages must have one version, and Megatron-core must accept it."""
     name, half = "transformer-engine", "transformer-engine-torch"
     pin = next((one for one in compiled if one.name == name), None)
@@ -142,7 +166,11 @@ def _transformer_engine(facts: ImageFacts, compiled: Sequence[Requirement], reas
     have, torch_half = facts.packages.get(name), facts.packages.get(half)
     needed = f"needed for {', '.join(reasons)}" if reasons else f"needed for {TE_USES}"
     level: Level = "FATAL_CONFIG" if reasons else "WARN"
-    build = f"build jobs/container/Dockerfile, which compiles {pin.text}" if pin else "build jobs/container/Dockerfile"
+    build = (
+        f"build jobs/container/Dockerfile, which compiles {pin.text}"
+        if pin
+        else "build jobs/container/Dockerfile"
+    )
     if have is None:
         return Check("TransformerEngine", level, f"not installed; {needed}: {build}")
     if torch_half != have:
@@ -163,13 +191,19 @@ def _commands(facts: ImageFacts) -> Check:
     if "bash" in absent:
         return Check("commands", "FATAL_CONFIG", "no bash, which runs setup commands")
     if absent:
-        return Check("commands", "WARN", f"without {', '.join(absent)}: kernels are compiled at the first use (Triton)")
+        return Check(
+            "commands",
+            "WARN",
+            f"without {', '.join(absent)}: kernels are compiled at the first use (Triton)",
+        )
     return Check("commands", "OK", ", ".join(facts.commands))
 
 
 def _driver(facts: ImageFacts) -> Check:
     requested = facts.environment.get("NVIDIA_VISIBLE_DEVICES", "")
-    hint = "set NVIDIA_VISIBLE_DEVICES=all and NVIDIA_DRIVER_CAPABILITIES=compute,utility in the image"
+    hint = (
+        "set NVIDIA_VISIBLE_DEVICES=all and NVIDIA_DRIVER_CAPABILITIES=compute,utility in the image"
+    )
     if facts.libraries.get("libcuda.so.1"):
         return Check("GPU driver", "OK", "libcuda.so.1 loads")
     if facts.has_gpu_devices:
@@ -194,7 +228,9 @@ def _rdma(facts: ImageFacts) -> Check:
     parts = [f"without {', '.join(absent)}"] if absent else []
     parts += [f"no provider for {', '.join(missing)}"] if missing else []
     fix = "apt-get install libibverbs1 ibverbs-providers librdmacm1, or the vendor's; else NCCL takes TCP"
-    return Check("RDMA", "FATAL_CONFIG" if facts.rdma_drivers else "WARN", f"{'; '.join(parts)}: {fix}")
+    return Check(
+        "RDMA", "FATAL_CONFIG" if facts.rdma_drivers else "WARN", f"{'; '.join(parts)}: {fix}"
+    )
 
 
 def _nccl(facts: ImageFacts) -> Check:
@@ -203,10 +239,16 @@ def _nccl(facts: ImageFacts) -> Check:
         return Check("NCCL", level, "no libnccl.so.2: a torch without CUDA?")
     listed = ", ".join(f"{version} ({path})" for path, version in facts.nccl.items())
     if len(set(facts.nccl.values())) > 1:
-        return Check("NCCL", "WARN", f"{listed}: which one is loaded depends on LD_LIBRARY_PATH; remove the others")
+        return Check(
+            "NCCL",
+            "WARN",
+            f"{listed}: which one is loaded depends on LD_LIBRARY_PATH; remove the others",
+        )
     version = next(iter(facts.nccl.values()))
     if tuple(int(part) for part in version.split(".")[:2]) < _NCCL_GID:
-        return Check("NCCL", "WARN", f"{listed}: before 2.21 NCCL_IB_GID_INDEX has to be given on RoCE")
+        return Check(
+            "NCCL", "WARN", f"{listed}: before 2.21 NCCL_IB_GID_INDEX has to be given on RoCE"
+        )
     return Check("NCCL", "OK", listed)
 
 
@@ -218,7 +260,11 @@ def _limits(facts: ImageFacts) -> Check:
         bad.append(f"{facts.nofile} open files ({_WANTED_NOFILE} wanted: ulimit -n)")
     if not bad:
         return Check("limits", "OK", "memlock unlimited, enough open files")
-    return Check("limits", "FATAL_CONFIG" if facts.rdma_drivers and "memlock" in bad[0] else "WARN", "; ".join(bad))
+    return Check(
+        "limits",
+        "FATAL_CONFIG" if facts.rdma_drivers and "memlock" in bad[0] else "WARN",
+        "; ".join(bad),
+    )
 
 
 def _shm(facts: ImageFacts) -> Check:
@@ -227,14 +273,20 @@ def _shm(facts: ImageFacts) -> Check:
     said = f"{facts.shm_bytes / GIB:.2f} GiB"
     if facts.shm_bytes >= _NEEDED_SHM:
         return Check("/dev/shm", "OK", said)
-    return Check("/dev/shm", "FATAL_CONFIG" if facts.has_gpu_devices else "WARN", f"{said}: docker run --shm-size=16g")
+    return Check(
+        "/dev/shm",
+        "FATAL_CONFIG" if facts.has_gpu_devices else "WARN",
+        f"{said}: docker run --shm-size=16g",
+    )
 
 
 def _folders(facts: ImageFacts) -> Check:
     if not facts.unwritable:
         return Check("folders", "OK", f"HOME={facts.home} and the temporary folder can be written")
     fix = "caches of Triton and flashinfer lie there; set HOME in [cluster.environment], or make the image writable"
-    return Check("folders", "FATAL_CONFIG", f"cannot be written: {', '.join(facts.unwritable)}: {fix}")
+    return Check(
+        "folders", "FATAL_CONFIG", f"cannot be written: {', '.join(facts.unwritable)}: {fix}"
+    )
 
 
 def _variables(facts: ImageFacts) -> Check:
@@ -248,12 +300,17 @@ def _variables(facts: ImageFacts) -> Check:
     ]
     if not set_here:
         return Check("variables", "OK", "none that change a run")
-    said = "; ".join(f"{name}={facts.environment[name]}: {_HARMFUL.get(name, 'changes NCCL')}" for name in set_here)
+    said = "; ".join(
+        f"{name}={facts.environment[name]}: {_HARMFUL.get(name, 'changes NCCL')}"
+        for name in set_here
+    )
     return Check("variables", "WARN", said)
 
 
 def _shows_what_slurm_gave(environment: Mapping[str, str]) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES has as many entries as the job has GPUs here; Slurm sets both (man srun, GRES)."""
+    """Whether CUDA_VISIBLE_DEVICES has as many entries as the job has GPUs here; Slurm sets both
+    (man srun, GRES).
+    """
     visible = environment["CUDA_VISIBLE_DEVICES"].split(",")
     given = environment.get("SLURM_GPUS_ON_NODE", "")
     if not given:
@@ -265,4 +322,8 @@ def _shows_what_slurm_gave(environment: Mapping[str, str]) -> bool:
 def _entrypoint(facts: ImageFacts) -> Check:
     if not facts.entrypoints:
         return Check("entrypoint", "OK", "none")
-    return Check("entrypoint", "OK", f"{', '.join(facts.entrypoints)}: not run, neither by pyxis nor by enroot")
+    return Check(
+        "entrypoint",
+        "OK",
+        f"{', '.join(facts.entrypoints)}: not run, neither by pyxis nor by enroot",
+    )

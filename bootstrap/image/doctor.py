@@ -1,8 +1,10 @@
-"""Report what an image lacks, from inside it: ``python3 -m bootstrap.image.doctor [--cpu] [--te-for=SETTING,...]``
+"""Report what an image lacks, from inside it: ``python3 -m bootstrap.image.doctor [--cpu]
+[--te-for=SETTING,...]``
 
-Input: the image, and setup.cfg of the code that contains this file. Output: a table or JSON on standard output or in
-a separate file, because the container runtime and setup commands also write to standard output. Exit code 0 if a run
-would work in the image, 1 if something is missing. Only the standard library of Python 3.8 and later.
+Input: the image, and setup.cfg of the code that contains this file. Output: a table or JSON on
+standard output or in a separate file, because the container runtime and setup commands also write
+to standard output. Exit code 0 if a run would work in the image, 1 if something is missing. Only
+the standard library of Python 3.8 and later.
 """
 
 from __future__ import annotations
@@ -22,10 +24,14 @@ from bootstrap.image.pins import Requirement, parse, python_required, requiremen
 
 CODE = Path(__file__).resolve().parents[2]
 COMPILED = ("te",)
-ALWAYS = ("megatron-core",)  # from tools/no_deps.txt; the GPU stack installs its other packages itself
+ALWAYS = (
+    "megatron-core",
+)  # from tools/no_deps.txt; the GPU stack installs its other packages itself
 
 
-def wanted_packages(code: Path, *, cpu: bool = False, extras: Sequence[str] = ()) -> list[Requirement]:
+def wanted_packages(
+    code: Path, *, cpu: bool = False, extras: Sequence[str] = ()
+) -> list[Requirement]:
     """Requirements of a training node, from setup.cfg and tools/no_deps.txt."""
     found = requirements((code / "setup.cfg").read_text(), ["cpu" if cpu else "gpu", *extras])
     for line in (code / "tools/no_deps.txt").read_text().splitlines():
@@ -48,9 +54,13 @@ def table(checks: Sequence[Check]) -> str:
     """One line per check, and a summary."""
     width = max(len(check.name) for check in checks)
     level_width = max(len(check.level) for check in checks)
-    lines = [f"{check.level:<{level_width}}  {check.name:<{width}}  {check.found}" for check in checks]
+    lines = [
+        f"{check.level:<{level_width}}  {check.name:<{width}}  {check.found}" for check in checks
+    ]
     lacking = sum(check.level == "FATAL_CONFIG" for check in checks)
-    return "\n".join([*lines, f"{lacking} lacking" if lacking else "a run would work in this image"])
+    return "\n".join(
+        [*lines, f"{lacking} lacking" if lacking else "a run would work in this image"]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,28 +70,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--cpu", action="store_true", help="check for nodes without a GPU")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write to FILE instead of standard output")
     parser.add_argument(
-        "--requirements", nargs="*", metavar="EXTRA", help="print the required packages with these extras, for pip"
+        "--output", type=Path, metavar="FILE", help="write to FILE instead of standard output"
+    )
+    parser.add_argument(
+        "--requirements",
+        nargs="*",
+        metavar="EXTRA",
+        help="print the required packages with these extras, for pip",
     )
     parser.add_argument(
         "--compiled",
         action="store_true",
         help="print the packages to compile against torch, for pip --no-build-isolation",
     )
-    parser.add_argument("--te-for", metavar="SETTING,...", default="", help="settings that require TransformerEngine")
+    parser.add_argument(
+        "--te-for",
+        metavar="SETTING,...",
+        default="",
+        help="settings that require TransformerEngine",
+    )
     options = parser.parse_args(argv)
     if not (CODE / "setup.cfg").is_file():
-        print(f"no setup.cfg with the version pins in {CODE}; run this from a checkout", file=sys.stderr)
+        print(
+            f"no setup.cfg with the version pins in {CODE}; run this from a checkout",
+            file=sys.stderr,
+        )
         return 2
     if options.compiled:
         print("\n".join(one.text for one in compiled_packages(CODE)))
         return 0
     if options.requirements is not None:
-        print("\n".join(one.text for one in wanted_packages(CODE, cpu=options.cpu, extras=options.requirements)))
+        print(
+            "\n".join(
+                one.text
+                for one in wanted_packages(CODE, cpu=options.cpu, extras=options.requirements)
+            )
+        )
         return 0
     python = python_required((CODE / "setup.cfg").read_text())
-    facts = read_image({name: value for name, value in os.environ.items() if name not in ("PYTHONPATH",)})
+    facts = read_image(
+        {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH",)}
+    )
     checks = check_image(
         facts,
         python,
@@ -90,7 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         compiled=compiled_packages(CODE),
         te_reasons=[reason for reason in options.te_for.split(",") if reason],
     )
-    text = json.dumps([asdict(check) for check in checks], indent=1) if options.json else table(checks)
+    text = (
+        json.dumps([asdict(check) for check in checks], indent=1) if options.json else table(checks)
+    )
     if options.output is None:
         print(text)
     else:

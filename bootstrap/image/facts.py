@@ -1,6 +1,8 @@
-"""Read the facts of an image for ``image.checks``, from inside it. Decides nothing and never raises.
+"""Read the facts of an image for ``image.checks``, from inside it. Decides nothing and never
+raises.
 
-Only the standard library of Python 3.8 and later, because the packages to be checked may be missing.
+Only the standard library of Python 3.8 and later, because the packages to be checked may be
+missing.
 """
 
 from __future__ import annotations
@@ -23,8 +25,19 @@ from bootstrap.image.pins import canonical
 COMMANDS = ("bash", "gcc", "ninja")
 NEEDY = ("sglang", "sglang-router", "megatron-core", "transformers", "ray", "torch")
 TE = "transformer-engine"
-ENTRYPOINTS = ("/etc/rc", "/opt/nvidia/nvidia_entrypoint.sh", "/usr/local/bin/docker-entrypoint.sh", "/entrypoint.sh")
-_LIBRARY_FOLDERS = ("/usr/lib", "/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/lib64")
+ENTRYPOINTS = (
+    "/etc/rc",
+    "/opt/nvidia/nvidia_entrypoint.sh",
+    "/usr/local/bin/docker-entrypoint.sh",
+    "/entrypoint.sh",
+)
+_LIBRARY_FOLDERS = (
+    "/usr/lib",
+    "/usr/lib64",
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/lib64",
+)
 
 
 def read_image(environ: Mapping[str, str], root: Path = Path("/")) -> ImageFacts:
@@ -47,17 +60,22 @@ def read_image(environ: Mapping[str, str], root: Path = Path("/")) -> ImageFacts
         nofile=_limit(resource.RLIMIT_NOFILE),
         shm_bytes=_size(root / "dev/shm"),
         home=home,
-        unwritable=tuple(path for path in (home or "HOME is unset", tempfile.gettempdir()) if not _can_write(path)),
+        unwritable=tuple(
+            path
+            for path in (home or "HOME is unset", tempfile.gettempdir())
+            if not _can_write(path)
+        ),
         environment=dict(environ),
         entrypoints=tuple(path for path in ENTRYPOINTS if (root / path.lstrip("/")).is_file()),
     )
 
 
 def _packages() -> tuple[dict[str, str], dict[str, list[str]], str]:
-    """Installed versions, requirements of the NEEDY packages, and the range of TransformerEngine versions.
+    """Installed versions, requirements of the NEEDY packages, and the range of TransformerEngine
+    versions.
 
-    The requirements are those without a condition. The range is that of Megatron-core's extra; empty
-    if it has none.
+    The requirements are those without a condition. The range is that of Megatron-core's extra;
+    empty if it has none.
     """
     versions: dict[str, str] = {}
     needs: dict[str, list[str]] = {}
@@ -100,7 +118,12 @@ def _rdma_drivers(root: Path) -> set[str]:
 
 def _nccl(root: Path) -> Iterator[tuple[str, str]]:
     """Path and version of every NCCL in the image: from the wheel and from the system."""
-    places = [place for folder in sys.path if folder for place in sorted(Path(folder).glob("nvidia/*/lib"))]
+    places = [
+        place
+        for folder in sys.path
+        if folder
+        for place in sorted(Path(folder).glob("nvidia/*/lib"))
+    ]
     places += [root / folder.lstrip("/") for folder in _LIBRARY_FOLDERS]
     seen = set()
     for place in places:
@@ -116,7 +139,9 @@ def _nccl(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def nccl_version(number: int) -> str:
-    """Format NCCL's version code: 22304 is 2.23.4; before 2.9, 2804 is 2.8.4 (nccl.h, NCCL_VERSION)."""
+    """Format NCCL's version code: 22304 is 2.23.4; before 2.9, 2804 is 2.8.4 (nccl.h,
+    NCCL_VERSION).
+    """
     major, rest = divmod(number, 10_000 if number >= 10_000 else 1_000)
     return f"{major}.{rest // 100}.{rest % 100}"
 

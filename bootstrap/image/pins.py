@@ -1,7 +1,7 @@
 """Read the versions that rlpost requires from setup.cfg and tools/no_deps.txt.
 
-Input: the text of setup.cfg, names of extras. Output: ``Requirement`` values. Only the standard library of Python 3.8
-and later, because it runs in images that are being built or diagnosed.
+Input: the text of setup.cfg, names of extras. Output: ``Requirement`` values. Only the standard
+library of Python 3.8 and later, because it runs in images that are being built or diagnosed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ _BOUND = re.compile(r"(==|>=|<=|!=|~=|<|>)\s*([^,;\s]+)")
 
 
 class Requirement(NamedTuple):
-    """A package and its version bounds, such as (("==", "2.13.0"),); ``text``: the line of the file."""
+    """A package and its version bounds, such as (("==", "2.13.0"),); ``text``: the line of the
+    file.
+    """
 
     name: str
     bounds: tuple[tuple[str, str], ...]
@@ -36,7 +38,9 @@ def parse(line: str) -> Requirement | None:
 
 
 def requirements(setup_cfg: str, extras: Iterable[str]) -> list[Requirement]:
-    """Requirements of the package with these extras, without duplicates. Raises KeyError for an unknown extra."""
+    """Requirements of the package with these extras, without duplicates. Raises KeyError for an
+    unknown extra.
+    """
     read = configparser.ConfigParser()
     read.read_string(setup_cfg)
     lines = read["options"]["install_requires"].splitlines()

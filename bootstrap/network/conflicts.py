@@ -1,7 +1,9 @@
-"""Conflicts between the environment variables that are set and the settings detected on this host. Pure.
+"""Conflicts between the environment variables that are set and the settings detected on this host.
+Pure.
 
-Input: the variables that are set, the facts of the host, the settings detected without them. Output: one ``Conflict``
-each. The variable always wins: the site may know more than detection can read.
+Input: the variables that are set, the facts of the host, the settings detected without them.
+Output: one ``Conflict`` each. The variable always wins: the site may know more than detection can
+read.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ _GID_VARIABLES = ("NCCL_IB_GID_INDEX", "NVSHMEM_IB_GID_INDEX")
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A variable whose value differs from the detected one; ``source``: evidence for the detected value."""
+    """A variable whose value differs from the detected one; ``source``: evidence for the detected
+    value.
+    """
 
     name: str
     given: str
@@ -58,10 +62,11 @@ def conflicts(
 
 
 def picked(pattern: str, names: Sequence[str]) -> set[str]:
-    """The ``names`` that an NCCL list selects: prefixes, exact names after ``=``, all others after ``^``.
+    """The ``names`` that an NCCL list selects: prefixes, exact names after ``=``, all others after
+    ``^``.
 
-    A name may have a port (``mlx5_0:1``); a device without a port selects all its ports (NCCL user guide,
-    NCCL_IB_HCA).
+    A name may have a port (``mlx5_0:1``); a device without a port selects all its ports (NCCL user
+    guide, NCCL_IB_HCA).
     """
     excludes, text = pattern.startswith("^"), pattern.removeprefix("^")
     is_exact, text = text.startswith("="), text.removeprefix("=")
@@ -90,7 +95,9 @@ def _of_sockets(given: Mapping[str, str], ifname: str | None) -> Iterator[Confli
             yield Conflict(name, given[name], f"={ifname}", source)
 
 
-def _of_devices(given: Mapping[str, str], facts: NetworkFacts, rdma: RdmaChoice) -> Iterator[Conflict]:
+def _of_devices(
+    given: Mapping[str, str], facts: NetworkFacts, rdma: RdmaChoice
+) -> Iterator[Conflict]:
     if "NCCL_IB_HCA" not in given or rdma.kind not in ("ib", "roce") or not rdma.ports:
         return
     active = [f"{port.name}:{port.port}" for port in facts.rdma_ports if port.state == "ACTIVE"]
@@ -110,4 +117,6 @@ def _of_gid(given: Mapping[str, str], rdma: RdmaChoice) -> Iterator[Conflict]:
     for name in _GID_VARIABLES:
         automatic = given.get(name, "").strip() in ("", "-1")  # NCCL selects the index
         if not automatic and listed and given[name].strip() not in listed.split(", "):
-            yield Conflict(name, given[name], listed, "the first RoCE v2 entry of the ports' GID tables")
+            yield Conflict(
+                name, given[name], listed, "the first RoCE v2 entry of the ports' GID tables"
+            )

@@ -1,7 +1,7 @@
 """Decide the network settings of one host: interface, RDMA ports, environment, with reasons. Pure.
 
-Input: facts of this host, the variables set by the user or the site. Output: a ``Detection``. Settings apply to one
-host only: names of interfaces and devices differ between the nodes of a job.
+Input: facts of this host, the variables set by the user or the site. Output: a ``Detection``.
+Settings apply to one host only: names of interfaces and devices differ between the nodes of a job.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from bootstrap.network.facts import NetworkFacts, RdmaPort, address_of
 from bootstrap.network.rdma import RdmaChoice, choose_rdma
 from bootstrap.network.sockets import SocketChoice, choose_socket
 
-# Variables with these prefixes that the user or the site has set are listed with the detected ones. Detection never
-# sets traffic class, timeouts or levels, because no fact of a host determines their value.
+# Variables with these prefixes that the user or the site has set are listed with the detected ones.
+# Detection never sets traffic class, timeouts or levels, because no fact of a host determines their
+# value.
 _FABRIC_PREFIXES = ("NCCL_", "NVSHMEM_", "UCX_", "GLOO_", "TP_", "FI_", "OFI_", "RDMAV_")
 
 
@@ -48,12 +49,19 @@ class Detection:
         return {name: value for name, value in self.env.items() if name not in of_sockets}
 
     def describe(self) -> str:
-        """Report for the log: the result, every variable with its reason, the evidence, warnings."""
+        """Report for the log: the result, every variable with its reason, the evidence,
+        warnings.
+        """
         answer = self.to_document()
         keys = ("socket_ifname", "node_ip", "rdma", "ib_hca", "ib_hca_exclude", "gid_index")
-        shown = {key: ", ".join(value) if isinstance(value := answer[key], list) else value for key in keys}
+        shown = {
+            key: ", ".join(value) if isinstance(value := answer[key], list) else value
+            for key in keys
+        }
         lines = [f"{key:<16}{value}" for key, value in shown.items()]
-        lines += [f"{name}={setting.value}  # {setting.reason}" for name, setting in self.settings.items()]
+        lines += [
+            f"{name}={setting.value}  # {setting.reason}" for name, setting in self.settings.items()
+        ]
         warnings = (*self.socket.warnings, *self.rdma.warnings)
         remarks = [("why", answer["why"]), *(("warning", text) for text in warnings)]
         return "\n".join([*lines, *(f"{what:<16}{text}" for what, text in remarks)])
@@ -72,7 +80,9 @@ class Detection:
             "rdma": rdma.kind,
             "ib_hca": _names(rdma.ports),
             # A device counts as used if one of its ports is; ``env`` names the port.
-            "ib_hca_exclude": [name for name in _names(rdma.excluded) if name not in _names(rdma.ports)],
+            "ib_hca_exclude": [
+                name for name in _names(rdma.excluded) if name not in _names(rdma.ports)
+            ],
             "gid_index": rdma.gid_index,
             "gid_index_per_hca": rdma.gid_index_per_hca,
             "data_ifaces": list(rdma.data_ifnames),
@@ -102,7 +112,10 @@ def detect(
     sockets = choose_socket(facts, override, connection_ip)
     rdma = choose_rdma(facts, sockets.ifname)
     given = {name: value for name, value in (environ or {}).items() if value}
-    wanted = {**socket_settings(sockets.ifname, sockets.ip), **_rdma_settings(facts, rdma, sockets.ifname)}
+    wanted = {
+        **socket_settings(sockets.ifname, sockets.ip),
+        **_rdma_settings(facts, rdma, sockets.ifname),
+    }
     settings = {name: setting for name, setting in wanted.items() if name not in given}
     for name in sorted(given):
         if name.startswith(_FABRIC_PREFIXES):
@@ -116,28 +129,39 @@ def socket_settings(ifname: str | None, ip: str | None) -> dict[str, Setting]:
     """Variables that make each library use ``ifname``.
 
     Gloo and TensorPipe expect a plain device name. NCCL, and NVSHMEM with the same parser, expect a
-    prefix, or an exact name after ``=`` (NCCL user guide, NCCL_SOCKET_IFNAME): a plain ``eth1`` would
-    also match ``eth10``. Both prefer IPv4, so IPv6 must be selected explicitly.
+    prefix, or an exact name after ``=`` (NCCL user guide, NCCL_SOCKET_IFNAME): a plain ``eth1``
+    would also match ``eth10``. Both prefer IPv4, so IPv6 must be selected explicitly.
     """
     if not ifname:
         return {}
     settings = {
         "GLOO_SOCKET_IFNAME": Setting(ifname, "Gloo takes one bare name"),
         "TP_SOCKET_IFNAME": Setting(ifname, "TensorPipe takes one bare name"),
-        "NCCL_SOCKET_IFNAME": Setting(f"={ifname}", "NCCL takes a prefix unless told to match exactly"),
-        "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": Setting(f"={ifname}", "NVSHMEM reads names as NCCL does"),
+        "NCCL_SOCKET_IFNAME": Setting(
+            f"={ifname}", "NCCL takes a prefix unless told to match exactly"
+        ),
+        "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": Setting(
+            f"={ifname}", "NVSHMEM reads names as NCCL does"
+        ),
     }
     if ip and address_of(ip).version == 6:
         settings["NCCL_SOCKET_FAMILY"] = Setting("AF_INET6", "the node's address is IPv6")
-        settings["NVSHMEM_BOOTSTRAP_UID_SOCK_FAMILY"] = Setting("AF_INET6", "the node's address is IPv6")
+        settings["NVSHMEM_BOOTSTRAP_UID_SOCK_FAMILY"] = Setting(
+            "AF_INET6", "the node's address is IPv6"
+        )
     return settings
 
 
 def _rdma_settings(facts: NetworkFacts, rdma: RdmaChoice, ifname: str | None) -> dict[str, Setting]:
     if rdma.kind in ("efa", "cxi"):
-        return {"FI_PROVIDER": Setting(rdma.kind, "libfabric is to use this fabric or fail, not fall back to TCP")}
+        return {
+            "FI_PROVIDER": Setting(
+                rdma.kind, "libfabric is to use this fabric or fail, not fall back to TCP"
+            )
+        }
     if rdma.kind == "gpudirect-tcpx":
-        # Four data NICs are GPUDirect-TCPX, eight are its successor TCPXO (FasTrak), whose variables differ.
+        # Four data NICs are GPUDirect-TCPX, eight are its successor TCPXO (FasTrak), whose
+        # variables differ.
         is_fastrak = len(rdma.data_ifnames) > 4
         data = "NCCL_FASTRAK_IFNAME" if is_fastrak else "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME"
         settings = {data: Setting(",".join(rdma.data_ifnames), "NICs for the data of the GPUs")}
@@ -157,9 +181,13 @@ def _rdma_settings(facts: NetworkFacts, rdma: RdmaChoice, ifname: str | None) ->
         # A list without an interface would leave UCX no TCP to fall back to.
         settings["UCX_NET_DEVICES"] = Setting(f"{ports},{ifname}" if ifname else ports, reason)
     if rdma.gid_is_seen and rdma.gid_index is not None:
-        settings["NVSHMEM_IB_GID_INDEX"] = Setting(str(rdma.gid_index), "NVSHMEM takes index 0 unless told")
+        settings["NVSHMEM_IB_GID_INDEX"] = Setting(
+            str(rdma.gid_index), "NVSHMEM takes index 0 unless told"
+        )
         if not _has_ipv4_gid(rdma):
-            settings["NCCL_IB_GID_INDEX"] = Setting(str(rdma.gid_index), "NCCL looks for an IPv4 GID; there is none")
+            settings["NCCL_IB_GID_INDEX"] = Setting(
+                str(rdma.gid_index), "NCCL looks for an IPv4 GID; there is none"
+            )
     return settings
 
 

@@ -1,9 +1,11 @@
-"""Drop RDMA ports whose network interface is in another network namespace: the host's or another container's.
+"""Drop RDMA ports whose network interface is in another network namespace: the host's or another
+container's.
 
-Input: facts, candidate ports, a function for a port's link layer. Output: the remaining ports, and warnings. RoCE
-resolves peers through an interface's addresses, so a port without an interface here is unusable. With SR-IOV, a
-container sees all virtual functions under /sys/class/infiniband but only its own interfaces. Invariant: no port is
-dropped if the list of interfaces may be incomplete, as in a pasted layout.
+Input: facts, candidate ports, a function for a port's link layer. Output: the remaining ports, and
+warnings. RoCE resolves peers through an interface's addresses, so a port without an interface here
+is unusable. With SR-IOV, a container sees all virtual functions under /sys/class/infiniband but
+only its own interfaces. Invariant: no port is dropped if the list of interfaces may be incomplete,
+as in a pasted layout.
 """
 
 from __future__ import annotations
@@ -19,11 +21,19 @@ _WITHOUT_INTERFACE = {"erdma"}
 LinkLayer = Callable[[NetworkFacts, RdmaPort], str | None]
 
 
-def drop_elsewhere(facts: NetworkFacts, ports: Narrowing[RdmaPort], warnings: list[str], link_layer: LinkLayer) -> None:
-    """Drop Ethernet ports without a visible interface, unless no port would remain; add a warning."""
+def drop_elsewhere(
+    facts: NetworkFacts, ports: Narrowing[RdmaPort], warnings: list[str], link_layer: LinkLayer
+) -> None:
+    """Drop Ethernet ports without a visible interface, unless no port would remain; add a
+    warning.
+    """
     if not facts.interfaces_complete:
         return
-    away = [port for port in ports.left if link_layer(facts, port) == "Ethernet" and not _has_interface(facts, port)]
+    away = [
+        port
+        for port in ports.left
+        if link_layer(facts, port) == "Ethernet" and not _has_interface(facts, port)
+    ]
     if not away:
         return
     where = "is in another network namespace (SR-IOV?) or is missing"
@@ -36,7 +46,9 @@ def drop_elsewhere(facts: NetworkFacts, ports: Narrowing[RdmaPort], warnings: li
 
 
 def _has_interface(facts: NetworkFacts, port: RdmaPort) -> bool:
-    """Whether the port's interface is visible, or one above it whose address is in the GID table (macvlan)."""
+    """Whether the port's interface is visible, or one above it whose address is in the GID table
+    (macvlan).
+    """
     if facts.interface(port.netdev) is not None or port.driver in _WITHOUT_INTERFACE:
         return True
     return any(facts.owner(gid.addr) is not None for gid in port.gids)

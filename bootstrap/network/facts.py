@@ -1,8 +1,9 @@
 """Network facts of one host as plain data: interfaces, RDMA ports, routes, routes to peers.
 
-Input: a document of the schema ``netlayout/1`` (a YAML or JSON file, or ``network.host.read_host``). Output: frozen
-``NetworkFacts``. Invariants: None means unknown, an empty tuple means none; the keys ``name``, ``platform``, ``tags``,
-``expected`` and other descriptions of a layout are never read.
+Input: a document of the schema ``netlayout/1`` (a YAML or JSON file, or
+``network.host.read_host``). Output: frozen ``NetworkFacts``. Invariants: None means unknown, an
+empty tuple means none; the keys ``name``, ``platform``, ``tags``, ``expected`` and other
+descriptions of a layout are never read.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 # Types without a physical link; a bridge or bond counts as wired if a wired interface is a member.
 VIRTUAL_TYPES = frozenset({"bridge", "veth", "vxlan", "tun", "dummy"})
-# Open vSwitch: the kernel makes the links of all its bridges members of one device, which always has this name, and
-# does not report to which bridge a link belongs.
+# Open vSwitch: the kernel makes the links of all its bridges members of one device, which always
+# has this name, and does not report to which bridge a link belongs.
 _SWITCH_DRIVER, _SWITCH = "openvswitch", "ovs-system"
 
 
@@ -107,10 +108,10 @@ class Gpu:
 class NetworkFacts:
     """Network facts of one host.
 
-    ``num_gpus`` is None if unknown; ``gpus`` lists only GPUs whose location is known. ``slurm_addr`` is the
-    address of the host's name, ``example_peer`` that of another node of the job. ``hints`` are remarks;
-    those that begin with CXI_HINT or TCPXO_HINT identify a fabric. ``interfaces_complete``: the list
-    contains every interface of the network namespace.
+    ``num_gpus`` is None if unknown; ``gpus`` lists only GPUs whose location is known.
+    ``slurm_addr`` is the address of the host's name, ``example_peer`` that of another node of the
+    job. ``hints`` are remarks; those that begin with CXI_HINT or TCPXO_HINT identify a fabric.
+    ``interfaces_complete``: the list contains every interface of the network namespace.
     """
 
     interfaces: tuple[Interface, ...]
@@ -147,16 +148,26 @@ class NetworkFacts:
             if one is not None and one.parent:
                 waiting.append(one.parent)
             elif one is not None and one.type == "vlan":  # by convention named PARENT.ID
-                waiting += [parent for parent in [current.rpartition(".")[0]] if self.interface(parent)]
+                waiting += [
+                    parent for parent in [current.rpartition(".")[0]] if self.interface(parent)
+                ]
         return found
 
     def above(self, name: str | None) -> tuple[Interface, ...]:
         """The interfaces that send through this one: bonds, bridges, VLANs and macvlans."""
-        return tuple(one for one in self.interfaces if name and one.name != name and name in self.below(one.name))
+        return tuple(
+            one
+            for one in self.interfaces
+            if name and one.name != name and name in self.below(one.name)
+        )
 
     def _switch_wires(self, one: Interface) -> tuple[Interface, ...]:
-        """Links of Open vSwitch if the interface is one of its bridges, which have no direct members."""
-        of_switch = [other.name for other in self.interfaces if _SWITCH in (other.name, other.master)]
+        """Links of Open vSwitch if the interface is one of its bridges, which have no direct
+        members.
+        """
+        of_switch = [
+            other.name for other in self.interfaces if _SWITCH in (other.name, other.master)
+        ]
         is_bridge = one.driver == _SWITCH_DRIVER or (
             one.type in ("bridge", "dummy") and not one.driver and bool(one.routable)
         )
@@ -165,26 +176,37 @@ class NetworkFacts:
         return tuple(other for other in self.members(_SWITCH) if other.type not in VIRTUAL_TYPES)
 
     def is_wired(self, one: Interface) -> bool:
-        """Whether traffic leaves the host directly here, not through another interface or a tunnel."""
+        """Whether traffic leaves the host directly here, not through another interface or a
+        tunnel.
+        """
         if one.type == "bridge" or self._switch_wires(one):
             return any(
-                member.type not in VIRTUAL_TYPES for member in (*self.members(one.name), *self._switch_wires(one))
+                member.type not in VIRTUAL_TYPES
+                for member in (*self.members(one.name), *self._switch_wires(one))
             )
         return one.type not in VIRTUAL_TYPES and one.type != "loopback"
 
     def is_slingshot(self, one: Interface) -> bool:
         """Whether its driver, or that of the RDMA device on it, is Slingshot's."""
-        drivers = [one.driver, *(port.driver for port in self.rdma_ports if port.netdev == one.name)]
+        drivers = [
+            one.driver,
+            *(port.driver for port in self.rdma_ports if port.netdev == one.name),
+        ]
         return any(driver and driver.startswith("cxi") for driver in drivers)
 
     def owner(self, address: str) -> Interface | None:
         """The interface that holds ``address``."""
         wanted = address_of(address)
-        return next((one for one in self.interfaces if any(address_of(a) == wanted for a in one.addresses)), None)
+        return next(
+            (one for one in self.interfaces if any(address_of(a) == wanted for a in one.addresses)),
+            None,
+        )
 
 
 def address_of(text: str) -> IpAddress:
-    """The address in ``10.0.0.1/24``, ``fe80::1%eth0`` or ``::ffff:10.0.0.1`` (which is an IPv4 address)."""
+    """The address in ``10.0.0.1/24``, ``fe80::1%eth0`` or ``::ffff:10.0.0.1`` (which is an IPv4
+    address).
+    """
     address = ipaddress.ip_address(text.split("/")[0].split("%")[0])
     mapped = address.ipv4_mapped if address.version == 6 else None
     return mapped or address
@@ -199,7 +221,12 @@ def network_of(text: str) -> IpNetwork | None:
 
 
 def _is_routable(address: IpAddress) -> bool:
-    return not (address.is_loopback or address.is_link_local or address.is_multicast or address.is_unspecified)
+    return not (
+        address.is_loopback
+        or address.is_link_local
+        or address.is_multicast
+        or address.is_unspecified
+    )
 
 
 def load_facts(path: Path) -> NetworkFacts:
@@ -234,7 +261,9 @@ def load_document(path: Path) -> Mapping[str, Any]:
         except yaml.YAMLError as error:
             raise FactsFileError(f"is neither YAML nor JSON: {error}") from error
     if not isinstance(document, Mapping):
-        raise FactsFileError(f"holds a {type(document).__name__}; a mapping of the schema {SCHEMA} is needed")
+        raise FactsFileError(
+            f"holds a {type(document).__name__}; a mapping of the schema {SCHEMA} is needed"
+        )
     return document
 
 
@@ -257,7 +286,10 @@ def parse_facts(document: Mapping[str, Any]) -> NetworkFacts:
         example_peer=_legible(peers, "example_peer"),
         num_gpus=_count(gpus, "count"),
         interfaces_complete=document.get("interfaces_complete") is True,
-        gpus=tuple(Gpu(row.get("numa"), tuple(row.get("pci_path") or ())) for row in gpus.get("devices") or ()),
+        gpus=tuple(
+            Gpu(row.get("numa"), tuple(row.get("pci_path") or ()))
+            for row in gpus.get("devices") or ()
+        ),
     )
 
 
@@ -274,7 +306,9 @@ def _number(row: Mapping[str, Any], key: str) -> float | None:
     try:
         return None if value is None or isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
-        raise FactsFileError(f"{key} must be a number, got {value!r:.200} in {row.get('name')}") from None
+        raise FactsFileError(
+            f"{key} must be a number, got {value!r:.200} in {row.get('name')}"
+        ) from None
 
 
 def _count(row: Mapping[str, Any], key: str) -> int | None:
@@ -284,7 +318,9 @@ def _count(row: Mapping[str, Any], key: str) -> int | None:
 
 def _rows(document: Mapping[str, Any], key: str) -> Sequence[Mapping[str, Any]]:
     rows = document.get(key) or ()
-    if isinstance(rows, str | Mapping) or any(not isinstance(row, Mapping) or "name" not in row for row in rows):
+    if isinstance(rows, str | Mapping) or any(
+        not isinstance(row, Mapping) or "name" not in row for row in rows
+    ):
         raise FactsFileError(f"{key} must be a list of mappings with a name, got {rows!r:.200}")
     return rows
 
@@ -329,11 +365,17 @@ def _port(row: Mapping[str, Any]) -> RdmaPort:
 
 
 def _port_state(text: str) -> str:
-    """Parse a port state as tools print it: ``4: ACTIVE``, ``PORT_DOWN``, ``INIT`` (no subnet manager)."""
+    """Parse a port state as tools print it: ``4: ACTIVE``, ``PORT_DOWN``, ``INIT`` (no subnet
+    manager).
+    """
     words = set(re.findall(r"[A-Z]+", text.upper()))
     if "ACTIVE" in words:
         return "ACTIVE"
-    return "DOWN" if words & {"DOWN", "INIT", "INITIALIZING", "ARMED", "POLLING", "DISABLED", "INACTIVE"} else "unknown"
+    return (
+        "DOWN"
+        if words & {"DOWN", "INIT", "INITIALIZING", "ARMED", "POLLING", "DISABLED", "INACTIVE"}
+        else "unknown"
+    )
 
 
 def _addresses(row: Mapping[str, Any], key: str) -> tuple[str, ...] | None:

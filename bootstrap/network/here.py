@@ -1,9 +1,12 @@
-"""Find the interface that reaches the other nodes from the rendezvous connection, never from interface names.
+"""Find the interface that reaches the other nodes from the rendezvous connection, never from
+interface names.
 
-Input: the local address of an accepted connection. Output: the interface that owns it, and the environment that makes
-Gloo, NCCL, TensorPipe and NVSHMEM use that interface. Names may differ between nodes.
+Input: the local address of an accepted connection. Output: the interface that owns it, and the
+environment that makes Gloo, NCCL, TensorPipe and NVSHMEM use that interface. Names may differ
+between nodes.
 
-``python -m bootstrap.network`` prints the settings for this host, or for the host described by a file of facts.
+``python -m bootstrap.network`` prints the settings for this host, or for the host described by a
+file of facts.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ from common.files import write_atomic
 
 logger = logging.getLogger(__name__)
 
-# Ray replaces 127.0.0.1 and localhost with the address of an interface (ray.util.get_node_ip_address), but no other
-# address of 127/8. With 127.0.0.2 a one-node cluster stays off the network.
+# Ray replaces 127.0.0.1 and localhost with the address of an interface
+# (ray.util.get_node_ip_address), but no other address of 127/8. With 127.0.0.2 a one-node cluster
+# stays off the network.
 LOOPBACK_IP = "127.0.0.2"
 LOOPBACK_IFNAME = "lo"
 
@@ -87,7 +91,9 @@ def ifname_of(ip: str, addresses: Iterable[Address]) -> str:
         if address.ip == ip:
             return address.ifname
     listed = ", ".join(f"{address.ifname}={address.ip}" for address in known)
-    raise NetworkError(f"no interface owns {ip} (there are: {listed}); name the right one with --socket-ifname")
+    raise NetworkError(
+        f"no interface owns {ip} (there are: {listed}); name the right one with --socket-ifname"
+    )
 
 
 def ip_of(ifname: str, addresses: Iterable[Address]) -> str:
@@ -103,19 +109,26 @@ def ip_of(ifname: str, addresses: Iterable[Address]) -> str:
         if address.ifname == ifname and not zoned:
             return address.ip
     listed = ", ".join(sorted({address.ifname for address in known}))
-    raise NetworkError(f"--socket-ifname {ifname}: this host has no such interface with an address ({listed})")
+    raise NetworkError(
+        f"--socket-ifname {ifname}: this host has no such interface with an address ({listed})"
+    )
 
 
 def socket_environment(ifname: str, environ: Mapping[str, str], ip: str) -> dict[str, str]:
-    """Variables that make collectives use ``ip`` on ``ifname``, without those that ``environ`` sets."""
+    """Variables that make collectives use ``ip`` on ``ifname``, without those that ``environ``
+    sets.
+    """
     wanted = socket_settings(ifname, ip)
     return {key: setting.value for key, setting in wanted.items() if not environ.get(key)}
 
 
 def network_here(ifname: str, ip: str) -> tuple[NetworkFacts, Detection]:
-    """This host's network facts and settings, after the nodes have connected through ``ip`` on ``ifname``."""
+    """This host's network facts and settings, after the nodes have connected through ``ip`` on
+    ``ifname``.
+    """
     facts = read_host()
-    # The interface list has no owner for most of 127/8, or for an interface without a known address.
+    # The interface list has no owner for most of 127/8, or for an interface without a known
+    # address.
     evidence = {"connection_ip": ip} if facts.owner(ip) else {"override": ifname}
     return facts, detect(facts, **evidence, environ=os.environ)
 
@@ -131,9 +144,15 @@ def logged_network_here(ifname: str, ip: str) -> tuple[NetworkFacts, Detection]:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the settings; exit with 2 if the facts cannot be read."""
-    parser = argparse.ArgumentParser(prog="python -m bootstrap.network", description="Network settings of one host.")
-    parser.add_argument("--facts", type=Path, help="facts of another host (YAML or JSON); default: this host")
-    parser.add_argument("--save", type=Path, help="write this host's facts to a file, for a bug report")
+    parser = argparse.ArgumentParser(
+        prog="python -m bootstrap.network", description="Network settings of one host."
+    )
+    parser.add_argument(
+        "--facts", type=Path, help="facts of another host (YAML or JSON); default: this host"
+    )
+    parser.add_argument(
+        "--save", type=Path, help="write this host's facts to a file, for a bug report"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--socket-ifname", help="interface for sockets; overrides detection")
     parser.add_argument("--connection-ip", help="local address of a connection to the head")
@@ -147,8 +166,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     if options.save:
         write_atomic(options.save, json.dumps(document, indent=2) + "\n")
-    environ = {} if options.facts else os.environ  # this shell's variables do not apply to another host
-    found = detect(facts, override=options.socket_ifname, connection_ip=options.connection_ip, environ=environ)
+    environ = (
+        {} if options.facts else os.environ
+    )  # this shell's variables do not apply to another host
+    found = detect(
+        facts, override=options.socket_ifname, connection_ip=options.connection_ip, environ=environ
+    )
     if options.json:
         print(json.dumps(found.to_document()))
     else:

@@ -1,7 +1,8 @@
-"""Read this host's network facts as a document of the schema ``netlayout/1``, for ``--save`` and detection.
+"""Read this host's network facts as a document of the schema ``netlayout/1``, for ``--save`` and
+detection.
 
-Input: sysfs and procfs (below ``root``, which tests replace), addresses from psutil. Output: a mapping that JSON can
-represent. Decides nothing. Facts that the kernel does not report are None.
+Input: sysfs and procfs (below ``root``, which tests replace), addresses from psutil. Output: a
+mapping that JSON can represent. Decides nothing. Facts that the kernel does not report are None.
 """
 
 from __future__ import annotations
@@ -44,11 +45,16 @@ _DEVTYPES = {
     "geneve": "vxlan",
 }
 _GPU_VENDORS = {"0x10de", "0x1002", "0x8086"}
-_GPU_CLASSES = ("0x0302", "0x0380", "0x1200")  # 3D controller, other display, processing accelerator
+_GPU_CLASSES = (
+    "0x0302",
+    "0x0380",
+    "0x1200",
+)  # 3D controller, other display, processing accelerator
 _NVIDIA_VGA = ("0x10de", "0x0300")
 _INFINIBAND_CONTROLLER = "0x0207"
-# The prolog of Google's Slurm clusters installs the plug-in in this folder for each job, and containers mount it
-# (Cluster Toolkit documentation, "Enable GPUDirect-TCPXO optimized NCCL communication").
+# The prolog of Google's Slurm clusters installs the plug-in in this folder for each job, and
+# containers mount it (Cluster Toolkit documentation, "Enable GPUDirect-TCPXO optimized NCCL
+# communication").
 _TCPXO_PLUG_IN = "var/lib/tcpxo/lib64"
 _MAX_GIDS = 256
 _SIOCETHTOOL, _ETHTOOL_GDRVINFO, _DRVINFO_BYTES = 0x8946, 0x3, 196
@@ -74,7 +80,9 @@ def read_document(root: Path = Path("/"), *, ask_names: bool = False) -> dict[st
         ask_names: resolve the host's name, for its address in the cluster, and in a job the name of
             another node.
     """
-    interfaces = [_interface(path) for path in sorted(_entries(root / "sys/class/net"), key=_ifindex)]
+    interfaces = [
+        _interface(path) for path in sorted(_entries(root / "sys/class/net"), key=_ifindex)
+    ]
     devices = read_rdma_devices(root)
     gpus = [gpu for path in sorted(_entries(root / "sys/bus/pci/devices")) if (gpu := _gpu(path))]
     known = own_address(interfaces) if ask_names else None
@@ -99,7 +107,9 @@ def read_rdma_devices(root: Path = Path("/")) -> list[dict[str, Any]]:
 
 
 def default_route(root: Path = Path("/")) -> str | None:
-    """Interface of the default route with the lowest metric; IPv6 only if there is no IPv4 route."""
+    """Interface of the default route with the lowest metric; IPv6 only if there is no IPv4
+    route.
+    """
     routes: list[tuple[int, str]] = []
     for line in _text(root / "proc/net/route").splitlines()[1:]:
         fields = line.split()
@@ -108,7 +118,12 @@ def default_route(root: Path = Path("/")) -> str | None:
     if not routes:
         for line in _text(root / "proc/net/ipv6_route").splitlines():
             fields = line.split()
-            if len(fields) > 9 and fields[0] == "0" * 32 and fields[1] == "00" and fields[9] != "lo":
+            if (
+                len(fields) > 9
+                and fields[0] == "0" * 32
+                and fields[1] == "00"
+                and fields[9] != "lo"
+            ):
                 routes.append((int(fields[5], 16), fields[9]))
     # With equal metrics the kernel uses the first route; so does min.
     return min(routes, key=lambda route: route[0])[1] if routes else None
@@ -117,7 +132,12 @@ def default_route(root: Path = Path("/")) -> str | None:
 def own_address(interfaces: Iterable[Mapping[str, Any]]) -> str | None:
     """The address of this host's name if an interface owns it and it is not loopback."""
     names = [name for name in (os.environ.get("SLURMD_NODENAME"), socket.gethostname()) if name]
-    held = {text.split("/")[0] for row in interfaces for key in ("ipv4", "ipv6") for text in row[key] or ()}
+    held = {
+        text.split("/")[0]
+        for row in interfaces
+        for key in ("ipv4", "ipv6")
+        for text in row[key] or ()
+    }
     for name in names:
         with suppress(OSError):
             for *_, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
@@ -128,12 +148,18 @@ def own_address(interfaces: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 def peer_address(environ: Mapping[str, str]) -> str | None:
-    """The address of another node of this Slurm job, by its name; None outside a job of several nodes."""
+    """The address of another node of this Slurm job, by its name; None outside a job of several
+    nodes.
+    """
     try:
         hosts = expand(environ.get("SLURM_JOB_NODELIST", ""))
     except HostListError:
         return None
-    own = {environ.get("SLURMD_NODENAME"), socket.gethostname(), socket.gethostname().partition(".")[0]}
+    own = {
+        environ.get("SLURMD_NODENAME"),
+        socket.gethostname(),
+        socket.gethostname().partition(".")[0],
+    }
     other = next((host for host in hosts if host not in own), None)
     if other is None:
         return None
@@ -175,8 +201,8 @@ def _interface(path: Path) -> dict[str, Any]:
 def driver_without_device(name: str) -> str | None:
     """Driver of an interface without hardware: ``openvswitch``, ``vrf``, ``macvlan``.
 
-    sysfs does not show it. ETHTOOL_GDRVINFO (linux/ethtool.h): a command, then the driver's name in 32
-    bytes.
+    sysfs does not show it. ETHTOOL_GDRVINFO (linux/ethtool.h): a command, then the driver's name in
+    32 bytes.
     """
     answer = array.array("B", struct.pack("I", _ETHTOOL_GDRVINFO) + bytes(_DRVINFO_BYTES - 4))
     request = struct.pack("16sP", name.encode(), answer.buffer_info()[0])
@@ -198,7 +224,9 @@ def _type(path: Path) -> str:
         return _DEVTYPES[devtype[1]]
     by_arp = _ARP_TYPES.get(_text(path / "type"), "ether")
     if by_arp == "ether" and not (path / "device").exists() and not devtype:
-        if lower := list(path.glob("lower_*")):  # a team, for which sysfs has no folder; else a macvlan
+        if lower := list(
+            path.glob("lower_*")
+        ):  # a team, for which sysfs has no folder; else a macvlan
             return "bond" if any((link / "master").exists() for link in lower) else "ether"
         # No hardware: iflink of a veth is its peer; other interfaces (dummy, ifb) name themselves.
         return "dummy" if _text(path / "iflink") == _text(path / "ifindex") else "veth"
@@ -209,9 +237,13 @@ def _addresses(name: str) -> tuple[list[str], list[str]]:
     """IPv4 and IPv6 addresses with prefix length, including labelled ones (``eth0:1``)."""
     ipv4, ipv6 = [], []
     by_label = psutil.net_if_addrs()
-    for address in (one for label in by_label if label.partition(":")[0] == name for one in by_label[label]):
+    for address in (
+        one for label in by_label if label.partition(":")[0] == name for one in by_label[label]
+    ):
         if address.family == socket.AF_INET:
-            prefix = ipaddress.ip_network(f"0.0.0.0/{address.netmask or '255.255.255.255'}").prefixlen
+            prefix = ipaddress.ip_network(
+                f"0.0.0.0/{address.netmask or '255.255.255.255'}"
+            ).prefixlen
             ipv4.append(f"{address.address}/{prefix}")
         elif address.family == socket.AF_INET6:
             mask = int(ipaddress.ip_address(address.netmask)) if address.netmask else 2**128 - 1
@@ -241,7 +273,9 @@ def _port(port: Path, hardware: Path) -> dict[str, Any]:
     netdev = _text(port / "gid_attrs/ndevs/0")
     if not netdev:
         beside = [
-            path for path in _entries(hardware / "net") if (_number(path / "dev_port") or 0) + 1 == int(port.name)
+            path
+            for path in _entries(hardware / "net")
+            if (_number(path / "dev_port") or 0) + 1 == int(port.name)
         ]
         netdev = min((path.name for path in beside), default="")
     return {
@@ -254,7 +288,9 @@ def _port(port: Path, hardware: Path) -> dict[str, Any]:
 
 
 def _gids(port: Path) -> list[dict[str, Any]]:
-    """GID rows whose interface is in this network namespace; in a pod the table also lists the host's."""
+    """GID rows whose interface is in this network namespace; in a pod the table also lists the
+    host's.
+    """
     rows = []
     for index in range(_MAX_GIDS):
         if not (text := _text(port / f"gids/{index}")):
@@ -269,7 +305,10 @@ def _gids(port: Path) -> list[dict[str, Any]]:
 
 def _gpu(path: Path) -> dict[str, Any] | None:
     vendor, kind = _text(path / "vendor"), _text(path / "class")
-    if not (vendor in _GPU_VENDORS and kind.startswith(_GPU_CLASSES)) and (vendor, kind[:6]) != _NVIDIA_VGA:
+    if (
+        not (vendor in _GPU_VENDORS and kind.startswith(_GPU_CLASSES))
+        and (vendor, kind[:6]) != _NVIDIA_VGA
+    ):
         return None
     numa = _number(path / "numa_node")
     return {"numa": numa if numa is not None and numa >= 0 else None, "pci_path": _pci_path(path)}
@@ -282,7 +321,9 @@ def _hints(root: Path, *, has_rdma: bool) -> Iterable[str]:
     if (root / _TCPXO_PLUG_IN).exists():
         yield f"{TCPXO_HINT} in /{_TCPXO_PLUG_IN}"
     pci = _entries(root / "sys/bus/pci/devices")
-    if not has_rdma and any(_text(path / "class").startswith(_INFINIBAND_CONTROLLER) for path in pci):
+    if not has_rdma and any(
+        _text(path / "class").startswith(_INFINIBAND_CONTROLLER) for path in pci
+    ):
         yield "no RDMA device although there is an InfiniBand controller: is a kernel module such as mlx5_ib missing?"
     if has_rdma:
         folders = [root / folder for folder in _LIBRARY_FOLDERS]
@@ -313,7 +354,9 @@ def _link(path: Path) -> str | None:
 
 
 def _text(path: Path) -> str:
-    """The file's text; empty if it is missing or the kernel returns an error (unused GID, link down)."""
+    """The file's text; empty if it is missing or the kernel returns an error (unused GID, link
+    down).
+    """
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):

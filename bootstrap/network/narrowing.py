@@ -1,7 +1,7 @@
 """Narrow a set of candidates by successive criteria and record the reasons.
 
-Input: candidates, and predicates or scores. Output: the remaining candidates, and sentences. Invariant: a set never
-becomes empty; a criterion that would remove all candidates is ignored.
+Input: candidates, and predicates or scores. Output: the remaining candidates, and sentences.
+Invariant: a set never becomes empty; a criterion that would remove all candidates is ignored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Which RDMA ports carry the collectives: kind, set of devices, GID index.
 
-Input: facts and the interface that sockets use. Output: the selection, reasons, warnings. Invariants: the set never
-mixes InfiniBand and Ethernet ports; a criterion that would leave no port is ignored; device names decide nothing (a
-name's stem only helps to separate two groups that the number of GPUs already separates).
+Input: facts and the interface that sockets use. Output: the selection, reasons, warnings.
+Invariants: the set never mixes InfiniBand and Ethernet ports; a criterion that would leave no port
+is ignored; device names decide nothing (a name's stem only helps to separate two groups that the
+number of GPUs already separates).
 """
 
 from __future__ import annotations
@@ -13,25 +14,41 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from bootstrap.network.elsewhere import drop_elsewhere
-from bootstrap.network.facts import CXI_HINT, TCPXO_HINT, Gid, Gpu, Interface, NetworkFacts, RdmaPort, address_of
+from bootstrap.network.facts import (
+    CXI_HINT,
+    TCPXO_HINT,
+    Gid,
+    Gpu,
+    Interface,
+    NetworkFacts,
+    RdmaPort,
+    address_of,
+)
 from bootstrap.network.narrowing import Narrowing
 
 # Ethernet speeds that no InfiniBand port of four lanes has (10, 20, 40, 56, 100, 200, 400, 800).
 _ETHERNET_ONLY_GBPS = {1, 2.5, 5, 25, 50}
-# GPUDirect-TCPX: four NICs for the data of eight GPUs, and one for everything else (Google's A3 High).
+# GPUDirect-TCPX: four NICs for the data of eight GPUs, and one for everything else (Google's A3
+# High).
 _NUM_TCPX_DATA_NICS = 4
-# The kernel lists a port's two default GIDs first (RoCE v1, v2, link-local), then each address as v1 and v2.
+# The kernel lists a port's two default GIDs first (RoCE v1, v2, link-local), then each address as
+# v1 and v2.
 _FIRST_ADDRESS_ROCE_V2, _LINK_LOCAL_ROCE_V2 = 3, 1
 
-# If neither driver nor link layer is known, the device name may contain them: rdma-core's rename rule
-# (kernel-boot/rdma_rename.c) starts it with the link layer, the kernel with the driver.
-_NAMED_BY_LAYER = {"InfiniBand": re.compile(r"ib[pso]\d"), "Ethernet": re.compile(r"(roce|iw)[pso]\d")}
+# If neither driver nor link layer is known, the device name may contain them: rdma-core's rename
+# rule (kernel-boot/rdma_rename.c) starts it with the link layer, the kernel with the driver.
+_NAMED_BY_LAYER = {
+    "InfiniBand": re.compile(r"ib[pso]\d"),
+    "Ethernet": re.compile(r"(roce|iw)[pso]\d"),
+}
 _NAMED_BY_PROVIDER = {"efa": re.compile(r"(rdma[pso]|efa_)\d"), "cxi": re.compile(r"cxi\d")}
 
 
 @dataclass(slots=True)
 class RdmaChoice:
-    """Kind and ports; ``gid_index``: common to all ports, or None; ``gid_is_seen``: read from a GID table."""
+    """Kind and ports; ``gid_index``: common to all ports, or None; ``gid_is_seen``: read from a GID
+    table.
+    """
 
     kind: str = "none"
     ports: tuple[RdmaPort, ...] = ()
@@ -47,10 +64,14 @@ class RdmaChoice:
 def choose_rdma(facts: NetworkFacts, socket_ifname: str | None) -> RdmaChoice:
     """Kind, ports and GID index for the collectives of this host."""
     choice = RdmaChoice()
-    choice.warnings += [f"remark of the host: {hint}" for hint in facts.hints if hint.startswith("no ")]
+    choice.warnings += [
+        f"remark of the host: {hint}" for hint in facts.hints if hint.startswith("no ")
+    ]
     choice.kind = _provider_kind(facts, choice)
     if choice.kind == "gpudirect-tcpx":
-        choice.data_ifnames = tuple(sorted(one.name for one in _gvnics(facts) if one.name != socket_ifname))
+        choice.data_ifnames = tuple(
+            sorted(one.name for one in _gvnics(facts) if one.name != socket_ifname)
+        )
     elif choice.kind == "none":
         if facts.rdma_ports:
             _choose_ports(facts, socket_ifname, choice)
@@ -66,13 +87,21 @@ def _provider_kind(facts: NetworkFacts, choice: RdmaChoice) -> str:
     drivers = {one.driver for one in facts.interfaces} | {one.driver for one in facts.rdma_ports}
 
     def named(provider: str) -> bool:
-        unknown = [port for port in facts.rdma_ports if port.driver is None and link_layer(facts, port) is None]
+        unknown = [
+            port
+            for port in facts.rdma_ports
+            if port.driver is None and link_layer(facts, port) is None
+        ]
         return any(_NAMED_BY_PROVIDER[provider].match(port.name) for port in unknown)
 
     if "efa" in drivers or named("efa"):
         choice.why.append("efa: driver efa (NCCL reaches it through libfabric, not verbs)")
         return "efa"
-    if any(str(driver).startswith("cxi") for driver in drivers) or named("cxi") or _has_hint(facts, CXI_HINT):
+    if (
+        any(str(driver).startswith("cxi") for driver in drivers)
+        or named("cxi")
+        or _has_hint(facts, CXI_HINT)
+    ):
         choice.why.append("cxi: driver or libfabric provider cxi (Slingshot)")
         return "cxi"
     gvnics = _gvnics(facts)
@@ -80,7 +109,9 @@ def _provider_kind(facts: NetworkFacts, choice: RdmaChoice) -> str:
     has_plug_in = _has_hint(facts, TCPXO_HINT)
     is_tcpx = len(gvnics) == _NUM_TCPX_DATA_NICS + 1 or (has_plug_in and len(gvnics) > 1)
     if is_tcpx and facts.num_gpus and not facts.rdma_ports:
-        choice.why.append(f"gpudirect-tcpx: {len(gvnics)} gVNICs, all but one for the data of the GPUs")
+        choice.why.append(
+            f"gpudirect-tcpx: {len(gvnics)} gVNICs, all but one for the data of the GPUs"
+        )
         return "gpudirect-tcpx"
     return "none"
 
@@ -90,7 +121,11 @@ def _has_hint(facts: NetworkFacts, beginning: str) -> bool:
 
 
 def _gvnics(facts: NetworkFacts) -> list[Interface]:
-    return [one for one in facts.interfaces if one.driver == "gve" and one.type == "ether" and one.state != "down"]
+    return [
+        one
+        for one in facts.interfaces
+        if one.driver == "gve" and one.type == "ether" and one.state != "down"
+    ]
 
 
 def _judge_without_ports(facts: NetworkFacts, choice: RdmaChoice) -> None:
@@ -111,11 +146,16 @@ def _choose_ports(facts: NetworkFacts, socket_ifname: str | None, choice: RdmaCh
         return
     if all(port.state == "DOWN" for port in facts.rdma_ports):
         choice.excluded = facts.rdma_ports
-        choice.warnings.append(f"all RDMA ports are down: {', '.join(port.name for port in facts.rdma_ports)}")
+        choice.warnings.append(
+            f"all RDMA ports are down: {', '.join(port.name for port in facts.rdma_ports)}"
+        )
         return
     ports.keep(lambda port: port.state != "DOWN", "port is down")
     ports.keep(lambda port: port.state == "ACTIVE", "port is not known to be active")
-    ports.keep(lambda port: not _is_accelerated_networking(facts, port), "Hyper-V's accelerated networking, not RDMA")
+    ports.keep(
+        lambda port: not _is_accelerated_networking(facts, port),
+        "Hyper-V's accelerated networking, not RDMA",
+    )
     drop_elsewhere(facts, ports, choice.warnings, link_layer)
     _drop_virtual_functions(facts, ports)
     _drop_front_end(facts, ports)
@@ -133,21 +173,27 @@ def _choose_ports(facts: NetworkFacts, socket_ifname: str | None, choice: RdmaCh
     if layers == {None}:
         choice.warnings.append("the link layer of the RDMA ports is unknown; assuming Ethernet")
     if down := [port.name for port in facts.rdma_ports if port.state == "DOWN"]:
-        choice.warnings.append(f"RDMA ports that are down: {', '.join(down)} (a rail on every node, or a broken link?)")
+        choice.warnings.append(
+            f"RDMA ports that are down: {', '.join(down)} (a rail on every node, or a broken link?)"
+        )
     num_gpus, num_ports = facts.num_gpus or 1, len(choice.ports)
     if num_gpus % num_ports and num_ports % num_gpus:
         choice.warnings.append(f"{num_ports} RDMA ports for {num_gpus} GPUs: is the set complete?")
 
 
 def _is_accelerated_networking(facts: NetworkFacts, port: RdmaPort) -> bool:
-    """Whether the port belongs to the function that accelerates a virtual machine's synthetic NIC."""
+    """Whether the port belongs to the function that accelerates a virtual machine's synthetic
+    NIC.
+    """
     netdev = facts.interface(port.netdev)
     above = facts.interface(netdev.master) if netdev is not None else None
     return above is not None and above.driver == "hv_netvsc"
 
 
 def link_layer(facts: NetworkFacts, port: RdmaPort) -> str | None:
-    """InfiniBand or Ethernet, from the port or else its GIDs, netdev, rate or name; None if unknown."""
+    """InfiniBand or Ethernet, from the port or else its GIDs, netdev, rate or name; None if
+    unknown.
+    """
     if port.link_layer in ("InfiniBand", "Ethernet"):
         return port.link_layer
     if any(gid.type.upper().startswith(("ROCE", "V")) for gid in port.gids):
@@ -161,14 +207,19 @@ def link_layer(facts: NetworkFacts, port: RdmaPort) -> str | None:
 
 
 def _drop_virtual_functions(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
-    """Drop physical ports or virtual functions, whichever do not belong to this container or machine.
+    """Drop physical ports or virtual functions, whichever do not belong to this container or
+    machine.
 
-    A container with virtual functions may see the host's physical ports, but not their interfaces. In a
-    virtual machine the rails may be virtual functions, beside a physical front end of the other link layer.
+    A container with virtual functions may see the host's physical ports, but not their interfaces.
+    In a virtual machine the rails may be virtual functions, beside a physical front end of the
+    other link layer.
     """
     here = [port for port in ports.left if facts.interface(port.netdev) is not None]
     if here and all(port.sriov_vf for port in here):
-        ports.keep(lambda port: port in here or port.sriov_vf, "its interface is not here, unlike virtual functions'")
+        ports.keep(
+            lambda port: port in here or port.sriov_vf,
+            "its interface is not here, unlike virtual functions'",
+        )
     else:
         physical = {link_layer(facts, port) for port in ports.left if not port.sriov_vf}
         ports.keep(
@@ -178,25 +229,40 @@ def _drop_virtual_functions(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> 
 
 
 def _drop_front_end(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
-    """Drop the port of the default route, unless it is the fastest or the number of GPUs requires it."""
+    """Drop the port of the default route, unless it is the fastest or the number of GPUs requires
+    it.
+    """
     way_out = facts.below(facts.default_route)
-    # On a cluster whose only route is IPoIB, the InfiniBand port of the default route is still a rail.
-    front = [port for port in ports.left if port.netdev in way_out and link_layer(facts, port) != "InfiniBand"]
+    # On a cluster whose only route is IPoIB, the InfiniBand port of the default route is still a
+    # rail.
+    front = [
+        port
+        for port in ports.left
+        if port.netdev in way_out and link_layer(facts, port) != "InfiniBand"
+    ]
     rest = [port for port in ports.left if port not in front]
     is_fastest = front and rest and all(_rate(front) > _rate([port]) > 0 for port in rest)
     out = facts.interface(facts.default_route)
-    # A routed fabric may have several equal default routes over interfaces without addresses; one is shown.
+    # A routed fabric may have several equal default routes over interfaces without addresses; one
+    # is shown.
     is_one_of_many = out is not None and not out.is_unlisted and not out.routable
     if not (is_fastest or is_one_of_many or _is_needed_for_gpus(facts.num_gpus, front, rest)):
-        ports.keep(lambda port: port not in front, f"the default route leaves through it ({facts.default_route})")
+        ports.keep(
+            lambda port: port not in front,
+            f"the default route leaves through it ({facts.default_route})",
+        )
 
 
-def _is_needed_for_gpus(num_gpus: int | None, front: Sequence[RdmaPort], rest: Sequence[RdmaPort]) -> bool:
+def _is_needed_for_gpus(
+    num_gpus: int | None, front: Sequence[RdmaPort], rest: Sequence[RdmaPort]
+) -> bool:
     """Whether the GPUs divide evenly among all ports, but not among ``rest`` alone."""
     if not num_gpus or not front or not rest:
         return False
     count = len(front) + len(rest)
-    is_even = num_gpus % count == 0 and num_gpus % len(rest) != 0 and _rate(front) in (0, _rate(rest))
+    is_even = (
+        num_gpus % count == 0 and num_gpus % len(rest) != 0 and _rate(front) in (0, _rate(rest))
+    )
     return count == num_gpus or is_even
 
 
@@ -209,7 +275,10 @@ def _keep_one_link_layer(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> Non
     found = {port.name: link_layer(facts, port) for port in ports.left}
     if "InfiniBand" not in found.values():
         return  # Ethernet or unknown: no evidence of two link layers
-    layers = {layer: [port for port in ports.left if found[port.name] == layer] for layer in ("InfiniBand", "Ethernet")}
+    layers = {
+        layer: [port for port in ports.left if found[port.name] == layer]
+        for layer in ("InfiniBand", "Ethernet")
+    }
     present = {layer: group for layer, group in layers.items() if group}
 
     def claim(layer: str) -> tuple[float, bool, bool]:
@@ -218,24 +287,33 @@ def _keep_one_link_layer(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> Non
         return bandwidth, len(present[layer]) == facts.num_gpus, layer == "InfiniBand"
 
     best = max(present, key=claim)
-    ports.keep(lambda port: port in present[best], f"not {best}; NCCL cannot use both link layers at once")
+    ports.keep(
+        lambda port: port in present[best], f"not {best}; NCCL cannot use both link layers at once"
+    )
 
 
 def _keep_one_rate(ports: Narrowing[RdmaPort]) -> None:
-    """Keep the rate with the most total bandwidth; drop ports of unknown rate if they are not the majority."""
+    """Keep the rate with the most total bandwidth; drop ports of unknown rate if they are not the
+    majority.
+    """
     counts = Counter(port.rate_gbps for port in ports.left if port.rate_gbps)
     if not counts:
         return
     best = max(counts, key=lambda rate: (rate * counts[rate], rate))
     unknown = sum(port.rate_gbps is None for port in ports.left)
     if unknown <= counts[best]:
-        ports.keep(lambda port: port.rate_gbps == best, f"not one of the {counts[best]} ports of {best:g} Gb/s")
+        ports.keep(
+            lambda port: port.rate_gbps == best,
+            f"not one of the {counts[best]} ports of {best:g} Gb/s",
+        )
     else:
         ports.keep(lambda port: port.rate_gbps in (best, None), f"not {best:g} Gb/s")
 
 
 def _drop_front_end_bond(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
-    """Drop the minority of bonded or single ports: a bonded pair among single ports is the front end."""
+    """Drop the minority of bonded or single ports: a bonded pair among single ports is the front
+    end.
+    """
 
     def is_bonded(port: RdmaPort) -> bool:
         netdev = facts.interface(port.netdev)
@@ -245,14 +323,19 @@ def _drop_front_end_bond(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> Non
     num_bonded = sum(map(is_bonded, ports.left))
     if 2 * num_bonded != len(ports.left):
         bonds_are_rails = 2 * num_bonded > len(ports.left)
-        ports.keep(lambda port: is_bonded(port) == bonds_are_rails, "bonded, or not, unlike the majority")
+        ports.keep(
+            lambda port: is_bonded(port) == bonds_are_rails, "bonded, or not, unlike the majority"
+        )
 
 
-def _keep_same_fabric(facts: NetworkFacts, ports: Narrowing[RdmaPort], socket_ifname: str | None) -> None:
-    """Keep the ports whose addresses fit those of the socket interface, if that is an RDMA port itself.
+def _keep_same_fabric(
+    facts: NetworkFacts, ports: Narrowing[RdmaPort], socket_ifname: str | None
+) -> None:
+    """Keep the ports whose addresses fit those of the socket interface, if that is an RDMA port
+    itself.
 
-    If the ports that do not fit are the majority and fit each other, they are the rails, and the socket
-    interface is not.
+    If the ports that do not fit are the majority and fit each other, they are the rails, and the
+    socket interface is not.
     """
     meeting = facts.interface(socket_ifname)
     if meeting is None or not any(port.netdev == meeting.name for port in ports.left):
@@ -261,31 +344,48 @@ def _keep_same_fabric(facts: NetworkFacts, ports: Narrowing[RdmaPort], socket_if
     others = [facts.interface(port.netdev) for port in ports.left if port not in fitting]
     rails = [one for one in others if one is not None and one.routable and _fits(others[0], one)]
     if len(fitting) < len(others) == len(rails):
-        ports.keep(lambda port: port not in fitting, f"the other ports are rails of their own, {meeting.name} is not")
+        ports.keep(
+            lambda port: port not in fitting,
+            f"the other ports are rails of their own, {meeting.name} is not",
+        )
         return
-    ports.keep(lambda port: port in fitting, f"its address does not fit the fabric of {meeting.name}, where nodes meet")
+    ports.keep(
+        lambda port: port in fitting,
+        f"its address does not fit the fabric of {meeting.name}, where nodes meet",
+    )
 
 
 def _fits(one: Interface | None, other: Interface | None) -> bool:
-    """Whether both may belong to one address plan: the same /16 (/48), or the same host part on every rail."""
+    """Whether both may belong to one address plan: the same /16 (/48), or the same host part on
+    every rail.
+    """
     if one is None or other is None or other is one or not other.addresses or not one.routable:
         return True
     shift, host_part = {4: 16, 6: 80}, {4: 0xFF, 6: 0xFFFF}
     pairs = [(address_of(a), address_of(b)) for a in one.routable for b in other.routable]
     return any(
-        int(a) >> shift[a.version] == int(b) >> shift[a.version] or not (int(a) ^ int(b)) & host_part[a.version]
+        int(a) >> shift[a.version] == int(b) >> shift[a.version]
+        or not (int(a) ^ int(b)) & host_part[a.version]
         for a, b in pairs
         if a.version == b.version
     )
 
 
 def _keep_near_gpus(gpus: Sequence[Gpu], ports: Narrowing[RdmaPort]) -> None:
-    """Keep ports that share a PCIe switch with a GPU, if every GPU has one; else ports on the GPUs' NUMA nodes."""
+    """Keep ports that share a PCIe switch with a GPU, if every GPU has one; else ports on the GPUs'
+    NUMA nodes.
+    """
     paths = [gpu.pci_path for gpu in gpus]
     if paths and all(paths) and all(port.pci_path for port in ports.left):
-        near = {index: {p.name for p in ports.left if _share_a_switch(path, p)} for index, path in enumerate(paths)}
+        near = {
+            index: {p.name for p in ports.left if _share_a_switch(path, p)}
+            for index, path in enumerate(paths)
+        }
         if all(near.values()):
-            ports.keep(lambda port: any(port.name in names for names in near.values()), "shares no switch with a GPU")
+            ports.keep(
+                lambda port: any(port.name in names for names in near.values()),
+                "shares no switch with a GPU",
+            )
             return
     nodes = {gpu.numa for gpu in gpus}
     if nodes and None not in nodes and nodes <= {port.numa for port in ports.left}:
@@ -297,11 +397,14 @@ def _share_a_switch(gpu_path: Sequence[str], port: RdmaPort) -> bool:
     return len(gpu_path) > 1 and len(port.pci_path) > 1 and gpu_path[:2] == port.pci_path[:2]
 
 
-def _settle_surplus(facts: NetworkFacts, ports: Narrowing[RdmaPort], socket_ifname: str | None) -> None:
-    """Keep the group of similar ports with one (or two) per GPU, if the number of ports does not fit.
+def _settle_surplus(
+    facts: NetworkFacts, ports: Narrowing[RdmaPort], socket_ifname: str | None
+) -> None:
+    """Keep the group of similar ports with one (or two) per GPU, if the number of ports does not
+    fit.
 
-    The others are storage and management ports of the same kind and rate. The property that distinguishes
-    them depends on the machine.
+    The others are storage and management ports of the same kind and rate. The property that
+    distinguishes them depends on the machine.
     """
     num_gpus, count = facts.num_gpus, len(ports.left)
     if not num_gpus or num_gpus < 2 or count <= num_gpus or count % num_gpus == 0:
@@ -311,7 +414,9 @@ def _settle_surplus(facts: NetworkFacts, ports: Narrowing[RdmaPort], socket_ifna
     properties: dict[str, Callable[[RdmaPort], Hashable]] = {
         "number of ports of its card": lambda port: functions[_card(port)] if port.pci else None,
         "driver": lambda port: port.driver,
-        "being where nodes meet": lambda port: port.netdev is not None and port.netdev == socket_ifname,
+        "being where nodes meet": lambda port: (
+            port.netdev is not None and port.netdev == socket_ifname
+        ),
         "having an interface": lambda port: port.netdev is not None,
         "bond or bridge above": lambda port: getattr(netdevs[port.name], "master", None),
         "state of its interface": lambda port: getattr(netdevs[port.name], "state", None),
@@ -337,7 +442,9 @@ def _card(port: RdmaPort) -> str:
 
 
 def _choose_gid(facts: NetworkFacts, choice: RdmaChoice) -> None:
-    seen = {port.name: index for port in choice.ports if (index := _gid_of(facts, port)) is not None}
+    seen = {
+        port.name: index for port in choice.ports if (index := _gid_of(facts, port)) is not None
+    }
     choice.gid_is_seen = bool(seen)
     if old := [port.name for port in choice.ports if port.gids and not any(map(_is_v2, port.gids))]:
         choice.warnings.append(f"no RoCE v2 GID on {', '.join(old)}: its v1 cannot be routed")
@@ -348,11 +455,15 @@ def _choose_gid(facts: NetworkFacts, choice: RdmaChoice) -> None:
             choice.why.append(f"GID index {choice.gid_index}: RoCE v2 in the GID table")
         else:
             listed = ", ".join(f"{name} {index}" for name, index in seen.items())
-            choice.warnings.append(f"the GID index differs by device ({listed}): no single NCCL_IB_GID_INDEX is right")
+            choice.warnings.append(
+                f"the GID index differs by device ({listed}): no single NCCL_IB_GID_INDEX is right"
+            )
         return
     tables = [_filling(facts, port) for port in choice.ports]
     only_link_local = (
-        bool(tables) and all(tables) and not any(one.is_unlisted or one.routable for table in tables for one in table)
+        bool(tables)
+        and all(tables)
+        and not any(one.is_unlisted or one.routable for table in tables for one in table)
     )
     choice.gid_index = _LINK_LOCAL_ROCE_V2 if only_link_local else _FIRST_ADDRESS_ROCE_V2
     choice.why.append(
@@ -361,7 +472,9 @@ def _choose_gid(facts: NetworkFacts, choice: RdmaChoice) -> None:
 
 
 def _filling(facts: NetworkFacts, port: RdmaPort) -> tuple[Interface, ...]:
-    """Interfaces whose addresses are in the port's GID table: its own, a bond above it, VLANs on those."""
+    """Interfaces whose addresses are in the port's GID table: its own, a bond above it, VLANs on
+    those.
+    """
     own = facts.interface(port.netdev)
     if own is None:
         return ()
@@ -371,7 +484,9 @@ def _filling(facts: NetworkFacts, port: RdmaPort) -> tuple[Interface, ...]:
 
 
 def _gid_of(facts: NetworkFacts, port: RdmaPort) -> int | None:
-    """RoCE v2 GID index: IPv4 before IPv6 before link-local, then a current address, then the lowest index."""
+    """RoCE v2 GID index: IPv4 before IPv6 before link-local, then a current address, then the
+    lowest index.
+    """
     own = {address_of(text) for one in _filling(facts, port) for text in one.addresses}
 
     def rank(index: int, addr: str) -> tuple[bool, bool, bool, int]:

@@ -1,9 +1,10 @@
 """Select the interface for sockets: the one over which the nodes of the job reach each other.
 
-Input: facts, the user's setting, the connection that reached the head. Output: interface, address, reasons, warnings.
-Criteria in order of precedence: the user's setting, the connection, the address under which Slurm knows the node, the
-route to a peer, the default route, then heuristics (addresses, medium, rate). Names only break the last tie, so that
-the result does not depend on the order of a listing.
+Input: facts, the user's setting, the connection that reached the head. Output: interface, address,
+reasons, warnings. Criteria in order of precedence: the user's setting, the connection, the address
+under which Slurm knows the node, the route to a peer, the default route, then heuristics
+(addresses, medium, rate). Names only break the last tie, so that the result does not depend on the
+order of a listing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class SocketChoice:
     warnings: list[str] = field(default_factory=list)
 
 
-def choose_socket(facts: NetworkFacts, override: str | None = None, connection_ip: str | None = None) -> SocketChoice:
+def choose_socket(
+    facts: NetworkFacts, override: str | None = None, connection_ip: str | None = None
+) -> SocketChoice:
     """Select the interface for sockets.
 
     Args:
@@ -45,10 +48,14 @@ def choose_socket(facts: NetworkFacts, override: str | None = None, connection_i
         choice.ifname = override
         choice.why.append(f"{override}: named by the user")
         if facts.interface(override) is None:
-            choice.warnings.append(f"{override} was named by the user and is not among the interfaces of this host")
+            choice.warnings.append(
+                f"{override} was named by the user and is not among the interfaces of this host"
+            )
     elif connection_ip and (owner := facts.owner(connection_ip)):
         choice.ifname, choice.ip = owner.name, connection_ip
-        choice.why.append(f"{owner.name}: holds {connection_ip}, the local end of the connection to the head")
+        choice.why.append(
+            f"{owner.name}: holds {connection_ip}, the local end of the connection to the head"
+        )
     else:
         choice.ifname = _by_evidence(facts, choice)
     chosen = facts.interface(choice.ifname)
@@ -64,31 +71,52 @@ def _by_evidence(facts: NetworkFacts, choice: SocketChoice) -> str | None:
     usable = tuple(one for one in facts.interfaces if _is_usable(one))
     candidates: Narrowing[Interface] = Narrowing(usable, choice.why)
     if facts.slurm_addr and (owner := facts.owner(facts.slurm_addr)) and owner.state != "down":
-        choice.why.append(f"{owner.name}: holds {facts.slurm_addr}, the address under which Slurm knows this node")
+        choice.why.append(
+            f"{owner.name}: holds {facts.slurm_addr}, the address under which Slurm knows this node"
+        )
         return owner.name
-    loopback = next((one for one in facts.interfaces if one.type == "loopback" and one.routable), None)
-    wires = [one for one in usable if facts.is_wired(one) or one.type == "veth"]  # a pod's veth is its wire
+    loopback = next(
+        (one for one in facts.interfaces if one.type == "loopback" and one.routable), None
+    )
+    wires = [
+        one for one in usable if facts.is_wired(one) or one.type == "veth"
+    ]  # a pod's veth is its wire
     if loopback and not any(one.routable or one.is_unlisted for one in wires):
-        choice.why.append(f"{loopback.name}: holds the only routable address (an unnumbered, routed fabric)")
+        choice.why.append(
+            f"{loopback.name}: holds the only routable address (an unnumbered, routed fabric)"
+        )
         return loopback.name
     if not facts.example_peer:
-        # A job's traffic uses the Slingshot NICs; the default route leads to the management network.
-        candidates.keep(lambda one: facts.is_slingshot(one) and bool(one.routable), "not on Slingshot")
+        # A job's traffic uses the Slingshot NICs; the default route leads to the management
+        # network.
+        candidates.keep(
+            lambda one: facts.is_slingshot(one) and bool(one.routable), "not on Slingshot"
+        )
     _follow_routes(facts, candidates)
     _prefer_likely(facts, candidates)
     if not candidates.left:
         return None
-    choice.why.append(f"{candidates.left[0].name}: the most likely of {len(usable)} that could carry sockets")
+    choice.why.append(
+        f"{candidates.left[0].name}: the most likely of {len(usable)} that could carry sockets"
+    )
     return candidates.left[0].name
 
 
 def _is_usable(one: Interface) -> bool:
-    """Whether sockets can use the interface: a bond's or bridge's member needs an address (as in a VRF)."""
-    return one.type != "loopback" and one.state != "down" and (one.master is None or bool(one.routable))
+    """Whether sockets can use the interface: a bond's or bridge's member needs an address (as in a
+    VRF).
+    """
+    return (
+        one.type != "loopback"
+        and one.state != "down"
+        and (one.master is None or bool(one.routable))
+    )
 
 
 def _follow_routes(facts: NetworkFacts, candidates: Narrowing[Interface]) -> None:
-    """Prefer the longest connected prefix towards a peer; without a connected network, the default route."""
+    """Prefer the longest connected prefix towards a peer; without a connected network, the default
+    route.
+    """
     reach = {one.name: _reach(facts, one) for one in candidates.left}
     if any(reach.values()):
         candidates.keep_best(lambda one: reach[one.name], "not the closest route to the peers")
@@ -101,19 +129,28 @@ def _follow_routes(facts: NetworkFacts, candidates: Narrowing[Interface]) -> Non
     if route is None or route not in candidates.left or not (route.routable or route.is_unlisted):
         return
     private = [one for one in candidates.left if facts.is_wired(one) and _is_private(one)]
-    if route.routable and private and not facts.example_peer and not any(map(_is_inside, route.routable)):
+    if (
+        route.routable
+        and private
+        and not facts.example_peer
+        and not any(map(_is_inside, route.routable))
+    ):
         names = ", ".join(one.name for one in private)
         candidates.keep(
-            lambda one: one in private, f"{route.name} leads to the internet, {names} has a private address"
+            lambda one: one in private,
+            f"{route.name} leads to the internet, {names} has a private address",
         )
         return
     candidates.keep(
-        lambda one: one is route or _is_faster_twin(one, route), f"the default route leaves through {route.name}"
+        lambda one: one is route or _is_faster_twin(one, route),
+        f"the default route leaves through {route.name}",
     )
 
 
 def _is_faster_twin(one: Interface, route: Interface) -> bool:
-    """Whether it is on the network of the default route and known to be faster than that interface."""
+    """Whether it is on the network of the default route and known to be faster than that
+    interface.
+    """
     return _shares_network(route, one) and (one.speed_mbps or 0) > (route.speed_mbps or 0) > 0
 
 
@@ -123,7 +160,8 @@ def _reach(facts: NetworkFacts, one: Interface) -> int:
         return 0
     lengths = [0]
     peer = address_of(facts.example_peer)
-    # Directly connected hosts may have 169.254 addresses only. All fe80 networks are equal, hence no evidence.
+    # Directly connected hosts may have 169.254 addresses only. All fe80 networks are equal, hence
+    # no evidence.
     by_cable = peer.version == 4 and peer.is_link_local
     for text in (one.ipv4 or ()) if by_cable else one.routable:
         address, network = address_of(text), network_of(text)
@@ -137,10 +175,12 @@ def _reach(facts: NetworkFacts, one: Interface) -> int:
 
 
 def _common_bits(facts: NetworkFacts, one: Interface) -> int:
-    """Leading bits that the peer shares with an interface without a connected network, in one private range.
+    """Leading bits that the peer shares with an interface without a connected network, in one
+    private range.
 
-    Overlays and clouds assign single addresses (/32, /128) and route the rest. Without a known default
-    route, an address of unknown prefix length is treated in the same way. 0 in all other cases.
+    Overlays and clouds assign single addresses (/32, /128) and route the rest. Without a known
+    default route, an address of unknown prefix length is treated in the same way. 0 in all other
+    cases.
     """
     if facts.example_peer is None or one.type == "dummy" or not one.routable:
         return 0
@@ -154,17 +194,31 @@ def _common_bits(facts: NetworkFacts, one: Interface) -> int:
     if not blocks:
         return 0
     near = [address_of(text) for text in one.routable if address_of(text) in blocks[0]]
-    return max((peer.max_prefixlen - (int(peer) ^ int(address)).bit_length() for address in near), default=0)
+    return max(
+        (peer.max_prefixlen - (int(peer) ^ int(address)).bit_length() for address in near),
+        default=0,
+    )
 
 
 def _prefer_likely(facts: NetworkFacts, candidates: Narrowing[Interface]) -> None:
-    candidates.keep(lambda one: bool(one.routable or one.is_unlisted), "has no address that another host could use")
+    candidates.keep(
+        lambda one: bool(one.routable or one.is_unlisted),
+        "has no address that another host could use",
+    )
     candidates.keep(facts.is_wired, "tunnel, overlay or bridge without a wire of its own")
-    candidates.keep(lambda one: facts.is_wired(one) or one.type == "veth", "beside the wire of a container (veth)")
+    candidates.keep(
+        lambda one: facts.is_wired(one) or one.type == "veth",
+        "beside the wire of a container (veth)",
+    )
     candidates.keep(lambda one: bool(one.routable), "its addresses are not known")
     candidates.keep(lambda one: one.state == "up", "not known to be up")
-    candidates.keep_best(lambda one: _rate_mbps(facts, one), "slower than another with the same claim")
-    candidates.keep(lambda one: one.name == facts.default_route, "another with the same claim has the default route")
+    candidates.keep_best(
+        lambda one: _rate_mbps(facts, one), "slower than another with the same claim"
+    )
+    candidates.keep(
+        lambda one: one.name == facts.default_route,
+        "another with the same claim has the default route",
+    )
     candidates.keep(lambda one: one.type != "vlan", "a VLAN on top of another with the same claim")
     candidates.keep_best(lambda one: one.mtu or 0, "smaller MTU")
     candidates.left = tuple(sorted(candidates.left, key=_last_resort))
@@ -177,7 +231,11 @@ def _last_resort(one: Interface) -> tuple[int, int, str, str]:
 
 
 def _rate_mbps(facts: NetworkFacts, one: Interface) -> float:
-    rates = [port.rate_gbps * 1000 for port in facts.rdma_ports if port.netdev == one.name and port.rate_gbps]
+    rates = [
+        port.rate_gbps * 1000
+        for port in facts.rdma_ports
+        if port.netdev == one.name and port.rate_gbps
+    ]
     return max([one.speed_mbps or 0, *rates])
 
 
@@ -210,8 +268,12 @@ def _warn_about(facts: NetworkFacts, one: Interface, choice: SocketChoice) -> No
     if not one.routable and not one.is_unlisted and one.type != "loopback":
         choice.warnings.append(f"{one.name} has no address that another host could use")
     if not facts.is_wired(one) and one.type not in ("veth", "loopback"):
-        choice.warnings.append(f"{one.name} is a {one.type}: nodes reach each other, but not at the speed of the wire")
-    peers = [other.name for other in facts.interfaces if other is not one and _shares_network(one, other)]
+        choice.warnings.append(
+            f"{one.name} is a {one.type}: nodes reach each other, but not at the speed of the wire"
+        )
+    peers = [
+        other.name for other in facts.interfaces if other is not one and _shares_network(one, other)
+    ]
     if peers:
         choice.warnings.append(
             f"{', '.join(peers)} and {one.name} are on one network: the kernel may answer on another than was asked "
@@ -222,5 +284,9 @@ def _warn_about(facts: NetworkFacts, one: Interface, choice: SocketChoice) -> No
 def _shares_network(one: Interface, other: Interface) -> bool:
     if other.state == "down" or other.type == "loopback":
         return False
-    networks = {network for text in one.routable if (network := network_of(text)) and network.num_addresses > 1}
+    networks = {
+        network
+        for text in one.routable
+        if (network := network_of(text)) and network.num_addresses > 1
+    }
     return any(network_of(text) in networks for text in other.routable)

@@ -1,8 +1,9 @@
 """Measure all-reduce bandwidth between the nodes before the run, if a profile sets a threshold.
 
-Input: the head's order to every node. Output: each node's best bandwidth with either of its two neighbours. Neighbours
-are measured in pairs, because a ring of all nodes cannot locate the slow node. Each node runs ``bandwidth_probe``
-(which may import torch) under a keeper, so that no process outlives the measurement.
+Input: the head's order to every node. Output: each node's best bandwidth with either of its two
+neighbours. Neighbours are measured in pairs, because a ring of all nodes cannot locate the slow
+node. Each node runs ``bandwidth_probe`` (which may import torch) under a keeper, so that no process
+outlives the measurement.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _END_GRACE_S = 1.0
 
 
 def rounds_of(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Pairs of ring neighbours in the minimum number of rounds; a node is in one pair per round at most."""
+    """Pairs of ring neighbours in the minimum number of rounds; a node is in one pair per round at
+    most.
+    """
     if num_nodes < 2:
         return []
     if num_nodes == 2:
@@ -41,7 +44,9 @@ def rounds_of(num_nodes: int) -> list[list[tuple[int, int]]]:
     return [*rounds, [ring[-1]]] if num_nodes % 2 else rounds
 
 
-async def measure_here(order: Mapping[str, Any], ip: str, num_gpus: int, log: Path) -> dict[str, Any]:
+async def measure_here(
+    order: Mapping[str, Any], ip: str, num_gpus: int, log: Path
+) -> dict[str, Any]:
     """Measure on this node; return the answer to ``order``: bandwidth in GB/s, or an error.
 
     Args:
@@ -53,7 +58,11 @@ async def measure_here(order: Mapping[str, Any], ip: str, num_gpus: int, log: Pa
     _, found = network_here(ifname, ip)
     port = PortBlock(int(order["port_base"])).job_ports[-1]  # not in use before Ray starts
     where = [f"--address={order['head_ip']}", f"--port={port}", f"--rank={order['rank']}"]
-    size = [f"--num-nodes={order['num_nodes']}", f"--num-gpus={num_gpus}", f"--deadline-s={DEADLINE_S}"]
+    size = [
+        f"--num-nodes={order['num_nodes']}",
+        f"--num-gpus={num_gpus}",
+        f"--deadline-s={DEADLINE_S}",
+    ]
     nothing = os.open(os.devnull, os.O_RDONLY)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
@@ -72,7 +81,10 @@ async def measure_here(order: Mapping[str, Any], ip: str, num_gpus: int, log: Pa
     kept.release()
     output_tail = await asyncio.to_thread(tail, log)
     if not in_time:
-        return {"kind": "measured", "error": f"the probe did not end within {DEADLINE_S:g} s; see {log.name}"}
+        return {
+            "kind": "measured",
+            "error": f"the probe did not end within {DEADLINE_S:g} s; see {log.name}",
+        }
     return {"kind": "measured", **_result(output_tail)}
 
 
@@ -91,9 +103,17 @@ class Survey:
     async def run(
         self, hosts: Sequence[str], links: Mapping[str, Link], num_gpus: int, log: Path
     ) -> dict[str, float | str]:
-        """Bandwidth in GB/s, or an error, by host. ``hosts[0]`` is this host, ``links`` are to the others."""
+        """Bandwidth in GB/s, or an error, by host.
+
+        ``hosts[0]`` is this host, ``links`` are to the others.
+        """
         some = links[hosts[1]]
-        order = {"kind": "measure", "head_ip": some.local_ip, "port_base": some.local_port, "num_nodes": len(hosts)}
+        order = {
+            "kind": "measure",
+            "head_ip": some.local_ip,
+            "port_base": some.local_port,
+            "num_nodes": len(hosts),
+        }
         loop = asyncio.get_running_loop()
         self._answers = {host: loop.create_future() for host in hosts[1:]}
         for rank, host in enumerate(hosts[1:], start=1):

@@ -1,8 +1,10 @@
-"""Measure all-reduce between neighbours: one process per node, one child per GPU. See ``bandwidth``.
+"""Measure all-reduce between neighbours: one process per node, one child per GPU. See
+``bandwidth``.
 
-Input: rank and size of the measurement on the command line, the network variables in the environment. Output: the last
-line of standard output, ``{"gbps": BEST}``: bus bandwidth in GB/s (as defined by nccl-tests, 2 (n-1)/n bytes over
-time) with the better of the two neighbours. Uses NCCL on GPUs, else gloo.
+Input: rank and size of the measurement on the command line, the network variables in the
+environment. Output: the last line of standard output, ``{"gbps": BEST}``: bus bandwidth in GB/s (as
+defined by nccl-tests, 2 (n-1)/n bytes over time) with the better of the two neighbours. Uses NCCL
+on GPUs, else gloo.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def measure(options: argparse.Namespace) -> float:
     listener = None
     if rank == 0:  # listen on this address only; TCPStore would listen on all
         family = socket.AF_INET6 if ":" in options.address else socket.AF_INET
-        listener = socket.create_server((options.address, options.port), family=family, backlog=world + 16)
+        listener = socket.create_server(
+            (options.address, options.port), family=family, backlog=world + 16
+        )
     store = dist.TCPStore(
         options.address,
         options.port,
@@ -48,19 +52,29 @@ def measure(options: argparse.Namespace) -> float:
     if device == "cuda":
         torch.cuda.set_device(options.local)
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world, timeout=timeout
+        "nccl" if device == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=timeout,
     )
     tensor = torch.zeros(_NUM_BYTES[device] // 4, device=device)
     best = 0.0
     for pairs in rounds_of(options.num_nodes):
         for pair in pairs:
-            members = [node * options.processes + local for node in pair for local in range(options.processes)]
+            members = [
+                node * options.processes + local
+                for node in pair
+                for local in range(options.processes)
+            ]
             group = dist.new_group(members)  # collective: every process creates every group
             if rank in members:
                 mine, num_members = group, len(members)
         if any(options.rank in pair for pair in pairs):
             seconds = _seconds(partial(dist.all_reduce, tensor, group=mine), device)
-            best = max(best, 2 * (num_members - 1) / num_members * _NUM_BYTES[device] / seconds / 1e9)
+            best = max(
+                best, 2 * (num_members - 1) / num_members * _NUM_BYTES[device] / seconds / 1e9
+            )
         dist.barrier()
     dist.destroy_process_group()
     return best
@@ -95,7 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.processes:
         import torch
 
-        options.processes = options.num_gpus if options.num_gpus and torch.cuda.is_available() else 1
+        options.processes = (
+            options.num_gpus if options.num_gpus and torch.cuda.is_available() else 1
+        )
     given = list(sys.argv[1:] if argv is None else argv)
     others = [
         subprocess.Popen(

@@ -1,7 +1,7 @@
 """Preflight checks of one host, and comparisons between hosts. Pure.
 
-Input: ``HostFacts``, the job's requirements, the head's observations. Output: ``Check`` values. Facts that could not
-be read count as OK: a missing tool never excludes a host.
+Input: ``HostFacts``, the job's requirements, the head's observations. Output: ``Check`` values.
+Facts that could not be read count as OK: a missing tool never excludes a host.
 """
 
 from __future__ import annotations
@@ -14,16 +14,33 @@ from bootstrap.preflight.gpus import Gpu
 from bootstrap.preflight.shared_folder import check_alone
 from bootstrap.preflight.table import HostFacts, Seen, Wanted
 
-# Network file systems by their names in /proc/mounts; sockets and memory maps on them fail or are slow.
-_REMOTE_FS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "9p", "wekafs", "fuse.", "afs", "panfs")
+# Network file systems by their names in /proc/mounts; sockets and memory maps on them fail or are
+# slow.
+_REMOTE_FS = (
+    "nfs",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "smb",
+    "9p",
+    "wekafs",
+    "fuse.",
+    "afs",
+    "panfs",
+)
 _MAX_SKEW_S = 2.0
 _MAX_RENAME_MS = 1000.0
 _MAX_FOREIGN_MIB = 512
 _WANTED_NOFILE, _NEEDED_NOFILE = 65_535, 4_096
 _WANTED_TEMP_BYTES, _NEEDED_TEMP_BYTES = 10 * GIB, GIB
-_WANTED_SHM_BYTES, _NEEDED_SHM_BYTES = GIB, GIB // 8  # Docker's 64 MiB break NCCL, Ray and SGLang alike
-# Hardware errors (NVIDIA, "Xid Errors"): double-bit ECC, row remapping failed, NVLink, fallen off the bus,
-# uncontained ECC, GSP timeouts, unrecovered ECC. Most others are bugs of programs.
+_WANTED_SHM_BYTES, _NEEDED_SHM_BYTES = (
+    GIB,
+    GIB // 8,
+)  # Docker's 64 MiB break NCCL, Ray and SGLang alike
+# Hardware errors (NVIDIA, "Xid Errors"): double-bit ECC, row remapping failed, NVLink, fallen off
+# the bus, uncontained ECC, GSP timeouts, unrecovered ECC. Most others are bugs of programs.
 _HARDWARE_XIDS = frozenset({48, 64, 74, 79, 95, 119, 120, 140})
 
 
@@ -59,10 +76,13 @@ def compare_hosts(hosts: Mapping[str, HostFacts]) -> dict[str, tuple[Check, ...]
     for host, facts in hosts.items():
         found = []
         if facts.folder_fs != usual_fs:
-            found.append(Check("mounts", "WARN", f"run folder on {facts.folder_fs}, elsewhere on {usual_fs}"))
+            found.append(
+                Check("mounts", "WARN", f"run folder on {facts.folder_fs}, elsewhere on {usual_fs}")
+            )
         rates = _active_rates(facts)
         if rates != usual_hcas:
-            # A host without RDMA cannot join the others' communicator; one with fewer rails can, but is slow.
+            # A host without RDMA cannot join the others' communicator; one with fewer rails can,
+            # but is slow.
             level: Level = "EXCLUDE_NODE" if usual_hcas and not rates else "WARN"
             listed = f"{_describe_rates(rates)}, elsewhere {_describe_rates(usual_hcas)}"
             found.append(Check("hcas", level, f"{listed}: a dead link or another kind of node?"))
@@ -72,7 +92,9 @@ def compare_hosts(hosts: Mapping[str, HostFacts]) -> dict[str, tuple[Check, ...]
 
 
 def check_bandwidth(measured: Mapping[str, float | str], wanted_gbps: float) -> dict[str, Check]:
-    """Compare each host's best all-reduce with a neighbour (bus bandwidth in GB/s, or an error) to the minimum."""
+    """Compare each host's best all-reduce with a neighbour (bus bandwidth in GB/s, or an error) to
+    the minimum.
+    """
     found: dict[str, Check] = {}
     for host, rate in measured.items():
         if isinstance(rate, str):
@@ -91,7 +113,10 @@ def _active_rates(facts: HostFacts) -> tuple[float, ...]:
 
 def _describe_rates(rates: tuple[float, ...]) -> str:
     counts = {rate: rates.count(rate) for rate in rates}
-    return " and ".join(f"{count} active of {rate:g} Gb/s" for rate, count in counts.items()) or "no active port"
+    return (
+        " and ".join(f"{count} active of {rate:g} Gb/s" for rate, count in counts.items())
+        or "no active port"
+    )
 
 
 def _reach(facts: HostFacts, seen: Seen | None) -> Check:
@@ -106,12 +131,18 @@ def _nvlink(facts: HostFacts) -> Check:
     gpus = facts.gpu_reading.gpus or ()
     if broken := [gpu for gpu in gpus if gpu.fabric in ("not started", "in progress")]:
         said = f"{broken[0].uuid} is not registered with the NVSwitches ({broken[0].fabric})"
-        return Check("nvlink", "EXCLUDE_NODE", f"{said}: is nvidia-fabricmanager running? CUDA would fail with 802")
+        return Check(
+            "nvlink",
+            "EXCLUDE_NODE",
+            f"{said}: is nvidia-fabricmanager running? CUDA would fail with 802",
+        )
     counts = {gpu.uuid: gpu.num_nvlinks for gpu in gpus if gpu.num_nvlinks is not None}
     if not counts or not any(counts.values()):
         return Check("nvlink", "OK", "none known")
     most = max(counts.values())
-    fewer = [f"{uuid} has {count} of {most} NVLinks up" for uuid, count in counts.items() if count < most]
+    fewer = [
+        f"{uuid} has {count} of {most} NVLinks up" for uuid, count in counts.items() if count < most
+    ]
     level: Level = "EXCLUDE_NODE" if 0 in counts.values() else "WARN"
     return Check("nvlink", level if fewer else "OK", "; ".join(fewer) or f"{most} up on each GPU")
 
@@ -129,7 +160,9 @@ def _hcas(facts: HostFacts) -> Check:
 def _network(facts: HostFacts) -> Check:
     """A conflict never excludes a host: the variable may be right and detection wrong."""
     if facts.network_conflicts is None:
-        return Check("network", "OK", "unknown without another node; see python -m bootstrap.network")
+        return Check(
+            "network", "OK", "unknown without another node; see python -m bootstrap.network"
+        )
     if facts.network_conflicts:
         return Check("network", "WARN", "; ".join(facts.network_conflicts))
     return Check("network", "OK", "no variable conflicts with the detected settings")
@@ -145,29 +178,40 @@ def _mounts(facts: HostFacts) -> Check:
 def _gpus(facts: HostFacts, wanted: Wanted) -> Check:
     reading = facts.gpu_reading
     views = {
-        reading.source: None if reading.gpus is None else sum(gpu.problem is None for gpu in reading.gpus),
+        reading.source: None
+        if reading.gpus is None
+        else sum(gpu.problem is None for gpu in reading.gpus),
         "Slurm": facts.num_gpus_by_slurm,
     }
     known = {source: count for source, count in views.items() if count is not None}
     if not known:
         level: Level = "WARN" if reading.error else "OK"
-        return Check("gpus", level, reading.error or f"{wanted.num_gpus} asked for, their number is unknown")
+        return Check(
+            "gpus", level, reading.error or f"{wanted.num_gpus} asked for, their number is unknown"
+        )
     source = min(known, key=lambda name: known[name])
     if known[source] < wanted.num_gpus:
         why = f" ({reading.error})" if reading.error else ""
-        return Check("gpus", "EXCLUDE_NODE", f"{known[source]} by {source}, {wanted.num_gpus} asked for{why}")
+        return Check(
+            "gpus", "EXCLUDE_NODE", f"{known[source]} by {source}, {wanted.num_gpus} asked for{why}"
+        )
     return Check("gpus", "OK", f"{known[source]} by {source}")
 
 
 def _gpu_health(facts: HostFacts) -> Check:
     bad = [f"{gpu.uuid} {what}" for gpu in facts.gpu_reading.gpus or () for what in _ailments(gpu)]
-    doubtful = [f"{gpu.uuid} {what}" for gpu in facts.gpu_reading.gpus or () for what in _doubts(gpu)]
+    doubtful = [
+        f"{gpu.uuid} {what}" for gpu in facts.gpu_reading.gpus or () for what in _doubts(gpu)
+    ]
     level: Level = "EXCLUDE_NODE" if bad else "WARN" if doubtful else "OK"
     return Check("gpu-health", level, "; ".join([*bad, *doubtful]) or "no faults known")
 
 
 def _ailments(gpu: Gpu) -> list[str]:
-    """Faults that make a GPU unfit. A recovery action of the driver takes precedence over error counts."""
+    """Faults that make a GPU unfit.
+
+    A recovery action of the driver takes precedence over error counts.
+    """
     found = []
     if gpu.problem is not None:
         found.append(f"does not answer: {gpu.problem}")
@@ -183,7 +227,10 @@ def _ailments(gpu: Gpu) -> list[str]:
 
 
 def _doubts(gpu: Gpu) -> list[str]:
-    """Faults that may stop a run later. A pending remap is harmless (NVIDIA, "GPU Memory Error Management")."""
+    """Faults that may stop a run later.
+
+    A pending remap is harmless (NVIDIA, "GPU Memory Error Management").
+    """
     found = []
     if gpu.recovery == "none" and gpu.ecc_uncorrected:
         found.append(f"has had {gpu.ecc_uncorrected} uncorrected memory errors")
@@ -196,7 +243,11 @@ def _doubts(gpu: Gpu) -> list[str]:
 
 def _memlock(facts: HostFacts) -> Check:
     if facts.memlock in (None, UNLIMITED) or not facts.hcas:
-        return Check("memlock", "OK", "unlimited" if facts.memlock == UNLIMITED else "no RDMA device needs it")
+        return Check(
+            "memlock",
+            "OK",
+            "unlimited" if facts.memlock == UNLIMITED else "no RDMA device needs it",
+        )
     found = f"{facts.memlock} bytes, RDMA needs unlimited: LimitMEMLOCK=infinity for slurmd, PropagateResourceLimits"
     return Check("memlock", "EXCLUDE_NODE", found + "Except=MEMLOCK in slurm.conf")
 
@@ -206,7 +257,9 @@ def _nofile(facts: HostFacts) -> Check:
         return Check("nofile", "OK", str(facts.nofile))
     level: Level = "EXCLUDE_NODE" if facts.nofile < _NEEDED_NOFILE else "WARN"
     return Check(
-        "nofile", level, f"{facts.nofile} open files, {_WANTED_NOFILE} wanted: raise the hard limit (ulimit -n)"
+        "nofile",
+        level,
+        f"{facts.nofile} open files, {_WANTED_NOFILE} wanted: raise the hard limit (ulimit -n)",
     )
 
 
@@ -218,20 +271,28 @@ def _shm(facts: HostFacts, wanted: Wanted) -> Check:
     if facts.shm_free < needed:
         # NCCL on GPUs fails without shared memory; the rest is slow.
         bad: Level = "EXCLUDE_NODE" if facts.gpu_reading.gpus else "WARN"
-        return Check("shm", bad, f"{found} in /dev/shm, {needed / GIB:.2f} needed: mount a larger one")
+        return Check(
+            "shm", bad, f"{found} in /dev/shm, {needed / GIB:.2f} needed: mount a larger one"
+        )
     level: Level = "WARN" if facts.shm_free < _WANTED_SHM_BYTES else "OK"
     return Check("shm", level, found)
 
 
 def _temp_dir(facts: HostFacts) -> Check:
     if facts.temp_fs is not None and facts.temp_fs.startswith(_REMOTE_FS):
-        found = f"{facts.temp_path} is on {facts.temp_fs}; Ray's sockets need a node-local file system"
+        found = (
+            f"{facts.temp_path} is on {facts.temp_fs}; Ray's sockets need a node-local file system"
+        )
         return Check("temp-dir", "EXCLUDE_NODE", found)
     if facts.temp_free is None:
         return Check("temp-dir", "OK", "unknown")
     found = f"{facts.temp_free / GIB:.2f} GiB free in {facts.temp_path} ({facts.temp_fs})"
     if facts.temp_free < _NEEDED_TEMP_BYTES:
-        return Check("temp-dir", "EXCLUDE_NODE", f"{found}, {_NEEDED_TEMP_BYTES / GIB:.0f} needed: clean it up")
+        return Check(
+            "temp-dir",
+            "EXCLUDE_NODE",
+            f"{found}, {_NEEDED_TEMP_BYTES / GIB:.0f} needed: clean it up",
+        )
     return Check("temp-dir", "WARN" if facts.temp_free < _WANTED_TEMP_BYTES else "OK", found)
 
 
@@ -239,18 +300,28 @@ def _ports(facts: HostFacts) -> Check:
     if not facts.taken_ports:
         return Check("ports", "OK", "the job's block is free")
     listed = ", ".join(map(str, facts.taken_ports))
-    return Check("ports", "EXCLUDE_NODE", f"{listed} of the job's block taken by another process (ss -ltnp)")
+    return Check(
+        "ports", "EXCLUDE_NODE", f"{listed} of the job's block taken by another process (ss -ltnp)"
+    )
 
 
 def _folder(facts: HostFacts, seen: Seen | None) -> Check:
     if facts.folder_error is not None:
-        return Check("folder", "EXCLUDE_NODE", f"the run folder cannot be written: {facts.folder_error}")
+        return Check(
+            "folder", "EXCLUDE_NODE", f"the run folder cannot be written: {facts.folder_error}"
+        )
     if seen is not None and seen.canary_seen is False:
-        return Check("folder", "EXCLUDE_NODE", "what it writes into the run folder is not seen by the head: not shared")
+        return Check(
+            "folder",
+            "EXCLUDE_NODE",
+            "what it writes into the run folder is not seen by the head: not shared",
+        )
     if facts.rename_ms is None:
         return Check("folder", "OK", "not checked")
     level: Level = "WARN" if facts.rename_ms > _MAX_RENAME_MS else "OK"
-    return Check("folder", level, f"{facts.rename_ms:.1f} ms to write and rename a file ({facts.folder_fs})")
+    return Check(
+        "folder", level, f"{facts.rename_ms:.1f} ms to write and rename a file ({facts.folder_fs})"
+    )
 
 
 def _clock(seen: Seen | None) -> Check:
@@ -268,5 +339,7 @@ def _head_name(facts: HostFacts, seen: Seen | None) -> Check:
         return Check("names", "WARN", "the head's name does not resolve")
     listed = ", ".join(facts.head_ips)
     if seen is not None and seen.head_ip and seen.head_ip not in facts.head_ips:
-        return Check("names", "WARN", f"the head's name leads to {listed}, the head is at {seen.head_ip}")
+        return Check(
+            "names", "WARN", f"the head's name leads to {listed}, the head is at {seen.head_ip}"
+        )
     return Check("names", "OK", f"the head's name leads to {listed}")

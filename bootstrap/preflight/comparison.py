@@ -1,7 +1,8 @@
 """Table that compares the network settings of a job's nodes and marks outliers.
 
-Input: each node's report on joining. Output: one row per node, and a plain-text table in which ``!`` precedes every
-value that differs from the majority. Hosts and addresses always differ and are not marked.
+Input: each node's report on joining. Output: one row per node, and a plain-text table in which
+``!`` precedes every value that differs from the majority. Hosts and addresses always differ and are
+not marked.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ _DIFFER_BY_NATURE = ("host", "address")
 _ABSENT = "-"
 
 
-def network_row(facts: NetworkFacts, found: Detection, versions: Mapping[str, str | None]) -> dict[str, str]:
+def network_row(
+    facts: NetworkFacts, found: Detection, versions: Mapping[str, str | None]
+) -> dict[str, str]:
     """One node's cells, by column."""
     chosen = facts.interface(found.socket.ifname)
     rates = sorted({f"{port.rate_gbps:g}" for port in found.rdma.ports if port.rate_gbps})
@@ -34,18 +37,30 @@ def network_row(facts: NetworkFacts, found: Detection, versions: Mapping[str, st
 
 
 def comparison_table(rows: Mapping[str, Mapping[str, str]]) -> str:
-    """Format all nodes as one table; ``rows`` by host. A value that is not the most common is marked."""
+    """Format all nodes as one table; ``rows`` by host.
+
+    A value that is not the most common is marked.
+    """
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    usual = {column: _usual([row.get(column, _ABSENT) for row in rows.values()]) for column in columns}
+    usual = {
+        column: _usual([row.get(column, _ABSENT) for row in rows.values()]) for column in columns
+    }
     lines = [["host", *columns]]
     for host, row in rows.items():
         cells = [row.get(column, _ABSENT) for column in columns]
         lines.append(
-            [host, *(_marked(cell, usual[column], column) for cell, column in zip(cells, columns, strict=True))]
+            [
+                host,
+                *(
+                    _marked(cell, usual[column], column)
+                    for cell, column in zip(cells, columns, strict=True)
+                ),
+            ]
         )
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns) + 1)]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
     )
 
 

@@ -1,8 +1,9 @@
-"""Run the agents' preflight on its own: ``python -m bootstrap.preflight.doctor [--num-gpus N] [--json]``
+"""Run the agents' preflight on its own: ``python -m bootstrap.preflight.doctor [--num-gpus N]
+[--json]``
 
-Input: this host and, inside a job, Slurm's environment. Output: the preflight table or its JSON on standard output,
-one for all nodes of a step (``srun --ntasks-per-node=1``). Exit code 0 if all hosts are fit, else 1. Leaves no
-processes or files behind.
+Input: this host and, inside a job, Slurm's environment. Output: the preflight table or its JSON on
+standard output, one for all nodes of a step (``srun --ntasks-per-node=1``). Exit code 0 if all
+hosts are fit, else 1. Leaves no processes or files behind.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from bootstrap.preflight.probe import CANARY_DIR, raise_limits, read_host
 from bootstrap.preflight.table import Preflight, Wanted
 
 
-def examine(host: str, folder: Path, wanted: Wanted, needed_paths: Sequence[Path] = ()) -> Preflight:
+def examine(
+    host: str, folder: Path, wanted: Wanted, needed_paths: Sequence[Path] = ()
+) -> Preflight:
     """Preflight of this host; ``folder``: the folder for runs."""
     ray_folder = Path(temp_dir(read_facts({}, host))).parent
     facts = read_host(folder, ray_folder, host, os.environ, needed_paths)
@@ -42,20 +45,32 @@ def examine(host: str, folder: Path, wanted: Wanted, needed_paths: Sequence[Path
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m bootstrap.preflight.doctor", description="Check whether this host is fit for a run."
+        prog="python -m bootstrap.preflight.doctor",
+        description="Check whether this host is fit for a run.",
     )
-    parser.add_argument("--num-gpus", type=int, default=0, help="GPUs that a run needs on this host")
+    parser.add_argument(
+        "--num-gpus", type=int, default=0, help="GPUs that a run needs on this host"
+    )
     parser.add_argument("--object-store-memory", type=int, help="bytes of Ray's object store")
     parser.add_argument("--folder", type=Path, help="folder for runs (default: a temporary folder)")
     parser.add_argument(
-        "--needed-path", type=Path, action="append", default=[], help="path that must exist on this host"
+        "--needed-path",
+        type=Path,
+        action="append",
+        default=[],
+        help="path that must exist on this host",
     )
-    parser.add_argument("--wait-s", type=float, default=60.0, help="seconds to wait for the other nodes of a step")
+    parser.add_argument(
+        "--wait-s", type=float, default=60.0, help="seconds to wait for the other nodes of a step"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
     raise_limits()
     host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-    if "SLURM_STEP_NODELIST" in os.environ and len((step := read_facts(os.environ, host)).hosts) > 1:
+    if (
+        "SLURM_STEP_NODELIST" in os.environ
+        and len((step := read_facts(os.environ, host)).hosts) > 1
+    ):
         return _with_others(step, options)
     return _alone(host, options)
 
@@ -69,10 +84,15 @@ def _alone(host: str, options: argparse.Namespace) -> int:
 
 
 def _with_others(step: Facts, options: argparse.Namespace) -> int:
-    """Check all nodes of the step; the first prints one table. A node without contact checks itself only."""
+    """Check all nodes of the step; the first prints one table.
+
+    A node without contact checks itself only.
+    """
     if os.environ.get("SLURM_LOCALID", "0") != "0":
         return 0  # the first task of this node runs the checks
-    meeting = meeting_folder((options.folder or Path.cwd()).resolve(), step, os.environ.get("SLURM_STEP_ID", "0"))
+    meeting = meeting_folder(
+        (options.folder or Path.cwd()).resolve(), step, os.environ.get("SLURM_STEP_ID", "0")
+    )
     orders = Options(
         meeting,
         options.num_gpus,

@@ -1,8 +1,10 @@
-"""Run the doctor on several nodes at once, with the rendezvous of a run, and compare them in one table.
+"""Run the doctor on several nodes at once, with the rendezvous of a run, and compare them in one
+table.
 
-Input: facts of the step, the run's requirements, a folder that all nodes share. Output: on the first node, the
-preflight of all hosts and a comparison of their networks; the others print only if the first node cannot. Ray is not
-started, and no file stays in the folder. Every wait has a deadline, and missing hosts are named.
+Input: facts of the step, the run's requirements, a folder that all nodes share. Output: on the
+first node, the preflight of all hosts and a comparison of their networks; the others print only if
+the first node cannot. Ray is not started, and no file stays in the folder. Every wait has a
+deadline, and missing hosts are named.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from bootstrap.agent.gathering import Gathering, read_this_host
 from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import Link, LinkLost
 from bootstrap.agent.options import Options
-from bootstrap.agent.ports import PortBlock, busy_ports, candidate_blocks, claim_block, ephemeral_floor, host_port
+from bootstrap.agent.ports import (
+    PortBlock,
+    busy_ports,
+    candidate_blocks,
+    claim_block,
+    ephemeral_floor,
+    host_port,
+)
 from bootstrap.agent.rendezvous import (
     HEAD_FILE,
     NodeReport,
@@ -34,7 +43,13 @@ from bootstrap.agent.rendezvous import (
     odd_versions,
 )
 from bootstrap.check import Check
-from bootstrap.network.here import NetworkError, ifname_of, local_addresses, network_here, reachable_addresses
+from bootstrap.network.here import (
+    NetworkError,
+    ifname_of,
+    local_addresses,
+    network_here,
+    reachable_addresses,
+)
 from bootstrap.preflight.comparison import comparison_table, network_row
 from bootstrap.preflight.table import HostFacts, Preflight
 from common.attempt import SECRET_FILE
@@ -58,13 +73,17 @@ class Examination:
     networks: Mapping[str, Mapping[str, str]]  # rows of the comparison, by host
 
     def table(self) -> str:
-        """Table of hosts and checks, details of failed checks, and the comparison of networks and versions."""
+        """Table of hosts and checks, details of failed checks, and the comparison of networks and
+        versions.
+        """
         return f"{self.preflight.table()}\n\n{comparison_table(self.networks)}"
 
     def to_json(self) -> str:
         """The preflight's document with the rows of the comparison as ``network``."""
         rows = {host: dict(row) for host, row in self.networks.items()}
-        return json.dumps({**json.loads(self.preflight.to_json()), "network": rows}, indent=1) + "\n"
+        return (
+            json.dumps({**json.loads(self.preflight.to_json()), "network": rows}, indent=1) + "\n"
+        )
 
 
 def meeting_folder(folder: Path, facts: Facts, step: str) -> Path:
@@ -100,10 +119,14 @@ async def _as_first(facts: Facts, options: Options, wait_s: float) -> Examinatio
             try:
                 await asyncio.wait_for(reception.complete.wait(), wait_s)
             except TimeoutError:
-                logger.warning("%s did not connect within %.0f s", ", ".join(reception.missing()), wait_s)
+                logger.warning(
+                    "%s did not connect within %.0f s", ", ".join(reception.missing()), wait_s
+                )
             own, gathering.own_conflicts = _own_report(facts, options, reception)
             reports = [own, *(report for _, report in sorted(reception.reports.items()))]
-            preflight = with_versions(await gathering.judge(own.ip if reception.links else ""), reports)
+            preflight = with_versions(
+                await gathering.judge(own.ip if reception.links else ""), reports
+            )
             for link in reception.links.values():
                 await _end_link(link)
             reception.close()
@@ -117,7 +140,9 @@ async def _as_other(facts: Facts, options: Options, wait_s: float) -> None:
     deadline = time.monotonic() + wait_s
     while len(secret := _read(folder / SECRET_FILE)) < _SECRET_CHARS:
         if time.monotonic() > deadline:
-            raise NoContactError(f"{folder}, made by {facts.head_host}, is not seen from {facts.host}: is it shared?")
+            raise NoContactError(
+                f"{folder}, made by {facts.head_host}, is not seen from {facts.host}: is it shared?"
+            )
         await asyncio.sleep(_POLL_S)
     host_facts = await read_this_host(facts, options)
     port = next(candidate_blocks(facts.job_id, ephemeral_floor())).rendezvous
@@ -129,8 +154,12 @@ async def _as_other(facts: Facts, options: Options, wait_s: float) -> None:
     try:
         link = await asyncio.wait_for(joining, max(1.0, deadline - time.monotonic()))
     except TimeoutError:
-        tried = ", ".join(starmap(host_port, head_candidates(facts.head_host, port, folder / HEAD_FILE)))
-        raise NoContactError(f"{facts.host} did not reach {facts.head_host} within {wait_s:.0f} s ({tried})") from None
+        tried = ", ".join(
+            starmap(host_port, head_candidates(facts.head_host, port, folder / HEAD_FILE))
+        )
+        raise NoContactError(
+            f"{facts.host} did not reach {facts.head_host} within {wait_s:.0f} s ({tried})"
+        ) from None
     try:
         await link.receive()  # raises LinkLost after a silence
     except LinkLost as error:
@@ -140,7 +169,9 @@ async def _as_other(facts: Facts, options: Options, wait_s: float) -> None:
 
 
 def with_versions(preflight: Preflight, reports: Sequence[NodeReport]) -> Preflight:
-    """Add a check that each host has the majority's package versions, without which a run cannot start."""
+    """Add a check that each host has the majority's package versions, without which a run cannot
+    start.
+    """
     odd = odd_versions(reports)
     checks = dict(preflight.checks)
     for report in reports:
@@ -153,8 +184,12 @@ def with_versions(preflight: Preflight, reports: Sequence[NodeReport]) -> Prefli
     return Preflight(checks)
 
 
-def _own_report(facts: Facts, options: Options, reception: Reception) -> tuple[NodeReport, tuple[str, ...] | None]:
-    """Report and network conflicts of the first node; without connections it has no network and None."""
+def _own_report(
+    facts: Facts, options: Options, reception: Reception
+) -> tuple[NodeReport, tuple[str, ...] | None]:
+    """Report and network conflicts of the first node; without connections it has no network and
+    None.
+    """
     versions = installed_versions()
     links: Sequence[Link] = tuple(reception.links.values())
     if not links:
@@ -177,9 +212,22 @@ def _report(facts: Facts, options: Options, link: Link, host_facts: HostFacts) -
     except NetworkError as error:
         problem = str(error)
     taken = tuple(busy_ports(PortBlock(link.peer_port).service_ports))
-    reported = replace(host_facts, taken_ports=taken, problem=problem, network_conflicts=conflicts, clock=time.time())
+    reported = replace(
+        host_facts,
+        taken_ports=taken,
+        problem=problem,
+        network_conflicts=conflicts,
+        clock=time.time(),
+    )
     return NodeReport(
-        facts.host, facts.rank, options.num_gpus, versions, link.local_ip, ifname, asdict(reported), network=row
+        facts.host,
+        facts.rank,
+        options.num_gpus,
+        versions,
+        link.local_ip,
+        ifname,
+        asdict(reported),
+        network=row,
     )
 
 

@@ -1,8 +1,10 @@
-"""Read the NVIDIA GPUs of this host and their faults: from NVML or nvidia-smi, and from the kernel log.
+"""Read the NVIDIA GPUs of this host and their faults: from NVML or nvidia-smi, and from the kernel
+log.
 
-Input: the machine. Output: ``GpuReading``, which ``python -m bootstrap.preflight.gpus`` prints as JSON. NVML is called
-in a separate process, because a broken GPU may block its caller forever. Decides nothing; None means not reported.
-Constants and structures: nvml.h, by way of NVIDIA's package nvidia-ml-py.
+Input: the machine. Output: ``GpuReading``, which ``python -m bootstrap.preflight.gpus`` prints as
+JSON. NVML is called in a separate process, because a broken GPU may block its caller forever.
+Decides nothing; None means not reported. Constants and structures: nvml.h, by way of NVIDIA's
+package nvidia-ml-py.
 """
 
 from __future__ import annotations
@@ -26,7 +28,16 @@ _KERNEL_LOG = "/dev/kmsg"
 _READ_S = 20.0  # a first call without persistence mode loads the driver
 _XID_WINDOW_S = 86_400.0
 _MAX_NVLINKS = 36
-_RECOVERY = ("none", "reset", "reboot", "drain-p2p", "drain-and-reset", "recover-imex", "bus-reset", "system-reboot")
+_RECOVERY = (
+    "none",
+    "reset",
+    "reboot",
+    "drain-p2p",
+    "drain-and-reset",
+    "recover-imex",
+    "bus-reset",
+    "system-reboot",
+)
 _FABRIC = ("not supported", "not started", "in progress", "completed")
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F]+):([0-9a-fA-F]+):([0-9a-fA-F]+)[^)]*\): (\d+)")
 
@@ -55,7 +66,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuReading:
-    """GPUs of this job on this host. ``gpus``: None without an NVIDIA driver, empty if the driver fails."""
+    """GPUs of this job on this host.
+
+    ``gpus``: None without an NVIDIA driver, empty if the driver fails.
+    """
 
     gpus: tuple[Gpu, ...] | None = None
     source: str = ""  # NVML or nvidia-smi
@@ -78,22 +92,29 @@ def read_gpus(environ: Mapping[str, str]) -> GpuReading:
         return reading
     xids = parse_xids(_kernel_log(), time.clock_gettime(time.CLOCK_MONOTONIC))
     gpus = visible_gpus(reading.gpus, environ.get("CUDA_VISIBLE_DEVICES"))
-    return replace(reading, gpus=tuple(replace(gpu, xids=xids.get(gpu.bus or "", ())) for gpu in gpus))
+    return replace(
+        reading, gpus=tuple(replace(gpu, xids=xids.get(gpu.bus or "", ())) for gpu in gpus)
+    )
 
 
 def visible_gpus(gpus: Sequence[Gpu], cuda_visible_devices: str | None) -> tuple[Gpu, ...]:
     """This job's GPUs. On a shared node without device cgroups the driver lists all GPUs.
 
-    Args:
-        cuda_visible_devices: the variable as Slurm sets it: indices or UUIDs; other values select all.
+    Args: cuda_visible_devices: the variable as Slurm sets it: indices or UUIDs; other values select
+        all.
     """
     names = [name.strip() for name in (cuda_visible_devices or "").split(",")]
     by_name = {str(index): gpu for index, gpu in enumerate(gpus)} | {gpu.uuid: gpu for gpu in gpus}
-    return tuple(by_name[name] for name in names) if all(name in by_name for name in names) else tuple(gpus)
+    return (
+        tuple(by_name[name] for name in names)
+        if all(name in by_name for name in names)
+        else tuple(gpus)
+    )
 
 
 def parse_xids(log: str, now_s: float) -> dict[str, tuple[int, ...]]:
-    """Xid errors of the last day by PCI bus, from records of /dev/kmsg (``PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT``).
+    """Xid errors of the last day by PCI bus, from records of /dev/kmsg
+    (``PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT``).
 
     Args:
         now_s: seconds since boot, on the clock of the log.
@@ -141,7 +162,9 @@ def _ask_nvml() -> GpuReading | None:
     try:
         done = _ask([sys.executable, "-m", "bootstrap.preflight.gpus"])
     except subprocess.TimeoutExpired:
-        return GpuReading((), "NVML", f"NVML does not answer within {_READ_S:.0f} s: a GPU or its driver hangs")
+        return GpuReading(
+            (), "NVML", f"NVML does not answer within {_READ_S:.0f} s: a GPU or its driver hangs"
+        )
     except OSError:
         return None
     if done.returncode != 0:
@@ -151,11 +174,17 @@ def _ask_nvml() -> GpuReading | None:
 
 def _ask_nvidia_smi(tool: str | None) -> GpuReading:
     if tool is None:
-        return GpuReading(error="there is an NVIDIA driver and neither NVML (nvidia-ml-py) nor nvidia-smi to ask it")
-    listing, error = _csv(tool, "--query-gpu=uuid,pci.bus_id,memory.used,ecc.errors.uncorrected.volatile.total")
+        return GpuReading(
+            error="there is an NVIDIA driver and neither NVML (nvidia-ml-py) nor nvidia-smi to ask it"
+        )
+    listing, error = _csv(
+        tool, "--query-gpu=uuid,pci.bus_id,memory.used,ecc.errors.uncorrected.volatile.total"
+    )
     if error is not None:
         return GpuReading((), "nvidia-smi", error)  # no usable GPU
-    remapped, _ = _csv(tool, "--query-remapped-rows=gpu_uuid,remapped_rows.pending,remapped_rows.failure")
+    remapped, _ = _csv(
+        tool, "--query-remapped-rows=gpu_uuid,remapped_rows.pending,remapped_rows.failure"
+    )
     recovery, _ = _csv(tool, "--query-gpu=uuid,gpu_recovery_action")
     return GpuReading(parse_nvidia_smi(listing, remapped, recovery), "nvidia-smi")
 
@@ -209,7 +238,9 @@ def _from_nvml() -> GpuReading:
         raise ImportError(str(error)) from error
     except pynvml.NVMLError as error:
         return GpuReading((), "NVML", f"NVML does not start: {error}")
-    return GpuReading(tuple(_gpu_of(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())), "NVML")
+    return GpuReading(
+        tuple(_gpu_of(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())), "NVML"
+    )
 
 
 def _gpu_of(nvml: Any, index: int) -> Gpu:
@@ -231,7 +262,9 @@ def _gpu_of(nvml: Any, index: int) -> Gpu:
     memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2))
     rows = ask(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
     kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-    fields = ask(lambda: nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]))
+    fields = ask(
+        lambda: nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+    )
     action = fields[0].value.uiVal if fields and fields[0].nvmlReturn == nvml.NVML_SUCCESS else None
     links = [link_state(link) for link in range(_MAX_NVLINKS)]
     fabric = ask(lambda: _fabric_of(nvml, handle))
@@ -245,7 +278,9 @@ def _gpu_of(nvml: Any, index: int) -> Gpu:
         recovery=None if action is None else _at(_RECOVERY, action),
         num_nvlinks=None if set(links) == {None} else links.count(1),
         fabric=None if fabric is None else _at(_FABRIC, fabric),
-        bus=None if pci is None else _bus_name(f"{pci.domain:x}", f"{pci.bus:x}", f"{pci.device:x}"),
+        bus=None
+        if pci is None
+        else _bus_name(f"{pci.domain:x}", f"{pci.bus:x}", f"{pci.device:x}"),
     )
 
 

@@ -1,7 +1,8 @@
 """Read the facts of this host for the preflight checks. Decides nothing and never raises.
 
-Input: the attempt's folder, Ray's folder, the head's name, the environment. Output: ``HostFacts``. Every probe is
-cheap (files, one rename, nvidia-smi if present) and bounded in time, because all nodes wait for the slowest.
+Input: the attempt's folder, Ray's folder, the head's name, the environment. Output: ``HostFacts``.
+Every probe is cheap (files, one rename, nvidia-smi if present) and bounded in time, because all
+nodes wait for the slowest.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _RESOLVE_S = 2.0
 
 
 def raise_limits() -> None:
-    """Raise the soft limits of open files and locked memory to the hard ones; child processes inherit them."""
+    """Raise the soft limits of open files and locked memory to the hard ones; child processes
+    inherit them.
+    """
     for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK):
         _, hard = resource.getrlimit(kind)
         with suppress(OSError, ValueError):
@@ -54,7 +57,10 @@ def read_host(
     return HostFacts(
         gpu_reading=read_gpus(environ),
         num_gpus_by_slurm=_num_gpus_by_slurm(environ),
-        hcas=tuple(Hca(row["name"], row["state"] == "ACTIVE", row["rate_gbps"]) for row in read_rdma_devices()),
+        hcas=tuple(
+            Hca(row["name"], row["state"] == "ACTIVE", row["rate_gbps"])
+            for row in read_rdma_devices()
+        ),
         memlock=_limit(resource.RLIMIT_MEMLOCK),
         nofile=_limit(resource.RLIMIT_NOFILE),
         shm_free=_free("/dev/shm"),
@@ -114,7 +120,10 @@ def _num_gpus_by_slurm(environ: Mapping[str, str]) -> int | None:
 
 
 def _resolve(host: str) -> tuple[str, ...] | None:
-    """Addresses of a name; None after a timeout. A lookup cannot be interrupted, so a thread runs it."""
+    """Addresses of a name; None after a timeout.
+
+    A lookup cannot be interrupted, so a thread runs it.
+    """
     found: list[tuple[str, ...]] = []
 
     def ask() -> None:

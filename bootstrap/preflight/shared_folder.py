@@ -1,8 +1,9 @@
-"""Test the run folder's file system at the start of a run: on each host separately, and on all hosts together.
+"""Test the run folder's file system at the start of a run: on each host separately, and on all
+hosts together.
 
-Input: a folder of the attempt; the head's order over the rendezvous connection. Output: the missing features, in
-words, and one ``Check`` per host. Checkpoints require a rename that replaces a file. The run can do without the other
-features, and the table names the consequences.
+Input: a folder of the attempt; the head's order over the rendezvous connection. Output: the missing
+features, in words, and one ``Check`` per host. Checkpoints require a rename that replaces a file.
+The run can do without the other features, and the table names the consequences.
 
     separately   hard links, rename over a file, fsync of a folder, locks
     together     the head writes a file and sends an order; every node waits until it sees the file, appends lines to
@@ -34,12 +35,22 @@ from common.files import is_there
 ORDER, ANSWER = "try folder", "folder tried"
 LOOK_S, ANSWER_S, POLL_S = 3.0, 5.0, 0.02
 SLOW_S = 1.0
-"""Seconds until a file of one host is visible on another; affects stop requests and the end of an attempt."""
+"""Seconds until a file of one host is visible on another; affects stop requests and the end of an
+attempt.
+"""
 NUM_LINES, MAX_WRITERS = 8, 8
 RENAME = "rename over a file"
 _HEAD, _LINES, _DONE = "head", "lines", ".done"
 _REFUSED = frozenset(
-    {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.ENOLCK, errno.EBADF}
+    {
+        errno.EINVAL,
+        errno.ENOTSUP,
+        errno.EOPNOTSUPP,
+        errno.ENOSYS,
+        errno.EPERM,
+        errno.ENOLCK,
+        errno.EBADF,
+    }
 )
 _COSTS = {
     RENAME: "no checkpoint can be committed: use another file system for the run folder",
@@ -50,7 +61,9 @@ _COSTS = {
 
 
 def lacks(folder: Path) -> tuple[str, ...]:
-    """Features that the file system of ``folder`` lacks, each with its error. Raises OSError if not writable."""
+    """Features that the file system of ``folder`` lacks, each with its error. Raises OSError if not
+    writable.
+    """
     token = secrets.token_hex(6)
     first, second = folder / f".try-{token}.1", folder / f".try-{token}.2"
     first.write_bytes(b"first")
@@ -95,9 +108,14 @@ class Tried:
 def check_together(tried: Tried) -> Check:
     """The check for one node's result."""
     if tried.error is not None:
-        return Check("storage", "WARN", f"the run folder could not be tried with the others: {tried.error}")
+        return Check(
+            "storage", "WARN", f"the run folder could not be tried with the others: {tried.error}"
+        )
     found = []
-    for seconds, way in ((tried.head_file_s, "the head's file here"), (tried.own_file_s, "its file by the head")):
+    for seconds, way in (
+        (tried.head_file_s, "the head's file here"),
+        (tried.own_file_s, "its file by the head"),
+    ):
         if seconds is None:
             found.append(f"{way} is not seen within {LOOK_S:.0f} s")
         elif seconds > SLOW_S:
@@ -116,7 +134,9 @@ def check_together(tried: Tried) -> Check:
 
 
 def take_part(attempt_dir: Path, order: Mapping[str, Any], host: str) -> dict[str, Any]:
-    """Run a node's part of the test; return the answer to ``order``. Blocking: call it in a thread."""
+    """Run a node's part of the test; return the answer to ``order``. Blocking: call it in a
+    thread.
+    """
     folder = _meeting(attempt_dir, str(order["token"]))
     try:
         seen_s = _seconds_until_seen(folder / _HEAD)
@@ -139,7 +159,9 @@ class FolderTest:
         if answer is not None and not answer.done():
             answer.set_result((message, time.monotonic()))
 
-    async def run(self, attempt_dir: Path, links: Mapping[str, Link], own_host: str) -> dict[str, Check]:
+    async def run(
+        self, attempt_dir: Path, links: Mapping[str, Link], own_host: str
+    ) -> dict[str, Check]:
         """Test the folder with the nodes of ``links``; return one check per node."""
         token = secrets.token_hex(6)
         folder = _meeting(attempt_dir, token)
@@ -151,7 +173,9 @@ class FolderTest:
         except OSError as error:  # TimeoutError is one
             why = str(error) or f"the head could not write there within {ANSWER_S:.0f} s"
             return {host: check_together(Tried(error=why)) for host in links}
-        num_lines = {host: NUM_LINES if number < MAX_WRITERS - 1 else 0 for number, host in enumerate(links)}
+        num_lines = {
+            host: NUM_LINES if number < MAX_WRITERS - 1 else 0 for number, host in enumerate(links)
+        }
         for host, link in links.items():
             try:
                 await link.send({"kind": ORDER, "token": token, "num_lines": num_lines[host]})
@@ -191,7 +215,9 @@ def _open_meeting(folder: Path) -> None:
     (folder / _HEAD).write_bytes(b"")
 
 
-def _close_meeting(folder: Path, answered_at: Mapping[str, float]) -> tuple[dict[str, float], Counter[str]]:
+def _close_meeting(
+    folder: Path, answered_at: Mapping[str, float]
+) -> tuple[dict[str, float], Counter[str]]:
     """Seconds until each node's file is visible here, and each host's lines. Removes the folder."""
     seen: dict[str, float] = {}
     deadline = time.monotonic() + LOOK_S

@@ -1,7 +1,8 @@
 """Data types of preflight, and the table of its results.
 
-Input: the ``Check`` values and facts of each host. Output: a table, JSON, and the usable hosts. A fact that could not
-be read is None and never excludes a host. The checks are in ``preflight.checks``.
+Input: the ``Check`` values and facts of each host. Output: a table, JSON, and the usable hosts. A
+fact that could not be read is None and never excludes a host. The checks are in
+``preflight.checks``.
 """
 
 from __future__ import annotations
@@ -37,16 +38,22 @@ class HostFacts:
     temp_path: str = ""
     temp_fs: str | None = None
     temp_free: int | None = None  # bytes
-    head_ips: tuple[str, ...] | None = None  # addresses of the head's name; None: the lookup timed out
+    head_ips: tuple[str, ...] | None = (
+        None  # addresses of the head's name; None: the lookup timed out
+    )
     folder_fs: str | None = None
     folder_error: str | None = None
     rename_ms: float | None = None
-    folder_lacks: tuple[str, ...] | None = None  # features that the file system lacks; None: not tested
+    folder_lacks: tuple[str, ...] | None = (
+        None  # features that the file system lacks; None: not tested
+    )
     canary: str | None = None
     missing_paths: tuple[str, ...] = ()  # paths that the run needs on every node
     clock: float | None = None  # seconds of the epoch when the report was sent
     taken_ports: tuple[int, ...] = ()
-    network_conflicts: tuple[str, ...] | None = None  # variables that conflict with detected settings
+    network_conflicts: tuple[str, ...] | None = (
+        None  # variables that conflict with detected settings
+    )
     problem: str | None = None  # why this host cannot join, from its agent
 
     @classmethod
@@ -55,7 +62,13 @@ class HostFacts:
         known = dict(raw)
         known["gpu_reading"] = GpuReading.from_json(known.get("gpu_reading") or {})
         known["hcas"] = tuple(Hca(**port) for port in known.get("hcas") or ())
-        for name in ("head_ips", "taken_ports", "missing_paths", "folder_lacks", "network_conflicts"):
+        for name in (
+            "head_ips",
+            "taken_ports",
+            "missing_paths",
+            "folder_lacks",
+            "network_conflicts",
+        ):
             if known.get(name) is not None:
                 known[name] = tuple(known[name])
         return cls(**known)
@@ -86,7 +99,9 @@ class Preflight:
     checks: Mapping[str, tuple[Check, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, checks: Mapping[str, Sequence[Check]], absent: Mapping[str, str] | None = None) -> Preflight:
+    def of(
+        cls, checks: Mapping[str, Sequence[Check]], absent: Mapping[str, str] | None = None
+    ) -> Preflight:
         """Combine the hosts' checks: a failure that all of several hosts share is fatal.
 
         Args:
@@ -94,10 +109,19 @@ class Preflight:
             absent: hosts that could not be checked, each with the reason.
         """
         merged = {host: _worst_of_each_name(found) for host, found in checks.items()}
-        out = [{check.name for check in found if check.level == "EXCLUDE_NODE"} for found in merged.values()]
+        out = [
+            {check.name for check in found if check.level == "EXCLUDE_NODE"}
+            for found in merged.values()
+        ]
         shared = set.intersection(*out) if len(out) > 1 else set()
-        merged = {host: tuple(_fatal_if(check, shared) for check in found) for host, found in merged.items()}
-        return cls(merged | {host: (Check("reach", "EXCLUDE_NODE", why),) for host, why in (absent or {}).items()})
+        merged = {
+            host: tuple(_fatal_if(check, shared) for check in found)
+            for host, found in merged.items()
+        }
+        return cls(
+            merged
+            | {host: (Check("reach", "EXCLUDE_NODE", why),) for host, why in (absent or {}).items()}
+        )
 
     @property
     def fatal(self) -> str | None:
@@ -120,14 +144,25 @@ class Preflight:
         }
 
     def table(self) -> str:
-        """Table of hosts and checks (``-`` warning, ``X`` unfit, ``?`` unknown), then details of those not OK."""
-        names = list(dict.fromkeys(check.name for checks in self.checks.values() for check in checks))
+        """Table of hosts and checks (``-`` warning, ``X`` unfit, ``?`` unknown), then details of
+        those not OK.
+        """
+        names = list(
+            dict.fromkeys(check.name for checks in self.checks.values() for check in checks)
+        )
         width = max([len(host) for host in self.checks] + [4])
         marks = {"OK": "ok", "WARN": "-", "EXCLUDE_NODE": "X", "FATAL_CONFIG": "X"}
         lines = [" ".join(["host".ljust(width), *names])]
         for host, checks in self.checks.items():
             by_name = {check.name: marks[check.level] for check in checks}
-            lines.append(" ".join([host.ljust(width), *(by_name.get(name, "?").ljust(len(name)) for name in names)]))
+            lines.append(
+                " ".join(
+                    [
+                        host.ljust(width),
+                        *(by_name.get(name, "?").ljust(len(name)) for name in names),
+                    ]
+                )
+            )
         return "\n".join([*(line.rstrip() for line in lines), *self._remarks()])
 
     def to_json(self) -> str:
@@ -153,4 +188,8 @@ def _worst_of_each_name(checks: Sequence[Check]) -> tuple[Check, ...]:
 
 
 def _fatal_if(check: Check, shared: set[str]) -> Check:
-    return replace(check, level="FATAL_CONFIG") if check.level == "EXCLUDE_NODE" and check.name in shared else check
+    return (
+        replace(check, level="FATAL_CONFIG")
+        if check.level == "EXCLUDE_NODE" and check.name in shared
+        else check
+    )

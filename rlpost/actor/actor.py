@@ -125,11 +125,17 @@ class Actor:
             timeout_s=60.0 * settings.distributed_timeout_minutes,
         )
         self.piece_bytes = min(settings.update_weight_buffer_size, SMALLEST)
-        self.last_sent = LastSent(self.exporter, bucket_bytes=self.piece_bytes, writes=dist.get_rank() == 0)
+        self.last_sent = LastSent(
+            self.exporter, bucket_bytes=self.piece_bytes, writes=dist.get_rank() == 0
+        )
         self.memory = DeviceMemory(self.model, self.optimizer)
         self.profiling = Profiling(rank)
-        num_parameters = sum(parameter.numel() for chunk in self.model for parameter in chunk.parameters())
-        logger.info("rank %d of %d: %d parameters on %s", rank, world_size, num_parameters, device.current())
+        num_parameters = sum(
+            parameter.numel() for chunk in self.model for parameter in chunk.parameters()
+        )
+        logger.info(
+            "rank %d of %d: %d parameters on %s", rank, world_size, num_parameters, device.current()
+        )
 
     @property
     def data_parallel_rank(self) -> int:
@@ -244,7 +250,9 @@ class Actor:
             raise CheckpointError(f"checkpoint of step {step}: cannot create {folder}: {problem}")
         self._finish_param_sync()
         saver = self._saver or self.set_save_buffer(self.settings.save_buffer_bytes)
-        writing = self._writing = saver.start(folder, megatron_checkpoint.Progress(step, self.num_optimizer_steps))
+        writing = self._writing = saver.start(
+            folder, megatron_checkpoint.Progress(step, self.num_optimizer_steps)
+        )
         if in_background:
             if saver.must_stay:
                 self.wait_copied()
@@ -268,7 +276,9 @@ class Actor:
         """Wait until a background save has copied the state (or the weights)."""
         if (writing := self._writing) is not None:
             with span("wait for the checkpoint"):
-                writing.wait_copied(weights_only=weights_only, timeout_s=self.settings.save_deadline_s)
+                writing.wait_copied(
+                    weights_only=weights_only, timeout_s=self.settings.save_deadline_s
+                )
 
     def _prepare(self, folder: Path) -> str | None:
         """Finish an earlier save, then create the folder on the first rank; returns the problem."""
@@ -320,7 +330,10 @@ class Actor:
         """
         self.wait_copied()
         progress = megatron_checkpoint.load(
-            folder, chunks=self.chunks, optimizer=self.optimizer, buffer_bytes=self.settings.save_buffer_bytes
+            folder,
+            chunks=self.chunks,
+            optimizer=self.optimizer,
+            buffer_bytes=self.settings.save_buffer_bytes,
         )
         self.num_optimizer_steps = progress.num_optimizer_steps
         return progress.step
@@ -334,7 +347,13 @@ class Actor:
         self._finish_param_sync()
         problem, writes, config = None, dist.get_rank() == 0, self.description.hf_config
         try:
-            export_folder(self.exporter, folder, template=self.settings.hf_checkpoint, config=config, writes=writes)
+            export_folder(
+                self.exporter,
+                folder,
+                template=self.settings.hf_checkpoint,
+                config=config,
+                writes=writes,
+            )
         except OSError as error:
             problem = str(error)
         if problem := parallel.first_problem(problem):
@@ -350,7 +369,9 @@ class Actor:
             SyncError: the version cannot be written; raised on every rank.
         """
         self._finish_param_sync()
-        export = partial(export_folder, template=self.settings.hf_checkpoint, config=self.description.hf_config)
+        export = partial(
+            export_folder, template=self.settings.hf_checkpoint, config=self.description.hf_config
+        )
         problem, written = None, None
         try:
             if whole:

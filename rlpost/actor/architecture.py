@@ -1,6 +1,7 @@
 """Compare the architecture in config.json with the [model] table of a recipe. Pure.
 
-Input: config.json of a Hugging Face folder, and the recipe's values (MODEL_ARGS of Megatron recipes).
+Input: config.json of a Hugging Face folder, and the recipe's values (MODEL_ARGS of Megatron
+recipes).
 Output: one line per value that differs, with both values; or config.json with the few values that a
 recipe may override. Standard library only, because the login node runs it too.
 """
@@ -21,14 +22,18 @@ OVERRIDABLE = {
     "moe_router_topk": "num_experts_per_tok",
     "moe_router_topk_scaling_factor": "routed_scaling_factor",
 }
-"""Values that may differ from config.json, with their key there: they do not change the shape of a weight."""
+"""Values that may differ from config.json, with their key there: they do not change the shape of a
+weight.
+"""
 
 NO_ARCHITECTURE = (
     "no_rope_fusion", "moe_router_dtype", "moe_token_dispatcher_type", "moe_enable_deepep", "moe_grouped_gemm",
     "moe_permute_fusion", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate",
     "attention_dropout", "hidden_dropout", "override_hf_config",
 )  # fmt: skip
-"""Names of [model] that are not compared: they select an implementation, or have only one valid value."""
+"""Names of [model] that are not compared: they select an implementation, or have only one valid
+value.
+"""
 
 
 def head_dim(hf: HfConfig) -> int:
@@ -121,7 +126,11 @@ def problems(given: Mapping[str, Any], family: Family, hf: HfConfig) -> list[str
         for name in allowed
         if name not in OVERRIDABLE
     ]
-    compared = {name: value for name, value in given.items() if value is not None and name not in NO_ARCHITECTURE}
+    compared = {
+        name: value
+        for name, value in given.items()
+        if value is not None and name not in NO_ARCHITECTURE
+    }
     said = architecture(family, hf) if compared else {}
     for name, value in compared.items():
         if name in allowed or _equal(value, said.get(name)):
@@ -131,14 +140,20 @@ def problems(given: Mapping[str, Any], family: Family, hf: HfConfig) -> list[str
 
 
 def _difference(name: str, value: Any, expected: Any) -> str:
-    """Return the line for a value of [model] that differs; ``expected`` is None for an absent feature."""
+    """Return the line for a value of [model] that differs; ``expected`` is None for an absent
+    feature.
+    """
     flag = "--" + name.replace("_", "-")
     if expected is None:
         there, correct = "has no such setting", f"{flag} none"
     else:
         there, correct = f"says {value_text(expected)}", f"{flag} {value_text(expected)}"
-    override = f", or keep the value with --override-hf-config {name}" if name in OVERRIDABLE else ""
-    return f"{flag} {value_text(value)}, but the model's config.json {there}; use {correct}{override}"
+    override = (
+        f", or keep the value with --override-hf-config {name}" if name in OVERRIDABLE else ""
+    )
+    return (
+        f"{flag} {value_text(value)}, but the model's config.json {there}; use {correct}{override}"
+    )
 
 
 def _equal(ours: Any, theirs: Any) -> bool:

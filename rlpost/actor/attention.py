@@ -24,10 +24,17 @@ from rlpost.actor.varlen import Bounds, attend, zigzag
 
 
 class PackedAttention(MegatronModule):
-    """Causal grouped-query attention; replaces Megatron's DotProductAttention, which rejects packed input."""
+    """Causal grouped-query attention; replaces Megatron's DotProductAttention, which rejects packed
+    input.
+    """
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, *args: Any, **kwargs: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         super().__init__(config=config)
         assert attn_mask_type == AttnMaskType.causal and config.attention_dropout == 0.0
@@ -51,9 +58,15 @@ class PackedAttention(MegatronModule):
             bounds = Bounds(starts, starts, longest, longest)
         else:
             both = torch.cat([key, value], dim=-1)
-            gathered = gather_from_sequence_parallel_region(both, group=self.group)  # backward: reduce-scatter
+            gathered = gather_from_sequence_parallel_region(
+                both, group=self.group
+            )  # backward: reduce-scatter
             rows, bounds = zigzag(
-                starts, rank=self.group.rank(), size=size, num_local=query.size(0), max_length=longest
+                starts,
+                rank=self.group.rank(),
+                size=size,
+                num_local=query.size(0),
+                max_length=longest,
             )
             key, value = gathered[rows].chunk(2, dim=-1)
         return attend(query, key, value, bounds, scale=self.scale).flatten(1)

@@ -16,11 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+)
 from torch.distributed.checkpoint import FileSystemReader
 
 NORM_OF_EXPERTS, ONCE = ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
-"""The part of a key that names the norm, now and in older folders; also in the keys of Adam's moments."""
+"""The part of a key that names the norm, now and in older folders; also in the keys of Adam's
+moments.
+"""
 EXTRA_STATE = "_extra_state"
 _SHARD = "/shard_"  # Megatron appends the shard of an object other than a tensor to its key
 
@@ -28,8 +34,8 @@ _SHARD = "/shard_"  # Megatron appends the shard of an object other than a tenso
 def fit_to_checkpoint(state: dict[str, Any], folder: str | Path) -> dict[str, Any]:
     """Rename the keys of ``state`` in place to those of the checkpoint in ``folder``.
 
-    Call it between ``sharded_state_dict`` and ``dist_checkpointing.load``, on every rank. Parts that
-    the checkpoint lacks under every known key keep their key, and loading reports them.
+    Call it between ``sharded_state_dict`` and ``dist_checkpointing.load``, on every rank. Parts
+    that the checkpoint lacks under every known key keep their key, and loading reports them.
 
     Returns:
         ``state``.
@@ -43,7 +49,9 @@ def fit_to_checkpoint(state: dict[str, Any], folder: str | Path) -> dict[str, An
 
 
 def fitted(part: Any, saved: set[str]) -> Any:
-    """Return one part of a state under its saved key; values other than sharded parts are unchanged."""
+    """Return one part of a state under its saved key; values other than sharded parts are
+    unchanged.
+    """
     if not isinstance(part, ShardedBase) or part.key in saved:
         return part
     part.key = stored_key(part.key, saved)

@@ -1,8 +1,8 @@
 """Convert weights between Hugging Face folders and Megatron's torch_dist, at any layout.
 
-Input: the rendezvous of this rank, and the settings. Output: a folder in the other format. The model
-is built as for training, but without gradients and optimizer. In addition to its shard of the weights,
-a rank holds one tensor at a time. Collective: call on every rank, in order.
+Input: the rendezvous of this rank, and the settings. Output: a folder in the other format. The
+model is built as for training, but without gradients and optimizer. In addition to its shard of the
+weights, a rank holds one tensor at a time. Collective: call on every rank, in order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 def with_mtp_layer(settings: ActorSettings, source: str | Path) -> ActorSettings:
-    """Return the settings with the layer for multi-token prediction enabled if ``source`` contains it.
+    """Return the settings with the layer for multi-token prediction enabled if ``source`` contains
+    it.
 
     The converted checkpoint can then be used with and without ``--enable-mtp-training``.
 
@@ -61,11 +62,15 @@ class Converter:
             ConfigError: the model cannot be sharded this way.
             PlacementError: the layout does not fit the number of ranks.
         """
-        description = self.description = read_description(settings.hf_checkpoint, settings.model_args)
+        description = self.description = read_description(
+            settings.hf_checkpoint, settings.model_args
+        )
         description.check_layout(settings)
         self.buffer_bytes = settings.save_buffer_bytes
         device.prepare(settings)
-        parallel.initialise(rendezvous, settings, num_virtual_stages=description.num_virtual_stages(settings))
+        parallel.initialise(
+            rendezvous, settings, num_virtual_stages=description.num_virtual_stages(settings)
+        )
         self.chunks = build_model(description, settings)
         self.inventory = inventory_of(self.chunks, description)
 
@@ -74,7 +79,9 @@ class Converter:
         import_weights(self.inventory, folder)
 
     def from_torch_dist(self, folder: str | Path) -> None:
-        """Fill the model from a checkpoint of any layout; raise CheckpointError if it does not fit."""
+        """Fill the model from a checkpoint of any layout; raise CheckpointError if it does not
+        fit.
+        """
         megatron_checkpoint.load_weights(folder, chunks=self.chunks)
 
     def to_torch_dist(self, folder: str | Path) -> None:

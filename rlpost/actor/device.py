@@ -36,7 +36,9 @@ PEAK_TFLOPS = {
     "L40": 181.0,
     "A10G": 70.0,
 }
-"""Dense bfloat16, by a substring of the device name; the first match counts. From NVIDIA's data sheets."""
+"""Dense bfloat16, by a substring of the device name; the first match counts. From NVIDIA's data
+sheets.
+"""
 
 
 _rehearsed: torch.device | None = None
@@ -44,7 +46,9 @@ _rehearsed: torch.device | None = None
 
 @contextmanager
 def rehearsing_on(device: torch.device) -> Iterator[None]:
-    """Context in which ``current`` returns ``device``: a rehearsal builds ranks on the meta device."""
+    """Context in which ``current`` returns ``device``: a rehearsal builds ranks on the meta
+    device.
+    """
     global _rehearsed
     before, _rehearsed = _rehearsed, device
     try:
@@ -73,10 +77,11 @@ def weight_dtype(bf16: bool | None) -> torch.dtype:
 
 
 def prepare(settings: ActorSettings) -> None:
-    """Select the device, bind this process to the CPUs next to it, and set the CPU threads of an operator.
+    """Select the device, bind this process to the CPUs next to it, and set the CPU threads of an
+    operator.
 
-    ``torch.set_num_threads`` takes precedence over OMP_NUM_THREADS, which Ray sets to 1 for an actor
-    without ``num_cpus``. It applies to every thread that calls an operator later.
+    ``torch.set_num_threads`` takes precedence over OMP_NUM_THREADS, which Ray sets to 1 for an
+    actor without ``num_cpus``. It applies to every thread that calls an operator later.
     """
     allowed = os.sched_getaffinity(0)
     siblings = read_siblings(allowed)
@@ -110,7 +115,9 @@ def synchronise() -> None:
 
 
 def side_stream() -> AbstractContextManager[object]:
-    """Context of a separate CUDA stream, for a second thread that works concurrently with the first."""
+    """Context of a separate CUDA stream, for a second thread that works concurrently with the
+    first.
+    """
     if not torch.cuda.is_available():
         return nullcontext()
     torch.cuda.set_device(current())  # the current device is a setting per thread
@@ -133,7 +140,11 @@ def memory_in_use() -> int:
 
 def total_memory() -> int | None:
     """Return the bytes of the device's memory; None on a CPU."""
-    return torch.cuda.get_device_properties(current()).total_memory if torch.cuda.is_available() else None
+    return (
+        torch.cuda.get_device_properties(current()).total_memory
+        if torch.cuda.is_available()
+        else None
+    )
 
 
 def visible() -> str:

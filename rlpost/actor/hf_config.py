@@ -1,8 +1,10 @@
-"""Build ``config.json`` from the arguments of [model]; the inverse of ``rlpost.actor.architecture``.
+"""Build ``config.json`` from the arguments of [model]; the inverse of
+``rlpost.actor.architecture``.
 
-Input: the architecture as in the MODEL_ARGS of Megatron recipes. Output: a Hugging Face configuration
-of the family that has all these features. Standard library only. Invariant: ``architecture`` of the
-output equals the input; otherwise an error names the features that no known family has.
+Input: the architecture as in the MODEL_ARGS of Megatron recipes. Output: a Hugging Face
+configuration of the family that has all these features. Standard library only. Invariant:
+``architecture`` of the output equals the input; otherwise an error names the features that no known
+family has.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ def hf_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": arguments.get("kv_channels") or arguments["hidden_size"] // heads,
         "vocab_size": arguments["vocab_size"],
         "rms_norm_eps": arguments.get("norm_epsilon") or 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": arguments.get("rotary_base") or 10000.0},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": arguments.get("rotary_base") or 10000.0,
+        },
         "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights"),
         "hidden_act": "silu",
     }
@@ -56,9 +61,17 @@ def hf_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
         hf["num_nextn_predict_layers"] = arguments["mtp_num_layers"]
     if arguments.get("num_experts"):
         hf |= _experts(name, arguments)
-    given = {key: value for key, value in arguments.items() if value is not None and key != "override_hf_config"}
+    given = {
+        key: value
+        for key, value in arguments.items()
+        if value is not None and key != "override_hf_config"
+    }
     if wrong := problems(given, family(name), hf):
-        raise ConfigError("\n".join([f"[model] describes no model of a known family; the nearest is {name}:", *wrong]))
+        raise ConfigError(
+            "\n".join(
+                [f"[model] describes no model of a known family; the nearest is {name}:", *wrong]
+            )
+        )
     return hf
 
 
@@ -66,7 +79,9 @@ def architecture_of(arguments: Mapping[str, Any]) -> str:
     """Return the name of the architecture that the arguments describe."""
     if arguments.get("num_experts"):
         return (
-            "Glm4MoeForCausalLM" if arguments.get("moe_router_score_function") == "sigmoid" else "Qwen3MoeForCausalLM"
+            "Glm4MoeForCausalLM"
+            if arguments.get("moe_router_score_function") == "sigmoid"
+            else "Qwen3MoeForCausalLM"
         )
     if arguments.get("post_self_attn_layernorm"):
         return "Glm4ForCausalLM"
@@ -92,7 +107,9 @@ def _experts(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return common | {
         "n_routed_experts": arguments["num_experts"],
         "n_shared_experts": shared // arguments["moe_ffn_hidden_size"],
-        "first_k_dense_replace": next((number for number, sparse in enumerate(pattern) if sparse), len(pattern)),
+        "first_k_dense_replace": next(
+            (number for number, sparse in enumerate(pattern) if sparse), len(pattern)
+        ),
         "routed_scaling_factor": arguments.get("moe_router_topk_scaling_factor") or 1.0,
         "norm_topk_prob": True,
         "n_group": arguments.get("moe_router_num_groups") or 1,

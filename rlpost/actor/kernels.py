@@ -1,9 +1,9 @@
 """Select the fused kernels of the model.
 
-Input: the description of the checkpoint, the settings, and the implementation of the layers. Output:
-fields of Megatron's TransformerConfig. Invariant: no requested kernel is dropped silently. A kernel
-that is not available is an error on CUDA, and a warning on a CPU, where TransformerEngine has no
-kernels.
+Input: the description of the checkpoint, the settings, and the implementation of the layers.
+Output: fields of Megatron's TransformerConfig. Invariant: no requested kernel is dropped silently.
+A kernel that is not available is an error on CUDA, and a warning on a CPU, where TransformerEngine
+has no kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ APEX_KERNEL = "fused_weight_gradient_mlp_cuda"
 """The extension of Apex that computes a gradient and accumulates it in one kernel."""
 
 
-def kernel_fields(description: ModelDescription, settings: ActorSettings, *, implementation: str) -> dict[str, Any]:
+def kernel_fields(
+    description: ModelDescription, settings: ActorSettings, *, implementation: str
+) -> dict[str, Any]:
     """Return the fields that select kernels.
 
     Raises:
@@ -37,12 +39,16 @@ def kernel_fields(description: ModelDescription, settings: ActorSettings, *, imp
     given, fields = settings.model_args, description.fields
     with_engine, interleaved = implementation != LOCAL, bool(fields.get("rotary_interleaved"))
     chosen = {
-        # SwiGLU as one kernel of torch.compile. (Without dropout the residual sum is one kernel anyway.)
-        "bias_activation_fusion": torch.cuda.is_available() and not settings.megatron.get("use_te_activation_func"),
+        # SwiGLU as one kernel of torch.compile. (Without dropout the residual sum is one kernel
+        # anyway.)
+        "bias_activation_fusion": torch.cuda.is_available()
+        and not settings.megatron.get("use_te_activation_func"),
         "masked_softmax_fusion": False,  # of an attention that is not used here
         "persist_layer_norm": False,  # of Apex
         "gradient_accumulation_fusion": False,  # of Apex, unless requested
-        "apply_rope_fusion": with_engine and not interleaved and not given.get("no_rope_fusion", False),
+        "apply_rope_fusion": with_engine
+        and not interleaved
+        and not given.get("no_rope_fusion", False),
         # Megatron's default dispatcher requires rows of equal length.
         "moe_token_dispatcher_type": given.get("moe_token_dispatcher_type", "alltoall"),
     }
@@ -65,7 +71,11 @@ def _check(description: ModelDescription, settings: ActorSettings, *, implementa
         if torch.cuda.is_available():
             problems += [need.problem(lack) for need in lacking if need.is_required]
             # No warning of slower kernels if the user chose local modules.
-            warned = [need for need in lacking if not need.is_required and settings.transformer_impl != LOCAL]
+            warned = [
+                need
+                for need in lacking
+                if not need.is_required and settings.transformer_impl != LOCAL
+            ]
         else:
             warned = [need for need in lacking if need.is_required]
         if not problems and _is_first_rank():
@@ -77,7 +87,9 @@ def _check(description: ModelDescription, settings: ActorSettings, *, implementa
 
 def _packages_missing(settings: ActorSettings) -> list[str]:
     problems = []
-    if settings.model_args.get("moe_token_dispatcher_type") == "flex" and not _is_installed("deep_ep"):
+    if settings.model_args.get("moe_token_dispatcher_type") == "flex" and not _is_installed(
+        "deep_ep"
+    ):
         problems.append(
             "--moe-token-dispatcher-type flex: DeepEP (the package deep_ep) is not "
             "installed on this node; install it or choose alltoall"
@@ -96,7 +108,9 @@ def _wrong_rotation(description: ModelDescription, settings: ActorSettings) -> l
     Megatron-core 0.16.1 does not pass ``interleaved`` to TransformerEngine's kernel for packed
     sequences (``rope_utils.py``: ``fused_apply_rotary_pos_emb_thd`` has no such parameter).
     """
-    if not (settings.megatron.get("apply_rope_fusion") and description.fields.get("rotary_interleaved")):
+    if not (
+        settings.megatron.get("apply_rope_fusion") and description.fields.get("rotary_interleaved")
+    ):
         return []
     return [
         "--apply-rope-fusion true: the kernel rotates the two halves of a head, but this model rotates "
@@ -113,8 +127,13 @@ def _needs(description: ModelDescription, settings: ActorSettings) -> list[Need]
     model = dict(settings.model_args)
     if "num_moe_experts" not in fields:
         model = {name: value for name, value in model.items() if not name.startswith("moe_")}
-    model |= {"num_experts": fields.get("num_moe_experts"), "rotary_interleaved": fields.get("rotary_interleaved")}
-    found = needs(model, settings, transformer_impl=settings.transformer_impl, megatron=settings.megatron)
+    model |= {
+        "num_experts": fields.get("num_moe_experts"),
+        "rotary_interleaved": fields.get("rotary_interleaved"),
+    }
+    found = needs(
+        model, settings, transformer_impl=settings.transformer_impl, megatron=settings.megatron
+    )
     return [need for need in found if need.is_of_layers or not has_transformer_engine()]
 
 

@@ -1,4 +1,5 @@
-"""Select the modules of a layer: TransformerEngine's if usable (installed, with CUDA), else local ones.
+"""Select the modules of a layer: TransformerEngine's if usable (installed, with CUDA), else local
+ones.
 
 Input: Megatron's configuration and the family. Output: the specification of a pipeline stage's
 layers. No other module depends on the implementation. Invariants: in both implementations
@@ -36,7 +37,8 @@ def has_transformer_engine() -> bool:
 
 
 def chosen_implementation(given: str | None) -> str:
-    """Return ``transformer_engine`` or ``local``: the given value, or by default the first if usable.
+    """Return ``transformer_engine`` or ``local``: the given value, or by default the first if
+    usable.
 
     Raises:
         ConfigError: TransformerEngine is requested and cannot be used.
@@ -50,7 +52,9 @@ def chosen_implementation(given: str | None) -> str:
 
 
 def implementation_name(chunks: Iterable[torch.nn.Module]) -> str:
-    """Return the implementation of a model, ``local`` or ``transformer_engine``, from its modules."""
+    """Return the implementation of a model, ``local`` or ``transformer_engine``, from its
+    modules.
+    """
     kinds = {type(module) for chunk in chunks for module in chunk.modules()}
     packages = {kind.__module__.partition(".")[0] for each in kinds for kind in each.__mro__}
     return TRANSFORMER_ENGINE if TRANSFORMER_ENGINE in packages else LOCAL
@@ -59,12 +63,19 @@ def implementation_name(chunks: Iterable[torch.nn.Module]) -> str:
 def block_spec(
     config: TransformerConfig, family: Family, *, implementation: str, stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Return the layers of a virtual pipeline stage (None without interleaving) and the final norm."""
+    """Return the layers of a virtual pipeline stage (None without interleaving) and the final
+    norm.
+    """
     with_engine = implementation == TRANSFORMER_ENGINE
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
-        config, use_transformer_engine=with_engine, normalization=config.normalization, vp_stage=stage
+        config,
+        use_transformer_engine=with_engine,
+        normalization=config.normalization,
+        vp_stage=stage,
     )
-    unique_layers = {id(layer): layer for layer in block.layer_specs}  # equal layers share a specification
+    unique_layers = {
+        id(layer): layer for layer in block.layer_specs
+    }  # equal layers share a specification
     for layer in unique_layers.values():
         attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
         if not with_engine:
@@ -85,13 +96,15 @@ def block_spec(
 def _separate_norm_of_experts(layer: ModuleSpec) -> None:
     """Name the norm before experts in a checkpoint as with TransformerEngine.
 
-    TransformerEngine fuses only the norm of a dense MLP. Megatron's local specification uses the name
-    of the fused norm for both (``gpt_layer_specs.py`` of 0.16.1). Without this change neither
+    TransformerEngine fuses only the norm of a dense MLP. Megatron's local specification uses the
+    name of the fused norm for both (``gpt_layer_specs.py`` of 0.16.1). Without this change neither
     implementation could read the other's checkpoints.
     """
     layer.submodules.pre_mlp_layernorm = SeparateRMSNorm
     names = layer.submodules.sharded_state_dict_keys_map
-    layer.submodules.sharded_state_dict_keys_map = {key: to for key, to in names.items() if key != _MLP_NORM}
+    layer.submodules.sharded_state_dict_keys_map = {
+        key: to for key, to in names.items() if key != _MLP_NORM
+    }
 
 
 def mark_shards_of_experts(chunk: torch.nn.Module) -> None:
@@ -102,7 +115,11 @@ def mark_shards_of_experts(chunk: torch.nn.Module) -> None:
     columns (dimension 1).
     """
     for name, parameter in chunk.named_parameters():
-        if ".experts." in name and ".linear_fc2.weight" in name and hasattr(parameter, "partition_dim"):
+        if (
+            ".experts." in name
+            and ".linear_fc2.weight" in name
+            and hasattr(parameter, "partition_dim")
+        ):
             parameter.partition_dim = 1
 
 
@@ -114,7 +131,9 @@ def with_end_norm(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """
 
     class WithEndNorm(linear):  # type: ignore[misc,valid-type]
-        def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        def __init__(
+            self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any
+        ) -> None:
             super().__init__(input_size, output_size, config=config, **kwargs)
             self.end_norm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
 

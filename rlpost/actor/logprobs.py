@@ -30,7 +30,9 @@ class Rows:
     chunk_size: int  # rows computed at a time
 
 
-def response_logprobs(logits_TV: torch.Tensor, rows: Rows, *, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def response_logprobs(
+    logits_TV: torch.Tensor, rows: Rows, *, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute log softmax(logits / temperature)[target] and the entropy in nats, at ``rows``.
 
     The engines report the same log-probs: of temperature-scaled logits over the full vocabulary.
@@ -50,7 +52,9 @@ class _VocabParallel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_TV: torch.Tensor, rows: Rows, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, logits_TV: torch.Tensor, rows: Rows, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         found = [_chunk_forward(logits_TV, rows, part, with_entropy) for part in _parts(rows)]
         log_sum, logprobs, entropy = torch.cat([torch.stack(one) for one in found], dim=1).unbind()
         ctx.rows = rows
@@ -80,7 +84,9 @@ class _VocabParallel(torch.autograd.Function):
                     grad.scatter_add_(1, column[:, None], upstream * is_mine[:, None])
             if grad_entropy is not None:
                 grad -= grad_entropy[part, None] * p * log_p.add_(entropy[part, None])
-            grad_TV[rows.index_R[part], : rows.num_valid] = (grad / rows.temperature).to(grad_TV.dtype)
+            grad_TV[rows.index_R[part], : rows.num_valid] = (grad / rows.temperature).to(
+                grad_TV.dtype
+            )
         return grad_TV, None, None
 
 
@@ -115,7 +121,11 @@ def _chunk_forward(
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     z.sub_(highest[:, None])
     column, is_mine = _columns(rows, part, logits_TV.size(1))
-    target = z.gather(1, column[:, None])[:, 0] * is_mine if rows.num_valid else torch.zeros_like(highest)
+    target = (
+        z.gather(1, column[:, None])[:, 0] * is_mine
+        if rows.num_valid
+        else torch.zeros_like(highest)
+    )
     exp = z.exp()
     weighted = torch.linalg.vecdot(exp, z) if with_entropy else torch.zeros_like(highest)
     sums = torch.stack([exp.sum(1), target, weighted])

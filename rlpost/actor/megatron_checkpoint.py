@@ -28,7 +28,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingConfig,
+    CheckpointingException,
+    save_config,
+)
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -156,12 +160,16 @@ class Saver:
         self._optimizer = optimizer
         self._residence = residence or Residence()
         self._buffer = HostBuffer(buffer_bytes)
-        self._group = dist.new_group(backend="gloo")  # for the save thread: training uses the others
+        self._group = dist.new_group(
+            backend="gloo"
+        )  # for the save thread: training uses the others
         self.must_stay = optimizer is not None and not optimizer_state.is_live(optimizer)
         """Whether the optimizer must not be offloaded while a save copies it."""
         self._written = written_states(optimizer, regions_of_model(model_state(chunks)))
 
-    def start(self, folder: str | Path, progress: Progress, *, with_random_state: bool = True) -> Writing:
+    def start(
+        self, folder: str | Path, progress: Progress, *, with_random_state: bool = True
+    ) -> Writing:
         """Start writing model, optimizer, progress and random generators into an existing folder.
 
         Files of tensors are flushed to disk; the small files are flushed by the commit. Call
@@ -172,7 +180,9 @@ class Saver:
         """
         state = model_state(self._model)
         regions = regions_of_model(state)
-        _, common = save_preprocess(state | self._common(progress, with_random_state), validate_access_integrity=False)
+        _, common = save_preprocess(
+            state | self._common(progress, with_random_state), validate_access_integrity=False
+        )
         failed = f"cannot write the checkpoint of step {progress.step} to {folder}"
         if problem := parallel.first_problem(_write_small_files(Path(folder), common)):
             raise CheckpointError(f"{failed}: {problem}")
@@ -186,12 +196,16 @@ class Saver:
             residence=self._residence.of,
             lock=self._residence.lock,
         )
-        return Writing(stream, lambda: write(folder, contents, stream, group=self._group), what=failed)
+        return Writing(
+            stream, lambda: write(folder, contents, stream, group=self._group), what=failed
+        )
 
     def _common(self, progress: Progress, with_random_state: bool) -> dict[str, Any]:
         """Plain values only, because they are read with ``weights_only``."""
         found: dict[str, Any] = dataclasses.asdict(progress)
-        found["content_metadata"] = METADATA | {"transformer_impl": implementation_name(self._model)}
+        found["content_metadata"] = METADATA | {
+            "transformer_impl": implementation_name(self._model)
+        }
         if with_random_state:
             found["layout"] = random_state.layout()
         if self._optimizer is not None:
@@ -206,11 +220,19 @@ class Saver:
         return states_of(self._optimizer, regions, self._written)
 
     def _chunked(self, shards: Sequence[Shard]) -> list[Chunk]:
-        return [chunk for shard in shards for chunk in chunks_of(shard, max_bytes=self._buffer.slot_bytes)]
+        return [
+            chunk
+            for shard in shards
+            for chunk in chunks_of(shard, max_bytes=self._buffer.slot_bytes)
+        ]
 
 
 def load(
-    folder: str | Path, *, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, buffer_bytes: int
+    folder: str | Path,
+    *,
+    chunks: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    buffer_bytes: int,
 ) -> Progress:
     """Restore model and optimizer from ``folder``, written at any layout.
 
@@ -223,28 +245,43 @@ def load(
     is_same_layout = common.get("layout") == random_state.layout()
     state = model_state(chunks)
     regions = regions_of_model(state)
-    loaded = _load(folder, chunks, state | ({random_state.KEY: random_state.sharded()} if is_same_layout else {}))
+    loaded = _load(
+        folder,
+        chunks,
+        state | ({random_state.KEY: random_state.sharded()} if is_same_layout else {}),
+    )
     if is_same_layout:
         random_state.restore(loaded[random_state.KEY])
     else:
-        logger.info("%s was written with another layout: random generators restart from the seed", folder)
+        logger.info(
+            "%s was written with another layout: random generators restart from the seed", folder
+        )
     optimizer_state.prime(optimizer)
     optimizer.reload_model_params()
     if common.get("adam_step"):
         _read(lambda: _load_optimizer(Stored(folder), optimizer, regions, buffer_bytes), folder)
         optimizer_state.set_num_steps(optimizer, common["adam_step"])
     elif "adam_step" not in common:
-        logger.warning("%s has no optimizer state (saved with --no-save-optim): Adam starts from scratch", folder)
-    return Progress(common["step"], common.get("num_optimizer_steps", round(common.get("adam_step", 0))))
+        logger.warning(
+            "%s has no optimizer state (saved with --no-save-optim): Adam starts from scratch",
+            folder,
+        )
+    return Progress(
+        common["step"], common.get("num_optimizer_steps", round(common.get("adam_step", 0)))
+    )
 
 
-def save_weights(folder: str | Path, *, chunks: Sequence[torch.nn.Module], buffer_bytes: int) -> None:
+def save_weights(
+    folder: str | Path, *, chunks: Sequence[torch.nn.Module], buffer_bytes: int
+) -> None:
     """Write only the weights, in Megatron-LM's layout of a release, which other tools can read."""
     release = Path(folder) / RELEASE
     if dist.get_rank() == 0:
         release.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    Saver(chunks, None, buffer_bytes=buffer_bytes).start(release, Progress(0, 0), with_random_state=False).wait()
+    Saver(chunks, None, buffer_bytes=buffer_bytes).start(
+        release, Progress(0, 0), with_random_state=False
+    ).wait()
     if dist.get_rank() == 0:
         (Path(folder) / TRACKER).write_text(RELEASE)
     dist.barrier()
@@ -262,15 +299,21 @@ def load_weights(folder: str | Path, *, chunks: Sequence[torch.nn.Module]) -> No
     _load(found, chunks, model_state(chunks))
 
 
-def _load(folder: str | Path, chunks: Sequence[torch.nn.Module], state: dict[str, Any]) -> dict[str, Any]:
+def _load(
+    folder: str | Path, chunks: Sequence[torch.nn.Module], state: dict[str, Any]
+) -> dict[str, Any]:
     """Fill the model; returns the whole loaded state."""
-    loaded = _read(lambda: dist_checkpointing.load(fit_to_checkpoint(state, folder), str(folder)), folder)
+    loaded = _read(
+        lambda: dist_checkpointing.load(fit_to_checkpoint(state, folder), str(folder)), folder
+    )
     for key, chunk in _keyed(chunks):
         chunk.load_state_dict(loaded[key])
     return loaded
 
 
-def _load_optimizer(stored: Stored, optimizer: MegatronOptimizer, regions: Regions, buffer_bytes: int) -> None:
+def _load_optimizer(
+    stored: Stored, optimizer: MegatronOptimizer, regions: Regions, buffer_bytes: int
+) -> None:
     """Load main weights and moments in place.
 
     States without live tensors are loaded in groups of about ``buffer_bytes``.
@@ -289,7 +332,9 @@ def _load_optimizer(stored: Stored, optimizer: MegatronOptimizer, regions: Regio
         _fill(stored, group, regions, buffer_bytes)
 
 
-def _fill(stored: Stored, states: Sequence[ParameterState], regions: Regions, buffer_bytes: int) -> None:
+def _fill(
+    stored: Stored, states: Sequence[ParameterState], regions: Regions, buffer_bytes: int
+) -> None:
     wanted: list[Chunk] = []
     targets: dict[int, torch.Tensor] = {}
     kept = [state.tensors() for state in states]
@@ -336,7 +381,9 @@ def _message_of(error: BaseException) -> str:
     """The error message, without the stack traces of all ranks that torch includes."""
     if not isinstance(error, torch_checkpoint.CheckpointException):
         return str(error)
-    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
+    return "; ".join(
+        f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items())
+    )
 
 
 def _write_small_files(folder: Path, common: dict[str, Any]) -> str | None:
@@ -345,7 +392,9 @@ def _write_small_files(folder: Path, common: dict[str, Any]) -> str | None:
         return None
     try:
         held = io.BytesIO()
-        torch.save(common, held)  # not to the file: on a full disk torch reports only "iostream error"
+        torch.save(
+            common, held
+        )  # not to the file: on a full disk torch reports only "iostream error"
         (folder / COMMON_STATE_FNAME).write_bytes(held.getvalue())
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
     except OSError as error:
@@ -358,7 +407,9 @@ def _objects(state: dict[str, Any], with_random_state: bool) -> dict[str, bytes]
     parts = [part for part in nested_values(state) if isinstance(part, ShardedObject)]
     if with_random_state:
         parts.append(random_state.sharded())
-    return {part.unique_key: _pickled(part.data) for part in parts if is_main_replica(part.replica_id)}
+    return {
+        part.unique_key: _pickled(part.data) for part in parts if is_main_replica(part.replica_id)
+    }
 
 
 def _pickled(value: Any) -> bytes:

@@ -1,8 +1,9 @@
-"""Construct Megatron-core's configuration dataclasses from the trainer's fields and the user's options.
+"""Construct Megatron-core's configuration dataclasses from the trainer's fields and the user's
+options.
 
-Input: a dataclass, and options by field name from a recipe or flags. Output: an instance. Options take
-precedence over the trainer's fields; ``rlpost.config.megatron_options`` lists those that are not
-allowed.
+Input: a dataclass, and options by field name from a recipe or flags. Output: an instance. Options
+take precedence over the trainer's fields; ``rlpost.config.megatron_options`` lists those that are
+not allowed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def configured(kind: type[T], options: Mapping[str, Any]) -> Callable[..., T]:
     """
     known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(kind) if known & options.keys() else {}
-    given = {name: _typed(name, value, hints[name]) for name, value in options.items() if name in known}
+    given = {
+        name: _typed(name, value, hints[name]) for name, value in options.items() if name in known
+    }
 
     def construct(**ours: Any) -> T:
         try:
@@ -51,11 +54,15 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         if str(value) in hint.__members__:
             return hint[str(value)]
-        raise ConfigError(f"megatron.{name} = {value!r}: choose one of {', '.join(hint.__members__)}")
+        raise ConfigError(
+            f"megatron.{name} = {value!r}: choose one of {', '.join(hint.__members__)}"
+        )
     problem = None
     for shape in (value, [value]):  # a list of one element may be given as a scalar
         try:
-            return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(shape)
+            return TypeAdapter(
+                hint, config=ConfigDict(arbitrary_types_allowed=True)
+            ).validate_python(shape)
         except ValidationError as error:
             problem = problem or error
     assert problem is not None

@@ -3,8 +3,8 @@
 Input: imports of ``megatron.core`` modules. Output: the same modules, usable on a CPU with gloo.
 ``install`` adds one import hook. Its changes are confined to those modules:
 
-1. Their global name ``torch`` is a proxy. It replaces a few ``torch.cuda`` calls, and factories with
-   ``device="cuda"``; all other names are those of torch.
+1. Their global name ``torch`` is a proxy. It replaces a few ``torch.cuda`` calls, and factories
+   with ``device="cuda"``; all other names are those of torch.
 2. The optimizers compare ``Tensor.type()`` with names such as ``torch.cuda.FloatTensor``. These
    constants are rewritten in the modules' code (in memory; the bytecode cache keeps the original).
 3. ``megatron.core.jit`` compiles nothing, the random-state helpers use the CPU generator, the split
@@ -29,12 +29,26 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from typing import Any
 
 PACKAGE = "megatron.core"
-FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "rand", "tensor", "zeros", "zeros_like")
+FACTORIES = (
+    "arange",
+    "empty",
+    "empty_like",
+    "full",
+    "ones",
+    "ones_like",
+    "rand",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
 TYPE_NAMES = {
     f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")
 }  # as Tensor.type() spells them
 DEVICE = "cpu"
-"""Replaces "cuda" in Megatron's factories. Tests of placement set "meta": a tensor on the CPU was not moved."""
+"""Replaces "cuda" in Megatron's factories.
+
+Tests of placement set "meta": a tensor on the CPU was not moved.
+"""
 
 
 def install() -> None:
@@ -46,7 +60,9 @@ def install() -> None:
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if PACKAGE in sys.modules and not _has_cuda():
-        raise RuntimeError("megatron.core was imported before rlpost.actor; import rlpost.actor first on a CPU")
+        raise RuntimeError(
+            "megatron.core was imported before rlpost.actor; import rlpost.actor first on a CPU"
+        )
     sys.meta_path.insert(0, _Finder())
 
 
@@ -61,7 +77,9 @@ class _Finder(MetaPathFinder):
 
     proxy: types.ModuleType | None = None
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: Any = None
+    ) -> ModuleSpec | None:
         if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
             return None
         if _has_cuda():
@@ -93,9 +111,13 @@ class _Loader(SourceFileLoader):
 
 
 def _with_cpu_type_names(constant: Any) -> Any:
-    """Replace the names of CUDA tensor types in a code object or constant, including nested ones."""
+    """Replace the names of CUDA tensor types in a code object or constant, including nested
+    ones.
+    """
     if isinstance(constant, types.CodeType):
-        return constant.replace(co_consts=tuple(_with_cpu_type_names(inner) for inner in constant.co_consts))
+        return constant.replace(
+            co_consts=tuple(_with_cpu_type_names(inner) for inner in constant.co_consts)
+        )
     if isinstance(constant, tuple):
         return tuple(_with_cpu_type_names(inner) for inner in constant)
     return TYPE_NAMES.get(constant, constant) if isinstance(constant, str) else constant
@@ -127,7 +149,9 @@ def _torch_proxy() -> types.ModuleType:
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
-    no_stream = types.SimpleNamespace(wait_stream=nothing, wait=nothing, synchronize=nothing)  # also an event
+    no_stream = types.SimpleNamespace(
+        wait_stream=nothing, wait=nothing, synchronize=nothing
+    )  # also an event
     no_stream.record_event = lambda *args: no_stream
     cuda = _Proxy(
         torch.cuda,
@@ -144,7 +168,9 @@ def _torch_proxy() -> types.ModuleType:
             "stream": lambda *args: contextlib.nullcontext(),
         },
     )
-    return _Proxy(torch, {"cuda": cuda, **{name: on_cpu(getattr(torch, name)) for name in FACTORIES}})
+    return _Proxy(
+        torch, {"cuda": cuda, **{name: on_cpu(getattr(torch, name)) for name in FACTORIES}}
+    )
 
 
 def _adapt_jit(module: types.ModuleType) -> None:
@@ -161,7 +187,10 @@ def _adapt_random(module: types.ModuleType) -> None:
 
 
 def _adapt_moe(module: types.ModuleType) -> None:
-    """Convert split sizes to numbers. Megatron does so only for tensors on a GPU; gloo and NCCL reject tensors."""
+    """Convert split sizes to numbers.
+
+    Megatron does so only for tensors on a GPU; gloo and NCCL reject tensors.
+    """
     import torch
 
     original = module.maybe_move_tensor_to_cpu  # type: ignore[attr-defined]
@@ -175,14 +204,18 @@ def _adapt_moe(module: types.ModuleType) -> None:
 
 
 def _adapt_language_module(module: types.ModuleType) -> None:
-    """Replace ``Tensor.cuda()`` by ``Tensor.cpu()`` for embeddings that are tied across pipeline stages."""
+    """Replace ``Tensor.cuda()`` by ``Tensor.cpu()`` for embeddings that are tied across pipeline
+    stages.
+    """
     method = module.LanguageModule.setup_embeddings_and_output_layer  # type: ignore[attr-defined]
     names = tuple("cpu" if name == "cuda" else name for name in method.__code__.co_names)
     method.__code__ = method.__code__.replace(co_names=names)
 
 
 def _adapt_mappings(module: types.ModuleType) -> None:
-    """Gather and scatter shards of unequal length, for expert-tensor parallelism: gloo does not support them."""
+    """Gather and scatter shards of unequal length, for expert-tensor parallelism: gloo does not
+    support them.
+    """
     import torch.distributed as dist
 
     def all_gather(parts: list[Any], mine: Any, group: Any) -> None:

@@ -1,9 +1,9 @@
 """Offload the trainer's device memory while engines generate on the same GPUs, and onload it.
 
-Input: the model's DDP chunks and the optimizer. Output: three parts that are offloaded and onloaded by
-name: ``weights``, ``grads`` and ``optimizer``. Invariant: after onload every tensor is bitwise
-unchanged (gradients: zeros) and every view of it is valid, because storage is resized in place and no
-tensor is replaced (as Megatron does with its own buffers, ``param_and_grad_buffer.py``).
+Input: the model's DDP chunks and the optimizer. Output: three parts that are offloaded and onloaded
+by name: ``weights``, ``grads`` and ``optimizer``. Invariant: after onload every tensor is bitwise
+unchanged (gradients: zeros) and every view of it is valid, because storage is resized in place and
+no tensor is replaced (as Megatron does with its own buffers, ``param_and_grad_buffer.py``).
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class DeviceMemory:
         return taken
 
     def resident(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a flat tensor, or its copy in host memory if it is offloaded. Requires ``lock``."""
+        """Return a flat tensor, or its copy in host memory if it is offloaded. Requires
+        ``lock``.
+        """
         storage = tensor.untyped_storage()
         if storage.nbytes() or not tensor.numel():
             return tensor
@@ -85,7 +87,9 @@ class DeviceMemory:
         return sum(size for _, _, size in away)
 
     def _kept_by_others(self, part: str) -> Iterator[torch.UntypedStorage]:
-        """Yield storages of other parts: in fp32 the optimizer's tensors are views of the weights."""
+        """Yield storages of other parts: in fp32 the optimizer's tensors are views of the
+        weights.
+        """
         if part == OPTIMIZER:
             yield from _storages(self._find[WEIGHTS]())
 
@@ -104,8 +108,8 @@ class DeviceMemory:
 class HostCopy:
     """Bytes of a storage in host memory, in pieces; pinned with CUDA.
 
-    torch rounds each pinned allocation up to a power of two (CachingHostAllocator): one copy of 10.5 GB
-    would use 16 GiB on every rank. Here only the last piece is rounded.
+    torch rounds each pinned allocation up to a power of two (CachingHostAllocator): one copy of
+    10.5 GB would use 16 GiB on every rank. Here only the last piece is rounded.
     """
 
     def __init__(self, values: torch.Tensor, *, piece_bytes: int = PIECE_BYTES) -> None:
@@ -155,7 +159,9 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Return the unique storages of tensors on this rank's device; on a GPU tensors on the host are ignored."""
+    """Return the unique storages of tensors on this rank's device; on a GPU tensors on the host are
+    ignored.
+    """
     here = device.current()
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
@@ -177,4 +183,6 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 def _report(what: str, sizes: Mapping[str, int]) -> None:
     if sizes:
         parts = ", ".join(f"{part} {size / 2**20:.1f} MiB" for part, size in sizes.items())
-        logger.info("%s %s; device memory in use %.1f MiB", what, parts, device.memory_in_use() / 2**20)
+        logger.info(
+            "%s %s; device memory in use %.1f MiB", what, parts, device.memory_in_use() / 2**20
+        )

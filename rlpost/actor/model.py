@@ -1,4 +1,5 @@
-"""The Megatron model of a Hugging Face checkpoint: a GPTModel whose layers are those of ``layer_specs``.
+"""The Megatron model of a Hugging Face checkpoint: a GPTModel whose layers are those of
+``layer_specs``.
 
 Input: the description of the checkpoint and the layout. Output: this rank's part of the model, one
 chunk per virtual pipeline stage, with uninitialised weights.
@@ -30,7 +31,9 @@ from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.settings import ActorSettings
 from rlpost.weights.inventory import Inventory
 
-if not hasattr(moe_utils, "te_general_gemm"):  # megatron-core 0.16 reads the name even without TransformerEngine
+if not hasattr(
+    moe_utils, "te_general_gemm"
+):  # megatron-core 0.16 reads the name even without TransformerEngine
     moe_utils.te_general_gemm = None
 
 
@@ -89,7 +92,10 @@ def inventory_of(chunks: Sequence[GPTModel], description: ModelDescription) -> I
 
 
 def _chunk(
-    config: TransformerConfig, description: ModelDescription, spec: TransformerBlockSubmodules, stage: int | None
+    config: TransformerConfig,
+    description: ModelDescription,
+    spec: TransformerBlockSubmodules,
+    stage: int | None,
 ) -> GPTModel:
     hf = description.hf_config
     return GPTModel(
@@ -143,7 +149,9 @@ def _transformer_config(
         calculate_per_token_loss=True,
         **_layout_fields(settings, description.num_virtual_stages(settings)),
         pipeline_dtype=dtype,
-        **(description.fields | kernel_fields(description, settings, implementation=implementation)),
+        **(
+            description.fields | kernel_fields(description, settings, implementation=implementation)
+        ),
     )
 
 

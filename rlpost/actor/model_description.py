@@ -1,4 +1,5 @@
-"""Read the architecture of a checkpoint and check that the trainer supports it. Standard library only.
+"""Read the architecture of a checkpoint and check that the trainer supports it. Standard library
+only.
 
 Input: a Hugging Face folder. Output: a ModelDescription. ``rlpost.weights.families`` has the
 differences between families.
@@ -19,7 +20,11 @@ from rlpost.weights import families
 from rlpost.weights.family import Family
 from rlpost.weights.names import Dimensions
 
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 """The constants of Megatron's scaled rotary embedding; only its factor is an argument."""
 
 
@@ -73,11 +78,17 @@ class ModelDescription:
         return rope["factor"] if _rope_type(rope) == "llama3" else None
 
     def num_virtual_stages(self, settings: ActorSettings) -> int | None:
-        """Return the model chunks of each pipeline rank; None without interleaving, or for one chunk."""
+        """Return the model chunks of each pipeline rank; None without interleaving, or for one
+        chunk.
+        """
         per_chunk = settings.num_layers_per_virtual_pipeline_stage
         if per_chunk is None:
             return None
-        count = self.hf_config["num_hidden_layers"] // settings.pipeline_model_parallel_size // per_chunk
+        count = (
+            self.hf_config["num_hidden_layers"]
+            // settings.pipeline_model_parallel_size
+            // per_chunk
+        )
         return count if count > 1 else None
 
     def check_layout(self, settings: ActorSettings) -> None:
@@ -85,32 +96,65 @@ class ModelDescription:
         fields, hf = self.fields, self.hf_config
         if settings.enable_mtp_training and (problem := architecture.mtp_problem(self.family, hf)):
             raise ConfigError(problem)
-        tensor, pipeline = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
+        tensor, pipeline = (
+            settings.tensor_model_parallel_size,
+            settings.pipeline_model_parallel_size,
+        )
         sizes: list[tuple[str, int, str, int | None]] = [
             (key, hf[key], "tensor_model_parallel_size", tensor) for key in TENSOR_PARALLEL_KEYS
         ]
         if "num_moe_experts" in fields:
             expert_tensor = settings.expert_tensor_parallel_size or tensor
             sizes += [
-                ("number of experts", fields["num_moe_experts"], "expert_model_parallel_size", None),
-                ("moe_intermediate_size", hf["moe_intermediate_size"], "expert_tensor_parallel_size", expert_tensor),
+                (
+                    "number of experts",
+                    fields["num_moe_experts"],
+                    "expert_model_parallel_size",
+                    None,
+                ),
+                (
+                    "moe_intermediate_size",
+                    hf["moe_intermediate_size"],
+                    "expert_tensor_parallel_size",
+                    expert_tensor,
+                ),
             ]
         elif settings.expert_model_parallel_size > 1:
             raise ConfigError(
                 f"expert_model_parallel_size={settings.expert_model_parallel_size}: {self.path} has no experts; use 1"
             )
-        if settings.decoder_first_pipeline_num_layers is None and settings.decoder_last_pipeline_num_layers is None:
+        if (
+            settings.decoder_first_pipeline_num_layers is None
+            and settings.decoder_last_pipeline_num_layers is None
+        ):
             chunks = pipeline * (settings.num_layers_per_virtual_pipeline_stage or 1)
-            sizes.append(("num_hidden_layers", hf["num_hidden_layers"], "pipeline_model_parallel_size", chunks))
+            sizes.append(
+                (
+                    "num_hidden_layers",
+                    hf["num_hidden_layers"],
+                    "pipeline_model_parallel_size",
+                    chunks,
+                )
+            )
         for key, size, setting, divisor in sizes:
             divisor = getattr(settings, setting) if divisor is None else divisor
             if size % divisor:
-                raise ConfigError(f"{setting}={divisor} does not divide {key}={size} of {self.path}; choose a divisor")
-        if settings.expert_model_parallel_size > 1 and tensor > 1 and not settings.sequence_parallel:
-            raise ConfigError("experts on several ranks with tensor parallelism need sequence_parallel; switch it on")
+                raise ConfigError(
+                    f"{setting}={divisor} does not divide {key}={size} of {self.path}; choose a divisor"
+                )
+        if (
+            settings.expert_model_parallel_size > 1
+            and tensor > 1
+            and not settings.sequence_parallel
+        ):
+            raise ConfigError(
+                "experts on several ranks with tensor parallelism need sequence_parallel; switch it on"
+            )
 
     def num_valid_columns(self, *, tp_rank: int, tp_size: int) -> int:
-        """Return how many columns of a rank's logits are tokens; the others are padding of the vocabulary."""
+        """Return how many columns of a rank's logits are tokens; the others are padding of the
+        vocabulary.
+        """
         vocab_size = self.hf_config["vocab_size"]
         per_rank = -(-vocab_size // tp_size)
         return min(max(vocab_size - tp_rank * per_rank, 0), per_rank)
@@ -123,7 +167,9 @@ NEEDED = (
 """Other required keys of config.json."""
 
 
-def read_description(hf_checkpoint: str | Path, given: Mapping[str, Any] | None = None) -> ModelDescription:
+def read_description(
+    hf_checkpoint: str | Path, given: Mapping[str, Any] | None = None
+) -> ModelDescription:
     """Read config.json of a Hugging Face folder and apply the overrides of [model].
 
     Args:
@@ -137,7 +183,9 @@ def read_description(hf_checkpoint: str | Path, given: Mapping[str, Any] | None 
     """
     path = Path(hf_checkpoint) / "config.json"
     if not path.is_file():
-        raise WeightError(f"hf_checkpoint={hf_checkpoint} has no config.json; point it at a Hugging Face folder")
+        raise WeightError(
+            f"hf_checkpoint={hf_checkpoint} has no config.json; point it at a Hugging Face folder"
+        )
     try:
         hf = json.loads(path.read_text())
         known = (hf.get("architectures") or ["none given"])[0]
@@ -151,12 +199,16 @@ def read_description(hf_checkpoint: str | Path, given: Mapping[str, Any] | None 
     except json.JSONDecodeError as error:
         raise WeightError(f"{path}: not valid JSON: {error}; fetch it again") from None
     except KeyError as error:
-        raise WeightError(f"{path}: has no {error}, which {known} needs; add what the model's page says") from None
+        raise WeightError(
+            f"{path}: has no {error}, which {known} needs; add what the model's page says"
+        ) from None
     except WeightError as error:
         raise WeightError(f"{path}: {error}") from None
     for key, value in (refused | _refused_of_all(description)).items():
         if value:
-            raise WeightError(f"{path}: {key}={value!r} is not supported; use a checkpoint without it")
+            raise WeightError(
+                f"{path}: {key}={value!r} is not supported; use a checkpoint without it"
+            )
     if problems:
         raise ConfigError("\n".join(problems))
     return description
@@ -168,7 +220,9 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
 
 
 def _refused_of_all(description: ModelDescription) -> dict[str, Any]:
-    """Return features that no family supports: other activations, dropout, other rotary embeddings."""
+    """Return features that no family supports: other activations, dropout, other rotary
+    embeddings.
+    """
     hf = description.hf_config
     rope = architecture.rope(hf)
     rope_type = _rope_type(rope)

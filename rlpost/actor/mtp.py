@@ -5,13 +5,13 @@ gradient. Output: a cross-entropy loss on the token after next. Engines use the 
 model of speculative decoding.
 
 Invariants: no gradient reaches a weight of the policy, including output layer and embedding. The
-gradient norm, and thus clipping, excludes the layer, so the policy's weights are bitwise the same with
-and without it. The denominators are those of the policy's loss: they count the global batch.
+gradient norm, and thus clipping, excludes the layer, so the policy's weights are bitwise the same
+with and without it. The denominators are those of the policy's loss: they count the global batch.
 
-Position i of a sequence combines its hidden state with the embedding of token i + 1 and predicts token
-i + 2 (DeepSeek-V3, arXiv 2412.19437, section 2.2; Megatron-core's ``multi_token_prediction.py``). The
-loss counts all response tokens with at least two preceding tokens. The layer is part of the last
-pipeline stage.
+Position i of a sequence combines its hidden state with the embedding of token i + 1 and predicts
+token i + 2 (DeepSeek-V3, arXiv 2412.19437, section 2.2; Megatron-core's
+``multi_token_prediction.py``). The loss counts all response tokens with at least two preceding
+tokens. The layer is part of the last pipeline stage.
 """
 
 from __future__ import annotations
@@ -42,10 +42,18 @@ from rlpost.columns import FloatColumn, IntColumn, RunColumn
 from rlpost.types import MicroBatch, TrainSample
 
 MODULE = "mtp"
-"""Name of the module in the last chunk of the last stage; its keys in a checkpoint are Megatron-LM's."""
+"""Name of the module in the last chunk of the last stage; its keys in a checkpoint are
+Megatron-LM's.
+"""
 CHECKPOINT_KEY = f"{MODULE}.layers.0.eh_proj.weight"
 """A key that only checkpoints with the layer have."""
-PASSED_ON = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
+PASSED_ON = (
+    "attention_mask",
+    "rotary_pos_emb",
+    "rotary_pos_cos",
+    "rotary_pos_sin",
+    "packed_seq_params",
+)
 """Arguments of the policy's decoder that are also passed to the layer."""
 
 ATTENTION_STATE = "core_attention._extra_state"
@@ -62,7 +70,9 @@ class _Block(MultiTokenPredictionBlock):
         return {key: part for key, part in state.items() if not key.endswith(ATTENTION_STATE)}
 
 
-def attach(chunk: GPTModel, block: TransformerBlockSubmodules, *, implementation: str, stage: int | None) -> None:
+def attach(
+    chunk: GPTModel, block: TransformerBlockSubmodules, *, implementation: str, stage: int | None
+) -> None:
     """Add the layer to the last chunk of the model, with uninitialised weights.
 
     It is not passed to GPTModel, which would train embedding and output layer with its loss. The
@@ -79,7 +89,8 @@ def attach(chunk: GPTModel, block: TransformerBlockSubmodules, *, implementation
 
 
 def shifted(micro_batch: MicroBatch) -> MicroBatch:
-    """Shift samples by one token: the inputs are the next tokens, the targets the tokens after next.
+    """Shift samples by one token: the inputs are the next tokens, the targets the tokens after
+    next.
 
     The sequence lengths do not change, so packed rows have the layout of ``micro_batch``.
     """
@@ -88,8 +99,12 @@ def shifted(micro_batch: MicroBatch) -> MicroBatch:
 
 def _shifted(sample: TrainSample) -> TrainSample:
     prompt_length = max(sample.prompt_length - 1, 1)
-    num_lost = prompt_length + 1 - sample.prompt_length  # the first response token after a prompt of one token
-    loss_mask = RunColumn.of([*sample.loss_mask[num_lost:], 0])  # the last position has no token after next
+    num_lost = (
+        prompt_length + 1 - sample.prompt_length
+    )  # the first response token after a prompt of one token
+    loss_mask = RunColumn.of(
+        [*sample.loss_mask[num_lost:], 0]
+    )  # the last position has no token after next
     return TrainSample(
         token_ids=IntColumn([*sample.token_ids[1:], 0]),
         prompt_length=prompt_length,
@@ -123,7 +138,9 @@ class MtpTraining:
         """Whether this rank holds the layer, or a shard of it."""
         return hasattr(self._last, MODULE)
 
-    def add_to(self, loss_of: LossOf, loss: MicroBatchLoss, packed: Iterable[PackedMicroBatch]) -> LossOf:
+    def add_to(
+        self, loss_of: LossOf, loss: MicroBatchLoss, packed: Iterable[PackedMicroBatch]
+    ) -> LossOf:
         """Return ``loss_of`` with the layer's loss added.
 
         Collective: call on every rank, once before each training pass.
@@ -149,12 +166,22 @@ class MtpTraining:
         """End a training pass, also after an error; forward-only passes keep no hidden states."""
         self._is_on, self._seen = False, None
 
-    def _keep(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: torch.Tensor) -> None:
-        """Forward hook of the decoder. Megatron computes the loss of a forward pass before the next one."""
-        if self._is_on:
-            self._seen = output.detach(), {name: kwargs[name] for name in PASSED_ON if name in kwargs}
+    def _keep(
+        self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: torch.Tensor
+    ) -> None:
+        """Forward hook of the decoder.
 
-    def _loss(self, loss: MicroBatchLoss, later: PackedMicroBatch, embedding: torch.Tensor) -> torch.Tensor:
+        Megatron computes the loss of a forward pass before the next one.
+        """
+        if self._is_on:
+            self._seen = (
+                output.detach(),
+                {name: kwargs[name] for name in PASSED_ON if name in kwargs},
+            )
+
+    def _loss(
+        self, loss: MicroBatchLoss, later: PackedMicroBatch, embedding: torch.Tensor
+    ) -> torch.Tensor:
         """Return the weighted sum of this micro-batch's cross-entropies; scalar."""
         logprobs_R, _ = loss.logprobs(self._logits(later.input_ids, embedding), later)
         return -(logprobs_R * loss.weights(later)).sum()
@@ -188,12 +215,16 @@ class MtpTraining:
         if is_first:
             weight = self._first.embedding.word_embeddings.weight.detach()
         else:
-            weight = torch.empty_like(self._last.output_layer.weight)  # the same rows of the vocabulary
+            weight = torch.empty_like(
+                self._last.output_layer.weight
+            )  # the same rows of the vocabulary
         dist.broadcast(weight, group=parallel_state.get_embedding_group(), group_src=0)
         return weight
 
     def _embedded(self, ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        """Embed [1, T] -> [T, 1, hidden]; with sequence parallelism this rank's part of the sequence."""
+        """Embed [1, T] -> [T, 1, hidden]; with sequence parallelism this rank's part of the
+        sequence.
+        """
         group = parallel.tensor_parallel_group()
         row = ids[0] - group.rank() * embedding.size(0)
         is_mine = (row >= 0) & (row < embedding.size(0))

@@ -1,8 +1,8 @@
 """RMSNorm with support for sequence parallelism.
 
-Megatron's wrapper of torch's norm rejects sequence parallelism. There each rank has only a part of the
-sequence, so the gradient of the weight must be summed over the tensor-parallel ranks. Megatron does
-this for parameters with the attribute ``sequence_parallel``.
+Megatron's wrapper of torch's norm rejects sequence parallelism. There each rank has only a part of
+the sequence, so the gradient of the weight must be summed over the tensor-parallel ranks. Megatron
+does this for parameters with the attribute ``sequence_parallel``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ from rlpost.actor import device
 
 
 class RMSNorm(torch.nn.Module):
-    """y = weight * x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32 as Hugging Face does."""
+    """y = weight * x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32 as
+    Hugging Face does.
+    """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
+    ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device.current()))
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=device.current())
+        )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -31,10 +37,11 @@ class RMSNorm(torch.nn.Module):
 
 
 class SeparateRMSNorm(RMSNorm):
-    """An RMSNorm that is also a separate module with TransformerEngine, not fused with the next linear layer.
+    """An RMSNorm that is also a separate module with TransformerEngine, not fused with the next
+    linear layer.
 
-    TransformerEngine's module writes an extra state into every checkpoint, even if empty, and rejects
-    checkpoints without it. So this module writes an empty one.
+    TransformerEngine's module writes an extra state into every checkpoint, even if empty, and
+    rejects checkpoints without it. So this module writes an empty one.
     """
 
     def get_extra_state(self) -> None:

@@ -28,7 +28,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 """As TransformerEngine's Adam expects them; fp8 is stored as uint8 with a separate scale."""
 
 
-def wrap(chunks: Sequence[torch.nn.Module], settings: ActorSettings) -> list[DistributedDataParallel]:
+def wrap(
+    chunks: Sequence[torch.nn.Module], settings: ActorSettings
+) -> list[DistributedDataParallel]:
     """Wrap the chunks with gradient buffers, which are summed over the data-parallel ranks."""
     ddp_config = configured(DistributedDataParallelConfig, settings.megatron)(
         grad_reduce_in_fp32=settings.accumulate_allreduce_grads_in_fp32,
@@ -68,7 +70,8 @@ def optimizer_config(settings: ActorSettings) -> OptimizerConfig:
     placement, precision = _placement(settings), _precision(settings)
     is_hybrid = bool(placement)
     if is_hybrid and dtype != torch.bfloat16:
-        # With float32 weights it receives views of leaves, not leaves (distrib_optimizer.py of 0.16.1).
+        # With float32 weights it receives views of leaves, not leaves (distrib_optimizer.py of
+        # 0.16.1).
         raise ConfigError(
             "--optimizer-cpu-offload true needs weights in bfloat16: Megatron's "
             "HybridDeviceOptimizer does not support float32; set --bf16 true or omit --optimizer-cpu-offload"
@@ -96,8 +99,8 @@ def _laid_out_for_hybrid(made: OptimizerConfig) -> OptimizerConfig:
 
     With ``use_precision_aware_optimizer`` the constructor of Megatron-core 0.16.1 queries
     TransformerEngine's version, and raises TypeError without it (``optimizer_config.py:383``,
-    ``utils.py:346``), before it checks for CPU offload and returns. So the fields are set here as it
-    would set them for a version below 2.1: without weight remainders, an encoding of
+    ``utils.py:346``), before it checks for CPU offload and returns. So the fields are set here as
+    it would set them for a version below 2.1: without weight remainders, an encoding of
     TransformerEngine's Adam.
     """
     made.use_precision_aware_optimizer = True
@@ -111,7 +114,9 @@ def _placement(settings: ActorSettings) -> dict[str, Any]:
     if not settings.optimizer_cpu_offload:
         return {}
     if not torch.cuda.is_available():
-        logger.warning("--optimizer-cpu-offload has no effect without CUDA: the optimizer is in host memory")
+        logger.warning(
+            "--optimizer-cpu-offload has no effect without CUDA: the optimizer is in host memory"
+        )
         return {}
     return {
         "optimizer_cpu_offload": True,
@@ -129,7 +134,9 @@ def _precision(settings: ActorSettings) -> dict[str, Any]:
     """
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     given = {name: getattr(settings, name) for name in names}
-    other = [f"--{name.replace('_', '-')} {value}" for name, value in given.items() if value != "fp32"]
+    other = [
+        f"--{name.replace('_', '-')} {value}" for name, value in given.items() if value != "fp32"
+    ]
     is_hybrid = settings.optimizer_cpu_offload and torch.cuda.is_available()
     if is_hybrid and not settings.use_distributed_optimizer:
         raise ConfigError(
@@ -141,7 +148,9 @@ def _precision(settings: ActorSettings) -> dict[str, Any]:
     if not settings.use_precision_aware_optimizer:
         return {}
     if torch.cuda.is_available() and has_transformer_engine() and not is_hybrid:
-        return {"use_precision_aware_optimizer": True} | {name: DTYPES[value] for name, value in given.items()}
+        return {"use_precision_aware_optimizer": True} | {
+            name: DTYPES[value] for name, value in given.items()
+        }
     if other:
         raise ConfigError(
             f"--use-precision-aware-optimizer with {', '.join(other)} needs CUDA and TransformerEngine, and excludes "

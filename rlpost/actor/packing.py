@@ -58,7 +58,10 @@ class PackedMicroBatch:
         """Copy to ``device``."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return PackedMicroBatch(
-            **{name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+            **{
+                name: value.to(device) if isinstance(value, torch.Tensor) else value
+                for name, value in values.items()
+            }
         )
 
 
@@ -97,7 +100,9 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
     input_ids = np.zeros(starts[-1], dtype=np.int64)
     for start, sample in zip(starts, micro_batch, strict=False):
         input_ids[start : start + len(sample.token_ids)] = sample.token_ids.array
-    rows = torch.cat([_zigzag(length, layout) + start for start, length in zip(starts, sequences, strict=False)])
+    rows = torch.cat(
+        [_zigzag(length, layout) + start for start, length in zip(starts, sequences, strict=False)]
+    )
     local = torch.full((starts[-1],), -1).index_put_((rows,), torch.arange(len(rows)))
     index = [
         local[start + sample.prompt_length - 1 : start + len(sample.token_ids) - 1]
@@ -110,7 +115,9 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
         return _joined(arrays, dtype)[held]
 
     def of_sample(values: Iterable[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=dtype).repeat_interleave(torch.tensor(responses))[held]
+        return torch.tensor(list(values), dtype=dtype).repeat_interleave(torch.tensor(responses))[
+            held
+        ]
 
     return PackedMicroBatch(
         input_ids=torch.from_numpy(input_ids)[rows].unsqueeze(0),
@@ -153,7 +160,9 @@ def held_tokens(lengths: Sequence[int], layout: RowLayout) -> torch.Tensor:
 
 
 def joined_columns(columns: Iterable[FloatColumn]) -> torch.Tensor:
-    """Concatenate columns, for example the log-probs of the samples of a micro-batch; [R] float32."""
+    """Concatenate columns, for example the log-probs of the samples of a micro-batch; [R]
+    float32.
+    """
     return _joined([column.array for column in columns], np.float32)
 
 
@@ -187,7 +196,10 @@ def log_prob_micro_batches(batch: TrainBatch) -> tuple[MicroBatch, ...]:
     The batch's samples, grouped by ``log_prob_groups`` if set.
     """
     samples = tuple(itertools.chain.from_iterable(batch.micro_batches))
-    return tuple(tuple(samples[i] for i in group) for group in batch.log_prob_groups) or batch.micro_batches
+    return (
+        tuple(tuple(samples[i] for i in group) for group in batch.log_prob_groups)
+        or batch.micro_batches
+    )
 
 
 def as_trained(found: list[list[T]], batch: TrainBatch) -> list[list[T]]:
@@ -208,5 +220,6 @@ def unpack(values_R: torch.Tensor, packed: PackedMicroBatch) -> list[FloatColumn
     array = values_R.detach().to(device="cpu", dtype=torch.float32, copy=True).numpy()
     ends = itertools.accumulate(packed.response_lengths)
     return [
-        FloatColumn.view(array[end - length : end]) for end, length in zip(ends, packed.response_lengths, strict=True)
+        FloatColumn.view(array[end - length : end])
+        for end, length in zip(ends, packed.response_lengths, strict=True)
     ]

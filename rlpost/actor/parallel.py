@@ -2,8 +2,8 @@
 
 Input: this rank, the world size and the layout. Output: initialised groups, and accessors of those
 that other modules need. Rank order is tensor-parallel first, then context, data and pipeline:
-tensor-parallel ranks are adjacent, pipeline stages are far apart. Experts are sharded over the ranks
-of one pipeline stage: expert-tensor first, then expert, then data.
+tensor-parallel ranks are adjacent, pipeline stages are far apart. Experts are sharded over the
+ranks of one pipeline stage: expert-tensor first, then expert, then data.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Rendezvous:
     master_port: int
 
 
-def initialise(rendezvous: Rendezvous, settings: ActorSettings, *, num_virtual_stages: int | None) -> None:
+def initialise(
+    rendezvous: Rendezvous, settings: ActorSettings, *, num_virtual_stages: int | None
+) -> None:
     """Join the process groups. Blocks until all ranks have joined.
 
     Raises:
@@ -50,7 +52,10 @@ def initialise(rendezvous: Rendezvous, settings: ActorSettings, *, num_virtual_s
 
 
 def form_groups(settings: ActorSettings, *, num_virtual_stages: int | None) -> None:
-    """Create Megatron's groups and seed the random generators. Collective; requires torch's world group."""
+    """Create Megatron's groups and seed the random generators.
+
+    Collective; requires torch's world group.
+    """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=settings.tensor_model_parallel_size,
         pipeline_model_parallel_size=settings.pipeline_model_parallel_size,
@@ -104,7 +109,9 @@ def first_problem(problem: str | None, group: dist.ProcessGroup | None = None) -
     """
     found: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, problem, group=group)
-    return next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each is not None), None)
+    return next(
+        (f"rank {rank}: {each}" for rank, each in enumerate(found) if each is not None), None
+    )
 
 
 def smallest(value: int | None) -> int | None:
@@ -158,12 +165,18 @@ def holds_first_copy() -> bool:
 
     With expert parallelism one replica may span all ranks.
     """
-    return weight_groups().expert.size() > 1 or data_parallel_group(with_context_parallel=True).rank() == 0
+    return (
+        weight_groups().expert.size() > 1
+        or data_parallel_group(with_context_parallel=True).rank() == 0
+    )
 
 
 def is_source_of_stage() -> bool:
     """Return whether this rank sends the weights of its pipeline stage to the engines."""
-    return tensor_parallel_group().rank() == 0 and data_parallel_group(with_context_parallel=True).rank() == 0
+    return (
+        tensor_parallel_group().rank() == 0
+        and data_parallel_group(with_context_parallel=True).rank() == 0
+    )
 
 
 def _host(address: str) -> str:

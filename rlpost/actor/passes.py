@@ -91,7 +91,9 @@ class Passes:
             index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor
         ) -> tuple[torch.Tensor, list[FloatColumn]]:
             logprobs_R, _ = loss.logprobs(logits, micro_batch)
-            return logprobs_R.sum(), unpack(_of_all_context_ranks(logprobs_R, micro_batch), micro_batch)
+            return logprobs_R.sum(), unpack(
+                _of_all_context_ranks(logprobs_R, micro_batch), micro_batch
+            )
 
         self._set_mode(training=False)
         recorded = micro_batches if records_routes else ()
@@ -147,21 +149,31 @@ class Passes:
                 self._mtp.finish()
         return global_metrics(stats) | self._routing.metrics()
 
-    def _with_mtp(self, policy_loss: LossOf, loss: step.MicroBatchLoss, batch: TrainBatch) -> LossOf:
+    def _with_mtp(
+        self, policy_loss: LossOf, loss: step.MicroBatchLoss, batch: TrainBatch
+    ) -> LossOf:
         """Add the loss of multi-token prediction, if it is trained."""
         if self._mtp is None:
             return policy_loss
         # Without routes: the router of the layer is not replayed.
-        later = [pack(shifted(micro), self._row_layout).to(device.current()) for micro in batch.micro_batches]
+        later = [
+            pack(shifted(micro), self._row_layout).to(device.current())
+            for micro in batch.micro_batches
+        ]
         return self._mtp.add_to(policy_loss, loss, later)
 
     def _micro_batch_loss(self, batch: TrainBatch) -> step.MicroBatchLoss:
         return step.MicroBatchLoss(
-            self._settings, num_valid=self._num_valid, num_samples=batch.num_samples, num_tokens=batch.num_tokens
+            self._settings,
+            num_valid=self._num_valid,
+            num_samples=batch.num_samples,
+            num_tokens=batch.num_tokens,
         )
 
     def _pack(self, micro_batches: Sequence[MicroBatch]) -> list[PackedMicroBatch]:
-        packed = [self._routing.attached(pack(micro, self._row_layout), micro) for micro in micro_batches]
+        packed = [
+            self._routing.attached(pack(micro, self._row_layout), micro) for micro in micro_batches
+        ]
         return [each.to(device.current()) for each in packed]
 
     def _set_mode(self, *, training: bool) -> None:
@@ -178,7 +190,9 @@ def _of_all_context_ranks(values_R: torch.Tensor, packed: PackedMicroBatch) -> t
     return whole
 
 
-def _held(logprobs: Logprobs | None, packed: Sequence[PackedMicroBatch]) -> list[torch.Tensor | None]:
+def _held(
+    logprobs: Logprobs | None, packed: Sequence[PackedMicroBatch]
+) -> list[torch.Tensor | None]:
     """Log-probs of the tokens that this rank holds; only the last pipeline stage has any."""
     if not logprobs:
         return [None] * len(packed)

@@ -2,8 +2,8 @@
 
 Input: a call of ``begin``, training steps, and a call of ``end`` with a folder. Output:
 ``profile-rank0-steps-10-11.json.gz`` (a Chrome trace of operators and kernels) and
-``memory-rank0-steps-10-11.pickle`` (for pytorch.org/memory_viz). There is no cost outside the recorded
-steps.
+``memory-rank0-steps-10-11.pickle`` (for pytorch.org/memory_viz). There is no cost outside the
+recorded steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class Profiling:
         if self._rank not in ranks:
             return
         if memory and not torch.cuda.is_available():
-            logger.warning("--record-memory-history: rank %d has no CUDA device, nothing is recorded", self._rank)
+            logger.warning(
+                "--record-memory-history: rank %d has no CUDA device, nothing is recorded",
+                self._rank,
+            )
         elif memory:
             torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
             self._records_memory = True

@@ -1,7 +1,7 @@
 """Save and restore a rank's random generators: Python, NumPy, torch on host and device, Megatron.
 
-Input: this process. Output: a table of tensors and numbers that a checkpoint stores for each rank, and
-the reverse. After a resume at the same layout, random draws (dropout) continue as without an
+Input: this process. Output: a table of tensors and numbers that a checkpoint stores for each rank,
+and the reverse. After a resume at the same layout, random draws (dropout) continue as without an
 interruption. Another layout has other ranks, so there the generators restart from the seed.
 """
 
@@ -21,7 +21,9 @@ KEY = "random_state"
 
 
 def layout() -> list[int]:
-    """Return the world size and parallel sizes; random states are restored only if these are equal."""
+    """Return the world size and parallel sizes; random states are restored only if these are
+    equal.
+    """
     return [
         dist.get_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -33,7 +35,9 @@ def layout() -> list[int]:
 
 
 def sharded() -> ShardedObject:
-    """Return this rank's part of a checkpoint; loading replaces its data, which ``restore`` accepts."""
+    """Return this rank's part of a checkpoint; loading replaces its data, which ``restore``
+    accepts.
+    """
     return ShardedObject(KEY, collect(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
 
 
@@ -45,7 +49,9 @@ def collect() -> dict[str, Any]:
         "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "megatron": {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()},
+        "megatron": {
+            name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()
+        },
     }
 
 

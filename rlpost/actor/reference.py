@@ -1,8 +1,8 @@
 """The reference model: the initial weights, kept in host memory and swapped in when needed.
 
 Input: the inventory of this rank, and a function that reads the reference into the model. Output: a
-context in which the model has the reference weights. Invariant: after the context every weight of the
-policy is bitwise unchanged.
+context in which the model has the reference weights. Invariant: after the context every weight of
+the policy is bitwise unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class ReferenceWeights:
             read: fills the model with the reference weights; called once.
         """
         self._live = [held.tensor.data for held in inventory.held.values()]
-        self._mine, self._reference = ([_on_host_like(tensor) for tensor in self._live] for _ in range(2))
+        self._mine, self._reference = (
+            [_on_host_like(tensor) for tensor in self._live] for _ in range(2)
+        )
         self._keep(self._mine)
         read()
         self._keep(self._reference)
@@ -49,7 +51,9 @@ class ReferenceWeights:
         device.synchronise()
 
     def _fill(self, values: list[torch.Tensor]) -> None:
-        """Copy ``values`` to the model; asynchronous on a GPU, where stream order protects the host copy."""
+        """Copy ``values`` to the model; asynchronous on a GPU, where stream order protects the host
+        copy.
+        """
         for tensor, value in zip(self._live, values, strict=True):
             tensor.copy_(value, non_blocking=True)
 

@@ -29,11 +29,17 @@ def global_metrics(stats: Sequence[Stats]) -> dict[str, float]:
             names = [name for name in stats[0] if name.endswith("_max") == is_max]
             if not names:
                 continue
-            terms = torch.stack([torch.stack([one[name].float() for name in names]) for one in stats])
+            terms = torch.stack(
+                [torch.stack([one[name].float() for name in names]) for one in stats]
+            )
             values = terms.amax(0) if is_max else terms.sum(0)
             dist.all_reduce(values, op=operation, group=group)
-            metrics[0] |= {f"train/{name}": value for name, value in zip(names, values.tolist(), strict=True)}
+            metrics[0] |= {
+                f"train/{name}": value for name, value in zip(names, values.tolist(), strict=True)
+            }
     if parallel.pipeline_group().size() > 1:
         source = parallel_state.get_pipeline_model_parallel_last_rank()
-        dist.broadcast_object_list(metrics, src=source, group=parallel.pipeline_group(), device=device.current())
+        dist.broadcast_object_list(
+            metrics, src=source, group=parallel.pipeline_group(), device=device.current()
+        )
     return metrics[0]

@@ -45,8 +45,8 @@ class RouteShape:
 class RecordedRoutes:
     """Routes of this rank's tokens from its first pass over them, by sample.
 
-    They belong to one rollout: the first recording after a training step drops older ones. Samples are
-    identified by their tokens, so each pass may compose its batches differently.
+    They belong to one rollout: the first recording after a training step drops older ones. Samples
+    are identified by their tokens, so each pass may compose its batches differently.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,10 @@ class RecordedRoutes:
 
 
 def packed_routes(
-    micro_batch: MicroBatch, layout: RowLayout, shape: RouteShape, recorded: RecordedRoutes | None = None
+    micro_batch: MicroBatch,
+    layout: RowLayout,
+    shape: RouteShape,
+    recorded: RecordedRoutes | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Routes of the rows that this rank's routers see.
 

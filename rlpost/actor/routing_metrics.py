@@ -14,7 +14,9 @@ COUNTS = 2
 """Columns before those of the experts: tokens with known routes, and those that differ."""
 
 
-def routing_metrics(counts: Any, layer_numbers: Sequence[int], *, topk: int, with_replay: bool) -> dict[str, float]:
+def routing_metrics(
+    counts: Any, layer_numbers: Sequence[int], *, topk: int, with_replay: bool
+) -> dict[str, float]:
     """Compute shares and loads.
 
     Args:

@@ -7,11 +7,11 @@ Routes determine the experts of a token. The weight of each expert is computed f
 scores, so the router is trained as without replay. The trainer routes tokens with unknown routes.
 
 Megatron obtains the experts from ``router.router_replay`` (``topk_routing_with_score_function`` in
-``moe_utils.py`` of 0.16.1); this module sets it to one object per layer. Megatron's own class is not
-used: it keeps a single list of all routers of the process, and one micro-batch for all of them.
+``moe_utils.py`` of 0.16.1); this module sets it to one object per layer. Megatron's own class is
+not used: it keeps a single list of all routers of the process, and one micro-batch for all of them.
 
-Invariant: a layer that the backward pass recomputes uses the experts of its first computation, even if
-other micro-batches were computed in between.
+Invariant: a layer that the backward pass recomputes uses the experts of its first computation, even
+if other micro-batches were computed in between.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class LayerRouting:
         else:
             given = routes[:, self._slot].long()
             in_order = given.sort(1).values
-            # A route with a repeated expert is treated as unknown: the probabilities would not add up.
+            # A route with a repeated expert is treated as unknown: the probabilities would not add
+            # up.
             is_repeated = (in_order[:, 1:] == in_order[:, :-1]).any(1)
             is_known = (given != UNKNOWN).all(1) & ~is_repeated
             experts = torch.where(is_known[:, None], given, own)
@@ -107,7 +108,9 @@ class LayerRouting:
             self._replay.record(current, self._slot, experts)
         return experts
 
-    def count_load(self, module: torch.nn.Module, arguments: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def count_load(
+        self, module: torch.nn.Module, arguments: Any, output: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
         """Forward hook of the router; its second output is the routing map, [rows, experts]."""
         current = self._replay.current
         if current is None or not current.is_training or current.micro_batch is None:
@@ -125,7 +128,11 @@ class RoutingReplay:
     """
 
     def __init__(
-        self, chunks: Sequence[GPTModel], settings: ActorSettings, layout: RowLayout, fields: Mapping[str, Any]
+        self,
+        chunks: Sequence[GPTModel],
+        settings: ActorSettings,
+        layout: RowLayout,
+        fields: Mapping[str, Any],
     ) -> None:
         """Take over the routers of ``chunks``.
 
@@ -144,7 +151,10 @@ class RoutingReplay:
         self.layer_numbers = [number for number, sparse in enumerate(is_sparse) if sparse]
         self._topk = fields.get("moe_router_topk", 0)
         routers = [
-            layer.mlp.router for chunk in chunks for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)
+            layer.mlp.router
+            for chunk in chunks
+            for layer in chunk.decoder.layers
+            if isinstance(layer.mlp, MoELayer)
         ]
         group = parallel.tensor_parallel_group()
         splits_rows = settings.sequence_parallel and group.size() > 1
@@ -180,7 +190,9 @@ class RoutingReplay:
         return replace(packed, routes=routes, is_token=is_token)
 
     @contextmanager
-    def passing(self, *, is_training: bool, micro_batches: Sequence[MicroBatch] = ()) -> Iterator[None]:
+    def passing(
+        self, *, is_training: bool, micro_batches: Sequence[MicroBatch] = ()
+    ) -> Iterator[None]:
         """Context of a pass, in which forward passes use the routes of their micro-batches.
 
         Args:
@@ -217,17 +229,26 @@ class RoutingReplay:
         assert current.index is not None
         shape = (len(experts), len(self._layers), self._shape.topk)
         if current.index not in current.recorded:
-            current.recorded[current.index] = torch.empty(shape, dtype=torch.int16, device=experts.device)
+            current.recorded[current.index] = torch.empty(
+                shape, dtype=torch.int16, device=experts.device
+            )
         current.recorded[current.index][:, slot] = experts.to(torch.int16)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the last training pass, equal on every rank; empty if dense. Collective."""
         if not self.layer_numbers:
             return {}
-        whole = torch.zeros(len(self.layer_numbers), self.counts.size(1), dtype=torch.float64, device=device.current())
+        whole = torch.zeros(
+            len(self.layer_numbers),
+            self.counts.size(1),
+            dtype=torch.float64,
+            device=device.current(),
+        )
         whole[list(self._shape.layers)] = self.counts.double()
         dist.all_reduce(whole)
-        return routing_metrics(whole.cpu().numpy(), self.layer_numbers, topk=self._topk, with_replay=self._replays)
+        return routing_metrics(
+            whole.cpu().numpy(), self.layer_numbers, topk=self._topk, with_replay=self._replays
+        )
 
     def _keep(self, micro_batches: Sequence[MicroBatch], recorded: dict[int, torch.Tensor]) -> None:
         if self._recorded is None or not recorded:

@@ -1,4 +1,6 @@
-"""The settings of the actor: the required leaves of the configuration. Imports neither torch nor Megatron."""
+"""The settings of the actor: the required leaves of the configuration. Imports neither torch nor
+Megatron.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class ActorSettings(LossSettings):
     model_args: Mapping[str, Any] = field(default_factory=dict)
     """Values of [model] by name; all others come from config.json."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of Megatron's dataclasses by name; they take precedence over those that the trainer sets."""
+    """Fields of Megatron's dataclasses by name; they take precedence over those that the trainer
+    sets.
+    """
     bf16: bool | None = False
     """None: true on a GPU, else false."""
     accumulate_allreduce_grads_in_fp32: bool = True
@@ -76,7 +80,8 @@ class ActorSettings(LossSettings):
     update_weight_buffer_size: int = 4 * 1024**3
     num_engines: int = 1
     actor_num_threads: int | None = None
-    """None: the rank's share of the node's cores if the optimizer is offloaded to the CPU, else 1."""
+    """None: the rank's share of the node's cores if the optimizer is offloaded to the CPU, else 1.
+    """
     bind_cpus: bool = True
     num_gpus_per_node: int = 1
     actor_num_gpus_per_node: int = 1
@@ -88,15 +93,25 @@ class ActorSettings(LossSettings):
 
     @property
     def sequence_multiple(self) -> int:
-        """Divides the padded length of every packed sequence: two chunks per context-parallel rank."""
+        """Divides the padded length of every packed sequence: two chunks per context-parallel
+        rank.
+        """
         return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
 
     @property
     def row_multiple(self) -> int:
-        """Divides the padded length of a row: sequence parallelism splits each rank's part again."""
-        return self.sequence_multiple * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+        """Divides the padded length of a row: sequence parallelism splits each rank's part
+        again.
+        """
+        return self.sequence_multiple * (
+            self.tensor_model_parallel_size if self.sequence_parallel else 1
+        )
 
     @property
     def micro_batch_multiple(self) -> int:
         """Divides the number of micro-batches: an interleaved pipeline processes whole rounds."""
-        return 1 if self.num_layers_per_virtual_pipeline_stage is None else self.pipeline_model_parallel_size
+        return (
+            1
+            if self.num_layers_per_virtual_pipeline_stage is None
+            else self.pipeline_model_parallel_size
+        )

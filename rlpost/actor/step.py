@@ -33,7 +33,9 @@ from rlpost.algorithm.objective import Stats, Tokens, loss_function
 from rlpost.metrics.spans import span
 
 
-def finalize_summed_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+def finalize_summed_grads(
+    model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: Any
+) -> None:
     """Megatron's ``finalize_model_grads`` without the division by ``num_tokens``."""
     finalize_model_grads(model, None, **kwargs)
 
@@ -41,7 +43,9 @@ def finalize_summed_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor
 class MicroBatchLoss:
     """Computes log-probs from this rank's logits, and a weighted loss from those."""
 
-    def __init__(self, settings: ActorSettings, *, num_valid: int, num_samples: int, num_tokens: int) -> None:
+    def __init__(
+        self, settings: ActorSettings, *, num_valid: int, num_samples: int, num_tokens: int
+    ) -> None:
         """Import the loss function.
 
         Args:
@@ -100,11 +104,19 @@ class MicroBatchLoss:
         )
         loss_R, per_token = self.objective(tokens, self.settings)
         loss = (loss_R * self.weights(packed)).sum()
-        stats = {name: self._term(name, value_R, packed.loss_mask) for name, value_R in per_token.items()}
-        return loss, torch.zeros((), dtype=torch.int, device=loss.device), {"loss": loss.detach()} | stats
+        stats = {
+            name: self._term(name, value_R, packed.loss_mask) for name, value_R in per_token.items()
+        }
+        return (
+            loss,
+            torch.zeros((), dtype=torch.int, device=loss.device),
+            {"loss": loss.detach()} | stats,
+        )
 
     def weights(self, packed: PackedMicroBatch) -> torch.Tensor:
-        """[R]: what each response token's loss is multiplied by; contains the global denominators."""
+        """[R]: what each response token's loss is multiplied by; contains the global
+        denominators.
+        """
         weight_R = packed.loss_mask * token_weights(
             packed.sample_lengths,
             num_samples=self.num_samples,
@@ -155,13 +167,18 @@ def run(
     stop_points = stop_points or StopPoints()
     is_one_unit = parallel.pipeline_group().size() > 1
 
-    def forward(batches: Iterator[tuple[int, PackedMicroBatch]], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    def forward(
+        batches: Iterator[tuple[int, PackedMicroBatch]], chunk: torch.nn.Module
+    ) -> tuple[torch.Tensor, Any]:
         index, micro_batch = next(batches)
         if not is_one_unit:
             stop_points.cross(index)
         with nullcontext() if routing is None else routing.forward(index, micro_batch):
             logits = chunk(
-                micro_batch.input_ids, micro_batch.positions, None, packed_seq_params=_packed_params(micro_batch)
+                micro_batch.input_ids,
+                micro_batch.positions,
+                None,
+                packed_seq_params=_packed_params(micro_batch),
             )
         return logits, partial(loss_of, index, micro_batch)
 

@@ -10,9 +10,9 @@ Input: two calls from a second thread of the worker, while the first computes. O
 A rank at a boundary has finished all collectives of the previous micro-batches and started none of
 the next. If all ranks stop at the same boundary, none is left waiting in a collective.
 
-Passes are counted: every rank runs the same passes in the same order. A stop point is (number of the
-pass, index of the next micro-batch). With pipeline stages a pass is one unit, because micro-batches
-of several stages overlap.
+Passes are counted: every rank runs the same passes in the same order. A stop point is (number of
+the pass, index of the next micro-batch). With pipeline stages a pass is one unit, because
+micro-batches of several stages overlap.
 """
 
 from __future__ import annotations
@@ -52,8 +52,14 @@ def common_stop_point(held: Sequence[StopPoint]) -> StopPoint:
     StopPoint(number=8, index=0, length=0)
     """
     farthest = max(held)
-    all_come = farthest.index == 0 or all(one.number == farthest.number and farthest.index < one.length for one in held)
-    return StopPoint(farthest.number, farthest.index) if all_come else StopPoint(farthest.number + 1, 0)
+    all_come = farthest.index == 0 or all(
+        one.number == farthest.number and farthest.index < one.length for one in held
+    )
+    return (
+        StopPoint(farthest.number, farthest.index)
+        if all_come
+        else StopPoint(farthest.number + 1, 0)
+    )
 
 
 class StopPoints:
@@ -87,12 +93,17 @@ class StopPoints:
             TrainingError: held, and not released before the deadline.
         """
         with self._changed:
-            if self._is_held and not self._changed.wait_for(lambda: not self._is_held, self._deadline_s):
+            if self._is_held and not self._changed.wait_for(
+                lambda: not self._is_held, self._deadline_s
+            ):
                 raise TrainingError(
                     f"held before a micro-batch for {self._deadline_s:.0f} s without a release; "
                     "the driver or another rank does not respond"
                 )
-            if self._stop_at is not None and (self._next.number, index) >= (self._stop_at.number, self._stop_at.index):
+            if self._stop_at is not None and (self._next.number, index) >= (
+                self._stop_at.number,
+                self._stop_at.index,
+            ):
                 raise Interrupted("a stop was requested between two micro-batches")
             self._next = StopPoint(self._next.number, index + 1, self._next.length)
 

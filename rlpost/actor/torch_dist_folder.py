@@ -1,15 +1,21 @@
-"""Find Megatron's torch_dist checkpoint in a folder, as Megatron-LM lays it out. Standard library only."""
+"""Find Megatron's torch_dist checkpoint in a folder, as Megatron-LM lays it out. Standard library
+only.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
-"""The file that names the current subfolder, and the subfolder of a release (weights without a training step)."""
+"""The file that names the current subfolder, and the subfolder of a release (weights without a
+training step).
+"""
 
 
 def find_checkpoint(folder: str | Path) -> Path | None:
-    """Return ``folder``, or the subfolder that its tracker file names; None if it is not a checkpoint."""
+    """Return ``folder``, or the subfolder that its tracker file names; None if it is not a
+    checkpoint.
+    """
     folder = Path(folder)
     tracker = folder / TRACKER
     if tracker.is_file():

@@ -1,9 +1,10 @@
-"""Attention over packed sequences of variable length, with the fastest kernel of the device. Pure torch.
+"""Attention over packed sequences of variable length, with the fastest kernel of the device. Pure
+torch.
 
-Input: query [Tq, heads, head_dim], key and value [Tk, groups, head_dim], and the start of each sequence
-in both. Output: [Tq, heads, head_dim]. Attention is causal within each sequence, and aligned at its
-end: the last query has the position of the last key. If a sequence has fewer queries than keys, its
-queries are the last positions.
+Input: query [Tq, heads, head_dim], key and value [Tk, groups, head_dim], and the start of each
+sequence in both. Output: [Tq, heads, head_dim]. Attention is causal within each sequence, and
+aligned at its end: the last query has the position of the last key. If a sequence has fewer queries
+than keys, its queries are the last positions.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-BOTTOM_RIGHT = 2  # the causal mask of aten's memory-efficient kernel that is aligned to the last query and key
+BOTTOM_RIGHT = (
+    2  # the causal mask of aten's memory-efficient kernel that is aligned to the last query and key
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +32,12 @@ class Bounds:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Bounds, *, scale: float
 ) -> torch.Tensor:
-    """Compute softmax(query key^T scale) value in each sequence, causal; grouped-query if groups < heads.
+    """Compute softmax(query key^T scale) value in each sequence, causal; grouped-query if groups <
+    heads.
 
     On a GPU one kernel processes all sequences: FlashAttention for 16-bit dtypes, torch's
-    memory-efficient kernel for float32. On a CPU there is one call per sequence, which is faster than
-    a mask over the whole row.
+    memory-efficient kernel for float32. On a CPU there is one call per sequence, which is faster
+    than a mask over the whole row.
     """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _flash(query, key, value, bounds, scale)
@@ -46,7 +50,9 @@ def attend(
     return torch.cat([_one_sequence(q, k, v, scale) for q, k, v in zip(*parts, strict=True)])
 
 
-def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Bounds, scale: float) -> torch.Tensor:
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Bounds, scale: float
+) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn  # torch >= 2.10; not needed on a CPU
 
     found = varlen_attn(
@@ -88,14 +94,24 @@ def _memory_efficient(
     return found.squeeze(0)
 
 
-def _one_sequence(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def _one_sequence(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
     before = key.size(0) - query.size(0)
     mask = None
     if before:
-        mask = torch.ones(query.size(0), key.size(0), dtype=torch.bool, device=query.device).tril(before)
+        mask = torch.ones(query.size(0), key.size(0), dtype=torch.bool, device=query.device).tril(
+            before
+        )
     query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
     found = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=query.size(1) != key.size(1)
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=query.size(1) != key.size(1),
     )
     return found.squeeze(0).transpose(0, 1)
 
@@ -120,11 +136,17 @@ def zigzag(
         sequence order; and the bounds of the chunks.
     """
     width, begins = starts.diff() // (2 * size), starts[:-1] // size
-    num_seen = torch.tensor([rank + 1, 2 * size - rank], device=starts.device)  # chunks up to and including the own one
+    num_seen = torch.tensor(
+        [rank + 1, 2 * size - rank], device=starts.device
+    )  # chunks up to and including the own one
     seen = (width[:, None] * num_seen).flatten()
-    queries, keys = (F.pad(each.cumsum(0), (1, 0)).int() for each in (width.repeat_interleave(2), seen))
+    queries, keys = (
+        F.pad(each.cumsum(0), (1, 0)).int() for each in (width.repeat_interleave(2), seen)
+    )
     num_keys = (2 * size + 1) * num_local // 2
-    which = torch.arange(len(seen), device=starts.device).repeat_interleave(seen, output_size=num_keys)
+    which = torch.arange(len(seen), device=starts.device).repeat_interleave(
+        seen, output_size=num_keys
+    )
     place = torch.arange(num_keys, device=starts.device) - keys[which]
     own_width = width[which // 2]
     chunk = place // own_width

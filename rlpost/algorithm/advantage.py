@@ -1,7 +1,7 @@
 """Advantages per sample or per token from the rewards of groups. Pure Python.
 
-Input: rewards by group, and KL penalties per token if the reward includes them. Output: advantages in
-the same order. Groups are formed by prompt id upstream, never by reshaping a flat list.
+Input: rewards by group, and KL penalties per token if the reward includes them. Output: advantages
+in the same order. Groups are formed by prompt id upstream, never by reshaping a flat list.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ def whiten(advantages: Sequence[float], weights: Sequence[int]) -> tuple[float, 
     """
     num_tokens = max(sum(weights), 1)
     mean = math.fsum(a * n for a, n in zip(advantages, weights, strict=True)) / num_tokens
-    variance = math.fsum((a - mean) ** 2 * n for a, n in zip(advantages, weights, strict=True)) / num_tokens
+    variance = (
+        math.fsum((a - mean) ** 2 * n for a, n in zip(advantages, weights, strict=True))
+        / num_tokens
+    )
     scale = math.sqrt(variance + WHITEN_EPSILON)
     return tuple((a - mean) / scale for a in advantages)
 
@@ -100,13 +103,21 @@ class Estimator:
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "grpo": Estimator(lambda rewards, normalize_std: grpo_advantages(rewards, normalize_std=normalize_std)),
+    "grpo": Estimator(
+        lambda rewards, normalize_std: grpo_advantages(rewards, normalize_std=normalize_std)
+    ),
     "rloo": Estimator(lambda rewards, _: rloo_advantages(rewards)),
-    "reinforce_plus_plus": Estimator(lambda rewards, _: tuple(rewards), whitens=True, charges_tokens=True),
-    "reinforce_plus_plus_baseline": Estimator(lambda rewards, _: centred_advantages(rewards), whitens=True),
+    "reinforce_plus_plus": Estimator(
+        lambda rewards, _: tuple(rewards), whitens=True, charges_tokens=True
+    ),
+    "reinforce_plus_plus_baseline": Estimator(
+        lambda rewards, _: centred_advantages(rewards), whitens=True
+    ),
 }
-"""By the value of --advantage-estimator. To add one, add a function above, a line here, and its name
-in ``rlpost/config/groups/grpo.py``."""
+"""By the value of --advantage-estimator.
+
+To add one, add a function above, a line here, and its name in ``rlpost/config/groups/grpo.py``.
+"""
 ESTIMATOR_OF = {"gspo": "grpo", "cispo": "grpo"}
 """Estimators for values that name a loss in published recipes (``objective.POLICY_LOSSES``)."""
 
@@ -160,7 +171,10 @@ def _whitened_returns(
     ]
     chain = itertools.chain.from_iterable
     flat = iter(whiten(list(chain(chain(returns))), list(chain(chain(masks)))))
-    return [tuple(FloatColumn(itertools.islice(flat, len(tokens))) for tokens in group) for group in returns]
+    return [
+        tuple(FloatColumn(itertools.islice(flat, len(tokens))) for tokens in group)
+        for group in returns
+    ]
 
 
 def custom_advantages(
@@ -168,14 +182,16 @@ def custom_advantages(
 ) -> list[tuple[Advantage, ...]]:
     """Advantages by a user function, ``function(groups, penalties)``, by group and sample.
 
-    ``penalties`` holds a tuple per sample. For each group, in order, the function returns an advantage
-    per sample: a number, or one per response token.
+    ``penalties`` holds a tuple per sample. For each group, in order, the function returns an
+    advantage per sample: a number, or one per response token.
 
     Raises:
         ConfigError: the function cannot be imported, or returns something else.
     """
     key = "custom_advantage_function_path"
-    of_tokens = None if penalties is None else [[tuple(own) for own in group] for group in penalties]
+    of_tokens = (
+        None if penalties is None else [[tuple(own) for own in group] for group in penalties]
+    )
     with blamed_on(path, key=key):
         found = load_function(path, key=key)(groups, of_tokens)
     try:

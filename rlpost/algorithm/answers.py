@@ -1,13 +1,13 @@
 """Baseline and loss weights for answers that consist of several samples. Pure.
 
 A generate function may return several samples for one answer, such as the turns of an agent or the
-parts of a conversation whose context was shortened. With --loss-unit sample each counts as a separate
-sample, so an answer of k samples has k times the weight. With --loss-unit answer they count as one:
-the baseline uses the mean of their rewards, all have the same advantage, and the loss of the answer is
-the mean over the tokens of all its samples.
+parts of a conversation whose context was shortened. With --loss-unit sample each counts as a
+separate sample, so an answer of k samples has k times the weight. With --loss-unit answer they
+count as one: the baseline uses the mean of their rewards, all have the same advantage, and the loss
+of the answer is the mean over the tokens of all its samples.
 
-Input: groups; the samples of an answer have the same index and are adjacent. Output: an advantage and
-a weight per sample.
+Input: groups; the samples of an answer have the same index and are adjacent. Output: an advantage
+and a weight per sample.
 """
 
 from __future__ import annotations
@@ -22,13 +22,18 @@ from rlpost.columns import DoubleColumn, FloatColumn, RunColumn
 from rlpost.types import SampleGroup
 
 T = TypeVar("T")
-Estimate = Callable[[Sequence[Sequence[float]], Masks, Penalties | None], list[tuple[Advantage, ...]]]
+Estimate = Callable[
+    [Sequence[Sequence[float]], Masks, Penalties | None], list[tuple[Advantage, ...]]
+]
 """Rewards, loss masks and penalties by group -> advantages by group; see ``advantage.estimate``."""
 
 
 def answer_sizes(group: SampleGroup) -> list[int]:
     """Return the number of samples of each answer of a group, in order."""
-    return [len(list(own)) for _, own in itertools.groupby(group.samples, key=lambda scored: scored.sample.index)]
+    return [
+        len(list(own))
+        for _, own in itertools.groupby(group.samples, key=lambda scored: scored.sample.index)
+    ]
 
 
 def estimate_by_answer(
@@ -59,7 +64,9 @@ def _joined_mask(masks: Sequence[RunColumn]) -> RunColumn:
     return RunColumn(run for mask in masks for run in mask.runs)
 
 
-def _of_samples(advantages: Sequence[Advantage], group: SampleGroup, sizes: Sequence[int]) -> tuple[Advantage, ...]:
+def _of_samples(
+    advantages: Sequence[Advantage], group: SampleGroup, sizes: Sequence[int]
+) -> tuple[Advantage, ...]:
     """Convert the advantages of a group's answers to those of its samples."""
     lengths = [len(scored.sample.mask) for scored in group.samples]
     found: list[Advantage] = []
@@ -71,8 +78,8 @@ def _of_samples(advantages: Sequence[Advantage], group: SampleGroup, sizes: Sequ
 def answer_weights(group: SampleGroup) -> list[tuple[float, int]]:
     """Return ``weight`` and ``count`` of each sample, see ``TrainSample``.
 
-    The weight is the sample's share of the answer's loss-masked tokens; the count is 1 for the first
-    sample of an answer and 0 for the others.
+    The weight is the sample's share of the answer's loss-masked tokens; the count is 1 for the
+    first sample of an answer and 0 for the others.
     """
     lengths = [scored.sample.mask.total() for scored in group.samples]
     found: list[tuple[float, int]] = []
@@ -83,7 +90,9 @@ def answer_weights(group: SampleGroup) -> list[tuple[float, int]]:
 
 
 def _joined(penalties: Penalties, sizes: Sequence[Sequence[int]]) -> list[list[DoubleColumn]]:
-    """Concatenate the token penalties of each answer: by group and sample -> by group and answer."""
+    """Concatenate the token penalties of each answer: by group and sample -> by group and
+    answer.
+    """
     return [
         [DoubleColumn.joined(map(DoubleColumn.of, part)) for part in _parts(own, of)]
         for own, of in zip(penalties, sizes, strict=True)

@@ -1,4 +1,5 @@
-"""Importance correction for the mismatch between the engines, which sampled, and the trainer: pure functions.
+"""Importance correction for the mismatch between the engines, which sampled, and the trainer: pure
+functions.
 
 Input: log-probs of the sampled tokens under the trainer's weights of the rollout (old) and as the
 engines reported them (rollout). Output: a weight per token without gradient, and statistics. The
@@ -16,14 +17,17 @@ from rlpost.algorithm.kl import estimate_kl
 from rlpost.algorithm.loss import MAX_LOG_RATIO
 
 SampleSums = Callable[[Tensor], Tensor]
-"""From one number a token [T] to their sum over the loss-masked tokens of each token's sample [T]."""
+"""From one number a token [T] to their sum over the loss-masked tokens of each token's sample [T].
+"""
 
 
-def log_ratio_at(level: str, log_ratio_T: Tensor, sample_sums: SampleSums, sample_lengths: Tensor) -> Tensor:
+def log_ratio_at(
+    level: str, log_ratio_T: Tensor, sample_sums: SampleSums, sample_lengths: Tensor
+) -> Tensor:
     """Return log(p_trainer / p_rollout) of each token at a level; [T] -> [T].
 
-    ``token``: of the token. ``sequence``: of the sample, the product over its tokens. ``geometric``:
-    the geometric mean over the sample's tokens.
+    ``token``: of the token. ``sequence``: of the sample, the product over its tokens.
+    ``geometric``: the geometric mean over the sample's tokens.
 
     Raises:
         KeyError: the level is unknown.
@@ -35,13 +39,16 @@ def log_ratio_at(level: str, log_ratio_T: Tensor, sample_sums: SampleSums, sampl
     }[level]()
 
 
-def correction_weights(log_ratio_T: Tensor, *, mode: str, low: float, high: float) -> tuple[Tensor, dict[str, Tensor]]:
+def correction_weights(
+    log_ratio_T: Tensor, *, mode: str, low: float, high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute weights w(r) of the tokens' losses from r = exp(log-ratio).
 
-    ``truncate``: r clamped to [low, high] (truncated importance sampling, Yao et al., "Your efficient RL
-    framework secretly brings you off-policy RL training", 2025). ``mask``: r within the bounds, 0 outside
-    (at token level IcePop, arXiv 2510.18855; at sequence level masked importance sampling). ``reject``:
-    1 within the bounds, 0 outside: the ratio selects tokens without weighting them.
+    ``truncate``: r clamped to [low, high] (truncated importance sampling, Yao et al., "Your
+    efficient RL framework secretly brings you off-policy RL training", 2025). ``mask``: r within
+    the bounds, 0 outside (at token level IcePop, arXiv 2510.18855; at sequence level masked
+    importance sampling). ``reject``: 1 within the bounds, 0 outside: the ratio selects tokens
+    without weighting them.
 
     Returns:
         The weights [T], and the statistics ``tis_weight`` and ``tis_clip_frac``, [T] each.
@@ -62,10 +69,10 @@ def correction_weights(log_ratio_T: Tensor, *, mode: str, low: float, high: floa
 def mismatch(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor) -> dict[str, Tensor]:
     """Measure the mismatch between trainer and engines per token.
 
-    Returns:
-        [T] each: ``rollout_logprob_abs_diff``; ``rollout_ratio`` = p_trainer / p_rollout, whose
-        expectation is 1, and ``rollout_ratio_max``; ``rollout_kl`` and ``rollout_k3``, two estimates of
-        KL(rollout || trainer) at tokens that the engines sampled (``estimate_kl``, k1 and k3).
+    Returns: [T] each: ``rollout_logprob_abs_diff``; ``rollout_ratio`` = p_trainer / p_rollout,
+        whose expectation is 1, and ``rollout_ratio_max``; ``rollout_kl`` and ``rollout_k3``, two
+        estimates of KL(rollout || trainer) at tokens that the engines sampled (``estimate_kl``, k1
+        and k3).
     """
     old = old_logprobs_T.detach()
     ratio = (old - rollout_logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -17,15 +17,17 @@ if TYPE_CHECKING:  # the driver needs numbers only
 Estimator = Literal["k1", "k2", "k3", "low_var_kl"]
 LOW_VAR_BOUND = 10.0
 MAX_DIFFERENCE = 20.0
-"""Bound of a difference, so that exp stays finite: otherwise a masked token's gradient is 0 x infinity."""
+"""Bound of a difference, so that exp stays finite: otherwise a masked token's gradient is 0 x
+infinity.
+"""
 
 
 def estimate_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor:
     """Estimate the divergence at each token: [T], [T] -> [T].
 
-    With d = policy - reference: k1 is d (unbiased, either sign). k2 is d^2 / 2 (its gradient is that of
-    the divergence). k3 is exp(-d) + d - 1 (unbiased, never negative), with d clamped to +-20. low_var_kl
-    is k3 clamped to 10.
+    With d = policy - reference: k1 is d (unbiased, either sign). k2 is d^2 / 2 (its gradient is
+    that of the divergence). k3 is exp(-d) + d - 1 (unbiased, never negative), with d clamped to
+    +-20. low_var_kl is k3 clamped to 10.
 
     Raises:
         ValueError: the kind is unknown.
@@ -49,7 +51,12 @@ def kl_values(difference_T: Any, kind: str) -> Any:
         KeyError: the kind is unknown.
     """
     d = np.clip(difference_T, -MAX_DIFFERENCE, MAX_DIFFERENCE)
-    return {"k1": lambda: d, "k2": lambda: d * d / 2, "k3": lambda: _k3(d), "low_var_kl": lambda: _low_var(d)}[kind]()
+    return {
+        "k1": lambda: d,
+        "k2": lambda: d * d / 2,
+        "k3": lambda: _k3(d),
+        "low_var_kl": lambda: _low_var(d),
+    }[kind]()
 
 
 def _k3(d_T: Any) -> Any:

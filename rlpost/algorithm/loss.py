@@ -1,8 +1,8 @@
 """Policy losses: pure functions of per-token tensors, without aggregation.
 
 Input: 1-D tensors over the response tokens of a micro-batch (suffix T). Output: loss and statistics
-per token. The caller multiplies by ``token_weights``, whose denominators count the global batch. The
-plain sum over all micro-batches and ranks is then the loss, at every layout.
+per token. The caller multiplies by ``token_weights``, whose denominators count the global batch.
+The plain sum over all micro-batches and ranks is then the loss, at every layout.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ def policy_loss(
     eps_clip_high: float,
     eps_clip_c: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate: max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A) with r = exp(new - old).
+    """Clipped surrogate: max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A) with r = exp(new -
+    old).
 
-    Tensors are float, of shape [T]. Gradients flow only through ``logprobs_T``. With ``eps_clip_c`` > 1
-    the loss of a token with A < 0 is at most -eps_clip_c A (dual clip).
+    Tensors are float, of shape [T]. Gradients flow only through ``logprobs_T``. With ``eps_clip_c``
+    > 1 the loss of a token with A < 0 is at most -eps_clip_c A (dual clip).
 
-    Returns:
-        The loss [T] and, detached, [T] each: ``ppo_kl`` = old - new; ``ratio`` and ``ratio_max``;
-        ``clip_frac``, 1 where clipping is active; ``clip_frac_low`` and ``clip_frac_high``, 1 where the
-        lower or upper bound is active; and ``dual_clip_frac``.
+    Returns: The loss [T] and, detached, [T] each: ``ppo_kl`` = old - new; ``ratio`` and
+        ``ratio_max``; ``clip_frac``, 1 where clipping is active; ``clip_frac_low`` and
+        ``clip_frac_high``, 1 where the lower or upper bound is active; and ``dual_clip_frac``.
 
-    Sources: PPO, arXiv 1707.06347, equation 7; a higher upper bound: DAPO, arXiv 2503.14476, equation 10;
-    dual clip: arXiv 1912.09729, equation 5.
+    Sources: PPO, arXiv 1707.06347, equation 7; a higher upper bound: DAPO, arXiv 2503.14476,
+    equation 10; dual clip: arXiv 1912.09729, equation 5.
     """
     log_ratio = (logprobs_T - old_logprobs_T.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
@@ -51,7 +51,12 @@ def policy_loss(
 
 
 def cispo_loss(
-    logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, eps_clip: float, eps_clip_high: float
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    *,
+    eps_clip: float,
+    eps_clip_high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """REINFORCE with a clipped importance weight without gradient: -sg(clip(r)) A log p.
 
@@ -61,11 +66,15 @@ def cispo_loss(
     log_ratio = (logprobs_T - old_logprobs_T).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     weight = ratio.clamp(1.0 - eps_clip, 1.0 + eps_clip_high)
-    return -weight * advantages_T * logprobs_T, _stats(log_ratio, weight != ratio, torch.zeros_like(ratio).bool())
+    return -weight * advantages_T * logprobs_T, _stats(
+        log_ratio, weight != ratio, torch.zeros_like(ratio).bool()
+    )
 
 
 def _stats(log_ratio_T: Tensor, is_clipped: Tensor, is_bounded: Tensor) -> dict[str, Tensor]:
-    """Statistics per token; the lower bound applies where the ratio fell, the upper where it rose."""
+    """Statistics per token; the lower bound applies where the ratio fell, the upper where it
+    rose.
+    """
     log_ratio = log_ratio_T.detach()
     ratio = log_ratio.exp()
     return {
@@ -85,7 +94,8 @@ def sft_loss(logprobs_T: Tensor) -> Tensor:
 
 
 def sequence_level(logprobs_T: Tensor, mean_log_ratio_T: Tensor) -> Tensor:
-    """Return log-ratios with the value of the sequence and the gradient of the token (GSPO-token); [T].
+    """Return log-ratios with the value of the sequence and the gradient of the token (GSPO-token);
+    [T].
 
     Pass the result to ``policy_loss`` with old log-probs of zero. With one advantage per sample the
     gradient is that of GSPO. Source: GSPO, arXiv 2507.18071, equations 5 and 13.
@@ -97,7 +107,9 @@ def sequence_level(logprobs_T: Tensor, mean_log_ratio_T: Tensor) -> Tensor:
     return mean_log_ratio_T.detach() + logprobs_T - logprobs_T.detach()
 
 
-def token_weights(sample_lengths: Tensor, *, num_samples: int, num_tokens: int, per_token: bool) -> Tensor:
+def token_weights(
+    sample_lengths: Tensor, *, num_samples: int, num_tokens: int, per_token: bool
+) -> Tensor:
     """Return the weight of each token; the sum of loss x weight over the global batch is the loss.
 
     Args:
@@ -106,11 +118,12 @@ def token_weights(sample_lengths: Tensor, *, num_samples: int, num_tokens: int, 
         num_tokens: of the global batch.
         per_token: average over tokens instead of samples.
 
-    Returns:
-        [T] float32: 1 / num_tokens with ``per_token``; else 1 / (length x num_samples), the mean over
-        samples of the mean over each sample's tokens.
+    Returns: [T] float32: 1 / num_tokens with ``per_token``; else 1 / (length x num_samples), the
+        mean over samples of the mean over each sample's tokens.
     """
     if per_token:
         weight = 1.0 / num_tokens
-        return torch.full(sample_lengths.shape, weight, dtype=torch.float32, device=sample_lengths.device)
+        return torch.full(
+            sample_lengths.shape, weight, dtype=torch.float32, device=sample_lengths.device
+        )
     return 1.0 / (sample_lengths.clamp(min=1).float() * num_samples)

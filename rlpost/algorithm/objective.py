@@ -1,8 +1,9 @@
 """The objective: the loss of each token, combined from its terms, without aggregation.
 
 Input: ``Tokens`` of a micro-batch, and settings. Output: loss and statistics per token. The caller
-weights both with denominators of the global batch, so that neither depends on the layout. A statistic
-whose name ends in ``_max`` is reported as its maximum, every other as its mean over tokens.
+weights both with denominators of the global batch, so that neither depends on the layout. A
+statistic whose name ends in ``_max`` is reported as its maximum, every other as its mean over
+tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Stats = dict[str, Tensor]
 class Tokens:
     """Response tokens of a micro-batch on this rank: float tensors [T].
 
-    With context parallelism a rank holds only some tokens of a sample; ``sample_sums`` sums over all
-    of them.
+    With context parallelism a rank holds only some tokens of a sample; ``sample_sums`` sums over
+    all of them.
     """
 
     logprobs: Tensor  # under the current weights, with gradient
@@ -67,10 +68,14 @@ def _custom(path: str, *, key: str) -> LossFunction:
 def policy_objective(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:
     """Policy loss x correction + kl_loss_coef KL - entropy_coef entropy, each [T]."""
     loss_T, stats = POLICY_LOSSES[settings.policy_loss](tokens, settings)
-    stats = stats | mismatch(tokens.old_logprobs, tokens.rollout_logprobs) | {"entropy": tokens.entropy}
+    stats = (
+        stats | mismatch(tokens.old_logprobs, tokens.rollout_logprobs) | {"entropy": tokens.entropy}
+    )
     if settings.use_tis:
         log_ratio = (tokens.old_logprobs - tokens.rollout_logprobs).detach()
-        log_ratio = log_ratio_at(settings.tis_level, log_ratio, tokens.sample_sums, tokens.sample_lengths)
+        log_ratio = log_ratio_at(
+            settings.tis_level, log_ratio, tokens.sample_sums, tokens.sample_lengths
+        )
         weight, tis = correction_weights(
             log_ratio, mode=settings.tis_mode, low=settings.tis_clip_low, high=settings.tis_clip
         )
@@ -107,7 +112,9 @@ def gspo_surrogate(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stat
     old = tokens.old_logprobs.detach()
     means = tokens.sample_sums(tokens.logprobs.detach() - old) / tokens.sample_lengths.clamp(min=1)
     of_sequence = replace(
-        tokens, logprobs=sequence_level(tokens.logprobs, means), old_logprobs=old.new_zeros(old.shape)
+        tokens,
+        logprobs=sequence_level(tokens.logprobs, means),
+        old_logprobs=old.new_zeros(old.shape),
     )
     return ppo_surrogate(of_sequence, settings)
 
@@ -123,7 +130,11 @@ def cispo_surrogate(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Sta
     )
 
 
-POLICY_LOSSES: dict[str, LossFunction] = {"ppo": ppo_surrogate, "gspo": gspo_surrogate, "cispo": cispo_surrogate}
+POLICY_LOSSES: dict[str, LossFunction] = {
+    "ppo": ppo_surrogate,
+    "gspo": gspo_surrogate,
+    "cispo": cispo_surrogate,
+}
 """By the value of --policy-loss."""
 LOSSES: dict[str, LossFunction] = {"policy_loss": policy_objective, "sft_loss": sft_objective}
 """By the value of --loss-type, except custom_loss."""

@@ -1,9 +1,9 @@
 """Load user functions that are named in the settings.
 
 Input: ``module.function`` or ``FILE.py:function``. Output: the function. A file is loaded once per
-process, under a name derived from its path. It need not be in a package, and can import modules in its
-folder. Errors in the function's code (a TypeError, a missing import) are errors of the settings,
-because a restart does not help.
+process, under a name derived from its path. It need not be in a package, and can import modules in
+its folder. Errors in the function's code (a TypeError, a missing import) are errors of the
+settings, because a restart does not help.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ WRONG_CODE = (TypeError, ImportError)
 def load_function(path: str, *, key: str) -> Callable[..., Any]:
     """Load the function that ``path`` names.
 
-    Raises:
-        ConfigError: its module cannot be imported, or has no such function; names the setting ``key``.
+    Raises: ConfigError: its module cannot be imported, or has no such function; names the setting
+        ``key``.
     """
     slime_modules.install()
     is_file = ":" in path
@@ -41,11 +41,17 @@ def load_function(path: str, *, key: str) -> Callable[..., Any]:
     try:
         module = _from_file(Path(file)) if is_file else importlib.import_module(file)
     except Exception as error:  # the import of a user's module can raise anything
-        raise ConfigError(f"{key} = {path}: cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{key} = {path}: cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     found = getattr(module, name, None)
     if not callable(found):
-        public = ", ".join(word for word, value in vars(module).items() if callable(value) and word[0] != "_")
-        raise ConfigError(f"{key} = {path}: {file} has no function {name}; it has {public or 'none'}")
+        public = ", ".join(
+            word for word, value in vars(module).items() if callable(value) and word[0] != "_"
+        )
+        raise ConfigError(
+            f"{key} = {path}: {file} has no function {name}; it has {public or 'none'}"
+        )
     return found
 
 
@@ -79,7 +85,9 @@ def blaming(function: Callable[..., Any], path: str, *, key: str) -> Callable[..
     return called
 
 
-def checked_interface(kind: Kind, function: Callable[..., Any], *, key: str, path: str) -> Interface:
+def checked_interface(
+    kind: Kind, function: Callable[..., Any], *, key: str, path: str
+) -> Interface:
     """Return whether a function has the interface of rlpost or of slime.
 
     Raises:
@@ -108,7 +116,9 @@ def _from_file(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))  # last: the file can import its neighbours without hiding other modules
+        sys.path.append(
+            str(file.parent)
+        )  # last: the file can import its neighbours without hiding other modules
     try:
         spec.loader.exec_module(module)
     except BaseException:

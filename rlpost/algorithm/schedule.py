@@ -10,9 +10,9 @@ sample indices. Invariants:
 
 Memory is counted in tokens, time in work: ``sequence_work`` adds the cost of attention to a
 sequence's tokens. Given the work of each sample, samples are first distributed so that the ranks'
-sums are even, and then packed on each rank. A step takes as long as its busiest rank, while an extra
-micro-batch costs little without padding; so balance has priority. Without work, samples are packed
-in order, and micro-batches are assigned to ranks round-robin.
+sums are even, and then packed on each rank. A step takes as long as its busiest rank, while an
+extra micro-batch costs little without padding; so balance has priority. Without work, samples are
+packed in order, and micro-batches are assigned to ranks round-robin.
 """
 
 from __future__ import annotations
@@ -67,12 +67,17 @@ def schedule(
         for quota in (None, share):
             ranks = _spread(work, data_parallel_size, quota=quota)
             fitting = regroup(
-                [[lengths[i] for i in own] for own in ranks], max_tokens=max_tokens, multiple_of=multiple_of
+                [[lengths[i] for i in own] for own in ranks],
+                max_tokens=max_tokens,
+                multiple_of=multiple_of,
             )
             if fitting is not None:
                 return _named(ranks, fitting, work)
     bins = (
-        [list(range(i, min(i + micro_batch_size, len(lengths)))) for i in range(0, len(lengths), micro_batch_size)]
+        [
+            list(range(i, min(i + micro_batch_size, len(lengths))))
+            for i in range(0, len(lengths), micro_batch_size)
+        ]
         if max_tokens is None
         else first_fit(lengths, range(len(lengths)), max_tokens)
     )
@@ -91,9 +96,9 @@ def sequence_work(length: int, break_even: float = math.inf) -> float:
 def break_even_length(*, num_parameters: int, num_layers: int, attention_width: int) -> float:
     """The sequence length at which causal attention costs as much as all matrix products.
 
-    A token is multiplied with each of the active ``num_parameters``. In each layer its query attends
-    to half the sequence's keys and values, of ``attention_width`` (heads x head size):
-    2 P = 2 x 2 x layers x width x length / 2.
+    A token is multiplied with each of the active ``num_parameters``. In each layer its query
+    attends to half the sequence's keys and values, of ``attention_width`` (heads x head size): 2 P
+    = 2 x 2 x layers x width x length / 2.
     """
     return num_parameters / (num_layers * attention_width)
 
@@ -110,7 +115,9 @@ def lower_bound(lengths: Sequence[int], *, max_tokens: int, unit: int = 1) -> in
     return _up(max(alone + -(-tokens // max_tokens), large), unit)
 
 
-def regroup(lengths: Sequence[Sequence[int]], *, max_tokens: int, multiple_of: int = 1) -> list[Bins] | None:
+def regroup(
+    lengths: Sequence[Sequence[int]], *, max_tokens: int, multiple_of: int = 1
+) -> list[Bins] | None:
     """Pack each rank's samples into the same number of micro-batches of at most ``max_tokens``.
 
     Returns:
@@ -157,7 +164,9 @@ def first_fit(lengths: Sequence[int], order: Iterable[int], max_tokens: int) -> 
 
 
 def _pack(lengths: Sequence[int], max_tokens: int, count: int) -> Bins:
-    """``count`` micro-batches with even sums if these fit, else a first-fit packing of at least that."""
+    """``count`` micro-batches with even sums if these fit, else a first-fit packing of at least
+    that.
+    """
     bins = _spread(lengths, count, limit=max_tokens)
     if not bins:
         bins = first_fit(lengths, _falling(lengths), max_tokens)
@@ -165,12 +174,14 @@ def _pack(lengths: Sequence[int], max_tokens: int, count: int) -> Bins:
     return bins
 
 
-def _spread(sizes: Sequence[float], num_bins: int, *, quota: int | None = None, limit: float = math.inf) -> Bins:
+def _spread(
+    sizes: Sequence[float], num_bins: int, *, quota: int | None = None, limit: float = math.inf
+) -> Bins:
     """Put each item, largest first, into the bin with the smallest sum.
 
-    Source: Graham, "Bounds on multiprocessing timing anomalies", 1969. A bin takes at most ``quota``
-    items, and a sum up to ``limit``, except for a single larger item. Returns no bins when an item
-    does not fit.
+    Source: Graham, "Bounds on multiprocessing timing anomalies", 1969. A bin takes at most
+    ``quota`` items, and a sum up to ``limit``, except for a single larger item. Returns no bins
+    when an item does not fit.
     """
     bins: Bins = [[] for _ in range(num_bins)]
     heap: list[tuple[float, int]] = [(0, number) for number in range(num_bins)]
@@ -187,17 +198,23 @@ def _spread(sizes: Sequence[float], num_bins: int, *, quota: int | None = None, 
 
 
 def _falling(sizes: Sequence[float]) -> list[int]:
-    return sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)  # stable: equal ones stay in order
+    return sorted(
+        range(len(sizes)), key=sizes.__getitem__, reverse=True
+    )  # stable: equal ones stay in order
 
 
 def _split(bins: Bins, lengths: Sequence[int], count: int) -> None:
     """Split the longest micro-batch of at least two samples in half until there are ``count``."""
-    sums = [(-sum(lengths[i] for i in one), number) for number, one in enumerate(bins) if len(one) > 1]
+    sums = [
+        (-sum(lengths[i] for i in one), number) for number, one in enumerate(bins) if len(one) > 1
+    ]
     heapq.heapify(sums)
     while len(bins) < count:
         _, number = heapq.heappop(sums)
         whole = bins[number]
-        halves = [[whole[i] for i in sorted(half)] for half in _spread([lengths[i] for i in whole], 2)]
+        halves = [
+            [whole[i] for i in sorted(half)] for half in _spread([lengths[i] for i in whole], 2)
+        ]
         bins[number] = halves[0]
         bins.append(halves[1])
         for half, where in zip(halves, (number, len(bins) - 1), strict=True):
@@ -211,7 +228,10 @@ def _named(ranks: Bins, packed: Sequence[Bins], work: Sequence[float]) -> Schedu
     Micro-batches are sorted by descending work: ranks that share experts run them in step, so
     micro-batches that run together should have similar work.
     """
-    named = [[sorted(own[i] for i in one) for one in bins] for own, bins in zip(ranks, packed, strict=True)]
+    named = [
+        [sorted(own[i] for i in one) for one in bins]
+        for own, bins in zip(ranks, packed, strict=True)
+    ]
     return [sorted(bins, key=lambda one: -sum(work[i] for i in one)) for bins in named]
 
 

@@ -1,8 +1,10 @@
-"""Download the models and data sets of a recipe from the Hugging Face hub to a folder on the shared file system.
+"""Download the models and data sets of a recipe from the Hugging Face hub to a folder on the shared
+file system.
 
-A thin layer over ``huggingface_hub`` (listings, HTTP with retries) and ``filelock`` (one fetch at a time).
-``snapshot_download`` is not enough: it discards partial downloads of a killed process, checks sizes but not digests,
-and shows files under their final names before the repository is complete.
+A thin layer over ``huggingface_hub`` (listings, HTTP with retries) and ``filelock`` (one fetch at a
+time). ``snapshot_download`` is not enough: it discards partial downloads of a killed process,
+checks sizes but not digests, and shows files under their final names before the repository is
+complete.
 
 Invariant: a folder appears under its final name only after every file in it was checked.
 """

@@ -1,11 +1,12 @@
 """Fetch an asset: one process at a time downloads, checks and publishes; others wait.
 
-The lock is a lease (filelock's SoftFileLease): a file with a heartbeat, made by exclusive creation, which works on
-every shared file system. flock is not sufficient, because some file systems grant it on every node.
+The lock is a lease (filelock's SoftFileLease): a file with a heartbeat, made by exclusive creation,
+which works on every shared file system. flock is not sufficient, because some file systems grant it
+on every node.
 
-A lease expires at once if its holder on the same node has died; for a holder on another node it expires after
-``STALE_S`` without a heartbeat, by the waiter's clock. A holder that was suspended for longer detects the loss before
-its next chunk and stops. Every file is checked in any case.
+A lease expires at once if its holder on the same node has died; for a holder on another node it
+expires after ``STALE_S`` without a heartbeat, by the waiter's clock. A holder that was suspended
+for longer detects the loss before its next chunk and stops. Every file is checked in any case.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ POLL_S = 0.5
 class Fetcher:
     """Fetches into ``root`` from ``hub`` (None: offline), ``workers`` files at a time.
 
-    ``wait_s`` limits the wait for another fetch; ``report`` receives messages, ``advance`` numbers of bytes.
+    ``wait_s`` limits the wait for another fetch; ``report`` receives messages, ``advance`` numbers
+    of bytes.
     """
 
     root: Path
@@ -46,10 +48,11 @@ class Fetcher:
     advance: Callable[[int], None]
 
     def fetch(self, asset: Asset, *, compare: bool = False) -> store.Status:
-        """Complete an asset's folder, or wait for another fetch of it; with ``compare`` check all digests.
+        """Complete an asset's folder, or wait for another fetch of it; with ``compare`` check all
+        digests.
 
-        Raises:
-            AssetError: the asset is not available or damaged, or another process held the lease too long.
+        Raises: AssetError: the asset is not available or damaged, or another process held the lease
+            too long.
         """
         stage = self.root / store.STAGES / asset.folder
         with lease(stage.with_name(f"{stage.name}.lock"), self.wait_s, self.report) as check:
@@ -60,7 +63,9 @@ class Fetcher:
             wrong = store.damage(folder, listing.files, deep=True) if listing else {}
             if listing is None or (wrong and self.hub is None):
                 problem = store.first(wrong) if wrong else found.remark
-                raise AssetError(f"{folder}: {problem}; unset HF_HUB_OFFLINE to download it from the hub")
+                raise AssetError(
+                    f"{folder}: {problem}; unset HF_HUB_OFFLINE to download it from the hub"
+                )
             has_record = store.read_record(folder) is not None
             if wrong and not has_record and store.is_occupied(folder):
                 raise AssetError(
@@ -69,7 +74,9 @@ class Fetcher:
                 )
             if wrong:
                 if has_record:
-                    self.report(f"{folder}: {store.first(wrong)}; {len(wrong)} files are fetched again")
+                    self.report(
+                        f"{folder}: {store.first(wrong)}; {len(wrong)} files are fetched again"
+                    )
                 self._download(asset, listing, wrong, stage, check)
                 _publish(stage, folder, wrong)
             elif not has_record:
@@ -78,9 +85,17 @@ class Fetcher:
             return store.inspect(asset, self.root)
 
     def _download(
-        self, asset: Asset, listing: Listing, paths: Collection[str], stage: Path, check: Callable[[], None]
+        self,
+        asset: Asset,
+        listing: Listing,
+        paths: Collection[str],
+        stage: Path,
+        check: Callable[[], None],
     ) -> None:
-        """Download and check files, several at a time. The first error stops all; partial files are kept."""
+        """Download and check files, several at a time.
+
+        The first error stops all; partial files are kept.
+        """
         stopped = threading.Event()
 
         def advance(count: int) -> None:
@@ -109,7 +124,9 @@ class Fetcher:
             )
 
         store.open_stage(stage, asset, listing)
-        files = sorted((file for file in listing.files if file.path in paths), key=lambda file: -file.size)
+        files = sorted(
+            (file for file in listing.files if file.path in paths), key=lambda file: -file.size
+        )
         with ThreadPool(max(1, self.workers)) as pool:  # its threads do not keep a process alive
             try:
                 for _ in pool.imap_unordered(download, files):
@@ -120,7 +137,9 @@ class Fetcher:
 
 
 def _publish(stage: Path, folder: Path, paths: Collection[str]) -> None:
-    """Rename the complete stage to its final name, or replace damaged files in an existing folder."""
+    """Rename the complete stage to its final name, or replace damaged files in an existing
+    folder.
+    """
     if not store.is_occupied(folder):
         stage.rename(folder)  # also over an empty folder
         sync(folder.parent)
@@ -139,17 +158,25 @@ def lease(path: Path, wait_s: float, report: Callable[[str], None]) -> Iterator[
         AssetError: another process still holds the lease after ``wait_s`` seconds.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = SoftFileLease(path, lease_duration=STALE_S, heartbeat_interval=BEAT_S, thread_local=False)
+    lock = SoftFileLease(
+        path, lease_duration=STALE_S, heartbeat_interval=BEAT_S, thread_local=False
+    )
 
     def holder() -> str:
         owner = lock.owner
         # filelock appends the PID namespace of a container to the host's name
-        return f"process {owner.pid} on {owner.hostname.partition('?')[0]}" if owner else "another process"
+        return (
+            f"process {owner.pid} on {owner.hostname.partition('?')[0]}"
+            if owner
+            else "another process"
+        )
 
     def check() -> None:
         owner = lock.owner  # may be None for a moment; only the heartbeat detects a loss
         if lock.compromise or (owner and owner.token != lock.token):
-            raise AssetError(f"{path}: taken over by {holder()}; this fetch stops; run the command again")
+            raise AssetError(
+                f"{path}: taken over by {holder()}; this fetch stops; run the command again"
+            )
 
     reported: list[str] = []
 
@@ -162,6 +189,8 @@ def lease(path: Path, wait_s: float, report: Callable[[str], None]) -> Iterator[
     try:
         held = lock.acquire(timeout=wait_s, poll_interval=POLL_S, cancel_check=report_once)
     except Timeout:
-        raise AssetError(f"{path}: held by {holder()} for longer than --wait-s {wait_s:g}") from None
+        raise AssetError(
+            f"{path}: held by {holder()} for longer than --wait-s {wait_s:g}"
+        ) from None
     with held:
         yield check

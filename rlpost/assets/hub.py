@@ -1,9 +1,9 @@
 """List repositories of the Hugging Face hub and download their files, with the hub's own client.
 
-A token is sent only to the hub: httpx removes the header when a download is redirected to another host. Downloads use
-plain HTTP (``http_get``), also for repositories in Xet storage, because only that resumes a partial file of a killed
-process. ``hf_hub_download`` names partial files by process and never finds them again (huggingface_hub, pull request
-4228).
+A token is sent only to the hub: httpx removes the header when a download is redirected to another
+host. Downloads use plain HTTP (``http_get``), also for repositories in Xet storage, because only
+that resumes a partial file of a killed process. ``hf_hub_download`` names partial files by process
+and never finds them again (huggingface_hub, pull request 4228).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from huggingface_hub.utils import build_hf_headers
 from rlpost.assets.wanted import Asset, HubFile, Listing, chosen
 from rlpost.errors import AssetError
 
-TOKEN_REMEDY = "set a token with access: HF_TOKEN in the environment, or --token-file FILE (mode 600)"
+TOKEN_REMEDY = (
+    "set a token with access: HF_TOKEN in the environment, or --token-file FILE (mode 600)"
+)
 RETRY_REMEDY = "partial downloads are kept; run the command again"
 
 
@@ -33,26 +35,41 @@ class Hub:
     """A client of one hub, with or without a token."""
 
     def __init__(self, token: str | None, endpoint: str | None = None) -> None:
-        for name in ("huggingface_hub", "httpx"):  # they log each request, and signed URLs of retries
+        for name in (
+            "huggingface_hub",
+            "httpx",
+        ):  # they log each request, and signed URLs of retries
             logging.getLogger(name).setLevel(logging.ERROR)
         self._api = HfApi(endpoint=endpoint, token=token or False)
 
     def listing(self, asset: Asset) -> Listing:
-        """Return the files of a repository at the newest commit of its revision. Raises AssetError."""
+        """Return the files of a repository at the newest commit of its revision. Raises
+        AssetError.
+        """
         with self._errors(asset):
-            info = self._api.repo_info(asset.repository, repo_type=asset.kind, revision=asset.revision)
-            tree = self._api.list_repo_tree(asset.repository, repo_type=asset.kind, revision=info.sha, recursive=True)
+            info = self._api.repo_info(
+                asset.repository, repo_type=asset.kind, revision=asset.revision
+            )
+            tree = self._api.list_repo_tree(
+                asset.repository, repo_type=asset.kind, revision=info.sha, recursive=True
+            )
             files = [_file(entry) for entry in tree if isinstance(entry, RepoFile)]
             return Listing(info.sha, chosen(files))
 
-    def download(self, asset: Asset, commit: str, file: HubFile, path: Path, advance: Callable[[int], None]) -> None:
+    def download(
+        self, asset: Asset, commit: str, file: HubFile, path: Path, advance: Callable[[int], None]
+    ) -> None:
         """Download a file to ``path``, resuming at its current size.
 
-        ``advance`` receives the number of bytes of each chunk before it is written; an error that it raises stops the
-        download. Raises AssetError.
+        ``advance`` receives the number of bytes of each chunk before it is written; an error that
+        it raises stops the download. Raises AssetError.
         """
         url = hf_hub_url(
-            asset.repository, file.path, repo_type=asset.kind, revision=commit, endpoint=self._api.endpoint
+            asset.repository,
+            file.path,
+            repo_type=asset.kind,
+            revision=commit,
+            endpoint=self._api.endpoint,
         )
         with self._errors(asset), path.open("ab") as opened:
             present = opened.tell()

@@ -1,4 +1,5 @@
-"""Assets on disk: the record of each, the check of its files against the record, and the staging folder.
+"""Assets on disk: the record of each, the check of its files against the record, and the staging
+folder.
 
 ASSETS/NAME/          complete; .rlpost-asset.json in it holds commit, sizes and digests
 ASSETS/.fetch/NAME/   in progress, with the record of the complete asset; renamed to ASSETS/NAME at the end
@@ -23,7 +24,10 @@ STAGES = ".fetch"
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """State of an asset. ``listing`` is None if unknown; ``missing_bytes`` are still to download."""
+    """State of an asset.
+
+    ``listing`` is None if unknown; ``missing_bytes`` are still to download.
+    """
 
     asset: Asset
     folder: Path
@@ -34,7 +38,9 @@ class Status:
 
 
 def inspect(asset: Asset, root: Path, ask: Callable[[Asset], Listing] | None = None) -> Status:
-    """Compare names and sizes with the record; without a record, get the listing from ``ask``. Raises AssetError."""
+    """Compare names and sizes with the record; without a record, get the listing from ``ask``.
+    Raises AssetError.
+    """
     folder = root / asset.folder
     recorded = read_record(folder, asset)
     if recorded is not None:
@@ -48,7 +54,9 @@ def inspect(asset: Asset, root: Path, ask: Callable[[Asset], Listing] | None = N
         return Status(asset, folder, None, 0, occupied, remark)
     listing = ask(asset)
     if occupied:
-        return Status(asset, folder, listing, 0, False, "has no record: will be compared with the hub")
+        return Status(
+            asset, folder, listing, 0, False, "has no record: will be compared with the hub"
+        )
     staged = staged_bytes(root / STAGES / asset.folder, listing)
     return Status(asset, folder, listing, listing.size - staged, False, "started" if staged else "")
 
@@ -59,7 +67,9 @@ def is_occupied(folder: Path) -> bool:
 
 
 def digest_of(path: Path, like: str) -> str:
-    """Return the digest of a file in the form of ``like``: ``sha256:HEX``, or ``git:HEX`` (the id of git's blob)."""
+    """Return the digest of a file in the form of ``like``: ``sha256:HEX``, or ``git:HEX`` (the id
+    of git's blob).
+    """
     kind = like.partition(":")[0]
     if kind == "git":
         content = path.read_bytes()  # small: the hub identifies large files by SHA-256
@@ -70,7 +80,9 @@ def digest_of(path: Path, like: str) -> str:
 
 
 def damage(folder: Path, files: Iterable[HubFile], *, deep: bool) -> dict[str, str]:
-    """Return a problem by path for each file that is missing or has another size or (``deep``) another digest."""
+    """Return a problem by path for each file that is missing or has another size or (``deep``)
+    another digest.
+    """
     found: dict[str, str] = {}
     for file in files:
         path = folder / file.path
@@ -90,7 +102,10 @@ def first(wrong: dict[str, str]) -> str:
 
 
 def size_of(path: Path) -> int | None:
-    """Return the bytes of a file, or None. A single stat call, because another fetch may move the folder."""
+    """Return the bytes of a file, or None.
+
+    A single stat call, because another fetch may move the folder.
+    """
     try:
         return path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
@@ -98,29 +113,44 @@ def size_of(path: Path) -> int | None:
 
 
 def read_record(folder: Path, asset: Asset | None = None) -> Listing | None:
-    """Return the record of a folder, or None. Raises AssetError if it is unreadable or of another asset."""
+    """Return the record of a folder, or None.
+
+    Raises AssetError if it is unreadable or of another asset.
+    """
     path = folder / RECORD
     try:
         content = json.loads(path.read_text())
-        files = [HubFile(name, entry["size"], entry["digest"]) for name, entry in content["files"].items()]
+        files = [
+            HubFile(name, entry["size"], entry["digest"])
+            for name, entry in content["files"].items()
+        ]
         repository, commit = content["repository"], content["commit"]
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise AssetError(f"{path} cannot be read ({error!r}); remove it to compare files with the hub") from None
+        raise AssetError(
+            f"{path} cannot be read ({error!r}); remove it to compare files with the hub"
+        ) from None
     if asset and repository != asset.repository:
         raise AssetError(
             f"{folder} holds {repository}, the recipe wants {asset.repository}: move it, or name another --assets-dir"
         )
     if asset and asset.revision and len(asset.revision) == len(commit) and asset.revision != commit:
-        raise AssetError(f"{folder} is at commit {commit}, the recipe wants {asset.revision}: move it away")
+        raise AssetError(
+            f"{folder} is at commit {commit}, the recipe wants {asset.revision}: move it away"
+        )
     return Listing(commit, tuple(files))
 
 
 def write_record(folder: Path, asset: Asset, listing: Listing) -> None:
     """Write the record atomically."""
     files = {file.path: {"size": file.size, "digest": file.digest} for file in listing.files}
-    content = {"repository": asset.repository, "kind": asset.kind, "commit": listing.commit, "files": files}
+    content = {
+        "repository": asset.repository,
+        "kind": asset.kind,
+        "commit": listing.commit,
+        "files": files,
+    }
     write_atomic(folder / RECORD, json.dumps(content, indent=1) + "\n", mode=0o666)
 
 
@@ -132,7 +162,10 @@ def staged_bytes(stage: Path, listing: Listing) -> int:
 
 
 def open_stage(stage: Path, asset: Asset, listing: Listing) -> None:
-    """Prepare a staging folder. Files of an earlier fetch are kept if ``listing`` has them, also of another commit."""
+    """Prepare a staging folder.
+
+    Files of an earlier fetch are kept if ``listing`` has them, also of another commit.
+    """
     recorded = read_record(stage)
     if recorded is None:
         shutil.rmtree(stage, ignore_errors=True)

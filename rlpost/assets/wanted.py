@@ -33,7 +33,8 @@ class Asset:
 class HubFile:
     """A file of a repository with its size in bytes and the hub's digest.
 
-    ``digest`` is ``sha256:HEX`` of the content for large files, and ``git:HEX`` (the id of git's blob) for others.
+    ``digest`` is ``sha256:HEX`` of the content for large files, and ``git:HEX`` (the id of git's
+    blob) for others.
     """
 
     path: str
@@ -54,7 +55,10 @@ class Listing:
 
 
 def wanted(config: Config) -> tuple[Asset, ...]:
-    """Return the repositories of a recipe, each once. Raises ConfigError if two would share a folder."""
+    """Return the repositories of a recipe, each once.
+
+    Raises ConfigError if two would share a folder.
+    """
     named: list[tuple[Kind, str]] = [("model", name) for name in config.assets.hub_models]
     named += [("dataset", name) for name in config.assets.hub_datasets]
     found: dict[str, Asset] = {}
@@ -70,9 +74,13 @@ def wanted(config: Config) -> tuple[Asset, ...]:
 
 
 def from_elsewhere(config: Config, assets_dir: str, assets: Iterable[Asset]) -> tuple[str, ...]:
-    """Return ``key = path`` for paths below ``assets_dir`` that no repository provides, such as converted weights."""
+    """Return ``key = path`` for paths below ``assets_dir`` that no repository provides, such as
+    converted weights.
+    """
     provided = {asset.folder for asset in assets}
-    pairs = [(key, getattr(config.checkpoint, key)) for key in ("hf_checkpoint", "ref_load", "load")]
+    pairs = [
+        (key, getattr(config.checkpoint, key)) for key in ("hf_checkpoint", "ref_load", "load")
+    ]
     pairs += [("prompt_data", path) for path in config.rollout.prompt_data]
     pairs += [("eval_prompt_data", path) for _, path in config.eval_sets]
     found = []
@@ -91,8 +99,15 @@ def chosen(files: Sequence[HubFile]) -> tuple[HubFile, ...]:
     """
     for file in files:
         path = PurePosixPath(file.path)
-        if path.is_absolute() or ".." in path.parts or not path.parts or not file.path.isprintable():
-            raise AssetError(f"the hub lists the file {file.path!r}, which leads out of its folder; it is not fetched")
+        if (
+            path.is_absolute()
+            or ".." in path.parts
+            or not path.parts
+            or not file.path.isprintable()
+        ):
+            raise AssetError(
+                f"the hub lists the file {file.path!r}, which leads out of its folder; it is not fetched"
+            )
     if not any(file.path.endswith(".safetensors") for file in files):
         return tuple(files)
     return tuple(file for file in files if not _is_other_format(file))

@@ -13,11 +13,11 @@ writer with a lane changes names outside the lane only by a rename into or out o
 effect once a newer attempt has moved the lane. It writes inside its folder through a descriptor of
 that folder, which stays valid after a rename.
 
-Invariant: after a crash at any point, ``newest_committed`` finds the newest complete checkpoint, with
-the bytes that were written, and the next ``begin`` works. The order (write, fsync the file, rename,
-fsync the folder) is that of Pillai et al., All File Systems Are Not Created Equal, OSDI 2014. Storage
-errors while reading make a checkpoint invalid and never raise; while writing they raise OSError and
-leave the previous checkpoint intact.
+Invariant: after a crash at any point, ``newest_committed`` finds the newest complete checkpoint,
+with the bytes that were written, and the next ``begin`` works. The order (write, fsync the file,
+rename, fsync the folder) is that of Pillai et al., All File Systems Are Not Created Equal, OSDI
+2014. Storage errors while reading make a checkpoint invalid and never raise; while writing they
+raise OSError and leave the previous checkpoint intact.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def step_of(path: Path) -> int:
 
 
 def begin(folder: str | Path, step: int, *, lane: Path | None = None) -> Path:
-    """Create an empty folder for the checkpoint of ``step``, in ``folder`` or an existing lane of it.
+    """Create an empty folder for the checkpoint of ``step``, in ``folder`` or an existing lane of
+    it.
 
     Leftovers of an earlier save of the step, and everything in the lane, are deleted to free disk
     space. What cannot be deleted yet (a file that an older attempt holds open on NFS) is retried by
@@ -120,7 +121,8 @@ def commit(writing: Path, *, check: Callable[[], None] = lambda: None) -> Path:
                     os.rename(replaced, final)
             raise
         sync(folder)
-        # By descriptor: the name may now refer to a folder of another attempt, which must not be marked.
+        # By descriptor: the name may now refer to a folder of another attempt, which must not be
+        # marked.
         write_within(descriptor, COMMITTED, _digest(manifest) + "\n")
     finally:
         os.close(descriptor)
@@ -140,7 +142,9 @@ def _step_aside(final: Path, lane: Path | None, *, is_complete: bool) -> Path | 
         if replaced.exists():
             _delete(replaced, lane)
         os.rename(final, replaced)
-        sync(replaced.parent)  # before the old name is removed: after a power loss one of the two names must exist
+        sync(
+            replaced.parent
+        )  # before the old name is removed: after a power loss one of the two names must exist
         return replaced
     if not _is_ours(final):
         raise CheckpointError(
@@ -156,7 +160,9 @@ def _name_latest(folder: Path, lane: Path | None, name: str) -> None:
     try:
         write_durably(folder / LATEST, name + "\n", beside=lane)
     except OSError as error:
-        logger.warning("%s is committed, but %s does not name it: %s", folder / name, folder / LATEST, error)
+        logger.warning(
+            "%s is committed, but %s does not name it: %s", folder / name, folder / LATEST, error
+        )
 
 
 def rescue(folder: Path, lane: Path) -> None:
@@ -181,12 +187,17 @@ def _stepped_aside(lane: Path) -> list[Path]:
     except OSError:  # the lane was moved by another attempt
         return []
     below = [path for path in entries if path.name.startswith((WRITING, DELETING))]
-    found = [path for path in entries if path.name.startswith(REPLACED) and _NAME.fullmatch(path.name)]
+    found = [
+        path for path in entries if path.name.startswith(REPLACED) and _NAME.fullmatch(path.name)
+    ]
     return found + [path for each in below for path in _stepped_aside(each)]
 
 
 def newest_committed(
-    folder: str | Path, *, checksums: bool = True, also: Callable[[Path], str | None] = lambda path: None
+    folder: str | Path,
+    *,
+    checksums: bool = True,
+    also: Callable[[Path], str | None] = lambda path: None,
 ) -> Search:
     """Find the newest complete checkpoint; without ``checksums`` only sizes are compared.
 
@@ -197,7 +208,9 @@ def newest_committed(
     """
     folder, skipped = Path(folder), []
     named = _latest(folder)
-    if named is not None and not any((folder / (aside + named)).is_dir() for aside in ("", REPLACED)):
+    if named is not None and not any(
+        (folder / (aside + named)).is_dir() for aside in ("", REPLACED)
+    ):
         skipped.append((folder / named, f"the file {LATEST} names it, but it is not there"))
     for path in _candidates(folder):
         problem = defect(path, checksums=checksums) or also(path)
@@ -215,7 +228,9 @@ def was_committed(path: Path) -> bool:
 def uncommitted(folder: Path) -> list[Path]:
     """List renamed folders without COMMITTED: left by a crash, or by a save in progress."""
     found = [path for path in _candidates(folder) if not path.name.startswith(REPLACED)]
-    return [path for path in found if (path / MANIFEST).exists() and not (path / COMMITTED).exists()]
+    return [
+        path for path in found if (path / MANIFEST).exists() and not (path / COMMITTED).exists()
+    ]
 
 
 def defect(path: Path, *, checksums: bool = True) -> str | None:
@@ -223,7 +238,11 @@ def defect(path: Path, *, checksums: bool = True) -> str | None:
     try:
         for name in (COMMITTED, MANIFEST):
             if not (path / name).is_file():
-                return f"it has no {name}: it was not committed" if name == COMMITTED else f"{name} is missing"
+                return (
+                    f"it has no {name}: it was not committed"
+                    if name == COMMITTED
+                    else f"{name} is missing"
+                )
         text = (path / MANIFEST).read_text()
         if (path / COMMITTED).read_text().strip() != _digest(text):
             return f"{COMMITTED} does not belong to {MANIFEST}"
@@ -234,7 +253,9 @@ def defect(path: Path, *, checksums: bool = True) -> str | None:
         return f"{MANIFEST} or {COMMITTED} is malformed: {type(error).__name__}: {error}"
 
 
-def _difference(path: Path, entries: dict[str, dict[str, int | str]], *, checksums: bool) -> str | None:
+def _difference(
+    path: Path, entries: dict[str, dict[str, int | str]], *, checksums: bool
+) -> str | None:
     """Return the first difference between files and manifest, or None."""
     for name, entry in entries.items():
         file = path / name
@@ -244,7 +265,9 @@ def _difference(path: Path, entries: dict[str, dict[str, int | str]], *, checksu
             return f"{name} has {file.stat().st_size} bytes instead of {entry['size_bytes']}"
     if checksums:
         with ThreadPoolExecutor(NUM_HASH_THREADS) as pool:
-            for name, digest in zip(entries, pool.map(_file_digest, (path / name for name in entries)), strict=True):
+            for name, digest in zip(
+                entries, pool.map(_file_digest, (path / name for name in entries)), strict=True
+            ):
                 if digest != entries[name]["sha256"]:
                     return f"{name} is damaged: its SHA-256 is not that of {MANIFEST}"
     return None
@@ -279,7 +302,8 @@ def prune(
     ``keep_every``-th step, all folders newer than these, and folders of other programs. With a
     ``lane`` it keeps all lanes. Without a complete checkpoint nothing is deleted.
 
-    Call it after the commit of ``committed``, and never while a checkpoint is written without a lane.
+    Call it after the commit of ``committed``, and never while a checkpoint is written without a
+    lane.
     """
     assert keep_last >= 1, keep_last
     folder = Path(folder)
@@ -291,10 +315,18 @@ def prune(
     old = [path for path in in_place if path not in kept and step_of(path) <= oldest]
     old = [path for path in old if _is_ours(path)]
     if keep_every is not None:
-        whole = (path for path in old if step_of(path) % keep_every == 0 and defect(path, checksums=False) is None)
-        archive = {step_of(path): path for path in reversed(list(whole))}  # for equal steps the one in place
+        whole = (
+            path
+            for path in old
+            if step_of(path) % keep_every == 0 and defect(path, checksums=False) is None
+        )
+        archive = {
+            step_of(path): path for path in reversed(list(whole))
+        }  # for equal steps the one in place
         old = [path for path in old if path not in archive.values()]
-    doomed = (DELETING,) if lane is not None else (WRITING, DELETING)  # an unknown lane belongs to a concurrent claim
+    doomed = (
+        (DELETING,) if lane is not None else (WRITING, DELETING)
+    )  # an unknown lane belongs to a concurrent claim
     leftovers = [path for path in folder.iterdir() if path.name.startswith(doomed)]
     for path in old + leftovers:
         _delete(path, lane)
@@ -318,8 +350,8 @@ def foreign(folder: Path) -> list[Path]:
 def _candidates(folder: Path) -> list[Path]:
     """Checkpoint folders, newest first, including replaced ones in lanes.
 
-    For equal steps the one in place comes first. The one that ``latest`` names is looked up by name,
-    because a cached directory listing may lack it.
+    For equal steps the one in place comes first. The one that ``latest`` names is looked up by
+    name, because a cached directory listing may lack it.
     """
     try:
         names = set(os.listdir(folder))
@@ -383,7 +415,9 @@ def set_aside(path: Path, into: Path | None = None) -> Path | None:
 
 
 def _delete(path: Path, lane: Path | None = None) -> None:
-    """Rename (into the ``lane``), then delete, so that no partial folder looks like a checkpoint."""
+    """Rename (into the ``lane``), then delete, so that no partial folder looks like a
+    checkpoint.
+    """
     aside = set_aside(path, into=lane)
     if aside is not None:
         shutil.rmtree(aside)

@@ -10,16 +10,16 @@ would write into the same folder. So each attempt claims it:
 
 Claim: once a newer attempt B has started its search, an older attempt A cannot change what is read.
 
-A commits in these steps: fill LANE_A/iter_N, read OWNER, move an existing iter_N into LANE_A, rename
-LANE_A/iter_N to iter_N, write COMMITTED into that folder through its descriptor, rename
+A commits in these steps: fill LANE_A/iter_N, read OWNER, move an existing iter_N into LANE_A,
+rename LANE_A/iter_N to iter_N, write COMMITTED into that folder through its descriptor, rename
 LANE_A/latest to latest. A deletes by a rename into LANE_A. B's claim moves LANE_A.
 
 - A rename by A after that fails, because its lane no longer exists; A never recreates its lane.
-- If A renamed to iter_N before, the sweep finds iter_N. With COMMITTED it is a valid checkpoint, and
-  B's search finds it. Without, it is moved into B's lane, and A writes COMMITTED there, where it is
-  never read, whatever folder has the name iter_N by then.
-- If COMMITTED is written between B's check and B's rename, B checks again after the rename and moves
-  the folder back.
+- If A renamed to iter_N before, the sweep finds iter_N. With COMMITTED it is a valid checkpoint,
+  and B's search finds it. Without, it is moved into B's lane, and A writes COMMITTED there, where
+  it is never read, whatever folder has the name iter_N by then.
+- If COMMITTED is written between B's check and B's rename, B checks again after the rename and
+  moves the folder back.
 - A complete checkpoint that A had moved into LANE_A in order to replace it is restored.
 
 The protocol needs no lock and no clock: it relies on rename, which a file server serialises for all
@@ -27,8 +27,8 @@ clients. An NFS client may resolve LANE_A from its cache (up to acdirmax, 60 s) 
 after the move. So the sweep also renames the contents of the lane, which the server checks. Reading
 OWNER stops A early, with a message; the file is opened each time, and NFS revalidates at each open.
 A missing or damaged OWNER is ignored: no attempt can have claimed the folder while this lane is in
-place, so the run continues (a user may have deleted the file). Two simultaneous claims may fence each
-other; then both end, nothing is lost, and the next attempt resumes.
+place, so the run continues (a user may have deleted the file). Two simultaneous claims may fence
+each other; then both end, nothing is lost, and the next attempt resumes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,15 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlpost.checkpoint.commit import OWNER, WRITING, defect, rescue, set_aside, uncommitted, write_durably
+from rlpost.checkpoint.commit import (
+    OWNER,
+    WRITING,
+    defect,
+    rescue,
+    set_aside,
+    uncommitted,
+    write_durably,
+)
 from rlpost.errors import Fenced
 
 logger = logging.getLogger(__name__)
@@ -86,10 +94,15 @@ class Claim:
         try:
             found, has_lane = read_owner(self.folder), self.lane.is_dir()
         except OSError as error:
-            logger.warning("cannot read %s (%s): ownership is not verified", self.folder / OWNER, error)
+            logger.warning(
+                "cannot read %s (%s): ownership is not verified", self.folder / OWNER, error
+            )
             return
         if has_lane and found is None:
-            logger.warning("%s is missing or damaged; no attempt has claimed the folder since", self.folder / OWNER)
+            logger.warning(
+                "%s is missing or damaged; no attempt has claimed the folder since",
+                self.folder / OWNER,
+            )
             return
         if has_lane and found is not None and found.token == self.owner.token:
             return
@@ -114,14 +127,20 @@ def claim(folder: str | Path, attempt: str) -> Claim:
     """
     folder = Path(folder)
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    ours = Claim(folder, Owner(attempt, socket.gethostname(), os.getpid(), secrets.token_hex(TOKEN_BYTES)))
+    ours = Claim(
+        folder, Owner(attempt, socket.gethostname(), os.getpid(), secrets.token_hex(TOKEN_BYTES))
+    )
     os.mkdir(ours.lane, 0o700)
     write_durably(folder / OWNER, json.dumps(asdict(ours.owner)) + "\n", beside=ours.lane)
     ours.check()
-    for lane in [path for path in folder.iterdir() if path.name.startswith(WRITING) and path != ours.lane]:
+    for lane in [
+        path for path in folder.iterdir() if path.name.startswith(WRITING) and path != ours.lane
+    ]:
         _take_away(lane, into=ours.lane)
     for path in uncommitted(folder):
-        aside = set_aside(path, into=ours.lane)  # outside the lane, prune of the older attempt could delete it
+        aside = set_aside(
+            path, into=ours.lane
+        )  # outside the lane, prune of the older attempt could delete it
         if aside is not None and defect(aside, checksums=False) is None:
             os.rename(aside, path)
     rescue(folder, ours.lane)

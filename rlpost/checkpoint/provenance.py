@@ -54,15 +54,27 @@ class Provenance:
     wandb_run_id: str | None = None
 
     @classmethod
-    def of(cls, config: Config, model: Mapping[str, Any], *, wandb_run_id: str | None = None) -> Provenance:
+    def of(
+        cls, config: Config, model: Mapping[str, Any], *, wandb_run_id: str | None = None
+    ) -> Provenance:
         """Return the provenance of an attempt; ``model`` is the config.json of --hf-checkpoint."""
         tree = config.model_dump(mode="json")
-        held = {key: value for group in GROUPS for key, value in tree[group].items() if key not in INDIFFERENT}
+        held = {
+            key: value
+            for group in GROUPS
+            for key, value in tree[group].items()
+            if key not in INDIFFERENT
+        }
         held |= {key: tree["perf"][key] for key in PRECISION}
         held["num_steps_per_rollout"] = config.num_steps_per_rollout
-        if config.optimizer.lr_decay_style != "constant" or config.optimizer.weight_decay_incr_style != "constant":
+        if (
+            config.optimizer.lr_decay_style != "constant"
+            or config.optimizer.weight_decay_incr_style != "constant"
+        ):
             held["lr_decay_iters"] = config.lr_decay_iters
-        return cls(held | {MODEL + key: model[key] for key in sorted(FIXED & model.keys())}, wandb_run_id)
+        return cls(
+            held | {MODEL + key: model[key] for key in sorted(FIXED & model.keys())}, wandb_run_id
+        )
 
     @property
     def hash(self) -> str:
@@ -80,7 +92,9 @@ class Provenance:
             raw: dict[str, Any] = json.loads(text)
             return cls(dict(raw["settings"]), raw["wandb_run_id"])
         except (ValueError, TypeError, KeyError) as error:
-            raise CheckpointError(f"not a {PROVENANCE_FILE}: {error!r}; got {text[:200]!r}") from None
+            raise CheckpointError(
+                f"not a {PROVENANCE_FILE}: {error!r}; got {text[:200]!r}"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)

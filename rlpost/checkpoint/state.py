@@ -58,7 +58,12 @@ class RunState:
 
     def json_pieces(self) -> Iterator[str]:
         """The text of ``to_json`` in pieces; see ``records.backlog_json``."""
-        record = {"step": self.step, "cursor": self.cursor, "pending": self.pending, "journal": self.journal}
+        record = {
+            "step": self.step,
+            "cursor": self.cursor,
+            "pending": self.pending,
+            "journal": self.journal,
+        }
         yield json.dumps(record).removesuffix("}") + ', "backlog": '
         yield from backlog_json(self.backlog)
         yield "}"

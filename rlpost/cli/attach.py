@@ -19,7 +19,15 @@ from common.attempt import SECRET_FILE
 from common.host_lists import expand
 from common.run_folder import RunFolder
 from rlpost.arguments import Parser
-from rlpost.cli.runs import LOCAL, add_run_options, current_job, find_run, last, local_is_alive, running_job
+from rlpost.cli.runs import (
+    LOCAL,
+    add_run_options,
+    current_job,
+    find_run,
+    last,
+    local_is_alive,
+    running_job,
+)
 from rlpost.config.keys import without_keys
 from rlpost.errors import ConfigError
 from slurm.client import job_info
@@ -44,7 +52,9 @@ def attach_main(arguments: Sequence[str]) -> int:
     job_id, nodes = running_nodes(run)
     node = _checked(options.node, nodes) or head_of(run, nodes)
     inside = _inside(run, job_id)
-    return _run(step_argv(job_id, ["bash", "-i"], nodes=[node], inside=inside, terminal=True), inside)
+    return _run(
+        step_argv(job_id, ["bash", "-i"], nodes=[node], inside=inside, terminal=True), inside
+    )
 
 
 def exec_main(arguments: Sequence[str]) -> int:
@@ -73,13 +83,20 @@ def tunnel_main(arguments: Sequence[str]) -> int:
     """Print the ssh command that forwards Ray's dashboard, or its address on this machine."""
     made = Parser(prog="rlpost tunnel", description="How to reach Ray's dashboard.")
     add_run_options(made)
-    made.add_argument("--login", metavar="HOST", help="login node as seen from your machine (default: this one)")
     made.add_argument(
-        "--port", type=int, default=DASHBOARD_PORT, help=f"port on your machine (default: {DASHBOARD_PORT})"
+        "--login", metavar="HOST", help="login node as seen from your machine (default: this one)"
+    )
+    made.add_argument(
+        "--port",
+        type=int,
+        default=DASHBOARD_PORT,
+        help=f"port on your machine (default: {DASHBOARD_PORT})",
     )
     options = made.parse_args(arguments)
     if not 0 < options.port < 65536:
-        raise ConfigError(f"--port {options.port}: a port, 1 to 65535; for instance {DASHBOARD_PORT}")
+        raise ConfigError(
+            f"--port {options.port}: a port, 1 to 65535; for instance {DASHBOARD_PORT}"
+        )
     run = find_run(options.run, options.runs_dir)
     login = options.login or os.uname().nodename
     if is_local(run):
@@ -94,11 +111,14 @@ def tunnel_main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def tunnel_command(login: str, head: str | None, address: str, port: int, own_port: int = DASHBOARD_PORT) -> str:
+def tunnel_command(
+    login: str, head: str | None, address: str, port: int, own_port: int = DASHBOARD_PORT
+) -> str:
     """Return the ssh command for the user's machine.
 
     If the dashboard listens on the head's loopback only, ssh jumps through the login node to the
-    head; the login node reaches any other address itself. ``head`` is None where the run is on the login node.
+    head; the login node reaches any other address itself. ``head`` is None where the run is on the
+    login node.
     """
     forward = f"ssh -N -L {own_port}:{host_port(address, port)}"
     is_on_login = head is None or not address.startswith(("127.", "::1"))
@@ -118,7 +138,9 @@ def dashboard_address(run: RunFolder) -> tuple[str, int]:
     for log in sorted((run.attempts / "latest").glob("*ray*.log")):
         if match := _DASHBOARD.search(log.read_text(errors="replace")):
             return match["address"].strip("[]"), int(match["port"])
-    raise ConfigError(f"{run.root.name}: no log reports a running Ray dashboard; submit with --ray-dashboard")
+    raise ConfigError(
+        f"{run.root.name}: no log reports a running Ray dashboard; submit with --ray-dashboard"
+    )
 
 
 def is_local(run: RunFolder) -> bool:
@@ -130,7 +152,9 @@ def is_local(run: RunFolder) -> bool:
     if not job_id.startswith(LOCAL):
         return False
     if not local_is_alive(job_id):
-        raise ConfigError(f"{run.root.name}: the run on this machine has ended, and so has its dashboard")
+        raise ConfigError(
+            f"{run.root.name}: the run on this machine has ended, and so has its dashboard"
+        )
     return True
 
 
@@ -157,10 +181,16 @@ def _inside(run: RunFolder, job_id: str) -> Inside:
         cluster = parse_dump(run.run_json.read_text()).cluster
         container = container_of_attempt(cluster, (run.attempts / "latest").resolve())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{run.run_json}: cannot be read, so the run's container is not known: {error}") from error
+        raise ConfigError(
+            f"{run.run_json}: cannot be read, so the run's container is not known: {error}"
+        ) from error
     # Ray's own commands ask for the attempt's secret; this is its place.
     secret = (run.attempts / "latest").resolve() / SECRET_FILE
-    variables = {**cluster.environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(secret)}
+    variables = {
+        **cluster.environment,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(secret),
+    }
     inside = Inside(run.root, home_of(run), environment=tuple(variables.items()))
     if container is None:
         return inside
@@ -182,7 +212,8 @@ def home_of(run: RunFolder) -> Path:
     if run.code.is_dir():
         return run.code
     recorded = last(run.ledger.read(), "attempt").get("home")
-    # A run whose batch host has no Python has no such entry; the folder that it makes by itself is HOME/runs/NAME-JOB.
+    # A run whose batch host has no Python has no such entry; the folder that it makes by itself is
+    # HOME/runs/NAME-JOB.
     for home in filter(None, (recorded, run.root.parent.parent)):
         if (Path(home) / "bootstrap").is_dir():
             return Path(home)

@@ -35,7 +35,10 @@ JSON = "--json"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check and show. With --json standard output is one object, also for settings that cannot be loaded."""
+    """Check and show.
+
+    With --json standard output is one object, also for settings that cannot be loaded.
+    """
     try:
         return _check(arguments)
     except ConfigError as error:
@@ -47,10 +50,14 @@ def main(arguments: Sequence[str]) -> int:
 def _check(arguments: Sequence[str]) -> int:
     made = parser("rlpost check", "Check a recipe and show its arithmetic.")
     add_scale_down(made)
-    made.add_argument(JSON, action="store_true", help="print a JSON object: ok, problems, notes, arithmetic")
+    made.add_argument(
+        JSON, action="store_true", help="print a JSON object: ok, problems, notes, arithmetic"
+    )
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
-        raise ConfigError("which recipe? the first word is a name in jobs/recipes or a TOML file: rlpost check tiny")
+        raise ConfigError(
+            "which recipe? the first word is a name in jobs/recipes or a TOML file: rlpost check tiny"
+        )
     require_model(options.recipe, loaded.config)
     problems = check_problems(loaded, options.recipe)
     if options.json:
@@ -88,13 +95,20 @@ def check_problems(loaded: Loaded, recipe: str | None) -> list[str]:
     try:
         job_spec(loaded.config)
     except (ConfigError, SpecError) as error:
-        problems += (with_origins(line, loaded.config, loaded.origins) for line in str(error).splitlines())
+        problems += (
+            with_origins(line, loaded.config, loaded.origins) for line in str(error).splitlines()
+        )
     return problems
 
 
 def _print_object(config: Config | None, problems: list[str]) -> int:
     """Print the result as JSON on standard output, with or without problems."""
-    content: dict[str, Any] = {"ok": not problems, "problems": problems, "notes": [], "arithmetic": {}}
+    content: dict[str, Any] = {
+        "ok": not problems,
+        "problems": problems,
+        "notes": [],
+        "arithmetic": {},
+    }
     if config is not None and not problems:
         content |= {"notes": notes(config), "arithmetic": dict(arithmetic(config))}
     print(json.dumps(content, indent=2))
@@ -140,7 +154,10 @@ def arithmetic(config: Config) -> list[tuple[str, str]]:
 def _layout(config: Config) -> str:
     perf = config.perf
     sizes = (("PP", perf.pipeline_model_parallel_size), ("CP", perf.context_parallel_size))
-    parts = [f"TP {perf.tensor_model_parallel_size}", *(f"{name} {size}" for name, size in sizes if size > 1)]
+    parts = [
+        f"TP {perf.tensor_model_parallel_size}",
+        *(f"{name} {size}" for name, size in sizes if size > 1),
+    ]
     text = " x ".join([*parts, f"DP {config.data_parallel_size}"])
     if perf.expert_model_parallel_size == 1:
         return text
@@ -164,16 +181,24 @@ def _model_lines(config: Config) -> list[tuple[str, str]]:
             f"weights {size_text(memory.weights)} + gradients {size_text(memory.gradients)} + optimizer "
             f"{size_text(memory.optimizer)} = {size_text(memory.total)}, and activations",
         ),
-        ("engine GPU", f"weights {size_text(engine_weights(config, shape, weight_bytes(hf)))}, and KV cache"),
+        (
+            "engine GPU",
+            f"weights {size_text(engine_weights(config, shape, weight_bytes(hf)))}, and KV cache",
+        ),
     ]
 
 
 def _file_lines(config: Config) -> list[tuple[str, str]]:
     files = [("prompts", path) for path in config.rollout.prompt_data]
     files += [(f"eval {name}", path) for name, path in config.eval_sets]
-    sizes = [path.stat().st_size for path in Path(config.checkpoint.hf_checkpoint).glob("*.safetensors")]
+    sizes = [
+        path.stat().st_size for path in Path(config.checkpoint.hf_checkpoint).glob("*.safetensors")
+    ]
     found = f"{config.checkpoint.hf_checkpoint}: {len(sizes)} files, {size_text(sum(sizes))}"
-    return [("weights", found), *((name, f"{path}: {size_text(_stored(path))}") for name, path in files)]
+    return [
+        ("weights", found),
+        *((name, f"{path}: {size_text(_stored(path))}") for name, path in files),
+    ]
 
 
 def _stored(path: str) -> int:

@@ -18,21 +18,33 @@ from rlpost.config.show import resolved
 def parser(prog: str, description: str) -> argparse.ArgumentParser:
     """A parser with a flag for every setting, --model and --cluster."""
     made = flags.parser(prog, description)
-    made.add_argument("--model", metavar="MODEL", help="FILE.toml, or a name in jobs/models; the recipe overrides it")
     made.add_argument(
-        "--cluster", metavar="PROFILE", help="FILE.toml, or a name in jobs/clusters; overrides the recipe"
+        "--model",
+        metavar="MODEL",
+        help="FILE.toml, or a name in jobs/models; the recipe overrides it",
+    )
+    made.add_argument(
+        "--cluster",
+        metavar="PROFILE",
+        help="FILE.toml, or a name in jobs/clusters; overrides the recipe",
     )
     for flag, variable in KEY_FLAGS.items():
         made.add_argument(
-            flag, metavar="KEY", help=f"same as the environment variable {variable}; stored only in RUN/secrets.env"
+            flag,
+            metavar="KEY",
+            help=f"same as the environment variable {variable}; stored only in RUN/secrets.env",
         )
     made.add_argument(
-        "--print-config", action="store_true", help="print every setting with its origin, as TOML, and exit"
+        "--print-config",
+        action="store_true",
+        help="print every setting with its origin, as TOML, and exit",
     )
     return made
 
 
-def settings(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Loaded]:
+def settings(
+    made: argparse.ArgumentParser, arguments: Sequence[str]
+) -> tuple[argparse.Namespace, Loaded]:
     """Parse and merge: defaults < model < recipe < cluster profile < flags. Raises ConfigError.
 
     Without --cluster, a cluster recipe uses the profile of its batch file (``site_profile``).
@@ -46,7 +58,9 @@ def settings(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
     if (ranks := getattr(namespace, "scale_down", None)) is not None:
         loaded, changes = scaled(loaded, ranks)
         if not namespace.print_config:
-            is_for_programs = getattr(namespace, "json", False)  # then standard output holds only the object
+            is_for_programs = getattr(
+                namespace, "json", False
+            )  # then standard output holds only the object
             print(table(changes) + "\n", file=sys.stderr if is_for_programs else sys.stdout)
     if namespace.print_config:
         keys = [

@@ -20,12 +20,21 @@ def main(arguments: Sequence[str]) -> int:
     made.add_argument("runs", nargs="+", metavar="RUN", help="folder, name or job id, two or more")
     add_runs_dir(made)
     output = made.add_mutually_exclusive_group()
-    output.add_argument("--out", type=Path, metavar="FILE", help="the page (default: report/compare.html of the first)")
-    output.add_argument("--json", action="store_true", help="print figures and differing settings for programs")
+    output.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the page (default: report/compare.html of the first)",
+    )
+    output.add_argument(
+        "--json", action="store_true", help="print figures and differing settings for programs"
+    )
     options = made.parse_args(arguments)
     runs = list(dict.fromkeys(find_run(word, options.runs_dir) for word in options.runs))
     if len(runs) < 2:
-        raise ConfigError(f"rlpost compare: needs two runs or more, got {runs[0].root}; rlpost report shows one")
+        raise ConfigError(
+            f"rlpost compare: needs two runs or more, got {runs[0].root}; rlpost report shows one"
+        )
     facts = [read_facts(run) for run in runs]
     if not any(one.lines for one in facts):
         raise ConfigError("rlpost compare: none of these runs has a step yet; see rlpost list")

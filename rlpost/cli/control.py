@@ -35,13 +35,19 @@ def cancel_main(arguments: Sequence[str]) -> int:
         if not local_is_alive(job_id):
             raise ConfigError(f"{run.root.name}: {job_id} has already ended; nothing to cancel")
         latest = run.attempts / "latest"
-        if not latest.exists() or (latest / VERDICT_FILE).exists():  # no attempt yet, or the one before
-            raise ConfigError(f"{run.root.name}: {job_id} is starting or ending; try again in a moment")
+        if (
+            not latest.exists() or (latest / VERDICT_FILE).exists()
+        ):  # no attempt yet, or the one before
+            raise ConfigError(
+                f"{run.root.name}: {job_id} is starting or ending; try again in a moment"
+            )
         run.ledger.append("cancelled", job_id=job_id)
         request_stop(latest.resolve(), "rlpost cancel")
     else:
         _cancel_all(run, job_id)
-    print(f"cancelled {run.root.name} ({job_id}); resume it later: rlpost submit RECIPE --resume --run-folder FOLDER")
+    print(
+        f"cancelled {run.root.name} ({job_id}); resume it later: rlpost submit RECIPE --resume --run-folder FOLDER"
+    )
     return 0
 
 
@@ -50,8 +56,12 @@ def _cancel_all(run: RunFolder, job_id: str) -> None:
     ends."""
     entry = queue([job_id])[job_id]
     if entry.is_over:
-        raise ConfigError(f"{run.root.name}: job {job_id} has already ended ({entry.state}); nothing to cancel")
-    run.ledger.append("cancelled", job_id=job_id)  # first: the batch script looks before it starts again
+        raise ConfigError(
+            f"{run.root.name}: job {job_id} has already ended ({entry.state}); nothing to cancel"
+        )
+    run.ledger.append(
+        "cancelled", job_id=job_id
+    )  # first: the batch script looks before it starts again
     for found in queue(job_ids(run)).values():
         if not found.is_over:
             cancel(found.job_id)
@@ -59,7 +69,9 @@ def _cancel_all(run: RunFolder, job_id: str) -> None:
 
 def requeue_main(arguments: Sequence[str]) -> int:
     """Request a checkpoint, a requeue and a resume, as at a preemption."""
-    made = Parser(prog="rlpost requeue", description="Save, requeue and resume, as at a preemption.")
+    made = Parser(
+        prog="rlpost requeue", description="Save, requeue and resume, as at a preemption."
+    )
     add_run_options(made)
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
@@ -68,5 +80,7 @@ def requeue_main(arguments: Sequence[str]) -> int:
     if settings_of(run).get("cluster", {}).get("requeue") == "never":
         raise ConfigError(f"{run.root.name}: --requeue never, so {otherwise}")
     ask_to_requeue(job_id)
-    print(f"asked {run.root.name} (job {job_id}) to save and requeue; see rlpost logs -f {run.root.name}")
+    print(
+        f"asked {run.root.name} (job {job_id}) to save and requeue; see rlpost logs -f {run.root.name}"
+    )
     return 0

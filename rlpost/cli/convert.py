@@ -94,7 +94,9 @@ def spread(num_layers: int, num_ranks: int) -> dict[str, Any]:
 
 def hf_to_torch_dist(arguments: Sequence[str] | None = None) -> int:
     """Write the weights of --hf-checkpoint as a torch_dist checkpoint to --save."""
-    made = command_line.parser("convert_hf_to_torch_dist.py", "Hugging Face weights to Megatron's torch_dist.")
+    made = command_line.parser(
+        "convert_hf_to_torch_dist.py", "Hugging Face weights to Megatron's torch_dist."
+    )
 
     def target(namespace: argparse.Namespace, config: Config) -> str:
         if config.checkpoint.save is None:
@@ -113,11 +115,18 @@ def torch_dist_to_hf(arguments: Sequence[str] | None = None) -> int:
 
     Tokenizer, configuration and untrained weights are copied from --origin-hf-dir.
     """
-    made = command_line.parser("convert_torch_dist_to_hf.py", "Megatron's torch_dist to Hugging Face weights.")
-    made.add_argument("--input-dir", required=True, help="torch_dist checkpoint, such as RUN/checkpoints/iter_0000020")
+    made = command_line.parser(
+        "convert_torch_dist_to_hf.py", "Megatron's torch_dist to Hugging Face weights."
+    )
+    made.add_argument(
+        "--input-dir",
+        required=True,
+        help="torch_dist checkpoint, such as RUN/checkpoints/iter_0000020",
+    )
     made.add_argument("--output-dir", required=True, help="folder to write")
     made.add_argument(
-        "--origin-hf-dir", help="the same as --hf-checkpoint: configuration, tokenizer, what is not trained"
+        "--origin-hf-dir",
+        help="the same as --hf-checkpoint: configuration, tokenizer, what is not trained",
     )
 
     def target(namespace: argparse.Namespace, config: Config) -> str:
@@ -137,7 +146,9 @@ def _unused(flag: str, folder: str) -> str:
     """
     path = Path(folder)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"{flag} {folder} is there and not empty; name another folder, or remove it first")
+        raise ConfigError(
+            f"{flag} {folder} is there and not empty; name another folder, or remove it first"
+        )
     return folder
 
 
@@ -156,8 +167,12 @@ def _main(
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     logging.getLogger("rlpost").setLevel(logging.INFO if here.rank == 0 else logging.ERROR)
     try:
-        namespace, loaded = command_line.settings(made, sys.argv[1:] if arguments is None else arguments)
-        config = _prepared(loaded.config, getattr(namespace, "origin_hf_dir", None), here.world_size)
+        namespace, loaded = command_line.settings(
+            made, sys.argv[1:] if arguments is None else arguments
+        )
+        config = _prepared(
+            loaded.config, getattr(namespace, "origin_hf_dir", None), here.world_size
+        )
         folder = target(namespace, config)
         os.environ["CUDA_VISIBLE_DEVICES"] = device_of(os.environ, here.local_rank)
         from rlpost.actor.conversion import Converter, with_mtp_layer  # imports torch and Megatron
@@ -184,7 +199,9 @@ NO_KERNELS = {"moe_grouped_gemm": False, "moe_permute_fusion": False, "no_rope_f
 
 def _prepared(config: Config, origin: str | None, num_ranks: int) -> Config:
     """Fill in settings that are not given: precision from config.json, layers over all ranks."""
-    checkpoint = config.checkpoint.model_copy(update={"hf_checkpoint": origin or config.checkpoint.hf_checkpoint})
+    checkpoint = config.checkpoint.model_copy(
+        update={"hf_checkpoint": origin or config.checkpoint.hf_checkpoint}
+    )
     hf = read_description(checkpoint.hf_checkpoint, config.model.model_dump()).hf_config
     perf = config.perf
     update: dict[str, Any] = {}
@@ -193,4 +210,6 @@ def _prepared(config: Config, origin: str | None, num_ranks: int) -> Config:
     if all(getattr(perf, name) == 1 for name in SIZES):
         update |= spread(hf["num_hidden_layers"], num_ranks)
     model = config.model.model_copy(update=NO_KERNELS)
-    return config.model_copy(update={"checkpoint": checkpoint, "perf": perf.model_copy(update=update), "model": model})
+    return config.model_copy(
+        update={"checkpoint": checkpoint, "perf": perf.model_copy(update=update), "model": model}
+    )

@@ -18,7 +18,8 @@ from slurm.errors import SlurmError
 EXIT_REFUSED = 1  # rejected by Slurm or by the state of the run
 EXIT_BAD_INPUT = 2
 MOST_LINES = 12
-"""Maximum errors to print: each takes two or three terminal lines, and all should fit on a screen."""
+"""Maximum errors to print: each takes two or three terminal lines, and all should fit on a screen.
+"""
 EXIT_NOBODY_READS = 128 + signal.SIGPIPE  # as for programs that SIGPIPE kills
 
 
@@ -36,13 +37,17 @@ def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str
         for line in lines[:MOST_LINES]:
             print(f"error: {line}", file=sys.stderr)
         if len(lines) > MOST_LINES:
-            print(f"error: and {len(lines) - MOST_LINES} more; fix these to see them", file=sys.stderr)
+            print(
+                f"error: and {len(lines) - MOST_LINES} more; fix these to see them", file=sys.stderr
+            )
         return EXIT_BAD_INPUT
     except (SlurmError, RunFolderError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
     except BrokenPipeError:  # e.g. ``head`` closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # the interpreter flushes once more
         return EXIT_NOBODY_READS
     except OSError as error:
         if error.filename is None:  # not about a user's file: a bug

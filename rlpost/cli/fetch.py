@@ -33,11 +33,17 @@ TOKENS = KEYS[:2]
 
 def main(arguments: Sequence[str]) -> int:
     """Run ``rlpost fetch`` and return its exit code. Raises ConfigError."""
-    made = command_line.parser("rlpost fetch", "Download a recipe's models and data sets from the Hugging Face hub.")
-    made.add_argument(
-        "--sizes-only", action="store_true", help="print what exists and what is missing, download nothing"
+    made = command_line.parser(
+        "rlpost fetch", "Download a recipe's models and data sets from the Hugging Face hub."
     )
-    made.add_argument("--compare", action="store_true", help="verify existing files against their digests")
+    made.add_argument(
+        "--sizes-only",
+        action="store_true",
+        help="print what exists and what is missing, download nothing",
+    )
+    made.add_argument(
+        "--compare", action="store_true", help="verify existing files against their digests"
+    )
     made.add_argument(
         "--token-file",
         type=Path,
@@ -45,7 +51,12 @@ def main(arguments: Sequence[str]) -> int:
         help="file with the token for private repositories (default: HF_TOKEN)",
     )
     made.add_argument("--workers", type=int, default=8, help="concurrent downloads (default: 8)")
-    made.add_argument("--wait-s", type=float, default=21_600, help="seconds to wait for another fetch (default: 21600)")
+    made.add_argument(
+        "--wait-s",
+        type=float,
+        default=21_600,
+        help="seconds to wait for another fetch (default: 21600)",
+    )
     options, loaded = command_line.settings(made, arguments)
     assets = wanted(loaded.config)
     if not assets:
@@ -64,7 +75,9 @@ def main(arguments: Sequence[str]) -> int:
     return code
 
 
-def _run(assets: Sequence[Asset], root: Path, token: str | None, options: argparse.Namespace) -> int:
+def _run(
+    assets: Sequence[Asset], root: Path, token: str | None, options: argparse.Namespace
+) -> int:
     found = [inspect(asset, root) for asset in assets]
     hub: Hub | None = None
     if is_offline():
@@ -87,7 +100,9 @@ def _run(assets: Sequence[Asset], root: Path, token: str | None, options: argpar
     return 0
 
 
-def _fetch_all(found: Sequence[Status], root: Path, hub: Hub | None, options: argparse.Namespace) -> None:
+def _fetch_all(
+    found: Sequence[Status], root: Path, hub: Hub | None, options: argparse.Namespace
+) -> None:
     """Fetch the assets in turn with a progress bar. Raises AssetError, also if disk space is
     short."""
     from tqdm import tqdm  # comes with huggingface_hub
@@ -101,7 +116,14 @@ def _fetch_all(found: Sequence[Status], root: Path, hub: Hub | None, options: ar
             "or name another folder (--assets-dir, RLPOST_ASSETS)"
         )
     interval_s = 0.5 if sys.stderr.isatty() else 10
-    with tqdm(total=needed, disable=not needed, unit="B", unit_scale=True, miniters=1, mininterval=interval_s) as bar:
+    with tqdm(
+        total=needed,
+        disable=not needed,
+        unit="B",
+        unit_scale=True,
+        miniters=1,
+        mininterval=interval_s,
+    ) as bar:
         fetcher = Fetcher(root, hub, options.workers, options.wait_s, tqdm.write, bar.update)
         for one in found:
             done = fetcher.fetch(one.asset, compare=options.compare)
@@ -119,7 +141,9 @@ def _hub(token: str | None) -> Hub:
             f"{sys.executable}: {error}: pip install 'huggingface_hub>=1.3' 'filelock>=3.30', "
             "or fetch where the whole stack is"
         ) from None
-    return Hub(token or get_token(), os.environ.get("HF_ENDPOINT"))  # of HF_TOKEN, or of `hf auth login`
+    return Hub(
+        token or get_token(), os.environ.get("HF_ENDPOINT")
+    )  # of HF_TOKEN, or of `hf auth login`
 
 
 def assets_folder(given: str | None) -> Path:
@@ -143,12 +167,16 @@ def token_of(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"--token-file {path}: {error.strerror}") from None
     if stat.S_IMODE(mode) & 0o077:
-        raise ConfigError(f"--token-file {path}: others can read it (mode {stat.S_IMODE(mode):o}): chmod 600 {path}")
+        raise ConfigError(
+            f"--token-file {path}: others can read it (mode {stat.S_IMODE(mode):o}): chmod 600 {path}"
+        )
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [value for line in lines for name, _, value in [line.partition("=")] if name in TOKENS]
     bare = lines[:1] if len(lines) == 1 and "=" not in lines[0] else []
     if not (found := named or bare) or not found[0].isprintable() or " " in found[0]:
-        raise ConfigError(f"--token-file {path}: holds no token; write it alone, or as HF_TOKEN=... on a line")
+        raise ConfigError(
+            f"--token-file {path}: holds no token; write it alone, or as HF_TOKEN=... on a line"
+        )
     return found[0]
 
 
@@ -169,9 +197,14 @@ def table(found: Sequence[Status], root: Path) -> str:
             coming = "-"
         rows.append((one.asset.repository, one.folder.name, files, size, coming, one.remark))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     total = sum(one.missing_bytes for one in found)
-    return "\n".join([*lines, f"{size_text(total)} to come, {size_text(free_bytes(root))} free in {root}"])
+    return "\n".join(
+        [*lines, f"{size_text(total)} to come, {size_text(free_bytes(root))} free in {root}"]
+    )
 
 
 def free_bytes(folder: Path) -> int:

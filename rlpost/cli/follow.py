@@ -24,14 +24,20 @@ ENDING_POLL_S = 3.0
 EXIT_CODES = {"done": EXIT_DONE, "requeue": EXIT_PREEMPTED, "config": 2}
 
 
-def follow(run: RunFolder, job_id: str, *, wanted: Wanted | None = None, started_it: bool = False) -> int:
+def follow(
+    run: RunFolder, job_id: str, *, wanted: Wanted | None = None, started_it: bool = False
+) -> int:
     """Print the driver's log, or the ``wanted`` logs, until the job is over; return 0 if done.
 
     Ctrl-C detaches and the run continues. A local run that this process has started
     (``started_it``) receives the same Ctrl-C from the terminal and stops at its next checkpoint; a
     second Ctrl-C detaches immediately.
     """
-    is_over = (lambda: not local_is_alive(job_id)) if job_id.startswith(LOCAL) else _slurm_is_over(run, job_id)
+    is_over = (
+        (lambda: not local_is_alive(job_id))
+        if job_id.startswith(LOCAL)
+        else _slurm_is_over(run, job_id)
+    )
     log = _LogTail(run.attempts, wanted or Wanted())
     interrupted = False
     while True:
@@ -76,7 +82,9 @@ class _LogTail:
                 new[path.stem] = self._wanted.records(self._new_lines(path))
         width = max(map(len, new), default=0)
         for name, record in merged(new):
-            print(record if self._wanted.is_one else prefixed(name, record, width), end="", flush=True)
+            print(
+                record if self._wanted.is_one else prefixed(name, record, width), end="", flush=True
+            )
 
     def _new_lines(self, path: Path) -> list[str]:
         with path.open("rb") as file:
@@ -111,8 +119,12 @@ def conclude(run: RunFolder) -> int:
     """Print the outcome and results of a finished run; return its exit code."""
     verdict_file = run.attempts / "latest" / VERDICT_FILE
     if not verdict_file.exists():
-        logs = run.submitit if (newest_job(run) or "").startswith(LOCAL) else run.root / "slurm-*.out"
-        print(f"ended: failed, and the agents left no verdict; see {logs} and {run.attempts / 'latest'}")
+        logs = (
+            run.submitit if (newest_job(run) or "").startswith(LOCAL) else run.root / "slurm-*.out"
+        )
+        print(
+            f"ended: failed, and the agents left no verdict; see {logs} and {run.attempts / 'latest'}"
+        )
         return 1
     verdict = verdict_file.read_text().strip()
     if verdict != "done":
@@ -124,7 +136,9 @@ def conclude(run: RunFolder) -> int:
 
 
 def summary(run: RunFolder) -> list[str]:
-    """Result lines of a finished run: first and last reward of each evaluation set, and the files."""
+    """Result lines of a finished run: first and last reward of each evaluation set, and the
+    files.
+    """
     lines = read_metrics(run.metrics)
     found = []
     for name in sorted({name for line in lines for name in eval_rewards(line)}):

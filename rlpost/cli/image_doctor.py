@@ -31,9 +31,15 @@ from slurm.spec import JobSpec
 
 def main(arguments: Sequence[str]) -> int:
     """Run ``rlpost doctor --image`` and return its exit code. Raises ConfigError."""
-    made = argparse.ArgumentParser(prog="rlpost doctor --image", description="Check what an image lacks.")
-    made.add_argument("--cluster", metavar="PROFILE", required=True, help="FILE.toml, or a name in jobs/clusters")
-    made.add_argument("recipe", nargs="?", type=Path, metavar="RECIPE.toml", help="check for this recipe")
+    made = argparse.ArgumentParser(
+        prog="rlpost doctor --image", description="Check what an image lacks."
+    )
+    made.add_argument(
+        "--cluster", metavar="PROFILE", required=True, help="FILE.toml, or a name in jobs/clusters"
+    )
+    made.add_argument(
+        "recipe", nargs="?", type=Path, metavar="RECIPE.toml", help="check for this recipe"
+    )
     made.add_argument("--cpu", action="store_true", help="for nodes without a GPU")
     made.add_argument("--json", action="store_true", help="print JSON")
     made.add_argument("--dry-run", action="store_true", help="print the job and submit nothing")
@@ -48,7 +54,9 @@ def main(arguments: Sequence[str]) -> int:
         words += _needs_of(config)
     try:
         spec = look_spec(job_spec(config, driver_args=tuple(words)))
-        with tempfile.TemporaryDirectory(dir=_shared(config.cluster.runs_dir), prefix=".image-") as folder:
+        with tempfile.TemporaryDirectory(
+            dir=_shared(config.cluster.runs_dir), prefix=".image-"
+        ) as folder:
             spec = replace(spec, run_folder=folder, output=folder.replace("%", "%%") + "/job.out")
             if options.dry_run:
                 print(render_look(spec), end="")
@@ -79,7 +87,13 @@ def _needs_of(config: Config) -> list[str]:
 
 def look_spec(spec: JobSpec) -> JobSpec:
     """Return the spec of a check: one node, 30 minutes, never requeued."""
-    once = replace(spec.with_python(sys.executable), job_name="rlpost-image", nodes=1, spare_nodes=0, requeue="never")
+    once = replace(
+        spec.with_python(sys.executable),
+        job_name="rlpost-image",
+        nodes=1,
+        spare_nodes=0,
+        requeue="never",
+    )
     return replace(once, time="30", signal_lead_s=60, home=str(PROJECT))
 
 
@@ -99,7 +113,9 @@ def _submitted(script: str, folder: Path) -> int:
         environ = for_script(without_keys(os.environ), script)
         waiting = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
     except FileNotFoundError:
-        raise ConfigError("no sbatch on this host; run rlpost doctor --image inside the image instead") from None
+        raise ConfigError(
+            "no sbatch on this host; run rlpost doctor --image inside the image instead"
+        ) from None
     with waiting:
         assert waiting.stdout is not None
         job = waiting.stdout.readline().strip().partition(";")[0]
@@ -120,6 +136,13 @@ def _show(folder: Path, code: int) -> int:
         print((folder / "findings").read_text(), end="")
         return code
     except FileNotFoundError:
-        logs = (path.read_text(errors="replace") for path in (*folder.glob("job.out"), *folder.glob("*.log")))
-        print("".join(logs) or f"the job wrote nothing (sbatch: exit {code})", end="\n", file=sys.stderr)
+        logs = (
+            path.read_text(errors="replace")
+            for path in (*folder.glob("job.out"), *folder.glob("*.log"))
+        )
+        print(
+            "".join(logs) or f"the job wrote nothing (sbatch: exit {code})",
+            end="\n",
+            file=sys.stderr,
+        )
         return code or 1

@@ -94,7 +94,9 @@ def container_of(cluster: ClusterConfig) -> Container | None:
     if cluster.container == "none":
         return None
     image = cluster.container_image or (f"${IMAGE}" if cluster.container == "auto" else "")
-    cache = cluster.image_cache or os.environ.get(IMAGE_CACHE) or str(Path(cluster.runs_dir) / "images")
+    cache = (
+        cluster.image_cache or os.environ.get(IMAGE_CACHE) or str(Path(cluster.runs_dir) / "images")
+    )
     return Container(cluster.container, image, cluster.container_mounts, cache)
 
 
@@ -128,4 +130,6 @@ def as_the_job_would(config: Config) -> tuple[Config, str]:
 
 def with_container(config: Config, backend: str) -> Config:
     """Return the settings with another container backend."""
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"container": backend})})
+    return config.model_copy(
+        update={"cluster": config.cluster.model_copy(update={"container": backend})}
+    )

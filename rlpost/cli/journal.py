@@ -42,7 +42,9 @@ def main(arguments: Sequence[str]) -> int:
     add_run_options(made)
     output = made.add_mutually_exclusive_group()
     output.add_argument("--records", action="store_true", help="print every record in order")
-    output.add_argument("--json", action="store_true", help="print a JSON object: segments and resume")
+    output.add_argument(
+        "--json", action="store_true", help="print a JSON object: segments and resume"
+    )
     options = made.parse_args(arguments)
     folder = journal_folder(find_run(options.run, options.runs_dir))
     try:
@@ -50,7 +52,9 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         raise ConfigError(f"rlpost journal: {folder} cannot be listed: {error}") from error
     if not found and not unreadable:
-        raise ConfigError(f"rlpost journal: {folder} has no journal; it appears with the first attempt of a run")
+        raise ConfigError(
+            f"rlpost journal: {folder} has no journal; it appears with the first attempt of a run"
+        )
     if options.json:
         print(json.dumps(journal_object(folder, found, unreadable), indent=2))
         return 0
@@ -62,7 +66,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def journal_object(folder: Path, found: Sequence[Segment], unreadable: Sequence[Unreadable]) -> dict[str, Any]:
+def journal_object(
+    folder: Path, found: Sequence[Segment], unreadable: Sequence[Unreadable]
+) -> dict[str, Any]:
     """Return the journal as a JSON object.
 
     ``segments`` has the rows of the table. ``resume`` has the checkpoint's step and segment, the
@@ -128,7 +134,9 @@ def _resumed_from(save: Path, found: Sequence[Segment]) -> tuple[int, int]:
             return state.journal, state.step
         except (CheckpointError, OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"rlpost journal: {newest / STATE_FILE}: {error}") from error
-    return 0, next((segment.header.step for segment in reversed(found) if segment.header.base == 0), 0)
+    return 0, next(
+        (segment.header.step for segment in reversed(found) if segment.header.base == 0), 0
+    )
 
 
 def journal_folder(run: RunFolder) -> Path:
@@ -140,7 +148,10 @@ def journal_folder(run: RunFolder) -> Path:
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows as lines with right-aligned columns."""
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (COLUMNS, *rows)]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in (COLUMNS, *rows)
+    ]
 
 
 def _row(segment: Segment) -> list[str]:

@@ -19,8 +19,12 @@ def main(arguments: Sequence[str]) -> int:
     """Print logs; with -f, follow the run to its end and return its exit code."""
     made = Parser(prog="rlpost logs", description="The logs of a run.")
     add_run_options(made)
-    made.add_argument("-f", "--follow", action="store_true", help="follow the run over all attempts to its end")
-    made.add_argument("--node", metavar="HOST", help="the log of that node's agent instead of the driver's")
+    made.add_argument(
+        "-f", "--follow", action="store_true", help="follow the run over all attempts to its end"
+    )
+    made.add_argument(
+        "--node", metavar="HOST", help="the log of that node's agent instead of the driver's"
+    )
     made.add_argument(
         "--of",
         action="append",
@@ -28,9 +32,13 @@ def main(arguments: Sequence[str]) -> int:
         metavar="NAME",
         help="logs with this name instead, such as actor-0, 'engine-*' or '*'; repeatable",
     )
-    made.add_argument("--level", choices=LEVELS, default="debug", help="lowest level to print (default: debug)")
+    made.add_argument(
+        "--level", choices=LEVELS, default="debug", help="lowest level to print (default: debug)"
+    )
     made.add_argument("--grep", type=_pattern, metavar="REGEX", help="only records that match")
-    made.add_argument("--attempt", metavar="K", default="latest", help="attempt number (default: the latest)")
+    made.add_argument(
+        "--attempt", metavar="K", default="latest", help="attempt number (default: the latest)"
+    )
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
     names = [*options.of, *([f"agent-{options.node}"] if options.node else [])] or ["driver"]
@@ -65,8 +73,14 @@ def _pattern(given: str) -> re.Pattern[str]:
 
 def _what_there_is(run: RunFolder, attempt: Path, wanted: Wanted) -> str:
     if not attempt.is_dir():
-        attempts = sorted((path.name for path in run.attempts.glob("[0-9]*")), key=lambda name: (len(name), name))
-        there = f"there are {', '.join(attempts)}" if attempts else "the job has not started yet; see rlpost status"
+        attempts = sorted(
+            (path.name for path in run.attempts.glob("[0-9]*")), key=lambda name: (len(name), name)
+        )
+        there = (
+            f"there are {', '.join(attempts)}"
+            if attempts
+            else "the job has not started yet; see rlpost status"
+        )
         return f"{attempt}: no such attempt; {there}"
     names = sorted(path.name for path in attempt.glob("*.log"))
     missing = ", ".join(f"{name}.log" for name in wanted.names)

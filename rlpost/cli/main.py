@@ -23,18 +23,33 @@ VERBS = {
         "check a recipe and submit it (--dry-run, --test-only, --wait, --local)",
     ),
     "check": ("rlpost.cli.check:main", "check a recipe and show its arithmetic"),
-    "plan": ("rlpost.cli.plan:main", "memory, nodes and disks that a recipe needs (--suggest: better layouts)"),
-    "fetch": ("rlpost.cli.fetch:main", "download a recipe's model and data from the Hugging Face hub"),
+    "plan": (
+        "rlpost.cli.plan:main",
+        "memory, nodes and disks that a recipe needs (--suggest: better layouts)",
+    ),
+    "fetch": (
+        "rlpost.cli.fetch:main",
+        "download a recipe's model and data from the Hugging Face hub",
+    ),
     "status": ("rlpost.cli.status:status_main", "status of a run (--watch: live)"),
     "list": ("rlpost.cli.status:list_main", "all runs, the newest first"),
-    "logs": ("rlpost.cli.logs:main", "the log of the driver, or of any other process (-f, --of NAME, --level, --grep)"),
+    "logs": (
+        "rlpost.cli.logs:main",
+        "the log of the driver, or of any other process (-f, --of NAME, --level, --grep)",
+    ),
     "attach": ("rlpost.cli.attach:attach_main", "a shell on a node of a run"),
     "exec": ("rlpost.cli.attach:exec_main", "a command on every node of a run"),
     "tunnel": ("rlpost.cli.attach:tunnel_main", "the way to Ray's dashboard"),
     "requeue": ("rlpost.cli.control:requeue_main", "save, requeue and resume, as at a preemption"),
     "cancel": ("rlpost.cli.control:cancel_main", "end a run without a restart"),
-    "report": ("rlpost.cli.report:main", "a run as a page with plots, answers, recipe, and as text"),
-    "journal": ("rlpost.cli.journal:main", "what a run would resume from after a crash (--records: every record)"),
+    "report": (
+        "rlpost.cli.report:main",
+        "a run as a page with plots, answers, recipe, and as text",
+    ),
+    "journal": (
+        "rlpost.cli.journal:main",
+        "what a run would resume from after a crash (--records: every record)",
+    ),
     "compare": ("rlpost.cli.compare:main", "compare several runs on one page"),
     "doctor": ("rlpost.cli.main:doctor", "diagnose this machine, or an image (--image)"),
 }
@@ -76,12 +91,18 @@ def _verb(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print("usage: rlpost VERB [...]; rlpost VERB --help says more\n")
         print("\n".join(f"  {verb:<9}{text}" for verb, text in known.items()))
-        print("\nA run is named by its folder, its name or its job id; the newest is meant when none is named.")
+        print(
+            "\nA run is named by its folder, its name or its job id; the newest is meant when none is named."
+        )
         return 0
     verb, *rest = arguments
     if verb.endswith(".toml"):
-        raise ConfigError(f"{verb}: a verb comes before the recipe; use rlpost check {verb} or rlpost submit {verb}")
+        raise ConfigError(
+            f"{verb}: a verb comes before the recipe; use rlpost check {verb} or rlpost submit {verb}"
+        )
     if verb not in known:
-        raise ConfigError(f"{verb}: no such verb{suggestion(verb, known) or '; there are ' + ', '.join(known)}")
+        raise ConfigError(
+            f"{verb}: no such verb{suggestion(verb, known) or '; there are ' + ', '.join(known)}"
+        )
     module, _, function = VERBS[verb][0].partition(":")
     return getattr(importlib.import_module(module), function)(rest)

@@ -1,9 +1,9 @@
 """``rlpost plan RECIPE``: estimate GPU memory, nodes and disks of a run before submitting it.
 
-Input: a recipe, a cluster profile, flags; the model by its config.json, or by the table [model] where the weights are
-not here yet. Output: a table, a bar for each phase, what does not fit and the nearest layout that does (exit code 2);
-with --suggest the best layouts for so many GPUs; with --json the same as one object. Imports neither torch nor anything
-of the training stack.
+Input: a recipe, a cluster profile, flags; the model by its config.json, or by the table [model]
+where the weights are not here yet. Output: a table, a bar for each phase, what does not fit and the
+nearest layout that does (exit code 2); with --suggest the best layouts for so many GPUs; with
+--json the same as one object. Imports neither torch nor anything of the training stack.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from rlpost.config.flags import flag
 from rlpost.config.plan.estimate import Estimate, Phase, estimate
 from rlpost.config.plan.layouts import Choice, nearest, suggest
 from rlpost.config.plan.reference import reference_note
-from rlpost.config.plan.save_interval import WRITE_GBPS, SaveInterval, StepTimes, interval_words, save_interval
+from rlpost.config.plan.save_interval import (
+    WRITE_GBPS,
+    SaveInterval,
+    StepTimes,
+    interval_words,
+    save_interval,
+)
 from rlpost.config.plan.shape import Shape, shape_of
 from rlpost.config.plan.weight_update import WeightUpdate
 from rlpost.config.tree import Config
@@ -41,7 +47,9 @@ EXIT_NO_FIT = 2
 GPU_MEMORY = "80GB"
 NUM_SUGGESTED = 5
 SGLANG_BYTES_PER_EXPERT = 4
-"""Of the table that each process of an engine keeps for its KV cache: all layers, dense ones included."""
+"""Of the table that each process of an engine keeps for its KV cache: all layers, dense ones
+included.
+"""
 WIDTH, BAR = 110, 60
 UNITS = {"": 1, "GB": 10**9, "GiB": 2**30, "G": 10**9}
 GLYPHS = {
@@ -54,21 +62,47 @@ GLYPHS = {
 def main(arguments: Sequence[str]) -> int:
     """Print the plan of a recipe."""
     made = parser("rlpost plan", "Estimate the GPU memory, nodes and disks that a recipe needs.")
-    made.add_argument("--gpus", type=int, metavar="N", help="GPUs of the trainer, instead of the recipe's")
-    made.add_argument("--gpu-memory", default=GPU_MEMORY, metavar="SIZE", help=f"of one GPU (default: {GPU_MEMORY})")
     made.add_argument(
-        "--write-gbps", type=float, default=WRITE_GBPS, metavar="GB/S", help="of a node to its disks (default: 2)"
+        "--gpus", type=int, metavar="N", help="GPUs of the trainer, instead of the recipe's"
     )
-    made.add_argument("--step-s", type=float, metavar="S", help="seconds of a step; default: of an earlier run")
-    made.add_argument("--train-s", type=float, metavar="S", help="seconds of training in it (default: all of --step-s)")
+    made.add_argument(
+        "--gpu-memory",
+        default=GPU_MEMORY,
+        metavar="SIZE",
+        help=f"of one GPU (default: {GPU_MEMORY})",
+    )
+    made.add_argument(
+        "--write-gbps",
+        type=float,
+        default=WRITE_GBPS,
+        metavar="GB/S",
+        help="of a node to its disks (default: 2)",
+    )
+    made.add_argument(
+        "--step-s", type=float, metavar="S", help="seconds of a step; default: of an earlier run"
+    )
+    made.add_argument(
+        "--train-s",
+        type=float,
+        metavar="S",
+        help="seconds of training in it (default: all of --step-s)",
+    )
     add_scale_down(made)
-    made.add_argument("--suggest", action="store_true", help="print the best layouts for the model on these GPUs")
-    made.add_argument("--json", action="store_true", help="print a JSON object instead of the tables")
+    made.add_argument(
+        "--suggest", action="store_true", help="print the best layouts for the model on these GPUs"
+    )
+    made.add_argument(
+        "--json", action="store_true", help="print a JSON object instead of the tables"
+    )
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
-        raise ConfigError("which recipe? the first word is a TOML file, for instance jobs/recipes/qwen3_4b.toml")
+        raise ConfigError(
+            "which recipe? the first word is a TOML file, for instance jobs/recipes/qwen3_4b.toml"
+        )
     if options.write_gbps <= 0:
-        raise ConfigError(f"--write-gbps {options.write_gbps:g}: give the GB/s of a node's disk, more than 0")
+        raise ConfigError(
+            f"--write-gbps {options.write_gbps:g}: give the GB/s of a node's disk, more than 0"
+        )
     config = loaded.config if options.gpus is None else on_gpus(loaded.config, options.gpus)
     check_server_args(
         config.sglang.given_server_args, gpus_per_engine=config.cluster.rollout_num_gpus_per_engine
@@ -109,7 +143,10 @@ class Speed:
     def interval(self, made: Estimate) -> SaveInterval:
         """The save interval for this estimate."""
         return save_interval(
-            made.config, checkpoint_bytes=made.checkpoint_bytes, times=self.times, write_gbps=self.write_gbps
+            made.config,
+            checkpoint_bytes=made.checkpoint_bytes,
+            times=self.times,
+            write_gbps=self.write_gbps,
         )
 
 
@@ -117,12 +154,16 @@ def step_times(config: Config, step_s: float | None, train_s: float | None) -> S
     """The times given, else those of an earlier run. Raises ConfigError."""
     if step_s is None:
         if train_s is not None:
-            raise ConfigError(f"--train-s {train_s:g} without --step-s; give both, or none for those of an earlier run")
+            raise ConfigError(
+                f"--train-s {train_s:g} without --step-s; give both, or none for those of an earlier run"
+            )
         return earlier_step_times(config)
     if step_s <= 0:
         raise ConfigError(f"--step-s {step_s:g}: give the seconds of a step, more than 0")
     if train_s is not None and not 0 < train_s <= step_s:
-        raise ConfigError(f"--train-s {train_s:g}: give seconds of training within a step, at most --step-s {step_s:g}")
+        raise ConfigError(
+            f"--train-s {train_s:g}: give seconds of training within a step, at most --step-s {step_s:g}"
+        )
     return StepTimes(step_s, step_s if train_s is None else train_s, "with the times given")
 
 
@@ -162,7 +203,9 @@ def show(
     elif near := nearest(config, choices):
         console.print(f"the nearest layout that fits: {near.words}\n  {flags_of(near, config)}")
     else:
-        console.print("no layout of this model fits on these GPUs; use more (--gpus), or shorter responses")
+        console.print(
+            "no layout of this model fits on these GPUs; use more (--gpus), or shorter responses"
+        )
     if wants_suggestions and choices:
         console.print(suggestions(choices[:NUM_SUGGESTED]))
     return 0 if fits or (wants_suggestions and choices) else EXIT_NO_FIT
@@ -179,13 +222,22 @@ def plan_object(
 ) -> dict[str, Any]:
     """What ``show`` prints, for programs; sizes in bytes.
 
-    ``suggestions`` holds the best layouts when they are asked for; else the nearest that fits if the recipe's does not.
+    ``suggestions`` holds the best layouts when they are asked for; else the nearest that fits if
+    the recipe's does not.
     """
     problems = layout_problems(config)
-    content: dict[str, Any] = {"fits": False, "problems": problems, "note": reference_note(config, shape)}
+    content: dict[str, Any] = {
+        "fits": False,
+        "problems": problems,
+        "note": reference_note(config, shape),
+    }
     if not problems:
         made = estimate(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
-        content |= {"fits": not made.problems, "problems": list(made.problems), **estimate_object(made)}
+        content |= {
+            "fits": not made.problems,
+            "problems": list(made.problems),
+            **estimate_object(made),
+        }
         content["save_interval"] = asdict(speed.interval(made))
     choices: list[Choice] = []
     if wants_suggestions or not content["fits"]:
@@ -207,7 +259,10 @@ def estimate_object(made: Estimate) -> dict[str, Any]:
         "layout": asdict(made.layout),
         "parameters": {"total": parameters.total, "experts": parameters.expert},
         "gpu_bytes": made.gpu_bytes,
-        "phases": [{"name": phase.name, "total": phase.total, "parts": dict(phase.parts)} for phase in made.phases],
+        "phases": [
+            {"name": phase.name, "total": phase.total, "parts": dict(phase.parts)}
+            for phase in made.phases
+        ],
         "engine": None if engine is None else asdict(engine),
         "host_bytes_per_node": made.host_bytes_per_node,
         "checkpoint_bytes": made.checkpoint_bytes,
@@ -222,13 +277,17 @@ def on_gpus(config: Config, gpus: int) -> Config:
     if gpus < 1 or gpus % a_node:
         size = config.cluster.num_gpus_per_node
         lower = max(1, gpus // size) * size
-        raise ConfigError(f"--gpus {gpus} is no multiple of --num-gpus-per-node {size}; use {lower} or {lower + size}")
+        raise ConfigError(
+            f"--gpus {gpus} is no multiple of --num-gpus-per-node {size}; use {lower} or {lower + size}"
+        )
     update = {"actor_num_nodes": gpus // a_node, "actor_num_gpus_per_node": a_node, "nodes": None}
     return config.model_copy(update={"cluster": config.cluster.model_copy(update=update)})
 
 
 def model_of(config: Config) -> tuple[Shape, int]:
-    """The model's shape and the bytes of a weight in its engines: from config.json, or from [model]."""
+    """The model's shape and the bytes of a weight in its engines: from config.json, or from
+    [model].
+    """
     shape, width = _model_of(config)
     return replace(shape, mtp=config.grpo.enable_mtp_training), width
 
@@ -273,12 +332,23 @@ def table(made: Estimate, speed: Speed) -> Table:
         ("fullest rank", f"of stage {rank.stage} (of {layout.pipeline}): {of_rank} parameters"),
         ("weights", f"{_gb(rank.held.weights)}, gradients {_gb(rank.held.gradients)}"),
         ("optimizer", f"{_gb(rank.held.optimizer)}{offloaded}"),
-        ("activations", f"{_gb(rank.activations)} for {made.tokens} tokens a rank, recomputed: {again}"),
-        ("logits", _gb(rank.logits) if rank.logits else f"on the last stage: {_gb(made.ranks[-1].logits)}"),
+        (
+            "activations",
+            f"{_gb(rank.activations)} for {made.tokens} tokens a rank, recomputed: {again}",
+        ),
+        (
+            "logits",
+            _gb(rank.logits) if rank.logits else f"on the last stage: {_gb(made.ranks[-1].logits)}",
+        ),
     ]
     if made.engine is not None:
         engine = made.engine
-        rows.append(("engine GPU", f"weights {_gb(engine.weights)}, KV cache {_gb(max(0, engine.kv_cache))}"))
+        rows.append(
+            (
+                "engine GPU",
+                f"weights {_gb(engine.weights)}, KV cache {_gb(max(0, engine.kv_cache))}",
+            )
+        )
         answers = max(0, engine.kv_tokens) // made.longest
         text = f"{max(0, engine.kv_tokens):,} tokens an engine: {answers} answers of {made.longest} tokens at once"
         rows.append(("KV cache", text))
@@ -287,7 +357,10 @@ def table(made: Estimate, speed: Speed) -> Table:
     seconds = made.checkpoint_bytes / (speed.write_gbps * 1e9 * config.actor_num_nodes)
     rows += [
         ("host memory", f"{_gb(made.host_bytes_per_node)} a node, besides Ray's and Python's"),
-        ("checkpoint", f"{_gb(made.checkpoint_bytes)}, {seconds:.0f} s at {speed.write_gbps:g} GB/s a node"),
+        (
+            "checkpoint",
+            f"{_gb(made.checkpoint_bytes)}, {seconds:.0f} s at {speed.write_gbps:g} GB/s a node",
+        ),
         ("its buffer", save_words(made, seconds)),
         ("save", interval_words(speed.interval(made), config.checkpoint.save_interval)),
     ]
@@ -299,7 +372,9 @@ def table(made: Estimate, speed: Speed) -> Table:
 
 
 def route_words(made: Estimate, kv_tokens: int) -> str:
-    """Memory of the experts that engines choose: what the driver holds of a step at most, and each GPU of an engine."""
+    """Memory of the experts that engines choose: what the driver holds of a step at most, and each
+    GPU of an engine.
+    """
     shape, config = made.shape, made.config
     bytes_per_expert = 1 if shape.num_experts <= 255 else 2
     per_token = sum(shape.sparse) * shape.topk * bytes_per_expert
@@ -330,7 +405,10 @@ def update_rows(config: Config, update: WeightUpdate) -> list[tuple[str, str]]:
     place = "of a GPU for buckets" if config.cluster.colocate else "of a GPU that sends for buckets"
     return [
         ("weight update", f"{moved}: {buckets}"),
-        ("", f"{update.num_requests} requests that the driver relays; {_gb(update.gpu_bytes)} {place}"),
+        (
+            "",
+            f"{update.num_requests} requests that the driver relays; {_gb(update.gpu_bytes)} {place}",
+        ),
     ]
 
 

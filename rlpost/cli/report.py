@@ -27,7 +27,9 @@ def main(arguments: Sequence[str]) -> int:
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
     if not read_metrics(run.metrics):
-        raise ConfigError(f"{run.metrics}: no step yet, so there is nothing to report; see rlpost status")
+        raise ConfigError(
+            f"{run.metrics}: no step yet, so there is nothing to report; see rlpost status"
+        )
     page = write_report(run)
     if importlib.util.find_spec("matplotlib") is not None:
         plot_rewards(run.metrics, run.report / "reward.png")
@@ -45,5 +47,7 @@ def report_lines(run: RunFolder) -> list[str]:
 
 def _event_line(entry: dict[str, Any]) -> str:
     when = datetime.fromisoformat(entry["time"]).strftime("%Y-%m-%d %H:%M:%S")
-    rest = ", ".join(f"{key} {value}" for key, value in entry.items() if key not in ("time", "event"))
+    rest = ", ".join(
+        f"{key} {value}" for key, value in entry.items() if key not in ("time", "event")
+    )
     return f"{when}  {entry['event']}  {rest}"

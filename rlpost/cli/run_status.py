@@ -30,18 +30,32 @@ MAX_HEADLINE = 160  # characters
 LOG_TAIL = 1 << 16  # bytes
 _WARNING = re.compile(r"^\d\d:\d\d:\d\d \S* ?(WARNING|ERROR|CRITICAL)\b")
 PACE_STEPS = 10  # the pace shown is that of the last steps
-STATE_COLOURS = {"RUNNING": "green", "COMPLETED": "green", "PENDING": "yellow", "FAILED": "red", "NODE_FAIL": "red"}
-_OUTCOME_STATES = {"done": JobState.COMPLETED, "requeue": JobState.CANCELLED, None: JobState.UNKNOWN}
+STATE_COLOURS = {
+    "RUNNING": "green",
+    "COMPLETED": "green",
+    "PENDING": "yellow",
+    "FAILED": "red",
+    "NODE_FAIL": "red",
+}
+_OUTCOME_STATES = {
+    "done": JobState.COMPLETED,
+    "requeue": JobState.CANCELLED,
+    None: JobState.UNKNOWN,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """One run. ``state`` is Slurm's; ``verdict`` that of the newest attempt; None and empty mean not known (yet).
+    """One run.
 
-    ``verdict`` and ``cause`` are the agents' or, where they left none, the batch host's; ``decision`` is what the batch
-    host made of them. ``phases_s`` are the mean seconds of each phase in the newest steps; ``warnings`` the newest of
-    the driver, each once. ``attempt`` is the name of the newest attempt's folder; ``reward`` the mean of the last step;
-    ``evals`` the newest mean reward of each evaluation set. ``goodput`` is None before the first attempt, and where
+    ``state`` is Slurm's; ``verdict`` that of the newest attempt; None and empty mean not known
+    (yet).
+
+    ``verdict`` and ``cause`` are the agents' or, where they left none, the batch host's;
+    ``decision`` is what the batch host made of them. ``phases_s`` are the mean seconds of each
+    phase in the newest steps; ``warnings`` the newest of the driver, each once. ``attempt`` is the
+    name of the newest attempt's folder; ``reward`` the mean of the last step; ``evals`` the newest
+    mean reward of each evaluation set. ``goodput`` is None before the first attempt, and where
     run.json does not give the GPUs.
     """
 
@@ -105,7 +119,9 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
         time_left_s=entry.time_left_s,
         attempt=attempt,
         verdict=verdict or ended.get("verdict"),
-        cause=ended.get("cause") or _cause(latest / VERDICT_JSON) or _refusal(run, attempt, entry.state),
+        cause=ended.get("cause")
+        or _cause(latest / VERDICT_JSON)
+        or _refusal(run, attempt, entry.state),
         decision=str(ended.get("reason", "")),
         checkpoint=committed.get("checkpoint"),
         checkpoint_step=committed.get("step"),
@@ -119,7 +135,9 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
 
 
 def _refusal(run: RunFolder, attempt: str | None, state: JobState) -> str:
-    """The last line of the batch script where a job ended before its first attempt: what it refused (exit code 78)."""
+    """The last line of the batch script where a job ended before its first attempt: what it refused
+    (exit code 78).
+    """
     if attempt is not None or not state.is_over:
         return ""
     logs = sorted(run.root.glob("slurm-*.out"), key=lambda path: path.stat().st_mtime)
@@ -127,7 +145,9 @@ def _refusal(run: RunFolder, attempt: str | None, state: JobState) -> str:
     return lines[-1] if lines else ""
 
 
-def _progress(run: RunFolder, events: Sequence[dict[str, Any]], entry: QueueEntry) -> dict[str, Any]:
+def _progress(
+    run: RunFolder, events: Sequence[dict[str, Any]], entry: QueueEntry
+) -> dict[str, Any]:
     lines, settings, is_over = read_metrics(run.metrics), settings_of(run), entry.state.is_over
     total = settings.get("rollout", {}).get("num_rollout")
     newest = end_of(events) if entry.is_over else None
@@ -174,7 +194,11 @@ def warnings_in(log: str) -> list[str]:
 
 
 def _age(moment: str | None) -> float | None:
-    return None if moment is None else (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()
+    return (
+        None
+        if moment is None
+        else (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()
+    )
 
 
 def _tail(path: Path) -> str:

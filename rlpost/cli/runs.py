@@ -27,7 +27,9 @@ NAMES_SHOWN = 8
 
 
 def add_run_options(made: argparse.ArgumentParser, *, positional: bool = True) -> None:
-    """The options of every verb that means one run: RUN (or ``--run RUN``, where words mean something else)."""
+    """The options of every verb that means one run: RUN (or ``--run RUN``, where words mean
+    something else).
+    """
     text = "folder, name or job id; the newest run if not given"
     if positional:
         made.add_argument("run", nargs="?", metavar="RUN", help=text)
@@ -38,7 +40,9 @@ def add_run_options(made: argparse.ArgumentParser, *, positional: bool = True) -
 
 def add_runs_dir(made: argparse.ArgumentParser) -> None:
     """``--runs-dir``, the same word as in the settings."""
-    made.add_argument("--runs-dir", type=Path, default=RUNS_DIR, help=f"folder of the runs (default: {RUNS_DIR})")
+    made.add_argument(
+        "--runs-dir", type=Path, default=RUNS_DIR, help=f"folder of the runs (default: {RUNS_DIR})"
+    )
 
 
 def find_run(word: str | None, runs_dir: Path) -> RunFolder:
@@ -48,9 +52,13 @@ def find_run(word: str | None, runs_dir: Path) -> RunFolder:
     runs = all_runs(runs_dir)
     if word is None:
         if not runs:
-            raise ConfigError(f"no run in {runs_dir.absolute()}; name one, or its folder with --runs-dir")
+            raise ConfigError(
+                f"no run in {runs_dir.absolute()}; name one, or its folder with --runs-dir"
+            )
         return runs[0]
-    named = [run for run in runs if run.root.name == word] or [run for run in runs if word in job_ids(run)]
+    named = [run for run in runs if run.root.name == word] or [
+        run for run in runs if word in job_ids(run)
+    ]
     if named:
         return named[0]
     names = [run.root.name for run in runs]
@@ -70,10 +78,16 @@ def all_runs(runs_dir: Path) -> list[RunFolder]:
 
 
 def job_ids(run: RunFolder) -> list[str]:
-    """The jobs of a run in order; a run of plain ``sbatch`` has its job id at the end of its name."""
-    found = list(dict.fromkeys(str(entry["job_id"]) for entry in run.ledger.read() if entry.get("job_id")))
+    """The jobs of a run in order; a run of plain ``sbatch`` has its job id at the end of its
+    name.
+    """
+    found = list(
+        dict.fromkeys(str(entry["job_id"]) for entry in run.ledger.read() if entry.get("job_id"))
+    )
     # NAME-JOBID is the folder of a plain sbatch; NAME-YYYYMMDD-HHMMSS holds no job id.
-    named = None if re.search(r"-\d{8}-\d{6}$", run.root.name) else re.search(r"-(\d+)$", run.root.name)
+    named = (
+        None if re.search(r"-\d{8}-\d{6}$", run.root.name) else re.search(r"-(\d+)$", run.root.name)
+    )
     return found or ([named[1]] if named else [])
 
 
@@ -106,15 +120,21 @@ def running_job(run: RunFolder, *, what_for: str) -> QueueEntry:
     entry = queue([job_id])[job_id]
     if entry.state is not JobState.RUNNING:
         why = f" ({entry.reason})" if entry.reason else ""
-        raise ConfigError(f"{run.root.name}: job {job_id} is {entry.state}{why}; this needs one that runs")
+        raise ConfigError(
+            f"{run.root.name}: job {job_id} is {entry.state}{why}; this needs one that runs"
+        )
     return entry
 
 
 def local_is_alive(job_id: str) -> bool:
-    """Whether the process of a run on this machine is there and is submitit's, not a later one of the same number."""
+    """Whether the process of a run on this machine is there and is submitit's, not a later one of
+    the same number.
+    """
     try:
         process = psutil.Process(int(job_id.removeprefix(LOCAL)))
-        return process.status() != psutil.STATUS_ZOMBIE and any("submitit" in word for word in process.cmdline())
+        return process.status() != psutil.STATUS_ZOMBIE and any(
+            "submitit" in word for word in process.cmdline()
+        )
     except psutil.NoSuchProcess:
         return False
 

@@ -75,7 +75,8 @@ def table(changes: Sequence[Change]) -> str:
     rows += [(one.name, _text(one.recipe), _text(one.scaled)) for one in changes]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
     )
 
 
@@ -84,12 +85,20 @@ def _text(value: Any) -> str:
         return "-"
     text = " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
     text = text.replace(f"{Path.cwd()}/", "")
-    return text if len(text) <= _WIDEST else f"{text[: _WIDEST // 2 - 2]} .. {text[-_WIDEST // 2 + 2 :]}"
+    return (
+        text
+        if len(text) <= _WIDEST
+        else f"{text[: _WIDEST // 2 - 2]} .. {text[-_WIDEST // 2 + 2 :]}"
+    )
 
 
 def require_model(recipe: str | None, config: Config) -> None:
     """Raise ConfigError, with the command to create it, if the scaled-down model is missing."""
     folder = Path(config.checkpoint.hf_checkpoint)
     if FOLDER.absolute() in folder.parents and not (folder / "config.json").is_file():
-        command = f"python tools/make_tiny_model.py --recipe {recipe} {FLAG} {config.actor_world_size}"
-        raise ConfigError(f"{FLAG}: the scaled-down model does not exist yet; create it with: {command}")
+        command = (
+            f"python tools/make_tiny_model.py --recipe {recipe} {FLAG} {config.actor_world_size}"
+        )
+        raise ConfigError(
+            f"{FLAG}: the scaled-down model does not exist yet; create it with: {command}"
+        )

@@ -1,4 +1,6 @@
-"""``rlpost status`` and ``rlpost list``: where runs stand, as a table in a terminal and as JSON to machines."""
+"""``rlpost status`` and ``rlpost list``: where runs stand, as a table in a terminal and as JSON to
+machines.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,28 @@ def rows(status: Status) -> list[tuple[str, str]]:
         ("attempt", status.attempt or ""),
         ("verdict", ": ".join(filter(None, (status.verdict, status.cause)))),
         ("decision", status.decision if status.verdict != "done" else ""),
-        ("step", f"{status.step}{of}" + (f", done in {duration(status.eta_s)}" if status.eta_s else "")),
+        (
+            "step",
+            f"{status.step}{of}" + (f", done in {duration(status.eta_s)}" if status.eta_s else ""),
+        ),
         ("reward", "" if status.reward is None else f"{status.reward:.3f}"),
         ("evaluation", ", ".join(f"{name} {value:.3f}" for name, value in status.evals.items())),
-        ("throughput", "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f} tokens/s{pace}"),
-        ("phases", ", ".join(f"{name} {seconds / sum(phases.values()):.0%}" for name, seconds in phases.items())),
-        ("checkpoint", f"{status.checkpoint}, {ago(status.checkpoint_age_s or 0.0)}" if status.checkpoint else ""),
+        (
+            "throughput",
+            "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f} tokens/s{pace}",
+        ),
+        (
+            "phases",
+            ", ".join(
+                f"{name} {seconds / sum(phases.values()):.0%}" for name, seconds in phases.items()
+            ),
+        ),
+        (
+            "checkpoint",
+            f"{status.checkpoint}, {ago(status.checkpoint_age_s or 0.0)}"
+            if status.checkpoint
+            else "",
+        ),
         ("preemptions", str(status.num_preemptions) if status.num_preemptions else ""),
         ("goodput", goodput_words(status)),
         *(("warning", line) for line in status.warnings),
@@ -51,7 +69,9 @@ def goodput_words(status: Status) -> str:
 
 
 def show(found: Sequence[Status], *, as_json: bool, one: bool) -> None:
-    """Print: JSON (an object for one run, a list for several), or a table, coloured in a terminal."""
+    """Print: JSON (an object for one run, a list for several), or a table, coloured in a
+    terminal.
+    """
     if as_json:
         content = [asdict(status) for status in found]
         print(json.dumps(content[0] if one else content, indent=2))
@@ -72,7 +92,17 @@ def show(found: Sequence[Status], *, as_json: bool, one: bool) -> None:
         for name, value in rows(found[0]):
             table.add_row(Text(name, style="bold"), cell(name, value))
     else:
-        columns = ("run", "job", "state", "why", "attempt", "step", "reward", "goodput", "checkpoint")
+        columns = (
+            "run",
+            "job",
+            "state",
+            "why",
+            "attempt",
+            "step",
+            "reward",
+            "goodput",
+            "checkpoint",
+        )
         table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
         for status in found:
             values = dict(rows(status))
@@ -87,7 +117,11 @@ def status_main(arguments: Sequence[str]) -> int:
     add_run_options(made)
     how = made.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="for machines")
-    how.add_argument("--watch", action="store_true", help="a page in the terminal that follows the run; Ctrl-C leaves")
+    how.add_argument(
+        "--watch",
+        action="store_true",
+        help="a page in the terminal that follows the run; Ctrl-C leaves",
+    )
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
     if options.watch:
@@ -102,7 +136,9 @@ def list_main(arguments: Sequence[str]) -> int:
     """``rlpost list [--json] [--num N]``."""
     made = Parser(prog="rlpost list", description="The runs of a folder, the newest first.")
     add_runs_dir(made)
-    made.add_argument("--num", type=int, default=20, metavar="N", help="how many at most (default: 20)")
+    made.add_argument(
+        "--num", type=int, default=20, metavar="N", help="how many at most (default: 20)"
+    )
     made.add_argument("--json", action="store_true", help="for machines")
     options = made.parse_args(arguments)
     show(statuses(all_runs(options.runs_dir)[: options.num]), as_json=options.json, one=False)

@@ -56,11 +56,16 @@ def submit_main(arguments: Sequence[str]) -> int:
     options, loaded = settings(made, arguments)
     config = loaded.config
     if options.recipe is None and not loaded.origins:
-        raise ConfigError("which recipe? the first word is a name in jobs/recipes or a TOML file: rlpost submit tiny")
+        raise ConfigError(
+            "which recipe? the first word is a name in jobs/recipes or a TOML file: rlpost submit tiny"
+        )
     given = next((f"--{name}" for name in ("local", "debug") if getattr(options, name)), None)
     local = given is not None or not is_available()
     if local and not (options.dry_run or options.test_only):
-        _check_local(config, "there is no Slurm on this machine" if given is None else f"{given} excludes Slurm")
+        _check_local(
+            config,
+            "there is no Slurm on this machine" if given is None else f"{given} excludes Slurm",
+        )
     require_model(options.recipe, config)
     root = options.run_folder or _new_run_folder(config)
     if local and not options.dry_run:
@@ -139,7 +144,11 @@ def _check_it_has_ended(run: RunFolder) -> None:
 
 
 def _check_wandb_key(config: Config, run: RunFolder) -> None:
-    if config.wandb.is_on and config.wandb.wandb_mode == "online" and not has_wandb_key(run, os.environ):
+    if (
+        config.wandb.is_on
+        and config.wandb.wandb_mode == "online"
+        and not has_wandb_key(run, os.environ)
+    ):
         raise ConfigError(
             "--use-wandb true: no key for Weights & Biases; give --wandb-key, export WANDB_API_KEY, or use "
             "--wandb-mode offline"
@@ -149,7 +158,9 @@ def _check_wandb_key(config: Config, run: RunFolder) -> None:
 def _tested(spec: JobSpec) -> str:
     """Slurm's estimate for a job that is not submitted (sbatch --test-only)."""
     if not is_available():
-        raise ConfigError("--test-only: there is no Slurm on this machine; use --dry-run to see the script")
+        raise ConfigError(
+            "--test-only: there is no Slurm on this machine; use --dry-run to see the script"
+        )
     text = render_sbatch(spec)
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as script:
         script.write(text)
@@ -159,15 +170,27 @@ def _tested(spec: JobSpec) -> str:
 
 def _add_options(made: argparse.ArgumentParser) -> None:
     add_scale_down(made)
-    made.add_argument("--local", action="store_true", help="run on this machine; the default where there is no Slurm")
     made.add_argument(
-        "--debug", action="store_true", help="run on this machine in this process; a failure enters the debugger"
+        "--local",
+        action="store_true",
+        help="run on this machine; the default where there is no Slurm",
     )
-    made.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
     made.add_argument(
-        "--test-only", action="store_true", help="ask Slurm when and where the job would start, without submitting it"
+        "--debug",
+        action="store_true",
+        help="run on this machine in this process; a failure enters the debugger",
     )
-    made.add_argument("--run-folder", type=Path, metavar="FOLDER", help="run folder (default: RUNS_DIR/NAME-TIME)")
+    made.add_argument(
+        "--dry-run", action="store_true", help="print the batch script and submit nothing"
+    )
+    made.add_argument(
+        "--test-only",
+        action="store_true",
+        help="ask Slurm when and where the job would start, without submitting it",
+    )
+    made.add_argument(
+        "--run-folder", type=Path, metavar="FOLDER", help="run folder (default: RUNS_DIR/NAME-TIME)"
+    )
     made.add_argument("--resume", action="store_true", help="resume the run in the folder")
     made.add_argument(
         "--wait",

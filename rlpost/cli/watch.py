@@ -64,7 +64,10 @@ def read_view(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> V
         now=now,
         history=timeline(events, now),
         lines=read_metrics(run.metrics),
-        engines={log.name.removesuffix("-server.log"): max(0.0, time.time() - log.stat().st_mtime) for log in logs},
+        engines={
+            log.name.removesuffix("-server.log"): max(0.0, time.time() - log.stat().st_mtime)
+            for log in logs
+        },
     )
 
 
@@ -80,13 +83,19 @@ def watch(run: RunFolder) -> int:
     Raises ConfigError without a terminal.
     """
     if not sys.stdout.isatty():
-        raise ConfigError("rlpost status --watch needs a terminal; rlpost status --json is for programs")
+        raise ConfigError(
+            "rlpost status --watch needs a terminal; rlpost status --json is for programs"
+        )
     console, asked_at, entry = Console(), -POLL_S, None
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         try:
             while True:
                 job_id = newest_job(run)
-                if job_id and not job_id.startswith(LOCAL) and time.monotonic() - asked_at >= POLL_S:
+                if (
+                    job_id
+                    and not job_id.startswith(LOCAL)
+                    and time.monotonic() - asked_at >= POLL_S
+                ):
                     asked_at, entry = time.monotonic(), queue([job_id])[job_id]
                 view = read_view(run, job_id, entry)
                 live.update(page(view, console.width), refresh=True)
@@ -112,10 +121,24 @@ def page(view: View, width: int = 100) -> RenderableType:
     if view.history is not None and view.history.attempts:
         parts += [Text(), _attempts(view.history)]
     if status.warnings:
-        parts += [Text(), *(Text(line, style="yellow", overflow="ellipsis", no_wrap=True) for line in status.warnings)]
-    title = Text.assemble((status.name, "bold"), "  ", (status.state, STATE_COLOURS.get(status.state, "")))
+        parts += [
+            Text(),
+            *(
+                Text(line, style="yellow", overflow="ellipsis", no_wrap=True)
+                for line in status.warnings
+            ),
+        ]
+    title = Text.assemble(
+        (status.name, "bold"), "  ", (status.state, STATE_COLOURS.get(status.state, ""))
+    )
     subtitle = f"{view.now:%H:%M:%S} UTC, Ctrl-C leaves; the run continues"
-    return Panel(Group(*parts), title=title, subtitle=Text(subtitle, style="dim"), title_align="left", width=width)
+    return Panel(
+        Group(*parts),
+        title=title,
+        subtitle=Text(subtitle, style="dim"),
+        title_align="left",
+        width=width,
+    )
 
 
 def _rows(view: View, room: int) -> list[tuple[str, RenderableType]]:
@@ -125,10 +148,17 @@ def _rows(view: View, room: int) -> list[tuple[str, RenderableType]]:
     for name, metric in (("reward", "reward/mean"), ("length", "rollout/response_length_mean")):
         values = [value for _, value in points(lines, metric)]
         if values:
-            curve = Text(sparkline(values, min(room - 12, 60)), style="green" if name == "reward" else "cyan")
+            curve = Text(
+                sparkline(values, min(room - 12, 60)), style="green" if name == "reward" else "cyan"
+            )
             found.append((name, Text.assemble(curve, f"  {short(values[-1])}")))
     if status.evals:
-        found.append(("evaluation", Text(", ".join(f"{name} {value:.3f}" for name, value in status.evals.items()))))
+        found.append(
+            (
+                "evaluation",
+                Text(", ".join(f"{name} {value:.3f}" for name, value in status.evals.items())),
+            )
+        )
     if status.tokens_per_s is not None:
         pace = "" if status.step_s is None else f", {status.step_s:.2f} s per step"
         mfu = "" if status.mfu is None else f", MFU {status.mfu:.0%}"
@@ -138,7 +168,9 @@ def _rows(view: View, room: int) -> list[tuple[str, RenderableType]]:
     if status.goodput is not None:
         found.append(("goodput", Text(status.goodput.line)))
     if view.engines:
-        found.append(("engines", Text(", ".join(f"{name} {ago(age)}" for name, age in view.engines.items()))))
+        found.append(
+            ("engines", Text(", ".join(f"{name} {ago(age)}" for name, age in view.engines.items())))
+        )
     found.append(("checkpoint", _checkpoint(view)))
     if status.verdict:
         found.append(("verdict", Text(f"{status.verdict}: {status.cause}")))
@@ -170,12 +202,27 @@ def _checkpoint(view: View) -> Text:
 
 
 def _attempts(history: Timeline) -> Table:
-    table = Table("attempt", "nodes", "ready after", "from", "saved", "lasted", "end", box=None, header_style="dim")
+    table = Table(
+        "attempt",
+        "nodes",
+        "ready after",
+        "from",
+        "saved",
+        "lasted",
+        "end",
+        box=None,
+        header_style="dim",
+    )
     for one in history.attempts[-MAX_ATTEMPTS:]:
         ready = "" if one.startup_s is None else duration(one.startup_s)
-        first, saved = ("" if step is None else str(step) for step in (one.first_step, one.last_saved))
+        first, saved = (
+            "" if step is None else str(step) for step in (one.first_step, one.last_saved)
+        )
         end = Text(one.ended or "under way", style="" if one.ended else "green")
-        cells = [Text(word) for word in (one.name, one.nodes, ready, first, saved, duration(one.lasted_s))]
+        cells = [
+            Text(word)
+            for word in (one.name, one.nodes, ready, first, saved, duration(one.lasted_s))
+        ]
         table.add_row(*cells, end)
     return table
 
@@ -187,11 +234,16 @@ def sparkline(values: Sequence[float], width: int) -> str:
     '▁▃▆█'
     """
     count = min(len(values), max(1, width))
-    means = [fmean(values[n * len(values) // count : (n + 1) * len(values) // count]) for n in range(count)]
+    means = [
+        fmean(values[n * len(values) // count : (n + 1) * len(values) // count])
+        for n in range(count)
+    ]
     low, high = min(means), max(means)
     if high == low:
         return _BLOCKS[3] * count
-    return "".join(_BLOCKS[round((value - low) / (high - low) * (len(_BLOCKS) - 1))] for value in means)
+    return "".join(
+        _BLOCKS[round((value - low) / (high - low) * (len(_BLOCKS) - 1))] for value in means
+    )
 
 
 def phase_bar(phases: Mapping[str, float], width: int) -> Text:

@@ -1,8 +1,8 @@
 """Names of settings in other programs, and the corresponding flags. Pure data.
 
-Input: an unknown flag of a command line. Output: the flag to use instead. The names are those of Megatron-LM, SGLang,
-vLLM, verl, TRL and of papers. None of them is an option of Megatron-core, which would be passed through (a test checks
-that).
+Input: an unknown flag of a command line. Output: the flag to use instead. The names are those of
+Megatron-LM, SGLang, vLLM, verl, TRL and of papers. None of them is an option of Megatron-core,
+which would be passed through (a test checks that).
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ DERIVED = {"dp": _DERIVED, "dp-size": _DERIVED, "data-parallel-size": _DERIVED}
 
 
 def meant(word: str) -> str | None:
-    """Return an error with the flag to use instead of one such as ``--tp`` or ``-n``; None for an unknown name."""
+    """Return an error with the flag to use instead of one such as ``--tp`` or ``-n``; None for an
+    unknown name.
+    """
     name = word.lstrip("-").replace("_", "-").lower()
     if name in DERIVED:
         return f"{word}: no such flag; {DERIVED[name]}"

@@ -1,7 +1,8 @@
-"""Evaluation sets: from --eval-prompt-data, or with separate settings from the file of --eval-config.
+"""Evaluation sets: from --eval-prompt-data, or with separate settings from the file of
+--eval-config.
 
-Input: the table [eval]. Output: one ``EvalSet`` per set; unset values are inherited from [eval] and then from
-[rollout]. The file is TOML or YAML:
+Input: the table [eval]. Output: one ``EvalSet`` per set; unset values are inherited from [eval] and
+then from [rollout]. The file is TOML or YAML:
 
     [defaults]                         # for all sets of the file
     temperature = 0.6
@@ -70,20 +71,33 @@ def eval_sets(evaluation: EvalConfig) -> tuple[EvalSet, ...]:
     if evaluation.eval_config is not None:
         return _from_file(Path(evaluation.eval_config))
     words = evaluation.eval_prompt_data
-    pairs = [(Path(words[0]).stem, words[0])] if len(words) == 1 else zip(words[0::2], words[1::2], strict=False)
+    pairs = (
+        [(Path(words[0]).stem, words[0])]
+        if len(words) == 1
+        else zip(words[0::2], words[1::2], strict=False)
+    )
     return tuple(EvalSet(name=name, path=path) for name, path in pairs)
 
 
 def _from_file(file: Path) -> tuple[EvalSet, ...]:
     raw = _read(file)
     raw = raw.get("eval", raw)
-    if not isinstance(raw, dict) or not isinstance(raw.get("datasets"), list) or not raw["datasets"]:
+    if (
+        not isinstance(raw, dict)
+        or not isinstance(raw.get("datasets"), list)
+        or not raw["datasets"]
+    ):
         raise ConfigError(f"{file}: needs a list 'datasets', each with a name and a path")
     if not isinstance(raw.get("defaults") or {}, dict):
-        raise ConfigError(f"{file}: defaults = {raw['defaults']!r}: a table of settings for all sets is needed")
+        raise ConfigError(
+            f"{file}: defaults = {raw['defaults']!r}: a table of settings for all sets is needed"
+        )
     if unknown := raw.keys() - {"defaults", "datasets"}:
         raise ConfigError(f"{file}: unknown key '{min(unknown)}'; known: 'defaults' and 'datasets'")
-    found = [_entry(file, number, {**(raw.get("defaults") or {}), **entry}) for number, entry in _numbered(file, raw)]
+    found = [
+        _entry(file, number, {**(raw.get("defaults") or {}), **entry})
+        for number, entry in _numbered(file, raw)
+    ]
     names = [each.name for each in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{file}: two datasets are called '{twice}'; give each a different name")
@@ -93,7 +107,9 @@ def _from_file(file: Path) -> tuple[EvalSet, ...]:
 def _numbered(file: Path, raw: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
     for number, entry in enumerate(raw["datasets"], 1):
         if not isinstance(entry, dict):
-            raise ConfigError(f"{file}: dataset {number} is {entry!r}; a table with name and path is needed")
+            raise ConfigError(
+                f"{file}: dataset {number} is {entry!r}; a table with name and path is needed"
+            )
     return list(enumerate(raw["datasets"], 1))
 
 
@@ -101,11 +117,15 @@ def _entry(file: Path, number: int, entry: dict[str, Any]) -> EvalSet:
     where = f"{file}: dataset {number} ({entry.get('name', 'without a name')})"
     known = EvalSet.model_fields
     if unknown := next((key for key in entry if key not in known), None):
-        raise ConfigError(f"{where}: unknown key '{unknown}'{suggestion(unknown, known)}; known: {', '.join(known)}")
+        raise ConfigError(
+            f"{where}: unknown key '{unknown}'{suggestion(unknown, known)}; known: {', '.join(known)}"
+        )
     try:
         made = EvalSet.model_validate(entry)
     except ValidationError as error:
-        faults = [f"{fault['loc'][0]} = {fault['input']!r}: {fault['msg']}" for fault in error.errors()]
+        faults = [
+            f"{fault['loc'][0]} = {fault['input']!r}: {fault['msg']}" for fault in error.errors()
+        ]
         raise ConfigError(f"{where}: {'; '.join(faults)}") from None
     return made.model_copy(update={"path": str(file.parent / Path(made.path).expanduser())})
 
@@ -119,9 +139,13 @@ def _read(file: Path) -> dict[str, Any]:
 
         value = yaml.safe_load(text)
     except ImportError:
-        raise ConfigError(f"{file}: reading YAML needs pyyaml; install it or write the file as TOML") from None
+        raise ConfigError(
+            f"{file}: reading YAML needs pyyaml; install it or write the file as TOML"
+        ) from None
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}; give the path of a TOML or YAML file") from None
+        raise ConfigError(
+            f"{file}: {error.strerror}; give the path of a TOML or YAML file"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{file}: not valid TOML: {error}") from None
     except yaml.YAMLError as error:

@@ -64,7 +64,9 @@ def _field(place: Sequence[Any]) -> FieldInfo | None:
 
 
 def _words(field: FieldInfo) -> list[str]:
-    literal = [kind for kind in kinds(field.annotation) if typing.get_origin(kind) is typing.Literal]
+    literal = [
+        kind for kind in kinds(field.annotation) if typing.get_origin(kind) is typing.Literal
+    ]
     return [str(word) for kind in literal for word in typing.get_args(kind)]
 
 
@@ -88,7 +90,11 @@ def _bounds(parts: Iterable[Any]) -> dict[str, Any]:
     """The bounds in the metadata of a field, or of a part of its annotation."""
     found: dict[str, Any] = {}
     for part in parts:
-        inner = [*getattr(part, "__metadata__", ()), *typing.get_args(part), *getattr(part, "metadata", ())]
+        inner = [
+            *getattr(part, "__metadata__", ()),
+            *typing.get_args(part),
+            *getattr(part, "metadata", ()),
+        ]
         found |= _bounds([one for one in inner if not isinstance(one, str)]) if inner else {}
         for name in ("gt", "ge", "lt", "le"):
             if (bound := getattr(part, name, None)) is not None and not callable(bound):

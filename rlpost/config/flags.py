@@ -1,4 +1,5 @@
-"""Flags, made from the settings tree: ``--n-samples-per-prompt`` sets ``rollout.n_samples_per_prompt``.
+"""Flags, made from the settings tree: ``--n-samples-per-prompt`` sets
+``rollout.n_samples_per_prompt``.
 
 Input: command-line words.
 Output: the given values as text, by group and key, exactly as a TOML file would give them; types
@@ -28,7 +29,10 @@ Values = dict[str, dict[str, Any]]
 
 def groups() -> dict[str, type[Group]]:
     """The groups of the tree by their TOML table name."""
-    return {name: typing.cast(type[Group], field.annotation) for name, field in Config.model_fields.items()}
+    return {
+        name: typing.cast(type[Group], field.annotation)
+        for name, field in Config.model_fields.items()
+    }
 
 
 def fields() -> dict[str, str]:
@@ -37,17 +41,23 @@ def fields() -> dict[str, str]:
 
 
 def parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """Make a parser with one flag for every leaf of the tree; ``parse`` converts its result to ``Values``.
+    """Make a parser with one flag for every leaf of the tree; ``parse`` converts its result to
+    ``Values``.
 
-    The recipe is the first argument, because after a flag with several values it would be one of them.
+    The recipe is the first argument, because after a flag with several values it would be one of
+    them.
     """
     usage = f"{prog} [RECIPE.toml] [--flag value ...]"
     made = Parser(prog=prog, usage=usage, description=description, allow_abbrev=False)
     made.set_defaults(recipe=None)
     for name, group in groups().items():
-        section = made.add_argument_group(f"[{name}]", (group.__doc__ or "").strip().splitlines()[0])
+        section = made.add_argument_group(
+            f"[{name}]", (group.__doc__ or "").strip().splitlines()[0]
+        )
         for key, field in group.model_fields.items():
-            section.add_argument(flag(key), dest=f"{name}.{key}", default=argparse.SUPPRESS, **_shape(field))
+            section.add_argument(
+                flag(key), dest=f"{name}.{key}", default=argparse.SUPPRESS, **_shape(field)
+            )
     return made
 
 
@@ -56,12 +66,14 @@ def flag(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def parse(made: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Values]:
+def parse(
+    made: argparse.ArgumentParser, arguments: Sequence[str]
+) -> tuple[argparse.Namespace, Values]:
     """Parse a command line. Raises ConfigError for unknown flags.
 
-    The namespace holds ``recipe`` and the arguments that the caller added to the parser. The values hold the given
-    settings, and the pass-through options of SGLang and Megatron-core under ``sglang`` and ``megatron``. The last
-    occurrence of a flag wins.
+    The namespace holds ``recipe`` and the arguments that the caller added to the parser. The values
+    hold the given settings, and the pass-through options of SGLang and Megatron-core under
+    ``sglang`` and ``megatron``. The last occurrence of a flag wins.
     """
     words = list(arguments)
     recipe = words.pop(0) if words and not words[0].startswith("-") else None
@@ -84,7 +96,9 @@ def _unknown_word(word: str, words: Sequence[str], known: Mapping[str, argparse.
         return f"{word}: a recipe is the first word, before any flag"
     if not word.startswith("-"):
         before = [one for one in words[: words.index(word)] if one.startswith("-")]
-        return f"{word}: one word too many" + (f" behind {before[-1]}, which takes one value" if before else "")
+        return f"{word}: one word too many" + (
+            f" behind {before[-1]}, which takes one value" if before else ""
+        )
     name = word.partition("=")[0]
     if line := meant(name):
         return line
@@ -103,7 +117,10 @@ def _shape(field: FieldInfo) -> dict[str, Any]:
         return {"nargs": "?", "const": "true", "metavar": "BOOL", "help": help_text}
     default = "" if field.default in (None, "", (), {}) else f" (default: {field.default})"
     choices = [
-        str(word) for kind in admitted if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)
+        str(word)
+        for kind in admitted
+        if typing.get_origin(kind) is typing.Literal
+        for word in typing.get_args(kind)
     ]
     if choices:
         return {"metavar": "{" + ",".join(choices) + "}", "help": help_text + default}

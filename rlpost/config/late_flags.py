@@ -1,8 +1,9 @@
 """Flags of [cluster] that have no effect after the name of a batch file, and their alternatives.
 Pure.
 
-The settings below are in the script's text when it is rendered; behind its name (``sbatch jobs/x.sbatch --nodes 4``)
-they would change nothing. Output: ``slurm/cluster_flags.sh``, which refuses them where there may be no Python.
+The settings below are in the script's text when it is rendered; behind its name (``sbatch
+jobs/x.sbatch --nodes 4``) they would change nothing. Output: ``slurm/cluster_flags.sh``, which
+refuses them where there may be no Python.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ from collections.abc import Sequence
 
 from rlpost.config.flags import flag
 
-BY_SBATCH = ("account", "constraint", "exclude", "job_name", "partition", "qos", "reservation", "time")
+BY_SBATCH = (
+    "account",
+    "constraint",
+    "exclude",
+    "job_name",
+    "partition",
+    "qos",
+    "reservation",
+    "time",
+)
 """sbatch has an option of the same name and meaning, which goes before the file."""
 
 BY_VARIABLE = {
@@ -74,12 +84,21 @@ exit "$code"
 def refusing_script() -> str:
     """The text of ``slurm/cluster_flags.sh``."""
     cases = [_case(BY_SBATCH, "sbatch $flag=${value:-VALUE} FILE")]
-    cases += [_case((key,), f"export {name}=...") for key, name in sorted({**BY_VARIABLE, **OTHER}.items())]
-    cases.append(_case((*BY_RENDERING, "cluster"), "rlpost submit, or site.toml in jobs/clusters and make jobs"))
+    cases += [
+        _case((key,), f"export {name}=...")
+        for key, name in sorted({**BY_VARIABLE, **OTHER}.items())
+    ]
+    cases.append(
+        _case(
+            (*BY_RENDERING, "cluster"), "rlpost submit, or site.toml in jobs/clusters and make jobs"
+        )
+    )
     return _TEXT.replace("@CASES@", "\n".join(cases))
 
 
 def _case(keys: Sequence[str], remedy: str) -> str:
     flags = [flag(key) for key in sorted(keys)]
-    lines = " | \\\n".join("      " + " | ".join(flags[start : start + 4]) for start in range(0, len(flags), 4))
+    lines = " | \\\n".join(
+        "      " + " | ".join(flags[start : start + 4]) for start in range(0, len(flags), 4)
+    )
     return f'    {lines.lstrip()})\n      remedy="{remedy}" ;;'

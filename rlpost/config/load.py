@@ -47,18 +47,23 @@ class Loaded:
 def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None) -> Loaded:
     """Merge TOML ``files`` (later ones win) and flags (they win over files) over the defaults.
 
-    "none" unsets a value, for settings whose default is no value. Relative paths are resolved against
-    ``base``, by default the working directory. Raises ConfigError.
+    "none" unsets a value, for settings whose default is no value. Relative paths are resolved
+    against ``base``, by default the working directory. Raises ConfigError.
     """
     merged: Values = {}
     origins: dict[str, str] = {}
     problems: list[str] = []
-    for values, origin in [*((read_toml(path), str(path)) for path in files), (flag_values, COMMAND_LINE)]:
+    for values, origin in [
+        *((read_toml(path), str(path)) for path in files),
+        (flag_values, COMMAND_LINE),
+    ]:
         problems += unknown_keys(values, origin)
         for group, entries in values.items():
             for key, value in entries.items() if isinstance(entries, dict) else ():
                 table = merged.setdefault(group, {})
-                table[key] = _with_earlier(table.get(key), _meant(group, key, value), group=group, key=key)
+                table[key] = _with_earlier(
+                    table.get(key), _meant(group, key, value), group=group, key=key
+                )
                 origins[f"{group}.{key}"] = origin
     if problems:
         raise ConfigError("\n".join(problems))
@@ -70,8 +75,9 @@ def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None
 
 
 def _with_earlier(earlier: Any, value: Any, *, group: str, key: str) -> Any:
-    """The later value, except that ``cluster.environment`` is merged by variable name: the variables of
-    a recipe, a site and a command line serve different purposes."""
+    """The later value, except that ``cluster.environment`` is merged by variable name: the
+    variables of a recipe, a site and a command line serve different purposes.
+    """
     if (group, key) != ("cluster", "environment") or not earlier:
         return value
     try:
@@ -81,7 +87,9 @@ def _with_earlier(earlier: Any, value: Any, *, group: str, key: str) -> Any:
 
 
 def _meant(group: str, key: str, value: Any) -> Any:
-    """The value, or None for the word "none" if that unsets the setting instead of being a choice."""
+    """The value, or None for the word "none" if that unsets the setting instead of being a
+    choice.
+    """
     table = groups().get(group)
     field = None if table is None else table.model_fields.get(key)
     if value not in (NONE, [NONE]) or field is None or field.default is not None:
@@ -97,8 +105,9 @@ def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]
             "FILE.toml"`` in it, instead of the table, names the file.
         given: what the command line names for "model" and "cluster"; it wins over the recipe.
 
-    A NAME is a file in ``jobs/models`` or ``jobs/clusters``. A path is relative to the recipe, or to
-    the working directory if it is from the command line. Raises ConfigError for an unreadable recipe.
+    A NAME is a file in ``jobs/models`` or ``jobs/clusters``. A path is relative to the recipe, or
+    to the working directory if it is from the command line. Raises ConfigError for an unreadable
+    recipe.
     """
     recipe = _recipe_file(recipe)
     named = read_toml(recipe) if recipe is not None else {}
@@ -110,12 +119,22 @@ def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]
         if word is not None:
             is_path = word.endswith(".toml") or "/" in word
             what = "model" if table == "model" else "cluster profile"
-            found[table] = [base / Path(word).expanduser() if is_path else _of_name(Path(word), what, JOBS / folder)]
-    return [*found.get("model", []), *([recipe] if recipe is not None else []), *found.get("cluster", [])]
+            found[table] = [
+                base / Path(word).expanduser()
+                if is_path
+                else _of_name(Path(word), what, JOBS / folder)
+            ]
+    return [
+        *found.get("model", []),
+        *([recipe] if recipe is not None else []),
+        *found.get("cluster", []),
+    ]
 
 
 def _of_name(given: Path, what: str, folder: Path) -> Path:
-    """The file of a NAME in ``folder``, or the path itself. Raises ConfigError with the known names."""
+    """The file of a NAME in ``folder``, or the path itself. Raises ConfigError with the known
+    names.
+    """
     if given.name != str(given) or given.suffix == ".toml" or given.is_file():
         return given
     path = folder / f"{given}.toml"
@@ -126,12 +145,18 @@ def _of_name(given: Path, what: str, folder: Path) -> Path:
 
 def _near(name: str, folder: Path) -> str:
     """The known name closest to an unknown one, and all names in its folder."""
-    names = {path.stem.replace("_", "-").lower(): path.stem for path in sorted(folder.glob("*.toml"))}
+    names = {
+        path.stem.replace("_", "-").lower(): path.stem for path in sorted(folder.glob("*.toml"))
+    }
     near = suggestion(name.replace("_", "-").replace(".", "").lower(), names)
     for plain, own in names.items():
         near = near.replace(f"'{plain}'", own)
     there = f"{near_path(str(folder))} has {listed(names.values(), 'and')}; or " if names else ""
-    return f"{near} {there}give the path of a TOML file" if near else f"; {there}give the path of a TOML file"
+    return (
+        f"{near} {there}give the path of a TOML file"
+        if near
+        else f"; {there}give the path of a TOML file"
+    )
 
 
 def site_profile(recipe: Path | None) -> str | None:
@@ -166,8 +191,16 @@ def read_toml(path: Path) -> Values:
     try:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
-        there = [file.name for file in sorted(path.parent.glob("*.toml"))] if path.parent.is_dir() else []
-        known = f"; there is {listed(there, 'and')}" if there else "; give a name in jobs/recipes or a TOML file"
+        there = (
+            [file.name for file in sorted(path.parent.glob("*.toml"))]
+            if path.parent.is_dir()
+            else []
+        )
+        known = (
+            f"; there is {listed(there, 'and')}"
+            if there
+            else "; give a name in jobs/recipes or a TOML file"
+        )
         raise ConfigError(f"{shown}: no such file{suggestion(path.name, there) or known}") from None
     except OSError as error:
         raise ConfigError(f"{shown}: cannot be read ({error.strerror}); give a TOML file") from None
@@ -182,13 +215,19 @@ def unknown_keys(values: Values, origin: str) -> list[str]:
     origin = near_path(origin)
     for group, entries in values.items():
         if group not in tables:
-            where = f"; {group} belongs in [{owner[group]}]" if group in owner else suggestion(group, tables)
+            where = (
+                f"; {group} belongs in [{owner[group]}]"
+                if group in owner
+                else suggestion(group, tables)
+            )
             problems.append(f"{origin}: unknown table [{group}]{where}; known: {', '.join(tables)}")
             continue
         if group in PROFILES and isinstance(entries, str):
             continue  # the file that holds the table: ``files_of``
         if not isinstance(entries, dict):
-            problems.append(f"{origin}: {group} = {entries!r}: must be a table; write its keys below a line [{group}]")
+            problems.append(
+                f"{origin}: {group} = {entries!r}: must be a table; write its keys below a line [{group}]"
+            )
             continue
         for key in entries:
             if key in tables[group].model_fields or _goes_on(group, key, owner):
@@ -201,11 +240,17 @@ def unknown_keys(values: Values, origin: str) -> list[str]:
 
 def _goes_on(group: str, key: str, owner: Mapping[str, str]) -> bool:
     """Whether a key is a pass-through option of SGLang or Megatron-core, in its table."""
-    return group in ("sglang", "megatron") and key not in owner and pass_through.owner(key, ()) == group
+    return (
+        group in ("sglang", "megatron")
+        and key not in owner
+        and pass_through.owner(key, ()) == group
+    )
 
 
 def _hint(key: str, there: Iterable[str]) -> str:
-    """The key that was probably meant: an abbreviation, another program's name, or a close spelling."""
+    """The key that was probably meant: an abbreviation, another program's name, or a close
+    spelling.
+    """
     if key.replace("_", "-") in DERIVED:
         return "; " + (meant(key) or "").partition("; ")[2]
     words = ABBREVIATIONS.get(key.replace("_", "-"))
@@ -217,7 +262,8 @@ def _hint(key: str, there: Iterable[str]) -> str:
 def absolute_paths(config: Config, base: Path) -> Config:
     """The same settings with all paths absolute, relative to ``base``: jobs run in another folder.
 
-    A leading environment variable is expanded. If it is unset the path stays, and a check reports it.
+    A leading environment variable is expanded. If it is unset the path stays, and a check reports
+    it.
     """
     update: dict[str, Any] = {}
     variables = variables_of(config.cluster, os.environ)
@@ -231,12 +277,18 @@ def absolute_paths(config: Config, base: Path) -> Config:
     for name, group in groups().items():
         node = getattr(config, name)
         changed = {
-            key: absolute(value) if isinstance(value, str) else tuple(absolute(one) for one in value)
+            key: absolute(value)
+            if isinstance(value, str)
+            else tuple(absolute(one) for one in value)
             for key in path_keys(group)
             if (value := getattr(node, key))
         }
-        passed_on = (node.model_extra or {}).items()  # a path for SGLang may begin with a variable too
-        changed |= {key: expanded(value, variables) for key, value in passed_on if isinstance(value, str)}
+        passed_on = (
+            node.model_extra or {}
+        ).items()  # a path for SGLang may begin with a variable too
+        changed |= {
+            key: expanded(value, variables) for key, value in passed_on if isinstance(value, str)
+        }
         if name == "eval":
             pairs = list(node.eval_prompt_data)
             paths = slice(1, None, 2) if len(pairs) > 1 else slice(None)
@@ -252,7 +304,9 @@ def absolute_paths(config: Config, base: Path) -> Config:
 
 
 def dump(config: Config) -> str:
-    """The whole tree as JSON text for ``run.json``; ``parse_dump`` reads it back to an equal tree."""
+    """The whole tree as JSON text for ``run.json``; ``parse_dump`` reads it back to an equal
+    tree.
+    """
     return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
 
 

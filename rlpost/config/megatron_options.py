@@ -1,7 +1,8 @@
 """Options of the installed Megatron-core, read from its source without importing it.
 
-Input: names of options. Output: whether they are fields of its dataclasses of settings, and one line for each invalid
-option. Where Megatron-core is not installed (a login node) names are not checked; the driver checks them again.
+Input: names of options. Output: whether they are fields of its dataclasses of settings, and one
+line for each invalid option. Where Megatron-core is not installed (a login node) names are not
+checked; the driver checks them again.
 """
 
 from __future__ import annotations
@@ -23,10 +24,18 @@ CLASSES = {
 }
 """Dataclasses of settings and the files of ``megatron.core`` that define them."""
 
-ALIASES = {"ddp_bucket_size": "bucket_size", "check_for_nan_in_loss_and_grad": "check_for_nan_in_grad"}
+ALIASES = {
+    "ddp_bucket_size": "bucket_size",
+    "check_for_nan_in_loss_and_grad": "check_for_nan_in_grad",
+}
 """Megatron's flags whose names differ from those of the fields (megatron/training/arguments.py)."""
 
-_NOT_FROM_TEXT = ("Callable", "dtype", "ContextManager", "RecipeConfig")  # types that cannot be given as text
+_NOT_FROM_TEXT = (
+    "Callable",
+    "dtype",
+    "ContextManager",
+    "RecipeConfig",
+)  # types that cannot be given as text
 
 OURS = {
     "add_bias_linear": "the model's config.json",
@@ -62,8 +71,12 @@ NO_EFFECT = {
 
 @functools.cache
 def option_names() -> frozenset[str] | None:
-    """Return the fields of the installed Megatron-core that text can set; None if it is not installed."""
-    spec = PathFinder.find_spec("megatron")  # without rlpost's import hooks, which would import torch
+    """Return the fields of the installed Megatron-core that text can set; None if it is not
+    installed.
+    """
+    spec = PathFinder.find_spec(
+        "megatron"
+    )  # without rlpost's import hooks, which would import torch
     if spec is None:
         return None
     folders = [Path(location) / "core" for location in spec.submodule_search_locations or ()]
@@ -77,14 +90,18 @@ def option_names() -> frozenset[str] | None:
 
 
 def option_problems(options: Mapping[str, Any]) -> list[str]:
-    """Return one line for each option that Megatron-core does not have, is set by rlpost, or has no effect."""
+    """Return one line for each option that Megatron-core does not have, is set by rlpost, or has no
+    effect.
+    """
     problems, known = [], option_names()
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
         if name in OURS:
             problems.append(f"{flag}: this follows from {OURS[name]}; leave it out")
         elif name in NO_EFFECT and value:
-            problems.append(f"{flag} {str(value).lower()}: has no effect, {NO_EFFECT[name]}; leave it out")
+            problems.append(
+                f"{flag} {str(value).lower()}: has no effect, {NO_EFFECT[name]}; leave it out"
+            )
         elif known is not None and name not in known:
             near = suggestion(name, known - OURS.keys())
             problems.append(f"{flag}: the installed Megatron-core has no such field{near}")

@@ -1,10 +1,10 @@
 """Pass flags that are not settings through to SGLang or Megatron-core by name.
 
-Input: the arguments of a command line. Output: the arguments of rlpost, and by group the values of the others: true for
-a flag without a value, a list for several values.
+Input: the arguments of a command line. Output: the arguments of rlpost, and by group the values of
+the others: true for a flag without a value, a list for several values.
 
-Names of Megatron-core's options are checked where it is installed, else by the driver before training. Names and values
-of SGLang's options are always checked (``rlpost.rollout.server_args``).
+Names of Megatron-core's options are checked where it is installed, else by the driver before
+training. Names and values of SGLang's options are always checked (``rlpost.rollout.server_args``).
 """
 
 from __future__ import annotations
@@ -18,11 +18,17 @@ from rlpost.config.server_arg_table import server_arg_table
 from rlpost.errors import suggestion
 
 ALIKE = 0.9
-"""Similarity from which an unknown flag counts as a misspelt setting if Megatron-core is not installed."""
+"""Similarity from which an unknown flag counts as a misspelt setting if Megatron-core is not
+installed.
+"""
 
 
-def split(words: Sequence[str], known: Collection[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Separate each ``--X [values]`` that is not a ``known`` flag and has an owner from ``words``."""
+def split(
+    words: Sequence[str], known: Collection[str]
+) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """Separate each ``--X [values]`` that is not a ``known`` flag and has an owner from
+    ``words``.
+    """
     rest: list[str] = []
     found: dict[str, dict[str, list[str]]] = {}
     values: list[str] | None = None
@@ -40,13 +46,17 @@ def split(words: Sequence[str], known: Collection[str]) -> tuple[list[str], dict
         else:
             values = [value] if given else []
             found.setdefault(group, {})[ALIASES.get(key, key)] = values
-    return rest, {group: {key: _values(key, texts) for key, texts in extra.items()} for group, extra in found.items()}
+    return rest, {
+        group: {key: _values(key, texts) for key, texts in extra.items()}
+        for group, extra in found.items()
+    }
 
 
 def owner(key: str, known: Collection[str]) -> str | None:
     """Return the group of a pass-through option, or None if it has none.
 
-    If Megatron-core is not installed, a name that does not resemble a flag of rlpost counts as Megatron's.
+    If Megatron-core is not installed, a name that does not resemble a flag of rlpost counts as
+    Megatron's.
     """
     if key.startswith("sglang_"):
         return "sglang"
@@ -69,7 +79,11 @@ def _values(key: str, texts: Sequence[str]) -> Any:
 def _is_text(key: str) -> bool:
     """Whether SGLang expects a string, so that ``--sglang-revision 007`` is not converted to 7."""
     table = server_arg_table()
-    arg = table.args.get(table.name_of(key.removeprefix("sglang_"))) if key.startswith("sglang_") else None
+    arg = (
+        table.args.get(table.name_of(key.removeprefix("sglang_")))
+        if key.startswith("sglang_")
+        else None
+    )
     return arg is not None and arg.kind in ("str", "any")
 
 

@@ -1,4 +1,5 @@
-"""Environment variables in paths of a recipe, such as ``$RLPOST_ASSETS/Qwen3-4B``, so that it works at every site.
+"""Environment variables in paths of a recipe, such as ``$RLPOST_ASSETS/Qwen3-4B``, so that it works
+at every site.
 
 Input: settings and the environment.
 Output: the paths with their variables expanded; one line for each variable that is not set.
@@ -28,7 +29,8 @@ def variables_of(cluster: ClusterConfig, environ: Mapping[str, str]) -> dict[str
 
 
 def container_word(cluster: ClusterConfig, environ: Mapping[str, str]) -> str:
-    """Return the container setting; RLPOST_CONTAINER replaces ``auto``, as in ``slurm/container.sh``.
+    """Return the container setting; RLPOST_CONTAINER replaces ``auto``, as in
+    ``slurm/container.sh``.
 
     Raises:
         ConfigError: the variable has an invalid value.

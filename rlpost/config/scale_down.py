@@ -1,7 +1,8 @@
-"""Scale a recipe down to one machine: the same algorithm and rollout on a small model of the same family. Pure.
+"""Scale a recipe down to one machine: the same algorithm and rollout on a small model of the same
+family. Pure.
 
-Input: the settings of a recipe, the architecture of its model by the names of [model], and the number of training
-ranks. Output: the scaled settings and a list of the changes.
+Input: the settings of a recipe, the architecture of its model by the names of [model], and the
+number of training ranks. Output: the scaled settings and a list of the changes.
 
 Scaled down:        the model (layers, widths, heads, experts, by powers of two, which keeps their ratios), the parallel
                     layout (to the number of ranks), engines and nodes, the batch, and lengths
@@ -32,20 +33,34 @@ FP8_BLOCK = (16, 16)
 VOCAB = 64
 """Vocabulary size of the tokenizer that tools/make_tiny_model.py makes."""
 PROMPTS, ANSWER = 4, 32
-"""Upper limits of prompts per step and tokens per answer; batch and lengths are halved until they fit."""
+"""Upper limits of prompts per step and tokens per answer; batch and lengths are halved until they
+fit.
+"""
 PACKED = 2 * ANSWER
-"""Minimum tokens of a micro-batch: prompts are not shortened, and samples should still share a micro-batch."""
+"""Minimum tokens of a micro-batch: prompts are not shortened, and samples should still share a
+micro-batch.
+"""
 ENGINES = 2
 OBJECT_STORE = 100_000_000
 FOLDER = Path("assets/scaled")
 MODEL, MODEL_FP8, TRAIN, HELDOUT = "model", "model-FP8", "train.jsonl", "heldout.jsonl"
-ONE_ENGINE_S = ("enable_dp_attention", "enable_dp_lm_head", "dp_size", "ep_size", "moe_dense_tp_size")
+ONE_ENGINE_S = (
+    "enable_dp_attention",
+    "enable_dp_lm_head",
+    "dp_size",
+    "ep_size",
+    "moe_dense_tp_size",
+)
 """Options of SGLang that distribute an engine over its GPUs; unset for an engine with one GPU."""
 LENGTHS = (
     "rollout.rollout_max_response_len", "rollout.rollout_max_context_len", "rollout.rollout_max_prompt_len",
     "eval.eval_max_response_len", "perf.max_tokens_per_gpu", "perf.log_probs_max_tokens_per_gpu",
 )  # fmt: skip
-BATCHES = ("rollout.rollout_batch_size", "rollout.over_sampling_batch_size", "rollout.global_batch_size")
+BATCHES = (
+    "rollout.rollout_batch_size",
+    "rollout.over_sampling_batch_size",
+    "rollout.global_batch_size",
+)
 
 Values = dict[str, Any]
 
@@ -68,7 +83,12 @@ class Scaled:
 
 
 def scale_down(
-    config: Config, words: Mapping[str, Any], *, ranks: int, fp8: bool = False, kept: Collection[str] = ()
+    config: Config,
+    words: Mapping[str, Any],
+    *,
+    ranks: int,
+    fp8: bool = False,
+    kept: Collection[str] = (),
 ) -> Scaled:
     """Scale a recipe down to ``ranks`` training ranks on one node.
 
@@ -93,7 +113,9 @@ def scale_down(
     model = scaled_model(words, layout)
     is_small = all(words.get(name) == value for name, value in model.items())
     values = {f"model.{name}": value for name, value in model.items()}
-    values |= _layout_values(config, layout) | _cluster_values(config, layout) | _batch_values(config)
+    values |= (
+        _layout_values(config, layout) | _cluster_values(config, layout) | _batch_values(config)
+    )
     values |= {} if is_small else _assets(config, fp8=fp8)
     return _changed(config, {name: value for name, value in values.items() if name not in kept})
 
@@ -101,12 +123,17 @@ def scale_down(
 def folded(layout: Layout, ranks: int) -> Layout:
     """Reduce a layout to at most ``ranks`` ranks.
 
-    Sizes are halved in the order DP, CP, PP, TP, first down to 2, which preserves every kind of parallelism of the
-    recipe as long as possible, then down to 1. Expert parallelism is not a factor of the product; its size is reduced
-    until it divides the ranks of a stage.
+    Sizes are halved in the order DP, CP, PP, TP, first down to 2, which preserves every kind of
+    parallelism of the recipe as long as possible, then down to 1. Expert parallelism is not a
+    factor of the product; its size is reduced until it divides the ranks of a stage.
     """
     data = max(1, layout.data)  # 0 where the recipe's own layout has more ranks than GPUs
-    sizes = {"data": data, "context": layout.context, "pipeline": layout.pipeline, "tensor": layout.tensor}
+    sizes = {
+        "data": data,
+        "context": layout.context,
+        "pipeline": layout.pipeline,
+        "tensor": layout.tensor,
+    }
     for smallest in (2, 1):
         for name in sizes:
             while _product(sizes) > ranks and sizes[name] > smallest:
@@ -129,7 +156,9 @@ def folded(layout: Layout, ranks: int) -> Layout:
 
 
 def scaled_model(words: Mapping[str, Any], layout: Layout) -> Values:
-    """Return the scaled values of the architecture, which are divisible by the sizes of ``layout``."""
+    """Return the scaled values of the architecture, which are divisible by the sizes of
+    ``layout``.
+    """
     hidden, heads = words["hidden_size"], words["num_attention_heads"]
     groups = words.get("num_query_groups") or heads
     head_dim = words.get("kv_channels") or hidden // heads
@@ -140,7 +169,9 @@ def scaled_model(words: Mapping[str, Any], layout: Layout) -> Values:
         factor *= 2
     chunks = layout.pipeline * (2 if layout.chunk else 1)
     num_layers = _halved(words["num_layers"], max(LAYERS, chunks))
-    num_layers = -(-num_layers // chunks) * chunks if num_layers != words["num_layers"] else num_layers
+    num_layers = (
+        -(-num_layers // chunks) * chunks if num_layers != words["num_layers"] else num_layers
+    )
     model = {
         "num_layers": num_layers,
         "hidden_size": _width(hidden, factor),
@@ -150,7 +181,11 @@ def scaled_model(words: Mapping[str, Any], layout: Layout) -> Values:
         "kv_channels": _halved(head_dim, HEAD),
         "vocab_size": min(words["vocab_size"], VOCAB),
     }
-    return model | (_experts(words, layout, factor=factor, num_layers=num_layers) if words.get("num_experts") else {})
+    return model | (
+        _experts(words, layout, factor=factor, num_layers=num_layers)
+        if words.get("num_experts")
+        else {}
+    )
 
 
 def _experts(words: Mapping[str, Any], layout: Layout, *, factor: int, num_layers: int) -> Values:
@@ -227,7 +262,9 @@ def _cluster_values(config: Config, layout: Layout) -> Values:
         "cluster.container_image": None,
         "cluster.container_mounts": (),
         "cluster.preflight_bandwidth_gbps": None,
-        "cluster.ray_object_store_memory": min(cluster.ray_object_store_memory or OBJECT_STORE, OBJECT_STORE),
+        "cluster.ray_object_store_memory": min(
+            cluster.ray_object_store_memory or OBJECT_STORE, OBJECT_STORE
+        ),
     }
     if generates:
         values["cluster.rollout_num_gpus"] = generates
@@ -255,7 +292,9 @@ def _batch_values(config: Config) -> Values:
     """Divide all batch sizes by one factor, and all lengths by another."""
     batches = {name: value for name in BATCHES if (value := _get(config, name)) is not None}
     prompts, smaller = batches["rollout.rollout_batch_size"], 1
-    while prompts // smaller > PROMPTS and all(value % (2 * smaller) == 0 for value in batches.values()):
+    while prompts // smaller > PROMPTS and all(
+        value % (2 * smaller) == 0 for value in batches.values()
+    ):
         smaller *= 2
     lengths = {name: value for name in LENGTHS if (value := _get(config, name)) is not None}
     shorter = 1
@@ -263,7 +302,9 @@ def _batch_values(config: Config) -> Values:
         shorter *= 2
     values = {name: value // smaller for name, value in batches.items()}
     short = {name: -(-value // shorter) for name, value in lengths.items()}
-    packs = {name: max(value, PACKED) for name, value in short.items() if name.endswith("tokens_per_gpu")}
+    packs = {
+        name: max(value, PACKED) for name, value in short.items() if name.endswith("tokens_per_gpu")
+    }
     return values | short | (packs if shorter > 1 else {})
 
 
@@ -293,7 +334,9 @@ def _get(config: Config, name: str) -> Any:
 
 def _changed(config: Config, values: Mapping[str, Any]) -> Scaled:
     changes = tuple(
-        Change(name, before, value) for name, value in values.items() if (before := _get(config, name)) != value
+        Change(name, before, value)
+        for name, value in values.items()
+        if (before := _get(config, name)) != value
     )
     groups: dict[str, Values] = {}
     for change in changes:
@@ -305,6 +348,8 @@ def _changed(config: Config, values: Mapping[str, Any]) -> Scaled:
         given = {key: value for key, value in node if key not in entries}
         # a pass-through option of SGLang without a value is removed
         extra = set(node.model_extra or {})
-        new = {key: value for key, value in entries.items() if value is not None or key not in extra}
+        new = {
+            key: value for key, value in entries.items() if value is not None or key not in extra
+        }
         update[group] = type(node).model_validate(given | new)
     return Scaled(config.model_copy(update=update), changes)

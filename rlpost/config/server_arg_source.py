@@ -1,9 +1,9 @@
 """The fields of SGLang's ServerArgs, read from its source without importing it.
 
-Input: the folder of the package. Output: each field by name, with the type of its annotation. Up to 0.5.20 these are
-the annotated fields of ``ServerArgs``, in later versions those of the classes in ``arg_groups/fields``. Values that
-SGLang computes (the registry of tool parsers, defaults that are calls) are missing; ``tools/make_server_args.py`` adds
-them to the copy of the pinned version.
+Input: the folder of the package. Output: each field by name, with the type of its annotation. Up to
+0.5.20 these are the annotated fields of ``ServerArgs``, in later versions those of the classes in
+``arg_groups/fields``. Values that SGLang computes (the registry of tool parsers, defaults that are
+calls) are missing; ``tools/make_server_args.py`` adds them to the copy of the pinned version.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _SUFFIX_PARSERS = ("human_readable_int",)
 class ServerArg:
     """The values that a field of ServerArgs accepts.
 
-    ``kind`` is int, float, str, bool, json (a table or a list), any (several of these) or object (a Python object,
-    which text cannot express). ``suffixes``: an int may be written 16k or 16Ki. ``const``: the value of the flag
-    without an argument; None if it needs one.
+    ``kind`` is int, float, str, bool, json (a table or a list), any (several of these) or object (a
+    Python object, which text cannot express). ``suffixes``: an int may be written 16k or 16Ki.
+    ``const``: the value of the flag without an argument; None if it needs one.
     """
 
     kind: str = "any"
@@ -86,7 +86,9 @@ def _of_type(kind: ast.expr) -> ServerArg:
     if name in ("List", "list", "set", "Set"):
         element = _of_type(parts[0]) if parts else ServerArg()
         return ServerArg(element.kind if element.kind in _SCALARS else "json", is_list=True)
-    if name in ("Dict", "dict") and not any(_generic(part)[0] in ("Type", "type") for part in parts):
+    if name in ("Dict", "dict") and not any(
+        _generic(part)[0] in ("Type", "type") for part in parts
+    ):
         return ServerArg("json")
     return ServerArg(OPAQUE)
 
@@ -95,7 +97,11 @@ def _union(parts: list[ast.expr]) -> ServerArg:
     kinds = [_of_type(part) for part in parts if _literal(part, missing=part) is not None]
     has_none = len(kinds) < len(parts)
     unlike = {(kind.kind, kind.is_list) for kind in kinds}
-    first = kinds[0] if len(unlike) == 1 else ServerArg("any", is_list=all(kind.is_list for kind in kinds))
+    first = (
+        kinds[0]
+        if len(unlike) == 1
+        else ServerArg("any", is_list=all(kind.is_list for kind in kinds))
+    )
     return dataclasses.replace(first, may_be_none=has_none or len(parts) == 1 or first.may_be_none)
 
 
@@ -134,7 +140,9 @@ def _described(found: ServerArg, described: ast.Call) -> ServerArg:
 
 
 def _nargs_of_action(words: ast.expr | None) -> Any:
-    """``nargs`` of ``action_kwargs={"type": str, "nargs": "*"}``, whose other values need not be literals."""
+    """``nargs`` of ``action_kwargs={"type": str, "nargs": "*"}``, whose other values need not be
+    literals.
+    """
     if not isinstance(words, ast.Dict):
         return None
     pairs = zip(words.keys, words.values, strict=True)

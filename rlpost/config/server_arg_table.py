@@ -1,7 +1,8 @@
 """The fields of ServerArgs of the SGLang version that a run will use, without importing SGLang.
 
-``server_args.json`` is the table of the version that setup.cfg pins, made by ``tools/make_server_args.py``. It is used
-if that version is installed, or none (a login node). The table of another installed version is read from its source.
+``server_args.json`` is the table of the version that setup.cfg pins, made by
+``tools/make_server_args.py``. It is used if that version is installed, or none (a login node). The
+table of another installed version is read from its source.
 """
 
 from __future__ import annotations
@@ -24,14 +25,19 @@ RENAMED = {"cuda_graph_bs": "cuda_graph_bs_decode", "cuda_graph_max_bs": "cuda_g
 
 @dataclass(frozen=True, slots=True)
 class ServerArgTable:
-    """``args`` by name; ``names`` are their aliases. ``source`` names the SGLang version in messages."""
+    """``args`` by name; ``names`` are their aliases.
+
+    ``source`` names the SGLang version in messages.
+    """
 
     source: str
     args: Mapping[str, ServerArg]
     names: Mapping[str, str]
 
     def name_of(self, given: str) -> str:
-        """Return the field of a name, an alias or an older release's name; the name itself if unknown."""
+        """Return the field of a name, an alias or an older release's name; the name itself if
+        unknown.
+        """
         if given in self.args:
             return given
         if RENAMED.get(given) in self.args:
@@ -59,7 +65,10 @@ def parsed_args(document: Mapping[str, Mapping[str, object]]) -> dict[str, Serve
 
 
 def _parsed(entry: Mapping[str, object]) -> ServerArg:
-    as_tuples = {key: tuple(value) if key in ("choices", "aliases") else value for key, value in entry.items()}  # type: ignore[arg-type]
+    as_tuples = {
+        key: tuple(value) if key in ("choices", "aliases") else value
+        for key, value in entry.items()
+    }  # type: ignore[arg-type]
     return ServerArg(**as_tuples)  # type: ignore[arg-type]
 
 

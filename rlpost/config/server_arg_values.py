@@ -1,7 +1,8 @@
 """Convert values of SGLang's settings like its command line does, and check their ranges.
 
-Input: a field of ServerArgs and its value from a recipe or a flag. Output: the typed value, or a ValueError with the
-constraint and the remedy. ``none`` unsets a value if the field admits None and has no choice of that name.
+Input: a field of ServerArgs and its value from a recipe or a flag. Output: the typed value, or a
+ValueError with the constraint and the remedy. ``none`` unsets a value if the field admits None and
+has no choice of that name.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ NONE = "none"
 
 _MANY_CHOICES = 12
 _SUFFIXED = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|k|M|G|T)")
-_MULTIPLIERS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_MULTIPLIERS = {
+    "k": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+}
 _WORDS = {
     "int": "a whole number",
     "float": "a number",
@@ -34,7 +44,9 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A range of numbers with its description; ``low`` and ``high`` are included unless ``is_open``."""
+    """A range of numbers with its description; ``low`` and ``high`` are included unless
+    ``is_open``.
+    """
 
     words: str
     low: float = -math.inf
@@ -54,8 +66,8 @@ _NOT_NEGATIVE = Limit("0 or more", 0)
 _PORT = Limit("a port, 1 to 65535", 1, 65535, example="20000")
 
 LIMITS: Mapping[str, Limit] = {
-    # The fraction of GPU memory for weights and KV cache. 1 leaves nothing for activations; with more than 1 the cache
-    # exceeds the memory, which causes a CUDA error minutes later.
+    # The fraction of GPU memory for weights and KV cache. 1 leaves nothing for activations; with
+    # more than 1 the cache exceeds the memory, which causes a CUDA error minutes later.
     "mem_fraction_static": _OPEN_FRACTION,
     # kv_cache_hook.py raises unless 0 < ratio <= 1; a fraction of host memory cannot exceed 1.
     "swa_full_tokens_ratio": _FRACTION,
@@ -76,10 +88,17 @@ LIMITS: Mapping[str, Limit] = {
     ),
     # validation_hook.check_server_args asserts these.
     **dict.fromkeys(
-        ("detokenizer_worker_num", "gpu_id_step", "pp_max_micro_batch_size", "tokenizer_worker_num"), _POSITIVE
+        (
+            "detokenizer_worker_num",
+            "gpu_id_step",
+            "pp_max_micro_batch_size",
+            "tokenizer_worker_num",
+        ),
+        _POSITIVE,
     ),
     **dict.fromkeys(
-        ("base_gpu_id", "mm_io_worker_num", "mm_processor_worker_num", "prefill_decode_interval"), _NOT_NEGATIVE
+        ("base_gpu_id", "mm_io_worker_num", "mm_processor_worker_num", "prefill_decode_interval"),
+        _NOT_NEGATIVE,
     ),
     "schedule_conservativeness": _NOT_NEGATIVE,
     # Capacities: with 0 or less no request is ever scheduled.
@@ -114,7 +133,8 @@ LIMITS: Mapping[str, Limit] = {
 
 
 def typed_args(given: Mapping[str, Any], table: ServerArgTable | None = None) -> dict[str, Any]:
-    """Return the settings by SGLang's names with typed values; invalid values are kept, and ``check`` reports them.
+    """Return the settings by SGLang's names with typed values; invalid values are kept, and
+    ``check`` reports them.
 
     An unset value is left out if SGLang's default is None.
     """
@@ -135,7 +155,10 @@ def typed_args(given: Mapping[str, Any], table: ServerArgTable | None = None) ->
 
 
 def typed_value(name: str, arg: ServerArg, value: Any) -> Any:
-    """Return the value with the type of the field. Raises ValueError with the constraint and a remedy."""
+    """Return the value with the type of the field.
+
+    Raises ValueError with the constraint and a remedy.
+    """
     if arg.kind == OPAQUE:
         raise ValueError("a Python object, which text cannot express; leave it out")
     if value is None or (value == NONE and NONE not in arg.choices):
@@ -178,14 +201,20 @@ def _checked(name: str, arg: ServerArg, value: Any) -> Any:
 def _constraint(arg: ServerArg, limit: Limit | None, value: Any) -> str:
     if arg.choices:
         listed = ", ".join(map(_text, arg.choices[:_MANY_CHOICES]))
-        more = f" and {len(arg.choices) - _MANY_CHOICES} more" if len(arg.choices) > _MANY_CHOICES else ""
+        more = (
+            f" and {len(arg.choices) - _MANY_CHOICES} more"
+            if len(arg.choices) > _MANY_CHOICES
+            else ""
+        )
         near = suggestion(_text(value), map(_text, arg.choices))
         return f"one of {listed}{more}" + near
     words = _WORDS.get(arg.kind, "a value")
     if arg.suffixes:
         words += ", as 16384, 16k or 16Ki"
     if limit is not None:
-        words = f"{words}, {limit.words}" if arg.kind == "int" and limit is not _PORT else limit.words
+        words = (
+            f"{words}, {limit.words}" if arg.kind == "int" and limit is not _PORT else limit.words
+        )
     return f"{words}; {_remedy(arg, limit)}"
 
 

@@ -23,8 +23,8 @@ _WIDTH = 48
 def resolved(loaded: Loaded, comments: Mapping[str, Sequence[str]] | None = None) -> str:
     """Every setting as one line of TOML, followed by the origin of its value.
 
-    A setting without a value becomes a comment, because TOML has no null. The text, used as a recipe,
-    gives the same tree. ``comments`` are additional lines by table.
+    A setting without a value becomes a comment, because TOML has no null. The text, used as a
+    recipe, gives the same tree. ``comments`` are additional lines by table.
     """
     blocks = []
     for name in groups():
@@ -51,7 +51,11 @@ def toml_value(value: Any) -> str:
             "\x7f", "\\u007f"
         )  # otherwise a JSON string is a TOML string
     if isinstance(value, Mapping):
-        entries = [f"{toml_value(key)} = {toml_value(entry)}" for key, entry in value.items() if entry is not None]
+        entries = [
+            f"{toml_value(key)} = {toml_value(entry)}"
+            for key, entry in value.items()
+            if entry is not None
+        ]
         return "{" + ", ".join(entries) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(toml_value, value)) + "]"

@@ -1,7 +1,8 @@
 """The settings that need TransformerEngine or are slower without it. Pure.
 
-Input: settings. Output: a ``Need`` for each such setting. The caller knows whether TransformerEngine is installed: the
-login node if it has the environment of the nodes, the image doctor, and the trainer when it builds its model.
+Input: settings. Output: a ``Need`` for each such setting. The caller knows whether
+TransformerEngine is installed: the login node if it has the environment of the nodes, the image
+doctor, and the trainer when it builds its model.
 """
 
 from __future__ import annotations
@@ -32,17 +33,20 @@ class Need:
 
     @property
     def is_of_layers(self) -> bool:
-        """Whether it uses TransformerEngine's layers, which ``--transformer-impl local`` disables, and not its Adam."""
+        """Whether it uses TransformerEngine's layers, which ``--transformer-impl local`` disables,
+        and not its Adam.
+        """
         return self.setting.split()[0] not in {f"--{_dashed(name)}" for name in OPTIMIZER_TYPES}
 
     def problem(self, lack: str) -> str:
         """Return an error for the setting; ``lack`` says why TransformerEngine is not available."""
-        return (
-            f"{self.setting} needs TransformerEngine ({self.reason}), {lack}; install it ({PAGE}) or {self.otherwise}"
-        )
+        need = f"{self.setting} needs TransformerEngine ({self.reason}), {lack}"
+        return f"{need}; install it ({PAGE}) or {self.otherwise}"
 
     def warning(self, lack: str) -> str:
-        """Return a warning with the consequence; ``lack`` says why TransformerEngine is not available."""
+        """Return a warning with the consequence; ``lack`` says why TransformerEngine is not
+        available.
+        """
         return f"{self.setting} uses TransformerEngine ({self.reason}), {lack}: {self.otherwise}"
 
 
@@ -72,9 +76,13 @@ MEGATRON_OPTIONS = {
     "tp_comm_overlap": "its linear layers overlap communication with computation",
     "use_te_activation_func": "it has the activation",
 }
-"""Fields of Megatron-core that its modules without TransformerEngine ignore or reject, and the reason."""
+"""Fields of Megatron-core that its modules without TransformerEngine ignore or reject, and the
+reason.
+"""
 _OFF = (False, None, "auto", "none", "local", "flash")
-"""Values of such a field that do not need TransformerEngine; FlashAttention is available without it."""
+"""Values of such a field that do not need TransformerEngine; FlashAttention is available without
+it.
+"""
 
 
 def needs_transformer_engine(config: Config) -> tuple[Need, ...]:
@@ -94,8 +102,15 @@ def needs(
     transformer_impl: str | None,
     megatron: Mapping[str, Any],
 ) -> tuple[Need, ...]:
-    """Like ``needs_transformer_engine``, from the table [model] by name and Megatron-core's options by field."""
-    found = [*_of_implementation(transformer_impl), *_of_optimizer(optimizer), *_of_model(model), *_of(megatron)]
+    """Like ``needs_transformer_engine``, from the table [model] by name and Megatron-core's options
+    by field.
+    """
+    found = [
+        *_of_implementation(transformer_impl),
+        *_of_optimizer(optimizer),
+        *_of_model(model),
+        *_of(megatron),
+    ]
     return tuple(sorted(found, key=lambda need: not need.is_required))
 
 
@@ -110,7 +125,10 @@ def _of_implementation(transformer_impl: str | None) -> Iterable[Need]:
 
 
 def _of_optimizer(optimizer: OptimizerSettings) -> Iterable[Need]:
-    """Settings of the optimizer. HybridDeviceOptimizer (host memory) stores float32 and does not need it."""
+    """Settings of the optimizer.
+
+    HybridDeviceOptimizer (host memory) stores float32 and does not need it.
+    """
     if not optimizer.use_precision_aware_optimizer or optimizer.optimizer_cpu_offload:
         return
     for name in OPTIMIZER_TYPES:
@@ -162,7 +180,9 @@ def _of(megatron: Mapping[str, Any]) -> Iterable[Need]:
         value = megatron.get(name)
         if value in _OFF:
             continue
-        yield Need(f"--{_dashed(name)} {value_text(value)}", reason, "leave it out", is_required=True)
+        yield Need(
+            f"--{_dashed(name)} {value_text(value)}", reason, "leave it out", is_required=True
+        )
 
 
 def _dashed(name: str) -> str:

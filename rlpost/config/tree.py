@@ -1,7 +1,8 @@
-"""The settings of a run: one typed tree whose leaf names are the flags, the TOML keys and the attributes.
+"""The settings of a run: one typed tree whose leaf names are the flags, the TOML keys and the
+attributes.
 
-Input: values already merged by ``rlpost.config.load``. Output: a frozen ``Config``. Derived values are
-properties and never written back. The string under each field is its help text.
+Input: values already merged by ``rlpost.config.load``. Output: a frozen ``Config``. Derived values
+are properties and never written back. The string under each field is its help text.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Config(Group):
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the run: as set, or else the training nodes and additional nodes for the engines."""
+        """Nodes of the run: as set, or else the training nodes and additional nodes for the
+        engines.
+        """
         cluster = self.cluster
         if cluster.nodes is not None:
             return cluster.nodes
@@ -80,26 +83,40 @@ class Config(Group):
     def model_parallel_size(self) -> int:
         """Ranks that share one sample."""
         perf = self.perf
-        return perf.tensor_model_parallel_size * perf.pipeline_model_parallel_size * perf.context_parallel_size
+        return (
+            perf.tensor_model_parallel_size
+            * perf.pipeline_model_parallel_size
+            * perf.context_parallel_size
+        )
 
     @property
     def max_tokens(self) -> int | None:
-        """Tokens of a micro-batch, whose sequences all context-parallel ranks share; None without a limit."""
+        """Tokens of a micro-batch, whose sequences all context-parallel ranks share; None without a
+        limit.
+        """
         if not self.perf.use_dynamic_batch_size or self.perf.max_tokens_per_gpu is None:
             return None
         return self.perf.max_tokens_per_gpu * self.perf.context_parallel_size
 
     @property
     def log_probs_max_tokens(self) -> int | None:
-        """The same for passes that only compute log-probs; None if they use the micro-batches of training."""
+        """The same for passes that only compute log-probs; None if they use the micro-batches of
+        training.
+        """
         if self.max_tokens is None or self.perf.log_probs_max_tokens_per_gpu is None:
             return None
         return self.perf.log_probs_max_tokens_per_gpu * self.perf.context_parallel_size
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Required divisor of the number of micro-batches per rank: the size of an interleaved pipeline, else 1."""
-        return 1 if self.perf.num_layers_per_virtual_pipeline_stage is None else self.perf.pipeline_model_parallel_size
+        """Required divisor of the number of micro-batches per rank: the size of an interleaved
+        pipeline, else 1.
+        """
+        return (
+            1
+            if self.perf.num_layers_per_virtual_pipeline_stage is None
+            else self.perf.pipeline_model_parallel_size
+        )
 
     @property
     def rollout_num_gpus(self) -> int:
@@ -140,7 +157,9 @@ class Config(Group):
     @property
     def lr_decay_iters(self) -> int:
         """Optimizer steps of the learning-rate schedule."""
-        return self.optimizer.lr_decay_iters or self.rollout.num_rollout * self.num_steps_per_rollout
+        return (
+            self.optimizer.lr_decay_iters or self.rollout.num_rollout * self.num_steps_per_rollout
+        )
 
     @property
     def eval_sets(self) -> tuple[tuple[str, str], ...]:

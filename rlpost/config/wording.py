@@ -1,7 +1,9 @@
-"""Settings as messages spell them: the flag with its value, and the file that the value comes from. Pure.
+"""Settings as messages spell them: the flag with its value, and the file that the value comes from.
+Pure.
 
-Input: a ``Config``, the origins of its values, a message. Output: text. A message has the form flag, value, constraint,
-remedy, and names a setting by its flag alone: ``--tensor-model-parallel-size 3 does not divide ...; use 1, 2 or 4``.
+Input: a ``Config``, the origins of its values, a message. Output: text. A message has the form
+flag, value, constraint, remedy, and names a setting by its flag alone:
+``--tensor-model-parallel-size 3 does not divide ...; use 1, 2 or 4``.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _KEY = re.compile(r"(?P<key>\w+): (?:'(?P<value>[^']*)'(?P<colon>;?))?")
 
 
 def spelled(config: Config, key: str) -> str:
-    """``--tensor-model-parallel-size 3``, ``--colocate true``; the flag alone for a setting without a value."""
+    """``--tensor-model-parallel-size 3``, ``--colocate true``; the flag alone for a setting without
+    a value.
+    """
     return f"{flag(key)} {value_text(value_of(config, key))}".rstrip()
 
 
@@ -56,7 +60,9 @@ def with_values(config: Config, **values: Any) -> Config:
     updates: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         updates.setdefault(_tables()[key], {})[key] = value
-    groups = {name: getattr(config, name).model_copy(update=update) for name, update in updates.items()}
+    groups = {
+        name: getattr(config, name).model_copy(update=update) for name, update in updates.items()
+    }
     return config.model_copy(update=groups)
 
 
@@ -87,12 +93,15 @@ def nearest(numbers: Collection[int], wanted: int, count: int = 4) -> list[int]:
 
 
 def with_origins(line: str, config: Config, origins: Mapping[str, str]) -> str:
-    """The message with, behind each setting that is not of the command line, where its value comes from.
+    """The message with, behind each setting that is not of the command line, where its value comes
+    from.
 
     A setting counts where it is spelled with the value that it has; remedies spell other values.
     """
     seen: set[str] = set()
-    for key in sorted((key for key in _tables() if flag(key) in line), key=lambda key: line.index(flag(key))):
+    for key in sorted(
+        (key for key in _tables() if flag(key) in line), key=lambda key: line.index(flag(key))
+    ):
         origin = origins.get(f"{_tables()[key]}.{key}", DEFAULT)
         text = spelled(config, key)
         if origin != COMMAND_LINE and " " in text:
@@ -119,8 +128,8 @@ def near_path(origin: str) -> str:
 def as_flag(line: str) -> str:
     """``time: 'soon'; ...``, as the specification of a job says it, with the flag of the setting.
 
-    >>> as_flag("time: 'soon'; write minutes"), as_flag("exclude: n[ is no list"), as_flag("else: 'x'")
-    ('--time soon: write minutes', '--exclude n[ is no list', "else: 'x'")
+    >>> as_flag("time: 'soon'; write minutes"), as_flag("exclude: n[ is no list"), as_flag("else:
+    'x'") ('--time soon: write minutes', '--exclude n[ is no list', "else: 'x'")
     """
     found = _KEY.match(line)
     if found is None or found["key"] not in _tables():

@@ -1,11 +1,11 @@
 """The prompt cursor: a position in an endless sequence of epochs that can be saved and restored.
 
-Input: a prompt set, the shuffle seed, and the weights of its files. Output: prompts with ascending ids, in an order
-that depends only on the input.
+Input: a prompt set, the shuffle seed, and the weights of its files. Output: prompts with ascending
+ids, in an order that depends only on the input.
 
-Without weights every prompt is used exactly once per epoch. With weights each file has its own endless sequence of
-epochs, and after each prompt the files are as close to their shares as whole prompts allow. A skipped prompt leaves a
-gap in the ids.
+Without weights every prompt is used exactly once per epoch. With weights each file has its own
+endless sequence of epochs, and after each prompt the files are as close to their shares as whole
+prompts allow. A skipped prompt leaves a gap in the ids.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ TAKEN = "taken_"  # prefix of a state's key; the number of a file follows
 
 
 def epoch_order(size: int, epoch: int, *, shuffle: bool, seed: int | str) -> Sequence[int]:
-    """Return the positions of all prompts in the order of one epoch; 4 bytes each in memory if shuffled.
+    """Return the positions of all prompts in the order of one epoch; 4 bytes each in memory if
+    shuffled.
 
-    Positions are sorted by random keys, because Python guarantees the same ``random()`` for a seed in every release,
-    but not the same ``shuffle()``. Equal keys stay in order of position: the sort is stable.
+    Positions are sorted by random keys, because Python guarantees the same ``random()`` for a seed
+    in every release, but not the same ``shuffle()``. Equal keys stay in order of position: the sort
+    is stable.
     """
     if not shuffle:
         return range(size)
@@ -43,7 +45,12 @@ class PromptCursor:
     """A position in the sequence of prompts."""
 
     def __init__(
-        self, prompts: PromptSet, *, shuffle: bool = False, seed: int = 0, weights: Sequence[float] = ()
+        self,
+        prompts: PromptSet,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        weights: Sequence[float] = (),
     ) -> None:
         """Start at the beginning of the sequence.
 
@@ -51,7 +58,9 @@ class PromptCursor:
             DataError: the number of weights differs from the number of files.
         """
         if weights and len(weights) != len(prompts.sizes):
-            raise DataError(f"--prompt-data-weights: {len(weights)} weights for {len(prompts.sizes)} files")
+            raise DataError(
+                f"--prompt-data-weights: {len(weights)} weights for {len(prompts.sizes)} files"
+            )
         self._prompts = prompts
         self._weighted = bool(weights)
         sizes = prompts.sizes if weights else (len(prompts),)
@@ -91,11 +100,15 @@ class PromptCursor:
         return made
 
     def state(self) -> dict[str, int]:
-        """Return the state for ``from_state``: epoch, offset in it, and the size of the prompt set."""
+        """Return the state for ``from_state``: epoch, offset in it, and the size of the prompt
+        set.
+        """
         size = len(self._prompts)
         taken = sum(file.taken for file in self._files)
         if not self._weighted:
-            epoch = max(0, taken - 1) // size  # the epoch changes with the first prompt of the next one
+            epoch = (
+                max(0, taken - 1) // size
+            )  # the epoch changes with the first prompt of the next one
             return {"epoch": epoch, "offset": taken - epoch * size, "num_prompts": size}
         each = {f"{TAKEN}{index}": file.taken for index, file in enumerate(self._files)}
         return {"epoch": 0, "offset": taken, "num_prompts": size, **each}
@@ -121,7 +134,10 @@ class PromptCursor:
                 "prompts would be lost or used twice; use the same file, or start a new run with another --save"
             )
         cursor = cls(prompts, shuffle=shuffle, seed=seed, weights=weights)
-        keys = sorted((key for key in state if key.startswith(TAKEN)), key=lambda key: int(key.removeprefix(TAKEN)))
+        keys = sorted(
+            (key for key in state if key.startswith(TAKEN)),
+            key=lambda key: int(key.removeprefix(TAKEN)),
+        )
         taken = [state[key] for key in keys]
         if len(taken) != (len(cursor._files) if weights else 0):
             raise DataError(

@@ -1,13 +1,15 @@
 """A fingerprint of the content of prompt files, cheap for files of any size.
 
-Input: the sources of --prompt-data. Output: a digest as text, which the journal records to detect changed data.
+Input: the sources of --prompt-data. Output: a digest as text, which the journal records to detect
+changed data.
 
-The digest covers the size of each file and its content: all of a file up to 64 MiB, and of a larger one 64 blocks of
-256 KiB at equal distances, including the first and the last (16 MiB for any size). It detects every change of a small
-file. Of a large file it detects a change of the size, of the head (the first rows) and of the tail (in Parquet the
-footer, with the number of rows and the offset of every column), but not an edit between two blocks that keeps the size.
-The journal detects such an edit if it has answers to the changed prompt, because each group records a digest of its
-prompt (``rlpost.rollout.replay``).
+The digest covers the size of each file and its content: all of a file up to 64 MiB, and of a larger
+one 64 blocks of 256 KiB at equal distances, including the first and the last (16 MiB for any size).
+It detects every change of a small file. Of a large file it detects a change of the size, of the
+head (the first rows) and of the tail (in Parquet the footer, with the number of rows and the offset
+of every column), but not an edit between two blocks that keeps the size. The journal detects such
+an edit if it has answers to the changed prompt, because each group records a digest of its prompt
+(``rlpost.rollout.replay``).
 """
 
 from __future__ import annotations
@@ -25,14 +27,19 @@ NUM_BLOCKS, BLOCK_BYTES = 64, 256 << 10
 
 
 def data_fingerprint(sources: Sequence[str | Path]) -> str:
-    """Return a digest of the contents of ``sources``, in order. Raises DataError if a file cannot be read."""
+    """Return a digest of the contents of ``sources``, in order.
+
+    Raises DataError if a file cannot be read.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for source in sources:
         path, _ = split_source(source)
         try:
             digest.update(_file_digest(path))
         except OSError as error:
-            raise DataError(f"--prompt-data {path}: cannot read the prompts: {error}; is the path right?") from error
+            raise DataError(
+                f"--prompt-data {path}: cannot read the prompts: {error}; is the path right?"
+            ) from error
     return digest.hexdigest()
 
 

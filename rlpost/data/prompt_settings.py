@@ -1,7 +1,7 @@
 """Derive the arguments of the prompt reader from the settings, and check the prompt files.
 
-Input: the table [rollout] of a run, or as an evaluation set overrides it. Output: the keys of a row and the maximum
-prompt length, or an error for the first invalid file.
+Input: the table [rollout] of a run, or as an evaluation set overrides it. Output: the keys of a row
+and the maximum prompt length, or an error for the first invalid file.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from rlpost.errors import ConfigError
 
 def prompt_fields(rollout: RolloutConfig) -> PromptFields:
     """Return the keys of prompt, label, metadata and tools."""
-    return PromptFields(rollout.input_key, rollout.label_key, rollout.metadata_key, rollout.tool_key)
+    return PromptFields(
+        rollout.input_key, rollout.label_key, rollout.metadata_key, rollout.tool_key
+    )
 
 
 def longest_prompt(rollout: RolloutConfig) -> int | None:
-    """Return the maximum prompt length in tokens, which leaves one token for an answer; None without a limit."""
+    """Return the maximum prompt length in tokens, which leaves one token for an answer; None
+    without a limit.
+    """
     context = rollout.rollout_max_context_len
     bounds = (rollout.rollout_max_prompt_len, None if context is None else context - 1)
     return min((bound for bound in bounds if bound is not None), default=None)

@@ -1,8 +1,8 @@
 """Read prompts from files and reject invalid rows.
 
-Input: files (JSON Lines or Parquet, whole or sliced), the keys of prompt, label, metadata and tools, and whether to
-skip invalid rows. Output: ``Prompt``s by position; a skipped one is None, and counted. ``check_prompt_file`` reads all
-rows once and needs no tokenizer.
+Input: files (JSON Lines or Parquet, whole or sliced), the keys of prompt, label, metadata and
+tools, and whether to skip invalid rows. Output: ``Prompt``s by position; a skipped one is None, and
+counted. ``check_prompt_file`` reads all rows once and needs no tokenizer.
 """
 
 from __future__ import annotations
@@ -29,12 +29,17 @@ Tokenize = Callable[[Content, Tools | None], tuple[str, tuple[int, ...]]]
 
 BAD, LONG = "rollout/bad_prompts", "rollout/long_prompts"
 LIMITS = "--rollout-max-prompt-len or --rollout-max-context-len"
-"""The flags that limit a prompt's length (``rlpost.data.prompt_settings.longest_prompt``), for messages."""
+"""The flags that limit a prompt's length (``rlpost.data.prompt_settings.longest_prompt``), for
+messages.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptFields:
-    """The keys of a row. Without ``metadata_key`` all keys but those of prompt and label are metadata."""
+    """The keys of a row.
+
+    Without ``metadata_key`` all keys but those of prompt and label are metadata.
+    """
 
     input_key: str = "input"
     label_key: str | None = None
@@ -61,12 +66,16 @@ class Row:
 
 
 def check_prompt_file(
-    source: str | Path, fields: PromptFields, *, apply_chat_template: bool = True, skip_bad: bool = False
+    source: str | Path,
+    fields: PromptFields,
+    *,
+    apply_chat_template: bool = True,
+    skip_bad: bool = False,
 ) -> int:
     """Read every row as a run would and return the number of valid rows.
 
-    Raises:
-        DataError: a row is invalid (file, line, problem and remedy), or with ``skip_bad`` all rows are.
+    Raises: DataError: a row is invalid (file, line, problem and remedy), or with ``skip_bad`` all
+        rows are.
     """
     rows = Rows(source, columns=fields.columns)
     first_error: DataError | None = None
@@ -75,7 +84,11 @@ def check_prompt_file(
         try:
             row = parse(rows.row(position), rows.where(position), fields)
             if not apply_chat_template and (row.tools or not isinstance(row.content, str)):
-                what = f"{fields.tool_key!r} has tools" if row.tools else f"{fields.input_key!r} is a list of messages"
+                what = (
+                    f"{fields.tool_key!r} has tools"
+                    if row.tools
+                    else f"{fields.input_key!r} is a list of messages"
+                )
                 raise DataError(f"{rows.where(position)}: {what}; add --apply-chat-template")
         except DataError as error:
             if not skip_bad:
@@ -83,10 +96,16 @@ def check_prompt_file(
             first_error = first_error or error
             num_bad += 1
     if num_bad == len(rows):
-        raise DataError(f"{source}: none of {len(rows)} rows is a valid prompt; the first: {first_error}")
+        raise DataError(
+            f"{source}: none of {len(rows)} rows is a valid prompt; the first: {first_error}"
+        )
     if num_bad:
         logger.warning(
-            "%s: %d of %d rows are invalid and are skipped; the first: %s", source, num_bad, len(rows), first_error
+            "%s: %d of %d rows are invalid and are skipped; the first: %s",
+            source,
+            num_bad,
+            len(rows),
+            first_error,
         )
     return len(rows) - num_bad
 
@@ -122,7 +141,8 @@ class PromptSet:
         return tuple(len(file) for file in self._files)
 
     def prompt(self, position: int, prompt_id: int) -> Prompt | None:
-        """Return the prompt at ``position`` (0 is the first row) with the id ``prompt_id``; None to skip it.
+        """Return the prompt at ``position`` (0 is the first row) with the id ``prompt_id``; None to
+        skip it.
 
         Raises:
             DataError: the row is bad and bad rows are not skipped; the message names file and line.
@@ -142,10 +162,15 @@ class PromptSet:
             self._skip(BAD, str(error))
             return None
         if self._max_prompt_len is not None and len(token_ids) > self._max_prompt_len:
-            self._skip(LONG, f"{where}: {len(token_ids)} tokens, more than {self._max_prompt_len} ({LIMITS})")
+            self._skip(
+                LONG,
+                f"{where}: {len(token_ids)} tokens, more than {self._max_prompt_len} ({LIMITS})",
+            )
             return None
         column = IntColumn(token_ids)
-        return Prompt(prompt_id=prompt_id, text=text, token_ids=column, label=row.label, metadata=row.metadata)
+        return Prompt(
+            prompt_id=prompt_id, text=text, token_ids=column, label=row.label, metadata=row.metadata
+        )
 
     def all(self) -> list[Prompt]:
         """Return every prompt that is not skipped, with its position as its id.
@@ -173,15 +198,23 @@ class PromptSet:
 
 def parse(raw: Mapping[str, Any], where: str, fields: PromptFields) -> Row:
     """Parse a row. Raises DataError, whose message begins with ``where``."""
-    content = _content(_value(raw, fields.input_key, where, "--input-key"), f"{where}: {fields.input_key!r}")
+    content = _content(
+        _value(raw, fields.input_key, where, "--input-key"), f"{where}: {fields.input_key!r}"
+    )
     label = None if fields.label_key is None else _label(raw, where, fields.label_key)
     if fields.metadata_key is None:
-        metadata = {key: value for key, value in raw.items() if key not in (fields.input_key, fields.label_key)}
+        metadata = {
+            key: value
+            for key, value in raw.items()
+            if key not in (fields.input_key, fields.label_key)
+        }
     else:
         metadata = _from_text(_value(raw, fields.metadata_key, where, "--metadata-key"))
         metadata = {} if metadata is None else metadata  # null in a Parquet column
         if not isinstance(metadata, dict):
-            raise DataError(f"{where}: {fields.metadata_key!r} is {type(metadata).__name__}; it must be an object")
+            raise DataError(
+                f"{where}: {fields.metadata_key!r} is {type(metadata).__name__}; it must be an object"
+            )
     if isinstance(label, dict):  # the label is text; the metadata keeps the object for rewards
         metadata = {**metadata, str(fields.label_key): label}
         label = label_text(label)
@@ -200,7 +233,9 @@ def _label(raw: Mapping[str, Any], where: str, key: str) -> str | dict[str, Any]
     label = _value(raw, key, where, "--label-key")
     if isinstance(label, bool) or not isinstance(label, str | int | float | dict):
         kind = type(label).__name__
-        raise DataError(f"{where}: {key!r} is {kind}; the label must be a string, a number or an object")
+        raise DataError(
+            f"{where}: {key!r} is {kind}; the label must be a string, a number or an object"
+        )
     return label if isinstance(label, dict) else str(label)
 
 
@@ -210,12 +245,16 @@ def _tools(raw: Mapping[str, Any], where: str, key: str | None) -> Tools | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{where}: {key!r} must be a list of OpenAI function schemas (--tool-key), got {tools!r:.200}")
+        raise DataError(
+            f"{where}: {key!r} must be a list of OpenAI function schemas (--tool-key), got {tools!r:.200}"
+        )
     return [_without_nulls(tool) for tool in tools]
 
 
 def _from_text(value: Any) -> Any:
-    """Decode JSON text, in which Parquet columns often hold objects; return other values unchanged."""
+    """Decode JSON text, in which Parquet columns often hold objects; return other values
+    unchanged.
+    """
     try:
         return json.loads(value) if isinstance(value, str) and value.strip() else value
     except ValueError:
@@ -223,7 +262,9 @@ def _from_text(value: Any) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove null entries: in Parquet every object has all keys that any object of the column has."""
+    """Remove null entries: in Parquet every object has all keys that any object of the column
+    has.
+    """
     if isinstance(value, dict):
         return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
@@ -244,17 +285,25 @@ def _content(value: Any, what: str) -> Content:
             raise DataError(f"{what} is empty")
         return value
     if not isinstance(value, list) or not value:
-        raise DataError(f"{what} is {type(value).__name__}; it must be a string or a list of messages")
+        raise DataError(
+            f"{what} is {type(value).__name__}; it must be a string or a list of messages"
+        )
     return [_message(message, what) for message in value]
 
 
 def _message(message: Any, what: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise DataError(f"{what}: a message must have the texts 'role' and 'content', got {message!r:.200}")
+        raise DataError(
+            f"{what}: a message must have the texts 'role' and 'content', got {message!r:.200}"
+        )
     message = _without_nulls(message)
     content = message.get("content", "" if message.get("tool_calls") else None)
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" for part in content
+    ):
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):
-        raise DataError(f"{what}: a message must have the texts 'role' and 'content', got {message!r:.200}")
+        raise DataError(
+            f"{what}: a message must have the texts 'role' and 'content', got {message!r:.200}"
+        )
     return {**message, "content": content}

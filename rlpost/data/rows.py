@@ -1,10 +1,11 @@
 """Random access to the rows of a JSON Lines or Parquet file on disk.
 
-Input: ``PATH`` or ``PATH@[A:B]``, a slice of its rows as in Python. Output: one JSON object for each row that is not
-blank.
+Input: ``PATH`` or ``PATH@[A:B]``, a slice of its rows as in Python. Output: one JSON object for
+each row that is not blank.
 
-Memory holds only an index of 16 bytes per row. For JSON Lines it refers to the file itself; for Parquet to an unnamed
-temporary file of JSON Lines, which is written once, because a row in a compressed column cannot be read alone.
+Memory holds only an index of 16 bytes per row. For JSON Lines it refers to the file itself; for
+Parquet to an unnamed temporary file of JSON Lines, which is written once, because a row in a
+compressed column cannot be read alone.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Rows:
         """
         self.path, wanted = split_source(source)
         try:
-            self._file = _as_lines(self.path, columns) if is_parquet(self.path) else self.path.open("rb")
+            self._file = (
+                _as_lines(self.path, columns) if is_parquet(self.path) else self.path.open("rb")
+            )
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise DataError(
@@ -70,7 +73,9 @@ class Rows:
                     "folder with more space"
                 ) from error
             reason = error.strerror or error
-            raise DataError(f"{self.path}: cannot read the prompts: {reason}; is the path right?") from error
+            raise DataError(
+                f"{self.path}: cannot read the prompts: {reason}; is the path right?"
+            ) from error
         self._numbers, self._offsets = _index(self._file)
         self._chosen = range(len(self._numbers))[wanted]
         if not self._chosen:
@@ -81,7 +86,9 @@ class Rows:
         return len(self._chosen)
 
     def where(self, position: int) -> str:
-        """Describe the location of a row in messages: file and line, or row of a Parquet file, from 1."""
+        """Describe the location of a row in messages: file and line, or row of a Parquet file, from
+        1.
+        """
         unit = "row" if is_parquet(self.path) else "line"
         return f"{self.path}, {unit} {self._numbers[self._chosen[position]]}"
 
@@ -96,14 +103,20 @@ class Rows:
         try:
             found = json.loads(os.pread(self._file.fileno(), end - start, start))
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{self.where(position)}: not JSON ({error}); each line must be one JSON object") from error
+            raise DataError(
+                f"{self.where(position)}: not JSON ({error}); each line must be one JSON object"
+            ) from error
         if not isinstance(found, dict):
-            raise DataError(f"{self.where(position)}: {type(found).__name__} instead of a JSON object")
+            raise DataError(
+                f"{self.where(position)}: {type(found).__name__} instead of a JSON object"
+            )
         return found
 
 
 def _index(file: BinaryIO) -> tuple[array[int], array[int]]:
-    """Return number and offset of each line that is not blank; the last offset is the end of the file."""
+    """Return number and offset of each line that is not blank; the last offset is the end of the
+    file.
+    """
     numbers, offsets, offset = array("q"), array("q"), 0
     for number, line in enumerate(file, 1):
         if not line.isspace():
@@ -115,7 +128,9 @@ def _index(file: BinaryIO) -> tuple[array[int], array[int]]:
 
 
 def _as_lines(path: Path, columns: Sequence[str] | None) -> BinaryIO:
-    """Convert a Parquet file to JSON Lines in an unnamed temporary file. Dates and the like become text."""
+    """Convert a Parquet file to JSON Lines in an unnamed temporary file. Dates and the like become
+    text.
+    """
     try:
         import pyarrow
         from pyarrow import parquet

@@ -1,7 +1,9 @@
-"""Supervised examples: convert prompts with a response in the data to samples, as if an engine had generated them.
+"""Supervised examples: convert prompts with a response in the data to samples, as if an engine had
+generated them.
 
-Input: a line with a prompt and its response (--label-key), or with a conversation whose assistant messages are trained
-(--apply-chat-template). Output: token ids, and a loss mask over the tokens after the first prompt.
+Input: a line with a prompt and its response (--label-key), or with a conversation whose assistant
+messages are trained (--apply-chat-template). Output: token ids, and a loss mask over the tokens
+after the first prompt.
 
 Invariant: exactly the tokens of assistant messages are trained, up to the token that ends the turn.
 """
@@ -21,21 +23,29 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class SupervisedTokenizer(PromptTokenizer):
-    """Like ``PromptTokenizer``, but keeps a conversation that ends with the assistant as JSON for ``group``."""
+    """Like ``PromptTokenizer``, but keeps a conversation that ends with the assistant as JSON for
+    ``group``.
+    """
 
     def __call__(self, content: Content, tools: Tools | None = None) -> tuple[str, tuple[int, ...]]:
-        """Return text and ids of a prompt, or of a whole conversation. Raises DataError like ``PromptTokenizer``."""
+        """Return text and ids of a prompt, or of a whole conversation.
+
+        Raises DataError like ``PromptTokenizer``.
+        """
         if not _is_conversation(content):
             return super().__call__(content, tools)
         if tools:
-            raise DataError("a conversation for supervised training has tools, which is not supported; omit --tool-key")
+            raise DataError(
+                "a conversation for supervised training has tools, which is not supported; omit --tool-key"
+            )
         ids, _ = self._conversation(content)
         return json.dumps(content), ids
 
     def group(self, prompt: Prompt) -> SampleGroup:
         """Return a group of one sample with the response of the data.
 
-        The engine's log-probs are zeros, because there are none; the supervised loss does not read them.
+        The engine's log-probs are zeros, because there are none; the supervised loss does not read
+        them.
 
         Raises:
             DataError: the prompt has neither a label nor an assistant message.
@@ -66,13 +76,19 @@ class SupervisedTokenizer(PromptTokenizer):
     def _end(self) -> int:
         end = self._tokenizer.eos_token_id
         if end is None:
-            raise DataError("the tokenizer has no eos_token to end responses with; set one in tokenizer_config.json")
+            raise DataError(
+                "the tokenizer has no eos_token to end responses with; set one in tokenizer_config.json"
+            )
         return end
 
     def _conversation(self, messages: Messages) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ids of a whole conversation, and 1 for each token of an assistant message, else 0."""
+        """Return the ids of a whole conversation, and 1 for each token of an assistant message,
+        else 0.
+        """
         if not self._apply_chat_template:
-            raise DataError("a prompt is a list of messages; add --apply-chat-template to convert it to text")
+            raise DataError(
+                "a prompt is a list of messages; add --apply-chat-template to convert it to text"
+            )
         text = self._render(messages, generation_prompt=False)
         spans = self._assistant_spans(messages, text)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -1,7 +1,8 @@
 """Tokenize prompts; the only module that loads a tokenizer.
 
-Input: a Hugging Face folder; a string or a list of chat messages. Output: text and token ids. transformers is imported
-when the first tokenizer is loaded; the checks do not import it and run on the login node.
+Input: a Hugging Face folder; a string or a list of chat messages. Output: text and token ids.
+transformers is imported when the first tokenizer is loaded; the checks do not import it and run on
+the login node.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def check_tokenizer_folder(path: str | Path) -> None:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise ConfigError(f"--hf-checkpoint {folder}: no such folder; give a Hugging Face folder on this file system")
+        raise ConfigError(
+            f"--hf-checkpoint {folder}: no such folder; give a Hugging Face folder on this file system"
+        )
     if not any((folder / name).is_file() for name in VOCABULARIES):
         raise ConfigError(
             f"--hf-checkpoint {folder}: no tokenizer in it; it needs one of {', '.join(VOCABULARIES)} "
@@ -36,12 +39,15 @@ def check_tokenizer_folder(path: str | Path) -> None:
         )
     settings = folder / "tokenizer_config.json"
     if not settings.is_file():
-        raise ConfigError(f"--hf-checkpoint {folder}: tokenizer_config.json is missing; copy it from the model's page")
+        raise ConfigError(
+            f"--hf-checkpoint {folder}: tokenizer_config.json is missing; copy it from the model's page"
+        )
     _read_json(settings)
 
 
 def eos_token_ids(path: str | Path) -> tuple[int, ...]:
-    """Return the ids that end an answer, sorted, from generation_config.json and config.json in a model folder.
+    """Return the ids that end an answer, sorted, from generation_config.json and config.json in a
+    model folder.
 
     Raises:
         ConfigError: neither file has any.
@@ -70,7 +76,11 @@ class PromptTokenizer:
     """A callable that converts content to (text, token ids)."""
 
     def __init__(
-        self, path: str | Path, *, apply_chat_template: bool = False, template_kwargs: Mapping[str, Any] | None = None
+        self,
+        path: str | Path,
+        *,
+        apply_chat_template: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """``template_kwargs`` are additional arguments of the chat template."""
         check_tokenizer_folder(path)
@@ -83,10 +93,11 @@ class PromptTokenizer:
             )
 
     def __call__(self, content: Content, tools: Tools | None = None) -> tuple[str, tuple[int, ...]]:
-        """Return text and ids of one prompt; with the chat template a string becomes one user message.
+        """Return text and ids of one prompt; with the chat template a string becomes one user
+        message.
 
-        Raises:
-            DataError: messages or tools are given without the chat template, it rejects them, or there is no token.
+        Raises: DataError: messages or tools are given without the chat template, it rejects them,
+            or there is no token.
         """
         text = self._text(content, tools)
         # A chat template writes the special tokens itself.
@@ -105,15 +116,23 @@ class PromptTokenizer:
 
     def _text(self, content: Content, tools: Tools | None) -> str:
         if self._apply_chat_template:
-            messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
-            return self._templated(messages, add_generation_prompt=True, tools=list(tools) if tools else None)
+            messages = (
+                [{"role": "user", "content": content}]
+                if isinstance(content, str)
+                else list(content)
+            )
+            return self._templated(
+                messages, add_generation_prompt=True, tools=list(tools) if tools else None
+            )
         if not isinstance(content, str) or tools:
             what = "has tools" if tools else "is a list of messages"
             raise DataError(f"a prompt {what}; add --apply-chat-template to convert it to text")
         return content
 
     def _templated(self, messages: list[Any], **given: Any) -> str:
-        """Render messages with the chat template; the arguments of the settings override ``given``."""
+        """Render messages with the chat template; the arguments of the settings override
+        ``given``.
+        """
         from jinja2 import TemplateError
 
         try:

@@ -1,7 +1,8 @@
 """Step times that an earlier run of the same recipe measured.
 
-Input: settings and the runs folder. Output: ``StepTimes`` of the newest run that has enough steps on as many GPUs with
-as many samples. What cannot be read is passed over: an estimate never fails a command.
+Input: settings and the runs folder. Output: ``StepTimes`` of the newest run that has enough steps
+on as many GPUs with as many samples. What cannot be read is passed over: an estimate never fails a
+command.
 """
 
 from __future__ import annotations
@@ -25,8 +26,14 @@ MAX_RUNS = 10
 def earlier_step_times(config: Config) -> StepTimes | None:
     """Medians over the newest steps of the newest comparable run; None without one."""
     folder = Path(config.cluster.runs_dir)
-    found = [path for path in folder.glob(f"{config.cluster.job_name}*") if (path / "metrics.jsonl").is_file()]
-    newest_first = sorted(found, key=lambda path: (path / "metrics.jsonl").stat().st_mtime, reverse=True)
+    found = [
+        path
+        for path in folder.glob(f"{config.cluster.job_name}*")
+        if (path / "metrics.jsonl").is_file()
+    ]
+    newest_first = sorted(
+        found, key=lambda path: (path / "metrics.jsonl").stat().st_mtime, reverse=True
+    )
     for path in newest_first[:MAX_RUNS]:
         try:
             times = _step_times(RunFolder(path), config)

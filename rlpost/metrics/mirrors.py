@@ -33,10 +33,14 @@ def mirrors(config: Config, run_folder: Path, cluster: Cluster) -> Iterator[Writ
             writes.append(board.write)
         if settings.use_prometheus:
             port = settings.prometheus_port or cluster.port_base + cluster.port_count - 1
-            server = PrometheusServer(settings.prometheus_host, port, token=cluster.secret, run=run_folder.name)
+            server = PrometheusServer(
+                settings.prometheus_host, port, token=cluster.secret, run=run_folder.name
+            )
             open_ones.callback(server.close)
             writes.append(server.write)
-        wandb = open_ones.enter_context(mirrored(config.wandb, run_folder, config.model_dump(mode="json")))
+        wandb = open_ones.enter_context(
+            mirrored(config.wandb, run_folder, config.model_dump(mode="json"))
+        )
         if wandb is not None:
             writes.append(wandb)
 

@@ -7,13 +7,17 @@ from collections.abc import Mapping
 from rlpost.metrics.writer import eval_rewards
 
 
-def progress_line(step: int, num_steps: int, metrics: Mapping[str, float], *, steps_done: int, elapsed_s: float) -> str:
+def progress_line(
+    step: int, num_steps: int, metrics: Mapping[str, float], *, steps_done: int, elapsed_s: float
+) -> str:
     """Return ``step 12/60  reward 0.531  ...  eta 0:42``.
 
     The estimate uses the mean duration of the ``steps_done`` steps of this attempt.
     """
     parts = [f"step {step}/{num_steps}", f"reward {metrics['reward/mean']:.3f}"]
-    parts += [f"{name.removesuffix('/reward_mean')} {metrics[name]:.3f}" for name in eval_rewards(metrics)]
+    parts += [
+        f"{name.removesuffix('/reward_mean')} {metrics[name]:.3f}" for name in eval_rewards(metrics)
+    ]
     parts.append(f"len {metrics['rollout/response_length_mean']:.1f}")
     if "train/loss" in metrics:  # not with --debug-rollout-only
         parts += [f"loss {metrics['train/loss']:+.4f}", f"grad {metrics['train/grad_norm']:.3f}"]

@@ -65,7 +65,9 @@ class PrometheusServer:
         self.port: int = self._server.server_address[1]
         shown = f"[{host}]" if ":" in host else host
         logger.info("prometheus: http://%s:%d/metrics, with the attempt's token", shown, self.port)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="prometheus", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="prometheus", daemon=True
+        )
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -128,7 +130,9 @@ class Newest:
             labels = {"run": self.run, **labels}
             if gauge not in families:
                 known = declared(name)
-                families[gauge] = GaugeMetricFamily(gauge, known.meaning if known else name, labels=list(labels))
+                families[gauge] = GaugeMetricFamily(
+                    gauge, known.meaning if known else name, labels=list(labels)
+                )
             families[gauge].add_metric(list(labels.values()), float(value))
         yield from families.values()
 

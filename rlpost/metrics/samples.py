@@ -26,7 +26,12 @@ class SampleWriter:
     """Writes answers of every n-th step."""
 
     def __init__(
-        self, report_folder: Path, *, num_steps: int, decode: Decode, check: Callable[[], None] | None = None
+        self,
+        report_folder: Path,
+        *,
+        num_steps: int,
+        decode: Decode,
+        check: Callable[[], None] | None = None,
     ) -> None:
         """
         Args:

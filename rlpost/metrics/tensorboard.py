@@ -45,9 +45,14 @@ class TensorBoardWriter:
         """Add the line of ``step``."""
         try:
             if not self._begun:
-                self._add(step, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
+                self._add(
+                    step, session_log=self._events.SessionLog(status=self._events.SessionLog.START)
+                )
                 self._begun = True
-            values = [self._summaries.Summary.Value(tag=name, simple_value=float(x)) for name, x in metrics.items()]
+            values = [
+                self._summaries.Summary.Value(tag=name, simple_value=float(x))
+                for name, x in metrics.items()
+            ]
             self._add(step, summary=self._summaries.Summary(value=values))
         except Exception as error:  # a failing mirror must not end the run
             logger.warning("tensorboard: step %d was not written: %s", step, error)

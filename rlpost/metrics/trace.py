@@ -48,7 +48,9 @@ def trace(processes: Iterable[ProcessSpans], *, begin: float, end: float) -> dic
         for one in process.spans:
             threads.setdefault(one[1], []).append(one)
         for thread, spans in sorted(threads.items()):
-            moved = [(name, of, a - process.ahead_s, b - process.ahead_s) for name, of, a, b in spans]
+            moved = [
+                (name, of, a - process.ahead_s, b - process.ahead_s) for name, of, a, b in spans
+            ]
             overlapping = [one for one in moved if one[3] > begin and one[2] < end]
             for lane_number, lane in enumerate(lanes(overlapping), 1):
                 row += 1
@@ -78,7 +80,15 @@ def _event(one: Span, process: int, row: int, zero: float) -> dict[str, Any]:
     name, _, begin, end = one
     # Round begin and end, not the duration: a span must not end after the enclosing one.
     start, stop = round((begin - zero) * 1e6), round((end - zero) * 1e6)
-    return {"name": name, "cat": "phase", "ph": "X", "ts": start, "dur": stop - start, "pid": process, "tid": row}
+    return {
+        "name": name,
+        "cat": "phase",
+        "ph": "X",
+        "ts": start,
+        "dur": stop - start,
+        "pid": process,
+        "tid": row,
+    }
 
 
 def _name(kind: str, process: int, row: int, name: str) -> dict[str, Any]:

@@ -32,7 +32,9 @@ MAX_NAME = 60
 class WandbWriter:
     """One W&B run. The constructor raises ConfigError; later failures are only logged."""
 
-    def __init__(self, settings: WandbConfig, run_folder: Path, run_config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, settings: WandbConfig, run_folder: Path, run_config: Mapping[str, Any]
+    ) -> None:
         try:
             import wandb  # here, because the package is optional
         except ModuleNotFoundError as error:
@@ -66,7 +68,11 @@ class WandbWriter:
                 "--wandb-mode offline"
             ) from error
         except wandb.errors.CommError as error:
-            logger.warning("wandb: cannot be reached, this attempt stays in %s: %s", run_folder / "wandb", error)
+            logger.warning(
+                "wandb: cannot be reached, this attempt stays in %s: %s",
+                run_folder / "wandb",
+                error,
+            )
             wandb.teardown()  # its service process still holds the failed run
             self._run = begin(mode="offline")
         # W&B's internal step only increases, but a resume may restart below the last step sent.
@@ -94,7 +100,9 @@ class WandbWriter:
 
 
 @contextmanager
-def mirrored(settings: WandbConfig, run_folder: Path, run_config: Mapping[str, Any]) -> Iterator[Write | None]:
+def mirrored(
+    settings: WandbConfig, run_folder: Path, run_config: Mapping[str, Any]
+) -> Iterator[Write | None]:
     """Yield a function that logs one line to W&B; None if W&B is disabled. Raises ConfigError."""
     if not settings.is_on:
         yield None

@@ -119,7 +119,9 @@ class MetricsWriter:
         kept = [line for line in found.lines if through is None or line["step"] <= through]
         data = "".join(json.dumps(line) + "\n" for line in kept).encode()
         beside = folder / f".{name}.{secrets.token_hex(4)}.new"
-        descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(
+            beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666
+        )
         try:
             _write_all(descriptor, data)
             os.fsync(descriptor)
@@ -199,7 +201,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def eval_rewards(metrics: Mapping[str, float]) -> list[str]:
     """Return the sorted names ``eval/SET/reward_mean`` of a line."""
-    return sorted(name for name in metrics if name.startswith("eval/") and name.endswith("/reward_mean"))
+    return sorted(
+        name for name in metrics if name.startswith("eval/") and name.endswith("/reward_mean")
+    )
 
 
 def _line(text: bytes) -> dict[str, Any] | None:

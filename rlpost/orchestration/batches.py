@@ -1,7 +1,7 @@
 """Training batches: distributes scored groups over data-parallel ranks. Pure.
 
-Input: the groups of a rollout. Output: for each optimizer step one ``TrainBatch`` per data-parallel rank, with the
-denominators of the global batch; and metrics of the groups.
+Input: the groups of a rollout. Output: for each optimizer step one ``TrainBatch`` per data-parallel
+rank, with the denominators of the global batch; and metrics of the groups.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ REPETITIVE = 10
 class DealtStep:
     """One optimizer step of a rollout.
 
-    ``positions`` has for each data-parallel rank, in the order of ``TrainBatch.samples``, the position of each sample
-    among those of the rollout; None for the copies that ``filled_up`` adds.
+    ``positions`` has for each data-parallel rank, in the order of ``TrainBatch.samples``, the
+    position of each sample among those of the rollout; None for the copies that ``filled_up`` adds.
     """
 
     batches: StepBatches
     positions: tuple[tuple[int | None, ...], ...]
 
 
-def train_samples(group: SampleGroup, advantages: Sequence[Advantage], *, by_answer: bool = False) -> list[TrainSample]:
+def train_samples(
+    group: SampleGroup, advantages: Sequence[Advantage], *, by_answer: bool = False
+) -> list[TrainSample]:
     """Return the group's samples with their advantages, in order.
 
     With ``by_answer``, the samples of one answer together have weight 1.
@@ -59,7 +61,9 @@ def train_samples(group: SampleGroup, advantages: Sequence[Advantage], *, by_ans
             count=count,
             routes=scored.sample.routes,
         )
-        for scored, advantage, (weight, count) in zip(group.samples, advantages, weights, strict=True)
+        for scored, advantage, (weight, count) in zip(
+            group.samples, advantages, weights, strict=True
+        )
     ]
 
 
@@ -101,7 +105,9 @@ def _estimated(
         rewards: Sequence[Sequence[float]], masks: Masks, penalties: Penalties | None
     ) -> list[tuple[Advantage, ...]]:
         normalize = not grpo.disable_grpo_std_normalization
-        return estimate(grpo.advantage_estimator, rewards, masks, normalize_std=normalize, penalties=penalties)
+        return estimate(
+            grpo.advantage_estimator, rewards, masks, normalize_std=normalize, penalties=penalties
+        )
 
     if grpo.loss_unit == "answer":
         return estimate_by_answer(groups, penalties, make)
@@ -109,7 +115,9 @@ def _estimated(
     return make([group.rewards for group in groups], masks, penalties)
 
 
-def make_batches(groups: Sequence[SampleGroup], config: Config, *, break_even: float = math.inf) -> list[StepBatches]:
+def make_batches(
+    groups: Sequence[SampleGroup], config: Config, *, break_even: float = math.inf
+) -> list[StepBatches]:
     """Return the batches of each optimizer step of a rollout, in order.
 
     ``break_even`` (see ``model_break_even``) is for --balance-data; infinity ignores the cost of
@@ -118,17 +126,23 @@ def make_batches(groups: Sequence[SampleGroup], config: Config, *, break_even: f
     return batch_samples(rollout_samples(groups, config.grpo), config, break_even=break_even)
 
 
-def batch_samples(samples: Sequence[TrainSample], config: Config, *, break_even: float = math.inf) -> list[StepBatches]:
+def batch_samples(
+    samples: Sequence[TrainSample], config: Config, *, break_even: float = math.inf
+) -> list[StepBatches]:
     """Like ``make_batches``, from samples; samples of one answer stay in one step."""
     return [step.batches for step in deal(samples, config, break_even=break_even)]
 
 
-def deal(samples: Sequence[TrainSample], config: Config, *, break_even: float = math.inf) -> list[DealtStep]:
+def deal(
+    samples: Sequence[TrainSample], config: Config, *, break_even: float = math.inf
+) -> list[DealtStep]:
     """Like ``batch_samples``, with the positions of the samples in the rollout."""
     num_steps = config.num_steps_per_rollout
     starts = [number for number, sample in enumerate(samples) if sample.count] + [len(samples)]
     ends = [starts[(len(starts) - 1) * number // num_steps] for number in range(num_steps + 1)]
-    return [_deal_step(samples[start:end], start, config, break_even) for start, end in pairwise(ends)]
+    return [
+        _deal_step(samples[start:end], start, config, break_even) for start, end in pairwise(ends)
+    ]
 
 
 def filled_up(samples: Sequence[TrainSample], multiple_of: int) -> list[TrainSample]:
@@ -166,11 +180,15 @@ def used_parameters(hf: Mapping[str, Any]) -> int:
     return round(count.dense - looked_up + count.expert * used)
 
 
-def _deal_step(samples: Sequence[TrainSample], first: int, config: Config, break_even: float) -> DealtStep:
+def _deal_step(
+    samples: Sequence[TrainSample], first: int, config: Config, break_even: float
+) -> DealtStep:
     """Return the batches of one step; ``first`` is the position of its first sample in the
     rollout.
     """
-    padded_to = 2 * config.perf.context_parallel_size if config.perf.context_parallel_size > 1 else 1
+    padded_to = (
+        2 * config.perf.context_parallel_size if config.perf.context_parallel_size > 1 else 1
+    )
     num_samples = sum(sample.count for sample in samples)
     positions = range(first, first + len(samples))
     samples = filled_up(samples, config.data_parallel_size * config.micro_batch_multiple)
@@ -181,7 +199,9 @@ def _deal_step(samples: Sequence[TrainSample], first: int, config: Config, break
         max_tokens=config.max_tokens,
         micro_batch_size=config.perf.micro_batch_size,
         multiple_of=config.micro_batch_multiple,
-        work=[sequence_work(length, break_even) for length in lengths] if config.perf.balance_data else None,
+        work=[sequence_work(length, break_even) for length in lengths]
+        if config.perf.balance_data
+        else None,
     )
     num_tokens = sum(sample.loss_mask.total() for sample in samples)
     batches = tuple(
@@ -191,14 +211,18 @@ def _deal_step(samples: Sequence[TrainSample], first: int, config: Config, break
             num_tokens=num_tokens,
             log_prob_groups=tuple(map(tuple, groups)),
         )
-        for micro_batches, groups in zip(dealt, _log_prob_groups(dealt, lengths, config), strict=True)
+        for micro_batches, groups in zip(
+            dealt, _log_prob_groups(dealt, lengths, config), strict=True
+        )
     )
     in_rollout: list[int | None] = [*positions, *[None] * (len(samples) - len(positions))]
     of_ranks = tuple(tuple(in_rollout[i] for micro in rank for i in micro) for rank in dealt)
     return DealtStep(batches, of_ranks)
 
 
-def _log_prob_groups(dealt: Schedule, lengths: Sequence[int], config: Config) -> list[list[list[int]]]:
+def _log_prob_groups(
+    dealt: Schedule, lengths: Sequence[int], config: Config
+) -> list[list[list[int]]]:
     """Return each rank's samples packed for the log-prob passes, which have a separate token
     limit.
     """
@@ -261,4 +285,7 @@ def is_repetitive(text: str) -> bool:
 def staleness_metrics(groups: Sequence[SampleGroup], version: int) -> dict[str, float]:
     """Return mean and maximum over groups of ``version`` minus the version of the first token."""
     behind = [version - group.oldest_version for group in groups]
-    return {"rollout/staleness_mean": statistics.fmean(behind), "rollout/staleness_max": max(behind)}
+    return {
+        "rollout/staleness_mean": statistics.fmean(behind),
+        "rollout/staleness_max": max(behind),
+    }

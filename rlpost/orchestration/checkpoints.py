@@ -1,10 +1,11 @@
 """The checkpoints of a run: their location, the one to resume from, and commits.
 
-Input: the settings and the run's folder. Output: the newest committed checkpoint with its ``RunState``; commits.
+Input: the settings and the run's folder. Output: the newest committed checkpoint with its
+``RunState``; commits.
 
-Only the driver commits; the actors write files into the folder that the driver has created. A commit that fails, or
-that is deferred because the previous one is still being written, is owed: the loop retries it after its next step. Only
-a newer attempt that claims the folder ends the run.
+Only the driver commits; the actors write files into the folder that the driver has created. A
+commit that fails, or that is deferred because the previous one is still being written, is owed: the
+loop retries it after its next step. Only a newer attempt that claims the folder ends the run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlpost.checkpoint.commit import begin, commit, newest_committed, prune, recoverable, step_of, was_committed
+from rlpost.checkpoint.commit import (
+    begin,
+    commit,
+    newest_committed,
+    prune,
+    recoverable,
+    step_of,
+    was_committed,
+)
 from rlpost.checkpoint.ownership import Claim, claim
 from rlpost.checkpoint.provenance import PROVENANCE_FILE, Provenance, changes
 from rlpost.checkpoint.state import RunState
@@ -46,7 +55,9 @@ class SaveTimes:
 
 
 class Checkpoints:
-    """Commits to ``--save``; finds the checkpoint to resume from there or, failing that, in ``--load``."""
+    """Commits to ``--save``; finds the checkpoint to resume from there or, failing that, in
+    ``--load``.
+    """
 
     def __init__(
         self,
@@ -57,10 +68,10 @@ class Checkpoints:
         provenance: Provenance | None = None,
     ) -> None:
         """
-        Args:
-            own_folder: replaces --save where that is not given.
-            committed: called as ``committed(step, path)`` in a thread after each commit; its storage errors are logged.
-            provenance: written into each checkpoint, and compared with that of the checkpoint to resume from.
+        Args: own_folder: replaces --save where that is not given. committed: called as
+            ``committed(step, path)`` in a thread after each commit; its storage errors are logged.
+            provenance: written into each checkpoint, and compared with that of the checkpoint to
+            resume from.
         """
         self._save = Path(settings.save) if settings.save else own_folder
         self._load = Path(settings.load) if settings.load else None
@@ -85,7 +96,9 @@ class Checkpoints:
         return self._owed is not None
 
     def claim(self, attempt: str) -> None:
-        """Take the folder over from earlier attempts; call it before ``newest``. Raises CheckpointError."""
+        """Take the folder over from earlier attempts; call it before ``newest``. Raises
+        CheckpointError.
+        """
         try:
             self._claim = claim(self._save, attempt)
         except OSError as error:
@@ -99,19 +112,22 @@ class Checkpoints:
             self._claim.check()
 
     def oldest_kept(self) -> int | None:
-        """The step of the oldest checkpoint that a recovery may use, among the --keep-last newest complete ones.
+        """The step of the oldest checkpoint that a recovery may use, among the --keep-last newest
+        complete ones.
 
-        None when none is complete; those of --keep-every do not count. Checkpoints newer than the last commit of this
-        attempt are verified by checksum, which may be slow.
+        None when none is complete; those of --keep-every do not count. Checkpoints newer than the
+        last commit of this attempt are verified by checksum, which may be slow.
         """
         kept = recoverable(self._save, self._settings.keep_last, committed=self._newest)
         return step_of(kept[-1]) if kept else None
 
     def newest(self) -> tuple[Path | None, RunState]:
-        """Return the checkpoint to resume from and its state; (None, initial state) when there is none.
+        """Return the checkpoint to resume from and its state; (None, initial state) when there is
+        none.
 
-        Skipped checkpoints are logged with the reason. Raises CheckpointError when all committed checkpoints are
-        damaged, since a fresh start would lose the run; ConfigError when the checkpoint has another model.
+        Skipped checkpoints are logged with the reason. Raises CheckpointError when all committed
+        checkpoints are damaged, since a fresh start would lose the run; ConfigError when the
+        checkpoint has another model.
         """
         for folder in (self._save, self._load):
             if folder is None:
@@ -130,11 +146,14 @@ class Checkpoints:
                     "Repair the storage or restore one of them; to start from scratch, choose another --save"
                 )
         if self._load is not None:
-            logger.warning("--load %s holds no committed checkpoint; starting from --ref-load", self._load)
+            logger.warning(
+                "--load %s holds no committed checkpoint; starting from --ref-load", self._load
+            )
         return None, RunState(pending={})
 
     async def commit(self, state: RunState, write: Write) -> bool:
-        """Fill a new folder with ``write``, add ``state``, commit, and prune older checkpoints. Returns True.
+        """Fill a new folder with ``write``, add ``state``, commit, and prune older checkpoints.
+        Returns True.
 
         Raises CheckpointError or OSError when writing fails or exceeds --save-deadline-s.
         """
@@ -152,11 +171,15 @@ class Checkpoints:
         await self._report_and_prune(state.step)
         return True
 
-    async def start(self, state: RunState, write: Write, finish: Callable[[], Awaitable[Any]]) -> bool:
-        """Like ``commit``, in the background: return once ``write`` has started; ``finish`` waits for the files.
+    async def start(
+        self, state: RunState, write: Write, finish: Callable[[], Awaitable[Any]]
+    ) -> bool:
+        """Like ``commit``, in the background: return once ``write`` has started; ``finish`` waits
+        for the files.
 
-        While the previous checkpoint is still being written, this one is deferred with a warning and False is
-        returned. A failure is logged and reported by ``is_owed`` and ``settle``. Raises as ``commit`` does, and Fenced.
+        While the previous checkpoint is still being written, this one is deferred with a warning
+        and False is returned. A failure is logged and reported by ``is_owed`` and ``settle``.
+        Raises as ``commit`` does, and Fenced.
         """
         self._raise_if_fenced()
         self._owed = state.step
@@ -170,7 +193,9 @@ class Checkpoints:
         async with self._deadline(state):
             folder = await self._written(state, write)
         blocking_s = time.monotonic() - self._started
-        logger.info("checkpoint of step %d started in %.2f s; training continues", state.step, blocking_s)
+        logger.info(
+            "checkpoint of step %d started in %.2f s; training continues", state.step, blocking_s
+        )
         self._background = asyncio.create_task(self._finish(state, folder, finish, blocking_s))
         return True
 
@@ -228,12 +253,16 @@ class Checkpoints:
         except Fenced:
             raise
         except (RlpostError, OSError) as error:
-            logger.error("committing step %d failed, the previous checkpoint is kept: %s", state.step, error)
+            logger.error(
+                "committing step %d failed, the previous checkpoint is kept: %s", state.step, error
+            )
             await in_daemon(self.check_owner)
             return
         await self._report_and_prune(state.step)
 
-    async def _commit(self, state: RunState, folder: Path, started: float, blocking_s: float | None) -> None:
+    async def _commit(
+        self, state: RunState, folder: Path, started: float, blocking_s: float | None
+    ) -> None:
         try:
             num_bytes = await in_daemon(partial(self._write_beside, state, folder))
             path = await in_daemon(partial(commit, folder, check=self.check_owner))
@@ -243,7 +272,9 @@ class Checkpoints:
         self._newest = path
         total_s = time.monotonic() - started
         SPANS.add("checkpoint", SPANS.now() - total_s)
-        self.last = SaveTimes(state.step, total_s if blocking_s is None else blocking_s, total_s, num_bytes)
+        self.last = SaveTimes(
+            state.step, total_s if blocking_s is None else blocking_s, total_s, num_bytes
+        )
         logger.info("checkpoint %s committed in %.2f s", path, total_s)
         if self._owed is not None and self._owed <= state.step:
             self._owed = None
@@ -257,20 +288,28 @@ class Checkpoints:
         return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
     async def _report_and_prune(self, step: int) -> None:
-        """Report a commit and prune old ones, within a deadline. A failure does not undo the commit."""
+        """Report a commit and prune old ones, within a deadline. A failure does not undo the
+        commit.
+        """
         try:
             async with asyncio.timeout(self._settings.save_deadline_s):
                 await in_daemon(partial(self._report_commit, step))
                 await in_daemon(self._prune)
         except TimeoutError:
-            logger.warning("old checkpoints in %s are still being deleted; training continues", self._save)
+            logger.warning(
+                "old checkpoints in %s are still being deleted; training continues", self._save
+            )
 
     def _report_commit(self, step: int) -> None:
         assert self._newest is not None
         try:
             self._committed(step, self._newest)
         except (CheckpointError, OSError) as error:
-            logger.error("checkpoint %s is committed, but the commit could not be recorded: %s", self._newest, error)
+            logger.error(
+                "checkpoint %s is committed, but the commit could not be recorded: %s",
+                self._newest,
+                error,
+            )
 
     def _prune(self) -> None:
         settings, lane = self._settings, None if self._claim is None else self._claim.lane
@@ -307,7 +346,8 @@ class Checkpoints:
 async def written(ask: Callable[[], Awaitable[list[bool]]]) -> None:
     """Return when every rank reports that its files are written.
 
-    The ranks are polled, with increasing pauses: a blocking call would hold the one thread of each actor.
+    The ranks are polled, with increasing pauses: a blocking call would hold the one thread of each
+    actor.
     """
     pause_s = 0.05
     while not all(await ask()):
@@ -316,7 +356,9 @@ async def written(ask: Callable[[], Awaitable[list[bool]]]) -> None:
 
 
 def _unreadable(path: Path, states: dict[Path, RunState]) -> str | None:
-    """Return why the state of a checkpoint is unusable; add it to ``states`` and return None otherwise."""
+    """Return why the state of a checkpoint is unusable; add it to ``states`` and return None
+    otherwise.
+    """
     try:
         states[path] = RunState.from_json((path / STATE_FILE).read_text())
     except (CheckpointError, OSError, UnicodeDecodeError) as error:

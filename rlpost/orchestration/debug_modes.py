@@ -1,7 +1,8 @@
-"""Rollout-only and train-only debug modes (--debug-rollout-only, --debug-train-only), and the choice of the mode.
+"""Rollout-only and train-only debug modes (--debug-rollout-only, --debug-train-only), and the
+choice of the mode.
 
-Input: that of ``RunStages``. Output: stages with no-ops for the side that is not started. The placement of workers is
-that of a full run.
+Input: that of ``RunStages``. Output: stages with no-ops for the side that is not started. The
+placement of workers is that of a full run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from rlpost.rollout.journal import Journal
 from rlpost.types import SampleGroup
 
 
-def make_stages(config: Config, cluster: Cluster, *, checkpoints: Checkpoints, stop: StopRequest) -> RunStages:
+def make_stages(
+    config: Config, cluster: Cluster, *, checkpoints: Checkpoints, stop: StopRequest
+) -> RunStages:
     """Create the stages: full, rollout-only or train-only."""
     kind: type[RunStages] = ClusterStages
     if config.debug.debug_rollout_only:
@@ -37,7 +40,9 @@ def make_stages(config: Config, cluster: Cluster, *, checkpoints: Checkpoints, s
 
 
 class RolloutOnly(RunStages):
-    """Generates with the weights of --hf-checkpoint, without training. Each step still increments the version."""
+    """Generates with the weights of --hf-checkpoint, without training. Each step still increments
+    the version.
+    """
 
     async def start(self, checkpoint: Path | None) -> None:
         """Start engines and router."""
@@ -59,11 +64,15 @@ class RolloutOnly(RunStages):
 
     async def sync(self, policy_version: int) -> None:
         """Set the version of the engines' weights."""
-        clients = [EngineClient(address.url, self._fleet.api_key) for address in self._fleet.addresses]
+        clients = [
+            EngineClient(address.url, self._fleet.api_key) for address in self._fleet.addresses
+        ]
         await asyncio.gather(*(client.rename_weights(policy_version) for client in clients))
 
     async def evaluate(self) -> Mapping[str, float]:
-        """Metrics on held-out prompts; an engine that dies ends the run: no trainer can update it."""
+        """Metrics on held-out prompts; an engine that dies ends the run: no trainer can update
+        it.
+        """
         return await self.generation.evaluate()
 
     async def save(self, state: RunState, *, wait: bool) -> None:
@@ -75,7 +84,9 @@ class RolloutOnly(RunStages):
 
 
 class TrainOnly(RunStages):
-    """Trains on recorded groups, or on the responses of the data; nothing is generated or evaluated."""
+    """Trains on recorded groups, or on the responses of the data; nothing is generated or
+    evaluated.
+    """
 
     async def start(self, checkpoint: Path | None) -> None:
         """Start the actors; load ``checkpoint``, or the Hugging Face weights without one."""
@@ -84,7 +95,9 @@ class TrainOnly(RunStages):
         await self.startup.within_deadline(self._start_trainer(placement, ports, checkpoint))
         await self.observation.attach(self._actors, None, None)
 
-    async def _start_trainer(self, placement: Placement, ports: Ports, checkpoint: Path | None) -> None:
+    async def _start_trainer(
+        self, placement: Placement, ports: Ports, checkpoint: Path | None
+    ) -> None:
         self._training = await self.startup.trainer(
             self._actors, placement, ports, checkpoint, break_even=self.break_even
         )

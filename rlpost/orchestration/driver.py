@@ -1,7 +1,7 @@
 """The driver: runs one attempt on a cluster that is up, and returns its exit code.
 
-Input: the settings, the run's folder and the cluster that the agents started. Output: one of the exit codes of
-``common.exit_codes``; metrics, checkpoints and a reward curve in the run's folder.
+Input: the settings, the run's folder and the cluster that the agents started. Output: one of the
+exit codes of ``common.exit_codes``; metrics, checkpoints and a reward curve in the run's folder.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ PLOT_S, LAST_REPORT_S = 60.0, 60.0
 
 
 def drive(config: Config, run: RunFolder, cluster: Cluster) -> int:
-    """Run one attempt and return its exit code. Expected errors are logged; only bugs of rlpost are raised."""
+    """Run one attempt and return its exit code.
+
+    Expected errors are logged; only bugs of rlpost are raised.
+    """
     stop = StopRequest(cluster.stop_file)
     try:
         code = _ended(config, run, cluster, stop)
@@ -64,7 +67,10 @@ def drive(config: Config, run: RunFolder, cluster: Cluster) -> int:
 
 
 def _ended(config: Config, run: RunFolder, cluster: Cluster, stop: StopRequest) -> int:
-    """Run the attempt and return its exit code. Raises Fenced, and errors that are bugs of rlpost."""
+    """Run the attempt and return its exit code.
+
+    Raises Fenced, and errors that are bugs of rlpost.
+    """
     try:
         with mirrors(config, run.root, cluster) as also:
             asyncio.run(_attempt(config, run, cluster, stop, also))
@@ -95,7 +101,9 @@ def _last_report(run: RunFolder) -> None:
         logger.warning("the report was not written to %s within %.0f s", run.report, LAST_REPORT_S)
 
 
-def _preempted(request: Preempted, config: Config, run: RunFolder, cluster: Cluster, stop: StopRequest) -> int:
+def _preempted(
+    request: Preempted, config: Config, run: RunFolder, cluster: Cluster, stop: StopRequest
+) -> int:
     """Record a preemption in the ledger; return EXIT_PREEMPTED even if that fails.
 
     Raises Fenced when a newer attempt owns the run.
@@ -111,13 +119,20 @@ def _preempted(request: Preempted, config: Config, run: RunFolder, cluster: Clus
     return EXIT_PREEMPTED
 
 
-async def _attempt(config: Config, run: RunFolder, cluster: Cluster, stop: StopRequest, also: Write | None) -> None:
+async def _attempt(
+    config: Config, run: RunFolder, cluster: Cluster, stop: StopRequest, also: Write | None
+) -> None:
     async with LoopLag() as loop_lag:
         await _train(config, run, cluster, stop, also, loop_lag)
 
 
 async def _train(
-    config: Config, run: RunFolder, cluster: Cluster, stop: StopRequest, also: Write | None, loop_lag: LoopLag
+    config: Config,
+    run: RunFolder,
+    cluster: Cluster,
+    stop: StopRequest,
+    also: Write | None,
+    loop_lag: LoopLag,
 ) -> None:
     def committed(step: int, path: Path) -> None:
         last = checkpoints.last
@@ -132,15 +147,22 @@ async def _train(
 
     reporter = Reporter(run)
     attempt, provenance = Path(cluster.attempt_dir).name, _provenance(config, run)
-    checkpoints = Checkpoints(config.checkpoint, run.checkpoints, committed=committed, provenance=provenance)
+    checkpoints = Checkpoints(
+        config.checkpoint, run.checkpoints, committed=committed, provenance=provenance
+    )
     await _off_loop(stop, lambda: checkpoints.claim(f"{attempt} of {run.root}"))
     checkpoint, state = await _off_loop(stop, checkpoints.newest)
     journal = await stop.unless_requested(_journal(config, checkpoints, checkpoint, state))
-    logger.info("starting from %s", checkpoint or config.checkpoint.ref_load or config.checkpoint.hf_checkpoint)
+    logger.info(
+        "starting from %s",
+        checkpoint or config.checkpoint.ref_load or config.checkpoint.hf_checkpoint,
+    )
     ledger = LedgerLines(run.ledger, check=checkpoints.check_owner)
     hosts = [node.host for node in cluster.nodes]
     again = await _off_loop(stop, lambda: _steps_again(run.metrics, state.step))
-    await ledger.append("started", attempt=attempt, step=state.step, nodes=hosts, gpus=_gpus(config), again=again)
+    await ledger.append(
+        "started", attempt=attempt, step=state.step, nodes=hosts, gpus=_gpus(config), again=again
+    )
     entries = await _off_loop(stop, ledger.entries)
     weight_bytes = await _off_loop(stop, lambda: num_bytes(Path(config.checkpoint.hf_checkpoint)))
     stop.saves.expect(weight_bytes, num_nodes=len(cluster.nodes))
@@ -195,7 +217,9 @@ def _steps_again(metrics: Path, step: int) -> dict[str, float] | None:
     try:
         return steps_again(read_metrics(metrics), step=step)
     except OSError as error:
-        logger.warning("%s: %s; the ledger does not record the steps that are trained again", metrics, error)
+        logger.warning(
+            "%s: %s; the ledger does not record the steps that are trained again", metrics, error
+        )
         return None
 
 
@@ -207,11 +231,15 @@ async def _plot(run: RunFolder) -> None:
             await in_daemon(lambda: plot_rewards(run.metrics, picture))
         logger.info("reward curve: %s", picture)
     except OSError as error:  # TimeoutError is one
-        logger.warning("no reward curve in %s: %s", picture, error or f"not plotted within {PLOT_S:.0f} s")
+        logger.warning(
+            "no reward curve in %s: %s", picture, error or f"not plotted within {PLOT_S:.0f} s"
+        )
 
 
 async def _off_loop(stop: StopRequest, act: Callable[[], T]) -> T:
-    """Return the result of ``act``, run in a thread: a stop request does not wait for slow storage."""
+    """Return the result of ``act``, run in a thread: a stop request does not wait for slow
+    storage.
+    """
     return await stop.unless_requested(in_daemon(act))
 
 
@@ -226,7 +254,9 @@ async def _close(*files: Journal | SampleWriter | MetricsWriter | LedgerLines) -
         async with asyncio.timeout(2 * LAST_S):
             await in_daemon(close)
     except TimeoutError:
-        logger.error("the files of the run were not closed within %.0f s: the storage hangs", 2 * LAST_S)
+        logger.error(
+            "the files of the run were not closed within %.0f s: the storage hangs", 2 * LAST_S
+        )
 
 
 def num_bytes(folder: Path) -> int:
@@ -241,10 +271,14 @@ def _rounded(seconds: float | None) -> float | None:
 def _provenance(config: Config, run: RunFolder) -> Provenance:
     """The provenance that every checkpoint records beside the state."""
     model = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
-    return Provenance.of(config, model, wandb_run_id=run_id(run.root) if config.wandb.is_on else None)
+    return Provenance.of(
+        config, model, wandb_run_id=run_id(run.root) if config.wandb.is_on else None
+    )
 
 
-async def _journal(config: Config, checkpoints: Checkpoints, checkpoint: Path | None, state: RunState) -> Journal:
+async def _journal(
+    config: Config, checkpoints: Checkpoints, checkpoint: Path | None, state: RunState
+) -> Journal:
     """Open the journal beside the checkpoints; --debug-rollout-only has none.
 
     For a checkpoint of --load the journal holds no records.

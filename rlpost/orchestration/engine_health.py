@@ -1,9 +1,10 @@
-"""Engine health: restarts engines that are dead or hang, and updates their weights before they serve again.
+"""Engine health: restarts engines that are dead or hang, and updates their weights before they
+serve again.
 
-Input: the fleet and the weight coordinator. Output: a router and engines that all answer and hold one version, or an
-error. During an outage of an engine the router retries its requests on others, so no prompt is lost and none is
-answered twice. A colocated engine cannot receive weights while the trainer is offloaded: it is dismissed at once and
-restarted with the next update.
+Input: the fleet and the weight coordinator. Output: a router and engines that all answer and hold
+one version, or an error. During an outage of an engine the router retries its requests on others,
+so no prompt is lost and none is answered twice. A colocated engine cannot receive weights while the
+trainer is offloaded: it is dismissed at once and restarted with the next update.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ Hook = Callable[[], Awaitable[None]]
 class EngineHealth:
     """Runs weight updates and repairs of engines, one at a time."""
 
-    def __init__(self, config: Config, fleet: Fleet, weights: WeightCoordinator, *, stop: StopRequest) -> None:
+    def __init__(
+        self, config: Config, fleet: Fleet, weights: WeightCoordinator, *, stop: StopRequest
+    ) -> None:
         """
         Args:
             stop: a stop request ends health checks and repairs that wait for engines to start,
@@ -52,7 +55,8 @@ class EngineHealth:
 
         ``before`` is awaited before each attempt to send weights, ``ready`` once they have arrived.
 
-        Raises SyncError when the update fails although every engine answers, or fails a second time.
+        Raises SyncError when the update fails although every engine answers, or fails a second
+        time.
         """
         async with self._busy:
             self._version, sick = version, list[int]()
@@ -68,16 +72,20 @@ class EngineHealth:
                     logger.warning("%s", error)
                     if self._weights.engines_are_stuck:
                         sick = list(range(len(self._fleet.addresses)))
-                        logger.warning("restarting all engines: those that answer are blocked in the same broadcast")
+                        logger.warning(
+                            "restarting all engines: those that answer are blocked in the same broadcast"
+                        )
                 await before()
-            await self._repair(sorted({*sick, *self._fleet.dismissed}), version, pause=pause, ready=ready)
+            await self._repair(
+                sorted({*sick, *self._fleet.dismissed}), version, pause=pause, ready=ready
+            )
 
     @contextlib.asynccontextmanager
     async def over(self) -> AsyncIterator[None]:
         """Health-check and repair engines while the block generates.
 
-        A repair that fails ends the block with its error, except after a stop request: the block polls for that itself
-        and aborts its requests.
+        A repair that fails ends the block with its error, except after a stop request: the block
+        polls for that itself and aborts its requests.
         """
         block = asyncio.current_task()
         assert block is not None
@@ -106,9 +114,13 @@ class EngineHealth:
                     watching.cancel()
             finally:
                 watching.cancel()
-                await asyncio.wait([watching])  # a repair that fails at this moment cancels the block here
+                await asyncio.wait(
+                    [watching]
+                )  # a repair that fails at this moment cancels the block here
         except asyncio.CancelledError:
-            if failure and block.uncancel() <= asked_before:  # no other task has cancelled the block
+            if (
+                failure and block.uncancel() <= asked_before
+            ):  # no other task has cancelled the block
                 raise failure[0] from None
             raise
 
@@ -117,7 +129,9 @@ class EngineHealth:
             sick = await self._fleet.unhealthy(generating=True)
             await self._fleet.mend_router(sick)
             if sick and not self._shares_gpus:
-                await self._repair(sick, self._version, pause=self._fleet.pause_mode, ready=_nothing)
+                await self._repair(
+                    sick, self._version, pause=self._fleet.pause_mode, ready=_nothing
+                )
                 return
             await for_each(self._fleet.dismiss, sick)
             if len(self._fleet.dismissed) == len(self._fleet.addresses):
@@ -126,10 +140,14 @@ class EngineHealth:
                     "batch; see the last lines of engine-*.log in the attempt's folder"
                 )
 
-    async def _repair(self, sick: Sequence[int], version: int, *, pause: PauseMode, ready: Hook) -> None:
+    async def _repair(
+        self, sick: Sequence[int], version: int, *, pause: PauseMode, ready: Hook
+    ) -> None:
         await self._fleet.mend_router(sick)
         await for_each(self._fleet.dismiss, sorted(set(sick) - self._fleet.dismissed))
-        await self._stop.unless_requested(asyncio.gather(*(self._fleet.restart(index) for index in sick)))
+        await self._stop.unless_requested(
+            asyncio.gather(*(self._fleet.restart(index) for index in sick))
+        )
         await self._weights.connect()
         await self._weights.update(version, pause=pause, ready=ready)
         await self._fleet.admit(sick)

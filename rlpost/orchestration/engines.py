@@ -1,9 +1,11 @@
 """The fleet: all engines of a run and their router; health checks, restarts, admission.
 
-Input: settings, a placement, ports. Output: addresses that answer. An *admitted* engine receives requests from the
-router. Only engines with the current weights are admitted, so a restarted one first receives a weight update.
+Input: settings, a placement, ports. Output: addresses that answer. An *admitted* engine receives
+requests from the router. Only engines with the current weights are admitted, so a restarted one
+first receives a weight update.
 
-    dismiss (out of the router, process killed; its requests finish elsewhere) -> start -> [weights] -> admit
+    dismiss (out of the router, process killed; its requests finish elsewhere) -> start -> [weights]
+    -> admit
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ ALIVE_POLL_S = 1.0
 class Fleet:
     """Engines and router. Call ``start`` first, ``close`` last."""
 
-    def __init__(self, config: Config, cluster: Cluster, placement: Placement, ports: Ports) -> None:
+    def __init__(
+        self, config: Config, cluster: Cluster, placement: Placement, ports: Ports
+    ) -> None:
         self._config = config
         self._cluster = cluster
         self._placement = placement
@@ -65,7 +69,9 @@ class Fleet:
         """Engines that were stopped because they were dead or hung, and are not restarted yet."""
 
     async def start(self, visible_gpus: Sequence[str]) -> None:
-        """Start engines and router. ``visible_gpus[rank]``: the GPU of each trainer rank, for engines that share it.
+        """Start engines and router.
+
+        ``visible_gpus[rank]``: the GPU of each trainer rank, for engines that share it.
 
         Raises EngineDied or RolloutError, naming the engine, with the end of its log.
         """
@@ -73,8 +79,12 @@ class Fleet:
         if self._external:
             self.addresses = await _external_addresses(self._external, self.api_key)
         else:
-            self._workers = [self._group(index, visible_gpus) for index in range(len(self._placement.engines))]
-            await asyncio.gather(*(self._start_engine(index) for index in range(len(self._workers))))
+            self._workers = [
+                self._group(index, visible_gpus) for index in range(len(self._placement.engines))
+            ]
+            await asyncio.gather(
+                *(self._start_engine(index) for index in range(len(self._workers)))
+            )
             self.addresses = tuple(self._address(index) for index in range(len(self._workers)))
         await self._check_versions()
         urls = tuple(address.url for address in self.addresses)
@@ -88,16 +98,21 @@ class Fleet:
 
     async def _start_router(self, indices: Sequence[int]) -> None:
         host = self._cluster.nodes[0].ip
-        await asyncio.to_thread(self._router.start, host, self._ports.router, deadline_s=self._deadline_s)
+        await asyncio.to_thread(
+            self._router.start, host, self._ports.router, deadline_s=self._deadline_s
+        )
         await self._add_to_router(indices)
 
     async def _add_to_router(self, indices: Sequence[int]) -> None:
         """Return when the router sends requests to these engines.
 
-        Raises RolloutError after the deadline, EngineDied as soon as one of these engines has exited.
+        Raises RolloutError after the deadline, EngineDied as soon as one of these engines has
+        exited.
         """
         urls = [self.addresses[index].url for index in indices]
-        adding = asyncio.ensure_future(asyncio.to_thread(self._router.add_engines, urls, deadline_s=self._deadline_s))
+        adding = asyncio.ensure_future(
+            asyncio.to_thread(self._router.add_engines, urls, deadline_s=self._deadline_s)
+        )
         ending = asyncio.ensure_future(self._end_of_one(indices))
         adding.add_done_callback(_look_at_error)  # its thread outlasts this, until the router ends
         try:
@@ -109,7 +124,9 @@ class Fleet:
     async def _end_of_one(self, indices: Sequence[int]) -> None:
         """Poll until one of these engines has ended, then raise EngineDied."""
         while True:
-            await asyncio.gather(*(self._workers[index].check_alive() for index in indices if self._workers))
+            await asyncio.gather(
+                *(self._workers[index].check_alive() for index in indices if self._workers)
+            )
             await asyncio.sleep(ALIVE_POLL_S)
 
     async def mend_router(self, sick: Sequence[int]) -> None:
@@ -128,21 +145,28 @@ class Fleet:
 
     async def _check_versions(self) -> None:
         """Raise RolloutError naming the engines whose SGLang is too old for this run."""
-        infos = await for_each(lambda index: self._client(index).server_info(), range(len(self.addresses)))
+        infos = await for_each(
+            lambda index: self._client(index).server_info(), range(len(self.addresses))
+        )
         urls = [address.url for address in self.addresses]
         versions = {url: str(info.get("version")) for url, info in zip(urls, infos, strict=True)}
-        needed: tuple[Feature, ...] = () if self._config.debug.debug_rollout_only else ("weight updates",)
+        needed: tuple[Feature, ...] = (
+            () if self._config.debug.debug_rollout_only else ("weight updates",)
+        )
         check_servers(versions, needed)
-        self.can_retract = all(has(version, "updates amid answers") for version in versions.values())
+        self.can_retract = all(
+            has(version, "updates amid answers") for version in versions.values()
+        )
 
     @property
     def pause_mode(self) -> PauseMode:
         """How to pause engines for new weights while they generate.
 
-        "retract" keeps requests in the engine, which recomputes their KV cache. "abort" and a retry take SGLang a
-        second, so it is only used by older engines without "retract", and where engines return the experts that they
-        chose: "retract" would replace those of all earlier tokens by the choice of the new weights, while an abort
-        returns them first.
+        "retract" keeps requests in the engine, which recomputes their KV cache. "abort" and a retry
+        take SGLang a second, so it is only used by older engines without "retract", and where
+        engines return the experts that they
+        chose: "retract" would replace those of all earlier tokens by the choice of the new weights,
+        while an abort returns them first.
         """
         loses_routes = self._config.grpo.use_rollout_routing_replay
         return "retract" if self.can_retract and not loses_routes else "abort"
@@ -157,7 +181,9 @@ class Fleet:
 
         async def is_healthy(address: EngineAddress) -> bool:
             try:
-                await EngineClient(address.url, self.api_key, timeout_s=timeout_s).request("GET", path, None)
+                await EngineClient(address.url, self.api_key, timeout_s=timeout_s).request(
+                    "GET", path, None
+                )
             except RolloutError as error:
                 logger.warning("%s", error)
                 return False
@@ -168,7 +194,8 @@ class Fleet:
         return [index for index, fine in zip(present, healthy, strict=True) if not fine]
 
     async def dismiss(self, index: int) -> None:
-        """Remove engine ``index`` from the router and stop its process; the router retries its requests on others.
+        """Remove engine ``index`` from the router and stop its process; the router retries its
+        requests on others.
 
         Raises EngineDied for an external engine.
         """
@@ -191,15 +218,18 @@ class Fleet:
         await self._start_engine(index)
 
     async def admit(self, indices: Sequence[int]) -> None:
-        """Let the router send requests to these engines again; it checks all of them at the same time.
+        """Let the router send requests to these engines again; it checks all of them at the same
+        time.
 
-        Raises EngineDied when one has ended meanwhile, RolloutError when the router does not reach one.
+        Raises EngineDied when one has ended meanwhile, RolloutError when the router does not reach
+        one.
         """
         await self._add_to_router(indices)
         self.dismissed.difference_update(indices)
 
     async def release_memory(self, *tags: str) -> None:
-        """Release memory of all engines (``kv_cache``, ``cuda_graph``, ``weights``); they stay paused.
+        """Release memory of all engines (``kv_cache``, ``cuda_graph``, ``weights``); they stay
+        paused.
 
         An engine that is dead or hangs is dismissed.
         """
@@ -214,8 +244,8 @@ class Fleet:
     async def restore_memory(self, *tags: str) -> None:
         """Restore released memory of all engines; weights are undefined until the next update.
 
-        Memory that was never released is skipped, because SGLang fails on it. An engine that is dead or hangs is
-        dismissed.
+        Memory that was never released is skipped, because SGLang fails on it. An engine that is
+        dead or hangs is dismissed.
         """
 
         async def restore(index: int) -> None:
@@ -235,7 +265,9 @@ class Fleet:
         await self._of_those_alive(lambda index: self._client(index).resume())
 
     async def _of_those_alive(self, ask: Callable[[int], Awaitable[None]]) -> None:
-        """Call ``ask`` for each engine that is not dismissed; dismiss those that are dead or do not answer in time."""
+        """Call ``ask`` for each engine that is not dismissed; dismiss those that are dead or do not
+        answer in time.
+        """
 
         async def ask_or_dismiss(index: int) -> None:
             try:
@@ -288,7 +320,9 @@ class Fleet:
         parts = self._placement.engines[index]
         meeting = self._ports.engine_groups[index]
         extra = {"enable_memory_saver": True} if config.offload_rollout else {}
-        extra |= {"enable_return_routed_experts": True} if config.grpo.use_rollout_routing_replay else {}
+        extra |= (
+            {"enable_return_routed_experts": True} if config.grpo.use_rollout_routing_replay else {}
+        )
         several: dict[str, Any] = {"nnodes": len(parts)} if len(parts) > 1 else {}
         # With attention data parallelism, SGLang derives several ports from the port of this
         # address.
@@ -308,15 +342,22 @@ class Fleet:
             )
             for part, name in enumerate(names)
         ]
-        gpus = [[visible_gpus[rank] for rank in part.shared_with if visible_gpus[rank]] for part in parts]
+        gpus = [
+            [visible_gpus[rank] for rank in part.shared_with if visible_gpus[rank]]
+            for part in parts
+        ]
         envs = [{"CUDA_VISIBLE_DEVICES": ",".join(ids)} if ids else {} for ids in gpus]
-        return EngineWorkers(WorkerGroup(makes, parts, names=names, log_dir=self._log_dir, envs=envs))
+        return EngineWorkers(
+            WorkerGroup(makes, parts, names=names, log_dir=self._log_dir, envs=envs)
+        )
 
     async def _start_engine(self, index: int) -> None:
         places = [(part.ip, self._ports.engines[index]) for part in self._placement.engines[index]]
         cluster = self._config.cluster
         gpus_per_node = cluster.num_gpus_per_node if cluster.bind_cpus else None
-        await self._workers[index].start(places, deadline_s=self._deadline_s, gpus_per_node=gpus_per_node)
+        await self._workers[index].start(
+            places, deadline_s=self._deadline_s, gpus_per_node=gpus_per_node
+        )
 
 
 async def _external_addresses(urls: Sequence[str], api_key: str) -> tuple[EngineAddress, ...]:
@@ -325,7 +366,9 @@ async def _external_addresses(urls: Sequence[str], api_key: str) -> tuple[Engine
     async def queried(url: str) -> EngineAddress:
         address = url if "://" in url else f"http://{url}"
         info = await EngineClient(address, api_key).server_info()
-        return EngineAddress(address, num_gpus=int(info.get("tp_size", 1)) * int(info.get("pp_size", 1)))
+        return EngineAddress(
+            address, num_gpus=int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
+        )
 
     return tuple(await for_each(queried, urls))
 

@@ -1,7 +1,8 @@
 """Rollout side of a run: prompts, generation through the router, grading, batches, evaluation.
 
-Input: settings, the router's address, the state to resume from. Output: a source of batches for the loop, and metrics
-on held-out prompts. With --load-debug-rollout-data batches come from files, and engines serve the evaluation alone.
+Input: settings, the router's address, the state to resume from. Output: a source of batches for the
+loop, and metrics on held-out prompts. With --load-debug-rollout-data batches come from files, and
+engines serve the evaluation alone.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class Evaluation:
     prompts: Sequence[Prompt]
     writer: Callable[[Connection], GroupWriter]
 
-    async def run(self, connection: Connection, stop_requested: Callable[[], bool]) -> dict[str, float]:
+    async def run(
+        self, connection: Connection, stop_requested: Callable[[], bool]
+    ) -> dict[str, float]:
         """Evaluate the set; return its metrics as ``eval/NAME/...``. Raises Preempted."""
         found = await evaluate(self.writer(connection), self.prompts, stop_requested)
         return {f"eval/{self.name}/{key}": value for key, value in found.items()}
@@ -70,7 +73,9 @@ class Generation:
     the router answers.
     """
 
-    def __init__(self, config: Config, stop: StopRequest, *, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, config: Config, stop: StopRequest, *, check: Callable[[], None] = lambda: None
+    ) -> None:
         """
         Args:
             check: called before each recording; raises Fenced when another attempt owns the run.
@@ -118,10 +123,15 @@ class Generation:
         set.
         """
         run, kwargs = self._config.rollout, rollout.apply_chat_template_kwargs
-        if (rollout.apply_chat_template, kwargs) == (run.apply_chat_template, run.apply_chat_template_kwargs):
+        if (rollout.apply_chat_template, kwargs) == (
+            run.apply_chat_template,
+            run.apply_chat_template_kwargs,
+        ):
             return self.tokenizer
         folder = self._config.checkpoint.hf_checkpoint
-        return PromptTokenizer(folder, apply_chat_template=rollout.apply_chat_template, template_kwargs=kwargs)
+        return PromptTokenizer(
+            folder, apply_chat_template=rollout.apply_chat_template, template_kwargs=kwargs
+        )
 
     async def connect(self, router: RouterAddress) -> None:
         """Send requests to this router from now on."""
@@ -148,10 +158,18 @@ class Generation:
 
         writer: GroupWriter | None = None
         if isinstance(self.tokenizer, SupervisedTokenizer):
-            return Supervised(buffer, cursor, self.tokenizer.group, stop_requested=self._stop.requested)
+            return Supervised(
+                buffer, cursor, self.tokenizer.group, stop_requested=self._stop.requested
+            )
         if config.debug.load_debug_rollout_data is not None:
             stop = self._stop.requested
-            return Replay(buffer, cursor, config.debug.load_debug_rollout_data, counters=counters, stop_requested=stop)
+            return Replay(
+                buffer,
+                cursor,
+                config.debug.load_debug_rollout_data,
+                counters=counters,
+                stop_requested=stop,
+            )
         writer = GroupWriter(
             self._connection,
             rollout_sampling(rollout, self._eos),
@@ -171,24 +189,34 @@ class Generation:
             watch=watch,
         )
         stop = self._stop.requested
-        return Collector(buffer, cursor, writer, choices=choices, stop_requested=stop, journal=journal)
+        return Collector(
+            buffer, cursor, writer, choices=choices, stop_requested=stop, journal=journal
+        )
 
     def _recorder(self, template: str) -> Callable[[int, Sequence[SampleGroup]], object]:
         """Return a function that writes the groups of a step to a file, without blocking or
         failing.
         """
         path = Path(template)
-        files = RunFile(path, lost="groups are not recorded", check=self._check, max_waiting=MAX_UNRECORDED)
+        files = RunFile(
+            path, lost="groups are not recorded", check=self._check, max_waiting=MAX_UNRECORDED
+        )
         self._closing.push_async_callback(in_daemon, files.close)
         return lambda step, groups: files.soon(partial(write_groups, template, step, list(groups)))
 
     def _cursor(self, prompts: PromptSet, state: RunState) -> PromptCursor:
         """Return the prompt cursor of a state; at the first prompt for a new run."""
         rollout = self._config.rollout
-        shuffle, seed, weights = rollout.rollout_shuffle, rollout.rollout_seed, rollout.prompt_data_weights
+        shuffle, seed, weights = (
+            rollout.rollout_shuffle,
+            rollout.rollout_seed,
+            rollout.prompt_data_weights,
+        )
         if not state.cursor:
             return PromptCursor(prompts, shuffle=shuffle, seed=seed, weights=weights)
-        return PromptCursor.from_state(prompts, state.cursor, shuffle=shuffle, seed=seed, weights=weights)
+        return PromptCursor.from_state(
+            prompts, state.cursor, shuffle=shuffle, seed=seed, weights=weights
+        )
 
     async def evaluate(self) -> Mapping[str, float]:
         """Evaluate all held-out sets concurrently; return metrics as ``eval/SET/name``.
@@ -196,7 +224,9 @@ class Generation:
         Raises Preempted.
         """
         async with Connection(self._router) as connection:
-            found = await together([one.run(connection, self._stop.requested) for one in self._evaluations])
+            found = await together(
+                [one.run(connection, self._stop.requested) for one in self._evaluations]
+            )
         return {key: value for metrics in found for key, value in metrics.items()}
 
     def _evaluation(self, one: EvalSet) -> Evaluation:
@@ -205,7 +235,9 @@ class Generation:
         rollout = rollout.model_copy(update=own)
         same_reward = not own.keys() & {"rm_type", "custom_rm_path"}
         own_config = config.model_copy(update={"rollout": rollout})
-        function = generate_function(rollout.custom_generate_function_path, self._args, evaluation=True)
+        function = generate_function(
+            rollout.custom_generate_function_path, self._args, evaluation=True
+        )
         grader = self._grader if same_reward else self._closed_at_the_end(make_grader(own_config))
         return Evaluation(
             name=one.name,
@@ -220,11 +252,15 @@ class Generation:
             ),
         )
 
-    def _grading(self, grader: Grader, rollout: RolloutConfig, *, wanted: GroupFilter | None = None) -> Grader:
+    def _grading(
+        self, grader: Grader, rollout: RolloutConfig, *, wanted: GroupFilter | None = None
+    ) -> Grader:
         """Adapt the grader to slime functions, which may set rewards or read prompts in a
         filter.
         """
-        return SlimeGrader(grader, wanted=wanted, takes_given=not rollout.group_rm, reward_key=rollout.reward_key)
+        return SlimeGrader(
+            grader, wanted=wanted, takes_given=not rollout.group_rm, reward_key=rollout.reward_key
+        )
 
     async def close(self) -> None:
         """Close graders and connections."""
@@ -239,9 +275,13 @@ def route_format(config: Config) -> RouteFormat | None:
     """Return the format of the engines' routes; None without --use-rollout-routing-replay."""
     if not config.grpo.use_rollout_routing_replay:
         return None
-    shape = hf_shape(json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text()))
+    shape = hf_shape(
+        json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
+    )
     layers = tuple(number for number, is_sparse in enumerate(shape.sparse) if is_sparse)
-    return RouteFormat(layers, num_layers=len(shape.sparse), num_experts=shape.num_experts, topk=shape.topk)
+    return RouteFormat(
+        layers, num_layers=len(shape.sparse), num_experts=shape.num_experts, topk=shape.topk
+    )
 
 
 def rules(config: Config) -> Rules:
@@ -251,6 +291,8 @@ def rules(config: Config) -> Rules:
         batch_size=rollout.rollout_batch_size,
         start_size=max(rollout.rollout_batch_size, rollout.over_sampling_batch_size or 0),
         num_steps=rollout.num_rollout,
-        max_staleness=(rollout.max_staleness or 1) if rollout.rollout_mode == "fully_async" else None,
+        max_staleness=(rollout.max_staleness or 1)
+        if rollout.rollout_mode == "fully_async"
+        else None,
         keep_partial=rollout.partial_rollout,
     )

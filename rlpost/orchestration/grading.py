@@ -1,9 +1,10 @@
 """A grader that a stop request interrupts.
 
-A remote reward model may take minutes, more than a preempted run has left: ungraded answers are kept and graded after
-the resume.
+A remote reward model may take minutes, more than a preempted run has left: ungraded answers are
+kept and graded after the resume.
 
-Input: a grader, the stop request. Output: the same grader, whose ``grade`` raises ``Halted`` on a stop request.
+Input: a grader, the stop request. Output: the same grader, whose ``grade`` raises ``Halted`` on a
+stop request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Atomic export of the weights as a Hugging Face folder beside a checkpoint (--save-hf).
 
-Input: the settings, the run's folder, the step, a function that writes the weights into a folder. Output: the folder. A
-failure is logged and never ends a run: checkpoints do not depend on it.
+Input: the settings, the run's folder, the step, a function that writes the weights into a folder.
+Output: the folder. A failure is logged and never ends a run: checkpoints do not depend on it.
 
     .NAME.writing-ID    the export in progress; ID is unique to the run
     .NAME.old-ID        the previous export during the rename; renamed back after a crash
@@ -33,7 +33,9 @@ T = TypeVar("T")
 class HuggingFaceExport:
     """Exports of one run."""
 
-    def __init__(self, settings: CheckpointConfig, run: Path, *, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, settings: CheckpointConfig, run: Path, *, check: Callable[[], None] = lambda: None
+    ) -> None:
         """
         Args:
             run: the run's folder; it must exist at the first export.
@@ -78,9 +80,16 @@ class HuggingFaceExport:
             )
             return
         except (CheckpointError, WeightError, OSError) as error:
-            logger.error("--save-hf: the weights of step %d are not exported to %s: %s", step, target, error)
+            logger.error(
+                "--save-hf: the weights of step %d are not exported to %s: %s", step, target, error
+            )
             return
-        logger.info("--save-hf: weights of step %d in %s after %.1f s", step, target, time.monotonic() - started)
+        logger.info(
+            "--save-hf: weights of step %d in %s after %.1f s",
+            step,
+            target,
+            time.monotonic() - started,
+        )
 
     async def _within(self, act: Callable[[], T]) -> T:
         """Run ``act`` in a thread. Raises TimeoutError after --save-deadline-s."""

@@ -1,9 +1,10 @@
-"""Interruptible collective calls: passes of all actors over micro-batches that a stop request can end.
+"""Interruptible collective calls: passes of all actors over micro-batches that a stop request can
+end.
 
-Input: the group of actors, the stop request. Output: the results of every rank; or ``Preempted`` when all ranks left
-the call between the same two micro-batches, so that its step did not happen. ``rlpost.actor.stop_points`` defines the
-protocol: hold every rank, determine the stop point, let all ranks run to it. Without a stop request no message is sent
-and no collective is added.
+Input: the group of actors, the stop request. Output: the results of every rank; or ``Preempted``
+when all ranks left the call between the same two micro-batches, so that its step did not happen.
+``rlpost.actor.stop_points`` defines the protocol: hold every rank, determine the stop point, let
+all ranks run to it. Without a stop request no message is sent and no collective is added.
 """
 
 from __future__ import annotations
@@ -62,10 +63,14 @@ class InterruptibleCalls:
                         left = True
                         await self._leave()
                     elif self._stop.is_nearly_over():
-                        raise HalfTrained(f"a stop was requested, and {what} does not end before the deadline")
+                        raise HalfTrained(
+                            f"a stop was requested, and {what} does not end before the deadline"
+                        )
             result = work.result()
         except Interrupted:
-            raise Preempted(f"a stop was requested during {what}, which was left between two micro-batches") from None
+            raise Preempted(
+                f"a stop was requested during {what}, which was left between two micro-batches"
+            ) from None
         finally:
             work.cancel()
         if left and may_leave:  # it ended before the stop point, which would end the next call
@@ -75,7 +80,9 @@ class InterruptibleCalls:
     async def _leave(self) -> None:
         """Make all ranks leave the call at their first common stop point. Raises HalfTrained."""
         left_s = self._stop.time_left_s()
-        within_s = min(HOLD_DEADLINE_S / 2, math.inf if left_s is None else max(0.0, left_s - EXIT_S))
+        within_s = min(
+            HOLD_DEADLINE_S / 2, math.inf if left_s is None else max(0.0, left_s - EXIT_S)
+        )
         try:
             async with asyncio.timeout(within_s):
                 held = await self._actors.hold()

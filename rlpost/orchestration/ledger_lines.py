@@ -1,7 +1,8 @@
-"""Ledger entries of the driver: written with a deadline, off the event loop, and only while it owns the run.
+"""Ledger entries of the driver: written with a deadline, off the event loop, and only while it owns
+the run.
 
-Input: events of an attempt. Output: lines of RUN/ledger.jsonl. A line that cannot be written is retried with the next
-one: a failure to write the ledger never ends a run.
+Input: events of an attempt. Output: lines of RUN/ledger.jsonl. A line that cannot be written is
+retried with the next one: a failure to write the ledger never ends a run.
 """
 
 from __future__ import annotations

@@ -1,16 +1,20 @@
 """The training loop: generate, train, synchronise weights, evaluate, save.
 
-    prompts -> batch of groups -> train -> sync (version checked) -> [evaluate] -> metrics line -> [save]
+    prompts -> batch of groups -> train -> sync (version checked) -> [evaluate] -> metrics line ->
+    [save]
 
-Input: the stages (on a cluster, or fakes in one process), the source of batches, the initial state and the settings.
-Output: the final state. Only the source of batches decides whether generation overlaps with training.
+Input: the stages (on a cluster, or fakes in one process), the source of batches, the initial state
+and the settings.
+Output: the final state. Only the source of batches decides whether generation overlaps with
+training.
 
 Invariants:
 - The step of a ``RunState`` changes only when its training is complete.
-- A checkpoint holds such a state with all prompts that are pending; the journal holds what happened after it.
+- A checkpoint holds such a state with all prompts that are pending; the journal holds what happened
+after it.
 - The metrics line of a step is written exactly once, after the evaluation of the step.
-- A stop request ends any phase. The loop saves the last consistent state and raises ``Preempted``. When the time left
-  is too short for a checkpoint, the next attempt recovers from the journal.
+- A stop request ends any phase. The loop saves the last consistent state and raises ``Preempted``.
+  When the time left is too short for a checkpoint, the next attempt recovers from the journal.
 """
 
 from __future__ import annotations
@@ -66,7 +70,9 @@ class Stages(Protocol):
 
 
 class Rollouts(Protocol):
-    """The source of batches; ``rlpost.rollout.collector`` implements generated and recorded ones."""
+    """The source of batches; ``rlpost.rollout.collector`` implements generated and recorded
+    ones.
+    """
 
     async def batch(self) -> list[SampleGroup]:
         """Return the groups to train next. Raises Preempted."""
@@ -107,7 +113,9 @@ class Loop:
         stop: StopRequest,
         loop_lag: Callable[[], float] | None = None,
     ) -> None:
-        """``loop_lag`` returns the longest delay of the event loop in seconds since its last call."""
+        """``loop_lag`` returns the longest delay of the event loop in seconds since its last
+        call.
+        """
         self._stages = stages
         self._config = config
         self._rollouts = rollouts
@@ -120,8 +128,8 @@ class Loop:
     async def run(self, state: RunState, *, saved: bool) -> RunState:
         """Train from ``state`` to the last step, save the final state and return it.
 
-        ``saved`` says whether a checkpoint holds ``state`` already. Raises Preempted once a checkpoint or, when the
-        time left is too short, the journal is durable.
+        ``saved`` says whether a checkpoint holds ``state`` already. Raises Preempted once a
+        checkpoint or, when the time left is too short, the journal is durable.
         """
         self.state, self._saved = state, state if saved else None
         first_step, started = state.step, time.monotonic()
@@ -141,7 +149,10 @@ class Loop:
         return self.state
 
     async def _leave(self, request: Preempted) -> None:
-        """Save what the time left allows. A save that fails does not turn the preemption into a failure."""
+        """Save what the time left allows.
+
+        A save that fails does not turn the preemption into a failure.
+        """
         await self._rollouts.stop()
         if self._stop.leave_with(request) == "checkpoint":
             logger.warning("%s; saving step %d", request, self.state.step)
@@ -150,7 +161,11 @@ class Loop:
             except Fenced:
                 raise
             except (RlpostError, OSError) as error:  # Slurm may kill an actor before the driver
-                logger.error("the save of step %d failed, earlier checkpoints are kept: %s", self.state.step, error)
+                logger.error(
+                    "the save of step %d failed, earlier checkpoints are kept: %s",
+                    self.state.step,
+                    error,
+                )
                 self._stop.left_with = "journal"
         else:
             logger.warning(
@@ -158,7 +173,9 @@ class Loop:
                 *(request, self.state.step),
             )
         await self._journal.durable()
-        if self._stop.left_with == "journal" and not self._journal.is_written:  # the storage of the journal failed too
+        if (
+            self._stop.left_with == "journal" and not self._journal.is_written
+        ):  # the storage of the journal failed too
             self._stop.left_with = None
 
     async def _step(self) -> Mapping[str, float]:
@@ -231,7 +248,12 @@ class Loop:
 
     def _report(self, metrics: Mapping[str, float], *, steps_done: int, elapsed_s: float) -> None:
         total = self._config.rollout.num_rollout
-        logger.info("%s", progress_line(self.state.step, total, metrics, steps_done=steps_done, elapsed_s=elapsed_s))
+        logger.info(
+            "%s",
+            progress_line(
+                self.state.step, total, metrics, steps_done=steps_done, elapsed_s=elapsed_s
+            ),
+        )
 
 
 @contextmanager

@@ -1,12 +1,14 @@
-"""Watchdog of the event loop: how late it runs its callbacks, and what it was doing when it stalled.
+"""Watchdog of the event loop: how late it runs its callbacks, and what it was doing when it
+stalled.
 
-Input: the running loop. Output: the longest lateness since the last question, for ``driver/loop_lag_s``; for a stall
-of more than ``stall_s`` seconds the stack of the loop's thread, in the log.
+Input: the running loop. Output: the longest lateness since the last question, for
+``driver/loop_lag_s``; for a stall of more than ``stall_s`` seconds the stack of the loop's thread,
+in the log.
 
-While a callback runs, the driver sees no stop request, no dead engine and no heartbeat. The loop itself notes how late
-it runs a callback that is due every ``tick_s`` seconds. A thread looks at that note from outside, because a blocked
-loop cannot report itself. A call into C that keeps the interpreter's lock blocks this thread as well; it then logs the
-place that the call returned to.
+While a callback runs, the driver sees no stop request, no dead engine and no heartbeat. The loop
+itself notes how late it runs a callback that is due every ``tick_s`` seconds. A thread looks at
+that note from outside, because a blocked loop cannot report itself. A call into C that keeps the
+interpreter's lock blocks this thread as well; it then logs the place that the call returned to.
 """
 
 from __future__ import annotations
@@ -24,19 +26,21 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.02
 STALL_S = 1.0
 QUIET_S = 60.0
-"""At most one stack is logged in this time: a stack takes a screen, and stalls often come in rows."""
+"""At most one stack is logged in this time: a stack takes a screen, and stalls often come in rows.
+"""
 LONGEST_STACK = 20  # calls, the innermost
 
 
 class LoopLag:
     """Watches the loop that enters it; an asynchronous context manager."""
 
-    def __init__(self, *, tick_s: float = TICK_S, stall_s: float = STALL_S, quiet_s: float = QUIET_S) -> None:
+    def __init__(
+        self, *, tick_s: float = TICK_S, stall_s: float = STALL_S, quiet_s: float = QUIET_S
+    ) -> None:
         """
-        Args:
-            tick_s: seconds between the callbacks whose lateness is measured; shorter delays than this may be missed.
-            stall_s: lateness in seconds from which the stack is logged, once a stall.
-            quiet_s: least seconds between two logged stacks.
+        Args: tick_s: seconds between the callbacks whose lateness is measured; shorter delays than
+            this may be missed. stall_s: lateness in seconds from which the stack is logged, once a
+            stall. quiet_s: least seconds between two logged stacks.
         """
         self._tick_s, self._stall_s, self._quiet_s = tick_s, stall_s, quiet_s
         self._due = 0.0  # when the next callback should run; read by the watching thread
@@ -54,7 +58,10 @@ class LoopLag:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._ended.set()
         if self._timer is not None:
@@ -92,7 +99,18 @@ class LoopLag:
 
     def _report(self, late_s: float) -> None:
         frame = sys._current_frames().get(self._loop_thread)
-        stack = traceback.format_stack(frame, limit=None)[-LONGEST_STACK:] if frame is not None else []
-        more = f"; {self._num_unreported} earlier stalls were not logged" if self._num_unreported else ""
+        stack = (
+            traceback.format_stack(frame, limit=None)[-LONGEST_STACK:] if frame is not None else []
+        )
+        more = (
+            f"; {self._num_unreported} earlier stalls were not logged"
+            if self._num_unreported
+            else ""
+        )
         self._num_unreported = 0
-        logger.warning("the event loop has been blocked for %.1f s%s; it is in:\n%s", late_s, more, "".join(stack))
+        logger.warning(
+            "the event loop has been blocked for %.1f s%s; it is in:\n%s",
+            late_s,
+            more,
+            "".join(stack),
+        )

@@ -1,8 +1,8 @@
 """Metrics of every step beyond its phases, and traces of selected steps.
 
-Input: the groups of a step and its metrics; actors and engines, which are queried. Output: metrics, and files in
-RUN/traces. Invariant: monitoring never fails a run. A process that does not answer is missing from the metrics line,
-with a warning in the log.
+Input: the groups of a step and its metrics; actors and engines, which are queried. Output: metrics,
+and files in RUN/traces. Invariant: monitoring never fails a run. A process that does not answer is
+missing from the metrics line, with a warning in the log.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ request.
 class Observation:
     """Monitors a run. Call ``attach`` once actors and engines have started."""
 
-    def __init__(self, config: Config, hf: Mapping[str, Any], *, checkpoints: Checkpoints, traces: Path) -> None:
+    def __init__(
+        self, config: Config, hf: Mapping[str, Any], *, checkpoints: Checkpoints, traces: Path
+    ) -> None:
         """Args: ``hf``: the model's config.json; ``traces``: the folder for profiles and traces."""
         self._checkpoints = checkpoints
         self._saved = checkpoints.last  # the newest commit that is already reported
@@ -59,7 +61,9 @@ class Observation:
         self._peak_flops: float | None = None
         self._done = 0.0  # model FLOPs of the step
 
-    async def attach(self, actors: ActorGroup | None, fleet: Fleet | None, weights: WeightCoordinator | None) -> None:
+    async def attach(
+        self, actors: ActorGroup | None, fleet: Fleet | None, weights: WeightCoordinator | None
+    ) -> None:
         """Set the actors, engines and weight coordinator to monitor."""
         self._actors, self._fleet, self._weights = actors, fleet, weights
         if actors is not None:
@@ -111,20 +115,28 @@ class Observation:
         """Return metrics of the weight update and checkpoint since the previous line."""
         found: dict[str, float] = {}
         since, self._since = self._since, SPANS.now()
-        if self._weights is not None and (seconds := SPANS.seconds("update weights", since=since)) is not None:
+        if (
+            self._weights is not None
+            and (seconds := SPANS.seconds("update weights", since=since)) is not None
+        ):
             found |= {"sync/update_s": seconds, "sync/weights_bytes": self._weights.num_bytes}
             if self._weights.changed_frac is not None:
                 found["sync/changed_frac"] = self._weights.changed_frac
         saved, before = self._checkpoints.last, self._saved
         if saved is not None and saved is not before:
             self._saved = saved
-            found |= {"checkpoint/blocking_s": saved.blocking_s, "checkpoint/total_s": saved.total_s}
+            found |= {
+                "checkpoint/blocking_s": saved.blocking_s,
+                "checkpoint/total_s": saved.total_s,
+            }
             found["checkpoint/written_bytes"] = saved.num_bytes
         return found
 
     async def _memory(self) -> dict[str, float]:
         async def own() -> list[dict[str, float]]:
-            return [{"memory/driver_gb": await asyncio.to_thread(memory.process_gb), **memory.machine()}]
+            return [
+                {"memory/driver_gb": await asyncio.to_thread(memory.process_gb), **memory.machine()}
+            ]
 
         queries = [own()]
         if self._actors is not None:
@@ -143,7 +155,9 @@ class Observation:
             return None
 
     async def _trace(self, step: int) -> None:
-        """Extend the trace of a step until the next one begins, to include evaluation and checkpoint."""
+        """Extend the trace of a step until the next one begins, to include evaluation and
+        checkpoint.
+        """
         wanted = self._settings.traced
         if not self._begins and step not in wanted:
             return
@@ -182,7 +196,9 @@ class Observation:
                 if self._is_profiling:
                     await self._end_profile(self.step)
         except TimeoutError:
-            logger.warning("traces and profiles were not written within %.0f s and are lost", LEAVE_S)
+            logger.warning(
+                "traces and profiles were not written within %.0f s and are lost", LEAVE_S
+            )
 
 
 def pace(metrics: Mapping[str, float], config: Config) -> dict[str, float]:
@@ -201,11 +217,15 @@ def pace(metrics: Mapping[str, float], config: Config) -> dict[str, float]:
 def run_metrics(ledger: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return the metrics of the ledger that every line of an attempt contains. Pure."""
     events = [entry.get("event") for entry in ledger]
-    return {"run/num_attempts": events.count("started"), "run/num_preemptions": events.count("preempted")}
+    return {
+        "run/num_attempts": events.count("started"),
+        "run/num_preemptions": events.count("preempted"),
+    }
 
 
 def steps_again(lines: Iterable[Mapping[str, float]], *, step: int) -> dict[str, float]:
-    """What an attempt that starts from ``step`` trains again, from the metrics of the attempts before it. Pure.
+    """What an attempt that starts from ``step`` trains again, from the metrics of the attempts
+    before it. Pure.
 
     Returns: the number of ``steps``, and ``step_s``, the seconds that they took the first time.
     """

@@ -1,7 +1,8 @@
 """Offload and onload of trainer and engines that share GPUs.
 
-Input: the actors, the fleet, and which sides are offloaded (``--offload-train``, ``--offload-rollout``; both with
-``--colocate``). Without these flags this module does nothing. GPU memory in the phases of a step:
+Input: the actors, the fleet, and which sides are offloaded (``--offload-train``,
+``--offload-rollout``; both with ``--colocate``). Without these flags this module does nothing. GPU
+memory in the phases of a step:
 
     train      engines offloaded, trainer onloaded
     send       only the weights of trainer and engines
@@ -62,8 +63,9 @@ class Offload:
 
     @asynccontextmanager
     async def save(self, *, is_last: bool = False) -> AsyncIterator[None]:
-        """Onload the trainer's weights and optimizer inside the block; restore the previous state afterwards, unless
-        ``is_last``."""
+        """Onload the trainer's weights and optimizer inside the block; restore the previous state
+        afterwards, unless ``is_last``.
+        """
         was_away = self._trainer_leaves and not self._fleet.is_released("kv_cache")
         if was_away and self._engines_leave:
             await self._fleet.release_memory(*CACHE)

@@ -1,7 +1,8 @@
 """Placement of trainer ranks and engines on nodes, and the ports of their services. Pure.
 
-Input: the resources of each node and the settings. Output: one slot for each trainer rank and each engine, and the
-ports of the run's services. Equal nodes in equal order always give the same placement.
+Input: the resources of each node and the settings. Output: one slot for each trainer rank and each
+engine, and the ports of the run's services. Equal nodes in equal order always give the same
+placement.
 """
 
 from __future__ import annotations
@@ -53,12 +54,17 @@ class Placement:
         """Trainer ranks on each engine's GPUs in the order of its ranks; empty for exclusive
         GPUs.
         """
-        return tuple(tuple(rank for part in parts for rank in part.shared_with) for parts in self.engines)
+        return tuple(
+            tuple(rank for part in parts for rank in part.shared_with) for parts in self.engines
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """TCP ports of the run's services, all from the job's own block. Engines on different nodes may share numbers."""
+    """TCP ports of the run's services, all from the job's own block.
+
+    Engines on different nodes may share numbers.
+    """
 
     engines: tuple[int, ...]
     engine_groups: tuple[int, ...]  # rendezvous of each engine; derived ports follow
@@ -80,7 +86,9 @@ def place(offers: Sequence[Offer], config: Config) -> Placement:
     free = [offer.num_gpus for offer in offers]
     able = [index for index, gpus in enumerate(free) if gpus >= per_node][: config.actor_num_nodes]
     if len(able) < config.actor_num_nodes:
-        raise PlacementError(_missing(f"{config.actor_num_nodes} nodes with {per_node} GPUs to train", offers))
+        raise PlacementError(
+            _missing(f"{config.actor_num_nodes} nodes with {per_node} GPUs to train", offers)
+        )
     actors = []
     for index in able:
         free[index] -= per_node
@@ -92,13 +100,18 @@ def place(offers: Sequence[Offer], config: Config) -> Placement:
     for _ in range(config.num_engines):
         parts = _part_sizes(per_engine, config.cluster.num_gpus_per_node)
         chosen = sorted(range(len(free)), key=lambda i: (-free[i], i))[: len(parts)]
-        if len(chosen) < len(parts) or any(free[i] < size for i, size in zip(chosen, parts, strict=True)):
+        if len(chosen) < len(parts) or any(
+            free[i] < size for i, size in zip(chosen, parts, strict=True)
+        ):
             wanted = f"{config.num_engines} engines of {per_engine} GPUs beside {len(actors)} trainer ranks"
             raise PlacementError(_missing(wanted, offers))
         for index, size in zip(chosen, parts, strict=True):
             free[index] -= size
         engines.append(
-            tuple(Slot(offers[i].node_id, offers[i].ip, size) for i, size in zip(sorted(chosen), parts, strict=True))
+            tuple(
+                Slot(offers[i].node_id, offers[i].ip, size)
+                for i, size in zip(sorted(chosen), parts, strict=True)
+            )
         )
     return Placement(tuple(actors), tuple(engines))
 
@@ -135,7 +148,9 @@ def _beside(actors: Sequence[Slot], per_engine: int) -> Iterator[tuple[Slot, ...
     for first in range(0, len(actors), per_engine):
         ranks = range(first, first + per_engine)
         nodes = list(dict.fromkeys((actors[rank].node_id, actors[rank].ip) for rank in ranks))
-        shared = [tuple(rank for rank in ranks if actors[rank].node_id == node) for node, _ in nodes]
+        shared = [
+            tuple(rank for rank in ranks if actors[rank].node_id == node) for node, _ in nodes
+        ]
         yield tuple(Slot(*node, len(own), own) for node, own in zip(nodes, shared, strict=True))
 
 
@@ -145,12 +160,17 @@ def _missing(wanted: str, offers: Sequence[Offer]) -> str:
 
 
 def service_ports(
-    base: int, count: int, *, engines: Sequence[Sequence[Slot]], num_stages: int, over_tcp: bool = False
+    base: int,
+    count: int,
+    *,
+    engines: Sequence[Sequence[Slot]],
+    num_stages: int,
+    over_tcp: bool = False,
 ) -> Ports:
     """Assign ports from the block ``[base, base + count)``; ``over_tcp``: add SGLang's TCP ports.
 
-    ``engines`` are those of the placement. Two engines have the same ports when they share no node, so the block
-    bounds the engines of one node and not those of the run.
+    ``engines`` are those of the placement. Two engines have the same ports when they share no node,
+    so the block bounds the engines of one node and not those of the run.
 
     Raises PlacementError when the block is too small.
     """
@@ -180,7 +200,9 @@ def _places_on_nodes(engines: Sequence[Sequence[Slot]]) -> list[int]:
     places = []
     for parts in engines:
         on_its_nodes = [taken[part.ip] for part in parts]
-        place = next(number for number in itertools.count() if not any(number in own for own in on_its_nodes))
+        place = next(
+            number for number in itertools.count() if not any(number in own for own in on_its_nodes)
+        )
         for own in on_its_nodes:
             own.add(place)
         places.append(place)

@@ -3,10 +3,11 @@
 Every phase of the loop polls the file in a thread: if the storage hangs, one poll
 waits ANSWER_S and later polls return at once.
 
-The writer's clock belongs to another host. Its time is clamped to what this process observed: the file appeared between
-the last poll that did not find it and the first that did.
+The writer's clock belongs to another host. Its time is clamped to what this process observed: the
+file appeared between the last poll that did not find it and the first that did.
 
-A pure function decides what to save: a full checkpoint when it fits into the time left, else the journal alone.
+A pure function decides what to save: a full checkpoint when it fits into the time left, else the
+journal alone.
 """
 
 from __future__ import annotations
@@ -32,11 +33,16 @@ Saved = Literal["checkpoint", "journal"]
 
 POLL_S = 0.2
 EXIT_S = 15.0
-"""Seconds needed after the last save: the driver exits, the verdict is written, the job is requeued."""
+"""Seconds needed after the last save: the driver exits, the verdict is written, the job is
+requeued.
+"""
 BYTES_PER_S_A_NODE = 200e6
-"""Write rate of a node before any is measured. Low: an unfinished checkpoint costs more than none."""
+"""Write rate of a node before any is measured. Low: an unfinished checkpoint costs more than none.
+"""
 CHECKPOINT_TO_WEIGHTS = 8.0
-"""Bytes of a checkpoint per byte of bf16 weights: bf16 weights, fp32 copy and two fp32 moments are 14 for 2."""
+"""Bytes of a checkpoint per byte of bf16 weights: bf16 weights, fp32 copy and two fp32 moments are
+14 for 2.
+"""
 SLOWER_THAN_MEASURED, FIXED_S = 1.5, 5.0
 ANSWER_S = 1.0
 CLOCK_SLACK_S = 2.0
@@ -44,7 +50,8 @@ CLOCK_SLACK_S = 2.0
 
 
 def leave_with(time_left_s: float | None, save_s: float) -> Saved:
-    """Decide what to save ``time_left_s`` before the run is killed, if a checkpoint takes ``save_s``.
+    """Decide what to save ``time_left_s`` before the run is killed, if a checkpoint takes
+    ``save_s``.
 
     ``time_left_s`` None is an unknown deadline: a checkpoint always fits.
     """
@@ -53,7 +60,9 @@ def leave_with(time_left_s: float | None, save_s: float) -> Saved:
 
 
 class SaveEstimate:
-    """Estimates the duration of a full checkpoint, from the slowest measured rate or else from its size."""
+    """Estimates the duration of a full checkpoint, from the slowest measured rate or else from its
+    size.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -123,7 +132,9 @@ class StopRequest:
         """The step that the trainer had reached at that moment."""
 
     def requested(self) -> bool:
-        """Whether the run must end soon; latches once true. A poll of hung storage changes nothing."""
+        """Whether the run must end soon; latches once true. A poll of hung storage changes
+        nothing.
+        """
         if not self._is_requested:
             is_hanging = self._poll is not None and not self._poll.done()
             if not is_hanging:
@@ -163,7 +174,9 @@ class StopRequest:
         return 0.0 if written is None else max(0.0, self._since(written))
 
     def _since(self, written: float) -> float:
-        """Seconds since ``written`` on the writer's clock, clamped to what the polls of this process allow."""
+        """Seconds since ``written`` on the writer's clock, clamped to what the polls of this
+        process allow.
+        """
         seconds = self._clock() - written
         if self._absent_at is None or self._present_at is None:
             return seconds  # the first poll found the file: no bounds
@@ -179,13 +192,15 @@ class StopRequest:
     def leave_with(self, request: Preempted) -> Saved:
         """Decide what the loop saves after ``request``; the ledger records the decision.
 
-        A full checkpoint; or the journal alone where the checkpoint does not fit into the time left, or the trainer is
-        in the middle of a step.
+        A full checkpoint; or the journal alone where the checkpoint does not fit into the time
+        left, or the trainer is in the middle of a step.
         """
         left, needed = self.time_left_s(), self.saves.estimate_s
         self.left_with = "journal" if isinstance(request, HalfTrained) else leave_with(left, needed)
         time_left = "the deadline is unknown" if left is None else f"{left:.0f} s are left"
-        logger.warning("%s, a checkpoint takes about %.0f s: saving the %s", time_left, needed, self.left_with)
+        logger.warning(
+            "%s, a checkpoint takes about %.0f s: saving the %s", time_left, needed, self.left_with
+        )
         return self.left_with
 
     async def unless_requested(self, work: Awaitable[T]) -> T:
@@ -193,7 +208,9 @@ class StopRequest:
         task = asyncio.ensure_future(work)
         try:
             self.check()
-            await asyncio.wait([task, self._poll_until_requested()], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [task, self._poll_until_requested()], return_when=asyncio.FIRST_COMPLETED
+            )
             if not task.done():
                 self.check()
             return task.result()
@@ -204,7 +221,11 @@ class StopRequest:
     def _poll_until_requested(self) -> asyncio.Task[None]:
         """Return a task that ends at a stop request. All callers share it, and with it one poll."""
         loop = asyncio.get_running_loop()
-        if self._poll_task is None or self._poll_task.get_loop() is not loop or self._poll_task.done():
+        if (
+            self._poll_task is None
+            or self._poll_task.get_loop() is not loop
+            or self._poll_task.done()
+        ):
             self._poll_task = loop.create_task(self._until_requested())
         return self._poll_task
 

@@ -1,4 +1,6 @@
-"""The stages of a run, in every mode: what the driver calls beyond the protocol of the loop, and what modes share."""
+"""The stages of a run, in every mode: what the driver calls beyond the protocol of the loop, and
+what modes share.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,13 @@ logger = logging.getLogger(__name__)
 class RunStages(ABC):
     """Implements ``loop.Stages`` for one mode. Call ``start`` first, ``close`` last.
 
-    A mode registers with ``closing`` what it starts, so that ``close`` ends just that, the newest first.
+    A mode registers with ``closing`` what it starts, so that ``close`` ends just that, the newest
+    first.
     """
 
-    def __init__(self, config: Config, cluster: Cluster, *, checkpoints: Checkpoints, stop: StopRequest) -> None:
+    def __init__(
+        self, config: Config, cluster: Cluster, *, checkpoints: Checkpoints, stop: StopRequest
+    ) -> None:
         self.config = config
         self.cluster = cluster
         self.checkpoints = checkpoints
@@ -75,21 +80,32 @@ class RunStages(ABC):
 
     @abstractmethod
     async def save(self, state: RunState, *, wait: bool) -> None:
-        """Commit the actors' tensors and ``state``; with --async-save in the background, except with ``wait``.
+        """Commit the actors' tensors and ``state``; with --async-save in the background, except
+        with ``wait``.
 
-        Without ``wait``, a save that fails or is deferred is logged and retried later, and training continues. With
-        ``wait`` it is the last save: nothing is generated afterwards, and a failure is raised. Raises Fenced when
-        another attempt owns the folder.
+        Without ``wait``, a save that fails or is deferred is logged and retried later, and training
+        continues. With ``wait`` it is the last save: nothing is generated afterwards, and a failure
+        is raised. Raises Fenced when another attempt owns the folder.
         """
 
     @abstractmethod
     async def weights_hash(self) -> str:
-        """Return a hash of the trainer's weights under their Hugging Face names; empty without a trainer."""
+        """Return a hash of the trainer's weights under their Hugging Face names; empty without a
+        trainer.
+        """
 
     async def save_actors(
-        self, actors: ActorGroup, state: RunState, *, wait: bool, at_rest: AbstractAsyncContextManager[None]
+        self,
+        actors: ActorGroup,
+        state: RunState,
+        *,
+        wait: bool,
+        at_rest: AbstractAsyncContextManager[None],
     ) -> None:
-        """Save as ``save`` promises. ``at_rest`` keeps weights and optimizer on the trainer's devices."""
+        """Save as ``save`` promises.
+
+        ``at_rest`` keeps weights and optimizer on the trainer's devices.
+        """
         in_background = self.config.checkpoint.async_save and not wait
 
         async def write(folder: Path) -> None:
@@ -99,13 +115,17 @@ class RunStages(ABC):
         async with at_rest:
             try:
                 if in_background:
-                    begun = await self.checkpoints.start(state, write, partial(written, actors.save_is_done))
+                    begun = await self.checkpoints.start(
+                        state, write, partial(written, actors.save_is_done)
+                    )
                 else:
                     begun = await self.checkpoints.commit(state, write)
             except (CheckpointError, OSError) as error:
                 if wait or isinstance(error, Fenced):
                     raise
-                logger.error("saving step %d failed, the previous checkpoint is kept: %s", state.step, error)
+                logger.error(
+                    "saving step %d failed, the previous checkpoint is kept: %s", state.step, error
+                )
                 return
             if begun and not self.stop.requested():
                 await self._hf_export.export(state.step, actors.export)

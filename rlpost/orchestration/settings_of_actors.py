@@ -18,7 +18,11 @@ def actor_settings(config: Config) -> ActorSettings:
     ones.
     """
     wanted = {field.name for field in dataclasses.fields(ActorSettings)}
-    leaves = {key: getattr(getattr(config, group), key) for key, group in fields().items() if key in wanted}
+    leaves = {
+        key: getattr(getattr(config, group), key)
+        for key, group in fields().items()
+        if key in wanted
+    }
     grpo, given = config.grpo, config.model.model_dump()
     estimator = grpo.advantage_estimator
     derived = {

@@ -1,7 +1,8 @@
 """The stages of a full run: actors and engines in Ray workers, a router beside the driver.
 
-Input: settings, the cluster that the agents started, the run's folder. Output: an implementation of ``loop.Stages``.
-The slow parts of the startup (imports of every rank, engine start) run concurrently under one deadline.
+Input: settings, the cluster that the agents started, the run's folder. Output: an implementation of
+``loop.Stages``. The slow parts of the startup (imports of every rank, engine start) run
+concurrently under one deadline.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class ClusterStages(RunStages):
     """Generates, trains, syncs, evaluates and saves on a cluster."""
 
     async def start(self, checkpoint: Path | None) -> None:
-        """Start actors, engines and router; load ``checkpoint`` or, without one, the Hugging Face weights."""
+        """Start actors, engines and router; load ``checkpoint`` or, without one, the Hugging Face
+        weights.
+        """
         started = time.monotonic()
         config, startup = self.config, self.startup
         placement, ports = startup.layout()
@@ -62,7 +65,9 @@ class ClusterStages(RunStages):
         await self.observation.attach(self._actors, self._fleet, weights)
         logger.info("actors and engines ready after %.1f s", time.monotonic() - started)
 
-    async def _start_trainer(self, placement: Placement, ports: Ports, checkpoint: Path | None) -> None:
+    async def _start_trainer(
+        self, placement: Placement, ports: Ports, checkpoint: Path | None
+    ) -> None:
         self._training = await self.startup.trainer(
             self._actors, placement, ports, checkpoint, break_even=self.break_even
         )
@@ -76,7 +81,10 @@ class ClusterStages(RunStages):
         await self.generation.connect(self._fleet.router)
 
     def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
-        """Return the source of batches, resumed from ``state``. Engines are health-checked while it generates."""
+        """Return the source of batches, resumed from ``state``.
+
+        Engines are health-checked while it generates.
+        """
         self.observation.step = state.step
         return self.generation.rollouts(state, journal, self._engine_health.over)
 
@@ -104,7 +112,9 @@ class ClusterStages(RunStages):
 
     async def save(self, state: RunState, *, wait: bool) -> None:
         """Commit with weights and optimizer on the trainer's devices."""
-        await self.save_actors(self._actors, state, wait=wait, at_rest=self._offload.save(is_last=wait))
+        await self.save_actors(
+            self._actors, state, wait=wait, at_rest=self._offload.save(is_last=wait)
+        )
 
     async def weights_hash(self) -> str:
         """Return a hash of the trainer's weights under their Hugging Face names."""

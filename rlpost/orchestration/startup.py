@@ -1,7 +1,7 @@
 """Startup of a run's workers: placement, actor ranks, and the deadline by which all must be ready.
 
-Input: settings, the cluster that the agents started. Output: the placement, groups of workers that are set up, or an
-error that names the logs.
+Input: settings, the cluster that the agents started. Output: the placement, groups of workers that
+are set up, or an error that names the logs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Startup:
         config, cluster = self._config, self._cluster
         placement = place(connect(cluster), config)
         num_stages = config.perf.pipeline_model_parallel_size
-        kept = 1 if config.observe.use_prometheus else 0  # the last port of the block serves Prometheus
+        kept = (
+            1 if config.observe.use_prometheus else 0
+        )  # the last port of the block serves Prometheus
         return placement, service_ports(
             cluster.port_base,
             cluster.port_count - kept,
@@ -49,11 +51,16 @@ class Startup:
         )
 
     async def within_deadline(self, *starting: Awaitable[Any]) -> None:
-        """Await all of them. Raises Preempted on a stop request, RlpostError after --bringup-deadline-s."""
+        """Await all of them.
+
+        Raises Preempted on a stop request, RlpostError after --bringup-deadline-s.
+        """
         deadline_s = self._config.cluster.bringup_deadline_s
         try:
             async with asyncio.timeout(deadline_s):
-                await self._stop.unless_requested(asyncio.gather(*starting))  # no state is lost: training has not begun
+                await self._stop.unless_requested(
+                    asyncio.gather(*starting)
+                )  # no state is lost: training has not begun
         except TimeoutError:
             logs = self._cluster.attempt_dir
             raise RlpostError(
@@ -88,14 +95,21 @@ class Startup:
 
         ``break_even`` is that of ``batches.model_break_even``.
         """
-        # Ray allocates the first free GPUs of a node (resource_instance_set.cc, TryAllocate) to whichever worker's
-        # request arrives next, and does not promise the order of requests.
+        # Ray allocates the first free GPUs of a node (resource_instance_set.cc, TryAllocate) to
+        # whichever worker's request arrives next, and does not promise the order of requests.
         positions = await actors.gpu_positions()
         await actors.reorder(order_by_gpu(placement.actors, positions))
         await actors.setup(placement.actors[0].ip, ports.actor_group)
         data_ranks = await actors.data_parallel_ranks()
         is_fresh = checkpoint is None and self._config.checkpoint.ref_load is None
-        training = Training(self._config, actors, data_ranks, stop=self._stop, is_fresh=is_fresh, break_even=break_even)
+        training = Training(
+            self._config,
+            actors,
+            data_ranks,
+            stop=self._stop,
+            is_fresh=is_fresh,
+            break_even=break_even,
+        )
         if checkpoint is None:
             await actors.import_weights()
         else:
@@ -104,6 +118,8 @@ class Startup:
 
 
 def _make_actor(settings: ActorSettings) -> Any:
-    from rlpost.actor.actor import Actor  # imported in the worker: the driver loads neither torch nor Megatron
+    from rlpost.actor.actor import (
+        Actor,
+    )  # imported in the worker: the driver loads neither torch nor Megatron
 
     return Actor(settings)

@@ -1,7 +1,8 @@
 """The training stage: runs the optimizer steps of a rollout on the actors.
 
-Input: scored groups. Output: the metrics of the last optimizer step; guards check every step. With several steps, or a
-KL penalty in the reward, the log-probs under the rollout's weights are computed before the first step.
+Input: scored groups. Output: the metrics of the last optimizer step; guards check every step. With
+several steps, or a KL penalty in the reward, the log-probs under the rollout's weights are computed
+before the first step.
 """
 
 from __future__ import annotations
@@ -18,10 +19,21 @@ from rlpost.algorithm.kl import kl_values
 from rlpost.columns import DoubleColumn, FloatColumn
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.tree import Config
-from rlpost.orchestration.batches import DealtStep, deal, rollout_advantages, rollout_samples, samples_with
+from rlpost.orchestration.batches import (
+    DealtStep,
+    deal,
+    rollout_advantages,
+    rollout_samples,
+    samples_with,
+)
 from rlpost.orchestration.interruptible import InterruptibleCalls
 from rlpost.orchestration.preemption import StopRequest
-from rlpost.orchestration.worker_groups import ActorGroup, RankLogprobs, StoredBatches, StoredLogprobs
+from rlpost.orchestration.worker_groups import (
+    ActorGroup,
+    RankLogprobs,
+    StoredBatches,
+    StoredLogprobs,
+)
 from rlpost.orchestration.workers import Stored
 from rlpost.types import SampleGroup, TrainBatch
 
@@ -41,8 +53,9 @@ class Training:
         is_fresh: bool,
         break_even: float,
     ) -> None:
-        """Args: ``data_ranks`` is the data-parallel rank of each actor; ``is_fresh``: the weights are those of
-        --hf-checkpoint; ``break_even``: see ``batches.model_break_even``."""
+        """Args: ``data_ranks`` is the data-parallel rank of each actor; ``is_fresh``: the weights
+        are those of --hf-checkpoint; ``break_even``: see ``batches.model_break_even``.
+        """
         self._config = config
         self._actors = actors
         self._calls = InterruptibleCalls(actors, stop)
@@ -63,17 +76,24 @@ class Training:
         grpo = self._config.grpo
         steps = await asyncio.to_thread(self._deal, groups)
         self._warn(check_tokens(step.batches) for step in steps)
-        # Stored once for all passes. The store frees them with these lists, at the end of the rollout's training.
+        # Stored once for all passes. The store frees them with these lists, at the end of the
+        # rollout's training.
         batches = [await self._actors.send(step.batches, self._data_ranks) for step in steps]
         old: list[StoredLogprobs] = [self._nothing] * len(steps)
-        advantages: list[Sequence[Stored[Sequence[Advantage]] | None]] = [self._nothing] * len(steps)
+        advantages: list[Sequence[Stored[Sequence[Advantage]] | None]] = [self._nothing] * len(
+            steps
+        )
         metrics: dict[str, float] = {}
         if len(steps) > 1 or grpo.kl_coef:
             old = [await self._logprobs(own) for own in batches]
         if grpo.kl_coef:
             ref = [await self._ref_logprobs(own) for own in batches]
-            penalties = [await self._penalties(*of_step) for of_step in zip(steps, old, ref, strict=True)]
-            of_position = {position: penalty for of_step in penalties for position, penalty in of_step.items()}
+            penalties = [
+                await self._penalties(*of_step) for of_step in zip(steps, old, ref, strict=True)
+            ]
+            of_position = {
+                position: penalty for of_step in penalties for position, penalty in of_step.items()
+            }
             total = await asyncio.to_thread(lambda: sum(map(sum, of_position.values())))
             metrics["train/reward_kl"] = total / grpo.kl_coef / num_tokens(steps)
             by_step = await asyncio.to_thread(self._penalised, groups, steps, of_position)
@@ -112,13 +132,17 @@ class Training:
             if warning is not None:
                 logger.warning("%s", warning)
 
-    async def _penalties(self, step: DealtStep, old: StoredLogprobs, ref: StoredLogprobs) -> dict[int, DoubleColumn]:
+    async def _penalties(
+        self, step: DealtStep, old: StoredLogprobs, ref: StoredLogprobs
+    ) -> dict[int, DoubleColumn]:
         """Return kl_coef x KL of each response token, by the position of its sample in the rollout.
 
         Log-probs are equal on all model-parallel ranks that have them; fetch them from one.
         """
         found: dict[int, DoubleColumn] = {}
-        for data_rank, (batch, positions) in enumerate(zip(step.batches, step.positions, strict=True)):
+        for data_rank, (batch, positions) in enumerate(
+            zip(step.batches, step.positions, strict=True)
+        ):
             ours, theirs = next(
                 (own, reference)
                 for rank, own, reference in zip(self._data_ranks, old, ref, strict=True)
@@ -126,13 +150,18 @@ class Training:
             )
             own_logprobs = await self._actors.fetch(ours)
             ref_logprobs = await self._actors.fetch(theirs)
-            of_samples = await asyncio.to_thread(kl_penalties, batch, own_logprobs, ref_logprobs, self._config.grpo)
+            of_samples = await asyncio.to_thread(
+                kl_penalties, batch, own_logprobs, ref_logprobs, self._config.grpo
+            )
             pairs = zip(positions, of_samples, strict=True)
             found |= {position: penalty for position, penalty in pairs if position is not None}
         return found
 
     def _penalised(
-        self, groups: Sequence[SampleGroup], steps: Sequence[DealtStep], of_position: Mapping[int, DoubleColumn]
+        self,
+        groups: Sequence[SampleGroup],
+        steps: Sequence[DealtStep],
+        of_position: Mapping[int, DoubleColumn],
     ) -> list[list[tuple[Advantage, ...]]]:
         """Return advantages of the penalised rewards, by step, data-parallel rank and sample."""
         in_order = iter([of_position[position] for position in range(len(of_position))])
@@ -141,12 +170,16 @@ class Training:
         of_samples = [advantage for group in by_group for advantage in group]
 
         def of_rank(positions: Sequence[int | None]) -> tuple[Advantage, ...]:
-            return tuple(0.0 if position is None else of_samples[position] for position in positions)
+            return tuple(
+                0.0 if position is None else of_samples[position] for position in positions
+            )
 
         return [[of_rank(positions) for positions in step.positions] for step in steps]
 
 
-def kl_penalties(batch: TrainBatch, old: RankLogprobs, ref: RankLogprobs, grpo: GrpoConfig) -> list[DoubleColumn]:
+def kl_penalties(
+    batch: TrainBatch, old: RankLogprobs, ref: RankLogprobs, grpo: GrpoConfig
+) -> list[DoubleColumn]:
     """Return kl_coef x KL of each response token, 0 where masked, in order of the batch's
     samples.
     """

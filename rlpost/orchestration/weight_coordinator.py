@@ -1,7 +1,8 @@
 """Weight coordinator: moves weights from the trainer to the engines over the configured transport.
 
-Input: settings, the actors, the fleet. Output: all engines on one version. One update runs at a time. After a restart
-of an engine the process groups are created again, because a process group cannot admit a new member.
+Input: settings, the actors, the fleet. Output: all engines on one version. One update runs at a
+time. After a restart of an engine the process groups are created again, because a process group
+cannot admit a new member.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ CUMEM = "NCCL_CUMEM_ENABLE"
 def nccl_environment(config: Config, given: Mapping[str, str]) -> dict[str, str]:
     """Return NCCL variables for the trainer's processes that agree with those of the engines.
 
-    In one communicator each side decides by its own NCCL_CUMEM_ENABLE how memory of a peer on the same node is
-    imported (NCCL's transport/p2p.cc), so both must have the same. SGLang sets 0 unless the environment has a value
-    already, and 1 whatever the environment says with ``enable_symm_mem`` (sglang/srt/entrypoints/engine.py).
+    In one communicator each side decides by its own NCCL_CUMEM_ENABLE how memory of a peer on the
+    same node is imported (NCCL's transport/p2p.cc), so both must have the same. SGLang sets 0
+    unless the environment has a value already, and 1 whatever the environment says with
+    ``enable_symm_mem`` (sglang/srt/entrypoints/engine.py).
 
     Args: ``given`` is the environment of the job, which the engines have too.
     """
@@ -73,9 +75,9 @@ class WeightCoordinator:
         stop: StopRequest,
     ) -> None:
         """
-        Args:
-            folder: shared by all nodes; ``--update-weight-transport disk`` writes the weights there.
-            stop: checked before each bucket or folder is sent, while no rank is in a collective.
+        Args: folder: shared by all nodes; ``--update-weight-transport disk`` writes the weights
+            there. stop: checked before each bucket or folder is sent, while no rank is in a
+            collective.
         """
         self._config = config
         self._fleet = fleet
@@ -93,7 +95,9 @@ class WeightCoordinator:
         self.num_bytes = 0
         """Bytes of all weights as they are sent."""
         self.changed_frac: float | None = None
-        """Fraction of elements that the last update changed; None where the transport does not report it."""
+        """Fraction of elements that the last update changed; None where the transport does not
+        report it.
+        """
         self._copies: WeightCopies | None = None
 
     async def connect(self) -> None:
@@ -103,7 +107,9 @@ class WeightCoordinator:
         """
         self._is_abandoned = False
         timeout_s = 60.0 * self._config.cluster.distributed_timeout_minutes
-        self._update = WeightUpdate(self._fleet.addresses, api_key=self._fleet.api_key, timeout_s=timeout_s)
+        self._update = WeightUpdate(
+            self._fleet.addresses, api_key=self._fleet.api_key, timeout_s=timeout_s
+        )
         buckets = await self._actors.bucket_plan()
         self.num_bytes = sum(map(num_bytes, buckets))
         self._mover: Mover
@@ -116,7 +122,9 @@ class WeightCoordinator:
             is_delta = self._config.sync.update_weight_mode == "delta"
             self._mover = self._delta_mover() if is_delta else DiskMover(self._write)
         elif self._config.cluster.colocate:
-            self._mover = SharingMover(buckets, self._share, ranks_of=self._placement.ranks_of_engines)
+            self._mover = SharingMover(
+                buckets, self._share, ranks_of=self._placement.ranks_of_engines
+            )
         else:
             await self._leave()
             self._num_connections += 1
@@ -126,7 +134,11 @@ class WeightCoordinator:
             self._mover = mover
 
     async def update(
-        self, version: int, *, pause: PauseMode = "abort", ready: Callable[[], Awaitable[None]] | None = None
+        self,
+        version: int,
+        *,
+        pause: PauseMode = "abort",
+        ready: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Bring all engines to ``version``; see ``WeightUpdate.update``. Leaves no files behind."""
         try:
@@ -148,7 +160,9 @@ class WeightCoordinator:
         addresses = list(zip(hosts, self._ports.sync_groups, strict=True))
         ranks = num_engine_ranks(self._update.receivers)
         own: list[BroadcastPlace] = [
-            ("", 0, ranks, "") if stage is None else (*addresses[stage], ranks, stage_group(self._group_name, stage))
+            ("", 0, ranks, "")
+            if stage is None
+            else (*addresses[stage], ranks, stage_group(self._group_name, stage))
             for stage in stages
         ]
         self._backend = await self._actors.broadcast_backend()
@@ -161,8 +175,8 @@ class WeightCoordinator:
     def engines_are_stuck(self) -> bool:
         """Whether engines are blocked in an abandoned broadcast.
 
-        With NCCL the kernel spins until torch's watchdog ends the process, even if the server still answers. With gloo
-        the broken connection ends the broadcast.
+        With NCCL the kernel spins until torch's watchdog ends the process, even if the server still
+        answers. With gloo the broken connection ends the broadcast.
         """
         return self._is_abandoned and self._backend == "nccl"
 
@@ -170,7 +184,9 @@ class WeightCoordinator:
         self._stop.check()
         try:
             await self._actors.send_bucket(index)
-        except asyncio.CancelledError:  # an engine failed; the trainer would block until the deadline
+        except (
+            asyncio.CancelledError
+        ):  # an engine failed; the trainer would block until the deadline
             self._is_abandoned = True
             await self._release_trainer()
             raise
@@ -197,12 +213,20 @@ class WeightCoordinator:
         return [str(folder)] * len(self._fleet.addresses)
 
     def _delta_mover(self) -> DeltaMover:
-        """Create the delta mover, with one copy per host of engines or a shared one; existing copies are reused."""
-        local, first = self._config.sync.update_weight_local_checkpoint_dir, self._placement.actors[0]
+        """Create the delta mover, with one copy per host of engines or a shared one; existing
+        copies are reused.
+        """
+        local, first = (
+            self._config.sync.update_weight_local_checkpoint_dir,
+            self._placement.actors[0],
+        )
         copy = self._folder / "copy" if local is None else Path(local) / self._own_name()
         if self._copies is None:
             engines = [part for parts in self._placement.engines for part in parts]
-            nodes = {part.node_id: Slot(part.node_id, part.ip, 0) for part in ([first] if local is None else engines)}
+            nodes = {
+                part.node_id: Slot(part.node_id, part.ip, 0)
+                for part in ([first] if local is None else engines)
+            }
             workers = WorkerGroup(
                 [partial(WeightCopy, copy)] * len(nodes),
                 list(nodes.values()),
@@ -237,7 +261,9 @@ class WeightCoordinator:
                 async with asyncio.timeout(REMOVAL_S):
                     await self._copies.remove()
             except (RlpostError, TimeoutError) as error:
-                logger.warning("a copy of the weights may be left on a host of an engine: %s", error)
+                logger.warning(
+                    "a copy of the weights may be left on a host of an engine: %s", error
+                )
         if self._config.sync.update_weight_disk_dir is not None:
             with contextlib.suppress(OSError):  # missing, or not empty
                 self._folder.rmdir()

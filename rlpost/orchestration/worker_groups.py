@@ -1,8 +1,9 @@
-"""Typed groups of Ray workers: trainer ranks, the processes of one engine, copies of weights on hosts.
+"""Typed groups of Ray workers: trainer ranks, the processes of one engine, copies of weights on
+hosts.
 
-Input: a ``WorkerGroup``. Output: one typed method per remote method, with one result per worker unless the docstring
-says otherwise. Only this module names remote methods by string; a test checks each name and its number of arguments
-against the remote class.
+Input: a ``WorkerGroup``. Output: one typed method per remote method, with one result per worker
+unless the docstring says otherwise. Only this module names remote methods by string; a test checks
+each name and its number of arguments against the remote class.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class ActorGroup:
         """Make worker ``order[i]`` rank ``i``; see ``WorkerGroup.reorder``."""
         await self._workers.reorder(order)
 
-    # -- start ------------------------------------------------------------------------------------------------------
+    # -- start
+    # ------------------------------------------------------------------------------------------------------
 
     async def gpu_positions(self) -> list[int | None]:
         """Return the position of each rank's GPU on its node."""
@@ -61,7 +63,9 @@ class ActorGroup:
     async def setup(self, master_addr: str, master_port: int) -> None:
         """Initialize the process groups and build model and optimizer on all ranks."""
         world = len(self)
-        await self._workers.call_each("setup", [(rank, world, master_addr, master_port) for rank in range(world)])
+        await self._workers.call_each(
+            "setup", [(rank, world, master_addr, master_port) for rank in range(world)]
+        )
 
     async def data_parallel_ranks(self) -> list[int]:
         """Return the data-parallel rank of each rank."""
@@ -75,10 +79,13 @@ class ActorGroup:
         """Restore a checkpoint."""
         await self._workers.call("load", str(folder))
 
-    # -- train ------------------------------------------------------------------------------------------------------
+    # -- train
+    # ------------------------------------------------------------------------------------------------------
 
     async def send(self, values: Sequence[T], data_ranks: Sequence[int]) -> list[Stored[T]]:
-        """Store one value for each data-parallel rank, once; ``data_ranks`` says which one each rank receives."""
+        """Store one value for each data-parallel rank, once; ``data_ranks`` says which one each
+        rank receives.
+        """
         stored = [await self._workers.put(value) for value in values]
         return [stored[data_rank] for data_rank in data_ranks]
 
@@ -90,11 +97,15 @@ class ActorGroup:
         """Compute log-probs of response tokens under the current weights, left in the object
         store.
         """
-        return await self._workers.call_each_stored("compute_logprobs", [(batch,) for batch in batches])
+        return await self._workers.call_each_stored(
+            "compute_logprobs", [(batch,) for batch in batches]
+        )
 
     async def compute_ref_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
         """Like ``compute_logprobs``, under the reference weights."""
-        return await self._workers.call_each_stored("compute_ref_logprobs", [(batch,) for batch in batches])
+        return await self._workers.call_each_stored(
+            "compute_ref_logprobs", [(batch,) for batch in batches]
+        )
 
     async def train_step(
         self,
@@ -111,10 +122,13 @@ class ActorGroup:
         return await self._workers.call_aside("stop_points.hold")
 
     async def release(self, stop_at: StopPoint | None) -> None:
-        """Let held ranks continue: to ``stop_at``, where each raises Interrupted, or without an end."""
+        """Let held ranks continue: to ``stop_at``, where each raises Interrupted, or without an
+        end.
+        """
         await self._workers.call_aside("stop_points.release", stop_at)
 
-    # -- save -------------------------------------------------------------------------------------------------------
+    # -- save
+    # -------------------------------------------------------------------------------------------------------
 
     async def save(self, folder: Path, step: int, *, in_background: bool) -> None:
         """Let each rank write its part of a checkpoint."""
@@ -133,7 +147,8 @@ class ActorGroup:
         """Return a hash of the full weights, independent of the parallel layout."""
         return (await self._workers.call("weights_hash"))[0]
 
-    # -- memory of shared GPUs --------------------------------------------------------------------------------------
+    # -- memory of shared GPUs
+    # --------------------------------------------------------------------------------------
 
     async def restore_memory(self, *parts: str) -> None:
         """Bring parts (``rlpost.actor.memory``) back to the device."""
@@ -147,7 +162,8 @@ class ActorGroup:
         """Free the memory of buckets that engines have read."""
         await self._workers.call("sharing.release")
 
-    # -- weights to the engines -------------------------------------------------------------------------------------
+    # -- weights to the engines
+    # -------------------------------------------------------------------------------------
 
     async def bucket_plan(self) -> Sequence[Bucket]:
         """Names, shapes and dtypes of the buckets, equal on every rank."""
@@ -183,10 +199,13 @@ class ActorGroup:
 
     async def write_weights(self, folder: Path, version: int, whole: bool) -> Written:
         """Write a version to files for engines; return the summary of the writing rank."""
-        written: list[Written | None] = await self._workers.call("write_weights", str(folder), version, whole)
+        written: list[Written | None] = await self._workers.call(
+            "write_weights", str(folder), version, whole
+        )
         return next(one for one in written if one is not None)
 
-    # -- observation ------------------------------------------------------------------------------------------------
+    # -- observation
+    # ------------------------------------------------------------------------------------------------
 
     async def peak_flops(self) -> float | None:
         """Return the peak FLOP/s of the first rank's device; None if unknown."""
@@ -199,7 +218,9 @@ class ActorGroup:
     async def begin_profile(self, ranks: Sequence[int], *, operators: bool, memory: bool) -> None:
         """Start profiling operators or memory allocations on these ranks."""
         arguments = [(list(ranks),)] * len(self)
-        await self._workers.call_each("profiling.begin", arguments, operators=operators, memory=memory)
+        await self._workers.call_each(
+            "profiling.begin", arguments, operators=operators, memory=memory
+        )
 
     async def end_profile(self, folder: Path, steps: str) -> list[str]:
         """Stop profiling and write the profiles; return their paths."""
@@ -217,9 +238,13 @@ class EngineWorkers:
     def __init__(self, workers: WorkerGroup) -> None:
         self._workers = workers
 
-    async def start(self, places: Sequence[tuple[str, int]], *, deadline_s: float, gpus_per_node: int | None) -> None:
+    async def start(
+        self, places: Sequence[tuple[str, int]], *, deadline_s: float, gpus_per_node: int | None
+    ) -> None:
         """Start the server; ``places`` has host and port for each node."""
-        await self._workers.call_each("start", places, deadline_s=deadline_s, gpus_per_node=gpus_per_node)
+        await self._workers.call_each(
+            "start", places, deadline_s=deadline_s, gpus_per_node=gpus_per_node
+        )
 
     async def stop(self) -> None:
         """End the server and everything that it started."""

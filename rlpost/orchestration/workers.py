@@ -1,9 +1,10 @@
 """Ray adapter: runs plain classes in Ray workers, one per slot. The only file that imports ray.
 
-Input: factories of objects and the slots to create them in. Output: a group that is called like one object and returns
-one result per worker. A worker that dies, or a call that raises, fails the whole call at once; the error names the
-worker and shows the end of its log. A value that several workers or calls need is put into Ray's object store once:
-each node fetches it once, and its workers read the arrays in it from the same memory.
+Input: factories of objects and the slots to create them in. Output: a group that is called like one
+object and returns one result per worker. A worker that dies, or a call that raises, fails the whole
+call at once; the error names the worker and shows the end of its log. A value that several workers
+or calls need is put into Ray's object store once: each node fetches it once, and its workers read
+the arrays in it from the same memory.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def connect(cluster: Cluster) -> list[Offer]:
     alive = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
     missing = [f"{node.host} ({node.ip})" for node in cluster.nodes if node.ip not in alive]
     if missing:
-        raise PlacementError(f"Ray does not know {', '.join(missing)}; it has {', '.join(sorted(alive))}")
+        raise PlacementError(
+            f"Ray does not know {', '.join(missing)}; it has {', '.join(sorted(alive))}"
+        )
     return [
         Offer(alive[node.ip]["NodeID"], node.ip, int(alive[node.ip]["Resources"].get("GPU", 0)))
         for node in cluster.nodes
@@ -66,7 +69,8 @@ def connect(cluster: Cluster) -> list[Offer]:
 class Stored(Generic[T]):
     """A value in Ray's object store. As an argument of a call the worker receives the value itself.
 
-    The store frees the value when no ``Stored`` of it is left and no call that received it is running.
+    The store frees the value when no ``Stored`` of it is left and no call that received it is
+    running.
     """
 
     reference: Any
@@ -79,7 +83,10 @@ class _Worker:
         os.environ.update(env)  # before anything heavy is imported here
         self.log_to(log_path)
         logging.basicConfig(
-            level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", force=True
+            level=logging.INFO,
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+            datefmt="%H:%M:%S",
+            force=True,
         )
         self._target = make()
 
@@ -158,7 +165,10 @@ class WorkerGroup:
         self._workers = [self._workers[index] for index in order]
         moved = [place for place, index in enumerate(order) if place != index]
         await asyncio.gather(
-            *(self._one(place, self._workers[place].log_to.remote(str(self._logs[place]))) for place in moved)
+            *(
+                self._one(place, self._workers[place].log_to.remote(str(self._logs[place])))
+                for place in moved
+            )
         )
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -168,7 +178,9 @@ class WorkerGroup:
         """
         return await self.call_each(method, [arguments] * len(self))
 
-    async def call_each(self, method: str, arguments: Sequence[Sequence[Any]], **keywords: Any) -> list[Any]:
+    async def call_each(
+        self, method: str, arguments: Sequence[Sequence[Any]], **keywords: Any
+    ) -> list[Any]:
         """Call ``method`` on every worker with individual arguments and common keywords.
 
         Arguments may be ``Stored``. Returns results in order.
@@ -181,7 +193,9 @@ class WorkerGroup:
 
         return await self._results(await self._submitted(submit))
 
-    async def call_each_stored(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Stored[Any] | None]:
+    async def call_each_stored(
+        self, method: str, arguments: Sequence[Sequence[Any]]
+    ) -> list[Stored[Any] | None]:
         """Like ``call_each``, but leave results in the object store; None for results that are
         None.
         """
@@ -193,7 +207,9 @@ class WorkerGroup:
 
         made = await self._submitted(submit)
         has_result = await self._results([has for has, _ in made])
-        return [Stored(value) if has else None for has, (_, value) in zip(has_result, made, strict=True)]
+        return [
+            Stored(value) if has else None for has, (_, value) in zip(has_result, made, strict=True)
+        ]
 
     async def put(self, value: T) -> Stored[T]:
         """Put a value into the object store, in a thread to keep the event loop responsive."""
@@ -211,7 +227,9 @@ class WorkerGroup:
         computation.
         """
         return await self._results(
-            await self._submitted(lambda index: self._workers[index].call_aside.remote(method, {}, *arguments))
+            await self._submitted(
+                lambda index: self._workers[index].call_aside.remote(method, {}, *arguments)
+            )
         )
 
     async def spans(self, since: float) -> list[ProcessSpans]:
@@ -230,8 +248,8 @@ class WorkerGroup:
     async def _submitted(self, submit: Callable[[int], Any]) -> list[Any]:
         """Submit a call to every worker.
 
-        All workers receive it even if the caller is cancelled, and all receive calls in the same order: they wait for
-        each other in collectives.
+        All workers receive it even if the caller is cancelled, and all receive calls in the same
+        order: they wait for each other in collectives.
         """
 
         async def submit_all() -> list[Any]:
@@ -265,11 +283,15 @@ class WorkerGroup:
                 raise error.cause from None
             raise RlpostError(f"{self._names[index]} failed:\n{error}") from None
         except ray.exceptions.RayError as error:
-            raise RlpostError(f"{self._names[index]} died: {error}\n{self._log_tail(index)}") from None
+            raise RlpostError(
+                f"{self._names[index]} died: {error}\n{self._log_tail(index)}"
+            ) from None
 
     def _log_tail(self, index: int) -> str:
         path = self._logs[index]
-        lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:] if path.exists() else []
+        lines = (
+            path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:] if path.exists() else []
+        )
         return "\n".join([f"end of {path}:", *(f"  {line}" for line in lines)])
 
 

@@ -51,7 +51,9 @@ class Expected:
         return layout_of(self.config)
 
 
-def problems(ranks: Mapping[int, RankFacts], plans: Mapping[int, Plan], expected: Expected) -> list[str]:
+def problems(
+    ranks: Mapping[int, RankFacts], plans: Mapping[int, Plan], expected: Expected
+) -> list[str]:
     """Return all contradictions; ``ranks`` and ``plans`` hold every rank of the layout."""
     layout, published = expected.layout, expected.published
     missing = [rank for rank in range(layout.world) if rank not in ranks or rank not in plans]
@@ -71,20 +73,28 @@ def problems(ranks: Mapping[int, RankFacts], plans: Mapping[int, Plan], expected
 
 
 def group_problems(ranks: Mapping[int, RankFacts], layout: Layout) -> Iterator[str]:
-    """Check that each rank is in one group of each kind, with the layout's members in the same order."""
+    """Check that each rank is in one group of each kind, with the layout's members in the same
+    order.
+    """
     for kind in KINDS:
         wanted = members(layout, kind)
         for rank, facts in ranks.items():
             found = facts.groups.get(kind)
             if found != wanted[rank]:
                 yield f"rank {rank}: its {kind} group is {found}, the layout requires {wanted[rank]}"
-        listed = [rank for group in {facts.groups.get(kind, ()) for facts in ranks.values()} for rank in group]
+        listed = [
+            rank
+            for group in {facts.groups.get(kind, ()) for facts in ranks.values()}
+            for rank in group
+        ]
         if sorted(listed) != list(range(layout.world)):
             yield f"{kind} groups: together they list the ranks {sorted(listed)}, not each of {layout.world} once"
 
 
 def parameter_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Iterator[str]:
-    """Check parameter counts: of each rank against the planner, of all ranks against transformers."""
+    """Check parameter counts: of each rank against the planner, of all ranks against
+    transformers.
+    """
     layout = expected.layout
     for rank, facts in ranks.items():
         found = parameters_of(facts)
@@ -121,7 +131,8 @@ def parameters_of(facts: RankFacts) -> Parameters:
 
 
 def memory_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Iterator[str]:
-    """Check the bytes of weights, gradients and optimizer on the largest rank of each stage against the planner.
+    """Check the bytes of weights, gradients and optimizer on the largest rank of each stage against
+    the planner.
 
     Padding of Megatron's buffers is allowed for.
     """
@@ -131,11 +142,24 @@ def memory_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Itera
         stages.setdefault(place(layout, rank).pipeline, []).append(facts)
     for stage, of_stage in sorted(stages.items()):
         planned = planned_bytes(expected, rank_parameters(expected.shape, layout, stage))
-        padding = PADDING * max(len(facts.weights) for facts in of_stage) + 2 * BUCKET_PADDING * layout.world
+        padding = (
+            PADDING * max(len(facts.weights) for facts in of_stage)
+            + 2 * BUCKET_PADDING * layout.world
+        )
         compared = (
             ("weights", max(facts.memory.weights for facts in of_stage), planned.weights, 0),
-            ("gradients", max(facts.memory.gradients for facts in of_stage), planned.gradients, each.gradients),
-            ("optimizer", max(map(num_optimized, of_stage)) * each.optimizer, planned.optimizer, each.optimizer),
+            (
+                "gradients",
+                max(facts.memory.gradients for facts in of_stage),
+                planned.gradients,
+                each.gradients,
+            ),
+            (
+                "optimizer",
+                max(map(num_optimized, of_stage)) * each.optimizer,
+                planned.optimizer,
+                each.optimizer,
+            ),
         )
         for name, size, wanted, element in compared:
             if not wanted <= size <= wanted + padding * element:
@@ -160,17 +184,22 @@ def num_optimized(facts: RankFacts) -> int:
     return sum(end - start for start, end in ranges)
 
 
-def plan_problems(ranks: Mapping[int, RankFacts], plans: Mapping[int, Plan], expected: Expected) -> Iterator[str]:
+def plan_problems(
+    ranks: Mapping[int, RankFacts], plans: Mapping[int, Plan], expected: Expected
+) -> Iterator[str]:
     """Check the weight-update plan.
 
-    It is equal on all ranks, has every tensor of the checkpoint once with its shape, and each bucket belongs to one
-    pipeline stage and is within the size limit.
+    It is equal on all ranks, has every tensor of the checkpoint once with its shape, and each
+    bucket belongs to one pipeline stage and is within the size limit.
     """
     first = plans[0]
     for rank, plan in plans.items():
         if plan is not first and plan != first:
             yield f"rank {rank}: its weight-update plan differs from that of rank 0"
-    tensors, planned = expected.published.tensors, Counter(name for bucket in first for name in bucket.names)
+    tensors, planned = (
+        expected.published.tensors,
+        Counter(name for bucket in first for name in bucket.names),
+    )
     for bucket in first:
         for name, shape in zip(bucket.names, bucket.shapes, strict=True):
             if tensors.get(name) != shape:
@@ -182,7 +211,12 @@ def plan_problems(ranks: Mapping[int, RankFacts], plans: Mapping[int, Plan], exp
         if planned[name] != 1:
             yield f"weight update: {name} is in {planned[name]} buckets, 1 is needed"
     limit = expected.config.sync.update_weight_buffer_size
-    alone = {entry.hugging_face for facts in ranks.values() for entry in facts.entries if entry.num_bytes > limit}
+    alone = {
+        entry.hugging_face
+        for facts in ranks.values()
+        for entry in facts.entries
+        if entry.num_bytes > limit
+    }
     for number, bucket in enumerate(first):
         size = bucket_bytes(bucket)
         if size > limit and bucket.names not in alone:
@@ -193,10 +227,17 @@ def traffic_problems(plan: Plan, expected: Expected, *, in_fp8: bool = False) ->
     """Check buckets and bytes of the plan against ``rlpost plan``, which omits expert biases."""
     width = parameter_bytes(expected.config).weights
     said = weight_update(
-        expected.config, expected.shape, expected.layout, gpu_bytes=GPU_BYTES, width=width, in_fp8=in_fp8
+        expected.config,
+        expected.shape,
+        expected.layout,
+        gpu_bytes=GPU_BYTES,
+        width=width,
+        in_fp8=in_fp8,
     )
     buffers = expected.published.buffers
-    sizes = [sum(size for name, size in tensor_bytes(bucket) if name not in buffers) for bucket in plan]
+    sizes = [
+        sum(size for name, size in tensor_bytes(bucket) if name not in buffers) for bucket in plan
+    ]
     engine = stored_bytes(expected.shape, 1 if in_fp8 else width)
     for what, found, wanted in (
         ("buckets", len(plan), said.num_buckets),
@@ -220,15 +261,25 @@ def tensor_bytes(bucket: Bucket) -> Iterator[tuple[str, int]]:
 
 
 def sender_problems(ranks: Mapping[int, RankFacts], layout: Layout) -> Iterator[str]:
-    """Check that one rank of each stage sends, and that all ranks from which it gathers take part."""
+    """Check that one rank of each stage sends, and that all ranks from which it gathers take
+    part.
+    """
     for stage in range(layout.pipeline):
-        sources = [facts for facts in ranks.values() if facts.update.is_source and facts.update.stage == stage]
+        sources = [
+            facts
+            for facts in ranks.values()
+            if facts.update.is_source and facts.update.stage == stage
+        ]
         if len(sources) != 1:
             yield f"stage {stage}: the ranks {[facts.rank for facts in sources]} send its weights, one is needed"
         for source in sources:
             if place(layout, source.rank).pipeline != stage:
                 yield f"rank {source.rank}: it sends the weights of stage {stage}, which it does not hold"
-            needed = {*source.groups["tensor"], *source.groups["expert_tensor"], *source.groups["expert"]}
+            needed = {
+                *source.groups["tensor"],
+                *source.groups["expert_tensor"],
+                *source.groups["expert"],
+            }
             absent = sorted(rank for rank in needed if not ranks[rank].update.gathers)
             if absent:
                 yield f"stage {stage}: the ranks {absent} hold shards but take no part in gathering them"

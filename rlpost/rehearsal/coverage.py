@@ -1,7 +1,7 @@
 """Check that the shards of all ranks cover every tensor of the model exactly once. Pure.
 
-The position of a shard in its Hugging Face tensor is derived here from the shard index, and the rank
-that must hold it from the layout, independently of the code that shards.
+The position of a shard in its Hugging Face tensor is derived here from the shard index, and the
+rank that must hold it from the layout, independently of the code that shards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ EMBEDDING = "model.embed_tokens.weight"
 VOCABULARY = (EMBEDDING, "lm_head.weight")
 OPTIMIZER_PREFIX = "optimizer.state."
 UNTRAINED, UNTRAINED_HF = "expert_bias", "e_score_correction_bias"
-"""A buffer of the router, as Megatron and as Hugging Face names it: it has no state of the optimizer."""
+"""A buffer of the router, as Megatron and as Hugging Face names it: it has no state of the
+optimizer.
+"""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -36,7 +38,9 @@ def stage_of(name: str, layout: Layout, num_layers: int) -> int:
     layer = int(found[1])
     if layer >= num_layers:  # multi-token prediction
         return layout.pipeline - 1
-    return next(stage for stage in range(layout.pipeline) if layer in layers_of(layout, num_layers, stage))
+    return next(
+        stage for stage in range(layout.pipeline) if layer in layers_of(layout, num_layers, stage)
+    )
 
 
 def weight_problems(
@@ -51,7 +55,9 @@ def weight_problems(
     pieces: dict[str, set[Piece]] = {name: set() for name in published.tensors}
     for rank, facts in ranks.items():
         where = place(layout, rank)
-        held = Counter(name for one in facts.weights if not one.is_tied_copy for name in one.hugging_face)
+        held = Counter(
+            name for one in facts.weights if not one.is_tied_copy for name in one.hugging_face
+        )
         wanted = Counter(by_place.get((where.pipeline, where.expert), ()))
         for name in sorted((wanted - held).keys()):
             yield f"rank {rank}: it lacks {name}"
@@ -72,10 +78,14 @@ def _holders(name: str, layout: Layout, shape: ModelShape) -> tuple[int, int | N
     """Return the stage of a tensor, and for an expert's tensor the expert-parallel rank."""
     expert = _EXPERT.search(name)
     per_rank = max(1, shape.num_experts // layout.expert)
-    return stage_of(name, layout, shape.num_layers), None if expert is None else int(expert[1]) // per_rank
+    return stage_of(name, layout, shape.num_layers), None if expert is None else int(
+        expert[1]
+    ) // per_rank
 
 
-def _tied_problems(ranks: Mapping[int, RankFacts], layout: Layout, shape: ModelShape) -> Iterator[str]:
+def _tied_problems(
+    ranks: Mapping[int, RankFacts], layout: Layout, shape: ModelShape
+) -> Iterator[str]:
     """Check that a tied embedding has a copy on the last stage if there are several."""
     for rank, facts in ranks.items():
         copies = sum(one.is_tied_copy for one in facts.weights)
@@ -85,8 +95,12 @@ def _tied_problems(ranks: Mapping[int, RankFacts], layout: Layout, shape: ModelS
             yield f"rank {rank}: it has {copies} copies of the tied embedding, {wanted} are needed"
 
 
-def _shard_problems(rank: int, weight: Weight, where: RankCoordinates, tensors: Mapping[str, Shape]) -> Iterator[str]:
-    """Check that the shard index is the rank's coordinate and that the shard has the width of the tensors."""
+def _shard_problems(
+    rank: int, weight: Weight, where: RankCoordinates, tensors: Mapping[str, Shape]
+) -> Iterator[str]:
+    """Check that the shard index is the rank's coordinate and that the shard has the width of the
+    tensors.
+    """
     coordinate = where.expert_tensor if weight.is_expert else where.tensor
     if weight.num_shards > 1 and weight.shard != coordinate:
         yield f"rank {rank}: it holds shard {weight.shard} of {weight.name}, its place is {coordinate}"
@@ -114,10 +128,14 @@ def _pieces(weight: Weight, tensors: Mapping[str, Shape]) -> Iterator[tuple[str,
             yield name, (0, start, start + half)
             yield name, (0, middle + start, middle + start + half)
             continue
-        # A rank's rows of query, key and value, or of gate and up, have the proportions of the whole tensors.
+        # A rank's rows of query, key and value, or of gate and up, have the proportions of the
+        # whole tensors.
         length = rows * size // whole if weight.layout in ("qkv", "gated") else rows
         end = (weight.shard + 1) * length
-        yield name, (dim, weight.shard * length, min(end, size) if weight.layout == "vocabulary" else end)
+        yield (
+            name,
+            (dim, weight.shard * length, min(end, size) if weight.layout == "vocabulary" else end),
+        )
 
 
 def _tiles(pieces: set[Piece], shape: Shape) -> bool:
@@ -134,7 +152,8 @@ def _tiles(pieces: set[Piece], shape: Shape) -> bool:
 
 
 def optimizer_problems(ranks: Mapping[int, RankFacts], *, spread: bool) -> Iterator[str]:
-    """Check that the optimizer state covers every trained element once among ranks with equal weights.
+    """Check that the optimizer state covers every trained element once among ranks with equal
+    weights.
 
     Without ``spread`` (the distributed optimizer) each of these ranks must have the whole state.
     """
@@ -159,10 +178,13 @@ def optimizer_problems(ranks: Mapping[int, RankFacts], *, spread: bool) -> Itera
             yield f"ranks {group}: the optimizer has {sorted(found)} of the {sizes[group, name]} elements of {name}"
 
 
-def checkpoint_problems(ranks: Mapping[int, RankFacts], layout: Layout, published: Published) -> Iterator[str]:
+def checkpoint_problems(
+    ranks: Mapping[int, RankFacts], layout: Layout, published: Published
+) -> Iterator[str]:
     """Check that the boxes that the ranks write cover every tensor of a checkpoint once.
 
-    All tensors together must have the elements of the model, once as weights and once as optimizer state.
+    All tensors together must have the elements of the model, once as weights and once as optimizer
+    state.
     """
     parts: dict[str, list[CheckpointPart]] = {}
     for facts in ranks.values():
@@ -205,13 +227,23 @@ def _part_problem(parts: list[CheckpointPart]) -> str | None:
 
 
 def _overlap(parts: list[CheckpointPart]) -> CheckpointPart | None:
-    """Return a box that overlaps another, or None; only boxes that meet along the longest axis are compared."""
-    axis = max(range(len(parts[0].global_shape)), key=lambda each: parts[0].global_shape[each], default=None)
+    """Return a box that overlaps another, or None; only boxes that meet along the longest axis are
+    compared.
+    """
+    axis = max(
+        range(len(parts[0].global_shape)),
+        key=lambda each: parts[0].global_shape[each],
+        default=None,
+    )
     if axis is None:
         return parts[1] if len(parts) > 1 else None
     reaching: list[CheckpointPart] = []
     for part in sorted(parts, key=lambda each: each.offset[axis]):
-        reaching = [other for other in reaching if other.offset[axis] + other.shape[axis] > part.offset[axis]]
+        reaching = [
+            other
+            for other in reaching
+            if other.offset[axis] + other.shape[axis] > part.offset[axis]
+        ]
         if any(_meet(part, other) for other in reaching):
             return part
         reaching.append(part)
@@ -221,5 +253,7 @@ def _overlap(parts: list[CheckpointPart]) -> CheckpointPart | None:
 def _meet(one: CheckpointPart, other: CheckpointPart) -> bool:
     return all(
         a < b + length_b and b < a + length_a
-        for a, length_a, b, length_b in zip(one.offset, one.shape, other.offset, other.shape, strict=True)
+        for a, length_a, b, length_b in zip(
+            one.offset, one.shape, other.offset, other.shape, strict=True
+        )
     )

@@ -16,7 +16,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter or an expert bias of this rank, its layer and expert counted over the whole model."""
+    """A parameter or an expert bias of this rank, its layer and expert counted over the whole
+    model.
+    """
 
     name: str
     hugging_face: tuple[str, ...]
@@ -33,7 +35,9 @@ class Weight:
     is_tied_copy: bool
     """Whether it repeats the embedding as the output layer of the last pipeline stage."""
     optimizer: tuple[int, int] | None
-    """The range of the flattened shard whose optimizer state is on this rank; None when there is none."""
+    """The range of the flattened shard whose optimizer state is on this rank; None when there is
+    none.
+    """
 
     @property
     def size(self) -> int:
@@ -78,7 +82,9 @@ class RankFacts:
 
     rank: int
     groups: Mapping[str, tuple[int, ...]]
-    """The members of its group of each kind, by the kinds of ``rlpost.rehearsal.rank_coordinates.KINDS``."""
+    """The members of its group of each kind, by the kinds of
+    ``rlpost.rehearsal.rank_coordinates.KINDS``.
+    """
     weights: tuple[Weight, ...]
     num_parameters: int
     """Elements of all parameters of its modules."""

@@ -1,7 +1,8 @@
 """Emulate one rank of many in this process, on the meta device.
 
-The process groups are torch's fake ones, which form at once and whose collectives transfer nothing. The context
-restores everything at its end, so that the next rank can be emulated in the same process.
+The process groups are torch's fake ones, which form at once and whose collectives transfer nothing.
+The context restores everything at its end, so that the next rank can be emulated in the same
+process.
 """
 
 from __future__ import annotations
@@ -24,19 +25,28 @@ META = torch.device("meta")
 
 
 @contextmanager
-def as_rank(rank: int, world: int, settings: ActorSettings, *, num_virtual_stages: int | None) -> Iterator[None]:
-    """Emulate a rank of ``world`` in the context: groups are formed and new tensors are on the meta device.
+def as_rank(
+    rank: int, world: int, settings: ActorSettings, *, num_virtual_stages: int | None
+) -> Iterator[None]:
+    """Emulate a rank of ``world`` in the context: groups are formed and new tensors are on the meta
+    device.
 
     Raises:
         PlacementError: the layout does not match the number of ranks.
         ConfigError: a GPU is visible, or the process has already joined process groups.
     """
     if torch.cuda.is_available():
-        raise ConfigError("a rehearsal builds no tensor on a GPU; run it with CUDA_VISIBLE_DEVICES= (empty)")
+        raise ConfigError(
+            "a rehearsal builds no tensor on a GPU; run it with CUDA_VISIBLE_DEVICES= (empty)"
+        )
     if dist.is_initialized():
-        raise ConfigError("this process has already joined process groups; rehearse in a separate process")
+        raise ConfigError(
+            "this process has already joined process groups; rehearse in a separate process"
+        )
     if not 0 <= rank < world:
-        raise PlacementError(f"rank {rank} is not one of the {world} ranks of the trainer; give 0 to {world - 1}")
+        raise PlacementError(
+            f"rank {rank} is not one of the {world} ranks of the trainer; give 0 to {world - 1}"
+        )
     parallel.check_layout(settings, world)
     with _fake_groups_only(), _meta_in_place_of_cuda(), META, _MetaAsHost():
         try:
@@ -76,12 +86,17 @@ def _fake_groups_only() -> Iterator[None]:
 class _MetaAsHost(TorchFunctionMode):
     """Make two methods of tensors on the meta device behave as on the host.
 
-    Megatron's optimizers dispatch on ``Tensor.type()`` and do not know the meta device. Embeddings that are tied across
-    pipeline stages are copied with ``Tensor.cpu()``, which fails for a tensor without data.
+    Megatron's optimizers dispatch on ``Tensor.type()`` and do not know the meta device. Embeddings
+    that are tied across pipeline stages are copied with ``Tensor.cpu()``, which fails for a tensor
+    without data.
     """
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+        self,
+        function: Callable[..., Any],
+        types: Iterable[type],
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         options = kwargs or {}
         if function is torch.Tensor.type and len(args) == 1 and not options and args[0].is_meta:

@@ -10,11 +10,14 @@ from rlpost.actor.settings import ActorSettings
 from rlpost.config.plan.shape import shape_of
 
 POSITIONS = 4096
-"""max_position_embeddings where no config.json says it: no weight of a rotary embedding depends on it."""
+"""max_position_embeddings where no config.json says it: no weight of a rotary embedding depends on
+it.
+"""
 
 
 def description_of(settings: ActorSettings) -> ModelDescription:
-    """The description by config.json of ``hf_checkpoint``, or by the table [model] where there is no such file.
+    """The description by config.json of ``hf_checkpoint``, or by the table [model] where there is
+    no such file.
 
     Raises WeightError or ConfigError when neither describes a model that can be trained.
     """
@@ -22,4 +25,6 @@ def description_of(settings: ActorSettings) -> ModelDescription:
         return read_description(settings.hf_checkpoint, settings.model_args)
     shape_of(settings.model_args)  # names what is missing
     hf = hf_config(settings.model_args) | {"max_position_embeddings": POSITIONS}
-    return ModelDescription(Path(settings.hf_checkpoint) / "config.json", hf["architectures"][0], hf)
+    return ModelDescription(
+        Path(settings.hf_checkpoint) / "config.json", hf["architectures"][0], hf
+    )

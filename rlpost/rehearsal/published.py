@@ -1,4 +1,5 @@
-"""The tensors of a checkpoint as transformers itself names and shapes them: the model on the meta device.
+"""The tensors of a checkpoint as transformers itself names and shapes them: the model on the meta
+device.
 
 Nothing of it comes from this project's tables of names, so the two can be compared.
 """
@@ -28,7 +29,9 @@ class Published:
     """Those of the tensors that are not trained."""
 
 
-def published(hf: Mapping[str, Any], *, fp8_block: tuple[int, int] | None = None, with_mtp: bool = False) -> Published:
+def published(
+    hf: Mapping[str, Any], *, fp8_block: tuple[int, int] | None = None, with_mtp: bool = False
+) -> Published:
     """The model of a config.json.
 
     Args:
@@ -56,7 +59,9 @@ def published(hf: Mapping[str, Any], *, fp8_block: tuple[int, int] | None = None
     if not with_mtp:
         return Published(shapes, num_parameters, buffers)
     mtp = _mtp_layer(shapes, hf)
-    more_buffers = {key for key in mtp if key.endswith(tuple(key.rpartition(".")[2] for key in buffers))}
+    more_buffers = {
+        key for key in mtp if key.endswith(tuple(key.rpartition(".")[2] for key in buffers))
+    }
     trained = sum(math.prod(shape) for key, shape in mtp.items() if key not in more_buffers)
     return Published(shapes | mtp, num_parameters + trained, buffers | more_buffers)
 
@@ -64,8 +69,14 @@ def published(hf: Mapping[str, Any], *, fp8_block: tuple[int, int] | None = None
 def _mtp_layer(shapes: Mapping[str, Shape], hf: Mapping[str, Any]) -> dict[str, Shape]:
     count, hidden = hf["num_hidden_layers"], hf["hidden_size"]
     last, behind = f"model.layers.{count - 1}.", f"model.layers.{count}."
-    made = {behind + key.removeprefix(last): shape for key, shape in shapes.items() if key.startswith(last)}
-    norms: dict[str, Shape] = {f"{behind}{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    made = {
+        behind + key.removeprefix(last): shape
+        for key, shape in shapes.items()
+        if key.startswith(last)
+    }
+    norms: dict[str, Shape] = {
+        f"{behind}{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")
+    }
     return made | norms | {f"{behind}eh_proj.weight": (hidden, 2 * hidden)}
 
 

@@ -1,7 +1,8 @@
 """Build one rank of a configuration on the meta device, with the code that builds it in a run.
 
-Input: settings, description, rank and number of ranks. Output: ``RankFacts``. Differences from a run on GPUs: the
-layers are those without TransformerEngine, and Adam's state is not offloaded; both hold the same weights and shards.
+Input: settings, description, rank and number of ranks. Output: ``RankFacts``. Differences from a
+run on GPUs: the layers are those without TransformerEngine, and Adam's state is not offloaded; both
+hold the same weights and shards.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.torch_dist import optimizer_state
 from rlpost.actor.torch_dist.shards import chunks_of
-from rlpost.actor.torch_dist.written import OPTIMIZER_PREFIX, Regions, regions_of_model, states_of, written_weights
+from rlpost.actor.torch_dist.written import (
+    OPTIMIZER_PREFIX,
+    Regions,
+    regions_of_model,
+    states_of,
+    written_weights,
+)
 from rlpost.rehearsal.facts import CheckpointPart, Memory, RankFacts, UpdateRole, Weight
 from rlpost.rehearsal.meta import as_rank
 from rlpost.weights.inventory import OUTPUT_LAYER, Entry, Held, Inventory
@@ -31,14 +38,19 @@ Ranges = dict[torch.nn.Parameter, tuple[int, int]]
 MOMENTS = f"{OPTIMIZER_PREFIX}exp_avg."
 
 
-def rehearse_rank(settings: ActorSettings, description: ModelDescription, *, rank: int, world: int) -> RankFacts:
+def rehearse_rank(
+    settings: ActorSettings, description: ModelDescription, *, rank: int, world: int
+) -> RankFacts:
     """Facts about one rank of ``world``.
 
-    Raises ConfigError or PlacementError when the model or the number of ranks does not fit the layout.
+    Raises ConfigError or PlacementError when the model or the number of ranks does not fit the
+    layout.
     """
     settings = as_on_gpu(settings)
     description.check_layout(settings)
-    with as_rank(rank, world, settings, num_virtual_stages=description.num_virtual_stages(settings)):
+    with as_rank(
+        rank, world, settings, num_virtual_stages=description.num_virtual_stages(settings)
+    ):
         chunks = build_model(description, settings)
         inventory = Inventory(
             chunks,
@@ -53,9 +65,14 @@ def rehearse_rank(settings: ActorSettings, description: ModelDescription, *, ran
         ranges = _optimizer_ranges(adam, chunks)
         return RankFacts(
             rank=rank,
-            groups={kind: tuple(dist.get_process_group_ranks(group)) for kind, group in _groups().items()},
+            groups={
+                kind: tuple(dist.get_process_group_ranks(group))
+                for kind, group in _groups().items()
+            },
             weights=tuple(_weight(held, ranges) for held in inventory.held.values()),
-            num_parameters=sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters()),
+            num_parameters=sum(
+                parameter.numel() for chunk in chunks for parameter in chunk.parameters()
+            ),
             entries=inventory.entries,
             checkpoint=tuple(_checkpoint_parts(chunks, adam, settings)),
             memory=_memory(model, adam, settings),
@@ -68,7 +85,9 @@ def rehearse_rank(settings: ActorSettings, description: ModelDescription, *, ran
 
 
 def as_on_gpu(settings: ActorSettings) -> ActorSettings:
-    """The settings with the precision that a GPU has by default, and without what needs CUDA to be built."""
+    """The settings with the precision that a GPU has by default, and without what needs CUDA to be
+    built.
+    """
     return replace(
         settings,
         bf16=settings.bf16 is not False,
@@ -82,7 +101,9 @@ def as_on_gpu(settings: ActorSettings) -> ActorSettings:
 
 
 def _own_stage_alone(mine: list[Entry], group: dist.ProcessGroup) -> list[list[Entry]]:
-    """The other stages are ranks of their own here; ``rlpost.rehearsal.update_plan`` puts them together."""
+    """The other stages are ranks of their own here; ``rlpost.rehearsal.update_plan`` puts them
+    together.
+    """
     return [mine]
 
 
@@ -112,14 +133,20 @@ def _weight(held: Held, ranges: Ranges) -> Weight:
         num_shards=1 if held.dim is None else held.group.size(),
         is_expert=not getattr(held.tensor, "allreduce", True),
         is_trained=is_parameter,
-        is_tied_copy=held.rule.megatron == OUTPUT_LAYER and held.rule.hugging_face == ("model.embed_tokens.weight",),
+        is_tied_copy=held.rule.megatron == OUTPUT_LAYER
+        and held.rule.hugging_face == ("model.embed_tokens.weight",),
         optimizer=ranges.get(held.tensor) if is_parameter else None,
     )
 
 
 def _optimizer_ranges(adam: MegatronOptimizer, chunks: Sequence[torch.nn.Module]) -> Ranges:
-    """The part of each parameter whose state is here, as a range of its elements; empty parts are left out."""
-    return {state.parameter: (state.start, state.end) for state in optimizer_state.parameter_states(adam)}
+    """The part of each parameter whose state is here, as a range of its elements; empty parts are
+    left out.
+    """
+    return {
+        state.parameter: (state.start, state.end)
+        for state in optimizer_state.parameter_states(adam)
+    }
 
 
 def _checkpoint_parts(
@@ -127,19 +154,27 @@ def _checkpoint_parts(
 ) -> Iterator[CheckpointPart]:
     """The boxes that this rank writes of the weights, and of the first moments."""
     regions = regions_of_model(model_state(chunks))
-    states = [shard for shard in states_of(adam, regions, _on_first_replica(regions)) if shard.prefix == MOMENTS]
+    states = [
+        shard
+        for shard in states_of(adam, regions, _on_first_replica(regions))
+        if shard.prefix == MOMENTS
+    ]
     for shard in [*written_weights(regions), *states]:
         for chunk in chunks_of(shard, max_bytes=settings.save_buffer_bytes):
             yield CheckpointPart(chunk.key, chunk.global_shape, chunk.offsets, chunk.sizes)
 
 
 def _on_first_replica(regions: Regions) -> set[torch.Tensor]:
-    """The parameters whose state the data-parallel ranks of this one write; see ``written_states``, which asks them."""
+    """The parameters whose state the data-parallel ranks of this one write; see ``written_states``,
+    which asks them.
+    """
     return {tensor for tensor, found in regions.items() if not any(found[0].replica_id[:-1])}
 
 
 def _memory(model: Sequence[Any], adam: MegatronOptimizer, settings: ActorSettings) -> Memory:
-    buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    buffers = [
+        buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
     mains = [
         parameter
         for one in optimizer_state.inner(adam)

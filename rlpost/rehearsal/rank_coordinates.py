@@ -1,7 +1,8 @@
-"""Where a rank stands in a layout, and which ranks form a group with it. Pure arithmetic, without Megatron.
+"""Where a rank stands in a layout, and which ranks form a group with it. Pure arithmetic, without
+Megatron.
 
-Ranks count tensor-parallel first, then context, data and pipeline. The ranks of one pipeline stage count a second time
-for the experts: expert-tensor first, then expert, then data.
+Ranks count tensor-parallel first, then context, data and pipeline. The ranks of one pipeline stage
+count a second time for the experts: expert-tensor first, then expert, then data.
 """
 
 from __future__ import annotations

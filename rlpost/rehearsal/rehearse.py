@@ -1,6 +1,8 @@
-"""Rehearse a whole configuration: all its ranks, their weight-update plans, and what contradicts in them.
+"""Rehearse a whole configuration: all its ranks, their weight-update plans, and what contradicts in
+them.
 
-Input: the settings and, where it is known, config.json of the model as published. Output: a ``Rehearsal``.
+Input: the settings and, where it is known, config.json of the model as published. Output: a
+``Rehearsal``.
 """
 
 from __future__ import annotations
@@ -34,19 +36,21 @@ class Rehearsal:
         return problems(self.ranks, self.plans, self.expected)
 
 
-def rehearse(config: Config, settings: ActorSettings, *, hf: Mapping[str, Any] | None = None) -> Rehearsal:
+def rehearse(
+    config: Config, settings: ActorSettings, *, hf: Mapping[str, Any] | None = None
+) -> Rehearsal:
     """Build all ranks, one after another; about a third of a second for each of a large model.
 
-    Args:
-        config: the settings of the run.
-        settings: those of an actor, made from ``config``.
-        hf: config.json to compare with; that of the checkpoint or of the table [model] unless given.
+    Args: config: the settings of the run. settings: those of an actor, made from ``config``. hf:
+        config.json to compare with; that of the checkpoint or of the table [model] unless given.
 
     Raises:
         ConfigError, PlacementError, WeightError: the model or the ranks do not fit the layout.
     """
     description, world = description_of(settings), config.actor_world_size
-    ranks = {rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)}
+    ranks = {
+        rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)
+    }
     plans = update_plans(ranks, config)
     compared = description.hf_config if hf is None else hf
     has_mtp = settings.enable_mtp_training

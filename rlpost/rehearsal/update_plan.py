@@ -1,6 +1,7 @@
 """The weight-update plan of every rank, from the facts of all ranks.
 
-In a run the pipeline stages exchange what they hold before the plan is made; here the exchange is a look-up.
+In a run the pipeline stages exchange what they hold before the plan is made; here the exchange is a
+look-up.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class _Entries:
 def update_plans(
     ranks: Mapping[int, RankFacts], config: Config, *, quantisation: BlockFp8 | None = None
 ) -> dict[int, Plan]:
-    """The plan of each rank whose pipeline group is complete in ``ranks``; equal inputs share one plan."""
+    """The plan of each rank whose pipeline group is complete in ``ranks``; equal inputs share one
+    plan.
+    """
     made: dict[tuple[tuple[Entry, ...], ...], Plan] = {}
     plans: dict[int, Plan] = {}
     for rank, facts in ranks.items():

@@ -34,8 +34,9 @@ def compare_page(runs: Sequence[RunFacts]) -> str:
 def comparison(runs: Sequence[RunFacts]) -> dict[str, Any]:
     """The same figures for programs.
 
-    Returns: ``runs``, one object a run in the given order (``tokens_per_s`` and ``step_s`` are means over the last
-    PACE_STEPS steps; None means not known), and ``settings``: for each setting that differs its values in that order.
+    Returns: ``runs``, one object a run in the given order (``tokens_per_s`` and ``step_s`` are
+    means over the last PACE_STEPS steps; None means not known), and ``settings``: for each setting
+    that differs its values in that order.
     """
     return {"runs": [_figures_of(run) for run in runs], "settings": differing_settings(runs)}
 
@@ -50,7 +51,10 @@ def _figures_of(run: RunFacts) -> dict[str, Any]:
         "step": int(newest.get("step", 0)),
         "num_steps": run.setting("rollout.num_rollout"),
         "reward": newest.get("reward/mean"),
-        "evals": {name.split("/")[1]: [line[name] for line in run.lines if name in line] for name in eval_names},
+        "evals": {
+            name.split("/")[1]: [line[name] for line in run.lines if name in line]
+            for name in eval_names
+        },
         "tokens_per_s": _recent_mean(run, "time/tokens_per_s"),
         "step_s": _recent_mean(run, "time/step_s"),
         "num_attempts": len(history.attempts) if history else 0,
@@ -82,10 +86,16 @@ def _figures(runs: Sequence[RunFacts]) -> dict[str, list[str]]:
     """Return the key figures by name, with one value per run; empty where a run has none."""
     by_run = []
     for run in runs:
-        figures = {name: value for value, name in key_figures(run.lines, run.setting("rollout.num_rollout"))}
+        figures = {
+            name: value
+            for value, name in key_figures(run.lines, run.setting("rollout.num_rollout"))
+        }
         history = timeline(run.events, run.written)
         if history is not None:
-            figures |= {"attempts": str(len(history.attempts)), "preemptions": str(history.num_preemptions)}
+            figures |= {
+                "attempts": str(len(history.attempts)),
+                "preemptions": str(history.num_preemptions),
+            }
         if (spent := run.goodput) is not None:
             figures["goodput"] = spent.line
         by_run.append(figures)

@@ -1,12 +1,15 @@
-"""Goodput: the share of the allocated GPU time that produced trained steps, and what took the rest. Pure.
+"""Goodput: the share of the allocated GPU time that produced trained steps, and what took the rest.
+Pure.
 
-Input: the ledger's entries, the lines of ``metrics.jsonl``, the GPUs of the run. Output: ``Goodput``, one value for
-``status``, ``list``, ``report`` and ``compare``; docs/seeing.md defines its terms.
+Input: the ledger's entries, the lines of ``metrics.jsonl``, the GPUs of the run. Output:
+``Goodput``, one value for ``status``, ``list``, ``report`` and ``compare``; docs/seeing.md defines
+its terms.
 
-An attempt's GPUs are allocated from its start on the batch host to its verdict. The ledger gives the start-up; the
-metrics give each trained step, the pauses for evaluation and checkpoints; ``started`` gives the steps of earlier
-attempts that have to be trained again. What remains belongs to the end of an attempt that did not finish the run
-(``recovery``), or lies between two steps (``other``). Every second of an attempt has one use.
+An attempt's GPUs are allocated from its start on the batch host to its verdict. The ledger gives
+the start-up; the metrics give each trained step, the pauses for evaluation and checkpoints;
+``started`` gives the steps of earlier attempts that have to be trained again. What remains belongs
+to the end of an attempt that did not finish the run (``recovery``), or lies between two steps
+(``other``). Every second of an attempt has one use.
 """
 
 from __future__ import annotations
@@ -20,7 +23,17 @@ from rlpost.config.tree import Config
 from rlpost.report.timeline import COMES_BACK
 from rlpost.units import duration_text
 
-Use = Literal["trained", "waiting", "repeated", "start-up", "recovery", "saving", "evaluation", "unassigned", "other"]
+Use = Literal[
+    "trained",
+    "waiting",
+    "repeated",
+    "start-up",
+    "recovery",
+    "saving",
+    "evaluation",
+    "unassigned",
+    "other",
+]
 USES: tuple[Use, ...] = get_args(Use)
 SHOWN_FROM = 0.005  # of the allocated time: what the line names
 HOUR = 3600.0
@@ -31,7 +44,8 @@ Entry = Mapping[str, Any]
 class Layout:
     """GPUs of a run. ``trainer`` and ``engines`` are the same GPUs with ``is_colocated``.
 
-    ``num_nodes`` includes spare nodes. In synchronous runs engines are idle while the trainer works.
+    ``num_nodes`` includes spare nodes. In synchronous runs engines are idle while the trainer
+    works.
     """
 
     gpus_per_node: int
@@ -94,8 +108,8 @@ class Goodput:
     def line(self) -> str:
         """Everything on one line; uses below SHOWN_FROM are left out.
 
-        >>> Goodput(0.75, 8.0, {"trained": 6.0, "start-up": 2.0}, 90.0, 2.5, 20.0).line
-        '75% of 8.0 GPU h trained steps; start-up 25% (2.0 GPU h); cost 20.00, trained 15.00; queue 1 min 30 s'
+        >>> Goodput(0.75, 8.0, {"trained": 6.0, "start-up": 2.0}, 90.0, 2.5, 20.0).line '75% of 8.0
+        GPU h trained steps; start-up 25% (2.0 GPU h); cost 20.00, trained 15.00; queue 1 min 30 s'
         """
         lost = {use: hours for use, hours in self.gpu_hours_by_use.items() if use != "trained"}
         largest_first = sorted(lost.items(), key=lambda item: -item[1])
@@ -113,14 +127,20 @@ class Goodput:
 
 
 def goodput(
-    events: Sequence[Entry], lines: Sequence[Mapping[str, float]], layout: Layout | None, until: datetime
+    events: Sequence[Entry],
+    lines: Sequence[Mapping[str, float]],
+    layout: Layout | None,
+    until: datetime,
 ) -> Goodput | None:
-    """Return the goodput of a run up to ``until``; None before its first attempt and without a layout.
+    """Return the goodput of a run up to ``until``; None before its first attempt and without a
+    layout.
 
-    Args:
-        until: the end of what is still running. For a job that is known to be over, the time of its last entry.
+    Args: until: the end of what is still running. For a job that is known to be over, the time of
+        its last entry.
     """
-    entries = [(datetime.fromisoformat(entry["time"]), entry) for entry in events if "time" in entry]
+    entries = [
+        (datetime.fromisoformat(entry["time"]), entry) for entry in events if "time" in entry
+    ]
     attempts = _attempts(entries, until)
     if layout is None or not attempts:
         return None
@@ -151,12 +171,15 @@ def end_of(events: Sequence[Entry]) -> datetime | None:
     return times[-1] if times else None
 
 
-# -- attempts from the ledger -------------------------------------------------------------------------------------
+# -- attempts from the ledger
+# -------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Step:
-    """A trained step: seconds, and the fractions of it in which the trainer and the engines were idle."""
+    """A trained step: seconds, and the fractions of it in which the trainer and the engines were
+    idle.
+    """
 
     seconds: float
     trainer_idle: float
@@ -191,9 +214,13 @@ class _Attempt:
 
     @property
     def rest_s(self) -> float:
-        """Seconds after the start-up that no step, evaluation, checkpoint or repeated step explains."""
+        """Seconds after the start-up that no step, evaluation, checkpoint or repeated step
+        explains.
+        """
         stepped = sum(step.seconds for step in self.steps)
-        return max(0.0, self.running_s - stepped - self.evaluation_s - self.saving_s - self.repeated_s)
+        return max(
+            0.0, self.running_s - stepped - self.evaluation_s - self.saving_s - self.repeated_s
+        )
 
 
 def _attempts(entries: Sequence[tuple[datetime, Entry]], until: datetime) -> list[_Attempt]:
@@ -201,7 +228,9 @@ def _attempts(entries: Sequence[tuple[datetime, Entry]], until: datetime) -> lis
     name, is_open, is_over = None, False, False
     for when, entry in entries:
         event = entry.get("event")
-        if event == "attempt" or (event == "started" and not (is_open and name == str(entry.get("attempt")))):
+        if event == "attempt" or (
+            event == "started" and not (is_open and name == str(entry.get("attempt")))
+        ):
             found.append(_Attempt(when, when))
             name, is_open, is_over = str(entry.get("attempt")), True, False
         if not found or event == "submitted" or not is_open:
@@ -235,14 +264,19 @@ def _record(attempt: _Attempt, event: Any, entry: Entry, when: datetime) -> None
             attempt.comes_back = entry.get("answer") in COMES_BACK
 
 
-# -- seconds of each use ------------------------------------------------------------------------------------------
+# -- seconds of each use
+# ------------------------------------------------------------------------------------------
 
 
 def _add_steps(attempts: Sequence[_Attempt], lines: Sequence[Mapping[str, float]]) -> None:
-    """Give each line to the newest attempt that started before its step: later attempts replaced those of earlier."""
+    """Give each line to the newest attempt that started before its step: later attempts replaced
+    those of earlier.
+    """
     starts = [attempt for attempt in attempts if attempt.startup_s is not None]
     for line in lines:
-        owner = next((one for one in reversed(starts) if (one.first_step or 0) < line["step"]), None)
+        owner = next(
+            (one for one in reversed(starts) if (one.first_step or 0) < line["step"]), None
+        )
         if owner is None:
             owner = starts[0] if starts else None  # the evaluation before the first step
         if owner is None:
@@ -255,14 +289,18 @@ def _add_steps(attempts: Sequence[_Attempt], lines: Sequence[Mapping[str, float]
 
 
 def _add_saves(attempts: Sequence[_Attempt], lines: Sequence[Mapping[str, float]]) -> None:
-    """Time in which training waited for a checkpoint: from the ledger; for an old one, from the metrics."""
+    """Time in which training waited for a checkpoint: from the ledger; for an old one, from the
+    metrics.
+    """
     if any("blocking_s" in entry for attempt in attempts for entry in attempt.saved):
         for attempt in attempts:
             attempt.saving_s = sum(entry.get("blocking_s") or 0.0 for entry in attempt.saved)
         return
     starts = [attempt for attempt in attempts if attempt.startup_s is not None]
     for line in lines:
-        owner = next((one for one in reversed(starts) if (one.first_step or 0) < line["step"]), None)
+        owner = next(
+            (one for one in reversed(starts) if (one.first_step or 0) < line["step"]), None
+        )
         if owner is not None:
             owner.saving_s += line.get("checkpoint/blocking_s", 0.0)
 
@@ -304,8 +342,12 @@ def _gpu_seconds(attempt: _Attempt, layout: Layout) -> dict[Use, float]:
     return spent
 
 
-def _queue_s(entries: Sequence[tuple[datetime, Entry]], attempts: Sequence[_Attempt], until: datetime) -> float:
-    """Wall time between a submission, or the end of an attempt that comes back, and the next attempt."""
+def _queue_s(
+    entries: Sequence[tuple[datetime, Entry]], attempts: Sequence[_Attempt], until: datetime
+) -> float:
+    """Wall time between a submission, or the end of an attempt that comes back, and the next
+    attempt.
+    """
     submitted = [when for when, entry in entries if entry.get("event") == "submitted"]
     cancelled = [when for when, entry in entries if entry.get("event") == "cancelled"]
     total, ended = 0.0, None

@@ -1,7 +1,8 @@
 """Render the templates of the report. Pure.
 
-Input: the name of a template and its values. Output: one HTML file that loads nothing else. Values are escaped, and the
-Content-Security-Policy allows the page's own script alone, so text that a model wrote cannot run.
+Input: the name of a template and its values. Output: one HTML file that loads nothing else. Values
+are escaped, and the Content-Security-Policy allows the page's own script alone, so text that a
+model wrote cannot run.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def render(template: str, *, title: str, **values: Any) -> str:
 
 
 def legend_of(panel: Panel) -> list[tuple[str, str]]:
-    """Return label and colour class of each curve; nothing for a single curve that is named like its panel."""
+    """Return label and colour class of each curve; nothing for a single curve that is named like
+    its panel.
+    """
     names = [(curve.label, colour_class(curve.colour)) for curve in panel.curves]
     return [] if len(names) == 1 and names[0][0] == panel.title.lower() else names
 
@@ -51,7 +54,9 @@ def colour_class(number: int) -> str:
 
 def _picture(panel: Panel, resumed: Sequence[float]) -> Markup:
     draw = stacked_plot if panel.is_stacked else line_plot
-    return Markup(draw(panel.curves, title=panel.title, resumed=resumed))  # svg.py escapes its texts
+    return Markup(
+        draw(panel.curves, title=panel.title, resumed=resumed)
+    )  # svg.py escapes its texts
 
 
 @cache
@@ -59,7 +64,8 @@ def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("rlpost.report", "templates"),
         autoescape=True,
-        undefined=ChainableUndefined,  # a missing field of a record is empty: half a run has a page too
+        # a missing field of a record is empty: half a run has a page too
+        undefined=ChainableUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )

@@ -23,7 +23,11 @@ _ACTIVITIES: dict[Doing, str] = {
     "ending": "stopping",
 }
 _MARKS = {"committed": "checkpoint", "preempted": "preemption", "failed": "failure", "done": "done"}
-_ANSWER_OPTIONS = (("", "any reward"), ("best", "best of its group"), ("worst", "worst of its group"))
+_ANSWER_OPTIONS = (
+    ("", "any reward"),
+    ("best", "best of its group"),
+    ("worst", "worst of its group"),
+)
 PACE_STEPS = 20
 
 
@@ -65,7 +69,9 @@ def report_page(facts: RunFacts) -> str:
         answer_options=_ANSWER_OPTIONS,
         checks=sorted(facts.checks, key=_worst_first),
         levels=_LEVELS,
-        committed=next((entry for entry in reversed(facts.events) if entry["event"] == "committed"), None),
+        committed=next(
+            (entry for entry in reversed(facts.events) if entry["event"] == "committed"), None
+        ),
         folder=folder,
         submit=f"rlpost submit {folder}/report/recipe.toml --resume --run-folder {folder}",
         longer=f"--num-rollout {2 * steps}" if isinstance(steps, int) else "--num-rollout N",
@@ -79,7 +85,9 @@ def resumed_steps(history: Timeline | None) -> list[float]:
 
 
 def key_figures(lines: Sequence[Mapping[str, float]], num_steps: Any) -> list[tuple[str, str]]:
-    """Return the main figures of a run as pairs (value, name); throughput is that of the last PACE_STEPS steps."""
+    """Return the main figures of a run as pairs (value, name); throughput is that of the last
+    PACE_STEPS steps.
+    """
     of_steps = f" / {num_steps}" if num_steps else ""
     if not lines:
         return [(f"0{of_steps}", "steps")]
@@ -90,7 +98,10 @@ def key_figures(lines: Sequence[Mapping[str, float]], num_steps: Any) -> list[tu
     for name in sorted({name for line in lines for name in eval_rewards(line)}):
         values = [line[name] for line in lines if name in line]
         found.append((f"{values[0]:.3f} → {values[-1]:.3f}", f"reward on {name.split('/')[1]}"))
-    for name, words, unit in (("time/tokens_per_s", "throughput", " tok/s"), ("time/step_s", "a step", " s")):
+    for name, words, unit in (
+        ("time/tokens_per_s", "throughput", " tok/s"),
+        ("time/step_s", "a step", " s"),
+    ):
         last = [line[name] for line in lines[-PACE_STEPS:] if name in line]
         if last:
             found.append((short(sum(last) / len(last)) + unit, words))
@@ -98,7 +109,9 @@ def key_figures(lines: Sequence[Mapping[str, float]], num_steps: Any) -> list[tu
 
 
 def _state(facts: RunFacts, history: Timeline | None) -> tuple[str, str]:
-    """Return the state of the run, as far as its folder shows it, and the CSS class of the badge."""
+    """Return the state of the run, as far as its folder shows it, and the CSS class of the
+    badge.
+    """
     if history is None:
         return "not started", "soft"
     if [entry["event"] for entry in facts.events if entry["event"] != "verdict"][-1:] == ["done"]:
@@ -116,7 +129,9 @@ def _tiles(facts: RunFacts, history: Timeline | None) -> list[tuple[str, str]]:
     if history is not None:
         tiles.append((duration_text(round(history.end_s)), "since submission"))
         attempts = "attempt" if len(history.attempts) == 1 else "attempts"
-        tiles.append((str(len(history.attempts)), f"{attempts}, {history.num_preemptions} preempted"))
+        tiles.append(
+            (str(len(history.attempts)), f"{attempts}, {history.num_preemptions} preempted")
+        )
     return tiles
 
 
@@ -137,11 +152,15 @@ def _bar_parts(history: Timeline) -> list[_BarPart]:
     parts = []
     for span in history.spans:
         attempt = f"attempt {span.attempt}: " if span.attempt is not None else ""
-        words = f"{attempt}{_ACTIVITIES[span.doing]}, {duration_text(round(span.end_s - span.begin_s))}"
+        words = (
+            f"{attempt}{_ACTIVITIES[span.doing]}, {duration_text(round(span.end_s - span.begin_s))}"
+        )
         place = f"left:{span.begin_s / whole:.4%};width:{(span.end_s - span.begin_s) / whole:.4%}"
         parts.append(_BarPart(f"span {span.doing}", place, words))
     for mark in history.marks:
-        parts.append(_BarPart(f"mark {mark.kind}", f"left:{min(1.0, mark.at_s / whole):.4%}", mark.text))
+        parts.append(
+            _BarPart(f"mark {mark.kind}", f"left:{min(1.0, mark.at_s / whole):.4%}", mark.text)
+        )
     return parts
 
 

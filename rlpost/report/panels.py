@@ -54,7 +54,11 @@ _PLOTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     (
         "Clipped",
         "share of tokens",
-        (("low", "train/clip_frac_low"), ("high", "train/clip_frac_high"), ("dual", "train/dual_clip_frac")),
+        (
+            ("low", "train/clip_frac_low"),
+            ("high", "train/clip_frac_high"),
+            ("dual", "train/dual_clip_frac"),
+        ),
     ),
     (
         "Trainer against engine",
@@ -75,7 +79,11 @@ _PLOTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             ("aborted", "rollout/num_aborted"),
         ),
     ),
-    ("Staleness", "versions", (("mean", "rollout/staleness_mean"), ("oldest", "rollout/staleness_max"))),
+    (
+        "Staleness",
+        "versions",
+        (("mean", "rollout/staleness_mean"), ("oldest", "rollout/staleness_max")),
+    ),
     (
         "Throughput",
         "tokens/s",
@@ -91,7 +99,10 @@ _PLOTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     (
         "Checkpoint",
         "s",
-        (("until it is committed", "checkpoint/total_s"), ("that training waited", "checkpoint/blocking_s")),
+        (
+            ("until it is committed", "checkpoint/total_s"),
+            ("that training waited", "checkpoint/blocking_s"),
+        ),
     ),
     (
         "Memory",
@@ -107,7 +118,10 @@ _PLOTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     (
         "Memory in use",
         "share",
-        (("of the fullest GPU", "memory/gpu_used_frac"), ("of the machine", "memory/host_used_frac")),
+        (
+            ("of the fullest GPU", "memory/gpu_used_frac"),
+            ("of the machine", "memory/host_used_frac"),
+        ),
     ),
     ("Learning rate", "", (("learning rate", "train/lr"),)),
 )
@@ -121,7 +135,15 @@ def panels(lines: Lines) -> list[Panel]:
     found += [_panel(lines, *plot) for plot in _PLOTS]
     trained = [line for line in lines if "time/step_s" in line]
     phases = [Curve(label, points(trained, name), n) for n, (label, name) in enumerate(PHASES)]
-    found.insert(-1, Panel("Phases of a step", "s", tuple(curve for curve in phases if curve.points), is_stacked=True))
+    found.insert(
+        -1,
+        Panel(
+            "Phases of a step",
+            "s",
+            tuple(curve for curve in phases if curve.points),
+            is_stacked=True,
+        ),
+    )
     return [panel for panel in found if panel.curves]
 
 
@@ -131,7 +153,9 @@ def compared_panels(runs: Sequence[tuple[str, Lines]]) -> list[Panel]:
     evals = sorted({name for _, lines in runs for line in lines for name in eval_rewards(line)})
     wanted += [(f"Evaluation: {name.split('/')[1]}", "mean reward", name) for name in evals]
     for title, unit, plotted in _PLOTS:
-        there = [name for _, name in plotted if any(name in line for _, lines in runs for line in lines)]
+        there = [
+            name for _, name in plotted if any(name in line for _, lines in runs for line in lines)
+        ]
         wanted += [(title, unit, there[0])] if there else []
     wanted += [("Time of a step", "s", "time/step_s")]
     wanted += [(f"Time: {label}", "s", name) for label, name in PHASES]
@@ -139,7 +163,9 @@ def compared_panels(runs: Sequence[tuple[str, Lines]]) -> list[Panel]:
     for title, unit, name in wanted:
         of_runs = [(label, points(lines, name), n) for n, (label, lines) in enumerate(runs)]
         dots, soften = name.startswith("eval/") or title in _DOTS, title not in _AS_IT_IS
-        curves = tuple(Curve(label, own, n, dots=dots, soften=soften) for label, own, n in of_runs if own)
+        curves = tuple(
+            Curve(label, own, n, dots=dots, soften=soften) for label, own, n in of_runs if own
+        )
         found.append(Panel(title, f"{name}, {unit}" if unit else name, curves))
     return [panel for panel in found if panel.curves]
 
@@ -148,7 +174,8 @@ def _reward(lines: Lines) -> Panel:
     evals = sorted({name for line in lines for name in eval_rewards(line)})
     curves = [Curve("rollout, mean", points(lines, "reward/mean"), 0)]
     curves += [
-        Curve(name.split("/")[1], points(lines, name), n, dots=True, soften=False) for n, name in enumerate(evals, 1)
+        Curve(name.split("/")[1], points(lines, name), n, dots=True, soften=False)
+        for n, name in enumerate(evals, 1)
     ]
     return Panel("Reward", "mean", tuple(curve for curve in curves if curve.points))
 
@@ -156,12 +183,18 @@ def _reward(lines: Lines) -> Panel:
 def _panel(lines: Lines, title: str, unit: str, plotted: Sequence[tuple[str, str]]) -> Panel:
     there = [(label, own) for label, name in plotted if (own := points(lines, name))]
     soften, dots = title not in _AS_IT_IS, title in _DOTS
-    curves = tuple(Curve(label, own, n, soften=soften, dots=dots) for n, (label, own) in enumerate(there))
+    curves = tuple(
+        Curve(label, own, n, soften=soften, dots=dots) for n, (label, own) in enumerate(there)
+    )
     return Panel(title, unit, curves)
 
 
 def mean_phases(lines: Lines) -> dict[str, float]:
-    """Return mean seconds per step of each phase that took time; evaluations are spread over all steps."""
+    """Return mean seconds per step of each phase that took time; evaluations are spread over all
+    steps.
+    """
     trained = [line for line in lines if "time/step_s" in line]
     sums = {label: sum(line.get(name, 0.0) for line in trained) for label, name in PHASES}
-    return {label: total / len(trained) for label, total in sums.items() if total} if trained else {}
+    return (
+        {label: total / len(trained) for label, total in sums.items() if total} if trained else {}
+    )

@@ -1,7 +1,8 @@
 """The facts of a report, read from the folder of a run.
 
-Input: a run folder, possibly incomplete. Output: ``RunFacts``, plain values. Missing or damaged files lead to empty
-fields, so a report of an incomplete run never fails. No file that may hold a key is read.
+Input: a run folder, possibly incomplete. Output: ``RunFacts``, plain values. Missing or damaged
+files lead to empty fields, so a report of an incomplete run never fails. No file that may hold a
+key is read.
 """
 
 from __future__ import annotations
@@ -55,8 +56,11 @@ class HostCheck:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """One run. ``samples`` are records of ``rlpost.metrics.samples`` with their step; ``network`` is the text of each
-    agent of the newest attempt, by host."""
+    """One run.
+
+    ``samples`` are records of ``rlpost.metrics.samples`` with their step; ``network`` is the text
+    of each agent of the newest attempt, by host.
+    """
 
     name: str
     folder: str
@@ -93,11 +97,18 @@ def read_facts(run: RunFolder) -> RunFacts:
         events=tuple(entry for entry in run.ledger.read() if "time" in entry and "event" in entry),
         settings=compared(settings),
         checks=tuple(
-            check for path in _attempts(run.attempts) for check in checks_of(path.name, _json(path / PREFLIGHT_JSON))
+            check
+            for path in _attempts(run.attempts)
+            for check in checks_of(path.name, _json(path / PREFLIGHT_JSON))
         ),
-        network={path.stem.removeprefix("agent-"): network_table(_text(path)) for path in _agent_logs(latest)},
+        network={
+            path.stem.removeprefix("agent-"): network_table(_text(path))
+            for path in _agent_logs(latest)
+        },
         samples=tuple(_samples(run.report / FILE_NAME) or _recorded(settings)),
-        code=f"{code['commit']}{', with changes' if code.get('is_dirty') else ''}" if code.get("commit") else "",
+        code=f"{code['commit']}{', with changes' if code.get('is_dirty') else ''}"
+        if code.get("commit")
+        else "",
         layout=Layout.of_settings(settings),
     )
 
@@ -155,16 +166,24 @@ def _samples(path: Path) -> list[dict[str, Any]]:
     if len(lines) > MAX_SAMPLE_STEPS:
         last = len(lines) - 1
         lines = [lines[round(n * last / (MAX_SAMPLE_STEPS - 1))] for n in range(MAX_SAMPLE_STEPS)]
-    return [{"step": line["step"], **sample} for line in reversed(lines) for sample in line.get("samples", ())]
+    return [
+        {"step": line["step"], **sample}
+        for line in reversed(lines)
+        for sample in line.get("samples", ())
+    ]
 
 
 def _recorded(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The first groups of the newest steps that --save-debug-rollout-data left; they hold no text of a prompt."""
+    """The first groups of the newest steps that --save-debug-rollout-data left; they hold no text
+    of a prompt.
+    """
     template = (settings.get("debug") or {}).get("save_debug_rollout_data")
     if not isinstance(template, str) or "{rollout_id}" not in template:
         return []
     path = Path(template)
-    before, after = path.name.split("{rollout_id}", 1) if "{rollout_id}" in path.name else (path.name, "")
+    before, after = (
+        path.name.split("{rollout_id}", 1) if "{rollout_id}" in path.name else (path.name, "")
+    )
     numbers = []
     for file in path.parent.glob("*"):
         middle = file.name[len(before) : len(file.name) - len(after)]
@@ -176,7 +195,9 @@ def _recorded(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
             try:
                 group = json.loads(text)
                 ordered = sorted(group["samples"], key=lambda scored: -scored["reward"])
-                found += [_recorded_sample(number, scored) for scored in ordered[:1] + ordered[1:][-1:]]
+                found += [
+                    _recorded_sample(number, scored) for scored in ordered[:1] + ordered[1:][-1:]
+                ]
             except (ValueError, KeyError, TypeError):
                 continue
     return found

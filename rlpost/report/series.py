@@ -25,7 +25,8 @@ def points(lines: Sequence[Mapping[str, float]], name: str) -> list[Point]:
 def thin(curve: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
     """Return a curve of fewer points that looks the same.
 
-    It keeps both ends and the lowest and highest point of each interval, so that no peak disappears.
+    It keeps both ends and the lowest and highest point of each interval, so that no peak
+    disappears.
     """
     if len(curve) <= at_most:
         return list(curve)
@@ -60,7 +61,9 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
         low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if low else (0.0, 1.0)
     rough = (high - low) / max(1, about)
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next((size * power for size in (1, 2, 5) if size * power >= rough * (1 - 1e-9)), 10 * power)
+    step = next(
+        (size * power for size in (1, 2, 5) if size * power >= rough * (1 - 1e-9)), 10 * power
+    )
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [n * step for n in range(first, last + 1)]
 

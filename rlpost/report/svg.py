@@ -1,7 +1,9 @@
-"""Plots as SVG text: curves and stacked areas. Pure; the page's style sheet sets the colours by class.
+"""Plots as SVG text: curves and stacked areas.
 
-Input: points. Output: one ``<svg>``, as wide as its container. The attribute ``data-plot`` holds the numbers for the
-page's tooltips, which a bitmap of matplotlib could not have.
+Pure; the page's style sheet sets the colours by class.
+
+Input: points. Output: one ``<svg>``, as wide as its container. The attribute ``data-plot`` holds
+the numbers for the page's tooltips, which a bitmap of matplotlib could not have.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ NUM_COLOURS = 6
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One line of a plot. ``colour`` counts from 0; ``dots`` shows every point; ``soften`` draws a smoothed curve over
-    a faint one when there are many points."""
+    """One line of a plot.
+
+    ``colour`` counts from 0; ``dots`` shows every point; ``soften`` draws a smoothed curve over a
+    faint one when there are many points.
+    """
 
     label: str
     points: Sequence[Point]
@@ -58,10 +63,17 @@ def line_plot(curves: Sequence[Curve], *, title: str, resumed: Sequence[float] =
         softened = curve.soften and len(curve.points) >= SMOOTH_FROM
         drawn.append(_path(axes, few, f"line {colour}{' faint' if softened else ''}"))
         if softened:
-            drawn.append(_path(axes, thin(smooth(curve.points, len(curve.points) / 40)), f"line {colour}"))
+            drawn.append(
+                _path(axes, thin(smooth(curve.points, len(curve.points) / 40)), f"line {colour}")
+            )
         if curve.dots or len(few) == 1:
-            drawn += [f'<circle class="dot {colour}" cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="3"/>' for x, y in few]
-    return _svg(title, drawn, axes, [(curve.label, curve.colour, thin(curve.points)) for curve in curves])
+            drawn += [
+                f'<circle class="dot {colour}" cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="3"/>'
+                for x, y in few
+            ]
+    return _svg(
+        title, drawn, axes, [(curve.label, curve.colour, thin(curve.points)) for curve in curves]
+    )
 
 
 def stacked_plot(curves: Sequence[Curve], *, title: str, resumed: Sequence[float] = ()) -> str:
@@ -75,10 +87,14 @@ def stacked_plot(curves: Sequence[Curve], *, title: str, resumed: Sequence[float
         heights = [sum(of_step.get(step, 0.0) for step in group) / len(group) for group in groups]
         below, tops = tops, [low + height for low, height in zip(tops, heights, strict=True)]
         areas.append((curve, below, tops, heights))
-    axes = _axes([(x, top) for x, top in zip(xs, tops, strict=True)] + [(x, 0.0) for x in xs], from_zero=True)
+    axes = _axes(
+        [(x, top) for x, top in zip(xs, tops, strict=True)] + [(x, 0.0) for x in xs], from_zero=True
+    )
     drawn = [_grid(axes)]
     for curve, below, above, _ in areas:
-        edge = [(x, y) for x, y in zip(xs, above, strict=True)] + [(x, y) for x, y in zip(xs, below, strict=True)][::-1]
+        edge = [(x, y) for x, y in zip(xs, above, strict=True)] + [
+            (x, y) for x, y in zip(xs, below, strict=True)
+        ][::-1]
         drawn.append(_path(axes, edge, f"area c{curve.colour % NUM_COLOURS}", closed=True))
     drawn += [_resume(axes, step) for step in resumed]
     shown = [
@@ -103,9 +119,15 @@ def _grid(axes: Axes) -> str:
     for value in axes.ys:
         y = axes.y(value)
         drawn.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        drawn.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_tick(value, axes.ys)}</text>')
+        drawn.append(
+            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_tick(value, axes.ys)}</text>'
+        )
     low, high = axes.xs
-    inside = [value for value in ticks(low, high, 5) if low - 1e-9 <= value <= high + 1e-9 and value == round(value)]
+    inside = [
+        value
+        for value in ticks(low, high, 5)
+        if low - 1e-9 <= value <= high + 1e-9 and value == round(value)
+    ]
     for value in inside:
         drawn.append(
             f'<text x="{axes.x(value):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{_tick(value, inside)}</text>'
@@ -133,13 +155,16 @@ def _path(axes: Axes, curve: Sequence[Point], kind: str, *, closed: bool = False
     return f'<path class="{kind}" d="M{places}{"Z" if closed else ""}"/>'
 
 
-def _svg(title: str, drawn: Sequence[str], axes: Axes, shown: Sequence[tuple[str, int, Sequence[Point]]]) -> str:
+def _svg(
+    title: str, drawn: Sequence[str], axes: Axes, shown: Sequence[tuple[str, int, Sequence[Point]]]
+) -> str:
     plot = {
         "box": [LEFT, RIGHT, TOP, BOTTOM, WIDTH, HEIGHT],
         "x": [axes.xs[0], axes.xs[-1]],
         "y": [axes.ys[0], axes.ys[-1]],
         "curves": [
-            {"label": label, "colour": colour % NUM_COLOURS, "points": _packed(curve)} for label, colour, curve in shown
+            {"label": label, "colour": colour % NUM_COLOURS, "points": _packed(curve)}
+            for label, colour, curve in shown
         ],
     }
     return (

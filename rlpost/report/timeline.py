@@ -1,7 +1,7 @@
 """The history of a run over time, from its ledger. Pure.
 
-Input: the ledger's entries and the time of the report. Output: spans of activities, without gaps from the first entry
-to the last; marks; one row per attempt.
+Input: the ledger's entries and the time of the report. Output: spans of activities, without gaps
+from the first entry to the last; marks; one row per attempt.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def timeline(events: Sequence[Mapping[str, Any]], until: datetime) -> Timeline |
     now_s = (until - begin).total_seconds()
     if doing is not None and now_s > since:
         spans.append(Span(doing, since, now_s, attempt))
-    marks = [mark for when, entry in entries if (mark := _mark(entry, (when - begin).total_seconds()))]
+    marks = [
+        mark for when, entry in entries if (mark := _mark(entry, (when - begin).total_seconds()))
+    ]
     return Timeline(begin, tuple(spans), tuple(marks), _attempts(entries, until))
 
 
@@ -127,10 +129,16 @@ def _mark(entry: Mapping[str, Any], at_s: float) -> Mark | None:
 def _preempted(entry: Mapping[str, Any]) -> str:
     text = f"preempted: {entry.get('reason', '')}"
     seconds = entry.get("seconds_from_signal")
-    return text if seconds is None else f"{text} ({entry.get('saved')} safe {seconds:.1f} s after the signal)"
+    return (
+        text
+        if seconds is None
+        else f"{text} ({entry.get('saved')} safe {seconds:.1f} s after the signal)"
+    )
 
 
-def _attempts(entries: Sequence[tuple[datetime, Mapping[str, Any]]], until: datetime) -> tuple[Attempt, ...]:
+def _attempts(
+    entries: Sequence[tuple[datetime, Mapping[str, Any]]], until: datetime
+) -> tuple[Attempt, ...]:
     found: list[Attempt] = []
     is_open = False
     for when, entry in entries:
@@ -165,5 +173,7 @@ def _attempts(entries: Sequence[tuple[datetime, Mapping[str, Any]]], until: date
             is_open = event == "done" and is_open
         found[-1] = now
     if found and is_open and not found[-1].ended:
-        found[-1] = replace(found[-1], lasted_s=max(found[-1].lasted_s, (until - found[-1].began).total_seconds()))
+        found[-1] = replace(
+            found[-1], lasted_s=max(found[-1].lasted_s, (until - found[-1].began).total_seconds())
+        )
     return tuple(found)

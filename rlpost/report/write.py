@@ -35,9 +35,14 @@ def write_report(run: RunFolder) -> Path:
 
 
 def try_to_write_report(run: RunFolder) -> None:
-    """Write the page once no other thread writes it. A failure is only logged: it must not end a run."""
+    """Write the page once no other thread writes it.
+
+    A failure is only logged: it must not end a run.
+    """
     if not _writing.acquire(timeout=PATIENCE_S):
-        logger.warning("no report this time: an earlier one is still being written to %s", run.report)
+        logger.warning(
+            "no report this time: an earlier one is still being written to %s", run.report
+        )
         return
     try:
         write_report(run)
@@ -50,8 +55,8 @@ def try_to_write_report(run: RunFolder) -> None:
 class Reporter:
     """Writes the page in a background thread, because that of a long run takes a second.
 
-    Requests that arrive while a page is being written lead to one more page. The thread is a daemon: the last page of a
-    run is written by ``try_to_write_report``.
+    Requests that arrive while a page is being written lead to one more page. The thread is a
+    daemon: the last page of a run is written by ``try_to_write_report``.
     """
 
     def __init__(self, run: RunFolder) -> None:
@@ -80,7 +85,8 @@ class Reporter:
 
 
 def recipe(settings: Sequence[Setting]) -> str:
-    """Return the settings that differ from their defaults as a recipe; it resolves to the same settings.
+    """Return the settings that differ from their defaults as a recipe; it resolves to the same
+    settings.
 
     TOML has no null, so a value that a default sets cannot be unset by a recipe.
     """

@@ -12,8 +12,8 @@ BOXES = ("\\boxed", "\\fbox")
 def after_thinking(response: str) -> str:
     """Return the text after the last ``</think>``, or the whole response if there is no such tag.
 
-    A truncated thought (opened and never closed) is no answer: the result is empty. If the prompt opens the thought,
-    the response has no opening tag and counts as a whole.
+    A truncated thought (opened and never closed) is no answer: the result is empty. If the prompt
+    opens the thought, the response has no opening tag and counts as a whole.
     """
     text = response.rpartition(END_OF_THOUGHT)[2]
     return "" if BEGIN_OF_THOUGHT in text else text
@@ -32,9 +32,11 @@ def answer_after_thinking(response: str) -> str:
 
 
 def last_boxed(response: str) -> str | None:
-    r"""Return the content of the last ``\boxed{...}``, or else of the last ``\fbox{...}``; braces are balanced.
+    r"""Return the content of the last ``\boxed{...}``, or else of the last ``\fbox{...}``; braces
+    are balanced.
 
-    ``\boxed 5`` holds ``5``. None if there is no box or the last one never closes (a truncated answer).
+    ``\boxed 5`` holds ``5``. None if there is no box or the last one never closes (a truncated
+    answer).
     """
     for command in BOXES:
         start = response.rfind(command)
@@ -44,7 +46,9 @@ def last_boxed(response: str) -> str | None:
 
 
 def _group(text: str) -> str | None:
-    """Return the content of the braces at the start of ``text``, or its first word if there are none."""
+    """Return the content of the braces at the start of ``text``, or its first word if there are
+    none.
+    """
     text = text.lstrip()
     if not text.startswith("{"):
         word = text.split("$")[0].split()

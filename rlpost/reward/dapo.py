@@ -1,11 +1,11 @@
 r"""The reward ``dapo``: 1 if the last ``Answer:`` line equals the label, else -1.
 
-Input: a response whose last line reads ``Answer: ...``, as the prompts of DAPO-Math-17k request, and a label (an
-integer in that data set). Output: 1 or -1.
+Input: a response whose last line reads ``Answer: ...``, as the prompts of DAPO-Math-17k request,
+and a label (an integer in that data set). Output: 1 or -1.
 
-Both are normalized as in Minerva (arXiv 2206.14858, appendix D.1), and only the end of a response is read. The results
-are those of DAPO's own grader (arXiv 2503.14476; ``math_dapo`` in verl and slime). That grader crashes on a label that
-is not an integer; here fractions are compared by value.
+Both are normalized as in Minerva (arXiv 2206.14858, appendix D.1), and only the end of a response
+is read. The results are those of DAPO's own grader (arXiv 2503.14476; ``math_dapo`` in verl and
+slime). That grader crashes on a label that is not an integer; here fractions are compared by value.
 """
 
 from __future__ import annotations
@@ -35,13 +35,58 @@ REPLACED = (
     ("\\text{m}", "\\text{}"),
 )
 UNITS = (
-    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points"),
-    *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *(
+        "square",
+        "ways",
+        "integers",
+        "dollars",
+        "mph",
+        "inches",
+        "hours",
+        "km",
+        "units",
+        "\\ldots",
+        "sue",
+        "points",
+    ),
+    *(
+        "feet",
+        "minutes",
+        "digits",
+        "cents",
+        "degrees",
+        "cm",
+        "gm",
+        "pounds",
+        "meters",
+        "meals",
+        "edges",
+        "students",
+    ),
     *("childrentickets", "multiples"),
 )
 MARKS = (
-    *("\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}"),
-    *("\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots", "<|im_end|>", "<|endoftext|>"),
+    *(
+        "\\text{s}",
+        "\\text{.}",
+        "\\text{\ns}",
+        "\\text{}^2",
+        "\\text{}^3",
+        "\\text{\n}",
+        "\\text{}",
+    ),
+    *(
+        "\\mathrm{th}",
+        "^\\circ",
+        "^{\\circ}",
+        "\\;",
+        ",\\!",
+        "{,}",
+        '"',
+        "\\dots",
+        "<|im_end|>",
+        "<|endoftext|>",
+    ),
 )
 
 
@@ -51,7 +96,9 @@ def dapo(response: str, label: str | None, metadata: Mapping[str, Any]) -> float
     return same_number(found[-1] if found else None, label, metadata)
 
 
-def same_number(answer: str | None, label: str | None, metadata: Mapping[str, Any] | None = None) -> float:
+def same_number(
+    answer: str | None, label: str | None, metadata: Mapping[str, Any] | None = None
+) -> float:
     """Return 1 if an extracted answer is the label, else -1."""
     if answer is None or label is None:
         return WRONG

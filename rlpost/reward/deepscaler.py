@@ -1,13 +1,16 @@
 r"""The reward ``deepscaler``: the box after the thought equals the label, as text or by sympy.
 
-Input: a response with ``</think>`` or ``###Response`` before its answer, and the label. Output: 1 or 0.
+Input: a response with ``</think>`` or ``###Response`` before its answer, and the label. Output: 1
+or 0.
 
-The results are those of the grader of the DeepScaleR release (github.com/agentica-project/deepscaler,
-rewards/math_utils), which slime's ``rm_hub/deepscaler.py`` includes as well. It first compares both texts in the
-normal form of the MATH data set, then by sympy. An answer that sympy would first have to reduce (a fraction) or
-evaluate (to an integer) is wrong.
+The results are those of the grader of the DeepScaleR release
+(github.com/agentica-project/deepscaler, rewards/math_utils), which slime's ``rm_hub/deepscaler.py``
+includes as well. It first compares both texts in the normal form of the MATH data set, then by
+sympy. An answer that sympy would first have to reduce (a fraction) or evaluate (to an integer) is
+wrong.
 
-Call it only in a process with a time limit (``rlpost.reward.pool``), because sympy runs on the model's output.
+Call it only in a process with a time limit (``rlpost.reward.pool``), because sympy runs on the
+model's output.
 """
 
 from __future__ import annotations
@@ -21,7 +24,20 @@ from rlpost.reward.answers import END_OF_THOUGHT, answer_after_thinking, last_bo
 
 RESPONSE_MARK = "###Response"
 UNITS = (
-    *("degree", "cm", "centimeter", "meter", "mile", "second", "minute", "hour", "day", "week", "month", "year"),
+    *(
+        "degree",
+        "cm",
+        "centimeter",
+        "meter",
+        "mile",
+        "second",
+        "minute",
+        "hour",
+        "day",
+        "week",
+        "month",
+        "year",
+    ),
     *("foot", "feet", "inch", "yard"),
 )
 MAGNITUDES = {"million": "*10^6", "billion": "*10^9", "trillion": "*10^12"}
@@ -38,7 +54,9 @@ _TOO_LARGE = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]+")
 
 
 def deepscaler(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
-    """Return 1 if the last box after the thought equals the label; 0 without a box or a mark before the answer."""
+    """Return 1 if the last box after the thought equals the label; 0 without a box or a mark before
+    the answer.
+    """
     if END_OF_THOUGHT in response:
         answer = last_boxed(answer_after_thinking(response))
     elif RESPONSE_MARK in response:
@@ -48,8 +66,12 @@ def deepscaler(response: str, label: str | None, metadata: Mapping[str, Any]) ->
     return answer_equals(answer, label, metadata)
 
 
-def answer_equals(answer: str | None, label: str | None, metadata: Mapping[str, Any] | None = None) -> float:
-    r"""Return 1 if an extracted answer equals the label; a ``\boxed{...}`` around the label is removed."""
+def answer_equals(
+    answer: str | None, label: str | None, metadata: Mapping[str, Any] | None = None
+) -> float:
+    r"""Return 1 if an extracted answer equals the label; a ``\boxed{...}`` around the label is
+    removed.
+    """
     truth = last_boxed(label) if label is not None and "\\boxed" in label else label
     if answer is None or not truth:
         return 0.0
@@ -59,7 +81,8 @@ def answer_equals(answer: str | None, label: str | None, metadata: Mapping[str, 
 def plain_form(answer: str) -> str:
     r"""Return the normal form in which the MATH data set (arXiv 2103.03874) compares answers.
 
-    An answer with more than one ``\text{ ...}`` is not changed: the data set's own code raises an error there.
+    An answer with more than one ``\text{ ...}`` is not changed: the data set's own code raises an
+    error there.
     """
     answer = answer.strip()
     if wrapped := _TEXT.match(answer):
@@ -91,7 +114,9 @@ def plain_form(answer: str) -> str:
 
 
 def equal_by_sympy(answer: str, truth: str) -> bool:
-    """Whether both are equal without units and formatting; tuples and intervals are compared by element."""
+    """Whether both are equal without units and formatting; tuples and intervals are compared by
+    element.
+    """
     wanted, given = _expression(truth), _expression(answer)
     if wanted == given:
         return True
@@ -130,7 +155,9 @@ def _expression(text: str) -> str:
 def _from_latex(text: str) -> str:
     from pylatexenc.latex2text import LatexNodes2Text
 
-    text = text.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")
+    text = (
+        text.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")
+    )
     try:
         text = LatexNodes2Text().latex_to_text(text)
     except Exception:  # pylatexenc raises many types on invalid LaTeX
@@ -174,7 +201,9 @@ def _same_part(wanted: str, given: str) -> bool:
 
 def _difference_is_zero(wanted: str, given: str) -> bool:
     text = f"({wanted})-({given})"
-    letters = {letter for letter in text.replace("sqrt", "").replace("frac", "") if letter.isalpha()}
+    letters = {
+        letter for letter in text.replace("sqrt", "").replace("frac", "") if letter.isalpha()
+    }
     if len(letters) > 2 or _TOO_LARGE.search(text):
         return False  # words instead of an expression, or nested powers
     try:
@@ -190,6 +219,9 @@ def _simplified(text: str) -> object:
     names = {name: value for name, value in vars(sympy).items() if not name.startswith("_")}
     steps = (*parser.standard_transformations, parser.implicit_multiplication_application)
     found = parser.parse_expr(
-        text.replace("^", "**"), local_dict={}, global_dict={**names, "__builtins__": {}}, transformations=steps
+        text.replace("^", "**"),
+        local_dict={},
+        global_dict={**names, "__builtins__": {}},
+        transformations=steps,
     )
     return sympy.simplify(found)

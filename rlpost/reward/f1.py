@@ -1,8 +1,8 @@
 """The reward ``f1``: the F1 score of the words of response and label, as SQuAD defines it.
 
-Input: a response and a label. Output: the harmonic mean of precision and recall over words, 0 to 1. Case, punctuation
-and articles are ignored (arXiv 1606.05250). ``yes``, ``no`` and ``noanswer`` must match exactly, as in HotpotQA
-(arXiv 1809.09600).
+Input: a response and a label. Output: the harmonic mean of precision and recall over words, 0 to 1.
+Case, punctuation and articles are ignored (arXiv 1606.05250). ``yes``, ``no`` and ``noanswer`` must
+match exactly, as in HotpotQA (arXiv 1809.09600).
 """
 
 from __future__ import annotations

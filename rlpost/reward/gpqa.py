@@ -1,7 +1,8 @@
 r"""The reward ``gpqa``: grade a multiple-choice answer by its letter, or by the text of the choice.
 
-Input: a response; a label that is a letter, a position (0 is A) or the text of a choice; and metadata as in slime:
-``choices`` (list or object), ``valid_letters``, ``correct_letter``, ``correct_answer``. Output: 1 or 0.
+Input: a response; a label that is a letter, a position (0 is A) or the text of a choice; and
+metadata as in slime: ``choices`` (list or object), ``valid_letters``, ``correct_letter``,
+``correct_answer``. Output: 1 or 0.
 
 The chosen letter is the last one of the first of these kinds that occurs:
 
@@ -23,13 +24,18 @@ from rlpost.reward.answers import answer_after_thinking
 
 LETTERS = string.ascii_uppercase[:10]
 
-_CLEAR = r"([A-Z]\b|[a-z](?=[\s.)\]},;:*$]*(?:\n|$)))"  # a capital, or a small letter with nothing behind it
+# a capital, or a small letter with nothing behind it
+_CLEAR = r"([A-Z]\b|[a-z](?=[\s.)\]},;:*$]*(?:\n|$)))"
 _AROUND = r"[\s:=\-*_(\[{\"'$\\]{0,12}"
-_COMMANDS = r"(?:(?:boxed|text|textbf|mathrm|mathbf|option|choice|letter|the)\b" + _AROUND + "){0,4}"
+_COMMANDS = (
+    r"(?:(?:boxed|text|textbf|mathrm|mathbf|option|choice|letter|the)\b" + _AROUND + "){0,4}"
+)
 _IS = rf"\b{_AROUND}(?:(?i:is|would be|should be|must be)\b)?"
 _BEHIND = rf"{_AROUND}(?i:{_COMMANDS}){_CLEAR}"
 _NAMED = re.compile(rf"(?:\b(?i:answer){_IS}|\\boxed\b){_BEHIND}")
-_CALLED_CORRECT = re.compile(r"\b([A-Z])\b\W{0,4}\s{0,4}is\s{1,4}(?:the\s{1,4})?(?:correct|right)", re.IGNORECASE)
+_CALLED_CORRECT = re.compile(
+    r"\b([A-Z])\b\W{0,4}\s{0,4}is\s{1,4}(?:the\s{1,4})?(?:correct|right)", re.IGNORECASE
+)
 _OPTION = re.compile(rf"\b(?i:option|choice){_IS}{_BEHIND}")
 _ALONE = re.compile(r"\b(?!I['\u2019 ][a-z])([A-Z])\b")
 
@@ -37,7 +43,8 @@ _ALONE = re.compile(r"\b(?!I['\u2019 ][a-z])([A-Z])\b")
 def gpqa(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
     """Return 1 if the response chooses the right letter, else 0.
 
-    Without two letters to compare, the response is right if it contains the text of the right choice.
+    Without two letters to compare, the response is right if it contains the text of the right
+    choice.
 
     Raises:
         DataError: ``choices`` or ``valid_letters`` in the metadata is not a list.
@@ -62,7 +69,9 @@ def _listed(metadata: Mapping[str, Any], key: str) -> list[str]:
     """Return the entries of a list, or the values of an object, as strings."""
     given = metadata.get(key) or ()
     if not isinstance(given, Iterable):
-        raise DataError(f"gpqa: {key!r} in the metadata is {given!r}; it must be a list or an object")
+        raise DataError(
+            f"gpqa: {key!r} in the metadata is {given!r}; it must be a list or an object"
+        )
     entries = given.values() if isinstance(given, Mapping) else given
     return [str(entry) for entry in entries]
 

@@ -1,10 +1,11 @@
 """Grade the responses to a prompt: the single interface between generation and all rewards.
 
-Input: a prompt and its samples. Output: one reward or None for each sample, in order, and counts of failed gradings.
+Input: a prompt and its samples. Output: one reward or None for each sample, in order, and counts of
+failed gradings.
 
-An answer that makes its grading fail is a wrong answer. If the grading was lost (its process was killed, the reward
-server is down) the sample has no reward, because a 0 would bias the baseline. Neither stalls or ends the rollout. Only
-a reward that fails on every answer ends it.
+An answer that makes its grading fail is a wrong answer. If the grading was lost (its process was
+killed, the reward server is down) the sample has no reward, because a 0 would bias the baseline.
+Neither stalls or ends the rollout. Only a reward that fails on every answer ends it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ from rlpost.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
-TIMEOUTS, ERRORS, LOST = COUNTED = "rollout/reward_timeouts", "rollout/reward_errors", "rollout/reward_lost"
+TIMEOUTS, ERRORS, LOST = COUNTED = (
+    "rollout/reward_timeouts",
+    "rollout/reward_errors",
+    "rollout/reward_lost",
+)
 FAILURE = 0.0  # the reward of an answer that makes its grading fail
 MAX_FAILURES_IN_A_ROW = 64
 
@@ -40,7 +45,8 @@ class Grader(Protocol):
     """Scores samples."""
 
     async def grade(self, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
-        """Return one reward for each sample, in order; None if its grading was lost. Calls may be concurrent.
+        """Return one reward for each sample, in order; None if its grading was lost. Calls may be
+        concurrent.
 
         Raises:
             RolloutError: the reward fails on every answer, or its server refuses the request.
@@ -48,7 +54,9 @@ class Grader(Protocol):
         """
 
     def counters(self) -> Mapping[str, float]:
-        """Return the counts since the last call, by metric name, such as ``rollout/reward_timeouts``."""
+        """Return the counts since the last call, by metric name, such as
+        ``rollout/reward_timeouts``.
+        """
 
     async def close(self) -> None:
         """End the grader's processes and connections."""
@@ -62,7 +70,9 @@ class InlineGrader:
 
     async def grade(self, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
         """See ``Grader``."""
-        return [float(self._score(sample.text, prompt.label, prompt.metadata)) for sample in samples]
+        return [
+            float(self._score(sample.text, prompt.label, prompt.metadata)) for sample in samples
+        ]
 
     def counters(self) -> Mapping[str, float]:
         """There are no counts: a failure raises an error."""
@@ -73,12 +83,16 @@ class InlineGrader:
 
 
 class RewardGrader:
-    """Any reward of the settings; ``rm_type`` in a prompt's metadata overrides that of the settings."""
+    """Any reward of the settings; ``rm_type`` in a prompt's metadata overrides that of the
+    settings.
+    """
 
     def __init__(self, config: Config) -> None:
         self._settings = settings = config.rollout
         self._pool = Pool(
-            num_workers=settings.reward_workers, timeout_s=settings.reward_timeout_s, settings=settings_of(config)
+            num_workers=settings.reward_workers,
+            timeout_s=settings.reward_timeout_s,
+            settings=settings_of(config),
         )
         self._remote = RemoteReward(settings.rm_url or "", deadline_s=settings.rm_url_timeout_s)
         self._counts: Counter[str] = Counter()
@@ -92,13 +106,17 @@ class RewardGrader:
         if settings.custom_rm_path is not None:
             return await self._each(("custom", settings.custom_rm_path), prompt, samples)
         if name == REMOTE:
-            return await asyncio.gather(*(self._remote_reward(prompt, sample) for sample in samples))
+            return await asyncio.gather(
+                *(self._remote_reward(prompt, sample) for sample in samples)
+            )
         if is_isolated(name):
             return await self._each(("rm", name), prompt, samples)
         return await InlineGrader(reward_function(name)).grade(prompt, samples)
 
     def counters(self) -> Mapping[str, float]:
-        """Return ``rollout/reward_timeouts``, ``rollout/reward_errors`` and ``rollout/reward_lost``, in samples."""
+        """Return ``rollout/reward_timeouts``, ``rollout/reward_errors`` and
+        ``rollout/reward_lost``, in samples.
+        """
         found = {name: float(self._counts[name]) for name in COUNTED}
         self._counts.clear()
         return found
@@ -120,7 +138,9 @@ class RewardGrader:
             elif self._settings.rm_url is None:
                 raise ConfigError(f"{REMOTE} needs --rm-url")
         except ConfigError as error:
-            raise DataError(f"prompt {prompt.prompt_id}: 'rm_type' in its metadata: {error}") from error
+            raise DataError(
+                f"prompt {prompt.prompt_id}: 'rm_type' in its metadata: {error}"
+            ) from error
         return name
 
     async def _remote_reward(self, prompt: Prompt, sample: Sample) -> float | None:
@@ -135,7 +155,9 @@ class RewardGrader:
 
     async def _each(self, what: What, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
         """Grade each sample separately, so that a failure affects only that sample."""
-        scored = await asyncio.gather(*(self._isolated(what, prompt, [sample]) for sample in samples))
+        scored = await asyncio.gather(
+            *(self._isolated(what, prompt, [sample]) for sample in samples)
+        )
         return [reward for rewards in scored for reward in rewards]
 
     async def _isolated(self, what: What, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
@@ -153,17 +175,29 @@ class RewardGrader:
             return rewards
         return [FAILURE] * len(samples)
 
-    def _failed(self, metric: str, prompt: Prompt, samples: Sequence[Sample], failure: Exception) -> None:
+    def _failed(
+        self, metric: str, prompt: Prompt, samples: Sequence[Sample], failure: Exception
+    ) -> None:
         """Count and log a failed grading; raise an error after too many in a row."""
         self._counts[metric] += len(samples)
         self._failures_in_a_row += 1
         end = samples[0].text[-200:]
         reward = "left out" if metric == LOST else f"reward {FAILURE:g}"
-        logger.warning("prompt %d: %s: %s; the answer ends in %r", prompt.prompt_id, reward, failure, end)
+        logger.warning(
+            "prompt %d: %s: %s; the answer ends in %r", prompt.prompt_id, reward, failure, end
+        )
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
-            cause = "what it depends on is unavailable" if metric == LOST else "the reward itself is wrong"
+            cause = (
+                "what it depends on is unavailable"
+                if metric == LOST
+                else "the reward itself is wrong"
+            )
             message = f"{self._failures_in_a_row} consecutive gradings failed: {cause}; the last one: {failure}"
-            raise ConfigError(message) if isinstance(failure, WrongFunction) else RolloutError(message)
+            raise (
+                ConfigError(message)
+                if isinstance(failure, WrongFunction)
+                else RolloutError(message)
+            )
 
 
 def make_grader(config: Config) -> Grader:
@@ -199,4 +233,6 @@ def check_reward(settings: RolloutConfig) -> None:
     if settings.rm_type != REMOTE:
         is_isolated(settings.rm_type)
     elif settings.rm_url is None:
-        raise ConfigError(f"--rm-type {REMOTE} needs the address of the reward model; add --rm-url http://HOST:PORT")
+        raise ConfigError(
+            f"--rm-type {REMOTE} needs the address of the reward model; add --rm-url http://HOST:PORT"
+        )

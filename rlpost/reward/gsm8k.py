@@ -1,11 +1,11 @@
 r"""The reward ``gsm8k``: the last number of a response equals the number of the label.
 
-Input: a response, and a label that is a number or a worked solution that ends in ``#### 42``, as in the data set
-(arXiv 2110.14168). Output: 1 or 0.
+Input: a response, and a label that is a number or a worked solution that ends in ``#### 42``, as in
+the data set (arXiv 2110.14168). Output: 1 or 0.
 
-The number of a response follows its last ``####``, else is in its last ``\boxed{}``, else is its last number.
-Numbers are compared by value, without units and thousands separators. A quotient is one number (``41/42`` is not 42).
-Digits with commas at other places (``2,1259``) are not a number.
+The number of a response follows its last ``####``, else is in its last ``\boxed{}``, else is its
+last number. Numbers are compared by value, without units and thousands separators. A quotient is
+one number (``41/42`` is not 42). Digits with commas at other places (``2,1259``) are not a number.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def _last(text: str) -> Fraction | None:
 
 
 def _numbers(text: str) -> list[str]:
-    """Return the numbers of a text in order, with their commas; a quotient of numbers is one number."""
+    """Return the numbers of a text in order, with their commas; a quotient of numbers is one
+    number.
+    """
     text = _DASH.sub("-", _GAP.sub(r"\1", text.replace("\\$", "$")))
     text = _FRACTION.sub(r"\1/\2", text)
     found = _NUMBER.findall(re.sub(r"(?:(?<=^)|(?<=[\s(=$:]))- (?=\$?\d)", "-", text))
@@ -70,7 +72,9 @@ def _numbers(text: str) -> list[str]:
 
 def _value(number: str) -> Fraction | None:
     """Return the value of a number, or None if it has none: ``2,1259``, ``1/0``, ``8/4/2``."""
-    numerator, *denominators = (_decimal(part.strip()) for part in number.replace("$", "").split("/"))
+    numerator, *denominators = (
+        _decimal(part.strip()) for part in number.replace("$", "").split("/")
+    )
     if not denominators or numerator is None:
         return numerator
     if len(denominators) > 1 or not denominators[0]:

@@ -1,11 +1,12 @@
 """The reward ``ifeval``: the response follows all format instructions of its prompt.
 
-Input: a response and, in the metadata, ``instruction_id_list`` and ``kwargs`` as in IFEval's data set
-(arXiv 2311.07911): names such as ``punctuation:no_comma`` and the arguments of each. Output: 1 if all are followed,
-else 0. The conditions are IFEval's strict ones; sentences are counted by their end marks (IFEval uses nltk).
+Input: a response and, in the metadata, ``instruction_id_list`` and ``kwargs`` as in IFEval's data
+set (arXiv 2311.07911): names such as ``punctuation:no_comma`` and the arguments of each. Output: 1
+if all are followed, else 0. The conditions are IFEval's strict ones; sentences are counted by their
+end marks (IFEval uses nltk).
 
-Call it only in a process with a time limit (``rlpost.reward.pool``), because it matches patterns from the data against
-the model's output.
+Call it only in a process with a time limit (``rlpost.reward.pool``), because it matches patterns
+from the data against the model's output.
 """
 
 from __future__ import annotations
@@ -70,11 +71,15 @@ def _compare(count: int, relation: str, wanted: int) -> bool:
         return count == wanted
     if relation == "at least":
         return count >= wanted
-    raise DataError(f"ifeval: relation {relation!r}; it must be 'less than', 'at least', 'at most' or 'exactly'")
+    raise DataError(
+        f"ifeval: relation {relation!r}; it must be 'less than', 'at least', 'at most' or 'exactly'"
+    )
 
 
 def _pattern(word: str) -> str:
-    """Return a keyword as a pattern, as IFEval does; an invalid pattern, such as C++, is matched literally."""
+    """Return a keyword as a pattern, as IFEval does; an invalid pattern, such as C++, is matched
+    literally.
+    """
     try:
         re.compile(word)
     except re.error:
@@ -87,14 +92,20 @@ def _keywords(text: str, keywords: Sequence[str]) -> bool:
 
 
 def _keyword_frequency(text: str, keyword: str, frequency: int, relation: str = "at least") -> bool:
-    return _compare(len(re.findall(_pattern(keyword.strip()), text, re.IGNORECASE)), relation, frequency)
+    return _compare(
+        len(re.findall(_pattern(keyword.strip()), text, re.IGNORECASE)), relation, frequency
+    )
 
 
 def _forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
-    return not any(re.search(rf"\b{_pattern(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
+    return not any(
+        re.search(rf"\b{_pattern(word)}\b", text, re.IGNORECASE) for word in forbidden_words
+    )
 
 
-def _letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str = "at least") -> bool:
+def _letter_frequency(
+    text: str, letter: str, let_frequency: int, let_relation: str = "at least"
+) -> bool:
     return _compare(text.lower().count(letter.strip().lower()), let_relation, let_frequency)
 
 
@@ -153,7 +164,9 @@ def _placeholders(text: str, num_placeholders: int) -> bool:
 
 def _postscript(text: str, postscript_marker: str = "P.S.") -> bool:
     marker = postscript_marker.strip()
-    pattern = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}.get(marker, re.escape(marker.lower()))
+    pattern = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}.get(
+        marker, re.escape(marker.lower())
+    )
     return re.search(pattern, text.lower()) is not None
 
 
@@ -189,7 +202,9 @@ def _two_responses(text: str) -> bool:
 
 def _capital_words(text: str, capital_frequency: int, capital_relation: str = "at least") -> bool:
     words = re.findall(r"[\w]+(?:[-'][\w]+)*", text)
-    return _compare(Counter(word.isupper() for word in words)[True], capital_relation, capital_frequency)
+    return _compare(
+        Counter(word.isupper() for word in words)[True], capital_relation, capital_frequency
+    )
 
 
 def _quotation(text: str) -> bool:
@@ -210,11 +225,15 @@ CHECKS: dict[str, Check] = {
     "detectable_content:number_placeholders": _placeholders,
     "detectable_content:postscript": _postscript,
     "detectable_format:number_bullet_lists": _bullets,
-    "detectable_format:constrained_response": lambda text: any(answer in text for answer in FIXED_ANSWERS),
+    "detectable_format:constrained_response": lambda text: any(
+        answer in text for answer in FIXED_ANSWERS
+    ),
     "detectable_format:number_highlighted_sections": _highlights,
     "detectable_format:multiple_sections": _sections,
     "detectable_format:json_format": _json,
-    "detectable_format:title": lambda text: any(title.strip("<>").strip() for title in re.findall(r"<<[^\n]+>>", text)),
+    "detectable_format:title": lambda text: any(
+        title.strip("<>").strip() for title in re.findall(r"<<[^\n]+>>", text)
+    ),
     "combination:two_responses": _two_responses,
     "combination:repeat_prompt": lambda text, prompt_to_repeat: (
         text.strip().lower().startswith(prompt_to_repeat.strip().lower())

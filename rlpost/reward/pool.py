@@ -1,10 +1,12 @@
 """A pool of grading processes; a process that times out or crashes is replaced.
 
-Input: a function, a prompt, its samples. Output: rewards, or an error: ``GradingTimeout`` or ``GradingFailed`` if the
-answer may be the cause, ``GradingLost`` if it is not, ``ConfigError`` if the function cannot be loaded.
+Input: a function, a prompt, its samples. Output: rewards, or an error: ``GradingTimeout`` or
+``GradingFailed`` if the answer may be the cause, ``GradingLost`` if it is not, ``ConfigError`` if
+the function cannot be loaded.
 
-Each process runs one grading at a time. The event loop never runs a grading, so no answer can stall it: a thread waits
-for each process. A process is started when a grading finds no idle one, up to the limit.
+Each process runs one grading at a time. The event loop never runs a grading, so no answer can stall
+it: a thread waits for each process. A process is started when a grading finds no idle one, up to
+the limit.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _CLOSED = "the reward's processes have ended"
 GRACE_S = 5.0  # after the limit; the worker's own alarm fires before
 
 _KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
-"""Signals sent from outside: by the kernel when memory runs out, by Slurm, by a user. A crash has another signal."""
+"""Signals sent from outside: by the kernel when memory runs out, by Slurm, by a user. A crash has
+another signal.
+"""
 
 What = tuple[str, str]  # kind and name of a function, see ``worker.scorer``
 
@@ -47,13 +51,17 @@ class GradingFailed(Exception):
 
 
 class WrongFunction(GradingFailed):
-    """A grading raised an error such as TypeError: if every answer causes one, the function is wrong."""
+    """A grading raised an error such as TypeError: if every answer causes one, the function is
+    wrong.
+    """
 
 
 class Pool:
     """Up to ``num_workers`` processes, with ``timeout_s`` for each grading."""
 
-    def __init__(self, *, num_workers: int, timeout_s: float, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, *, num_workers: int, timeout_s: float, settings: Mapping[str, Any] | None = None
+    ) -> None:
         """``settings`` are those of the run, for functions that read them (``worker.scorer``)."""
         self._timeout_s = timeout_s
         self._settings = dict(settings or {})
@@ -68,9 +76,8 @@ class Pool:
 
         If the caller is cancelled, the grading goes on until it ends or reaches the time limit.
 
-        Raises:
-            GradingTimeout, GradingFailed, GradingLost: see their definitions.
-            ConfigError: the function cannot be imported or called, or --reward-key does not match its result.
+        Raises: GradingTimeout, GradingFailed, GradingLost: see their definitions. ConfigError: the
+            function cannot be imported or called, or --reward-key does not match its result.
             RolloutError: the function cannot be loaded for another reason.
         """
         loop = asyncio.get_running_loop()
@@ -135,7 +142,8 @@ class _Worker:
             [sys.executable, "-m", "rlpost.reward.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            process_group=0,  # includes the processes that a reward function starts, such as a program under test
+            # includes the processes that a reward function starts, such as a program under test
+            process_group=0,
             env=without_keys(os.environ) | {"PYTHONPATH": python_path},
         )
         assert self._process.stdin is not None
@@ -161,11 +169,15 @@ class _Worker:
             raise ConfigError(message) if answer["blame"] else RolloutError(message)
         self._loaded.add(what)
 
-    def ask(self, what: What, timeout_s: float, prompt: Prompt | None, samples: Sequence[Sample]) -> dict[str, Any]:
+    def ask(
+        self, what: What, timeout_s: float, prompt: Prompt | None, samples: Sequence[Sample]
+    ) -> dict[str, Any]:
         """Send one request and return the answer; without samples the function is only loaded."""
         assert self._process.stdin is not None and self._process.stdout is not None
         # Routes are most of a sample's bytes, and no reward reads them.
-        sent = tuple(sample if sample.routes is None else replace(sample, routes=None) for sample in samples)
+        sent = tuple(
+            sample if sample.routes is None else replace(sample, routes=None) for sample in samples
+        )
         request = pickle.dumps((what, timeout_s, prompt, sent))
         too_late = threading.Event()
 
@@ -189,7 +201,9 @@ class _Worker:
         if too_late.is_set() or code == -signal.SIGALRM:
             raise GradingTimeout(f"{what[1]}: longer than {timeout_s:g} s")
         if -code in _KILLED:
-            raise GradingLost(f"{what[1]}: the grading process was killed by {signal.Signals(-code).name}")
+            raise GradingLost(
+                f"{what[1]}: the grading process was killed by {signal.Signals(-code).name}"
+            )
         raise GradingFailed(f"{what[1]}: the grading process ended with exit status {code}")
 
     def end(self) -> None:

@@ -27,7 +27,9 @@ from rlpost.reward.mathverify import boxed_math, math
 RewardFunction = Callable[[str, str | None, Mapping[str, Any]], float]
 
 BOXED = "boxed_"
-REMOTE = "remote_rm"  # computed by a server (``rlpost.reward.remote``), so only its name is known here
+REMOTE = (
+    "remote_rm"  # computed by a server (``rlpost.reward.remote``), so only its name is known here
+)
 
 _coin = random.Random()  # a separate generator, because the global one may be seeded
 
@@ -42,7 +44,9 @@ class Reward:
 
 
 def exact_match(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
-    """Return 1 if the answer is the label, ignoring leading and trailing white space; else 0, also without a label."""
+    """Return 1 if the answer is the label, ignoring leading and trailing white space; else 0, also
+    without a label.
+    """
     return float(label is not None and response.strip() == label.strip())
 
 
@@ -95,5 +99,7 @@ def _named(name: str) -> Reward:
     if plain not in REWARDS:
         known = ", ".join([*sorted(REWARDS), REMOTE])
         near = suggestion(plain, [*REWARDS, REMOTE])
-        raise ConfigError(f"--rm-type {name}: no such reward{near}; known: {known}, each also with the prefix {BOXED}")
+        raise ConfigError(
+            f"--rm-type {name}: no such reward{near}; known: {known}, each also with the prefix {BOXED}"
+        )
     return REWARDS[plain]

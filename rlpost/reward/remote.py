@@ -2,9 +2,9 @@
 
 Input: a URL, a prompt and a sample. Output: the reward.
 
-The request is ``{"prompt", "response", "label", "metadata"}`` as JSON. The response is a number, or an object with a
-number under ``reward`` or ``score``. A request is retried until the deadline if the server does not respond, is busy
-(429) or fails (5xx).
+The request is ``{"prompt", "response", "label", "metadata"}`` as JSON. The response is a number, or
+an object with a number under ``reward`` or ``score``. A request is retried until the deadline if
+the server does not respond, is busy (429) or fails (5xx).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class RemoteReward:
     async def score(self, prompt: Prompt, sample: Sample) -> float:
         """Return the reward of a sample.
 
-        Raises:
-            GradingLost: the server did not respond in time, or was busy or failed at every attempt.
-            RolloutError: the server refused the request or did not return a number, so a retry cannot help.
+        Raises: GradingLost: the server did not respond in time, or was busy or failed at every
+            attempt. RolloutError: the server refused the request or did not return a number, so a
+            retry cannot help.
         """
         async with self._slots:
             return await self._score(prompt, sample)
@@ -68,7 +68,12 @@ class RemoteReward:
                     reward, failure = await self._post(body)
                     if reward is not None:
                         return reward
-                    logger.debug("--rm-url %s %s; %.0f s left", self._url, failure, deadline - time.monotonic())
+                    logger.debug(
+                        "--rm-url %s %s; %.0f s left",
+                        self._url,
+                        failure,
+                        deadline - time.monotonic(),
+                    )
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         except TimeoutError:
@@ -82,14 +87,19 @@ class RemoteReward:
             await self._session.close()
 
     async def _post(self, body: dict[str, Any]) -> tuple[float | None, str]:
-        """Return (reward, "") or (None, reason to retry). Raises RolloutError if a retry cannot help."""
+        """Return (reward, "") or (None, reason to retry).
+
+        Raises RolloutError if a retry cannot help.
+        """
         import aiohttp
 
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS),
                 timeout=aiohttp.ClientTimeout(total=None),
-                json_serialize=lambda body: json.dumps(body, default=str),  # metadata from Parquet may hold dates
+                json_serialize=lambda body: json.dumps(
+                    body, default=str
+                ),  # metadata from Parquet may hold dates
             )
         try:
             async with self._session.post(self._url, json=body) as response:
@@ -97,10 +107,14 @@ class RemoteReward:
                     return None, f"answered {response.status}"
                 text = (await response.read()).decode(errors="replace")
                 if response.status != 200:
-                    raise RolloutError(f"--rm-url {self._url} answered {response.status}: {text[:500]}")
+                    raise RolloutError(
+                        f"--rm-url {self._url} answered {response.status}: {text[:500]}"
+                    )
                 return self._number(text), ""
         except aiohttp.InvalidURL as error:
-            raise RolloutError(f"--rm-url {self._url}: not a URL; give http://HOST:PORT/PATH") from error
+            raise RolloutError(
+                f"--rm-url {self._url}: not a URL; give http://HOST:PORT/PATH"
+            ) from error
         except aiohttp.ClientError as error:
             return None, f"does not answer ({error or type(error).__name__})"
 

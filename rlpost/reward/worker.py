@@ -1,11 +1,11 @@
 """A grading process, which isolates functions that may hang or crash.
 
-Input: pickled requests on standard input, each after its length. Output: one line of JSON for each on the original
-standard output.
+Input: pickled requests on standard input, each after its length. Output: one line of JSON for each
+on the original standard output.
 
-The first request for a function loads it without samples, so that imports do not count as grading time. Each grading
-has a time limit enforced by the kernel: SIGALRM ends the process in any state, also when its parent has ended. The
-worker ends at the end of its input.
+The first request for a function loads it without samples, so that imports do not count as grading
+time. Each grading has a time limit enforced by the kernel: SIGALRM ends the process in any state,
+also when its parent has ended. The worker ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -35,20 +35,28 @@ from rlpost.types import Prompt, Sample
 
 LENGTH = struct.Struct(">Q")
 MAX_MEMORY = 4 << 30  # bytes of address space for a reward by name; a user's function may need more
-LIBRARIES = {"deepscaler": ("sympy", "pylatexenc.latex2text"), "math": ("math_verify",), "ifeval": ("langdetect",)}
+LIBRARIES = {
+    "deepscaler": ("sympy", "pylatexenc.latex2text"),
+    "math": ("math_verify",),
+    "ifeval": ("langdetect",),
+}
 
 _LOST_CONNECTION = (ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError)
 """Not BrokenPipeError: a program under test that does not read its input causes it."""
 _LONGEST_CHAIN = 20  # causes of one error
-_loop = asyncio.Runner()  # shared by all calls, so that a function can keep an HTTP session open between them
+_loop = (
+    asyncio.Runner()
+)  # shared by all calls, so that a function can keep an HTTP session open between them
 
 Score = Callable[[Prompt, Sequence[Sample]], list[float]]
 
 
 def scorer(kind: str, name: str, settings: Mapping[str, Any]) -> Score:
-    """Load a function by kind: ``rm`` (a reward by name), ``custom`` (a user's, for one sample) or ``group``.
+    """Load a function by kind: ``rm`` (a reward by name), ``custom`` (a user's, for one sample) or
+    ``group``.
 
-    ``settings`` are those of the run (``rlpost.compat.slime.arguments.settings_of``), for slime functions.
+    ``settings`` are those of the run (``rlpost.compat.slime.arguments.settings_of``), for slime
+    functions.
 
     Raises:
         ConfigError: there is no such function, or it cannot be imported.
@@ -60,7 +68,9 @@ def scorer(kind: str, name: str, settings: Mapping[str, Any]) -> Score:
         score = reward_function(name)
 
         def by_name(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
-            return [_number(score(sample.text, prompt.label, prompt.metadata)) for sample in samples]
+            return [
+                _number(score(sample.text, prompt.label, prompt.metadata)) for sample in samples
+            ]
 
         return by_name
     function = load_function(name, key="--custom-rm-path")
@@ -106,7 +116,9 @@ def main() -> None:
     os.dup2(2, 1)  # output of reward functions goes to the log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # suppress the warning that its own alarms are off
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # suppress the warning that its own alarms are off
     loaded: dict[tuple[str, str], Score] = {}
     settings = _read(sys.stdin.buffer) or {}
     while (request := _read(sys.stdin.buffer)) is not None:
@@ -116,19 +128,25 @@ def main() -> None:
             if what not in loaded:
                 loaded[what] = scorer(what[0], what[1], settings)
             answer: dict[str, Any] = {"rewards": loaded[what](prompt, samples) if samples else []}
-        except Exception as error:  # a user's function, or sympy on adversarial text, may raise any type
+        except (
+            Exception
+        ) as error:  # a user's function, or sympy on adversarial text, may raise any type
             answer = {"error": f"{type(error).__name__}: {error}"[:2000], "lost": _is_lost(error)}
             answer["blame"] = _blame(error)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         if what[0] == "rm" and not samples:
-            resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+            resource.setrlimit(
+                resource.RLIMIT_AS, (MAX_MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1])
+            )
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 
 def _blame(error: Exception) -> str | None:
-    """Return ``settings`` for an error that no answer can cause, ``function`` for one that the function may cause."""
+    """Return ``settings`` for an error that no answer can cause, ``function`` for one that the
+    function may cause.
+    """
     if isinstance(error, ImportError | ConfigError):
         return "settings"
     return "function" if isinstance(error, WRONG_CODE) else None
@@ -137,7 +155,8 @@ def _blame(error: Exception) -> str | None:
 def _is_lost(error: BaseException) -> bool:
     """Whether a function failed because a dependency is unavailable.
 
-    Either it raised GradingLost, or a connection failed, which HTTP libraries wrap in their own errors as the cause.
+    Either it raised GradingLost, or a connection failed, which HTTP libraries wrap in their own
+    errors as the cause.
     """
     found: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):

@@ -1,9 +1,11 @@
 """Parsing of an engine's answers: the JSON of SGLang's ``POST /generate`` into columns. Pure.
 
-Input: the body of a response. Output: an ``Answer`` with one token id and log-prob per generated token.
+Input: the body of a response. Output: an ``Answer`` with one token id and log-prob per generated
+token.
 
-An answer of n tokens is about 45 n bytes of JSON, most of it ``output_token_logprobs``: n lists [log-prob, id, text].
-These are read as one flat list of numbers, because n lists would be n objects for Python's garbage collector.
+An answer of n tokens is about 45 n bytes of JSON, most of it ``output_token_logprobs``: n lists
+[log-prob, id, text]. These are read as one flat list of numbers, because n lists would be n objects
+for Python's garbage collector.
 """
 
 from __future__ import annotations
@@ -83,19 +85,27 @@ def _routes(meta: dict[str, Any], form: RouteFormat | None) -> RouteColumn | Non
 def version_spans(meta: Mapping[str, Any], length: int) -> tuple[tuple[int, int], ...]:
     """Return (version, number of tokens) for each span of one response, in order.
 
-    SGLang 0.5.19 and later report ``weight_versions``; before that, the engine's version at the end counts.
+    SGLang 0.5.19 and later report ``weight_versions``; before that, the engine's version at the end
+    counts.
 
     Raises:
         RolloutError: a version is not an integer, so it was not set by rlpost.
     """
     if not length:
         return ()
-    reported = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": length}]
+    reported = meta.get("weight_versions") or [
+        {"version": meta["weight_version"], "start": 0, "end": length}
+    ]
     for span in reported:
         if not str(span["version"]).isdecimal():
-            raise RolloutError(f"an engine generates with weights of version {span['version']!r}; an integer is needed")
+            raise RolloutError(
+                f"an engine generates with weights of version {span['version']!r}; an integer is needed"
+            )
     ends = [*(min(span["end"], length) for span in reported[:-1]), length]
-    return tuple((int(span["version"]), end - span["start"]) for span, end in zip(reported, ends, strict=True))
+    return tuple(
+        (int(span["version"]), end - span["start"])
+        for span, end in zip(reported, ends, strict=True)
+    )
 
 
 def _parsed(body: bytes) -> tuple[Any, FloatColumn | None]:
@@ -105,9 +115,15 @@ def _parsed(body: bytes) -> tuple[Any, FloatColumn | None]:
     if start < len(_LOGPROBS) or end < 0:
         return orjson.loads(body), None
     try:
-        values = orjson.loads(b"[%b]" % body[start:end].replace(_BETWEEN, b",").removesuffix(_AT_END))
-        pairs = np.array(values, dtype=np.float64).reshape(-1, 2)  # exact: float32 numbers, and ids below 2**53
+        values = orjson.loads(
+            b"[%b]" % body[start:end].replace(_BETWEEN, b",").removesuffix(_AT_END)
+        )
+        pairs = np.array(values, dtype=np.float64).reshape(
+            -1, 2
+        )  # exact: float32 numbers, and ids below 2**53
     except (ValueError, TypeError):  # with blanks, or texts of tokens
         return orjson.loads(body), None
     # A missing log-prob reads as nan; the others round to the engine's float32 values.
-    return orjson.loads(body[: start - 1] + body[end + 1 :]), FloatColumn.view(pairs[:, 0].astype(np.float32))
+    return orjson.loads(body[: start - 1] + body[end + 1 :]), FloatColumn.view(
+        pairs[:, 0].astype(np.float32)
+    )

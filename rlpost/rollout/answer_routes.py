@@ -1,7 +1,7 @@
 """The routes of one answer, collected over its requests.
 
-Input: the routes in each response of an engine (``rollout.routes``). Output: those under which the log-probs of the
-answer were computed.
+Input: the routes in each response of an engine (``rollout.routes``). Output: those under which the
+log-probs of the answer were computed.
 
 An engine returns the routes of its whole input and output each time, as computed last. After a
 weight update, these are no longer the routes under which the old weights generated tokens. So the
@@ -33,8 +33,12 @@ from rlpost.rollout.routes import ROUTES_FROM, RouteFormat
 class AnswerRoutes:
     """The routes of an answer in progress, from its first token on; see the module."""
 
-    def __init__(self, form: RouteFormat, so_far: RouteColumn | None = None, *, num_read: int = 0) -> None:
-        """``so_far`` are the routes of a partial answer, of which engines have read ``num_read`` tokens."""
+    def __init__(
+        self, form: RouteFormat, so_far: RouteColumn | None = None, *, num_read: int = 0
+    ) -> None:
+        """``so_far`` are the routes of a partial answer, of which engines have read ``num_read``
+        tokens.
+        """
         self.format = form
         self._column = form.unknown(0) if so_far is None else so_far
         self._inserted: list[range] = []  # positions of tokens that no model generated
@@ -51,10 +55,10 @@ class AnswerRoutes:
     def add(self, answer: Answer, *, num_read: int) -> None:
         """Add the routes of a response.
 
-        ``num_read`` is the number of tokens that the engine had read at its end: all of prompt and answer so far
-        except the last. In a response with tokens of two versions, the engine has read the first
-        tokens again with the second weights. Their original routes are lost, and the trainer routes
-        them.
+        ``num_read`` is the number of tokens that the engine had read at its end: all of prompt and
+        answer so far except the last. In a response with tokens of two versions, the engine has
+        read the first tokens again with the second weights. Their original routes are lost, and the
+        trainer routes them.
 
         Raises:
             RolloutError: there are no routes, or those of another number of tokens.
@@ -82,8 +86,12 @@ class AnswerRoutes:
         spans = answer.version_spans
         recomputed = num_read - spans[-1][1] if len(spans) > 1 else 0
         unknown = [range(start, recomputed), *self._inserted]
-        self._append(_without(routes, [range(each.start - start, each.stop - start) for each in unknown]))
-        self._inserted = [range(num_read, each.stop) for each in self._inserted if each.stop > num_read]
+        self._append(
+            _without(routes, [range(each.start - start, each.stop - start) for each in unknown])
+        )
+        self._inserted = [
+            range(num_read, each.stop) for each in self._inserted if each.stop > num_read
+        ]
 
     def truncate(self, num_tokens: int) -> None:
         """Remove the routes of all tokens after the first ``num_tokens`` of prompt and answer."""
@@ -107,7 +115,9 @@ class Read:
     routes: RouteColumn
 
 
-def routes_of(token_ids: Sequence[int], *, prompt_length: int, read: Iterable[Read], form: RouteFormat) -> RouteColumn:
+def routes_of(
+    token_ids: Sequence[int], *, prompt_length: int, read: Iterable[Read], form: RouteFormat
+) -> RouteColumn:
     """Return the routes of a sequence that a function assembled from several requests.
 
     A token has the routes of the first request that read it after the same prefix. The trainer

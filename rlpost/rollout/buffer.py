@@ -1,20 +1,23 @@
 """The rollout buffer: tracks prompts and groups from fetch to training. Pure.
 
-Input: events (a prompt was fetched; a group finished, was aborted or was trained) and the version of the weights.
-Output: how many groups to start, whether a batch is complete and which groups it holds, and at any moment a ``Backlog``
-from which another buffer resumes.
+Input: events (a prompt was fetched; a group finished, was aborted or was trained) and the version
+of the weights.
+Output: how many groups to start, whether a batch is complete and which groups it holds, and at any
+moment a ``Backlog`` from which another buffer resumes.
 
     fetched -> waiting <-> running -> finished -> in training -> trained
                                |         |
                                +---------+-> filtered
 
-Invariant, asserted by ``Tally``: every fetched prompt is exactly once trained, filtered or still in the buffer.
+Invariant, asserted by ``Tally``: every fetched prompt is exactly once trained, filtered or still in
+the buffer.
 
-There are two modes. With ``max_staleness`` None the buffer generates one batch at a time: it starts ``start_size``
-groups, starts more when filters leave too few, and aborts what still runs when the batch is full. With a number it
-generates continuously: it starts a group as long as every group can still be trained at most that many versions after
-its first token. The number of groups in flight is bounded as in AReaL (arXiv 2505.24298, eq. 3). Groups enter batches
-by their deadlines, so that the bound holds for every token and not only on average.
+There are two modes. With ``max_staleness`` None the buffer generates one batch at a time: it starts
+``start_size`` groups, starts more when filters leave too few, and aborts what still runs when the
+batch is full. With a number it generates continuously: it starts a group as long as every group can
+still be trained at most that many versions after its first token. The number of groups in flight is
+bounded as in AReaL (arXiv 2505.24298, eq. 3). Groups enter batches by their deadlines, so that the
+bound holds for every token and not only on average.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ FILTERED, ABORTED, CONTINUED, WASTED = COUNTED = (
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """``batch_size`` groups per step for ``num_steps`` steps; ``start_size`` groups are started for a batch."""
+    """``batch_size`` groups per step for ``num_steps`` steps; ``start_size`` groups are started for
+    a batch.
+    """
 
     batch_size: int
     start_size: int
@@ -46,7 +51,10 @@ class Rules:
 
 
 class Tally:
-    """Counts and open prompt ids. Ids rise, so a prompt enters once; it leaves once, trained or filtered."""
+    """Counts and open prompt ids.
+
+    Ids rise, so a prompt enters once; it leaves once, trained or filtered.
+    """
 
     def __init__(self, backlog: Backlog) -> None:
         self._open = set(backlog.prompt_ids)
@@ -57,7 +65,9 @@ class Tally:
 
     def fetched(self, prompt_id: int) -> None:
         """Record that the cursor returned a prompt."""
-        assert prompt_id > self.newest_id, f"prompt {prompt_id} after {self.newest_id}: fetched twice"
+        assert prompt_id > self.newest_id, (
+            f"prompt {prompt_id} after {self.newest_id}: fetched twice"
+        )
         self.newest_id = prompt_id
         self._open.add(prompt_id)
         self.num_fetched += 1
@@ -76,12 +86,17 @@ class Tally:
         """Assert that ``held`` are exactly the open prompts, and that the counts add up."""
         held = list(held)
         assert sorted(held) == sorted(self._open), "prompts were lost or are held twice"
-        counts = f"fetched {self.num_fetched}, trained {self.num_trained}, filtered {self.num_filtered}"
-        assert self.num_fetched == self.num_trained + self.num_filtered + len(held), f"{counts}, held {len(held)}"
+        counts = (
+            f"fetched {self.num_fetched}, trained {self.num_trained}, filtered {self.num_filtered}"
+        )
+        assert self.num_fetched == self.num_trained + self.num_filtered + len(held), (
+            f"{counts}, held {len(held)}"
+        )
 
 
 class _Finished:
-    """Complete groups, by prompt id in order of their completion, and by the oldest version of their tokens.
+    """Complete groups, by prompt id in order of their completion, and by the oldest version of
+    their tokens.
 
     The version of a group is computed once, so that no operation on one group is linear in the
     backlog.
@@ -120,7 +135,9 @@ class _Finished:
         return list(itertools.chain.from_iterable(old))
 
     def oldest(self, count: int) -> list[SampleGroup]:
-        """Return ``count`` groups, those of the oldest versions; of one version those that were complete first."""
+        """Return ``count`` groups, those of the oldest versions; of one version those that were
+        complete first.
+        """
         ordered = (self._by_version[version].values() for version in sorted(self._by_version))
         return list(itertools.islice(itertools.chain.from_iterable(ordered), count))
 
@@ -135,14 +152,18 @@ class _Finished:
 
 
 class RolloutBuffer:
-    """See the module. ``step`` counts trained steps; ``version`` is that of the weights in the engines."""
+    """See the module.
+
+    ``step`` counts trained steps; ``version`` is that of the weights in the engines.
+    """
 
     def __init__(self, rules: Rules, backlog: Backlog, *, step: int) -> None:
         self.rules = rules
         self.step = self.version = step
         self.is_open = False  # whether groups may be started
         self._tally = Tally(backlog)
-        # Ordered: groups leave from the front, where a plain dict would pass over all that have left.
+        # Ordered: groups leave from the front, where a plain dict would pass over all that have
+        # left.
         self._waiting = OrderedDict((each.prompt.prompt_id, each) for each in backlog.unfinished)
         self._running: dict[int, Unfinished] = {}
         self._since: dict[int, int] = {}  # version of the first token of each running group
@@ -151,7 +172,9 @@ class RolloutBuffer:
         self._in_training: dict[int, SampleGroup] = {}
         self._counts = defaultdict(float, backlog.counts)  # since the last batch was taken
         self._counts_in_training: Mapping[str, float] = {}
-        self._owed_counts = backlog.counts_in_training  # of the next batch, if it was taken before a crash
+        self._owed_counts = (
+            backlog.counts_in_training
+        )  # of the next batch, if it was taken before a crash
 
     @property
     def waiting(self) -> tuple[Unfinished, ...]:
@@ -180,7 +203,9 @@ class RolloutBuffer:
             return 0
         if rules.max_staleness is None:
             return rules.start_size - held_groups if held_groups < rules.batch_size else 0
-        ahead = self.step - self.version  # 1 between training and sync: new groups start one version behind
+        ahead = (
+            self.step - self.version
+        )  # 1 between training and sync: new groups start one version behind
         in_flight = held_groups + len(self._in_training)
         in_time = (rules.max_staleness + 1 - ahead) * rules.batch_size - in_flight
         to_the_end = (rules.num_steps - self.step) * rules.batch_size - in_flight
@@ -199,7 +224,9 @@ class RolloutBuffer:
         return entries
 
     def started(self, prompt_id: int) -> Unfinished:
-        """Start a waiting group and return it as it resumes: without its answers when they are too old."""
+        """Start a waiting group and return it as it resumes: without its answers when they are too
+        old.
+        """
         entry = self._waiting.pop(prompt_id)
         since = min((sample.oldest_version for sample in entry.samples), default=self.version)
         if since < self._oldest_allowed():
@@ -218,11 +245,14 @@ class RolloutBuffer:
     def aborted(self, entry: Unfinished) -> None:
         """Return an aborted group to the waiting ones, with its tokens if ``keep_partial``.
 
-        It counts as aborted only when the batch is full without it: aborts by a preemption are not counted.
+        It counts as aborted only when the batch is full without it: aborts by a preemption are not
+        counted.
         """
         prompt_id = entry.prompt.prompt_id
         self._stop_running(prompt_id)
-        is_surplus = self.rules.max_staleness is None and len(self._finished) >= self.rules.batch_size
+        is_surplus = (
+            self.rules.max_staleness is None and len(self._finished) >= self.rules.batch_size
+        )
         self._counts[ABORTED] += is_surplus
         if not self.rules.keep_partial:
             self._counts[WASTED] += entry.num_tokens * is_surplus
@@ -235,23 +265,31 @@ class RolloutBuffer:
         return self._batch() is not None
 
     def take(self) -> list[SampleGroup] | None:
-        """Return the groups to train next, ordered by prompt id; None while the batch is incomplete."""
+        """Return the groups to train next, ordered by prompt id; None while the batch is
+        incomplete.
+        """
         self._filter_too_old()
         batch = self._batch()
         return None if batch is None else self._move_to_training(batch)
 
-    def take_again(self, prompt_ids: Iterable[int], counts: Mapping[str, float]) -> list[SampleGroup]:
+    def take_again(
+        self, prompt_ids: Iterable[int], counts: Mapping[str, float]
+    ) -> list[SampleGroup]:
         """Take again the batch that was taken before a crash, with its ``counts``.
 
         Raises KeyError for a group that is not finished.
         """
         self._filter_too_old()
-        groups = self._move_to_training([self._finished.by_id[prompt_id] for prompt_id in prompt_ids])
+        groups = self._move_to_training(
+            [self._finished.by_id[prompt_id] for prompt_id in prompt_ids]
+        )
         self._counts_in_training = counts
         return groups
 
     def replayed(self, group: SampleGroup, *, wanted: bool = True) -> None:
-        """Finish a waiting group with its recorded answers. Raises KeyError when it is not waiting."""
+        """Finish a waiting group with its recorded answers. Raises KeyError when it is not
+        waiting.
+        """
         del self._waiting[group.prompt_id]
         self._settled(group, wanted)
 
@@ -263,7 +301,9 @@ class RolloutBuffer:
         self.step += 1
 
     def backlog(self) -> Backlog:
-        """Return the whole buffer: running groups as they were started, groups in training as finished."""
+        """Return the whole buffer: running groups as they were started, groups in training as
+        finished.
+        """
         found = Backlog(
             finished=(*self._in_training.values(), *self._finished.by_id.values()),
             unfinished=(*self._running.values(), *self._waiting.values()),
@@ -283,7 +323,8 @@ class RolloutBuffer:
             self._counts[name] += number
 
     def counts(self) -> Mapping[str, float]:
-        """Return counts between the last two batches, and the groups held at the last one, by metric name.
+        """Return counts between the last two batches, and the groups held at the last one, by
+        metric name.
 
         A batch that a preemption returned to the buffer keeps the counts of its first ``take``.
         """
@@ -332,12 +373,15 @@ class RolloutBuffer:
         size = self.rules.batch_size
         if len(self._finished) < size:
             return None
-        if self._running and not self._in_time(self._finished.versions_after(size) + self._num_since):
+        if self._running and not self._in_time(
+            self._finished.versions_after(size) + self._num_since
+        ):
             return None
         return self._finished.oldest(size)
 
     def _in_time(self, num_by_version: Mapping[int, int]) -> bool:
-        """Whether groups that began at these versions can all be trained in time, one batch per step.
+        """Whether groups that began at these versions can all be trained in time, one batch per
+        step.
 
         The next step is the first. If False, the batch has to wait for the running groups.
         """

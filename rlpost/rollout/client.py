@@ -1,8 +1,9 @@
 """HTTP client for the control requests of one SGLang server.
 
-Input: the engine's address and key. Output: parsed responses, or an error with engine, path, status and body. The field
-names are those of SGLang 0.5.17 to 0.5.23 (``sglang/srt/managers/io_struct.py``). Control requests are rare, so a
-client keeps no connection and works in any event loop.
+Input: the engine's address and key. Output: parsed responses, or an error with engine, path, status
+and body. The field names are those of SGLang 0.5.17 to 0.5.23
+(``sglang/srt/managers/io_struct.py``). Control requests are rare, so a client keeps no connection
+and works in any event loop.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def authorization(api_key: str) -> dict[str, str]:
 class EngineClient:
     """One engine under ``url`` (``http://HOST:PORT``).
 
-    All methods raise ``EngineDied`` when the engine does not answer in time, and ``RolloutError`` when it refuses.
+    All methods raise ``EngineDied`` when the engine does not answer in time, and ``RolloutError``
+    when it refuses.
     """
 
     url: str
@@ -42,7 +44,10 @@ class EngineClient:
     timeout_s: float = 60.0
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
-        """Stop generating. Requests in flight are aborted, recomputed later (retract) or frozen (in_place)."""
+        """Stop generating.
+
+        Requests in flight are aborted, recomputed later (retract) or frozen (in_place).
+        """
         await self.request("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -51,18 +56,28 @@ class EngineClient:
 
     async def begin_weight_update(self) -> bool:
         """Open a session of weight updates; False where SGLang has none (up to 0.5.20)."""
-        return await self.request("POST", "/begin_weight_update", {"selector": "all"}, missing_ok=True) is not None
+        return (
+            await self.request("POST", "/begin_weight_update", {"selector": "all"}, missing_ok=True)
+            is not None
+        )
 
     async def end_weight_update(self) -> None:
         """Close the session; only after ``begin_weight_update`` returned True."""
         await self.request("POST", "/end_weight_update", {})
 
     async def init_update_group(
-        self, *, address: tuple[str, int], first_rank: int, world_size: int, group_name: str, backend: str
+        self,
+        *,
+        address: tuple[str, int],
+        first_rank: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
     ) -> None:
         """Join the process group for weights; return when all ``world_size`` ranks have joined.
 
-        Rank 0 is the sender at ``address``; this engine has one rank per GPU, starting at ``first_rank``.
+        Rank 0 is the sender at ``address``; this engine has one rank per GPU, starting at
+        ``first_rank``.
         """
         host, port = address
         body = {
@@ -79,18 +94,25 @@ class EngineClient:
         """Leave the process group."""
         await self.request("POST", "/destroy_weights_update_group", {"group_name": group_name})
 
-    async def update_weights(self, bucket: Bucket, *, group_name: str, version: int | None = None) -> None:
+    async def update_weights(
+        self, bucket: Bucket, *, group_name: str, version: int | None = None
+    ) -> None:
         """Receive one bucket, broadcast by rank 0 as a single uint8 tensor, and load it.
 
-        ``version``, given with the last bucket of an update, names the update. This does not flush the cache: the
-        caller flushes once at the end.
+        ``version``, given with the last bucket of an update, names the update. This does not flush
+        the cache: the caller flushes once at the end.
         """
-        await self.request("POST", "/update_weights_from_distributed", _bucket_body(bucket, group_name, version))
+        await self.request(
+            "POST", "/update_weights_from_distributed", _bucket_body(bucket, group_name, version)
+        )
 
-    async def update_weights_from_handles(self, handles: Sequence[str], *, version: int | None = None) -> None:
+    async def update_weights_from_handles(
+        self, handles: Sequence[str], *, version: int | None = None
+    ) -> None:
         """Load one bucket from shared memory of this host.
 
-        ``handles`` has one entry per rank of the engine, created by ``rlpost.weights.trainer_side.Sharing``.
+        ``handles`` has one entry per rank of the engine, created by
+        ``rlpost.weights.trainer_side.Sharing``.
         """
         body = {
             "serialized_named_tensors": list(handles),
@@ -123,11 +145,17 @@ class EngineClient:
 
     async def abort(self, rid: str | None = None) -> None:
         """Abort the request ``rid``, or all; each returns its tokens so far."""
-        await self.request("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
+        await self.request(
+            "POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid}
+        )
 
     async def rename_weights(self, version: int) -> None:
         """Set the version of the current weights."""
-        await self.request("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        await self.request(
+            "POST",
+            "/update_weight_version",
+            {"new_version": str(version), "abort_all_requests": False},
+        )
 
     async def model_info(self) -> dict[str, Any]:
         """Model path, architecture, ``weight_version``."""
@@ -142,7 +170,8 @@ class EngineClient:
         return _without_secrets(await self.request("GET", "/server_info", None))
 
     async def checksum(self) -> list[dict[str, str]]:
-        """A checksum of each weight, by SGLang's own (fused) names; one mapping a tensor-parallel rank.
+        """A checksum of each weight, by SGLang's own (fused) names; one mapping a tensor-parallel
+        rank.
 
         Up to SGLang 0.5.21 this requires CUDA; other engines refuse.
         """
@@ -150,14 +179,19 @@ class EngineClient:
         return [rank["checksums"] for rank in answer["ranks"]]
 
     async def request(
-        self, method: str, path: str, body: Mapping[str, Any] | bytes | None, *, missing_ok: bool = False
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | bytes | None,
+        *,
+        missing_ok: bool = False,
     ) -> Any:
         """Send one request, with a body as JSON values or as their text.
 
         Returns the parsed JSON, or the text if it is not JSON; None for a 404 with ``missing_ok``.
 
-        Waits while the server listens: one that shuts down with a pending response stops listening, but never closes
-        the connection (SGLang 0.5.21: TERM ends its scheduler first).
+        Waits while the server listens: one that shuts down with a pending response stops listening,
+        but never closes the connection (SGLang 0.5.21: TERM ends its scheduler first).
         """
         asking = asyncio.ensure_future(self._ask(method, path, body, missing_ok=missing_ok))
         try:
@@ -184,32 +218,44 @@ class EngineClient:
         writer.close()
         return False
 
-    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | bytes | None, *, missing_ok: bool) -> Any:
+    async def _ask(
+        self, method: str, path: str, body: Mapping[str, Any] | bytes | None, *, missing_ok: bool
+    ) -> Any:
         content: dict[str, Any] = {"json": body}
         if isinstance(body, bytes):
             content = {"data": body, "headers": {"Content-Type": "application/json"}}
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
         try:
             async with (
-                aiohttp.ClientSession(headers=authorization(self.api_key), timeout=timeout) as session,
+                aiohttp.ClientSession(
+                    headers=authorization(self.api_key), timeout=timeout
+                ) as session,
                 session.request(method, self.url + path, **content) as response,
             ):
                 status, text = response.status, await response.text()
         except TimeoutError as error:
-            raise EngineDied(f"engine {self.url}: {method} {path} not answered after {self.timeout_s:.0f} s") from error
+            raise EngineDied(
+                f"engine {self.url}: {method} {path} not answered after {self.timeout_s:.0f} s"
+            ) from error
         except aiohttp.ClientError as error:
-            raise EngineDied(f"engine {self.url}: {method} {path} failed: {error or type(error).__name__}") from error
+            raise EngineDied(
+                f"engine {self.url}: {method} {path} failed: {error or type(error).__name__}"
+            ) from error
         if status == 404 and missing_ok:
             return None
         answer = _parsed(text)
         if status != 200 or (isinstance(answer, dict) and answer.get("success") is False):
-            raise RolloutError(f"engine {self.url}: {method} {path} answered {status}: {text[:500]}")
+            raise RolloutError(
+                f"engine {self.url}: {method} {path} answered {status}: {text[:500]}"
+            )
         return answer
 
 
 @functools.lru_cache(maxsize=1)
 def _bucket_body(bucket: Bucket, group_name: str, version: int | None) -> bytes:
-    """The request for a bucket as JSON, made once for all engines: with many experts it names hundreds of weights."""
+    """The request for a bucket as JSON, made once for all engines: with many experts it names
+    hundreds of weights.
+    """
     body = {
         "names": list(bucket.names),
         "dtypes": list(bucket.dtypes),

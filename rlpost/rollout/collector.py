@@ -1,14 +1,16 @@
 """The collector: turns prompts into batches of groups, according to --rollout-mode.
 
-Input: a prompt cursor, a writer of groups, filters, a rollout buffer. Output: one batch per step, the pending prompts
-at any moment, and counts. This module does the waiting; the ``RolloutBuffer`` makes every decision.
+Input: a prompt cursor, a writer of groups, filters, a rollout buffer. Output: one batch per step,
+the pending prompts at any moment, and counts. This module does the waiting; the ``RolloutBuffer``
+makes every decision.
 
     sync            batch | train | sync | batch | train | sync
     one_step_off    batch | train           | sync | train         | sync      generation of the next batch begins when
                           | batch of step 2 |      | batch of 3    |           training begins and ends before sync
     fully_async     batches all the time; an engine with new weights resumes the answers that it was writing
 
-The journal records finished groups and taken batches; after a crash they are replayed from there first.
+The journal records finished groups and taken batches; after a crash they are replayed from there
+first.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from rlpost.types import Backlog, Prompt, SampleGroup, Unfinished
 logger = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.2
-MANY_BATCHES = 8  # warn when this many batches of groups were dropped for one; repeat at each doubling
+MANY_BATCHES = (
+    8  # warn when this many batches of groups were dropped for one; repeat at each doubling
+)
 
 
 class Cursor(Protocol):
@@ -125,7 +129,9 @@ class Collector:
             self._num_dropped = 0
             if self._choices.record is not None:
                 self._choices.record(self._buffer.step, groups)
-            self._journal.batch(self._buffer.step, groups, self._buffer.counts(), newest_id=self._buffer.newest_id)
+            self._journal.batch(
+                self._buffer.step, groups, self._buffer.counts(), newest_id=self._buffer.newest_id
+            )
         await self._journal.durable()
         if (
             self._begins_early
@@ -157,7 +163,9 @@ class Collector:
         return self._cursor.state(), self._buffer.backlog()
 
     def wants_weights(self) -> bool:
-        """Whether anything may be generated before the next batch is trained: not while batches are replayed."""
+        """Whether anything may be generated before the next batch is trained: not while batches are
+        replayed.
+        """
         return self._journal.num_batches <= self._begins_early
 
     def counts(self) -> Mapping[str, float]:
@@ -173,7 +181,9 @@ class Collector:
         self._journal.end_at(found.position, step=found.step, why=found.why)
 
     async def _replayed_batch(self) -> list[SampleGroup] | None:
-        """Replay finished groups into the buffer; return the batch taken at this step before a crash, or None."""
+        """Replay finished groups into the buffer; return the batch taken at this step before a
+        crash, or None.
+        """
         taken, records = None, list(self._journal.again())
         groups = iter(await self._journal.groups(records))
         for record in records:
@@ -187,7 +197,10 @@ class Collector:
         return taken
 
     async def stop(self) -> None:
-        """Abort running groups. After a stop request, do not wait for a hung engine or a slow tool."""
+        """Abort running groups.
+
+        After a stop request, do not wait for a hung engine or a slow tool.
+        """
         self._buffer.is_open = False
         await self._writer.connection.halt(list(self._tasks), must_leave=self._stop_requested)
 
@@ -220,18 +233,27 @@ class Collector:
 
     async def _stopped(self) -> NoReturn:
         await self.stop()
-        raise Preempted(f"a stop was requested while generating; {self._buffer.num_finished} groups are kept")
+        raise Preempted(
+            f"a stop was requested while generating; {self._buffer.num_finished} groups are kept"
+        )
 
     def _fill(self) -> None:
-        """Start as many groups as the buffer has capacity for: waiting ones first, then new prompts."""
+        """Start as many groups as the buffer has capacity for: waiting ones first, then new
+        prompts.
+        """
         while (capacity := self._buffer.capacity()) > 0:
-            for entry in self._chosen(capacity) or self._buffer.fetched(self._cursor.take(capacity)):
+            for entry in self._chosen(capacity) or self._buffer.fetched(
+                self._cursor.take(capacity)
+            ):
                 task = asyncio.create_task(self._run(self._buffer.started(entry.prompt.prompt_id)))
                 self._tasks.add(task)
                 task.add_done_callback(self._done)
 
     def _chosen(self, capacity: int) -> Sequence[Unfinished]:
-        """Return the waiting groups to start. Raises ConfigError when --buffer-filter-path returns others."""
+        """Return the waiting groups to start.
+
+        Raises ConfigError when --buffer-filter-path returns others.
+        """
         takes_first = self._choices.first is pop_first  # with it a large backlog costs nothing here
         waiting = self._buffer.longest_waiting(capacity) if takes_first else self._buffer.waiting
         chosen = list(self._choices.first(waiting, capacity))[:capacity] if waiting else []
@@ -258,7 +280,9 @@ class Collector:
         if self._choices.mask_older:
             scored = (replace(each, sample=without_older(each.sample)) for each in written.samples)
             written = replace(written, samples=tuple(scored))
-        wanted = bool(written.samples) and self._is_wanted(written)  # no samples: the prompt was given up
+        wanted = bool(written.samples) and self._is_wanted(
+            written
+        )  # no samples: the prompt was given up
         self._journal.finished(written, wanted=wanted, prompt=entry.prompt)
         self._buffer.finished(written, wanted=wanted)
         if not wanted:
@@ -292,7 +316,9 @@ class Collector:
 
 
 class Replay:
-    """Recorded batches (--load-debug-rollout-data): the same interface as ``Collector``, without engines."""
+    """Recorded batches (--load-debug-rollout-data): the same interface as ``Collector``, without
+    engines.
+    """
 
     def __init__(
         self,

@@ -47,10 +47,14 @@ def graph_settings(
     if (environ.get(VARIABLE) or "1").lower() not in _TRUE or _backends_against(server_args):
         return GraphSettings()
     is_given = "prefill" in _given_backends(server_args)
-    return GraphSettings({VARIABLE: environ.get(VARIABLE) or "1"}, {} if is_given else {PREFILL: "disabled"})
+    return GraphSettings(
+        {VARIABLE: environ.get(VARIABLE) or "1"}, {} if is_given else {PREFILL: "disabled"}
+    )
 
 
-def graph_problems(server_args: Mapping[str, Any], environ: Mapping[str, str], *, offloads: bool) -> list[str]:
+def graph_problems(
+    server_args: Mapping[str, Any], environ: Mapping[str, str], *, offloads: bool
+) -> list[str]:
     """Return conflicts between the user's settings, one line each.
 
     ``offloads``: engines release memory while the trainer runs.
@@ -58,7 +62,11 @@ def graph_problems(server_args: Mapping[str, Any], environ: Mapping[str, str], *
     value = environ.get(VARIABLE, "")
     if value and value.lower() not in (*_TRUE, *_FALSE):
         return [f"--environment {VARIABLE}={value}: SGLang takes it for 0; use 1 or 0"]
-    if not offloads or value.lower() not in _TRUE or not server_args.get("enable_memory_saver", True):
+    if (
+        not offloads
+        or value.lower() not in _TRUE
+        or not server_args.get("enable_memory_saver", True)
+    ):
         return []
     return [
         f"{flag} {backend}: SGLang cannot capture these graphs in memory that it gives up, which "
@@ -85,7 +93,10 @@ def _given_backends(server_args: Mapping[str, Any]) -> dict[str, tuple[str, str]
             found[phase] = (_flag(setting), str(server_args[setting]))
         of_phase = table.get(phase) if isinstance(table, Mapping) else None
         if isinstance(of_phase, Mapping) and "backend" in of_phase:
-            found[phase] = (_flag("cuda_graph_config") + f" {phase}.backend", str(of_phase["backend"]))
+            found[phase] = (
+                _flag("cuda_graph_config") + f" {phase}.backend",
+                str(of_phase["backend"]),
+            )
     return found
 
 

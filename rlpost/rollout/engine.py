@@ -56,7 +56,9 @@ class Engine:
         self._server: ServerProcess | None = None
         self.url = ""
 
-    def start(self, host: str, port: int, *, deadline_s: float, gpus_per_node: int | None = None) -> EngineAddress:
+    def start(
+        self, host: str, port: int, *, deadline_s: float, gpus_per_node: int | None = None
+    ) -> EngineAddress:
         """Start the server on ``host:port`` and wait until it accepts requests.
 
         Parts other than the first accept none and return immediately.
@@ -137,7 +139,9 @@ class Router:
     key.
     """
 
-    def __init__(self, *, policy: str, api_key: str, log_path: str | Path, metrics_port: int) -> None:
+    def __init__(
+        self, *, policy: str, api_key: str, log_path: str | Path, metrics_port: int
+    ) -> None:
         self._policy = policy
         self._api_key = api_key
         self._log_path = log_path
@@ -154,7 +158,11 @@ class Router:
         """
         self.url = f"http://{host}:{port}"
         self._server = ServerProcess("router", f"router {self.url}", self._log_path)
-        self._server.spawn(router_arguments(host, port, self._metrics_port, policy=self._policy, api_key=self._api_key))
+        self._server.spawn(
+            router_arguments(
+                host, port, self._metrics_port, policy=self._policy, api_key=self._api_key
+            )
+        )
         deadline = time.monotonic() + deadline_s
         while not self._answers():
             if self._server.wait_exit(POLL_S):
@@ -162,7 +170,9 @@ class Router:
             if time.monotonic() > deadline:
                 tail = self._server.log_tail()
                 self.stop()
-                raise RolloutError(f"router {self.url} does not answer after {deadline_s:.0f} s; {tail}")
+                raise RolloutError(
+                    f"router {self.url} does not answer after {deadline_s:.0f} s; {tail}"
+                )
         return self.url
 
     def add_engines(self, urls: Iterable[str], *, deadline_s: float) -> None:
@@ -234,7 +244,9 @@ class Router:
         return _call("router", self.url, self._api_key, method, path, body)
 
 
-def _call(name: str, url: str, api_key: str, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+def _call(
+    name: str, url: str, api_key: str, method: str, path: str, body: Mapping[str, Any] | None = None
+) -> Any:
     """Send one request; return the parsed JSON of the response, or None if it is not JSON."""
     request = urllib.request.Request(
         url + path,
@@ -247,16 +259,22 @@ def _call(name: str, url: str, api_key: str, method: str, path: str, body: Mappi
         with direct.open(request, timeout=10) as response:
             text = response.read()
     except urllib.error.HTTPError as error:
-        raise RolloutError(f"{name} {url}: {method} {path} answered {error.code}: {error.read()!r}") from error
+        raise RolloutError(
+            f"{name} {url}: {method} {path} answered {error.code}: {error.read()!r}"
+        ) from error
     except (OSError, http.client.HTTPException) as error:
-        raise RolloutError(f"{name} {url}: {method} {path} failed: {error or type(error).__name__}") from error
+        raise RolloutError(
+            f"{name} {url}: {method} {path} failed: {error or type(error).__name__}"
+        ) from error
     try:
         return json.loads(text)
     except ValueError:
         return None
 
 
-def router_arguments(host: str, port: int, metrics_port: int, *, policy: str, api_key: str) -> dict[str, Any]:
+def router_arguments(
+    host: str, port: int, metrics_port: int, *, policy: str, api_key: str
+) -> dict[str, Any]:
     """Return the fields of the router's RouterArgs.
 
     Metrics cannot be disabled, and two routers on a host would share the default port. Engines are

@@ -1,12 +1,14 @@
 """The engine side of a weight update; ``rlpost.weights.trainer_side`` is the other side.
 
-Input: addresses of engines, a mover, a version. Output: all engines on the new version, generating again.
+Input: addresses of engines, a mover, a version. Output: all engines on the new version, generating
+again.
 
-    pause -> begin -> the mover moves the weights -> end -> (ready) -> flush cache -> check version -> resume
+    pause -> begin -> the mover moves the weights -> end -> (ready) -> flush cache -> check version
+    -> resume
 
-A mover is a transport from the trainer to the engines: a broadcast to other GPUs, memory handles on the same GPU, or
-files. Invariant: no engine generates with weights of two versions. On a failure the engines stay paused, and the error
-names the engine that failed; the caller stops them.
+A mover is a transport from the trainer to the engines: a broadcast to other GPUs, memory handles on
+the same GPU, or files. Invariant: no engine generates with weights of two versions. On a failure
+the engines stay paused, and the error names the engine that failed; the caller stops them.
 """
 
 from __future__ import annotations
@@ -52,9 +54,12 @@ class Mover(Protocol):
 class WeightUpdate:
     """Updates the weights of a set of engines together."""
 
-    def __init__(self, engines: Sequence[EngineAddress], *, api_key: str, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, engines: Sequence[EngineAddress], *, api_key: str, timeout_s: float = 600.0
+    ) -> None:
         self.receivers = tuple(
-            Receiver(engine, EngineClient(engine.url, api_key, timeout_s=timeout_s)) for engine in engines
+            Receiver(engine, EngineClient(engine.url, api_key, timeout_s=timeout_s))
+            for engine in engines
         )
 
     async def update(
@@ -67,18 +72,25 @@ class WeightUpdate:
     ) -> None:
         """Bring all engines to ``version``.
 
-        Requests in flight are aborted (``abort``), or resume afterwards with their KV cache recomputed by the new
-        weights (``retract``). ``ready`` is awaited once all weights have arrived.
+        Requests in flight are aborted (``abort``), or resume afterwards with their KV cache
+        recomputed by the new weights (``retract``). ``ready`` is awaited once all weights have
+        arrived.
 
         Raises SyncError: an engine failed or reports another version; all engines stay paused.
         """
         started = time.monotonic()
         await self._each("pause", lambda engine: engine.pause(pause))
         if mover.in_session:
-            opened = await self._each("open a weight update", lambda engine: engine.begin_weight_update())
+            opened = await self._each(
+                "open a weight update", lambda engine: engine.begin_weight_update()
+            )
             await mover.move(self.receivers, version)
-            in_session = [one for one, is_open in zip(self.receivers, opened, strict=True) if is_open]
-            await together("close the weight update", [one.client.end_weight_update() for one in in_session])
+            in_session = [
+                one for one, is_open in zip(self.receivers, opened, strict=True) if is_open
+            ]
+            await together(
+                "close the weight update", [one.client.end_weight_update() for one in in_session]
+            )
         else:
             await mover.move(self.receivers, version)
         if ready is not None:
@@ -87,7 +99,10 @@ class WeightUpdate:
         await self._check_version(version)
         await self._each("resume", lambda engine: engine.resume())
         logger.info(
-            "policy version %d on %d engines in %.2f s", version, len(self.receivers), time.monotonic() - started
+            "policy version %d on %d engines in %.2f s",
+            version,
+            len(self.receivers),
+            time.monotonic() - started,
         )
 
     async def _check_version(self, version: int) -> None:
@@ -98,10 +113,14 @@ class WeightUpdate:
             if got != str(version)
         ]
         if wrong:
-            raise SyncError(f"weights of version {version} were sent, but {', '.join(wrong)}; all engines stay paused")
+            raise SyncError(
+                f"weights of version {version} were sent, but {', '.join(wrong)}; all engines stay paused"
+            )
 
     async def leave_groups(self, group_name: str, num_stages: int) -> None:
-        """Destroy the process groups of a broadcast on all engines; an engine that is not a member is no error."""
+        """Destroy the process groups of a broadcast on all engines; an engine that is not a member
+        is no error.
+        """
         for stage in range(num_stages):
             group = stage_group(group_name, stage)
             leaving = [one.client.destroy_update_group(group) for one in self.receivers]
@@ -111,7 +130,9 @@ class WeightUpdate:
                 elif isinstance(answer, BaseException):
                     raise answer
 
-    async def _each(self, what: str, ask: Callable[[EngineClient], Awaitable[object]]) -> list[object]:
+    async def _each(
+        self, what: str, ask: Callable[[EngineClient], Awaitable[object]]
+    ) -> list[object]:
         return await together(what, [ask(one.client) for one in self.receivers])
 
 
@@ -120,15 +141,20 @@ class BroadcastMover:
 
     in_session = True
 
-    def __init__(self, buckets: Sequence[Bucket], send: Callable[[int], Awaitable[None]], *, group_name: str) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], send: Callable[[int], Awaitable[None]], *, group_name: str
+    ) -> None:
         """``send(i)`` makes the trainer broadcast ``buckets[i]`` as one uint8 tensor."""
         assert buckets, "an update without weights"
         self._buckets = buckets
         self._send = send
         self._group_name = group_name
 
-    async def connect(self, receivers: Sequence[Receiver], sources: Sequence[tuple[str, int]], *, backend: str) -> None:
-        """Make all engines join the groups; ``sources`` holds (host, port) of rank 0 for each pipeline stage.
+    async def connect(
+        self, receivers: Sequence[Receiver], sources: Sequence[tuple[str, int]], *, backend: str
+    ) -> None:
+        """Make all engines join the groups; ``sources`` holds (host, port) of rank 0 for each
+        pipeline stage.
 
         Returns when the sources have joined as well, so they must join concurrently.
 
@@ -154,18 +180,23 @@ class BroadcastMover:
     async def move(self, receivers: Sequence[Receiver], version: int) -> None:
         """Send each bucket while all engines receive it.
 
-        An engine that refuses never joins the broadcast and would block the sender, so the first failure cancels all
-        calls.
+        An engine that refuses never joins the broadcast and would block the sender, so the first
+        failure cancels all calls.
         """
         for index, bucket in enumerate(self._buckets):
             last = version if index == len(self._buckets) - 1 else None
             group_name = stage_group(self._group_name, bucket.stage)
-            receiving = [one.client.update_weights(bucket, group_name=group_name, version=last) for one in receivers]
+            receiving = [
+                one.client.update_weights(bucket, group_name=group_name, version=last)
+                for one in receivers
+            ]
             await together(f"take {_described(bucket)}", [*receiving, self._send(index)])
 
 
 class SharingMover:
-    """Shares memory with colocated engines: each trainer rank passes a memory handle to the engine rank on its GPU."""
+    """Shares memory with colocated engines: each trainer rank passes a memory handle to the engine
+    rank on its GPU.
+    """
 
     in_session = True
 
@@ -177,9 +208,9 @@ class SharingMover:
         ranks_of: Sequence[Sequence[int]],
     ) -> None:
         """
-        Args:
-            share: ``share(i)`` gathers ``buckets[i]`` and returns the handle of each trainer rank.
-            ranks_of: for each engine, the trainer ranks on its GPUs, in the order of the engine's ranks.
+        Args: share: ``share(i)`` gathers ``buckets[i]`` and returns the handle of each trainer
+            rank. ranks_of: for each engine, the trainer ranks on its GPUs, in the order of the
+            engine's ranks.
         """
         assert buckets, "an update without weights"
         self._buckets = buckets
@@ -208,7 +239,9 @@ class DiskMover:
     in_session = False
 
     def __init__(self, prepare: Callable[[int], Awaitable[Sequence[str]]]) -> None:
-        """``prepare(version)`` writes the weights and returns the folder to read for each engine."""
+        """``prepare(version)`` writes the weights and returns the folder to read for each
+        engine.
+        """
         self._prepare = prepare
 
     async def move(self, receivers: Sequence[Receiver], version: int) -> None:
@@ -222,9 +255,11 @@ class DiskMover:
 
 
 class DeltaMover:
-    """Sends changed elements through files: copies of the model's folder apply them, and the engines read the copies.
+    """Sends changed elements through files: copies of the model's folder apply them, and the
+    engines read the copies.
 
-    The first update of a mover and the one after a failure send all weights, because a copy may be new or stale.
+    The first update of a mover and the one after a failure send all weights, because a copy may be
+    new or stale.
     """
 
     in_session = False
@@ -237,10 +272,9 @@ class DeltaMover:
         copy: str,
     ) -> None:
         """
-        Args:
-            write: ``write(version, whole)`` writes all weights, or the changes since the last write.
-            take: ``take(version)`` applies that to every copy; returns for each the reason of a failure, or None.
-            copy: the folder of the copy, the same on every host.
+        Args: write: ``write(version, whole)`` writes all weights, or the changes since the last
+            write. take: ``take(version)`` applies that to every copy; returns for each the reason
+            of a failure, or None. copy: the folder of the copy, the same on every host.
         """
         self._write = write
         self._take = take
@@ -252,11 +286,19 @@ class DeltaMover:
         whole, self._whole = self._whole, True
         problems = await self._taken(version, whole)
         if problems and not whole:
-            logger.warning("a delta failed, sending all weights of version %d: %s", version, "; ".join(problems))
+            logger.warning(
+                "a delta failed, sending all weights of version %d: %s",
+                version,
+                "; ".join(problems),
+            )
             problems = await self._taken(version, True)
         if problems:
-            raise SyncError(f"the copies could not apply the weights of version {version}: {'; '.join(problems)}")
-        reading = [one.client.update_weights_from_disk(self._copy, version=version) for one in receivers]
+            raise SyncError(
+                f"the copies could not apply the weights of version {version}: {'; '.join(problems)}"
+            )
+        reading = [
+            one.client.update_weights_from_disk(self._copy, version=version) for one in receivers
+        ]
         await together("read the weights from disk", reading)
         self._whole = False
 
@@ -286,7 +328,10 @@ def _described(bucket: Bucket) -> str:
 
 
 async def together(what: str, calls: Sequence[Awaitable[object]]) -> list[object]:
-    """Return results in order. The first failure cancels the others and raises SyncError with the engine's name."""
+    """Return results in order.
+
+    The first failure cancels the others and raises SyncError with the engine's name.
+    """
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)

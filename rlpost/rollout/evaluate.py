@@ -1,6 +1,7 @@
 """Metrics of scored groups, and of held-out prompts.
 
-Input: groups, or prompts to generate them from. Output: means over all samples, each sample counted once; and pass@k.
+Input: groups, or prompts to generate them from. Output: means over all samples, each sample counted
+once; and pass@k.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def summarise(groups: Sequence[SampleGroup]) -> dict[str, float]:
     return {
         "reward_mean": sum(each.reward for each in scored) / len(scored),
         "response_length_mean": sum(len(each.sample.response_ids) for each in scored) / len(scored),
-        "truncated_frac": sum(each.sample.finish_reason == "length" for each in scored) / len(scored),
+        "truncated_frac": sum(each.sample.finish_reason == "length" for each in scored)
+        / len(scored),
     }
 
 
@@ -47,7 +49,10 @@ def pass_rates(groups: Sequence[SampleGroup]) -> dict[str, float]:
     rates = {}
     for k in sorted({*(2**power for power in range(most.bit_length()) if 2**power <= most), most}):
         enough = [group for group in groups if len(group.samples) >= k]
-        of_prompts = [pass_at_k(len(g.samples), sum(reward >= RIGHT for reward in g.rewards), k) for g in enough]
+        of_prompts = [
+            pass_at_k(len(g.samples), sum(reward >= RIGHT for reward in g.rewards), k)
+            for g in enough
+        ]
         rates[f"pass@{k}"] = math.fsum(of_prompts) / len(of_prompts)
     return rates
 
@@ -62,5 +67,7 @@ async def evaluate(
     """
     groups = [group for group in await write_all(writer, prompts, stop_requested) if group.samples]
     if not groups:
-        raise RolloutError(f"the gradings of all {len(prompts)} prompts were lost: there is nothing to evaluate")
+        raise RolloutError(
+            f"the gradings of all {len(prompts)} prompts were lost: there is nothing to evaluate"
+        )
     return summarise(groups) | pass_rates(groups)

@@ -1,10 +1,11 @@
 """Features of SGLang servers by version, and checks of those that a run needs. Pure.
 
-Input: the versions of the servers (``version`` of ``GET /server_info``) and the features that the run needs. Output: an
-error that names the server, the missing feature and its purpose; and whether optional features are present.
+Input: the versions of the servers (``version`` of ``GET /server_info``) and the features that the
+run needs. Output: an error that names the server, the missing feature and its purpose; and whether
+optional features are present.
 
-The table was determined from source and test runs of the versions OLDEST to NEWEST (CONTRIBUTING.md: how to run
-another). A newer version is treated as NEWEST, with a warning.
+The table was determined from source and test runs of the versions OLDEST to NEWEST
+(CONTRIBUTING.md: how to run another). A newer version is treated as NEWEST, with a warning.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from rlpost.errors import RolloutError
 logger = logging.getLogger(__name__)
 
 Version = tuple[int, int, int]
-Feature = Literal["weight updates", "updates amid answers", "update sessions", "checksum without CUDA"]
+Feature = Literal[
+    "weight updates", "updates amid answers", "update sessions", "checksum without CUDA"
+]
 OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
 """These versions and all in between were tested."""
 
@@ -34,17 +37,25 @@ class Known:
 
 
 FEATURES: Mapping[Feature, Known] = {
-    "weight updates": Known(OLDEST, "new weights over a process group, memory or disk, under a version"),
+    "weight updates": Known(
+        OLDEST, "new weights over a process group, memory or disk, under a version"
+    ),
     # From 0.5.19 on each token's version is reported (meta_info.weight_versions), but before 0.5.21
     # no cache is flushed while a request waits.
-    "updates amid answers": Known((0, 5, 21), "answers that wait in the engine while it takes new weights"),
-    "update sessions": Known((0, 5, 21), "begin_weight_update and end_weight_update around an update"),
+    "updates amid answers": Known(
+        (0, 5, 21), "answers that wait in the engine while it takes new weights"
+    ),
+    "update sessions": Known(
+        (0, 5, 21), "begin_weight_update and end_weight_update around an update"
+    ),
     "checksum without CUDA": Known((0, 5, 23), "checksums of an engine's weights on a CPU"),
 }
 
 
 def parse_version(text: str) -> Version | None:
-    """``0.5.21``, ``0.5.10.post1``, ``0.5.22.dev3+gabc`` -> the first three numbers; None for anything else."""
+    """``0.5.21``, ``0.5.10.post1``, ``0.5.22.dev3+gabc`` -> the first three numbers; None for
+    anything else.
+    """
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2]), int(found[3])) if found else None
 
@@ -66,16 +77,33 @@ def check_servers(versions: Mapping[str, str], needed: Collection[Feature]) -> N
     problems = []
     for url, text in versions.items():
         version = parse_version(text)
-        lacking = [name for name in needed if version is not None and version < FEATURES[name].since]
+        lacking = [
+            name for name in needed if version is not None and version < FEATURES[name].since
+        ]
         if version is None:
-            logger.warning("engine %s says version %r, which cannot be read; taken as %s", url, text, _dotted(OLDEST))
+            logger.warning(
+                "engine %s says version %r, which cannot be read; taken as %s",
+                url,
+                text,
+                _dotted(OLDEST),
+            )
         elif version < OLDEST:
-            problems.append(f"engine {url} runs SGLang {text}; {_dotted(OLDEST)} or newer is needed")
+            problems.append(
+                f"engine {url} runs SGLang {text}; {_dotted(OLDEST)} or newer is needed"
+            )
         elif lacking:
-            says = "; ".join(f"{FEATURES[name].gives}: from {_dotted(FEATURES[name].since)} on" for name in lacking)
+            says = "; ".join(
+                f"{FEATURES[name].gives}: from {_dotted(FEATURES[name].since)} on"
+                for name in lacking
+            )
             problems.append(f"engine {url} runs SGLang {text}, which lacks {says}")
         elif version > NEWEST:
-            logger.warning("engine %s runs SGLang %s; the newest that was tried is %s", url, text, _dotted(NEWEST))
+            logger.warning(
+                "engine %s runs SGLang %s; the newest that was tried is %s",
+                url,
+                text,
+                _dotted(NEWEST),
+            )
     if problems:
         raise RolloutError("\n".join(problems))
 

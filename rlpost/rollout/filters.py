@@ -8,7 +8,8 @@
 
 Functions with the signatures of slime work as well (``rlpost.compat.slime``).
 
-Input: a dotted path, or FILE.py:function. Output: the function. Paths that recipes for slime use mean ours.
+Input: a dotted path, or FILE.py:function. Output: the function. Paths that recipes for slime use
+mean ours.
 """
 
 from __future__ import annotations

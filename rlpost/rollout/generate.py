@@ -1,12 +1,13 @@
 """Generation: prompts in, scored groups of samples out.
 
-Input: prompts, sampling parameters, a grader, the router in front of the engines. Output: one ``SampleGroup`` per
-prompt, complete and ordered by index; or, after an abort, an ``Unfinished`` with the partial answers.
+Input: prompts, sampling parameters, a grader, the router in front of the engines. Output: one
+``SampleGroup`` per prompt, complete and ordered by index; or, after an abort, an ``Unfinished``
+with the partial answers.
 
-Each sample is a separate request, so that the router balances them and the engines' prefix cache shares the prompt. A
-group is graded once its last sample is complete, while other groups are still generating. An answer whose grading
-failed is left out of the baseline and of the loss. A group with fewer than two answers left has no baseline and is
-generated again.
+Each sample is a separate request, so that the router balances them and the engines' prefix cache
+shares the prompt. A group is graded once its last sample is complete, while other groups are still
+generating. An answer whose grading failed is left out of the baseline and of the loss. A group with
+fewer than two answers left has no baseline and is generated again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ __all__ = ["GroupWriter", "RouterAddress", "generate_groups"]
 logger = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.2
-LOST, REGENERATED, WASTED = COUNTED = "rollout/answers_lost", "rollout/num_regenerated", "rollout/wasted_tokens"
+LOST, REGENERATED, WASTED = COUNTED = (
+    "rollout/answers_lost",
+    "rollout/num_regenerated",
+    "rollout/wasted_tokens",
+)
 MAX_LOST_IN_A_ROW = 64  # answers: beyond this the grading service counts as down
 MAX_GENERATIONS = 4  # of one group whose gradings fail; then the prompt is given up
 LEAST_ANSWERS = 2  # graded ones in a group: the baseline compares them
@@ -57,15 +62,19 @@ class GroupWriter:
         self._beginning = asyncio.Semaphore(1)
 
     def counters(self) -> Mapping[str, float]:
-        """Return lost answers, regenerated groups and their wasted tokens since the last call, by metric name."""
+        """Return lost answers, regenerated groups and their wasted tokens since the last call, by
+        metric name.
+        """
         found = {name: float(self._counts[name]) for name in COUNTED}
         self._counts.clear()
         return found
 
     async def write(self, entry: Unfinished) -> SampleGroup | Unfinished:
-        """Resume the answers of ``entry`` and return its group, or an ``Unfinished`` when generation was halted.
+        """Resume the answers of ``entry`` and return its group, or an ``Unfinished`` when
+        generation was halted.
 
-        A group without samples means that its prompt is given up: its gradings failed MAX_GENERATIONS times.
+        A group without samples means that its prompt is given up: its gradings failed
+        MAX_GENERATIONS times.
 
         Raises:
             RolloutError: a request failed permanently, or too many answers in a row were lost; the other requests of
@@ -74,7 +83,8 @@ class GroupWriter:
         """
         prompt = entry.prompt
         async with self._beginning:
-            # One group begins in a turn of the loop: thousands of requests at once would hold it for seconds.
+            # One group begins in a turn of the loop: thousands of requests at once would hold it
+            # for seconds.
             await asyncio.sleep(0)
         for _ in range(MAX_GENERATIONS):
             written = await self._written(entry)
@@ -86,13 +96,22 @@ class GroupWriter:
             self._counts[REGENERATED] += 1
             self._counts[WASTED] += sum(len(sample.response_ids) for sample in samples)
             entry = Unfinished(prompt)
-        logger.warning("prompt %d is given up: its gradings failed %d times", prompt.prompt_id, MAX_GENERATIONS)
+        logger.warning(
+            "prompt %d is given up: its gradings failed %d times", prompt.prompt_id, MAX_GENERATIONS
+        )
         return SampleGroup(prompt.prompt_id, ())
 
-    async def _written(self, entry: Unfinished) -> tuple[list[Sample], tuple[ScoredSample, ...]] | Unfinished:
+    async def _written(
+        self, entry: Unfinished
+    ) -> tuple[list[Sample], tuple[ScoredSample, ...]] | Unfinished:
         """Return all answers to a prompt, and those that have a reward."""
-        so_far = [[sample for sample in entry.samples if sample.index == index] for index in range(self._n)]
-        answers = await together([self._answer(entry.prompt, index, so_far[index]) for index in range(self._n)])
+        so_far = [
+            [sample for sample in entry.samples if sample.index == index]
+            for index in range(self._n)
+        ]
+        answers = await together(
+            [self._answer(entry.prompt, index, so_far[index]) for index in range(self._n)]
+        )
         there = [several for several in answers if several is not None]
         samples = [sample for several in there for sample in several]
         if any(not several or several[-1].finish_reason == "abort" for several in there):
@@ -104,7 +123,9 @@ class GroupWriter:
         except Halted:
             return Unfinished(entry.prompt, tuple(samples))
         pairs = zip(samples, rewards, strict=True)
-        return samples, tuple(ScoredSample(sample, float(reward)) for sample, reward in pairs if reward is not None)
+        return samples, tuple(
+            ScoredSample(sample, float(reward)) for sample, reward in pairs if reward is not None
+        )
 
     def _lose(self, prompt: Prompt, why: GradingLost) -> None:
         """Count a lost answer. Raises RolloutError after MAX_LOST_IN_A_ROW consecutive ones."""
@@ -116,17 +137,25 @@ class GroupWriter:
                 f"--custom-generate-function-path: {self._lost_in_a_row} consecutive answers were lost; the last: {why}"
             ) from why
 
-    async def _answer(self, prompt: Prompt, index: int, so_far: list[Sample]) -> list[Sample] | None:
-        """Return the samples of one answer; a partial one after an abort; None when its grading failed.
+    async def _answer(
+        self, prompt: Prompt, index: int, so_far: list[Sample]
+    ) -> list[Sample] | None:
+        """Return the samples of one answer; a partial one after an abort; None when its grading
+        failed.
 
-        A custom generate function may return several samples. After an abort it starts from scratch, because only the
-        function knows the state of its tools.
+        A custom generate function may return several samples. After an abort it starts from
+        scratch, because only the function knows the state of its tools.
         """
         if so_far and so_far[-1].finish_reason != "abort":
             return so_far
         partial_sample = so_far[0] if so_far else None
         builder = ResponseBuilder(
-            self.connection, prompt, self._sampling, index=index, codec=self._codec, so_far=partial_sample
+            self.connection,
+            prompt,
+            self._sampling,
+            index=index,
+            codec=self._codec,
+            so_far=partial_sample,
         )
         try:
             written = await self._function(builder, prompt, self._sampling)
@@ -140,7 +169,11 @@ class GroupWriter:
             return None
         self._lost_in_a_row = 0
         samples = [written] if isinstance(written, Sample) else written
-        if not (isinstance(samples, Sequence) and samples and all(isinstance(each, Sample) for each in samples)):
+        if not (
+            isinstance(samples, Sequence)
+            and samples
+            and all(isinstance(each, Sample) for each in samples)
+        ):
             raise ConfigError(
                 f"--custom-generate-function-path: the function returned {repr(written)[:200]} for prompt "
                 f"{prompt.prompt_id}; it has to return a Sample, such as builder.sample(), or several"
@@ -175,18 +208,21 @@ async def generate_groups(
 ) -> list[SampleGroup]:
     """Generate ``n`` scored samples per prompt, ordered by prompt id and index.
 
-    Raises:
-        Preempted: ``stop_requested()`` was true; polled five times a second, all requests have been aborted.
-        RolloutError: a request failed permanently; the others have been aborted.
+    Raises: Preempted: ``stop_requested()`` was true; polled five times a second, all requests have
+        been aborted. RolloutError: a request failed permanently; the others have been aborted.
     """
     async with Connection(router) as connection:
-        return await write_all(GroupWriter(connection, sampling, n=n, grader=grader), prompts, stop_requested)
+        return await write_all(
+            GroupWriter(connection, sampling, n=n, grader=grader), prompts, stop_requested
+        )
 
 
 async def write_all(
     writer: GroupWriter, prompts: Sequence[Prompt], stop_requested: Callable[[], bool]
 ) -> list[SampleGroup]:
-    """Generate the groups of all prompts, ordered by prompt id. Raises as ``generate_groups`` does."""
+    """Generate the groups of all prompts, ordered by prompt id. Raises as ``generate_groups``
+    does.
+    """
     ordered = sorted(prompts, key=lambda prompt: prompt.prompt_id)
     work = [asyncio.ensure_future(writer.write(Unfinished(prompt))) for prompt in ordered]
     try:
@@ -199,18 +235,26 @@ async def write_all(
         if unfinished:
             await writer.connection.router.abort_all()
     groups = [group for group in done if isinstance(group, SampleGroup)]
-    if len(groups) < len(ordered):  # this connection is never halted: a stop request ended the grading
+    if len(groups) < len(
+        ordered
+    ):  # this connection is never halted: a stop request ended the grading
         raise Preempted(f"a stop was requested after {len(groups)} of {len(ordered)} groups")
     return groups
 
 
-async def _unless_stopped(work: Sequence[asyncio.Future[T]], stop_requested: Callable[[], bool]) -> list[T]:
+async def _unless_stopped(
+    work: Sequence[asyncio.Future[T]], stop_requested: Callable[[], bool]
+) -> list[T]:
     """Return all results in order. Raises the first failure, or Preempted on a stop request."""
     waiting: Collection[asyncio.Future[T]] = work
     while waiting:
         if stop_requested():
-            raise Preempted(f"a stop was requested after {len(work) - len(waiting)} of {len(work)} groups")
-        done, waiting = await asyncio.wait(waiting, timeout=STOP_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
+            raise Preempted(
+                f"a stop was requested after {len(work) - len(waiting)} of {len(work)} groups"
+            )
+        done, waiting = await asyncio.wait(
+            waiting, timeout=STOP_POLL_S, return_when=asyncio.FIRST_EXCEPTION
+        )
         for task in done:
             task.result()  # raises the failure
     return [task.result() for task in work]

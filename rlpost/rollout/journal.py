@@ -1,8 +1,9 @@
-"""The journal: a write-ahead log of finished groups, batches and evaluations since the last checkpoint.
+"""The journal: a write-ahead log of finished groups, batches and evaluations since the last
+checkpoint.
 
-Input: events. Output: the same events after a crash, so that a run trains again without generating finished groups
-again. Checkpoint and journal together work as the recovery of a database does: a state, and a log of what followed it
-(the principle of ARIES, Mohan et al., TODS 1992).
+Input: events. Output: the same events after a crash, so that a run trains again without generating
+finished groups again. Checkpoint and journal together work as the recovery of a database does: a
+state, and a log of what followed it (the principle of ARIES, Mohan et al., TODS 1992).
 
     resume    read the records that provably follow the checkpoint, copy them to a new segment, keep them for replay
     end_at    replay only up to a given record (``rlpost.rollout.replay`` found that the next one does not match)
@@ -11,14 +12,16 @@ again. Checkpoint and journal together work as the recovery of a database does: 
     begin     before a new state is saved: start a new segment for later events, with the records still to be replayed
     compact   after the state is committed: delete segments older than the oldest one that is kept
 
-A record that a crash takes from the queue is an event that did not happen: it is generated again. What must not happen
-twice waits for ``durable``: a batch is trained, and a state is saved, only after it.
+A record that a crash takes from the queue is an event that did not happen: it is generated again.
+What must not happen twice waits for ``durable``: a batch is trained, and a state is saved, only
+after it.
 
-A segment appears under the next free number as a whole and never replaces another; a resume, too, writes to a new
-number. An earlier attempt that is still alive therefore writes to segments that are no longer read. If it takes a
-number first, the attempt that owns the run takes the next one; the other one ends. Each header seals the previous
-segment (``journal_chain``). A storage failure alone never ends a run: it continues without a journal until the next
-checkpoint, and logs that a crash would repeat generation (``segment_writer``).
+A segment appears under the next free number as a whole and never replaces another; a resume, too,
+writes to a new number. An earlier attempt that is still alive therefore writes to segments that are
+no longer read. If it takes a number first, the attempt that owns the run takes the next one; the
+other one ends. Each header seals the previous segment (``journal_chain``). A storage failure alone
+never ends a run: it continues without a journal until the next checkpoint, and logs that a crash
+would repeat generation (``segment_writer``).
 """
 
 from __future__ import annotations
@@ -67,7 +70,10 @@ class Journal:
     def __init__(self, folder: Path | None, segment: SegmentWriter | None) -> None:
         self._folder, self._segment = folder, segment
         self._waiting: deque[Record] = deque()
-        self._newest_batch: tuple[int, bytes] = (-1, b"")  # step and record of the newest batch that was taken
+        self._newest_batch: tuple[int, bytes] = (
+            -1,
+            b"",
+        )  # step and record of the newest batch that was taken
         self._evaluations: dict[int, Mapping[str, float]] = {}
         self._spent_s = 0.0
 
@@ -82,11 +88,18 @@ class Journal:
         data: str | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> Journal:
-        """Run ``resume`` in a thread, within a deadline. Raises CheckpointError also when that is missed."""
-        num_bytes = await _within(0, partial(_size, folder), f"the journal folder {folder} was not listed")
+        """Run ``resume`` in a thread, within a deadline.
+
+        Raises CheckpointError also when that is missed.
+        """
+        num_bytes = await _within(
+            0, partial(_size, folder), f"the journal folder {folder} was not listed"
+        )
         named = {"step": step, "settings": settings, "data": data, "check": check}
         resume = partial(cls.resume, folder, base, **named)  # type: ignore[arg-type]
-        return await _within(num_bytes, resume, f"the journal in {folder} was not read and continued")
+        return await _within(
+            num_bytes, resume, f"the journal in {folder} was not read and continued"
+        )
 
     @classmethod
     def resume(
@@ -99,17 +112,20 @@ class Journal:
         data: str | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> Journal:
-        """Continue from the checkpoint state of ``step`` steps that names segment ``base``; 0 is the start of a run.
+        """Continue from the checkpoint state of ``step`` steps that names segment ``base``; 0 is
+        the start of a run.
 
-        ``data`` is a fingerprint of the prompt files; ``check`` raises Fenced when another attempt owns the run.
-        Raises CheckpointError when the folder cannot be listed. Blocks.
+        ``data`` is a fingerprint of the prompt files; ``check`` raises Fenced when another attempt
+        owns the run. Raises CheckpointError when the folder cannot be listed. Blocks.
         """
         make_folder(folder)
         try:
             there, unreadable = read_folder(folder)
             numbers = [int(path.stem) for path in segment_paths(folder)]
         except OSError as error:
-            raise CheckpointError(f"the journal in {folder} cannot be listed: {error}; repair the storage") from error
+            raise CheckpointError(
+                f"the journal in {folder} cannot be listed: {error}; repair the storage"
+            ) from error
         found = follow(there, base, step, settings, data=data, unreadable=unreadable)
         for problem in found.problems:
             logger.warning("journal: %s", problem)
@@ -125,7 +141,9 @@ class Journal:
         journal = cls(folder, SegmentWriter(folder, header, check=check))
         journal._waiting.extend(record for record in found.records if record.kind != EVALUATION)
         evaluations = [record.meta for record in found.records if record.kind == EVALUATION]
-        journal._evaluations = {each["step"]: each["metrics"] for each in evaluations if each["step"] >= step}
+        journal._evaluations = {
+            each["step"]: each["metrics"] for each in evaluations if each["step"] >= step
+        }
         journal._create()
         if found.records:
             kinds = [record.kind for record in found.records]
@@ -157,14 +175,17 @@ class Journal:
         return tuple(self._waiting)
 
     def end_at(self, position: int, *, step: int, why: str | None) -> None:
-        """Replay only the first ``position`` of the ``waiting`` records, which bring the run to ``step``.
+        """Replay only the first ``position`` of the ``waiting`` records, which bring the run to
+        ``step``.
 
-        ``why`` says what is wrong with the next record. The first ``position`` records are copied to a new segment, so
-        that later events follow the last of them; nothing waits for that.
+        ``why`` says what is wrong with the next record. The first ``position`` records are copied
+        to a new segment, so that later events follow the last of them; nothing waits for that.
         """
         lost, later = self.waiting[position:], [at for at in self._evaluations if at > step]
         for at in later:
-            logger.warning("journal: the evaluation of step %d is repeated: batches before it are lost", at)
+            logger.warning(
+                "journal: the evaluation of step %d is repeated: batches before it are lost", at
+            )
             del self._evaluations[at]
         if lost:
             logger.warning(
@@ -178,7 +199,8 @@ class Journal:
             self._segment.create_soon(self._first(), self.waiting)
 
     def again(self) -> Iterator[Record]:
-        """Yield finished groups in order up to and including the next batch, or all when no batch follows.
+        """Yield finished groups in order up to and including the next batch, or all when no batch
+        follows.
 
         Each record is yielded once.
         """
@@ -186,14 +208,18 @@ class Journal:
             record = self._waiting.popleft()
             if record.kind == BATCH:
                 meta = record.meta
-                content = batch_content(meta["step"], meta["prompt_ids"], meta["counts"], meta.get("newest_id"))
+                content = batch_content(
+                    meta["step"], meta["prompt_ids"], meta["counts"], meta.get("newest_id")
+                )
                 self._newest_batch = meta["step"], content
             yield record
             if record.kind == BATCH:
                 return
 
     async def groups(self, records: Iterable[Record]) -> Sequence[SampleGroup]:
-        """Read the groups of those ``records`` that are groups, in a thread. Raises CheckpointError."""
+        """Read the groups of those ``records`` that are groups, in a thread. Raises
+        CheckpointError.
+        """
         wanted = [record for record in records if record.kind == GROUP]
         if not wanted:
             return []
@@ -202,7 +228,9 @@ class Journal:
         return await _within(num_bytes, lambda: [record.group() for record in wanted], what)
 
     def evaluation(self, step: int) -> Mapping[str, float] | None:
-        """Return the metrics of the evaluation of ``step``; None if none is recorded since the checkpoint."""
+        """Return the metrics of the evaluation of ``step``; None if none is recorded since the
+        checkpoint.
+        """
         return self._evaluations.get(step)
 
     def finished(self, group: SampleGroup, *, wanted: bool, prompt: Prompt | None = None) -> None:
@@ -212,10 +240,20 @@ class Journal:
                 self._append(group_content(group, wanted=wanted, prompt=prompt))
 
     def batch(
-        self, step: int, groups: Sequence[SampleGroup], counts: Mapping[str, float], *, newest_id: int | None = None
+        self,
+        step: int,
+        groups: Sequence[SampleGroup],
+        counts: Mapping[str, float],
+        *,
+        newest_id: int | None = None,
     ) -> None:
-        """Append the batch taken after ``step`` steps; ``newest_id``: the newest prompt fetched by then."""
-        self._newest_batch = step, batch_content(step, [group.prompt_id for group in groups], counts, newest_id)
+        """Append the batch taken after ``step`` steps; ``newest_id``: the newest prompt fetched by
+        then.
+        """
+        self._newest_batch = (
+            step,
+            batch_content(step, [group.prompt_id for group in groups], counts, newest_id),
+        )
         self._append(self._newest_batch[1])
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -224,10 +262,12 @@ class Journal:
         self._append(evaluation_content(step, metrics))
 
     async def begin(self, step: int) -> int:
-        """Start a segment for a state of ``step`` steps that will be saved; return the segment's number.
+        """Start a segment for a state of ``step`` steps that will be saved; return the segment's
+        number.
 
-        The state must name that number. Later events go to the new segment, also while it is created.
-        Raises Fenced when another attempt owns the run, CheckpointError when a waiting record cannot be read.
+        The state must name that number. Later events go to the new segment, also while it is
+        created. Raises Fenced when another attempt owns the run, CheckpointError when a waiting
+        record cannot be read.
         """
         if self._segment is None:
             return 0
@@ -249,8 +289,9 @@ class Journal:
                 path.unlink(missing_ok=True)
 
     async def durable(self) -> None:
-        """Return when all records appended so far survive a crash of the machine, or the journal is not written any
-        more. Raises Fenced when another attempt owns the run."""
+        """Return when all records appended so far survive a crash of the machine, or the journal is
+        not written any more. Raises Fenced when another attempt owns the run.
+        """
         if self._segment is not None:
             with self._timed():
                 await self._segment.durable()
@@ -267,7 +308,9 @@ class Journal:
         self._spent_s += time.monotonic() - started
 
     def close(self) -> None:
-        """Write pending records and close the file; later records are not written. Blocks for a few seconds at most."""
+        """Write pending records and close the file; later records are not written. Blocks for a few
+        seconds at most.
+        """
         if self._segment is not None:
             self._segment.close()
 
@@ -282,7 +325,10 @@ class Journal:
         assert self._segment is not None
         of_step, batch = self._newest_batch
         taken = [batch] if of_step >= self._segment.header.step else []
-        return [*taken, *(evaluation_content(at, metrics) for at, metrics in self._evaluations.items())]
+        return [
+            *taken,
+            *(evaluation_content(at, metrics) for at, metrics in self._evaluations.items()),
+        ]
 
     def _append(self, content: bytes) -> None:
         if self._segment is not None:
@@ -290,7 +336,8 @@ class Journal:
 
 
 async def _within(num_bytes: int, act: Callable[[], T], what: str) -> T:
-    """Return the result of ``act``, run in a thread; raise CheckpointError where that takes too long.
+    """Return the result of ``act``, run in a thread; raise CheckpointError where that takes too
+    long.
 
     ``num_bytes`` is how much it reads and copies.
     """
@@ -317,16 +364,23 @@ def _size(folder: Path) -> int:
 
 
 _ADDED = {("grpo", "loss_unit"): "sample"}
-"""Settings added later, with their former behaviour as value, so that older journals stay usable."""
+"""Settings added later, with their former behaviour as value, so that older journals stay usable.
+"""
 
 
 def settings_hash(config: Config) -> str:
-    """Hash all settings that decide what is generated and trained; a journal resumes only with equal ones."""
+    """Hash all settings that decide what is generated and trained; a journal resumes only with
+    equal ones.
+    """
     tables = config.model_dump(mode="json", include={"rollout", "grpo", "optimizer", "model"})
     del tables["rollout"]["num_rollout"]
     for (table, key), before in _ADDED.items():
         if tables[table][key] == before:
             del tables[table][key]
-    origin = {name: getattr(config.checkpoint, name) for name in ("hf_checkpoint", "ref_load", "load")}
-    text = json.dumps([tables, {name: value and str(value) for name, value in origin.items()}], sort_keys=True)
+    origin = {
+        name: getattr(config.checkpoint, name) for name in ("hf_checkpoint", "ref_load", "load")
+    }
+    text = json.dumps(
+        [tables, {name: value and str(value) for name, value in origin.items()}], sort_keys=True
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,19 +1,22 @@
 """The chain of journal segments: which records follow a checkpoint.
 
-Input: the segments of a folder, and the checkpoint state that a run resumes from. Output: the records that provably
-follow that state, in order; for everything else the file, the reason why it is not used, and what that costs.
+Input: the segments of a folder, and the checkpoint state that a run resumes from. Output: the
+records that provably follow that state, in order; for everything else the file, the reason why it
+is not used, and what that costs.
 
     state of step 20 names 5        5 ──── 6 ──── 7            6 began at the state of step 30, 7 at that of step 40
                                       └─── 8 ──── 9            8: a resume from step 30 copied 6 and 7
 
-Each header seals the previous segment: number, bytes and digest at the moment when the new one began. A resume keeps
-the seal of the state that it resumed from, so that 8 continues 5 exactly as 6 did. The chain takes the newest segment
-that continues the last one, and ends where there is none. After a segment that is missing, empty, damaged, copied or
-from another history, the seals of later segments are invalid, and these are not used.
+Each header seals the previous segment: number, bytes and digest at the moment when the new one
+began. A resume keeps the seal of the state that it resumed from, so that 8 continues 5 exactly as 6
+did. The chain takes the newest segment that continues the last one, and ends where there is none.
+After a segment that is missing, empty, damaged, copied or from another history, the seals of later
+segments are invalid, and these are not used.
 
-Segments of format 1 have no seals and are chained by number, as the program that wrote them did. It is not proven for
-them that no segment in between is missing, that the prompt data is the same, and that a record is at its place.
-``rlpost.rollout.replay`` checks every record against the run's own bookkeeping in both formats.
+Segments of format 1 have no seals and are chained by number, as the program that wrote them did. It
+is not proven for them that no segment in between is missing, that the prompt data is the same, and
+that a record is at its place. ``rlpost.rollout.replay`` checks every record against the run's own
+bookkeeping in both formats.
 """
 
 from __future__ import annotations
@@ -37,8 +40,9 @@ from rlpost.rollout.journal_format import (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What follows a checkpoint: ``records`` in order, each event once; the ``chain`` of segments that hold them; and
-    ``problems``, messages about what is not used."""
+    """What follows a checkpoint: ``records`` in order, each event once; the ``chain`` of segments
+    that hold them; and ``problems``, messages about what is not used.
+    """
 
     records: tuple[Record, ...] = ()
     problems: tuple[str, ...] = ()
@@ -71,15 +75,20 @@ def follow(
 ) -> Found:
     """Find what happened after the checkpoint state of ``step`` steps that names segment ``base``.
 
-    Of an event that is recorded twice (still to be replayed when the next state was saved) the first counts. Segments
-    written with other ``settings`` or other prompt ``data`` are not used; None skips that comparison.
+    Of an event that is recorded twice (still to be replayed when the next state was saved) the
+    first counts. Segments written with other ``settings`` or other prompt ``data`` are not used;
+    None skips that comparison.
     """
     ordered = sorted(found, key=lambda segment: segment.header.number)
     chain: list[Segment] = []
     problems: list[str] = []
     following = _start(ordered, base, step)
-    if following is None and (base > 0 or any(segment.header.number >= base for segment in ordered)):
-        problems.append(f"no segment continues the checkpoint of step {step}, which names segment {base}")
+    if following is None and (
+        base > 0 or any(segment.header.number >= base for segment in ordered)
+    ):
+        problems.append(
+            f"no segment continues the checkpoint of step {step}, which names segment {base}"
+        )
     served = base - 1  # the newest segment that needs no message
     while following is not None:
         served = following.header.number
@@ -94,7 +103,9 @@ def follow(
     for file in unreadable:
         if file.number >= base:
             problems.append(f"{file.path}: {file.problem}; its {file.num_bytes} bytes are not used")
-    for segment in ordered:  # those before ``served`` that are not in the chain were superseded by a resume
+    for (
+        segment
+    ) in ordered:  # those before ``served`` that are not in the chain were superseded by a resume
         if segment.header.number > served:
             problems.append(_unused(segment, _why(segment, chain, ordered)))
     return Found(_events(chain), tuple(problems), tuple(chain))
@@ -109,7 +120,9 @@ def contents(records: Sequence[Record]) -> str:
 
 
 def _start(ordered: Sequence[Segment], base: int, step: int) -> Segment | None:
-    """Return the newest segment that begins at a state: its first one, or that of the newest resume."""
+    """Return the newest segment that begins at a state: its first one, or that of the newest
+    resume.
+    """
     for segment in reversed(ordered):
         if (segment.header.base, segment.header.step) == (base, step):
             return segment
@@ -119,12 +132,18 @@ def _start(ordered: Sequence[Segment], base: int, step: int) -> Segment | None:
 def _next(segment: Segment, ordered: Sequence[Segment]) -> Segment | None:
     """Return the segment that continues this one."""
     later = [each for each in ordered if each.header.number > segment.header.number]
-    sealed = [each for each in later if each.header.previous is not None and segment.sealed(each.header.previous)]
+    sealed = [
+        each
+        for each in later
+        if each.header.previous is not None and segment.sealed(each.header.previous)
+    ]
     if sealed:
         return sealed[-1]
     if segment.header.format > 1 or segment.problem is not None:
         return None
-    unproven = [each for each in later if each.header.format == 1 and each.header.number == each.header.base]
+    unproven = [
+        each for each in later if each.header.format == 1 and each.header.number == each.header.base
+    ]
     return unproven[0] if unproven and unproven[0].header.unbroken else None
 
 

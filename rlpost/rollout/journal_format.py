@@ -1,20 +1,22 @@
-"""The file format of the journal: encodes and decodes records in segments. Reads files, writes none.
+"""The file format of the journal: encodes and decodes records in segments. Reads files, writes
+none.
 
-Input: events of a rollout (a group finished, a batch was taken, an evaluation is complete). Output: framed records; and
-the segments of a folder with their valid records.
+Input: events of a rollout (a group finished, a batch was taken, an evaluation is complete). Output:
+framed records; and the segments of a folder with their valid records.
 
     record    length (4 bytes, little endian), checksum (4 bytes) of the rest, kind (1 byte), body (length - 1 bytes)
     segment   NUMBER.log: one HEADER record, then records in the order of events
 
-The checksum is a CRC-32 that continues from the checksum of the record before, so a record is only valid in its place.
-A header may hold a ``Seal`` of the segment that it continues; ``journal_chain`` follows these from file to file.
-Segments of format 1 (up to November 2026) have neither: each checksum covers one record alone, and a missing segment
-between two others goes unnoticed.
+The checksum is a CRC-32 that continues from the checksum of the record before, so a record is only
+valid in its place. A header may hold a ``Seal`` of the segment that it continues; ``journal_chain``
+follows these from file to file. Segments of format 1 (up to November 2026) have neither: each
+checksum covers one record alone, and a missing segment between two others goes unnoticed.
 
-A crash truncates a segment anywhere: reading ends before the first record that is incomplete or does not match its
-checksum. The columns of a group follow a short JSON text (``records.Behind``): 8 bytes a token for ids and log-probs,
-which are restored bit for bit. Segments of formats 1 and 2 hold log-probs as doubles and a byte per entry of a mask;
-a resume copies such records as they are, so that a segment of format 3 may hold them too.
+A crash truncates a segment anywhere: reading ends before the first record that is incomplete or
+does not match its checksum. The columns of a group follow a short JSON text (``records.Behind``): 8
+bytes a token for ids and log-probs, which are restored bit for bit. Segments of formats 1 and 2
+hold log-probs as doubles and a byte per entry of a mask; a resume copies such records as they are,
+so that a segment of format 3 may hold them too.
 """
 
 from __future__ import annotations
@@ -40,13 +42,22 @@ FORMAT = 3  # of the segments that this program writes
 HEADER, GROUP, BATCH, EVALUATION = range(1, 5)
 _FRAME = struct.Struct("<II")
 _LENGTH = struct.Struct("<I")
-_OLD_ARRAYS = {"prompt_ids": "<i4", "response_ids": "<i4", "rollout_logprobs": "<f8", "loss_mask": "<i1"}
-"""Columns of a record of formats 1 and 2: the JSON text has the number of entries, the arrays follow in this order."""
+_OLD_ARRAYS = {
+    "prompt_ids": "<i4",
+    "response_ids": "<i4",
+    "rollout_logprobs": "<f8",
+    "loss_mask": "<i1",
+}
+"""Columns of a record of formats 1 and 2: the JSON text has the number of entries, the arrays
+follow in this order.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The content of a segment when the next one began: its first ``num_bytes`` bytes, by their BLAKE2b ``digest``."""
+    """The content of a segment when the next one began: its first ``num_bytes`` bytes, by their
+    BLAKE2b ``digest``.
+    """
 
     number: int
     num_bytes: int
@@ -55,12 +66,14 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Segment ``number`` continues from the checkpoint state that names segment ``base``, of ``step`` trained steps.
+    """Segment ``number`` continues from the checkpoint state that names segment ``base``, of
+    ``step`` trained steps.
 
-    A state begins a new segment that is its own base; a resume copies its records into a new one with the same base.
-    ``settings`` is a hash of all settings that decide what is generated, ``data`` a fingerprint of the prompt files
-    (None if unknown). ``previous`` is the segment whose records led to the base's state (None if unknown). ``unbroken``
-    is False when those records could not be written completely.
+    A state begins a new segment that is its own base; a resume copies its records into a new one
+    with the same base. ``settings`` is a hash of all settings that decide what is generated,
+    ``data`` a fingerprint of the prompt files (None if unknown). ``previous`` is the segment whose
+    records led to the base's state (None if unknown). ``unbroken`` is False when those records
+    could not be written completely.
     """
 
     number: int
@@ -75,9 +88,13 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record in a file. ``meta`` is its JSON part: of a group ``prompt_id``, ``wanted``, ``num_tokens``,
-    ``prompt`` (a digest, where it is known), ``oldest_version`` and ``newest_version``; of a batch ``step``,
-    ``prompt_ids``, ``counts`` and, where it is known, ``newest_id``; of an evaluation ``step`` and ``metrics``."""
+    """A record in a file.
+
+    ``meta`` is its JSON part: of a group ``prompt_id``, ``wanted``, ``num_tokens``, ``prompt`` (a
+    digest, where it is known), ``oldest_version`` and ``newest_version``; of a batch ``step``,
+    ``prompt_ids``, ``counts`` and, where it is known, ``newest_id``; of an evaluation ``step`` and
+    ``metrics``.
+    """
 
     kind: int
     meta: Mapping[str, Any]
@@ -94,7 +111,8 @@ class Record:
     def content(self) -> bytes:
         """Read kind and body, as they were appended.
 
-        Raises CheckpointError when reading fails twice, or the record has changed since the attempt began.
+        Raises CheckpointError when reading fails twice, or the record has changed since the attempt
+        began.
         """
         place = f"{self.path}: the record at byte {self.offset}"
         with suppress(OSError):
@@ -115,7 +133,9 @@ class Record:
         content = frame[_FRAME.size :]
         head = _FRAME.pack(len(content), zlib.crc32(content, self.seed))
         if len(frame) != self.size or frame[: _FRAME.size] != head:
-            raise CheckpointError(f"{place} was valid when this attempt began and is damaged now; {_NEXT_ATTEMPT}")
+            raise CheckpointError(
+                f"{place} was valid when this attempt began and is damaged now; {_NEXT_ATTEMPT}"
+            )
         return content
 
 
@@ -124,7 +144,8 @@ _NEXT_ATTEMPT = "the next attempt uses the records before it and generates the r
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One file: its valid records in order, how many bytes are valid, and what is wrong with the rest.
+    """One file: its valid records in order, how many bytes are valid, and what is wrong with the
+    rest.
 
     ``digests`` has the digest of all bytes up to the end of each record, by that offset.
     """
@@ -156,7 +177,9 @@ class Unreadable:
 
 
 class Framing:
-    """The frames of one segment, in order: each checksum continues the one before; one digest covers all bytes."""
+    """The frames of one segment, in order: each checksum continues the one before; one digest
+    covers all bytes.
+    """
 
     def __init__(self) -> None:
         self.checksum, self.num_bytes = 0, 0
@@ -188,7 +211,12 @@ def group_content(group: SampleGroup, *, wanted: bool, prompt: Prompt | None = N
     """Encode a finished group, the answers to ``prompt``; not ``wanted`` if a filter dropped it."""
     columns = Behind()
     record = group_record(group, columns)
-    meta = {"prompt_id": group.prompt_id, "wanted": wanted, "num_tokens": group.num_tokens, "group": record}
+    meta = {
+        "prompt_id": group.prompt_id,
+        "wanted": wanted,
+        "num_tokens": group.num_tokens,
+        "group": record,
+    }
     if prompt is not None:
         meta["prompt"] = prompt_digest(prompt)
     text = _json(meta)
@@ -200,7 +228,8 @@ def batch_content(
 ) -> bytes:
     """Encode the batch of ``prompt_ids`` that was taken after ``step`` trained steps.
 
-    ``newest_id`` is the prompt fetched last by then; ``counts`` includes the rows skipped before it.
+    ``newest_id`` is the prompt fetched last by then; ``counts`` includes the rows skipped before
+    it.
     """
     meta = {"step": step, "prompt_ids": list(prompt_ids), "counts": dict(counts)}
     if newest_id is not None:
@@ -231,7 +260,9 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def segment_paths(folder: Path) -> list[Path]:
-    """List all segments of a journal by number, valid or not. Raises OSError when listing fails twice."""
+    """List all segments of a journal by number, valid or not. Raises OSError when listing fails
+    twice.
+    """
     for is_last in (False, True):
         try:
             names = os.listdir(folder)
@@ -242,12 +273,19 @@ def segment_paths(folder: Path) -> list[Path]:
                 raise
             continue
         break
-    found = [folder / name for name in names if name.endswith(".log") and name.removesuffix(".log").isdecimal()]
+    found = [
+        folder / name
+        for name in names
+        if name.endswith(".log") and name.removesuffix(".log").isdecimal()
+    ]
     return sorted(found, key=lambda path: int(path.stem))
 
 
 def read_segment(path: Path) -> Segment | Unreadable:
-    """Read a segment up to its first invalid record. A part that cannot be read twice counts as damaged."""
+    """Read a segment up to its first invalid record.
+
+    A part that cannot be read twice counts as damaged.
+    """
     found, failed = _read_segment(path)
     return _read_segment(path)[0] if failed else found
 
@@ -265,7 +303,9 @@ def read_header(path: Path) -> Header | None:
 
 def segments(folder: Path) -> list[Segment]:
     """All segments of a journal with a valid header, by number."""
-    return [found for path in segment_paths(folder) if isinstance(found := read_segment(path), Segment)]
+    return [
+        found for path in segment_paths(folder) if isinstance(found := read_segment(path), Segment)
+    ]
 
 
 class _Damage(Exception):
@@ -281,7 +321,10 @@ def _read_segment(path: Path) -> tuple[Segment | Unreadable, bool]:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             while True:
-                offset, seed = framing.num_bytes, framing.checksum if header and header.format > 1 else 0
+                offset, seed = (
+                    framing.num_bytes,
+                    framing.checksum if header and header.format > 1 else 0,
+                )
                 frame = _next_frame(file, framing, seed=seed)
                 if frame is None:
                     break
@@ -289,7 +332,9 @@ def _read_segment(path: Path) -> tuple[Segment | Unreadable, bool]:
                     header = _header(frame, path)
                 else:
                     meta = _meta(frame, offset)
-                    records.append(Record(frame[0], meta, path, offset, framing.num_bytes - offset, seed))
+                    records.append(
+                        Record(frame[0], meta, path, offset, framing.num_bytes - offset, seed)
+                    )
                 digests[framing.num_bytes] = framing.digest()
     except _Damage as damage:
         problem = str(damage)
@@ -302,7 +347,9 @@ def _read_segment(path: Path) -> tuple[Segment | Unreadable, bool]:
 
 
 def _next_frame(file: BinaryIO, framing: Framing, *, seed: int) -> memoryview | None:
-    """Kind and body of the next record, whose checksum continues ``seed``; None at the end. Raises _Damage."""
+    """Kind and body of the next record, whose checksum continues ``seed``; None at the end. Raises
+    _Damage.
+    """
     offset = framing.num_bytes
     head = file.read(_FRAME.size)
     if not head:
@@ -344,7 +391,10 @@ def _meta(content: memoryview, offset: int) -> dict[str, Any]:
     samples = [scored["sample"] for scored in meta.pop("group")["samples"]]
     spans = [sample.get("version_spans") or [[sample["policy_version"], 0]] for sample in samples]
     versions = [version for each in spans for version, _ in each]
-    return meta | {"oldest_version": min(versions, default=0), "newest_version": max(versions, default=0)}
+    return meta | {
+        "oldest_version": min(versions, default=0),
+        "newest_version": max(versions, default=0),
+    }
 
 
 def _parsed(text: memoryview, offset: int) -> dict[str, Any]:
@@ -371,7 +421,8 @@ def _fill_old_arrays(samples: Sequence[dict[str, Any]], columns: memoryview) -> 
         for name, code in _OLD_ARRAYS.items():
             if name in sample:
                 array = np.frombuffer(columns, dtype=code, count=sample[name], offset=at)
-                # A log-prob is a float32 number of an engine, so that nothing is lost as the type converts it.
+                # A log-prob is a float32 number of an engine, so that nothing is lost as the type
+                # converts it.
                 sample[name], at = array.tolist(), at + array.nbytes
 
 
@@ -382,4 +433,6 @@ def _text(body: memoryview) -> bytes:
 
 def _json(value: Any) -> bytes:
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "surrogatepass")  # a label may hold half a pair; json.loads reads it back
+    return text.encode(
+        "utf-8", "surrogatepass"
+    )  # a label may hold half a pair; json.loads reads it back

@@ -45,7 +45,8 @@ ENVIRONMENT = {
     "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
-    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # otherwise /health generates, and fails while paused
+    # otherwise /health generates, and fails while paused
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
 }
 
 
@@ -68,7 +69,11 @@ class ServerProcess:
         ``gpus_per_node``: see ``Engine.start``.
         """
         assert self._process is None, f"{self.name} is already started"
-        environment = {key: value for key, value in without_keys(os.environ).items() if key not in NOT_INHERITED}
+        environment = {
+            key: value
+            for key, value in without_keys(os.environ).items()
+            if key not in NOT_INHERITED
+        }
         environment |= {key: value for key, value in ENVIRONMENT.items() if key not in environment}
         self._scratch = tempfile.mkdtemp(prefix="rlpost-")  # SGLang leaves sockets behind
         environment["TMPDIR"] = self._scratch
@@ -88,7 +93,9 @@ class ServerProcess:
         finally:
             os.close(log_fd)
             os.close(theirs)
-        document = json.dumps({"arguments": dict(arguments), "ready_fd": theirs, "gpus_per_node": gpus_per_node})
+        document = json.dumps(
+            {"arguments": dict(arguments), "ready_fd": theirs, "gpus_per_node": gpus_per_node}
+        )
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(document.encode() + b"\n")
@@ -105,7 +112,9 @@ class ServerProcess:
         waiting = select.poll()  # not select.select: descriptors may exceed 1023
         waiting.register(self._ready_fd, select.POLLIN)
         if not waiting.poll(max(0.0, deadline_s) * 1000):
-            raise RolloutError(f"{self.name} is not ready after {deadline_s:.0f} s; {self.log_tail()}")
+            raise RolloutError(
+                f"{self.name} is not ready after {deadline_s:.0f} s; {self.log_tail()}"
+            )
         if not os.read(self._ready_fd, 64):
             raise self.died()
 

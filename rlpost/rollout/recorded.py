@@ -1,7 +1,7 @@
 """Recordings of the scored groups of a step, for inspection or for training without generation.
 
-Input: groups, and a path with ``{rollout_id}``. Output: a file with one JSON line per group, replaced atomically, which
-reads back to equal groups.
+Input: groups, and a path with ``{rollout_id}``. Output: a file with one JSON line per group,
+replaced atomically, which reads back to equal groups.
 """
 
 from __future__ import annotations
@@ -47,9 +47,13 @@ def read_groups(template: str, rollout_id: int) -> list[SampleGroup]:
     """
     path = recorded_path(template, rollout_id)
     try:
-        lines = path.read_text().rstrip("\n").split("\n")  # not splitlines(): answers hold what that splits at
+        lines = (
+            path.read_text().rstrip("\n").split("\n")
+        )  # not splitlines(): answers hold what that splits at
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot read the recorded rollout of step {rollout_id}: {error}") from error
+        raise DataError(
+            f"{path}: cannot read the recorded rollout of step {rollout_id}: {error}"
+        ) from error
     groups = []
     for number, line in enumerate(lines, 1):
         try:

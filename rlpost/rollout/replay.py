@@ -1,11 +1,13 @@
 """Checks which records of the journal a resume can replay.
 
-Input: records in order, the rollout buffer and the prompt cursor of the checkpoint that they follow. Output: how many
-of them the run can use. They are replayed on copies before anything is trained. A record that does not match ends the
-replay, not the run, and is never trained at another step than its own.
+Input: records in order, the rollout buffer and the prompt cursor of the checkpoint that they
+follow. Output: how many of them the run can use. They are replayed on copies before anything is
+trained. A record that does not match ends the replay, not the run, and is never trained at another
+step than its own.
 
-The chain of segments proves that no file is changed or missing. This second check compares the records with the run's
-own state: it also covers segments without a chain, and prompt data that has changed.
+The chain of segments proves that no file is changed or missing. This second check compares the
+records with the run's own state: it also covers segments without a chain, and prompt data that has
+changed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The response builder: collects an answer from turns of the model and outputs of tools.
 
-Input: a prompt, sampling parameters, and a partial answer that was aborted earlier. Output: a ``Sample`` with one token
-id, log-prob, loss mask entry and version per token, and the routes of experts where engines return them. A function of
---custom-generate-function-path receives a builder, a prompt and the sampling parameters; the default is
-``write_answer``.
+Input: a prompt, sampling parameters, and a partial answer that was aborted earlier. Output: a
+``Sample`` with one token id, log-prob, loss mask entry and version per token, and the routes of
+experts where engines return them. A function of --custom-generate-function-path receives a builder,
+a prompt and the sampling parameters; the default is ``write_answer``.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class _Piece:
 class ResponseBuilder:
     """An answer in progress.
 
-    ``response_ids`` holds all its tokens so far; ``finish_reason`` says how the last turn ended, ``stopped_at`` is the
-    token id or string that ended it.
+    ``response_ids`` holds all its tokens so far; ``finish_reason`` says how the last turn ended,
+    ``stopped_at`` is the token id or string that ended it.
     """
 
     def __init__(
@@ -82,7 +82,10 @@ class ResponseBuilder:
         self._routes = _routes(connection, so_far)
         self.text = so_far.text if so_far else ""
         self._unversioned = 0  # tokens of tools before the model's first
-        self._turn_at, self._before = 0, ""  # start of the current turn in the ids, and the text before it
+        self._turn_at, self._before = (
+            0,
+            "",
+        )  # start of the current turn in the ids, and the text before it
         self._texts = [so_far.text] if so_far else []  # of the current turn, one per request
         self.finish_reason: FinishReason = "stop"
         self.stopped_at: int | str | None = None
@@ -109,18 +112,19 @@ class ResponseBuilder:
     async def write(self, *, stop: Sequence[str] = (), max_new_tokens: int | None = None) -> str:
         """Generate one turn and return its text, without the stop string.
 
-        The turn ends when the model ends it, at one of ``stop`` or of the configured stop strings, or after
-        ``max_new_tokens``. A request that an engine aborts for new weights is resumed. When no tokens remain, nothing
-        is generated and ``finish_reason`` is "length".
+        The turn ends when the model ends it, at one of ``stop`` or of the configured stop strings,
+        or after ``max_new_tokens``. A request that an engine aborts for new weights is resumed.
+        When no tokens remain, nothing is generated and ``finish_reason`` is "length".
 
-        Raises:
-            Halted: generation is suspended; do not catch this, the rollout keeps the partial answer.
-            RolloutError: the request failed.
+        Raises: Halted: generation is suspended; do not catch this, the rollout keeps the partial
+            answer. RolloutError: the request failed.
         """
         if not self._texts:
             self._turn_at, self._before = self.num_tokens, self.text
         end = self.num_tokens + (
-            self.remaining_tokens if max_new_tokens is None else min(self.remaining_tokens, max_new_tokens)
+            self.remaining_tokens
+            if max_new_tokens is None
+            else min(self.remaining_tokens, max_new_tokens)
         )
         what, empty = f"prompt {self.prompt.prompt_id}, sample {self.index}", 0
         self.finish_reason, self.stopped_at = "length", None
@@ -135,12 +139,16 @@ class ResponseBuilder:
                 break
             empty = 0 if answer.token_ids else empty + 1
             if empty == MAX_EMPTY_ANSWERS:
-                raise RolloutError(f"an engine aborted {what} {empty} times before the first token; is it paused?")
+                raise RolloutError(
+                    f"an engine aborted {what} {empty} times before the first token; is it paused?"
+                )
         self._texts = []
         return self.text[len(self._before) :]
 
     def insert(self, text: str) -> None:
-        """Add the output of a tool, masked out of the loss. Tokens beyond the limit are truncated."""
+        """Add the output of a tool, masked out of the loss. Tokens beyond the limit are
+        truncated.
+        """
         assert self._codec is not None, "the output of a tool needs a tokenizer"
         token_ids = IntColumn(self._codec.encode(text)[: self.remaining_tokens])
         length = len(token_ids)
@@ -183,12 +191,17 @@ class ResponseBuilder:
     def _add(self, answer: Answer) -> str:
         """Append one response of an engine; return its finish reason."""
         reason = answer.finish_reason
-        if reason["type"] not in ("stop", "length", "abort") or reason.get("status_code") is not None:
+        if (
+            reason["type"] not in ("stop", "length", "abort")
+            or reason.get("status_code") is not None
+        ):
             raise RolloutError(
                 f"an engine ended prompt {self.prompt.prompt_id}, sample {self.index} by {reason['type']!r} "
                 f"({reason.get('message')}): unexpected finish reason"
             )
-        generated = _Piece(answer.token_ids, answer.logprobs, RunColumn([(1, len(answer.token_ids))]))
+        generated = _Piece(
+            answer.token_ids, answer.logprobs, RunColumn([(1, len(answer.token_ids))])
+        )
         self._pieces = [*self._pieces, generated] if self.num_tokens else [generated]
         for version, count in answer.version_spans:
             self._extend_spans(version, count)
@@ -203,7 +216,8 @@ class ResponseBuilder:
     def _truncate_at_spanning_stop(self, stops: Sequence[str]) -> bool:
         """Truncate the turn at a stop string that spans an abort; return whether there is one.
 
-        An engine searches for stop strings only in the tokens of its own request, so it continued past this one.
+        An engine searches for stop strings only in the tokens of its own request, so it continued
+        past this one.
         """
         if len(self._texts) == 1 or self._codec is None or not stops:
             return False
@@ -238,8 +252,8 @@ class ResponseBuilder:
     def _turn(self, matched: Any) -> str:
         """Return the text of the current turn.
 
-        Several pieces are decoded together: an abort may split a character, and an engine removes only a stop string
-        of its own request.
+        Several pieces are decoded together: an abort may split a character, and an engine removes
+        only a stop string of its own request.
         """
         if len(self._texts) == 1 or self._codec is None:
             return "".join(self._texts)
@@ -253,7 +267,9 @@ Written = Sample | Sequence[Sample]
 GenerateFunction = Callable[[ResponseBuilder, Prompt, SamplingParams], Awaitable[Written]]
 
 
-async def write_answer(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> Sample:
+async def write_answer(
+    builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams
+) -> Sample:
     """Generate one turn, until the model ends it."""
     await builder.write()
     return builder.sample()
@@ -263,7 +279,9 @@ def without_older(sample: Sample) -> Sample:
     """Mask tokens of versions older than the last one out of the loss."""
     if not sample.version_spans:
         return sample
-    fresh = RunColumn((int(version == sample.policy_version), count) for version, count in sample.version_spans)
+    fresh = RunColumn(
+        (int(version == sample.policy_version), count) for version, count in sample.version_spans
+    )
     return replace(sample, loss_mask=RunColumn.of(fresh.array * sample.mask.array))
 
 

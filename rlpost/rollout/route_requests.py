@@ -41,7 +41,9 @@ class RouteRequests:
         await self._app(scope, receive, send)
 
 
-async def _translated(scope: dict[str, Any], receive: Receive) -> tuple[dict[str, Any], Receive, bool]:
+async def _translated(
+    scope: dict[str, Any], receive: Receive
+) -> tuple[dict[str, Any], Receive, bool]:
     """Return scope and receive function with the translated body, and whether the body changed.
 
     The application receives the body in one message.
@@ -56,7 +58,11 @@ async def _translated(scope: dict[str, Any], receive: Receive) -> tuple[dict[str
     given = b"".join([*pieces, message.get("body", b"")])
     body = translated(given)
     whole = {"type": "http.request", "body": body, "more_body": False}
-    return {**scope, "headers": _with_length(scope["headers"], body)}, _first(whole, receive), body is not given
+    return (
+        {**scope, "headers": _with_length(scope["headers"], body)},
+        _first(whole, receive),
+        body is not given,
+    )
 
 
 def _first(message: dict[str, Any], receive: Receive) -> Receive:
@@ -118,4 +124,6 @@ def translated(body: bytes) -> bytes:
     start = int(labels.pop(ROUTES_FROM))
     if labels:
         fields["custom_labels"] = labels
-    return json.dumps({**fields, "return_routed_experts": True, "routed_experts_start_len": start}).encode()
+    return json.dumps(
+        {**fields, "return_routed_experts": True, "routed_experts_start_len": start}
+    ).encode()

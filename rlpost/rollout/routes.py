@@ -17,8 +17,9 @@ from rlpost.errors import RolloutError
 ROUTES_FROM = "rlpost_routes_from"
 """Label of a request that asks for routes: the position of the first token whose routes are wanted.
 
-The router (sglang-router 0.3.2) knows the fields of a request and drops ``return_routed_experts``. It passes
-labels on, and ``route_requests`` in the engine's process translates this one."""
+The router (sglang-router 0.3.2) knows the fields of a request and drops ``return_routed_experts``.
+It passes labels on, and ``route_requests`` in the engine's process translates this one.
+"""
 
 NARROW = "routed_experts_uint8"
 """Name in ``meta_info`` of the same experts in one byte each, a quarter of the bytes."""
@@ -28,7 +29,8 @@ NARROW = "routed_experts_uint8"
 class RouteFormat:
     """The routes of one model.
 
-    ``layers`` are the MoE layers among all ``num_layers``; each sends a token to ``topk`` of ``num_experts``.
+    ``layers`` are the MoE layers among all ``num_layers``; each sends a token to ``topk`` of
+    ``num_experts``.
     """
 
     layers: tuple[int, ...]
@@ -44,13 +46,16 @@ class RouteFormat:
     def unknown(self, tokens: int) -> RouteColumn:
         """Routes of ``tokens`` tokens that the trainer routes itself."""
         dtype = RouteColumn.dtype(self.num_experts)
-        return RouteColumn(np.full((tokens, len(self.layers), self.topk), np.iinfo(dtype).max, dtype))
+        return RouteColumn(
+            np.full((tokens, len(self.layers), self.topk), np.iinfo(dtype).max, dtype)
+        )
 
     def decode(self, text: str, *, dtype: str = "<i4") -> RouteColumn:
-        """Decode base64 of numbers [tokens, all layers, topk]: int32 as SGLang returns them, or uint8 (``NARROW``).
+        """Decode base64 of numbers [tokens, all layers, topk]: int32 as SGLang returns them, or
+        uint8 (``NARROW``).
 
-        Raises:
-            RolloutError: it has another shape, numbers of experts that do not exist, or one expert twice for a token.
+        Raises: RolloutError: it has another shape, numbers of experts that do not exist, or one
+            expert twice for a token.
         """
         numbers = np.frombuffer(base64.b64decode(text), dtype=dtype)
         if numbers.size % (self.num_layers * self.topk):
@@ -60,7 +65,9 @@ class RouteFormat:
             )
         every_layer = numbers.reshape(-1, self.num_layers, self.topk)
         first, last = self.layers[0], self.layers[-1]
-        is_range = last - first + 1 == len(self.layers)  # then a view suffices, else a copy four times as large
+        is_range = last - first + 1 == len(
+            self.layers
+        )  # then a view suffices, else a copy four times as large
         routes = every_layer[:, first : last + 1] if is_range else every_layer[:, list(self.layers)]
         if routes.size and (routes.min() < 0 or routes.max() >= self.num_experts):
             raise RolloutError(

@@ -64,9 +64,13 @@ def eval_sampling(
     Each is taken from the set, otherwise from [eval], otherwise from [rollout].
     """
     inherited = rollout_sampling(rollout, eos_token_ids)
-    stop_token_ids = None if one.stop_token_ids is None else tuple(sorted({*one.stop_token_ids, *eos_token_ids}))
+    stop_token_ids = (
+        None if one.stop_token_ids is None else tuple(sorted({*one.stop_token_ids, *eos_token_ids}))
+    )
     return SamplingParams(
-        max_new_tokens=_first(one.max_response_len, evaluation.eval_max_response_len, inherited.max_new_tokens),
+        max_new_tokens=_first(
+            one.max_response_len, evaluation.eval_max_response_len, inherited.max_new_tokens
+        ),
         temperature=_first(one.temperature, evaluation.eval_temperature, inherited.temperature),
         top_p=_first(one.top_p, evaluation.eval_top_p, inherited.top_p),
         top_k=_first(one.top_k, evaluation.eval_top_k, inherited.top_k),

@@ -1,7 +1,7 @@
 """Atomic creation of journal segments, without replacing an existing file, on any file system.
 
-Input: a path and the first records of the segment. Output: the file, on disk. If two attempts of a run are alive on two
-hosts, exactly one of them creates the segment of a given number.
+Input: a path and the first records of the segment. Output: the file, on disk. If two attempts of a
+run are alive on two hosts, exactly one of them creates the segment of a given number.
 """
 
 from __future__ import annotations
@@ -59,12 +59,15 @@ def _partial_path(path: Path) -> Path:
 
 
 def _put_in_place(partial: Path, path: Path, made: os.stat_result) -> None:
-    """Give the file ``made`` at ``partial`` the name ``path``. Raises FileExistsError when another file has it.
+    """Give the file ``made`` at ``partial`` the name ``path``.
 
-    A hard link never replaces a file. NFS may repeat a request whose answer was lost, and answer the repeated one with
-    EEXIST: then the file there is this one. Where there are no hard links the name is taken by an empty file, which
-    only one process can create; a rename then puts the segment in its place. A crash between the two leaves the empty
-    file: a segment without records, behind which nothing follows.
+    Raises FileExistsError when another file has it.
+
+    A hard link never replaces a file. NFS may repeat a request whose answer was lost, and answer
+    the repeated one with EEXIST: then the file there is this one. Where there are no hard links the
+    name is taken by an empty file, which only one process can create; a rename then puts the
+    segment in its place. A crash between the two leaves the empty file: a segment without records,
+    behind which nothing follows.
     """
     try:
         os.link(partial, path)
@@ -77,7 +80,9 @@ def _put_in_place(partial: Path, path: Path, made: os.stat_result) -> None:
         try:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         except FileExistsError as taken:
-            raise FileExistsError(taken.errno, taken.strerror, str(partial), None, str(path)) from None
+            raise FileExistsError(
+                taken.errno, taken.strerror, str(partial), None, str(path)
+            ) from None
         os.rename(partial, path)
 
 

@@ -1,10 +1,11 @@
 """Writes one journal segment in a thread, in order, so that the event loop never waits for a disk.
 
-Input: a header, the first records, then single records. Output: the file NUMBER.log, whose number no other attempt has.
+Input: a header, the first records, then single records. Output: the file NUMBER.log, whose number
+no other attempt has.
 
-Consecutive segments share one queue, so that a segment seals the complete one before it. After a storage failure, a
-missed deadline or too many pending bytes a segment is given up: nothing is written to it any more, even if the storage
-answers later, and the next segment has another queue.
+Consecutive segments share one queue, so that a segment seals the complete one before it. After a
+storage failure, a missed deadline or too many pending bytes a segment is given up: nothing is
+written to it any more, even if the storage answers later, and the next segment has another queue.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ DEADLINE_S = 60.0
 SLOWEST_BYTES_PER_S = 10e6
 """Storage that reads or copies records more slowly than this counts as hung."""
 MAX_PENDING_BYTES = 4 * 2**30
-"""Of samples that the driver holds anyway; routes of 89 layers with 8 experts each fill it with 6 million tokens."""
+"""Of samples that the driver holds anyway; routes of 89 layers with 8 experts each fill it with 6
+million tokens.
+"""
 RECORD_OVERHEAD_BYTES = 1024  # of a pending record in memory
 MAX_TAKEN = 16
 LOST = "a crash before the next checkpoint would repeat generation"
@@ -65,13 +68,16 @@ class SegmentWriter:
         self.copies: Sequence[Record] | None = None
         """The waiting records as this segment has them; None until it is created."""
         self._folder, self._check, self._is_base, self._after = folder, check, is_base, after
-        self._queue: RunFile = after._queue if after is not None and after.is_written else _queue(folder)
+        self._queue: RunFile = (
+            after._queue if after is not None and after.is_written else _queue(folder)
+        )
         self._file: int | None = None
         self._framing = Framing()
         self._problem: str | None = None
         self._num_copied = 0  # bytes of waiting records
         self._pending: deque[bytes] = deque()
-        # Bytes of records: queued (event loop), written and synced (thread). -1: the file is not created.
+        # Bytes of records: queued (event loop), written and synced (thread). -1: the file is not
+        # created.
         self._queued, self._written, self._synced = 0, 0, -1
 
     @property
@@ -80,9 +86,13 @@ class SegmentWriter:
         return self._problem is None
 
     def next(self, step: int | None = None) -> SegmentWriter:
-        """Return the segment that replaces this one: for a state of ``step`` steps, or else for the same state."""
+        """Return the segment that replaces this one: for a state of ``step`` steps, or else for the
+        same state.
+        """
         header = self.header if step is None else replace(self.header, step=step)
-        return SegmentWriter(self._folder, header, check=self._check, is_base=step is not None, after=self)
+        return SegmentWriter(
+            self._folder, header, check=self._check, is_base=step is not None, after=self
+        )
 
     def create_soon(self, first: Sequence[bytes], waiting: Sequence[Record]) -> Future[bool]:
         """Queue ``create``."""
@@ -105,7 +115,9 @@ class SegmentWriter:
         self._queue.soon(self._write_pending)
 
     async def durable(self) -> None:
-        """Return when all queued records are on disk, or the segment is given up. Raises as ``create`` does."""
+        """Return when all queued records are on disk, or the segment is given up. Raises as
+        ``create`` does.
+        """
         if self._problem is None and self._synced != self._queued:
             await self._within_deadline(self._queue.soon(self._sync), "an fsync")
 
@@ -127,7 +139,8 @@ class SegmentWriter:
     def create(self, first: Sequence[bytes], waiting: Sequence[Record]) -> None:
         """Create the file with ``first`` and copies of ``waiting``; blocks.
 
-        Raises Fenced when another attempt owns the run, CheckpointError when a waiting record cannot be read.
+        Raises Fenced when another attempt owns the run, CheckpointError when a waiting record
+        cannot be read.
         """
         if self._after is not None:
             self._replace(self._after)
@@ -142,7 +155,9 @@ class SegmentWriter:
             except FileExistsError:  # an older attempt that is still alive was faster
                 self._check()
                 if self.header.number == last:
-                    self.give_up(f"{path} and the {MAX_TAKEN} files before it were created by another attempt")
+                    self.give_up(
+                        f"{path} and the {MAX_TAKEN} files before it were created by another attempt"
+                    )
                 self._take_next_number()
             except OSError as error:
                 self._check()
@@ -160,12 +175,16 @@ class SegmentWriter:
             previous = before._framing.seal(before.header.number) if is_complete else None
         if is_complete:
             before._close()
-        self.header = replace(self.header, number=before.header.number, previous=previous, unbroken=is_complete)
+        self.header = replace(
+            self.header, number=before.header.number, previous=previous, unbroken=is_complete
+        )
         self._take_next_number()
 
     def _take_next_number(self) -> None:
         number = self.header.number + 1
-        self.header = replace(self.header, number=number, base=number if self._is_base else self.header.base)
+        self.header = replace(
+            self.header, number=number, base=number if self._is_base else self.header.base
+        )
 
     def _first_frames(
         self, path: Path, first: Sequence[bytes], waiting: Sequence[Record], copies: list[Record]
@@ -194,7 +213,8 @@ class SegmentWriter:
                 return
             self._written += _cost(content)
             with suppress(IndexError):  # the event loop may have given up
-                self._pending.popleft()  # after the write: an unexpected error must not skip a record
+                # after the write: an unexpected error must not skip a record
+                self._pending.popleft()
 
     def _sync(self) -> None:
         self._write_pending()

@@ -1,12 +1,13 @@
 """The process of one engine or of the router: ``python -m rlpost.rollout.server engine|router``.
 
-Input: one line of JSON on standard input, ``{"arguments": {...}, "ready_fd": N, "gpus_per_node": N}``, with the
-fields of SGLang's ``ServerArgs`` or of the router's ``RouterArgs``. They include the API key, so it never
-appears in a command line. Output: the server, and for an engine one line on ``ready_fd`` once it answers.
+Input: one line of JSON on standard input, ``{"arguments": {...}, "ready_fd": N, "gpus_per_node":
+N}``, with the fields of SGLang's ``ServerArgs`` or of the router's ``RouterArgs``. They include the
+API key, so it never appears in a command line. Output: the server, and for an engine one line on
+``ready_fd`` once it answers.
 
-Invariants: the server ends when standard input ends, so it never outlives the process that started it; the key is
-redacted from the log; without CUDA the engine uses the stand-ins of ``sglang_on_cpu`` and settings that run on CPU;
-settings of the caller take precedence.
+Invariants: the server ends when standard input ends, so it never outlives the process that started
+it; the key is redacted from the log; without CUDA the engine uses the stand-ins of
+``sglang_on_cpu`` and settings that run on CPU; settings of the caller take precedence.
 """
 
 from __future__ import annotations
@@ -127,7 +128,9 @@ def use_stand_ins(num_ranks: int = 1) -> None:
     os.environ["PYTHONPATH"] = f"{STAND_INS}:{inherited}" if inherited else str(STAND_INS)
     sys.path.insert(0, str(STAND_INS))
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling the MoE router costs more than it saves
+    os.environ.setdefault(
+        "TORCHDYNAMO_DISABLE", "1"
+    )  # compiling the MoE router costs more than it saves
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -163,7 +166,9 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
     has_cuda = torch.cuda.is_available()
     if not has_cuda:
         use_stand_ins(int(arguments.get("tp_size", 1)))
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch read the variable at import
+        torch.set_num_threads(
+            int(os.environ["OMP_NUM_THREADS"])
+        )  # torch read the variable at import
         keep_memory()
         start_by_fork()
     given = to_server_args(arguments)
@@ -182,7 +187,10 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
     if given.get("enable_return_routed_experts"):
         app.add_middleware(RouteRequests)
     try:
-        launch_server(server_args, launch_callback=lambda: say_ready(ready_fd, server_args.host, server_args.port))
+        launch_server(
+            server_args,
+            launch_callback=lambda: say_ready(ready_fd, server_args.host, server_args.port),
+        )
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
@@ -224,7 +232,10 @@ def read_line(fd: int) -> str:
 def main(argv: list[str]) -> int:
     """Read the arguments from standard input and run the server that ``argv`` names."""
     if argv not in (["engine"], ["router"]):
-        print("usage: python -m rlpost.rollout.server engine|router < ONE_LINE_OF_JSON", file=sys.stderr)
+        print(
+            "usage: python -m rlpost.rollout.server engine|router < ONE_LINE_OF_JSON",
+            file=sys.stderr,
+        )
         return 2
     document = json.loads(read_line(0))
     arguments = document["arguments"]

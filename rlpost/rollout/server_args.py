@@ -54,7 +54,11 @@ def check_server_args(given: Mapping[str, Any], *, gpus_per_engine: int | None =
         ConfigError: one line for each problem: flag, value, constraint, remedy.
     """
     table = server_arg_table()
-    problems = [problem for name, value in given.items() if (problem := _problem(table, name, value)) is not None]
+    problems = [
+        problem
+        for name, value in given.items()
+        if (problem := _problem(table, name, value)) is not None
+    ]
     if not problems:
         problems = list(_size_problems(typed_args(given, table), gpus_per_engine))
     if problems:
@@ -68,7 +72,9 @@ def _problem(table: ServerArgTable, given: str, value: Any) -> str | None:
         return f"{flag}: this follows from {OURS[name]}; leave it out"
     arg = table.args.get(name)
     if arg is None:
-        settable = [other for other, one in table.args.items() if other not in OURS and one.kind != OPAQUE]
+        settable = [
+            other for other, one in table.args.items() if other not in OURS and one.kind != OPAQUE
+        ]
         near = suggestion(flag, [_flag(other) for other in (*settable, *table.names)])
         return f"{flag}: {table.source} has no setting {given!r}{near}"
     try:

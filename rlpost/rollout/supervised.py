@@ -1,6 +1,8 @@
-"""Batches of supervised examples: prompts with the responses of the data, with the interface of ``Collector``.
+"""Batches of supervised examples: prompts with the responses of the data, with the interface of
+``Collector``.
 
-Input: the prompt cursor. Output: groups of one sample each. Nothing is generated, and no engine is used.
+Input: the prompt cursor. Output: groups of one sample each. Nothing is generated, and no engine is
+used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Assign the weights of a model to the buckets of a weight update. Pure; standard library only.
 
-Input: the bytes that are sent for each weight, and the bounds. Output: the size of a bucket, and the
-weights of each. Both the trainer (``rlpost.weights.trainer_side.Buckets``) and ``rlpost plan`` use
-it.
+Input: the bytes that are sent for each weight, and the bounds. Output: the size of a bucket, and
+the weights of each. Both the trainer (``rlpost.weights.trainer_side.Buckets``) and ``rlpost plan``
+use it.
 
 For every bucket the driver sends one request to each engine, with the handles of all its ranks.
 Large buckets need fewer requests, but more memory on trainer and engine.
@@ -20,7 +20,8 @@ REQUESTS = 256
 MEMORY_SHARE = 1 / 6
 """Fraction of a GPU's memory that buckets may use."""
 SHARED_BUFFERS = 3
-"""Buckets on a GPU that trainer and engine share: one being gathered, two shared with the engine."""
+"""Buckets on a GPU that trainer and engine share: one being gathered, two shared with the engine.
+"""
 SENT_BUFFERS = 2
 """Buckets on a GPU that sends: the tensors, and their concatenated bytes."""
 

@@ -1,16 +1,16 @@
 """Deltas between two versions of the weights as files, and the copy that applies them. No torch.
 
 Input: tensors as words: [numel], unsigned integers as wide as an element. Output: for each tensor
-the smallest of four encodings: nothing, gaps between changed elements and their values, a bitmap and
-their values, or all values.
+the smallest of four encodings: nothing, gaps between changed elements and their values, a bitmap
+and their values, or all values.
 
 The folder of an update contains ``delta.bin`` with these, or it is a whole Hugging Face folder. In
 both cases its manifest has a checksum of every whole tensor. The manifest of a delta identifies its
 base version by a digest of that version's checksums.
 
-Invariants: ``apply(old, encode(old, new))`` gives ``new``, bitwise (NaN and -0.0 are ordinary words).
-A copy has a manifest only while it matches the manifest: the manifest is removed before the first
-byte changes, and written after every checksum is verified.
+Invariants: ``apply(old, encode(old, new))`` gives ``new``, bitwise (NaN and -0.0 are ordinary
+words). A copy has a manifest only while it matches the manifest: the manifest is removed before the
+first byte changes, and written after every checksum is verified.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class Header:
 
     @property
     def position_bytes(self) -> int:
-        return {"gaps": self.num_changed * self.gap_bytes, "bitmap": -(-self.num_words // 8)}.get(self.how, 0)
+        return {"gaps": self.num_changed * self.gap_bytes, "bitmap": -(-self.num_words // 8)}.get(
+            self.how, 0
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -111,7 +113,9 @@ class Written:
 
 
 def encode(old: Words | None, new: Words) -> tuple[Header, Bytes]:
-    """Encode the change from ``old`` to ``new`` in the fewest bytes; all of ``new`` without ``old``."""
+    """Encode the change from ``old`` to ``new`` in the fewest bytes; all of ``new`` without
+    ``old``.
+    """
     size, width = len(new), new.itemsize
     everything = Header("whole", size, width, num_changed=size)
     if old is None or old.shape != new.shape or old.dtype != new.dtype:
@@ -131,7 +135,11 @@ def encode(old: Words | None, new: Words) -> tuple[Header, Bytes]:
     )
     if header.how == "whole":
         return header, new.view(np.uint8)
-    where = gaps.astype(f"<u{gap_bytes}").view(np.uint8) if header.how == "gaps" else np.packbits(different)
+    where = (
+        gaps.astype(f"<u{gap_bytes}").view(np.uint8)
+        if header.how == "gaps"
+        else np.packbits(different)
+    )
     return header, np.concatenate([where, new[positions].view(np.uint8)])
 
 
@@ -147,7 +155,9 @@ def apply(words: Words, header: Header, data: Bytes) -> None:
         WeightError: the change is of another tensor, or its bytes are damaged. ``words`` may have
             been changed.
     """
-    if (len(words), words.itemsize) != (header.num_words, header.word_bytes) or len(data) != header.num_bytes:
+    if (len(words), words.itemsize) != (header.num_words, header.word_bytes) or len(
+        data
+    ) != header.num_bytes:
         raise WeightError(
             f"the delta has {header.num_words} words of {header.word_bytes} bytes, in {header.num_bytes} bytes; "
             f"the tensor has {len(words)} words of {words.itemsize} bytes, and {len(data)} bytes of delta were read"
@@ -192,7 +202,9 @@ def tensors_of(folder: Path, *, mode: Literal["r", "r+"] = "r") -> dict[str, Wor
     found: dict[str, Words] = {}
     for path in sorted(folder.glob("*.safetensors")):
         mapped = np.memmap(path, np.uint8, mode)
-        first = 8 + int(mapped[:8].view("<u8")[0])  # the format: length of the header, header in JSON, bytes
+        first = 8 + int(
+            mapped[:8].view("<u8")[0]
+        )  # the format: length of the header, header in JSON, bytes
         for name, entry in json.loads(bytes(mapped[8:first])).items():
             if name == "__metadata__":
                 continue
@@ -216,7 +228,12 @@ class WeightCopy:
                 self._replace(Path(source), manifest)
             else:
                 self._patch(Path(source), manifest)
-        except (OSError, ValueError, LookupError, TypeError) as error:  # WeightError is a ValueError
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+        ) as error:  # WeightError is a ValueError
             return f"cannot update {self.folder} to {Path(source).name}: {type(error).__name__} {error}"
         return None
 
@@ -255,7 +272,9 @@ class WeightCopy:
         with ThreadPoolExecutor() as pool:
             list(pool.map(patch, manifest.changes))
         _verify({name: tensors[name] for name in manifest.checksums}, manifest)
-        for tensor_file in self.folder.glob("*.safetensors"):  # engines on other hosts may read them
+        for tensor_file in self.folder.glob(
+            "*.safetensors"
+        ):  # engines on other hosts may read them
             sync(tensor_file)
         Manifest(manifest.version, manifest.checksums).write(self.folder)
 
@@ -265,4 +284,6 @@ def _verify(tensors: Mapping[str, Words], manifest: Manifest) -> None:
     with ThreadPoolExecutor() as pool:
         sums = dict(zip(tensors, pool.map(checksum, tensors.values()), strict=True))
     if wrong := sorted(name for name, value in sums.items() if value != manifest.checksums[name]):
-        raise WeightError(f"{len(wrong)} tensors do not have the checksum of version {manifest.version}: {wrong[:3]}")
+        raise WeightError(
+            f"{len(wrong)} tensors do not have the checksum of version {manifest.version}: {wrong[:3]}"
+        )

@@ -56,7 +56,13 @@ class EngineGroup:
 
     @classmethod
     def form(
-        cls, address: tuple[str, int], *, name: str, num_engine_ranks: int, backend: str, timeout: timedelta
+        cls,
+        address: tuple[str, int],
+        *,
+        name: str,
+        num_engine_ranks: int,
+        backend: str,
+        timeout: timedelta,
     ) -> EngineGroup:
         """Listen on ``address`` until all engine ranks have joined.
 
@@ -103,7 +109,9 @@ class EngineGroup:
         except (dist.DistError, RuntimeError, TimeoutError, _Cancelled) as error:
             after_s = time.monotonic() - started
             self.leave()
-            raise SyncError(f"{error or type(error).__name__} (abandoned after {after_s:.1f} s)") from error
+            raise SyncError(
+                f"{error or type(error).__name__} (abandoned after {after_s:.1f} s)"
+            ) from error
 
     def cancel(self) -> None:
         """Abandon the current broadcast and all later ones. Thread-safe; does not block."""
@@ -113,13 +121,18 @@ class EngineGroup:
         """Abort the group and its pending operations; does nothing if already left."""
         if self._group is None:
             return
-        # In a thread: torch may wait as long for an abort as for a broadcast. The thread must hold the
-        # last reference, because gloo cannot be aborted and its destructor waits for operations.
+        # In a thread: torch may wait as long for an abort as for a broadcast. The thread must hold
+        # the last reference, because gloo cannot be aborted and its destructor waits for
+        # operations.
         left, self._group = [self._group], None
         aborted = threading.Event()
-        threading.Thread(target=_abort, args=(left, aborted), name="abort group", daemon=True).start()
+        threading.Thread(
+            target=_abort, args=(left, aborted), name="abort group", daemon=True
+        ).start()
         if not aborted.wait(ABORT_S):
-            logger.warning("the abort of the engine group did not finish within %.0f s; abandoned it", ABORT_S)
+            logger.warning(
+                "the abort of the engine group did not finish within %.0f s; abandoned it", ABORT_S
+            )
 
     def _start_of(self, flat: torch.Tensor) -> Callable[[], dist.Work]:
         group = self._group
@@ -150,8 +163,8 @@ class _Cancelled(Exception):
 class _Launch:
     """A collective that is started in another thread.
 
-    The first collective of an NCCL group creates the communicator, which blocks until all ranks have
-    joined and cannot be aborted before that.
+    The first collective of an NCCL group creates the communicator, which blocks until all ranks
+    have joined and cannot be aborted before that.
     """
 
     def __init__(self, start: Callable[[], dist.Work]) -> None:

@@ -1,8 +1,8 @@
 """Export the Megatron model as Hugging Face tensors in buckets, into a folder or a hash.
 
 Input: the inventory of this rank. Output: full tensors under Hugging Face names, at every layout.
-The plan depends only on shapes and is the same on every rank; data is gathered one bucket at a time.
-Invariant: import and export are bitwise inverses.
+The plan depends only on shapes and is the same on every rank; data is gathered one bucket at a
+time. Invariant: import and export are bitwise inverses.
 """
 
 from __future__ import annotations
@@ -45,15 +45,21 @@ class Exporter:
         """Create an exporter; all ranks of a model replica must call ``gather`` together."""
         self.inventory = inventory
 
-    def plan(self, max_bytes: int, *, quantisation: BlockFp8 | None = None) -> tuple[tuple[Entry, ...], ...]:
+    def plan(
+        self, max_bytes: int, *, quantisation: BlockFp8 | None = None
+    ) -> tuple[tuple[Entry, ...], ...]:
         """All weights, by pipeline stage, in buckets of at most ``max_bytes``.
 
         A larger weight is alone in its bucket. The weights of a bucket are of one stage. With
         ``quantisation`` bytes are counted in FP8.
         """
         entries = self.inventory.entries
-        weights = [Travelling(entry.owner, travelling_bytes(entry, quantisation)) for entry in entries]
-        return tuple(tuple(entries[index] for index in bucket) for bucket in deal(weights, max_bytes))
+        weights = [
+            Travelling(entry.owner, travelling_bytes(entry, quantisation)) for entry in entries
+        ]
+        return tuple(
+            tuple(entries[index] for index in bucket) for bucket in deal(weights, max_bytes)
+        )
 
     @torch.no_grad()
     def gather(
@@ -74,7 +80,9 @@ class Exporter:
         """
         tensors: dict[str, torch.Tensor] = {}
         for entry in bucket:
-            if quantisation is not None and all(name in quantisation.names for name in entry.hugging_face):
+            if quantisation is not None and all(
+                name in quantisation.names for name in entry.hugging_face
+            ):
                 found = gather_quantised(
                     self.inventory, entry, quantisation, on_all_stages=on_all_stages, wanted=wanted
                 )
@@ -84,7 +92,9 @@ class Exporter:
             for rule, full in zip(entry.rules, fulls, strict=True) if wanted else ():
                 parts = layouts.split(full, rule.layout, self.inventory.dims)
                 for name, part in zip(rule.hugging_face, parts, strict=True):
-                    tensors.update({name: part} if quantisation is None else quantisation.tensors(name, part))
+                    tensors.update(
+                        {name: part} if quantisation is None else quantisation.tensors(name, part)
+                    )
         return tensors
 
     def _full(self, entry: Entry, on_all_stages: bool) -> Sequence[torch.Tensor]:
@@ -103,19 +113,27 @@ class Exporter:
             return fulls
         if held is None:
             device = next(iter(self.inventory.held.values())).tensor.device
-            fulls = [torch.empty(entry.full_shape, dtype=entry.dtype, device=device) for _ in entry.rules]
+            fulls = [
+                torch.empty(entry.full_shape, dtype=entry.dtype, device=device) for _ in entry.rules
+            ]
         fulls = [full.contiguous() for full in fulls]
         for full in fulls:
             dist.broadcast(full, group=groups.pipeline, group_src=entry.owner)
         return fulls
 
 
-def travelling(entry: Entry, quantisation: BlockFp8 | None) -> dict[str, tuple[tuple[int, ...], str]]:
+def travelling(
+    entry: Entry, quantisation: BlockFp8 | None
+) -> dict[str, tuple[tuple[int, ...], str]]:
     """The tensors that are sent for an entry: name -> (shape, torch's name of the dtype)."""
     dtype = str(entry.dtype).removeprefix("torch.")
     made: dict[str, tuple[tuple[int, ...], str]] = {}
     for name, shape in zip(entry.hugging_face, entry.shapes, strict=True):
-        made.update({name: (shape, dtype)} if quantisation is None else quantisation.shapes(name, shape, dtype))
+        made.update(
+            {name: (shape, dtype)}
+            if quantisation is None
+            else quantisation.shapes(name, shape, dtype)
+        )
     return made
 
 
@@ -132,7 +150,9 @@ def describe(bucket: tuple[Entry, ...], quantisation: BlockFp8 | None = None) ->
     made: dict[str, tuple[tuple[int, ...], str]] = {}
     for entry in bucket:
         made.update(travelling(entry, quantisation))
-    made = widest_first(made, {name: getattr(torch, dtype).itemsize for name, (_, dtype) in made.items()})
+    made = widest_first(
+        made, {name: getattr(torch, dtype).itemsize for name, (_, dtype) in made.items()}
+    )
     shapes, dtypes = zip(*made.values(), strict=True)
     return Bucket(tuple(made), shapes, dtypes, bucket[0].owner)
 
@@ -143,7 +163,9 @@ def weights_hash(exporter: Exporter, *, max_bytes: int) -> str:
     for bucket in exporter.plan(max_bytes):
         for name, tensor in exporter.gather(bucket).items():
             digest = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            on_host = tensor.to("cpu", copy=True)  # a NumPy view would keep the weight's memory alive
+            on_host = tensor.to(
+                "cpu", copy=True
+            )  # a NumPy view would keep the weight's memory alive
             digest.update(on_host.contiguous().flatten().view(torch.uint8).numpy())
             digests[name] = digest.hexdigest()
     return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
@@ -158,7 +180,8 @@ def export_folder(
     config: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a Hugging Face folder as save_pretrained would: safetensors, configuration and tokenizer.
+    """Write a Hugging Face folder as save_pretrained would: safetensors, configuration and
+    tokenizer.
 
     Collective of all ranks of a model replica.
 
@@ -214,7 +237,9 @@ def export_folder(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _not_gathered(source: HuggingFaceFolder, inventory: Inventory) -> tuple[list[str], dict[str, str]]:
+def _not_gathered(
+    source: HuggingFaceFolder, inventory: Inventory
+) -> tuple[list[str], dict[str, str]]:
     """Find the tensors of a folder that are not gathered from the model.
 
     A layer for multi-token prediction may contain copies of embedding and output layer. A copy that
@@ -225,7 +250,11 @@ def _not_gathered(source: HuggingFaceFolder, inventory: Inventory) -> tuple[list
         Names of the tensors to copy from ``source``, and {name of a copy: name of its original}.
     """
     copies = shared_tensors(source, inventory)
-    repeated = {copy: name for copy, name in copies.items() if torch.equal(source.read(copy), source.read(name))}
+    repeated = {
+        copy: name
+        for copy, name in copies.items()
+        if torch.equal(source.read(copy), source.read(name))
+    }
     return sorted({*extra_layers(source, inventory), *copies} - repeated.keys()), repeated
 
 
@@ -239,7 +268,9 @@ def _write(tensors: dict[str, torch.Tensor], folder: Path, number: int, num_file
     return name
 
 
-def _copy_configuration(template: Path, folder: Path, *, config: Mapping[str, Any] | None, dtype: torch.dtype) -> None:
+def _copy_configuration(
+    template: Path, folder: Path, *, config: Mapping[str, Any] | None, dtype: torch.dtype
+) -> None:
     for pattern in COPIED_FILES:
         for file in template.glob(pattern):
             if file.name not in NOT_COPIED and file.parent != folder:

@@ -27,7 +27,8 @@ class Family:
     fields: Callable[[HfConfig], dict[str, Any]] = _no_fields
     """Fields of Megatron's TransformerConfig, from config.json."""
     refused: tuple[str, ...] = ()
-    """Keys of config.json that must be absent or false: the features they enable are not supported."""
+    """Keys of config.json that must be absent or false: the features they enable are not supported.
+    """
     sandwich_norms: bool = False
     """Whether attention and MLP are also followed by a norm, before the residual is added."""
     carries_extra_layers: bool = False

@@ -1,8 +1,8 @@
 """The weight files of a Hugging Face folder, and whether they are complete. Standard library only.
 
-Input: a folder. Output: the file of each tensor, and problems of the files as text. Only the header of
-each file is read, which determines the file's length: 8 bytes with the length of a JSON text, the text, the tensors
-(https://huggingface.co/docs/safetensors, "Format").
+Input: a folder. Output: the file of each tensor, and problems of the files as text. Only the header
+of each file is read, which determines the file's length: 8 bytes with the length of a JSON text,
+the text, the tensors (https://huggingface.co/docs/safetensors, "Format").
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ AGAIN = "fetch the model again"
 def tensor_files(folder: Path) -> dict[str, str]:
     """Return the file name of each tensor.
 
-    Raises:
-        WeightError: the folder has no safetensors weights, or its index or only file cannot be read.
+    Raises: WeightError: the folder has no safetensors weights, or its index or only file cannot be
+        read.
     """
     index = folder / INDEX
     if not index.exists():
         if not (folder / SINGLE).exists():
-            raise WeightError(f"{folder}: has neither {SINGLE} nor {INDEX}; download the weights into it")
+            raise WeightError(
+                f"{folder}: has neither {SINGLE} nor {INDEX}; download the weights into it"
+            )
         return dict.fromkeys(_header(folder / SINGLE)[0], SINGLE)
     try:
         return dict(json.loads(index.read_text())["weight_map"])
@@ -39,7 +41,9 @@ def tensor_files(folder: Path) -> dict[str, str]:
 
 
 def file_problems(folder: Path) -> list[str]:
-    """Return one line per weight file that is missing, truncated or unreadable; empty if all are complete."""
+    """Return one line per weight file that is missing, truncated or unreadable; empty if all are
+    complete.
+    """
     try:
         names = sorted(set(tensor_files(folder).values()))
     except WeightError as error:
@@ -48,12 +52,16 @@ def file_problems(folder: Path) -> list[str]:
     problems = []
     if missing:
         count = f"{len(missing)} of {len(names)}"
-        problems.append(f"{folder}: {count} files of weights are missing, {missing[0]} first; {AGAIN}")
+        problems.append(
+            f"{folder}: {count} files of weights are missing, {missing[0]} first; {AGAIN}"
+        )
     for name in (name for name in names if name not in missing):
         try:
             _, num_bytes = _header(folder / name)
             if (there := (folder / name).stat().st_size) != num_bytes:
-                problems.append(f"{folder / name}: has {there} bytes instead of {num_bytes} (by its header); {AGAIN}")
+                problems.append(
+                    f"{folder / name}: has {there} bytes instead of {num_bytes} (by its header); {AGAIN}"
+                )
         except WeightError as error:
             problems.append(str(error))
     return problems
@@ -67,11 +75,15 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
             text = file.read(length) if length <= LONGEST_HEADER else b""
         tensors = json.loads(text)
         tensors.pop("__metadata__", None)
-        return tensors, 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+        return tensors, 8 + length + max(
+            (tensor["data_offsets"][1] for tensor in tensors.values()), default=0
+        )
     except OSError as error:
         raise WeightError(f"{path}: {_unreadable(error)}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise WeightError(f"{path}: is not a safetensors file, or is truncated in its header; {AGAIN}") from error
+        raise WeightError(
+            f"{path}: is not a safetensors file, or is truncated in its header; {AGAIN}"
+        ) from error
 
 
 def _unreadable(error: OSError) -> str:

@@ -1,7 +1,7 @@
 """Concatenate tensors of several dtypes into one tensor of bytes, and view them again.
 
-Invariant: there is no padding. With tensors of larger elements first (``widest_first``) every tensor
-starts at a multiple of its element size, so all views are aligned.
+Invariant: there is no padding. With tensors of larger elements first (``widest_first``) every
+tensor starts at a multiple of its element size, so all views are aligned.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def pack(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat([as_bytes(tensor) for tensor in tensors])
 
 
-def unpack(flat: torch.Tensor, likes: Iterable[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
+def unpack(
+    flat: torch.Tensor, likes: Iterable[tuple[Sequence[int], torch.dtype]]
+) -> list[torch.Tensor]:
     """Return views of the output of ``pack``, given the shapes and dtypes of the tensors."""
     tensors, start = [], 0
     for shape, dtype in likes:

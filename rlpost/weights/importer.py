@@ -34,7 +34,9 @@ class HuggingFaceFolder:
         """Read the file of each tensor. Raises WeightError as ``tensor_files``."""
         self.folder = Path(folder)
         file_of = tensor_files(self.folder)
-        self.file_of: dict[str, str] = {name: file for name, file in file_of.items() if not name.endswith(SUFFIX)}
+        self.file_of: dict[str, str] = {
+            name: file for name, file in file_of.items() if not name.endswith(SUFFIX)
+        }
         self._scales = {name: file for name, file in file_of.items() if name.endswith(SUFFIX)}
         quantised = frozenset(name.removesuffix(SUFFIX) for name in self._scales)
         self.quantisation = read_quantisation(self.folder, quantised)
@@ -46,7 +48,9 @@ class HuggingFaceFolder:
             WeightError: the folder has no such tensor.
         """
         if name not in self.file_of:
-            raise WeightError(f"{self.folder} has no tensor {name!r}; check that config.json belongs to these weights")
+            raise WeightError(
+                f"{self.folder} has no tensor {name!r}; check that config.json belongs to these weights"
+            )
         tensor = self._stored(name, self.file_of[name])
         if self.quantisation is None or name not in self.quantisation.names:
             return tensor
@@ -58,30 +62,45 @@ class HuggingFaceFolder:
             return opened.get_tensor(name)
 
 
-SHARED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-"""Tensors that a layer for multi-token prediction shares with the model: name in the layer, name in the model."""
+SHARED = {
+    "embed_tokens.weight": "model.embed_tokens.weight",
+    "shared_head.head.weight": "lm_head.weight",
+}
+"""Tensors that a layer for multi-token prediction shares with the model: name in the layer, name in
+the model.
+"""
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def shared_tensors(source: HuggingFaceFolder, inventory: Inventory) -> dict[str, str]:
-    """Return the tensors in which a trained layer for multi-token prediction repeats a tensor of the model.
+    """Return the tensors in which a trained layer for multi-token prediction repeats a tensor of
+    the model.
 
-    These are copies of the embedding and the output layer. Megatron and SGLang use those of the model.
+    These are copies of the embedding and the output layer. Megatron and SGLang use those of the
+    model.
 
     Returns:
         Name of the copy -> name of the original.
     """
     found = {name: match for name in source.file_of if (match := _OF_LAYER.fullmatch(name))}
     layers = inventory.mtp_layers
-    return {name: SHARED[match[2]] for name, match in found.items() if int(match[1]) in layers and match[2] in SHARED}
+    return {
+        name: SHARED[match[2]]
+        for name, match in found.items()
+        if int(match[1]) in layers and match[2] in SHARED
+    }
 
 
 def extra_layers(source: HuggingFaceFolder, inventory: Inventory) -> list[str]:
-    """Return the tensors of layers after the model's last, if the family has any: kept but not trained."""
+    """Return the tensors of layers after the model's last, if the family has any: kept but not
+    trained.
+    """
     if not inventory.carries_extra_layers:
         return []
     return sorted(
-        name for name in source.file_of if (found := _OF_LAYER.match(name)) and int(found[1]) >= inventory.num_layers
+        name
+        for name in source.file_of
+        if (found := _OF_LAYER.match(name)) and int(found[1]) >= inventory.num_layers
     )
 
 
@@ -98,9 +117,13 @@ def import_weights(inventory: Inventory, folder: str | Path) -> None:
     _check_mtp_layers(source, inventory)
     for number, (name, held) in enumerate(inventory.held.items(), start=1):
         rule, tensor = held.rule, held.tensor
-        part = layouts.merge([source.read(hf) for hf in rule.hugging_face], rule.layout, inventory.dims)
+        part = layouts.merge(
+            [source.read(hf) for hf in rule.hugging_face], rule.layout, inventory.dims
+        )
         if held.dim is not None:
-            part = layouts.shard(part, rule.layout, dim=held.dim, rank=held.group.rank(), size=held.group.size())
+            part = layouts.shard(
+                part, rule.layout, dim=held.dim, rank=held.group.rank(), size=held.group.size()
+            )
         if part.shape != tensor.shape:
             raise WeightError(
                 f"{' + '.join(rule.hugging_face)} in {folder} give shape {tuple(part.shape)} for {name}, but the model "

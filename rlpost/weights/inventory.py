@@ -1,9 +1,9 @@
 """Inventory: all weights of the model, and the parts of them that this rank holds.
 
 Input: this rank's model (one chunk per virtual pipeline stage), its family and its groups. Output:
-``held``, the local parts, and ``entries``, the whole model in the same order on every rank. Parameters
-are named as in an unsharded model: layers and experts are numbered over all ranks. Buffers that a
-family names count as weights too.
+``held``, the local parts, and ``entries``, the whole model in the same order on every rank.
+Parameters are named as in an unsharded model: layers and experts are numbered over all ranks.
+Buffers that a family names count as weights too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from rlpost.weights.family import Family
 from rlpost.weights.names import Dimensions, Rule
 
 MTP_MARK = ".eh_proj."
-"""Part of the name of one weight in each layer for multi-token prediction, and in no other layer."""
+"""Part of the name of one weight in each layer for multi-token prediction, and in no other layer.
+"""
 EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -81,7 +82,10 @@ def gather_entries(mine: list[Entry], group: dist.ProcessGroup) -> list[list[Ent
 
 
 class Inventory:
-    """All weights of the model, and this rank's shards. Construction is collective in the pipeline group."""
+    """All weights of the model, and this rank's shards.
+
+    Construction is collective in the pipeline group.
+    """
 
     def __init__(
         self,
@@ -133,8 +137,12 @@ class Inventory:
     @property
     def mtp_layers(self) -> frozenset[int]:
         """Layer numbers of the trained layers for multi-token prediction."""
-        marked = (entry.rules[0].megatron for entry in self.entries if MTP_MARK in entry.rules[0].megatron)
-        return frozenset(number for name in marked if (number := names.layer_number(name)) is not None)
+        marked = (
+            entry.rules[0].megatron for entry in self.entries if MTP_MARK in entry.rules[0].megatron
+        )
+        return frozenset(
+            number for name in marked if (number := names.layer_number(name)) is not None
+        )
 
     def part(self, entry: Entry) -> Held | None:
         """Return this rank's shard of an entry; None without."""
@@ -144,7 +152,9 @@ class Inventory:
     def _held(self, name: str, tensor: torch.Tensor, family: Family, *, is_copy: bool) -> Held:
         expert = names.expert_number(name)
         if expert is not None:
-            name = names.renumber(name, expert=self._first_expert(self.groups.expert.rank()) + expert)
+            name = names.renumber(
+                name, expert=self._first_expert(self.groups.expert.rank()) + expert
+            )
         group = self.groups.tensor if expert is None else self.groups.expert_tensor
         is_sharded = getattr(tensor, "tensor_model_parallel", False) and group.size() > 1
         dim = tensor.partition_dim if is_sharded else None
@@ -157,12 +167,22 @@ class Inventory:
         if expert is not None:
             everyone = range(self.groups.expert.size())
             numbers = [self._first_expert(rank) + expert for rank in everyone]
-            rules = tuple(names.to_hugging_face(names.renumber(name, expert=n), family.rules) for n in numbers)
+            rules = tuple(
+                names.to_hugging_face(names.renumber(name, expert=n), family.rules) for n in numbers
+            )
         num_shards = 1 if held.dim is None else held.group.size()
         shards = [torch.empty(held.tensor.shape, device="meta")] * num_shards
         full = layouts.join(shards, held.rule.layout, dim=held.dim or 0)
-        shapes = tuple(tuple(part.shape) for part in layouts.split(full, held.rule.layout, self.dims))
-        return Entry(rules, self.groups.pipeline.rank(), tuple(full.shape), shapes * len(rules), held.tensor.dtype)
+        shapes = tuple(
+            tuple(part.shape) for part in layouts.split(full, held.rule.layout, self.dims)
+        )
+        return Entry(
+            rules,
+            self.groups.pipeline.rank(),
+            tuple(full.shape),
+            shapes * len(rules),
+            held.tensor.dtype,
+        )
 
     def _first_expert(self, expert_rank: int) -> int:
         return self.dims.num_experts // self.groups.expert.size() * expert_rank
@@ -187,16 +207,23 @@ def in_order(stages: Sequence[Sequence[Entry]]) -> tuple[Entry, ...]:
 
 
 def _tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and expert biases by canonical name, with layers numbered over the whole model.
+    """Yield parameters and expert biases by canonical name, with layers numbered over the whole
+    model.
 
     Megatron's ``layer_number`` starts at 1.
     """
     for chunk in chunks:
-        buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias"))
+        buffers = (
+            (name, buffer)
+            for name, buffer in chunk.named_buffers()
+            if name.endswith(".expert_bias")
+        )
         for name, tensor in (*chunk.named_parameters(), *buffers):
             local, mtp = names.layer_number(name), names.mtp_module(name)
             if mtp is not None:
-                name = names.as_decoder_layer(name, chunk.get_submodule(f"{mtp}.transformer_layer").layer_number - 1)
+                name = names.as_decoder_layer(
+                    name, chunk.get_submodule(f"{mtp}.transformer_layer").layer_number - 1
+                )
             elif local is not None:
                 layer = chunk.get_submodule(f"decoder.layers.{local}")
                 name = names.renumber(name, layer=layer.layer_number - 1)

@@ -1,12 +1,12 @@
 """Layouts: map Hugging Face tensors to one Megatron parameter, and shard it for tensor parallelism.
 
 ``merge`` and ``split`` convert full tensors between both sides; ``shard`` and ``join`` shard and
-restore a full Megatron tensor. Each pair is a bitwise inverse: values are moved, never computed. Works
-on meta tensors too, so that shapes can be planned without data.
+restore a full Megatron tensor. Each pair is a bitwise inverse: values are moved, never computed.
+Works on meta tensors too, so that shapes can be planned without data.
 
-Linear weights are [out, in]. Megatron's qkv concatenates, for each query group, the group's queries,
-key and value. Its gated weight has [gate; up] in every shard, so sharding the full [gate; up] regroups
-it.
+Linear weights are [out, in]. Megatron's qkv concatenates, for each query group, the group's
+queries, key and value. Its gated weight has [gate; up] in every shard, so sharding the full [gate;
+up] regroups it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def merge(tensors: Sequence[torch.Tensor], layout: Layout, dims: Dimensions) -> 
 
 
 def split(tensor: torch.Tensor, layout: Layout, dims: Dimensions) -> tuple[torch.Tensor, ...]:
-    """The full Megatron tensor -> full Hugging Face tensors, contiguous; padding of the vocabulary is removed."""
+    """The full Megatron tensor -> full Hugging Face tensors, contiguous; padding of the vocabulary
+    is removed.
+    """
     if layout == "qkv":
         tail = tensor.shape[1:]
         groups = tensor.reshape(dims.num_query_groups, -1, *tail)

@@ -1,9 +1,9 @@
 """Map names of weights between Megatron and Hugging Face. Pure Python.
 
-Input: the name of a Megatron parameter, with layer and expert numbered over the whole model. Output:
-the Hugging Face tensors that it contains, and their layout. ``{layer}`` and ``{expert}`` are
-placeholders for numbers that are equal on both sides. The rules below are common to several families;
-``rlpost.weights.families`` has the rules of each family.
+Input: the name of a Megatron parameter, with layer and expert numbered over the whole model.
+Output: the Hugging Face tensors that it contains, and their layout. ``{layer}`` and ``{expert}``
+are placeholders for numbers that are equal on both sides. The rules below are common to several
+families; ``rlpost.weights.families`` has the rules of each family.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Literal
 from rlpost.errors import WeightError
 
 Layout = Literal["plain", "vocabulary", "qkv", "gated", "fused_gated"]
-"""plain: unchanged. vocabulary: rows are tokens, padded at the end. qkv: query, key and value by group.
-gated: gate, then up, in each tensor-parallel shard. fused_gated: the same, but also one tensor in the
-Hugging Face folder."""
+"""plain: unchanged. vocabulary: rows are tokens, padded at the end. qkv: query, key and value by
+group. gated: gate, then up, in each tensor-parallel shard. fused_gated: the same, but also one
+tensor in the Hugging Face folder.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,9 @@ class Rule:
 def in_layer(megatron: str, *hugging_face: str, layout: Layout = "plain") -> Rule:
     """Return a rule for names relative to a layer."""
     return Rule(
-        "decoder.layers.{layer}." + megatron, tuple("model.layers.{layer}." + name for name in hugging_face), layout
+        "decoder.layers.{layer}." + megatron,
+        tuple("model.layers.{layer}." + name for name in hugging_face),
+        layout,
     )
 
 
@@ -53,17 +56,27 @@ OUTSIDE_LAYERS: tuple[Rule, ...] = (
 )
 ATTENTION: tuple[Rule, ...] = (
     in_layer("input_layernorm.weight", "input_layernorm.weight"),
-    in_layer("self_attention.linear_qkv.weight", *(f"self_attn.{part}_proj.weight" for part in "qkv"), layout="qkv"),
+    in_layer(
+        "self_attention.linear_qkv.weight",
+        *(f"self_attn.{part}_proj.weight" for part in "qkv"),
+        layout="qkv",
+    ),
     in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
 )
 QKV_BIAS: tuple[Rule, ...] = (
-    in_layer("self_attention.linear_qkv.bias", *(f"self_attn.{part}_proj.bias" for part in "qkv"), layout="qkv"),
+    in_layer(
+        "self_attention.linear_qkv.bias",
+        *(f"self_attn.{part}_proj.bias" for part in "qkv"),
+        layout="qkv",
+    ),
 )
 QK_NORM: tuple[Rule, ...] = (
     in_layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
     in_layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
 )
-MLP_NORM: tuple[Rule, ...] = (in_layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),)
+MLP_NORM: tuple[Rule, ...] = (
+    in_layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+)
 
 
 def gated_mlp(megatron: str, hugging_face: str) -> tuple[Rule, ...]:
@@ -102,8 +115,8 @@ _GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 def canonical(name: str) -> str:
     """Return the name of a parameter in a model without TransformerEngine.
 
-    TransformerEngine fuses the norms before attention and a dense MLP with the next linear layer. Its
-    experts of a rank are one module with numbered weights.
+    TransformerEngine fuses the norms before attention and a dense MLP with the next linear layer.
+    Its experts of a rank are one module with numbered weights.
     """
     for fused, alone in _FUSED_NORMS.items():
         if name.endswith("." + fused):
@@ -115,17 +128,23 @@ _MTP = re.compile(r"(?P<module>mtp\.layers\.\d+)\.(?:transformer_layer\.)?")
 
 
 def mtp_module(name: str) -> str | None:
-    """Return the MTP module of a parameter, such as ``mtp.layers.0``; None if it is in no such module."""
+    """Return the MTP module of a parameter, such as ``mtp.layers.0``; None if it is in no such
+    module.
+    """
     found = _MTP.match(name)
     return found["module"] if found else None
 
 
 def as_decoder_layer(name: str, layer: int) -> str:
-    """Rename a parameter of an MTP layer to decoder layer ``layer``, its number in Hugging Face folders."""
+    """Rename a parameter of an MTP layer to decoder layer ``layer``, its number in Hugging Face
+    folders.
+    """
     return _MTP.sub(f"decoder.layers.{layer}.", name, count=1)
 
 
-_NUMBERS = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?:mlp\.experts\.local_experts\.(?P<expert>\d+)\.)?")
+_NUMBERS = re.compile(
+    r"decoder\.layers\.(?P<layer>\d+)\.(?:mlp\.experts\.local_experts\.(?P<expert>\d+)\.)?"
+)
 
 
 def layer_number(name: str) -> int | None:
@@ -161,6 +180,11 @@ def to_hugging_face(name: str, rules: tuple[Rule, ...]) -> Rule:
         template = template.replace(f".local_experts.{expert}.", ".local_experts.{expert}.", 1)
     for rule in rules:
         if rule.megatron == template:
-            filled = (hf.replace("{layer}", str(layer)).replace("{expert}", str(expert)) for hf in rule.hugging_face)
+            filled = (
+                hf.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+                for hf in rule.hugging_face
+            )
             return Rule(name, tuple(filled), rule.layout)
-    raise WeightError(f"parameter {name!r} of the Megatron model has no Hugging Face name in its family's table")
+    raise WeightError(
+        f"parameter {name!r} of the Megatron model has no Hugging Face name in its family's table"
+    )

@@ -5,8 +5,8 @@ trainer's precision. Output: FP8 values and block scales for each weight that is
 folder; all other tensors unchanged.
 
 The format is that of DeepSeek-V3's checkpoints (arXiv 2412.19437, section 3.3), also used by
-Qwen3-FP8 and GLM-4.5-FP8: ``NAME`` in e4m3, ``NAME_scale_inv`` in float32, weight = value x scale of
-its block.
+Qwen3-FP8 and GLM-4.5-FP8: ``NAME`` in e4m3, ``NAME_scale_inv`` in float32, weight = value x scale
+of its block.
 """
 
 from __future__ import annotations
@@ -32,11 +32,18 @@ class BlockFp8:
     names: Set[str]
     block: tuple[int, int] = (128, 128)
 
-    def shapes(self, name: str, shape: tuple[int, ...], dtype: str) -> Mapping[str, tuple[tuple[int, ...], str]]:
-        """The tensors of a weight after quantisation: name -> (shape, torch's name of the dtype)."""
+    def shapes(
+        self, name: str, shape: tuple[int, ...], dtype: str
+    ) -> Mapping[str, tuple[tuple[int, ...], str]]:
+        """The tensors of a weight after quantisation: name -> (shape, torch's name of the
+        dtype).
+        """
         if name not in self.names:
             return {name: (shape, dtype)}
-        return {name: (shape, "float8_e4m3fn"), name + SUFFIX: (scale_shape(shape, self.block), "float32")}
+        return {
+            name: (shape, "float8_e4m3fn"),
+            name + SUFFIX: (scale_shape(shape, self.block), "float32"),
+        }
 
     def tensors(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Quantise a weight; shapes and dtypes are those of ``shapes``."""
@@ -44,7 +51,9 @@ class BlockFp8:
             return {name: tensor}
         return self.named(name, *quantise(tensor, self.block))
 
-    def named(self, name: str, values: torch.Tensor, scales: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def named(
+        self, name: str, values: torch.Tensor, scales: torch.Tensor
+    ) -> Mapping[str, torch.Tensor]:
         """Values and scales of a weight, by the names under which they are sent."""
         return {name: values, name + SUFFIX: scales}
 

@@ -3,9 +3,9 @@
 Input: an entry of the inventory whose tensors are all sent in FP8. Output: values and scales of its
 full tensors, bitwise equal to those of quantising the full tensors.
 
-If a shard consists of whole blocks, each rank quantises its shard before the gather, which halves the
-bytes. Otherwise the tensor-parallel ranks gather in the trainer's precision and quantise the result;
-expert-parallel ranks and pipeline stages exchange FP8 in both cases.
+If a shard consists of whole blocks, each rank quantises its shard before the gather, which halves
+the bytes. Otherwise the tensor-parallel ranks gather in the trainer's precision and quantise the
+result; expert-parallel ranks and pipeline stages exchange FP8 in both cases.
 
 Tensors are gathered as bytes, because gloo does not support FP8 dtypes.
 """
@@ -29,7 +29,12 @@ Parts = list[torch.Tensor]
 
 
 def gather_quantised(
-    inventory: Inventory, entry: Entry, quantisation: BlockFp8, *, on_all_stages: bool, wanted: bool = True
+    inventory: Inventory,
+    entry: Entry,
+    quantisation: BlockFp8,
+    *,
+    on_all_stages: bool,
+    wanted: bool = True,
 ) -> Mapping[str, torch.Tensor]:
     """Gather and quantise the tensors of an entry. Collective, as ``Exporter.gather``.
 
@@ -60,7 +65,9 @@ def gather_quantised(
         return tensors
     for rule, flat in zip(entry.rules, packed, strict=True):
         parts, count = unpack(flat, likes), len(shapes)
-        for name, scales, values in zip(rule.hugging_face, parts[:count], parts[count:], strict=True):
+        for name, scales, values in zip(
+            rule.hugging_face, parts[:count], parts[count:], strict=True
+        ):
             tensors |= quantisation.named(name, values, scales)
     return tensors
 
@@ -80,12 +87,21 @@ def shards_are_whole_blocks(
 
 
 def _of_one_rule(
-    inventory: Inventory, held: Held, shapes: tuple[Shape, ...], quantisation: BlockFp8, *, is_needed: bool
+    inventory: Inventory,
+    held: Held,
+    shapes: tuple[Shape, ...],
+    quantisation: BlockFp8,
+    *,
+    is_needed: bool,
 ) -> Parts | None:
     """Gather from the tensor-parallel ranks; return None if the result is not needed."""
     local, block, groups = held.tensor.detach(), quantisation.block, inventory.dims.num_query_groups
     if held.dim is None:
-        return _quantised(layouts.split(local, held.rule.layout, inventory.dims), block) if is_needed else None
+        return (
+            _quantised(layouts.split(local, held.rule.layout, inventory.dims), block)
+            if is_needed
+            else None
+        )
     if not shards_are_whole_blocks(held, shapes, block, num_query_groups=groups):
         shards = all_gather(local, held.group)
         if not is_needed:
@@ -118,7 +134,9 @@ def _cut(shape: Shape, dim: int, size: int) -> Shape:
 
 
 def _joined(parts: tuple[torch.Tensor, ...], dim: int) -> torch.Tensor:
-    """Concatenate the shards of a tensor; FP8 as bytes, because not every backend concatenates FP8."""
+    """Concatenate the shards of a tensor; FP8 as bytes, because not every backend concatenates
+    FP8.
+    """
     if parts[0].dtype != FP8:
         return torch.cat(parts, dim=dim)
     return torch.cat([part.view(torch.uint8) for part in parts], dim=dim).view(FP8)
@@ -126,6 +144,8 @@ def _joined(parts: tuple[torch.Tensor, ...], dim: int) -> torch.Tensor:
 
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Gather tensors of equal shape from all ranks of a group. Collective."""
-    gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    gathered = [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())
+    ]
     dist.all_gather(gathered, tensor.contiguous(), group=group)
     return gathered

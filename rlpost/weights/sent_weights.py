@@ -2,8 +2,8 @@
 
 Input: the exporter of this rank. Output: a folder per version, whole or a delta
 (``rlpost.weights.delta``), which gets its final name once all of it is durable. The writing rank
-keeps a copy of all weights in host memory, in the precision in which they are sent; other ranks keep
-none.
+keeps a copy of all weights in host memory, in the precision in which they are sent; other ranks
+keep none.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class LastSent:
         self._base = ""
         """Digest of the version that was written last."""
 
-    def write_whole(self, folder: Path, version: int, export: Callable[[Exporter, Path], None]) -> Written | None:
+    def write_whole(
+        self, folder: Path, version: int, export: Callable[[Exporter, Path], None]
+    ) -> Written | None:
         """Write all weights as a Hugging Face folder with ``export``. Collective.
 
         Returns:
@@ -105,20 +107,26 @@ class LastSent:
             self._checksums.update(zip(new, pool.map(delta.checksum, new.values()), strict=True))
         self._words.update(new)
 
-    def _committed(self, temporary: Path, folder: Path, manifest: Manifest, changed_frac: float) -> Written | None:
+    def _committed(
+        self, temporary: Path, folder: Path, manifest: Manifest, changed_frac: float
+    ) -> Written | None:
         if not self._writes:
             return None
         manifest.write(temporary)
         written = Written(delta.commit(temporary, folder), changed_frac)
         self._base = manifest.digest
-        logger.info("%s: %d bytes, %.4f of the elements changed", folder, written.num_bytes, changed_frac)
+        logger.info(
+            "%s: %d bytes, %.4f of the elements changed", folder, written.num_bytes, changed_frac
+        )
         return written
 
 
 class _Watched(Exporter):
     """An exporter that passes gathered tensors to a callback."""
 
-    def __init__(self, exporter: Exporter, show: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
+    def __init__(
+        self, exporter: Exporter, show: Callable[[Mapping[str, torch.Tensor]], None]
+    ) -> None:
         super().__init__(exporter.inventory)
         self._exporter = exporter
         self._show = show

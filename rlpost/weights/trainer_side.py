@@ -86,13 +86,20 @@ class Buckets:
         return self.entries[index][0].owner
 
     def gather(self, index: int, *, on_all_stages: bool) -> dict[str, torch.Tensor]:
-        """Full tensors of a bucket, in plan order. Collective of all stages, or of the bucket's stage."""
-        tensors = self.exporter.gather(self.entries[index], on_all_stages=on_all_stages, quantisation=self.quantisation)
+        """Full tensors of a bucket, in plan order.
+
+        Collective of all stages, or of the bucket's stage.
+        """
+        tensors = self.exporter.gather(
+            self.entries[index], on_all_stages=on_all_stages, quantisation=self.quantisation
+        )
         return {name: tensors[name] for name in self._plan[index].names}
 
     def take_part(self, index: int) -> None:
         """Take part in gathering a bucket within its stage; the result is discarded."""
-        self.exporter.gather(self.entries[index], on_all_stages=False, quantisation=self.quantisation, wanted=False)
+        self.exporter.gather(
+            self.entries[index], on_all_stages=False, quantisation=self.quantisation, wanted=False
+        )
 
     def largest_bytes(self) -> int:
         """Bytes of the largest bucket."""
@@ -105,7 +112,9 @@ class Broadcast:
     All methods but ``abort`` are collective: call on every rank, in order.
     """
 
-    def __init__(self, buckets: Buckets, *, gathers: bool, is_source: bool, backend: str, timeout_s: float) -> None:
+    def __init__(
+        self, buckets: Buckets, *, gathers: bool, is_source: bool, backend: str, timeout_s: float
+    ) -> None:
         """Create an unconnected sender.
 
         Args:
@@ -127,7 +136,9 @@ class Broadcast:
         self.gathered: torch.Tensor | None = None
         """Bytes of the next bucket, on its source."""
 
-    def connect(self, master_addr: str, master_port: int, num_engine_ranks: int, group_name: str) -> None:
+    def connect(
+        self, master_addr: str, master_port: int, num_engine_ranks: int, group_name: str
+    ) -> None:
         """Form the process group of this rank's stage with the engines.
 
         The source of the stage listens on the address; other ranks do nothing.
@@ -138,7 +149,9 @@ class Broadcast:
         if not self.is_source:
             return
         if self.group is not None:
-            raise SyncError(f"already connected to engines; disconnect before connecting {group_name!r}")
+            raise SyncError(
+                f"already connected to engines; disconnect before connecting {group_name!r}"
+            )
         self.group = EngineGroup.form(
             (master_addr, master_port),
             name=group_name,
@@ -163,14 +176,17 @@ class Broadcast:
         if flat is not None:
             failure = self._broadcast(index, flat)
             del flat  # free it before the next gather
-        # Gather after a failure too: the other ranks of the stage do not see it and wait for this rank.
+        # Gather after a failure too: the other ranks of the stage do not see it and wait for this
+        # rank.
         if index + 1 < len(self.buckets):
             self._gather(index + 1)
         if failure is not None:
             raise failure
 
     def _gather(self, index: int) -> None:
-        """Gather a bucket; only the source keeps its bytes. Collective of the ranks that hold it."""
+        """Gather a bucket; only the source keeps its bytes. Collective of the ranks that hold
+        it.
+        """
         if not self.gathers or self.buckets.stage_of(index) != self.stage:
             return
         if self.is_source:
@@ -212,8 +228,8 @@ class Sharing:
     """Shares buckets with engines on the same device. Collective: call on every rank, in order.
 
     Two buffers, each as large as the largest bucket, alternate: the engines load from one while the
-    other is filled. An engine responds after it has copied a bucket into its model. So memory in use
-    is never overwritten if bucket ``index`` is shared after all responses to ``index - 2``.
+    other is filled. An engine responds after it has copied a bucket into its model. So memory in
+    use is never overwritten if bucket ``index`` is shared after all responses to ``index - 2``.
     """
 
     def __init__(self, buckets: Buckets) -> None:
@@ -223,9 +239,9 @@ class Sharing:
     def share(self, index: int) -> str:
         """Gather bucket ``index`` and return a handle to it. Call on every trainer rank.
 
-        The handle is the base64 argument of SGLang's update_weights_from_tensor with the load format
-        "flattened_bucket". It is valid for one reader (torch counts references), until the second
-        call after this one.
+        The handle is the base64 argument of SGLang's update_weights_from_tensor with the load
+        format "flattened_bucket". It is valid for one reader (torch counts references), until the
+        second call after this one.
         """
         tensors = self.buckets.gather(index, on_all_stages=True)
         size = sum(tensor.nbytes for tensor in tensors.values())
@@ -250,7 +266,8 @@ class Sharing:
 
 
 def _metadata(tensors: Mapping[str, torch.Tensor]) -> list[SimpleNamespace]:
-    """Location of each tensor in the bytes, with the attributes of SGLang's FlattenedTensorMetadata.
+    """Location of each tensor in the bytes, with the attributes of SGLang's
+    FlattenedTensorMetadata.
 
     SGLang reads the attributes of any object that its unpickler admits, so its package is not
     needed here.
@@ -275,7 +292,9 @@ class _HandlePickler(ForkingPickler):
         if not (isinstance(value, torch.Tensor) and value.is_cuda):
             return NotImplemented
         rebuild, arguments = reduce_tensor(value)
-        return rebuild, with_uuid(arguments, lambda number: str(torch.cuda.get_device_properties(number).uuid))
+        return rebuild, with_uuid(
+            arguments, lambda number: str(torch.cuda.get_device_properties(number).uuid)
+        )
 
 
 def with_uuid(arguments: tuple[Any, ...], uuid_of: Callable[[int], str]) -> tuple[Any, ...]:

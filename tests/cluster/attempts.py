@@ -106,7 +106,11 @@ class Attempt:
         driver = lab.shared / f"{name}.py"
         driver.write_text(IDLE_DRIVER if stub_ray else DRIVER)
         script = SCRIPT.format(
-            attempt=self.folder, python=sys.executable, driver=driver, run_if=run_if, options=options
+            attempt=self.folder,
+            python=sys.executable,
+            driver=driver,
+            run_if=run_if,
+            options=options,
         )
         num_nodes = len(nodes.split(","))
         wanted = [f"-N{num_nodes}", "--ntasks-per-node=1", "--gres=gpu:2", "-w", nodes]
@@ -122,7 +126,12 @@ class Attempt:
 
     def wait_until_it_works(self) -> Cluster:
         ready, over = self.folder / "cluster", self.folder / "verdict"
-        until(lambda: ready.exists() or over.exists(), self.lab, "a driver that works", deadline_s=BRINGUP_S)
+        until(
+            lambda: ready.exists() or over.exists(),
+            self.lab,
+            "a driver that works",
+            deadline_s=BRINGUP_S,
+        )
         assert ready.exists(), self.verdict["cause"]
         return Cluster.from_json((self.folder / "cluster").read_text())
 
@@ -151,11 +160,17 @@ class Attempt:
         return (self.folder / name).read_text()
 
     def kill(self, node: str, pattern: str, signal: str = "KILL") -> None:
-        """Send a signal to the processes of a node whose command line matches; there has to be one."""
-        self.lab.run(node, ["pkill", f"-{signal}", "-f", pattern])  # inside the node's own process namespace
+        """Send a signal to the processes of a node whose command line matches; there has to be
+        one.
+        """
+        self.lab.run(
+            node, ["pkill", f"-{signal}", "-f", pattern]
+        )  # inside the node's own process namespace
 
     def end(self) -> None:
-        """Cancel the job, as its batch script does when there is a verdict, and wait until nothing is left."""
+        """Cancel the job, as its batch script does when there is a verdict, and wait until nothing
+        is left.
+        """
         self.lab.run("ctl", ["scancel", self.job], check=False)
         for node in self.lab.nodes:
             assert wait_until(lambda n=node: not agents_and_ray(self.lab, n), deadline_s=60), (
@@ -165,7 +180,11 @@ class Attempt:
 
 
 def agents_and_ray(lab: Lab, node: str) -> str:
-    """Command lines on a node that belong to an attempt, its driver's too; srun's, which waits for Slurm, do not."""
+    """Command lines on a node that belong to an attempt, its driver's too; srun's, which waits for
+    Slurm, do not.
+    """
     lines = lab.run(node, ["ps", "-eo", "args"]).stdout.splitlines()
     ours = ("bootstrap.", "ray", str(lab.shared))
-    return "\n".join(line for line in lines if any(word in line for word in ours) and not line.startswith("srun"))
+    return "\n".join(
+        line for line in lines if any(word in line for word in ours) and not line.startswith("srun")
+    )

@@ -1,6 +1,7 @@
 """Pytest fixtures of the Slurm lab, for every test folder that wants a cluster.
 
-Import them in a ``conftest.py``; each is up for one module (one to two seconds to start, half a second to end).
+Import them in a ``conftest.py``; each is up for one module (one to two seconds to start, half a
+second to end).
 """
 
 from __future__ import annotations
@@ -32,5 +33,7 @@ def lab(slurm_available: None) -> Iterator[Lab]:
 @pytest.fixture(scope="module")
 def lab_without_user_signal(slurm_available: None) -> Iterator[Lab]:
     """Two nodes; a preempted job's steps get TERM, its batch shell nothing."""
-    with Lab(2, name=f"p{os.getpid()}nosignal", options=LabOptions(send_user_signal=False)) as cluster:
+    with Lab(
+        2, name=f"p{os.getpid()}nosignal", options=LabOptions(send_user_signal=False)
+    ) as cluster:
         yield cluster

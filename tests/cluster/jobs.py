@@ -9,12 +9,18 @@ from tests.cluster.lab import Lab
 from tests.cluster.lab_host import wait_until
 
 
-def sbatch(lab: Lab, name: str, script: str, *options: str, inside: Sequence[str] = (), **kwargs: object) -> str:
-    """Submit a script from the lab's shared folder, or from ``cwd=``; its job id. ``inside``: the command, such as
-    srun's, that does it."""
+def sbatch(
+    lab: Lab, name: str, script: str, *options: str, inside: Sequence[str] = (), **kwargs: object
+) -> str:
+    """Submit a script from the lab's shared folder, or from ``cwd=``; its job id.
+
+    ``inside``: the command, such as srun's, that does it.
+    """
     path = lab.shared / name
     path.write_text(script)
-    return lab.run("ctl", [*inside, "sbatch", "--parsable", *options, str(path)], **kwargs).stdout.strip()
+    return lab.run(
+        "ctl", [*inside, "sbatch", "--parsable", *options, str(path)], **kwargs
+    ).stdout.strip()
 
 
 def job_info(lab: Lab, job: str) -> JobInfo:

@@ -1,4 +1,5 @@
-"""A real Slurm cluster on this one machine: slurmctld, munge and one slurmd a node, each node in its own namespaces.
+"""A real Slurm cluster on this one machine: slurmctld, munge and one slurmd a node, each node in
+its own namespaces.
 
     python -m tests.cluster.lab up 4        start four nodes that stay until `down`
     python -m tests.cluster.lab run ctl sinfo
@@ -6,13 +7,14 @@
     python -m tests.cluster.lab status
     python -m tests.cluster.lab down
 
-Every node has its own network (10.77.0.x, with docker0 and ib0 as decoys that lead nowhere), host name, mounts,
-process ids, /tmp and /dev/shm, and eight device files that Slurm takes for GPUs. ``ctl`` is the login node and
-controller; it sees the machine's own files. ``Lab.shared`` is the folder that every node sees.
+Every node has its own network (10.77.0.x, with docker0 and ib0 as decoys that lead nowhere), host
+name, mounts, process ids, /tmp and /dev/shm, and eight device files that Slurm takes for GPUs.
+``ctl`` is the login node and controller; it sees the machine's own files. ``Lab.shared`` is the
+folder that every node sees.
 
-Invariants: labs of different names live side by side (each has its own switch); a lab ends only processes that it
-started or that live in its namespaces; ``down`` leaves no process, namespace, mount or file. A lab whose owner
-died is removed by the next ``up``. Needs root.
+Invariants: labs of different names live side by side (each has its own switch); a lab ends only
+processes that it started or that live in its namespaces; ``down`` leaves no process, namespace,
+mount or file. A lab whose owner died is removed by the next ``up``. Needs root.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ class Lab:
         options: see ``LabOptions``.
     """
 
-    def __init__(self, num_nodes: int = 2, *, name: str | None = None, options: LabOptions | None = None) -> None:
+    def __init__(
+        self, num_nodes: int = 2, *, name: str | None = None, options: LabOptions | None = None
+    ) -> None:
         self.name = name or f"p{os.getpid()}"
         if not re.fullmatch(r"[a-z0-9]+", self.name):
             raise LabError(f"lab name {self.name!r}: use lower-case letters and digits only")
@@ -86,7 +90,9 @@ class Lab:
         """The lab of that name which another process has started."""
         state = ROOT / name / "lab.json"
         if not state.exists():
-            raise LabError(f"no lab {name!r} is up (no {state}); start one with: python -m tests.cluster.lab up 2")
+            raise LabError(
+                f"no lab {name!r} is up (no {state}); start one with: python -m tests.cluster.lab up 2"
+            )
         raw = json.loads(state.read_text())
         return cls(raw["num_nodes"], name=name, options=LabOptions(**raw["options"]))
 
@@ -101,13 +107,22 @@ class Lab:
         return lab_config.address(name)
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """What a user of the login node has in the environment: nothing of ours but this Python first on PATH; and a
-        site's proxy, which knows no node of the cluster."""
+        """What a user of the login node has in the environment: nothing of ours but this Python
+        first on PATH; and a site's proxy, which knows no node of the cluster.
+        """
         kept = {key: os.environ[key] for key in KEPT_VARIABLES if key in os.environ}
-        kept |= dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-        return {**kept, "PATH": search_path(), "SLURM_CONF": str(self.base / "etc/slurm.conf"), **(extra or {})}
+        kept |= dict.fromkeys(
+            ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"
+        )
+        return {
+            **kept,
+            "PATH": search_path(),
+            "SLURM_CONF": str(self.base / "etc/slurm.conf"),
+            **(extra or {}),
+        }
 
-    # -- life ---------------------------------------------------------------------------------------------------
+    # -- life
+    # ---------------------------------------------------------------------------------------------------
 
     def up(self, *, keep: bool = False, deadline_s: float = 60.0) -> Lab:
         """Start everything and wait until every node is idle.
@@ -115,8 +130,8 @@ class Lab:
         Args:
             keep: let the lab outlive this process.
 
-        Raises:
-            LabError: the lab cannot run here, is up already, or a node does not come up; the message says which.
+        Raises: LabError: the lab cannot run here, is up already, or a node does not come up; the
+            message says which.
         """
         reason = why_unavailable()
         if reason is not None:
@@ -124,7 +139,9 @@ class Lab:
         with waiting_lock(ROOT.parent):
             remove_stale()
             if self.base.exists():
-                raise LabError(f"lab {self.name!r} is up already; end it: python -m tests.cluster.lab down")
+                raise LabError(
+                    f"lab {self.name!r} is up already; end it: python -m tests.cluster.lab down"
+                )
             for folder in ("etc", "log", "state", "spool", "dev", "pids", "nodes", "shared"):
                 (self.base / folder).mkdir(parents=True)
             self._lock = lock(self.base)
@@ -146,7 +163,10 @@ class Lab:
         return self
 
     def down(self) -> None:
-        """End all processes of the lab and remove all it made. Safe to call twice or on a half-started lab."""
+        """End all processes of the lab and remove all it made.
+
+        Safe to call twice or on a half-started lab.
+        """
         with waiting_lock(ROOT.parent):
             self._remove()
 
@@ -161,17 +181,38 @@ class Lab:
             "host": node,
             "private_tmp": str(private_tmp),
             "visible": visible_folders(),
-            "cached": [str(self.shared), self.options.shared_cache_s] if self.options.shared_cache_s else [],
-            "freezer_group": f"rlab-{self.name}-{node}" if self.options.proctrack == "cgroup" else "",
+            "cached": [str(self.shared), self.options.shared_cache_s]
+            if self.options.shared_cache_s
+            else [],
+            "freezer_group": f"rlab-{self.name}-{node}"
+            if self.options.proctrack == "cgroup"
+            else "",
         }
-        unshare = ["unshare", "--uts", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"]
-        init = [sys.executable, "-I", "-S", str(Path(__file__).with_name("node_init.py")), json.dumps(plan)]
+        unshare = [
+            "unshare",
+            "--uts",
+            "--mount",
+            "--pid",
+            "--ipc",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        ]
+        init = [
+            sys.executable,
+            "-I",
+            "-S",
+            str(Path(__file__).with_name("node_init.py")),
+            json.dumps(plan),
+        ]
         self._start(node, ["ip", "netns", "exec", self._netns(node), *unshare, *init])
 
     def kill_node(self, node: str) -> None:
-        """Cut the power of a node: every process in it is gone when this returns; Slurm is not told.
+        """Cut the power of a node: every process in it is gone when this returns; Slurm is not
+        told.
 
-        ``wait_idle`` first: a node cut while a job on it ends stays COMPLETING for a minute after it is back.
+        ``wait_idle`` first: a node cut while a job on it ends stays COMPLETING for a minute after
+        it is back.
         """
         self._kill(node)
         kill_in_namespace(self._netns(node))
@@ -185,16 +226,29 @@ class Lab:
         states: dict[str, str] = {}
 
         def all_idle() -> bool:
-            answer = self.run(CONTROLLER, ["sinfo", "-h", "-N", "-p", "batch", "-o", "%N %T"], check=False)
-            states.update(line.split() for line in answer.stdout.splitlines() if len(line.split()) == 2)
-            # Slurm calls a node idle for a while after its power was cut: its slurmd must answer as well.
-            return all(states.get(node) == "idle" and listens(self._outer_pid(node), SLURMD_PORT) for node in nodes)
+            answer = self.run(
+                CONTROLLER, ["sinfo", "-h", "-N", "-p", "batch", "-o", "%N %T"], check=False
+            )
+            states.update(
+                line.split() for line in answer.stdout.splitlines() if len(line.split()) == 2
+            )
+            # Slurm calls a node idle for a while after its power was cut: its slurmd must answer as
+            # well.
+            return all(
+                states.get(node) == "idle" and listens(self._outer_pid(node), SLURMD_PORT)
+                for node in nodes
+            )
 
         if not wait_until(all_idle, deadline_s=deadline_s):
-            late = {node: states.get(node, "unknown to Slurm") for node in nodes if states.get(node) != "idle"}
+            late = {
+                node: states.get(node, "unknown to Slurm")
+                for node in nodes
+                if states.get(node) != "idle"
+            }
             raise LabError(f"nodes not idle after {deadline_s:g} s: {late}\n{self.log_tail()}")
 
-    # -- use ----------------------------------------------------------------------------------------------------
+    # -- use
+    # ----------------------------------------------------------------------------------------------------
 
     def popen(
         self,
@@ -221,7 +275,9 @@ class Lab:
         else:
             enter = ["nsenter", "--target", str(self._node_pid(where)), "--all"]
         command = [*enter, "env", f"--chdir={folder}", *map(str, argv)]
-        return subprocess.Popen(command, env=self.environment(env), start_new_session=True, **options)
+        return subprocess.Popen(
+            command, env=self.environment(env), start_new_session=True, **options
+        )
 
     def run(
         self,
@@ -239,7 +295,12 @@ class Lab:
             LabError: with ``check``, when the exit status is not 0; holds both outputs.
             subprocess.TimeoutExpired: after ``timeout_s``; the command and its children are ended.
         """
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        pipes = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+        }
         with self.popen(where, argv, env=env, cwd=cwd, **pipes) as process:
             try:
                 out, err = process.communicate(timeout=timeout_s)
@@ -258,7 +319,8 @@ class Lab:
             parts += [f"== {path.name}", *text] if text else []
         return "\n".join(parts)
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- inside
+    # -------------------------------------------------------------------------------------------------
 
     def _netns(self, name: str) -> str:
         return f"rlab-{self.name}-{name}"
@@ -278,12 +340,23 @@ class Lab:
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(128))
         files = [
-            f"--{what}={base}/munge.{what.split('-')[0]}" for what in ("key-file", "socket", "pid-file", "seed-file")
+            f"--{what}={base}/munge.{what.split('-')[0]}"
+            for what in ("key-file", "socket", "pid-file", "seed-file")
         ]
-        self._start("munged", ["munged", "--foreground", "--force", *files, f"--log-file={base}/log/munged.log"])
+        self._start(
+            "munged",
+            ["munged", "--foreground", "--force", *files, f"--log-file={base}/log/munged.log"],
+        )
         if not wait_until((base / "munge.socket").exists, deadline_s=20.0):
             raise LabError(f"munged does not answer\n{self.log_tail()}")
-        name_it = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec slurmctld -D -i', CONTROLLER]
+        name_it = [
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            'hostname "$0" && exec slurmctld -D -i',
+            CONTROLLER,
+        ]
         self._start(CONTROLLER, ["ip", "netns", "exec", self._netns(CONTROLLER), *name_it])
 
     def _start(self, name: str, argv: list[str]) -> None:
@@ -337,7 +410,9 @@ class Lab:
             self._kill(name)
         remove_network(self._netns(""))
         if f" {self.base}/" in mounts():
-            raise LabError(f"something is mounted below {self.base}; unmount it before the folder is removed")
+            raise LabError(
+                f"something is mounted below {self.base}; unmount it before the folder is removed"
+            )
         shutil.rmtree(self.base, ignore_errors=True)
         remove_if_empty(ROOT)
         if self._lock is not None:
@@ -370,10 +445,15 @@ def main() -> int:
     up = verbs.add_parser("up", help="start it")
     up.add_argument("num_nodes", type=int)
     up.add_argument(
-        "--grace-time", type=int, default=LabOptions().grace_time_s, help="seconds between preemption and end"
+        "--grace-time",
+        type=int,
+        default=LabOptions().grace_time_s,
+        help="seconds between preemption and end",
     )
     up.add_argument(
-        "--no-user-signal", action="store_true", help="preemption sends TERM to steps, not the job's signal"
+        "--no-user-signal",
+        action="store_true",
+        help="preemption sends TERM to steps, not the job's signal",
     )
     up.add_argument("--proctrack", choices=("linuxproc", "cgroup"), default="linuxproc")
     run = verbs.add_parser("run", help="run a command on ctl or a node")
@@ -393,7 +473,9 @@ def main() -> int:
         elif args.verb == "status":
             lab = Lab.attach(args.name)
             print(
-                lab.run(CONTROLLER, ["sinfo", "-N", "-l"]).stdout + lab.run(CONTROLLER, ["squeue", "-a"]).stdout, end=""
+                lab.run(CONTROLLER, ["sinfo", "-N", "-l"]).stdout
+                + lab.run(CONTROLLER, ["squeue", "-a"]).stdout,
+                end="",
             )
         else:
             return Lab.attach(args.name).popen(args.where, args.command, cwd=os.getcwd()).wait()

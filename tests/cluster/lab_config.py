@@ -1,7 +1,7 @@
 """The Slurm lab's configuration files, as text.
 
-Comes in: ``LabOptions`` and the lab's folder. Goes out: slurm.conf, gres.conf, cgroup.conf and the hosts file.
-Pure: nothing here touches the machine.
+Comes in: ``LabOptions`` and the lab's folder. Goes out: slurm.conf, gres.conf, cgroup.conf and the
+hosts file. Pure: nothing here touches the machine.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ SLURMD_PORT = 6818
 class LabOptions:
     """What a test may choose about its cluster. Times in seconds.
 
-    ``cred_expire_s`` decides how long a requeued job stays ineligible (value + 1); Slurm 22.05 takes no less than 5.
-    ``shared_cache_s``: every node keeps names (also those that are not there) and attributes of the shared folder that
-    long, as NFS clients do; 0 is one view of it for all nodes.
+    ``cred_expire_s`` decides how long a requeued job stays ineligible (value + 1); Slurm 22.05
+    takes no less than 5. ``shared_cache_s``: every node keeps names (also those that are not there)
+    and attributes of the shared folder that long, as NFS clients do; 0 is one view of it for all
+    nodes.
     """
 
     num_gpus_per_node: int = 8
@@ -55,8 +56,12 @@ def hosts(num_nodes: int) -> str:
 
 
 def slurm_conf(base: Path, num_nodes: int, options: LabOptions) -> str:
-    """slurm.conf: three partitions of which ``low`` is preempted, with requeue, by the two above it."""
-    user_signal = "SlurmctldParameters=preempt_send_user_signal\n" if options.send_user_signal else ""
+    """slurm.conf: three partitions of which ``low`` is preempted, with requeue, by the two above
+    it.
+    """
+    user_signal = (
+        "SlurmctldParameters=preempt_send_user_signal\n" if options.send_user_signal else ""
+    )
     low = "PartitionName=low Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1"
     nodes = "\n".join(
         f"NodeName={name} NodeHostname={name} NodeAddr={address(name)} CPUs={options.num_cpus_per_node} "

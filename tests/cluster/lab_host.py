@@ -1,6 +1,8 @@
-"""What the lab does to the machine: commands, locks, network namespaces and processes that can be named for good.
+"""What the lab does to the machine: commands, locks, network namespaces and processes that can be
+named for good.
 
-Thin functions without state; ``lab.py`` decides. Every namespace of a lab begins with the lab's prefix.
+Thin functions without state; ``lab.py`` decides. Every namespace of a lab begins with the lab's
+prefix.
 """
 
 from __future__ import annotations
@@ -22,7 +24,18 @@ from tests.cluster.lab_config import CONTROLLER
 NETNS_ETC = Path("/etc/netns")
 NETNS_RUN = Path("/run/netns")
 FREEZER = Path("/sys/fs/cgroup/freezer")
-COMMANDS = ("ip", "unshare", "nsenter", "mount", "munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue")
+COMMANDS = (
+    "ip",
+    "unshare",
+    "nsenter",
+    "mount",
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "squeue",
+)
 
 
 class LabError(RuntimeError):
@@ -36,7 +49,9 @@ def why_unavailable() -> str | None:
     missing = [command for command in COMMANDS if shutil.which(command, path=search_path()) is None]
     if missing:
         return f"the Slurm lab needs {', '.join(missing)}; on Debian: apt-get install slurm-wlm munge iproute2"
-    probe = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
+    probe = subprocess.run(
+        ["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True
+    )
     if probe.returncode != 0:
         return f"the Slurm lab cannot make namespaces here: {probe.stderr.strip()}"
     return None
@@ -51,8 +66,13 @@ def why_no_cached_folder() -> str | None:
     return None
 
 
-def wait_until(condition: Callable[[], bool], *, deadline_s: float, interval_s: float = 0.05) -> bool:
-    """Ask until the answer is true; False at the deadline. For what Slurm and the kernel offer no event."""
+def wait_until(
+    condition: Callable[[], bool], *, deadline_s: float, interval_s: float = 0.05
+) -> bool:
+    """Ask until the answer is true; False at the deadline.
+
+    For what Slurm and the kernel offer no event.
+    """
     end = time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > end:
@@ -71,7 +91,10 @@ def do(*argv: str) -> str:
 
 def _ip_batch(netns: str, lines: list[str]) -> None:
     done = subprocess.run(
-        ["ip", "-n", netns, "-batch", "-"], input="\n".join(lines) + "\n", capture_output=True, text=True
+        ["ip", "-n", netns, "-batch", "-"],
+        input="\n".join(lines) + "\n",
+        capture_output=True,
+        text=True,
     )
     if done.returncode != 0:
         raise LabError(f"ip -n {netns}: {done.stderr.strip()}")
@@ -85,11 +108,17 @@ def search_path() -> str:
 def outermost(folders: list[Path]) -> list[str]:
     """Those folders that lie in none of the others."""
     distinct = sorted(set(folders))
-    return [str(one) for one in distinct if not any(one != other and one.is_relative_to(other) for other in distinct)]
+    return [
+        str(one)
+        for one in distinct
+        if not any(one != other and one.is_relative_to(other) for other in distinct)
+    ]
 
 
 def start_time(pid: int) -> str:
-    """Ticks since boot at which the process began: with the id it names a process for good. Empty if there is none."""
+    """Ticks since boot at which the process began: with the id it names a process for good. Empty
+    if there is none.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -119,7 +148,9 @@ def remove_if_empty(folder: Path) -> None:
 
 
 def lock(folder: Path) -> int | None:
-    """Descriptor that holds the lock of this folder, or None where another process holds it or the folder is gone."""
+    """Descriptor that holds the lock of this folder, or None where another process holds it or the
+    folder is gone.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -144,7 +175,9 @@ def waiting_lock(folder: Path) -> Iterator[None]:
 
 
 def build_network(prefix: str, num_nodes: int) -> None:
-    """Namespaces, a switch between them, and on each node two interfaces that lead nowhere (docker0, ib0)."""
+    """Namespaces, a switch between them, and on each node two interfaces that lead nowhere
+    (docker0, ib0).
+    """
     switch = f"{prefix}sw"
     do("ip", "netns", "add", switch)
     _ip_batch(switch, ["link set lo up", "link add br0 type bridge", "link set br0 up"])
@@ -161,7 +194,11 @@ def build_network(prefix: str, num_nodes: int) -> None:
         lines = ["link set lo up", f"addr add {address}/24 dev eth0", "link set eth0 up"]
         if name != CONTROLLER:
             decoy = "192.168.100." + address.rsplit(".", 1)[1]
-            lines += ["link add docker0 type bridge", "addr add 172.17.0.1/16 dev docker0", "link set docker0 up"]
+            lines += [
+                "link add docker0 type bridge",
+                "addr add 172.17.0.1/16 dev docker0",
+                "link set docker0 up",
+            ]
             lines += ["link add ib0 type veth peer name ib0p", f"addr add {decoy}/24 dev ib0"]
             lines += ["link set ib0 up", "link set ib0p up"]
         _ip_batch(netns, lines)
@@ -182,11 +219,15 @@ def kill_in_namespace(netns: str) -> None:
         return not pids
 
     if not wait_until(empty, deadline_s=20.0):
-        raise LabError(f"processes of {netns} survive SIGKILL: {do('ip', 'netns', 'pids', netns).split()}")
+        raise LabError(
+            f"processes of {netns} survive SIGKILL: {do('ip', 'netns', 'pids', netns).split()}"
+        )
 
 
 def remove_network(prefix: str) -> None:
-    """End what lives in the namespaces of this prefix and remove them with their files in /etc and /run."""
+    """End what lives in the namespaces of this prefix and remove them with their files in /etc and
+    /run.
+    """
     for netns in [path.name for path in NETNS_RUN.glob(f"{prefix}*")]:
         kill_in_namespace(netns)
         do("ip", "netns", "del", netns)

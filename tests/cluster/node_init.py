@@ -1,7 +1,10 @@
-"""Process 1 of a lab node. Runs by path with no package around it, inside the node's own namespaces.
+"""Process 1 of a lab node.
 
-Comes in: one JSON object as argument (see ``Lab.start_node``). Sets the host name, hides the machine's /tmp and
-/dev/shm behind the node's own, starts slurmd and buries orphans until slurmd ends.
+Runs by path with no package around it, inside the node's own namespaces.
+
+Comes in: one JSON object as argument (see ``Lab.start_node``). Sets the host name, hides the
+machine's /tmp and /dev/shm behind the node's own, starts slurmd and buries orphans until slurmd
+ends.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ def mount(*arguments: str) -> None:
 
 
 def hide_tmp(private: Path, visible: list[str]) -> None:
-    """Put ``private`` over /tmp, with those of the ``visible`` folders that lie below /tmp still in their place."""
+    """Put ``private`` over /tmp, with those of the ``visible`` folders that lie below /tmp still in
+    their place.
+    """
     for folder in visible:
         path = Path(folder)
         if path.is_relative_to("/tmp"):
@@ -33,17 +38,20 @@ def hide_tmp(private: Path, visible: list[str]) -> None:
 
 
 def cache(folder: str, seconds: int) -> None:
-    """Put a FUSE mount of ``folder`` over itself whose names and attributes the kernel keeps for ``seconds``.
+    """Put a FUSE mount of ``folder`` over itself whose names and attributes the kernel keeps for
+    ``seconds``.
 
-    What another node creates meanwhile stays hidden from a name that was asked for before, as with an NFS client's
-    negative cache. The daemon is a process of this node and ends with it.
+    What another node creates meanwhile stays hidden from a name that was asked for before, as with
+    an NFS client's negative cache. The daemon is a process of this node and ends with it.
     """
     kept = ",".join(f"{what}_timeout={seconds}" for what in ("attr", "entry", "negative"))
     subprocess.run(["bindfs", "-o", kept, folder, folder], check=True)
 
 
 def mount_freezer(group: str) -> None:
-    """Give the node a cgroup v1 freezer whose root is ``group``: ``ip netns exec`` hides the machine's own."""
+    """Give the node a cgroup v1 freezer whose root is ``group``: ``ip netns exec`` hides the
+    machine's own.
+    """
     mount("-t", "tmpfs", "cgroup", "/sys/fs/cgroup")
     whole = Path("/sys/fs/cgroup/.freezer")
     own = Path("/sys/fs/cgroup/freezer")

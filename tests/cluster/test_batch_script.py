@@ -1,6 +1,8 @@
-"""The batch script on real Slurm, with agents that only leave verdicts: every way a job can end or come back.
+"""The batch script on real Slurm, with agents that only leave verdicts: every way a job can end or
+come back.
 
-The stub in tests/fakes/cluster_home stands where the code stands; its behaviour is the driver's first argument.
+The stub in tests/fakes/cluster_home stands where the code stands; its behaviour is the driver's
+first argument.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class Run:
         until(ready, self.lab, f"{num_nodes} agents of attempt {attempt}\n{self.log}")
 
     def until_over(self, state: JobState, exit_code: int | None = 0) -> None:
-        until(lambda: job_info(self.lab, self.job).state.is_over, self.lab, f"job {self.job} is over")
+        until(
+            lambda: job_info(self.lab, self.job).state.is_over, self.lab, f"job {self.job} is over"
+        )
         info = job_info(self.lab, self.job)
         assert info.state is state, self.log
         assert exit_code in (None, info.exit_code), (info.exit_code, self.log)
@@ -60,25 +64,49 @@ def submit(request: pytest.FixtureRequest) -> Callable[..., Run]:
         folder = lab.shared / str(values.pop("folder", request.node.name))
         options, inside = values.pop("options", ()), values.pop("inside", ())
         folder.mkdir()
-        places = {"home": str(STUB_HOME), "python": sys.executable, "run_folder": str(folder), "time": "10"}
+        places = {
+            "home": str(STUB_HOME),
+            "python": sys.executable,
+            "run_folder": str(folder),
+            "time": "10",
+        }
         output = str(folder).replace("%", "%%") + "/slurm-%j.out"
-        spec = JobSpec(**{"nodes": 2, "driver_args": (behaviour,), "output": output, **places, **values})
-        return Run(lab, sbatch(lab, "job.sbatch", render_sbatch(spec), *options, inside=inside), folder)
+        spec = JobSpec(
+            **{"nodes": 2, "driver_args": (behaviour,), "output": output, **places, **values}
+        )
+        return Run(
+            lab, sbatch(lab, "job.sbatch", render_sbatch(spec), *options, inside=inside), folder
+        )
 
     return start
 
 
-def test_a_finished_run_ends_well_and_its_agents_got_their_orders(lab: Lab, submit: Callable[..., Run]) -> None:
-    """Verdict done: COMPLETED. One agent a node, in the code's folder, with a secret of its owner's alone."""
+def test_a_finished_run_ends_well_and_its_agents_got_their_orders(
+    lab: Lab, submit: Callable[..., Run]
+) -> None:
+    """Verdict done: COMPLETED.
+
+    One agent a node, in the code's folder, with a secret of its owner's alone.
+    """
     run = submit(lab, "done", agent_args=("--socket-ifname", "eth0"))
     run.until_over(JobState.COMPLETED)
     attempt = run.attempt(0)
     for host in ("n01", "n02"):
         facts = json.loads((attempt / f"argv-{host}.json").read_text())
-        assert facts["agent"] == ["--attempt-dir", str(attempt), "--num-gpus", "8", "--socket-ifname", "eth0"]
+        assert facts["agent"] == [
+            "--attempt-dir",
+            str(attempt),
+            "--num-gpus",
+            "8",
+            "--socket-ifname",
+            "eth0",
+        ]
         driver = [sys.executable, "-u", "-m", "rlpost.train", "done"]
         assert facts["driver"] == [*driver, "--cluster-from-stdin", "--run-folder", str(run.folder)]
-        assert (facts["cwd"], facts["environment"]["PYTHONPATH"]) == (str(STUB_HOME), str(STUB_HOME))
+        assert (facts["cwd"], facts["environment"]["PYTHONPATH"]) == (
+            str(STUB_HOME),
+            str(STUB_HOME),
+        )
     assert (attempt / "secret").stat().st_mode & 0o777 == 0o600
     assert len(bytes.fromhex((attempt / "secret").read_text())) == 32
     assert (run.folder / "attempts/latest").readlink() == Path("0")
@@ -88,9 +116,24 @@ def test_a_finished_run_ends_well_and_its_agents_got_their_orders(lab: Lab, subm
 def test_a_run_submitted_from_inside_another_job_has_the_resources_that_it_asked_for(
     lab: Lab, submit: Callable[..., Run], gpu_request: str
 ) -> None:
-    """What the outer job asked for is in the environment of its shell, and our srun would take it for its options."""
-    asked = ["--ntasks=1", "--mem-per-cpu=100", "--gpus=1", "--gpus-per-task=1", "--cpus-per-gpu=2", "--time=5"]
-    run = submit(lab, "done", folder=f"inner-{gpu_request}", gpu_request=gpu_request, inside=["salloc", *asked])
+    """What the outer job asked for is in the environment of its shell, and our srun would take it
+    for its options.
+    """
+    asked = [
+        "--ntasks=1",
+        "--mem-per-cpu=100",
+        "--gpus=1",
+        "--gpus-per-task=1",
+        "--cpus-per-gpu=2",
+        "--time=5",
+    ]
+    run = submit(
+        lab,
+        "done",
+        folder=f"inner-{gpu_request}",
+        gpu_request=gpu_request,
+        inside=["salloc", *asked],
+    )
     run.until_over(JobState.COMPLETED)
     for host in ("n01", "n02"):
         facts = json.loads((run.attempt(0) / f"argv-{host}.json").read_text())
@@ -104,17 +147,24 @@ def test_a_job_without_the_environment_of_its_user_still_gives_its_own_to_the_ag
     run = submit(lab, "done", options=["--export=NONE"])
     run.until_over(JobState.COMPLETED)
     facts = json.loads((run.attempt(0) / "argv-n02.json").read_text())
-    assert facts["environment"]["PYTHONPATH"] == facts["environment"]["RLPOST_HOME"] == str(STUB_HOME)
+    assert (
+        facts["environment"]["PYTHONPATH"] == facts["environment"]["RLPOST_HOME"] == str(STUB_HOME)
+    )
 
 
-def test_what_a_user_likes_squeue_to_show_costs_no_requeue(lab: Lab, submit: Callable[..., Run]) -> None:
-    run = submit(lab, "requeue-once", options=["--export=ALL,SQUEUE_STATES=PENDING,SQUEUE_FORMAT=%j"])
+def test_what_a_user_likes_squeue_to_show_costs_no_requeue(
+    lab: Lab, submit: Callable[..., Run]
+) -> None:
+    run = submit(
+        lab, "requeue-once", options=["--export=ALL,SQUEUE_STATES=PENDING,SQUEUE_FORMAT=%j"]
+    )
     run.until_over(JobState.COMPLETED)
     assert job_info(lab, run.job).num_restarts == 1
 
 
 @pytest.mark.parametrize(
-    ("missing", "said"), [("home", "no rlpost in {}; sbatch there"), ("python", "no {}; make install there")]
+    ("missing", "said"),
+    [("home", "no rlpost in {}; sbatch there"), ("python", "no {}; make install there")],
 )
 def test_a_script_submitted_from_elsewhere_says_so_and_leaves_nothing(
     lab: Lab, submit: Callable[..., Run], missing: str, said: str
@@ -125,21 +175,31 @@ def test_a_script_submitted_from_elsewhere_says_so_and_leaves_nothing(
     run = submit(lab, "done", folder=f"run-without-{missing}", **{missing: str(nowhere)})
     run.until_over(JobState.FAILED, 78)
     assert said.format(nowhere) in run.log
-    assert not (run.folder / "attempts").exists() and said.format(nowhere) in run.log.splitlines()[-1]
+    assert (
+        not (run.folder / "attempts").exists() and said.format(nowhere) in run.log.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize(("behaviour", "code"), [("config", 78), ("failed", 1), ("crash", 3)])
-def test_what_would_fail_again_is_not_requeued(lab: Lab, submit: Callable[..., Run], behaviour: str, code: int) -> None:
-    """A wrong setting, and without a budget a failure and agents that die without a verdict, end the job with their own
-    exit codes."""
+def test_what_would_fail_again_is_not_requeued(
+    lab: Lab, submit: Callable[..., Run], behaviour: str, code: int
+) -> None:
+    """A wrong setting, and without a budget a failure and agents that die without a verdict, end
+    the job with their own exit codes.
+    """
     run = submit(lab, behaviour, folder=behaviour, max_failures=0)
     run.until_over(JobState.FAILED, code)
     assert "not requeued" in run.log
     assert job_info(lab, run.job).num_restarts == 0
 
 
-def test_usr2_to_the_batch_shell_stops_the_run_and_requeues_it(lab: Lab, submit: Callable[..., Run]) -> None:
-    """As before the time limit. The tasks get no signal; the second attempt has its own folder and secret."""
+def test_usr2_to_the_batch_shell_stops_the_run_and_requeues_it(
+    lab: Lab, submit: Callable[..., Run]
+) -> None:
+    """As before the time limit.
+
+    The tasks get no signal; the second attempt has its own folder and secret.
+    """
     run = submit(lab, "wait-once")
     run.until_agents_run(2)
     lab.run("ctl", ["scancel", "--batch", "--signal=USR2", run.job])
@@ -153,7 +213,9 @@ def test_usr2_to_the_batch_shell_stops_the_run_and_requeues_it(lab: Lab, submit:
     assert (run.folder / "attempts/latest").readlink() == Path("1")
 
 
-def test_preemption_with_user_signal_requeues_a_run_that_stopped_in_time(lab: Lab, submit: Callable[..., Run]) -> None:
+def test_preemption_with_user_signal_requeues_a_run_that_stopped_in_time(
+    lab: Lab, submit: Callable[..., Run]
+) -> None:
     run = submit(lab, "wait-once", partition="low", nodes=4)
     run.until_agents_run(4)
     high = sbatch(lab, "high.sbatch", BLOCKER.format(nodes=4))
@@ -180,8 +242,12 @@ def test_preemption_without_user_signal_requeues_it_too(
 
 
 @pytest.mark.parametrize("stopped_before", [False, True])
-def test_a_cancelled_run_never_comes_back(lab: Lab, submit: Callable[..., Run], stopped_before: bool) -> None:
-    """Not even when its agents still leave the verdict requeue, or when it was being preempted already."""
+def test_a_cancelled_run_never_comes_back(
+    lab: Lab, submit: Callable[..., Run], stopped_before: bool
+) -> None:
+    """Not even when its agents still leave the verdict requeue, or when it was being preempted
+    already.
+    """
     run = submit(lab, "wait", folder=f"cancel-{stopped_before}")
     run.until_agents_run(2)
     if stopped_before:
@@ -189,40 +255,61 @@ def test_a_cancelled_run_never_comes_back(lab: Lab, submit: Callable[..., Run], 
     else:
         lab.run("ctl", ["scancel", run.job])
     run.until_over(JobState.CANCELLED, exit_code=None)
-    until(lambda: lab.run("ctl", ["squeue", "-h", "-j", run.job], check=False).stdout == "", lab, "it left the queue")
+    until(
+        lambda: lab.run("ctl", ["squeue", "-h", "-j", run.job], check=False).stdout == "",
+        lab,
+        "it left the queue",
+    )
     assert "requeue:" not in run.log
-    assert [path.name for path in (run.folder / "attempts").iterdir() if not path.is_symlink()] == ["0"]
+    assert [path.name for path in (run.folder / "attempts").iterdir() if not path.is_symlink()] == [
+        "0"
+    ]
     assert job_info(lab, run.job).num_restarts == 0
 
 
 def test_a_hostile_path_runs_and_runs_nothing_else(lab: Lab, submit: Callable[..., Run]) -> None:
-    """Quotes, blanks, dollars and per cent signs in paths and arguments reach the agent as they are."""
+    """Quotes, blanks, dollars and per cent signs in paths and arguments reach the agent as they
+    are.
+    """
     name = "a'; touch x $(touch y) %j #"
     home = lab.shared / "code '\"$(touch z)"
     shutil.copytree(STUB_HOME, home)
-    run = submit(lab, "done", folder=name, home=str(home), driver_args=("done", "$(touch x)", "'; touch y"))
+    run = submit(
+        lab, "done", folder=name, home=str(home), driver_args=("done", "$(touch x)", "'; touch y")
+    )
     run.until_over(JobState.COMPLETED)
     facts = json.loads((run.attempt(0) / "argv-n01.json").read_text())
     assert facts["cwd"] == str(home)
     added = ["--cluster-from-stdin", "--run-folder", str(run.folder)]
     assert facts["driver"][-6:] == ["done", "$(touch x)", "'; touch y", *added]
-    assert sorted(path.name for path in run.attempt(0).glob("agent-*.log")) == ["agent-n01.log", "agent-n02.log"]
+    assert sorted(path.name for path in run.attempt(0).glob("agent-*.log")) == [
+        "agent-n01.log",
+        "agent-n02.log",
+    ]
     assert "verdict: done" in run.log
     places = (lab.shared, home, run.folder, run.attempt(0))
     assert not [place for place in places for letter in "xyz" if (place / letter).exists()]
 
 
 def test_plain_sbatch_from_the_projects_folder_finds_everything_itself(lab: Lab) -> None:
-    """No Python on the login node: code, interpreter and run folder follow from where sbatch was called."""
+    """No Python on the login node: code, interpreter and run folder follow from where sbatch was
+    called.
+    """
     home = lab.shared / "project"
     shutil.copytree(STUB_HOME, home)
     (home / ".venv/bin").mkdir(parents=True)
     (home / ".venv/bin/python").symlink_to(sys.executable)
-    script = render_sbatch(JobSpec(job_name="tiny", time="10", driver_args=("recipe.toml",), max_failures=0))
+    script = render_sbatch(
+        JobSpec(job_name="tiny", time="10", driver_args=("recipe.toml",), max_failures=0)
+    )
     (home / "tiny.sbatch").write_text(script)
-    submitted = lab.run("ctl", ["sbatch", "--parsable", "--nodes=2", "tiny.sbatch", "--lr", "1"], cwd=home)
+    submitted = lab.run(
+        "ctl", ["sbatch", "--parsable", "--nodes=2", "tiny.sbatch", "--lr", "1"], cwd=home
+    )
     run = Run(lab, submitted.stdout.strip(), home / f"runs/tiny-{submitted.stdout.strip()}")
-    run.until_over(JobState.FAILED, 1)  # the stub leaves its first argument, recipe.toml, as the verdict
+    run.until_over(
+        JobState.FAILED, 1
+    )  # the stub leaves its first argument, recipe.toml, as the verdict
     facts = json.loads((run.attempt(0) / "argv-n02.json").read_text())
     added = ["--cluster-from-stdin", "--run-folder", str(run.folder)]
     assert facts["driver"][-6:] == ["recipe.toml", *added, "--lr", "1"]

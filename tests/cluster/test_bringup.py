@@ -1,4 +1,6 @@
-"""Agents on real Slurm with real Ray: the nodes find each other on the one network that works, and say who is lost."""
+"""Agents on real Slurm with real Ray: the nodes find each other on the one network that works, and
+say who is lost.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.cluster.lab import Lab
 
 @pytest.fixture
 def wrong_name(lab: Lab, tmp_path: Path) -> Iterator[None]:
-    """On n02 the head's name leads to a decoy, as ``127.0.1.1 $(hostname)`` and stray DNS entries do."""
+    """On n02 the head's name leads to a decoy, as ``127.0.1.1 $(hostname)`` and stray DNS entries
+    do.
+    """
     hosts = lab.shared / "hosts"
     hosts.write_text("127.0.0.1 localhost\n172.17.0.1 n01\n10.77.0.12 n02\n")
     lab.run("n02", ["mount", "--bind", str(hosts), "/etc/hosts"])
@@ -26,7 +30,9 @@ def wrong_name(lab: Lab, tmp_path: Path) -> Iterator[None]:
 
 
 def test_two_nodes_work_on_eth0_and_outlive_the_term_of_a_preemption(lab: Lab) -> None:
-    """Under proctrack/linuxproc the TERM reaches every process below the task; Ray and the driver are not there."""
+    """Under proctrack/linuxproc the TERM reaches every process below the task; Ray and the driver
+    are not there.
+    """
     attempt = Attempt(lab, "term")
     cluster = attempt.wait_until_it_works()
     assert [(node.host, node.ip, node.ifname) for node in cluster.nodes] == [
@@ -47,7 +53,9 @@ def test_two_nodes_work_on_eth0_and_outlive_the_term_of_a_preemption(lab: Lab) -
 
 
 def test_a_job_that_nobody_warns_is_stopped_before_its_end(lab: Lab) -> None:
-    """Submitted without --signal: the head looks at the clock itself. The job has a minute, the lead is 45 s."""
+    """Submitted without --signal: the head looks at the clock itself. The job has a minute, the
+    lead is 45 s.
+    """
     attempt = Attempt(lab, "unwarned", options="--signal-lead-s 45", stub_ray=True, time_limit="1")
     attempt.wait_until_it_works()
     assert attempt.wait()[0] == "requeue"
@@ -58,7 +66,9 @@ def test_a_job_that_nobody_warns_is_stopped_before_its_end(lab: Lab) -> None:
 
 
 def test_a_dead_node_fails_the_attempt_in_seconds_with_its_name(lab: Lab, wrong_name: None) -> None:
-    """It also had the wrong address for the head's name, and came in by the addresses that the head publishes."""
+    """It also had the wrong address for the head's name, and came in by the addresses that the head
+    publishes.
+    """
     attempt = Attempt(lab, "dead", options="--loss-grace-s 2", stub_ray=True)
     assert attempt.wait_until_it_works().nodes[1].ip == lab.ip("n02")
     killed_at = time.monotonic()

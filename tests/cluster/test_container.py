@@ -1,7 +1,9 @@
-"""Agents in containers on real Slurm, against stand-ins for pyxis and enroot that check every argument.
+"""Agents in containers on real Slurm, against stand-ins for pyxis and enroot that check every
+argument.
 
-The stand-ins (tests/fakes/bin) hide the folder that the nodes share but for what is mounted; that the agents run at all
-shows that code, run folder and interpreter are there. Probes run as setup commands, inside.
+The stand-ins (tests/fakes/bin) hide the folder that the nodes share but for what is mounted; that
+the agents run at all shows that code, run folder and interpreter are there. Probes run as setup
+commands, inside.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ class Site:
     data: Path
 
     def environ(self, enroot_data: str) -> dict[str, str]:
-        environment = {"PATH": f"{FAKES / 'bin'}:{search_path()}", "STANDIN_REGISTRY": str(self.registry)}
+        environment = {
+            "PATH": f"{FAKES / 'bin'}:{search_path()}",
+            "STANDIN_REGISTRY": str(self.registry),
+        }
         return {**environment, "STANDIN_ENROOT_DATA": enroot_data, "MARK": "the host's"}
 
     def spec(self, container: Container, behaviour: str) -> JobSpec:
@@ -57,16 +62,34 @@ class Site:
             home=str(self.home),
             container=container,
             environment=(("MARK", "of the run"),),
-            setup_commands=(f"cat {inside}/weights", f"! touch {inside}/x", f"! test -e {self.data}"),
+            setup_commands=(
+                f"cat {inside}/weights",
+                f"! touch {inside}/x",
+                f"! test -e {self.data}",
+            ),
         )
 
-    def run(self, name: str, container: Container, behaviour: str = "done", *, enroot_data: str = NODES_OWN) -> Path:
+    def run(
+        self,
+        name: str,
+        container: Container,
+        behaviour: str = "done",
+        *,
+        enroot_data: str = NODES_OWN,
+    ) -> Path:
         """Run a job to its end; its folder."""
         folder = self.lab.shared / name
         folder.mkdir()
-        spec = replace(self.spec(container, behaviour), run_folder=str(folder), output=f"{folder}/slurm-%j.out")
+        spec = replace(
+            self.spec(container, behaviour), run_folder=str(folder), output=f"{folder}/slurm-%j.out"
+        )
         job = sbatch(self.lab, f"{name}.sbatch", render_sbatch(spec), env=self.environ(enroot_data))
-        until(lambda: job_info(self.lab, job).state.is_over, self.lab, f"{name} is over", deadline_s=180)
+        until(
+            lambda: job_info(self.lab, job).state.is_over,
+            self.lab,
+            f"{name} is over",
+            deadline_s=180,
+        )
         log = (folder / f"slurm-{job}.out").read_text()
         logs = "".join(path.read_text() for path in folder.glob("attempts/*/agent-*.log"))
         assert job_info(self.lab, job).state is JobState.COMPLETED, log + logs
@@ -89,8 +112,15 @@ def site(lab: Lab) -> Site:
     home.mkdir()
     for name in ("bootstrap", "slurm", "common"):
         lab.run("ctl", ["cp", "-rL", str(FAKES / "cluster_home" / name), str(home)])
-    variables = {"PATH": "/usr/bin:/bin", "IMAGE": "yes", "MARK": "the image's", "PYTHONPATH": "/image"}
-    text = "hsqs" + json.dumps({"environment": {**variables, "RLPOST_HOME": "/image"}, "hides": str(lab.shared)})
+    variables = {
+        "PATH": "/usr/bin:/bin",
+        "IMAGE": "yes",
+        "MARK": "the image's",
+        "PYTHONPATH": "/image",
+    }
+    text = "hsqs" + json.dumps(
+        {"environment": {**variables, "RLPOST_HOME": "/image"}, "hides": str(lab.shared)}
+    )
     image = lab.shared / "image.sqsh"
     image.write_text(text)
     (registry / "images.json").write_text(json.dumps({IMAGE_URI: text}))
@@ -98,7 +128,10 @@ def site(lab: Lab) -> Site:
 
 
 def facts(folder: Path, attempt: int) -> list[dict[str, Any]]:
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob(f"attempts/{attempt}/argv-*.json"))]
+    found = [
+        json.loads(path.read_text())
+        for path in sorted(folder.glob(f"attempts/{attempt}/argv-*.json"))
+    ]
     assert len(found) == 2
     return found
 
@@ -109,7 +142,12 @@ def assert_inside(site: Site, folder: Path, attempt: int = 0) -> None:
         environment = agent["environment"]
         assert environment["IMAGE"] == "yes"
         assert environment["MARK"] == "of the run"
-        assert environment["PYTHONPATH"] == environment["RLPOST_HOME"] == agent["cwd"] == str(site.home)
+        assert (
+            environment["PYTHONPATH"]
+            == environment["RLPOST_HOME"]
+            == agent["cwd"]
+            == str(site.home)
+        )
         assert environment["SLURM_JOB_ID"] is not None
         assert agent["driver"][0] == "python3"
 
@@ -128,21 +166,34 @@ def test_pyxis_runs_the_agents_of_a_site_local_image(site: Site) -> None:
 
 
 def test_enroot_imports_an_image_of_a_registry_once_for_all_nodes_and_attempts(site: Site) -> None:
-    """Two nodes with one data folder, two attempts, one pull; the ledger names the digest; nothing is left."""
+    """Two nodes with one data folder, two attempts, one pull; the ledger names the digest; nothing
+    is left.
+    """
     cache, data = site.lab.shared / "images", site.lab.shared / "enroot-data"
     mounts = (f"{site.data}:{site.lab.shared}/inside:ro",)
-    folder = site.run("enroot", Container("enroot", IMAGE, mounts, str(cache)), "requeue-once", enroot_data=str(data))
+    folder = site.run(
+        "enroot",
+        Container("enroot", IMAGE, mounts, str(cache)),
+        "requeue-once",
+        enroot_data=str(data),
+    )
     assert (site.registry / "pulled").read_text() == IMAGE_URI + "\n"
     for attempt in (0, 1):
         assert_inside(site, folder, attempt)
-    images = [entry["image"] for entry in Ledger(folder / "ledger.jsonl").read() if entry["event"] == "attempt"]
+    images = [
+        entry["image"]
+        for entry in Ledger(folder / "ledger.jsonl").read()
+        if entry["event"] == "attempt"
+    ]
     assert len(images) == 2 and images[0] == images[1]
     assert images[0]["path"] == f"{cache}/sha256-{images[0]['sha256']}.sqsh"
     assert list(data.iterdir()) == []
 
 
 def batch_file(site: Site, folder: Path, *probes: str) -> Path:
-    """A script as ``jobs/`` has them: it finds out by itself where it is and which container there is."""
+    """A script as ``jobs/`` has them: it finds out by itself where it is and which container there
+    is.
+    """
     spec = JobSpec(
         job_name="auto",
         nodes=2,
@@ -159,22 +210,38 @@ def batch_file(site: Site, folder: Path, *probes: str) -> Path:
 
 
 @pytest.mark.parametrize("chosen", ["pyxis", "enroot", "none"])
-def test_one_batch_file_runs_with_pyxis_with_enroot_and_without_a_container(site: Site, chosen: str) -> None:
-    """The same text; what the cluster has, or a word, decides. An image of a registry is imported once for both."""
+def test_one_batch_file_runs_with_pyxis_with_enroot_and_without_a_container(
+    site: Site, chosen: str
+) -> None:
+    """The same text; what the cluster has, or a word, decides.
+
+    An image of a registry is imported once for both.
+    """
     lab, folder = site.lab, site.lab.shared / f"auto-{chosen}"
     has = folder.with_name(f"has-{chosen}")
     has.mkdir()
     for command in {"pyxis": ("srun", "enroot"), "enroot": ("enroot",), "none": ()}[chosen]:
         (has / command).symlink_to(FAKES / "bin" / command)
     # Without a container the data is at its own place, and nothing is hidden.
-    probes = (f"test -e {site.data}",) if chosen == "none" else (f"cat {lab.shared}/inside/weights",)
+    probes = (
+        (f"test -e {site.data}",) if chosen == "none" else (f"cat {lab.shared}/inside/weights",)
+    )
     script = batch_file(site, folder, *probes)
-    environ = {**site.environ(NODES_OWN), "PATH": f"{has}:{search_path()}", "RLPOST_HOME": str(site.home)}
-    environ |= {"RLPOST_RUN_FOLDER": f"{folder}/run", "RLPOST_IMAGE_CACHE": f"{lab.shared}/auto-images"}
+    environ = {
+        **site.environ(NODES_OWN),
+        "PATH": f"{has}:{search_path()}",
+        "RLPOST_HOME": str(site.home),
+    }
+    environ |= {
+        "RLPOST_RUN_FOLDER": f"{folder}/run",
+        "RLPOST_IMAGE_CACHE": f"{lab.shared}/auto-images",
+    }
     environ |= {"RLPOST_PYTHON": "python3", **({} if chosen == "none" else {"RLPOST_IMAGE": IMAGE})}
     log_of_pulls = site.registry / "pulled"
     pulled = len(log_of_pulls.read_text().splitlines()) if log_of_pulls.exists() else 0
-    job = lab.run("ctl", ["sbatch", "--parsable", str(script)], env=environ, cwd=folder).stdout.strip()
+    job = lab.run(
+        "ctl", ["sbatch", "--parsable", str(script)], env=environ, cwd=folder
+    ).stdout.strip()
     until(lambda: job_info(lab, job).state.is_over, lab, f"{chosen} is over", deadline_s=180)
     log = (folder / f"slurm-{job}.out").read_text()
     logs = "".join(path.read_text() for path in folder.glob("run/attempts/*/agent-*.log"))
@@ -198,7 +265,9 @@ def test_a_job_without_pyxis_ends_at_once_and_for_good(site: Site) -> None:
     script = batch_file(site, folder)
     environ = {"PATH": search_path(), "RLPOST_HOME": str(site.home), "RLPOST_CONTAINER": "pyxis"}
     environ |= {"RLPOST_IMAGE": str(site.image), "RLPOST_RUN_FOLDER": f"{folder}/run"}
-    job = site.lab.run("ctl", ["sbatch", "--parsable", str(script)], env=environ, cwd=folder).stdout.strip()
+    job = site.lab.run(
+        "ctl", ["sbatch", "--parsable", str(script)], env=environ, cwd=folder
+    ).stdout.strip()
     until(lambda: job_info(site.lab, job).state.is_over, site.lab, "the job is over", deadline_s=60)
     info = job_info(site.lab, job)
     assert (info.exit_code, info.num_restarts) == (78, 0)
@@ -207,10 +276,19 @@ def test_a_job_without_pyxis_ends_at_once_and_for_good(site: Site) -> None:
 
 
 def plain_run(site: Site, container: Container, enroot_data: str) -> tuple[Path, str]:
-    """A run of plain sbatch that waits, once its agents are there; its folder, without a snapshot, and its job."""
-    job = sbatch(site.lab, "plain.sbatch", render_sbatch(site.spec(container, "wait")), env=site.environ(enroot_data))
+    """A run of plain sbatch that waits, once its agents are there; its folder, without a snapshot,
+    and its job.
+    """
+    job = sbatch(
+        site.lab,
+        "plain.sbatch",
+        render_sbatch(site.spec(container, "wait")),
+        env=site.environ(enroot_data),
+    )
     folder = site.home / f"runs/rlpost-{job}"
-    until(lambda: len(list(folder.glob("attempts/0/argv-*.json"))) == 2, site.lab, "both agents run")
+    until(
+        lambda: len(list(folder.glob("attempts/0/argv-*.json"))) == 2, site.lab, "both agents run"
+    )
     cluster = {
         "container": container.backend,
         "container_image": container.image,
@@ -223,30 +301,47 @@ def plain_run(site: Site, container: Container, enroot_data: str) -> tuple[Path,
 def rlpost_exec(site: Site, folder: Path, enroot_data: str, *command: str) -> tuple[list[str], str]:
     """Lines of every node, sorted, and what was said beside."""
     argv = [sys.executable, "-m", "rlpost", "exec", "--run", str(folder), *command]
-    done = site.lab.run("ctl", argv, env={**site.environ(enroot_data), "PYTHONPATH": str(REPOSITORY)}, check=False)
+    done = site.lab.run(
+        "ctl", argv, env={**site.environ(enroot_data), "PYTHONPATH": str(REPOSITORY)}, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(done.stdout.splitlines()), done.stderr
 
 
 @pytest.mark.parametrize(
-    ("backend", "enroot_data"), [("pyxis", NODES_OWN), ("pyxis", BIND_MOUNT), ("enroot", BIND_MOUNT)]
+    ("backend", "enroot_data"),
+    [("pyxis", NODES_OWN), ("pyxis", BIND_MOUNT), ("enroot", BIND_MOUNT)],
 )
-def test_a_command_runs_in_the_agents_containers(site: Site, backend: str, enroot_data: str) -> None:
-    """In the code that they run, with their variables and the place of the secret. pyxis does not find them where the
-    data is a bind mount, and the second container that it starts says so; what cancelled jobs left goes later."""
+def test_a_command_runs_in_the_agents_containers(
+    site: Site, backend: str, enroot_data: str
+) -> None:
+    """In the code that they run, with their variables and the place of the secret. pyxis does not
+    find them where the data is a bind mount, and the second container that it starts says so; what
+    cancelled jobs left goes later.
+    """
     mounts = (f"{site.data}:{site.lab.shared}/inside:ro",)
     container = Container(backend, str(site.image), mounts)
     folder, job = plain_run(site, container, enroot_data)
     script = "echo $(hostname) $IMAGE $MARK $PWD $RAY_AUTH_MODE; ls $RAY_AUTH_TOKEN_PATH"
     lines, said = rlpost_exec(site, folder, enroot_data, "sh", "-c", script)
     secret = f"{folder}/attempts/0/secret"
-    nodes = [(number, f"{number}: n0{number + 1} yes of the run {site.home} token") for number in (0, 1)]
-    assert lines == sorted(line for number, first in nodes for line in (first, f"{number}: {secret}"))
-    assert ("started a second one" in said) == (backend == "pyxis" and enroot_data == BIND_MOUNT), said
+    nodes = [
+        (number, f"{number}: n0{number + 1} yes of the run {site.home} token") for number in (0, 1)
+    ]
+    assert lines == sorted(
+        line for number, first in nodes for line in (first, f"{number}: {secret}")
+    )
+    assert ("started a second one" in said) == (backend == "pyxis" and enroot_data == BIND_MOUNT), (
+        said
+    )
 
     site.lab.run("ctl", ["scancel", job])
     until(lambda: job_info(site.lab, job).state.is_over, site.lab, "the job is over")
-    until(lambda: site.lab.run("ctl", ["squeue", "-h", "-j", job], check=False).stdout == "", site.lab, "it has left")
+    until(
+        lambda: site.lab.run("ctl", ["squeue", "-h", "-j", job], check=False).stdout == "",
+        site.lab,
+        "it has left",
+    )
     assert len(site.left(enroot_data)) == 2
     site.run(f"after-{job}", container, enroot_data=enroot_data)
     assert site.left(enroot_data) == []

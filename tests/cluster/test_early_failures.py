@@ -1,7 +1,9 @@
-"""Containers that cannot start, on real Slurm against the stand-ins of pyxis and enroot: what the run's files say.
+"""Containers that cannot start, on real Slurm against the stand-ins of pyxis and enroot: what the
+run's files say.
 
-All scenarios run at the same time, one GPU each, on nodes that they share. The stand-ins fail in the words of enroot
-4.1.2 and pyxis 0.24; that srun reports the ends of tasks as it does here is Slurm's own doing.
+All scenarios run at the same time, one GPU each, on nodes that they share. The stand-ins fail in
+the words of enroot 4.1.2 and pyxis 0.24; that srun reports the ends of tasks as it does here is
+Slurm's own doing.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Ended:
 
 
 def scenarios(lab: Lab) -> dict[str, dict[str, Any]]:
-    image, damaged, cache = (str(lab.shared / name) for name in ("image.sqsh", "damaged.sqsh", "cache"))
+    image, damaged, cache = (
+        str(lab.shared / name) for name in ("image.sqsh", "damaged.sqsh", "cache")
+    )
     return {
         "missing": {"container": Container("pyxis", "/nowhere/image.sqsh")},
         "damaged": {"container": Container("enroot", damaged)},
@@ -53,7 +57,10 @@ def scenarios(lab: Lab) -> dict[str, dict[str, Any]]:
         "rc-interpreter": {"container": Container("enroot", image), "python": "/nowhere/python"},
         "tag": {"container": Container("enroot", f"{REGISTRY}:9.9", (), cache)},
         "no-pyxis": {"container": Container("pyxis", image)},
-        "outage": {"container": Container("pyxis", f"{REGISTRY}:1.2", (), cache), "max_failures": 1},
+        "outage": {
+            "container": Container("pyxis", f"{REGISTRY}:1.2", (), cache),
+            "max_failures": 1,
+        },
     }
 
 
@@ -75,13 +82,21 @@ def ended(lab: Lab) -> Iterator[Mapping[str, Ended]]:
     for name, values in scenarios(lab).items():
         folder = lab.shared / name
         folder.mkdir()
-        common = {"nodes": 2, "num_gpus_per_node": 1, "exclusive": False, "time": "10", "driver_args": ("done",)}
+        common = {
+            "nodes": 2,
+            "num_gpus_per_node": 1,
+            "exclusive": False,
+            "time": "10",
+            "driver_args": ("done",),
+        }
         places = {"home": str(home), "run_folder": str(folder), "output": f"{folder}/slurm-%j.out"}
         script = render_sbatch(JobSpec(**{**common, **places, **values}))
         variables = {} if name == "no-pyxis" else environment  # then srun is Slurm's own
         jobs[name] = sbatch(lab, f"{name}.sbatch", script, env=variables)
     for name, job in jobs.items():
-        until(lambda job=job: job_info(lab, job).state.is_over, lab, f"{name} is over", deadline_s=240)
+        until(
+            lambda job=job: job_info(lab, job).state.is_over, lab, f"{name} is over", deadline_s=240
+        )
     yield {name: Ended(job_info(lab, job), lab.shared / name) for name, job in jobs.items()}
 
 
@@ -89,8 +104,16 @@ def ended(lab: Lab) -> Iterator[Mapping[str, Ended]]:
     ("name", "headline", "remedy"),
     [
         ("missing", "the image or mount /nowhere/image.sqsh does not exist", "--container-image"),
-        ("damaged", "the image {shared}/damaged.sqsh is damaged or unreadable", "--container-image"),
-        ("interpreter", "the interpreter cannot be run (/nowhere/python: No such file or directory)", "--python"),
+        (
+            "damaged",
+            "the image {shared}/damaged.sqsh is damaged or unreadable",
+            "--container-image",
+        ),
+        (
+            "interpreter",
+            "the interpreter cannot be run (/nowhere/python: No such file or directory)",
+            "--python",
+        ),
         ("rc-interpreter", "the interpreter cannot be run (", "--python"),
     ],
 )
@@ -98,7 +121,11 @@ def test_a_container_that_fails_on_every_node_ends_the_job_at_the_first_attempt(
     lab: Lab, ended: Mapping[str, Ended], name: str, headline: str, remedy: str
 ) -> None:
     run = ended[name]
-    assert (run.info.state, run.info.exit_code, run.info.num_restarts) == (JobState.FAILED, 78, 0), run.log
+    assert (run.info.state, run.info.exit_code, run.info.num_restarts) == (
+        JobState.FAILED,
+        78,
+        0,
+    ), run.log
     (verdict,) = run.verdicts
     assert verdict["verdict"] == "config"
     first, second = verdict["cause"].splitlines()[:2]
@@ -108,25 +135,42 @@ def test_a_container_that_fails_on_every_node_ends_the_job_at_the_first_attempt(
     assert first in run.log and second in run.log
 
 
-def test_a_cluster_without_pyxis_is_refused_before_the_first_attempt(ended: Mapping[str, Ended]) -> None:
+def test_a_cluster_without_pyxis_is_refused_before_the_first_attempt(
+    ended: Mapping[str, Ended],
+) -> None:
     run = ended["no-pyxis"]
-    assert (run.info.state, run.info.exit_code, run.info.num_restarts) == (JobState.FAILED, 78, 0), run.log
+    assert (run.info.state, run.info.exit_code, run.info.num_restarts) == (
+        JobState.FAILED,
+        78,
+        0,
+    ), run.log
     assert "has no pyxis" in run.log
     assert not (run.folder / "attempts").exists()
 
 
 def test_an_import_that_can_never_succeed_stands_in_the_ledger(ended: Mapping[str, Ended]) -> None:
     run = ended["tag"]
-    assert (run.info.state, run.info.exit_code, run.info.num_restarts) == (JobState.FAILED, 78, 0), run.log
+    assert (run.info.state, run.info.exit_code, run.info.num_restarts) == (
+        JobState.FAILED,
+        78,
+        0,
+    ), run.log
     (verdict,) = run.verdicts
     assert verdict["verdict"] == "config" and "error code: 404 Not Found" in verdict["cause"]
     assert "404 Not Found" in run.log
     assert not list((run.folder / "attempts/0").glob("agent-*.log"))
 
 
-def test_a_registry_that_is_away_is_asked_again_within_the_budget(ended: Mapping[str, Ended]) -> None:
+def test_a_registry_that_is_away_is_asked_again_within_the_budget(
+    ended: Mapping[str, Ended],
+) -> None:
     run = ended["outage"]
-    assert (run.info.state, run.info.exit_code, run.info.num_restarts) == (JobState.FAILED, 1, 1), run.log
-    assert [(entry["verdict"], entry["answer"]) for entry in run.verdicts] == [("failed", "again"), ("failed", 1)]
+    assert (run.info.state, run.info.exit_code, run.info.num_restarts) == (JobState.FAILED, 1, 1), (
+        run.log
+    )
+    assert [(entry["verdict"], entry["answer"]) for entry in run.verdicts] == [
+        ("failed", "again"),
+        ("failed", 1),
+    ]
     assert all("error code: 503" in entry["cause"] for entry in run.verdicts)
     assert "max_failures is 1" in run.verdicts[1]["reason"]

@@ -1,4 +1,6 @@
-"""Every way in which a part of an attempt fails, done to it on real Slurm: found in seconds, named, nothing left."""
+"""Every way in which a part of an attempt fails, done to it on real Slurm: found in seconds, named,
+nothing left.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from tests.cluster.lab import Lab
 
 @pytest.mark.parametrize(
     ("node", "process", "cause"),
-    [("n02", "^[^ ]*/raylet/raylet ", "n02: Ray ended by itself"), ("n01", "gcs_server ", "n01: Ray ended by itself")],
+    [
+        ("n02", "^[^ ]*/raylet/raylet ", "n02: Ray ended by itself"),
+        ("n01", "gcs_server ", "n01: Ray ended by itself"),
+    ],
     ids=["raylet of a worker", "gcs"],
 )
 def test_a_dead_ray_is_found_in_seconds(lab: Lab, node: str, process: str, cause: str) -> None:
@@ -36,7 +41,12 @@ def test_a_dead_ray_is_found_in_seconds(lab: Lab, node: str, process: str, cause
     ("node", "signal", "cause", "excluded"),
     [
         ("n02", "KILL", "n02 is gone: the connection was closed", []),
-        ("n02", "STOP", "n02 is gone: it has been silent for 10 s: its agent hangs or is stopped", ["n02"]),
+        (
+            "n02",
+            "STOP",
+            "n02 is gone: it has been silent for 10 s: its agent hangs or is stopped",
+            ["n02"],
+        ),
         ("n01", "KILL", "n02 lost the head n01: the connection was closed", []),
         ("n01", "STOP", "n02 lost the head n01: it has been silent for 10 s", []),
     ],
@@ -45,9 +55,13 @@ def test_an_agent_that_dies_or_hangs_is_found_in_seconds(
     lab: Lab, node: str, signal: str, cause: str, excluded: list[str]
 ) -> None:
     """Ray is a stub here: whether it lives plays no part."""
-    attempt = Attempt(lab, f"agent{node}{signal}".lower(), options="--loss-grace-s 2", stub_ray=True)
+    attempt = Attempt(
+        lab, f"agent{node}{signal}".lower(), options="--loss-grace-s 2", stub_ray=True
+    )
     attempt.wait_until_it_works()
-    attempt.kill(node, "^[^ ]*python[^ ]* -u -m bootstrap.agent ", signal)  # not srun, whose words are the same
+    attempt.kill(
+        node, "^[^ ]*python[^ ]* -u -m bootstrap.agent ", signal
+    )  # not srun, whose words are the same
     seconds = attempt.seconds_to_verdict()
     print(f"{signal} to the agent of {node}: {seconds:.1f} s")
     assert seconds < (8 if signal == "KILL" else 20)
@@ -57,7 +71,9 @@ def test_an_agent_that_dies_or_hangs_is_found_in_seconds(
     attempt.end()
 
 
-def test_a_machine_that_falls_off_the_network_is_found_in_seconds_and_not_taken_again(lab: Lab) -> None:
+def test_a_machine_that_falls_off_the_network_is_found_in_seconds_and_not_taken_again(
+    lab: Lab,
+) -> None:
     """As after a loss of power: no end of connection ever comes."""
     attempt = Attempt(lab, "cut", options="--loss-grace-s 2", stub_ray=True)
     attempt.wait_until_it_works()
@@ -65,10 +81,17 @@ def test_a_machine_that_falls_off_the_network_is_found_in_seconds_and_not_taken_
     cut_at = time.monotonic()
     try:
         report = attempt.folder / "verdict.json"  # written after the list of hosts to exclude
-        until(lambda: report.exists() and attempt.excluded == ["n02"], lab, "a verdict of the head", deadline_s=30)
+        until(
+            lambda: report.exists() and attempt.excluded == ["n02"],
+            lab,
+            "a verdict of the head",
+            deadline_s=30,
+        )
         print(f"network of n02 cut: {time.monotonic() - cut_at:.1f} s")
         until(lambda: str(attempt.verdict["cause"]).startswith("n02 is gone"), lab, "its cause")
-        assert "does not answer" in str(attempt.verdict["cause"]) or "silent" in str(attempt.verdict["cause"])
+        assert "does not answer" in str(attempt.verdict["cause"]) or "silent" in str(
+            attempt.verdict["cause"]
+        )
     finally:
         lab.run("n02", ["ip", "link", "set", "eth0", "up"])
     attempt.end()
@@ -99,15 +122,21 @@ def test_a_temp_disk_that_fills_is_found_in_seconds_and_its_node_named(lab: Lab)
     print(f"temp disk full: {seconds:.1f} s")
     assert seconds < 10
     assert attempt.verdict["verdict"] == "failed"
-    assert str(attempt.verdict["cause"]).startswith(f"n02: Ray's temp dir {folder} is full: 10 MiB left of 150")
+    assert str(attempt.verdict["cause"]).startswith(
+        f"n02: Ray's temp dir {folder} is full: 10 MiB left of 150"
+    )
     assert attempt.excluded == ["n02"]
     assert "temp dir" in attempt.log("STOP")  # the driver had its time
     attempt.end()
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_node_that_fails_before_its_agent_is_named_in_seconds_and_not_taken_again(lab: Lab, number: int) -> None:
-    """Nobody waits for the deadline of ten minutes: of the head another node tells, of another node the head."""
+def test_a_node_that_fails_before_its_agent_is_named_in_seconds_and_not_taken_again(
+    lab: Lab, number: int
+) -> None:
+    """Nobody waits for the deadline of ten minutes: of the head another node tells, of another node
+    the head.
+    """
     host, fails = f"n0{number + 1}", on_node(number, "echo broken image; exit 3")
     attempt = Attempt(lab, f"never{number}", run_if=fails, stub_ray=True)
     seconds = attempt.seconds_to_verdict()
@@ -115,7 +144,10 @@ def test_a_node_that_fails_before_its_agent_is_named_in_seconds_and_not_taken_ag
     assert seconds < 30
     assert attempt.verdict["verdict"] == "failed"
     cause = str(attempt.verdict["cause"])
-    assert cause.startswith(f"{host} failed before it joined: Exited with exit code 3") and "broken image" in cause
+    assert (
+        cause.startswith(f"{host} failed before it joined: Exited with exit code 3")
+        and "broken image" in cause
+    )
     assert attempt.excluded == [host]
     attempt.end()
 
@@ -148,8 +180,12 @@ def test_a_node_without_the_run_folder_is_named_with_the_likely_cause(lab: Lab) 
 def test_another_ray_on_a_node_is_a_matter_of_configuration(lab: Lab) -> None:
     other = lab.shared / "other"
     (other / "ray-2.59.0.dist-info").mkdir(parents=True)
-    (other / "ray-2.59.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 2.59.0\n")
-    attempt = Attempt(lab, "version", run_if=on_node(1, f"export PYTHONPATH={other}:$PYTHONPATH"), stub_ray=True)
+    (other / "ray-2.59.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: ray\nVersion: 2.59.0\n"
+    )
+    attempt = Attempt(
+        lab, "version", run_if=on_node(1, f"export PYTHONPATH={other}:$PYTHONPATH"), stub_ray=True
+    )
     print(f"wrong version: {attempt.seconds_to_verdict():.1f} s after sbatch")
     word, cause = attempt.wait()
     assert word == "config"

@@ -27,8 +27,21 @@ def start_agent(lab: Lab, rank: int, folder: Path) -> subprocess.Popen[bytes]:
     """An agent as srun would start it; Slurm's own daemons have no address here any more."""
     node = lab.nodes[rank]
     slurm = {"SLURM_JOB_ID": "77", "SLURM_NODEID": str(rank), "SLURM_STEP_NODELIST": "n[01-02]"}
-    command = [sys.executable, "-u", "-m", "bootstrap.agent", f"--attempt-dir={folder}", "--num-gpus=1"]
-    command += ["--object-store-memory=100000000", "--loss-grace-s=1", "--", sys.executable, f"{folder}/driver.py"]
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "bootstrap.agent",
+        f"--attempt-dir={folder}",
+        "--num-gpus=1",
+    ]
+    command += [
+        "--object-store-memory=100000000",
+        "--loss-grace-s=1",
+        "--",
+        sys.executable,
+        f"{folder}/driver.py",
+    ]
     environ = {**slurm, "SLURMD_NODENAME": node, "PYTHONPATH": str(REPOSITORY)}
     with (folder / f"agent-{node}.log").open("wb") as log:
         return lab.popen(node, command, env=environ, stdout=log, stderr=log)
@@ -40,7 +53,9 @@ def test_ray_works_on_nodes_that_have_only_ipv6_addresses(lab: Lab) -> None:
     (folder / "secret").write_text("5" * 64)
     (folder / "driver.py").write_text(DRIVER)
     names = [f"{ip} {node}" for node, ip in ADDRESSES.items()]
-    (lab.shared / "hosts").write_text("\n".join(["127.0.0.1 localhost", "::1 localhost", *names, ""]))
+    (lab.shared / "hosts").write_text(
+        "\n".join(["127.0.0.1 localhost", "::1 localhost", *names, ""])
+    )
     for node in ADDRESSES:
         leave_only_ipv6(lab, node)
     agents = [start_agent(lab, rank, folder) for rank in range(2)]

@@ -21,10 +21,13 @@ def test_every_node_is_a_machine_of_its_own(lab: Lab) -> None:
         'touch /tmp/$(hostname); echo $(hostname) $(ip -4 -o addr show dev eth0 | grep -o "10.77.0.[0-9]*/") '
         "$(ls /sys/class/net | tr '\\n' ,) $(cd /tmp && ls -d n0* | tr '\\n' ,) $CUDA_VISIBLE_DEVICES"
     )
-    answer = lab.run("ctl", ["srun", "-N2", "--ntasks-per-node=1", "--gres=gpu:4", "-l", "sh", "-c", script])
+    answer = lab.run(
+        "ctl", ["srun", "-N2", "--ntasks-per-node=1", "--gres=gpu:4", "-l", "sh", "-c", script]
+    )
     lines = {tuple(line.partition(": ")[2].split()) for line in answer.stdout.splitlines()}
     assert lines == {
-        (name, f"{lab.ip(name)}/", "docker0,eth0,ib0,ib0p,lo,", f"{name},", "0,1,2,3") for name in ("n01", "n02")
+        (name, f"{lab.ip(name)}/", "docker0,eth0,ib0,ib0p,lo,", f"{name},", "0,1,2,3")
+        for name in ("n01", "n02")
     }
 
 
@@ -63,7 +66,9 @@ def test_a_dead_node_comes_back_empty(lab: Lab) -> None:
 
 
 def test_a_lab_leaves_nothing_behind(slurm_available: None) -> None:
-    """Neither processes nor namespaces nor mounts nor files, and a second lab lives beside the first."""
+    """Neither processes nor namespaces nor mounts nor files, and a second lab lives beside the
+    first.
+    """
     name = f"second{os.getpid()}"
     second = Lab(1, name=name)
     with second:
@@ -73,12 +78,18 @@ def test_a_lab_leaves_nothing_behind(slurm_available: None) -> None:
         assert len(pids) == 3
         assert second.run("ctl", ["srun", "hostname"]).stdout == "n01\n"
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    assert not [*NETNS_RUN.glob(f"rlab-{name}-*"), *NETNS_ETC.glob(f"rlab-{name}-*"), *ROOT.glob(name)]
+    assert not [
+        *NETNS_RUN.glob(f"rlab-{name}-*"),
+        *NETNS_ETC.glob(f"rlab-{name}-*"),
+        *ROOT.glob(name),
+    ]
     assert f"rlab-{name}-" not in Path("/proc/self/mountinfo").read_text()
 
 
 def test_a_cached_shared_folder_hides_new_files_as_nfs_does(slurm_available: None) -> None:
-    """A name that was not there stays so for a node that has asked; others, and new names, are seen at once."""
+    """A name that was not there stays so for a node that has asked; others, and new names, are seen
+    at once.
+    """
     if (reason := why_no_cached_folder()) is not None:
         pytest.skip(reason)
     with Lab(2, name=f"cached{os.getpid()}", options=LabOptions(shared_cache_s=60)) as cached:
@@ -88,7 +99,11 @@ def test_a_cached_shared_folder_hides_new_files_as_nfs_does(slurm_available: Non
 
         assert not sees("n01", "stop")
         cached.run("n02", ["touch", "stop", "other"])
-        assert (sees("n01", "stop"), sees("n02", "stop"), sees("n01", "other")) == (False, True, True)
+        assert (sees("n01", "stop"), sees("n02", "stop"), sees("n01", "other")) == (
+            False,
+            True,
+            True,
+        )
         assert (cached.shared / "stop").exists()
 
 

@@ -20,12 +20,16 @@ STUB_HOME = Path(__file__).parents[1] / "fakes/cluster_home"
 
 def python(lab: Lab, program: str, *arguments: str) -> str:
     """Run a program on the login node."""
-    return lab.run("ctl", [sys.executable, "-c", program, *arguments], cwd=REPOSITORY).stdout.strip()
+    return lab.run(
+        "ctl", [sys.executable, "-c", program, *arguments], cwd=REPOSITORY
+    ).stdout.strip()
 
 
 @pytest.mark.parametrize("text", LISTS)
 def test_host_lists_mean_what_slurm_says_they_mean(lab: Lab, text: str) -> None:
-    assert list(expand(text)) == lab.run("ctl", ["scontrol", "show", "hostnames", text]).stdout.split()
+    assert (
+        list(expand(text)) == lab.run("ctl", ["scontrol", "show", "hostnames", text]).stdout.split()
+    )
 
 
 SUBMIT = """\
@@ -50,13 +54,17 @@ print(running.nodelist, over.state, client.job_info("999999").state)
 
 
 def test_submitit_submits_our_script_and_the_job_can_be_followed_and_cancelled(lab: Lab) -> None:
-    """The job runs our text; the client sees it run, cancels it, and does not know a job that never was."""
+    """The job runs our text; the client sees it run, cancels it, and does not know a job that never
+    was.
+    """
     run = create_run_folder(lab.shared / "submitted", "{}")
     job = python(lab, SUBMIT, str(run.root), "wait", str(STUB_HOME))
     assert python(lab, FOLLOW, job) == "n[01-02] CANCELLED UNKNOWN"
     script = next(run.submitit.glob("*_submission.sh")).read_text()
     assert script == run.script.read_text()
-    assert [entry["job_id"] for entry in run.ledger.read() if entry["event"] == "submitted"] == [job]
+    assert [entry["job_id"] for entry in run.ledger.read() if entry["event"] == "submitted"] == [
+        job
+    ]
 
 
 def test_a_submitted_run_finishes_in_its_folder(lab: Lab) -> None:
@@ -69,7 +77,12 @@ def test_a_submitted_run_finishes_in_its_folder(lab: Lab) -> None:
 
 def test_what_is_given_is_asked_of_slurm_whatever_a_user_has_set_for_sbatch(lab: Lab) -> None:
     run = create_run_folder(lab.shared / "given", "{}")
-    set_for_sbatch = ["SBATCH_PARTITION=low", "SBATCH_TIMELIMIT=7", "SBATCH_NO_REQUEUE=1", "SBATCH_ACCOUNT=rl"]
+    set_for_sbatch = [
+        "SBATCH_PARTITION=low",
+        "SBATCH_TIMELIMIT=7",
+        "SBATCH_NO_REQUEUE=1",
+        "SBATCH_ACCOUNT=rl",
+    ]
     program = SUBMIT.replace("nodes=2", "nodes=2, partition='batch'")
     words = [sys.executable, "-c", program, str(run.root), "done", str(STUB_HOME)]
     job = lab.run("ctl", ["env", *set_for_sbatch, *words], cwd=REPOSITORY).stdout.strip()
@@ -82,7 +95,10 @@ def test_what_sbatch_refuses_is_shown(lab: Lab) -> None:
     run = create_run_folder(lab.shared / "refused", "{}")
     program = SUBMIT.replace("nodes=2", "partition='nowhere'")
     refused = lab.run(
-        "ctl", [sys.executable, "-c", program, str(run.root), "x", str(STUB_HOME)], cwd=REPOSITORY, check=False
+        "ctl",
+        [sys.executable, "-c", program, str(run.root), "x", str(STUB_HOME)],
+        cwd=REPOSITORY,
+        check=False,
     )
     assert refused.returncode != 0
     assert "SubmitError" in refused.stderr and "invalid partition specified" in refused.stderr

@@ -1,4 +1,6 @@
-"""What we read of interfaces is what iproute2 reads, on real ones that the kernel makes; nodes are compared."""
+"""What we read of interfaces is what iproute2 reads, on real ones that the kernel makes; nodes are
+compared.
+"""
 
 from __future__ import annotations
 
@@ -59,13 +61,17 @@ def test_kind_state_mtu_and_addresses_are_those_of_iproute2(seen: dict[str, list
         kind = row.get("linkinfo", {}).get("info_kind", "loopback")
         assert ours[name]["type"] == kind, name
         assert ours[name]["mtu"] == row["mtu"] and ours[name]["master"] == row.get("master")
-        assert (ours[name]["state"] == "up") == ("UP" in row["flags"] and row["operstate"] != "DOWN"), name
+        assert (ours[name]["state"] == "up") == (
+            "UP" in row["flags"] and row["operstate"] != "DOWN"
+        ), name
         addresses = {f"{info['local']}/{info['prefixlen']}" for info in row["addr_info"]}
         assert {*ours[name]["ipv4"], *ours[name]["ipv6"]} == addresses, name
     assert seen["facts"]["default_route"]["iface"] == "end"
 
 
-def test_the_wire_with_the_default_route_is_chosen_with_ipv4_and_without(seen: dict[str, dict]) -> None:
+def test_the_wire_with_the_default_route_is_chosen_with_ipv4_and_without(
+    seen: dict[str, dict],
+) -> None:
     assert (seen["answer"]["socket_ifname"], seen["answer"]["node_ip"]) == ("end", "10.5.0.2")
     assert (seen["ipv6"]["socket_ifname"], seen["ipv6"]["node_ip"]) == ("end", "fd00:5::2")
     assert seen["ipv6"]["env"]["NCCL_SOCKET_FAMILY"] == "AF_INET6"
@@ -78,9 +84,18 @@ def test_the_head_prints_one_table_of_all_nodes_with_the_odd_ones_marked(lab: La
         attempt.wait_until_it_works()
     finally:
         lab.run("n02", ["ip", "link", "set", "eth0", "mtu", "1500"])
-    rows = {line.split()[0]: line.split() for line in attempt.log("agent-n01.log").splitlines() if " eth0 " in line}
+    rows = {
+        line.split()[0]: line.split()
+        for line in attempt.log("agent-n01.log").splitlines()
+        if " eth0 " in line
+    }
     for node in ("n01", "n02"):
         assert "NCCL_SOCKET_IFNAME==eth0  # NCCL takes a prefix" in attempt.log(f"agent-{node}.log")
-    assert rows["n01"][1:5] == ["eth0", lab.ip("n01"), "!1500", "none"]  # of two that differ, either may be the odd one
+    assert rows["n01"][1:5] == [
+        "eth0",
+        lab.ip("n01"),
+        "!1500",
+        "none",
+    ]  # of two that differ, either may be the odd one
     assert rows["n02"][1:5] == ["eth0", lab.ip("n02"), "!1400", "none"]
     attempt.end()

@@ -27,19 +27,29 @@ wait
 
 @pytest.fixture(scope="module")
 def first_signals(slurm_available: None) -> dict[bool, str]:
-    """Who got which signal first, by whether the site sends the job's own signal. Both sites at the same time."""
+    """Who got which signal first, by whether the site sends the job's own signal. Both sites at the
+    same time.
+    """
     with contextlib.ExitStack() as stack:
         labs = {}
         for send_user_signal in (True, False):
             options = LabOptions(grace_time_s=2, kill_wait_s=2, send_user_signal=send_user_signal)
             name = f"p{os.getpid()}{send_user_signal}".lower()
             labs[send_user_signal] = stack.enter_context(Lab(1, name=name, options=options))
-        jobs = {key: sbatch(lab, "recorder.sbatch", RECORDER, "--output=log") for key, lab in labs.items()}
+        jobs = {
+            key: sbatch(lab, "recorder.sbatch", RECORDER, "--output=log")
+            for key, lab in labs.items()
+        }
         for lab in labs.values():
             until(lambda lab=lab: "ready" in log_of(lab), lab, "the recorder is ready")
             sbatch(lab, "high.sbatch", "#!/bin/bash\n", "--partition=high", "--exclusive")
         for key, lab in labs.items():
-            until(lambda lab=lab: "again" in log_of(lab), lab, "the recorder runs again", deadline_s=90)
+            until(
+                lambda lab=lab: "again" in log_of(lab),
+                lab,
+                "the recorder runs again",
+                deadline_s=90,
+            )
             assert job_info(lab, jobs[key]).num_restarts == 1
         return {key: first_signal(log_of(lab)) for key, lab in labs.items()}
 
@@ -53,11 +63,15 @@ def first_signal(log: str) -> str:
     return next(line for line in log.splitlines() if line.startswith(("batch ", "step ")))
 
 
-def test_with_user_signal_the_batch_shell_learns_first_and_slurm_requeues(first_signals: dict[bool, str]) -> None:
+def test_with_user_signal_the_batch_shell_learns_first_and_slurm_requeues(
+    first_signals: dict[bool, str],
+) -> None:
     """A job that outlives its grace time is ended and starts again by itself."""
     assert first_signals[True] == "batch USR2"
 
 
-def test_without_user_signal_the_steps_learn_first_and_slurm_requeues(first_signals: dict[bool, str]) -> None:
+def test_without_user_signal_the_steps_learn_first_and_slurm_requeues(
+    first_signals: dict[bool, str],
+) -> None:
     """The same with the other signal, and the batch shell hears nothing until the end."""
     assert first_signals[False] == "step TERM"

@@ -1,4 +1,6 @@
-"""Preflight on real Slurm: one table of hosts and checks, what is wrong is found before Ray starts."""
+"""Preflight on real Slurm: one table of hosts and checks, what is wrong is found before Ray
+starts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from tests.cluster.lab import REPOSITORY, Lab
 
 
 def test_every_host_is_checked_and_the_table_is_printed_once(lab: Lab) -> None:
-    attempt = Attempt(lab, "table", nodes="n01,n02,n03", run_if=on_node(2, "ulimit -n 5000"), stub_ray=True)
+    attempt = Attempt(
+        lab, "table", nodes="n01,n02,n03", run_if=on_node(2, "ulimit -n 5000"), stub_ray=True
+    )
     attempt.wait_until_it_works()
     hosts = json.loads(attempt.log("preflight.json"))["hosts"]
     assert list(hosts) == ["n01", "n02", "n03"]
@@ -38,7 +42,9 @@ def test_more_gpus_than_any_node_has_is_a_matter_of_configuration(lab: Lab) -> N
 
 
 def test_a_run_folder_that_is_not_shared_is_found_and_its_node_named(lab: Lab) -> None:
-    """n02 sees a copy of the folder, secret and all, as a stale image or a local disk would show it."""
+    """n02 sees a copy of the folder, secret and all, as a stale image or a local disk would show
+    it.
+    """
     copy = "mkdir -p /tmp/copy && cp {folder}/secret /tmp/copy/ && mount --bind /tmp/copy {folder}"
     folder = lab.shared / "notshared"
     attempt = Attempt(
@@ -60,7 +66,11 @@ def test_a_path_that_one_node_does_not_see_is_named(lab: Lab) -> None:
     (needed / "config.json").write_text("{}")
     gone = on_node(1, f"mkdir -p /tmp/none && mount --bind /tmp/none {needed}")
     attempt = Attempt(
-        lab, "path", run_if="unshare --mount " + gone, options=f"--needed-path {needed}/config.json", stub_ray=True
+        lab,
+        "path",
+        run_if="unshare --mount " + gone,
+        options=f"--needed-path {needed}/config.json",
+        stub_ray=True,
     )
     word, cause = attempt.wait()
     assert word == "requeue" and f"n02: mounts: {needed}/config.json not there" in cause
@@ -69,7 +79,9 @@ def test_a_path_that_one_node_does_not_see_is_named(lab: Lab) -> None:
 
 
 def test_a_slow_node_is_named_and_a_spare_takes_its_place(lab: Lab) -> None:
-    """Real torch, real gloo; the kernel lets n02 send no more than 160 Mbit/s, which is 0.02 GB/s."""
+    """Real torch, real gloo; the kernel lets n02 send no more than 160 Mbit/s, which is 0.02
+    GB/s.
+    """
     qdisc = ["dev", "eth0", "root"]
     limit = ["tbf", "rate", "160mbit", "burst", "256kbit", "latency", "50ms"]
     lab.run("n02", ["tc", "qdisc", "add", *qdisc, *limit])
@@ -81,7 +93,12 @@ def test_a_slow_node_is_named_and_a_spare_takes_its_place(lab: Lab) -> None:
         lab.run("n02", ["tc", "qdisc", "del", *qdisc])
     assert [node.host for node in cluster.nodes] == ["n01", "n03"]
     hosts = json.loads(attempt.log("preflight.json"))["hosts"]
-    found = {host: check for host, row in hosts.items() for check in row["checks"] if check["name"] == "bandwidth"}
+    found = {
+        host: check
+        for host, row in hosts.items()
+        for check in row["checks"]
+        if check["name"] == "bandwidth"
+    }
     print({host: check["found"] for host, check in found.items()})
     assert [found[host]["level"] for host in ("n01", "n02", "n03")] == ["OK", "EXCLUDE_NODE", "OK"]
     assert "0.0" in found["n02"]["found"] and "0.05 wanted" in found["n02"]["found"]
@@ -101,15 +118,21 @@ def test_the_doctor_runs_as_a_job_and_compares_the_nodes(lab: Lab) -> None:
     said = (lab.shared / "doctor.txt").read_text()
     assert said.count("host reach gpus") == 1 and "n02 WARN nofile: 5000 open files" in said
     compared = said[said.index("host  interface") :].splitlines()
-    assert [line.split()[:3] for line in compared[1:3]] == [[n, "eth0", lab.ip(n)] for n in ("n01", "n02")]
+    assert [line.split()[:3] for line in compared[1:3]] == [
+        [n, "eth0", lab.ip(n)] for n in ("n01", "n02")
+    ]
     assert not list(lab.shared.glob(".doctor-*"))
 
 
 def test_the_doctor_runs_on_one_node_alone(lab: Lab) -> None:
-    script = f"#!/bin/bash\nsrun {sys.executable} -m bootstrap.preflight.doctor --num-gpus 3 --json\n"
+    script = (
+        f"#!/bin/bash\nsrun {sys.executable} -m bootstrap.preflight.doctor --num-gpus 3 --json\n"
+    )
     wanted = ["-N1", "--gres=gpu:2", "-w", "n02", "--output=doctor.json", "--error=doctor.err"]
     job = sbatch(lab, "doctor.sh", script, *wanted, env={"PYTHONPATH": str(REPOSITORY)})
     until(lambda: job_info(lab, job).state.is_over, lab, "the doctor's report")
     found = json.loads((lab.shared / "doctor.json").read_text())["hosts"]["n02"]
     assert found["level"] == "EXCLUDE_NODE"
-    assert [check["found"] for check in found["checks"] if check["name"] == "gpus"] == ["2 by Slurm, 3 asked for"]
+    assert [check["found"] for check in found["checks"] if check["name"] == "gpus"] == [
+        "2 by Slurm, 3 asked for"
+    ]

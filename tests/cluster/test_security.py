@@ -1,4 +1,6 @@
-"""A stranger on the network of a running attempt gets nothing and breaks nothing; the secret shows up nowhere."""
+"""A stranger on the network of a running attempt gets nothing and breaks nothing; the secret shows
+up nowhere.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from tests.cluster.lab import REPOSITORY, Lab
 
 SECRET = "5" * 64
 
-# Runs on another node, without the secret: noise, a length that never ends, half a frame that is never finished,
-# a frame under another secret, and a good frame that is sent again (the recording is made with the real secret here).
+# Runs on another node, without the secret: noise, a length that never ends, half a frame that is
+# never finished, a frame under another secret, and a good frame that is sent again (the recording
+# is made with the real secret here).
 STRANGER = """
 import socket, sys
 from bootstrap.agent.messages import Codec, hello_key
@@ -41,7 +44,8 @@ idle = [socket.create_connection((host, port), timeout=30) for _ in range(200)]
 print("idle", len(idle))
 """
 
-# Every command line and environment of the node, and every file of the attempt but the secret itself.
+# Every command line and environment of the node, and every file of the attempt but the secret
+# itself.
 SEARCH = """
 import pathlib, sys
 needle = ("5" * 64).encode()
@@ -61,11 +65,18 @@ for path in pathlib.Path(sys.argv[1]).rglob("*"):
 def test_strangers_at_the_door_while_the_nodes_gather(lab: Lab) -> None:
     """The second node comes late; until then strangers have the head's port for themselves."""
     gate = lab.shared / "gate"
-    attempt = Attempt(lab, "strangers", run_if=on_node(1, f"while [ ! -e {gate} ]; do sleep 0.1; done"), stub_ray=True)
+    attempt = Attempt(
+        lab,
+        "strangers",
+        run_if=on_node(1, f"while [ ! -e {gate} ]; do sleep 0.1; done"),
+        stub_ray=True,
+    )
     port = next(candidate_blocks(attempt.job, ephemeral_floor())).rendezvous
     script = lab.shared / "stranger.py"
     script.write_text(STRANGER)
-    until_listening = f"until (echo > /dev/tcp/{lab.ip('n01')}/{port}) 2>/dev/null; do sleep 0.1; done"
+    until_listening = (
+        f"until (echo > /dev/tcp/{lab.ip('n01')}/{port}) 2>/dev/null; do sleep 0.1; done"
+    )
     lab.run("n03", ["bash", "-c", until_listening])
     command = [sys.executable, str(script), lab.ip("n01"), str(port), SECRET]
     said = lab.run("n03", command, env={"PYTHONPATH": str(REPOSITORY)}).stdout
@@ -116,21 +127,31 @@ def test_two_jobs_of_two_users_on_one_node_do_not_meet(lab: Lab) -> None:
     clusters = {attempt: attempt.wait_until_it_works() for attempt in (mine, theirs)}
     blocks = [range(it.port_base, it.port_base + it.port_count) for it in clusters.values()]
     assert not set(blocks[0]) & set(blocks[1])
-    listed = lab.run("n04", ["stat", "-c", "%U %a", f"/tmp/r{mine.job}.0", f"/tmp/r{theirs.job}.0"]).stdout
+    listed = lab.run(
+        "n04", ["stat", "-c", "%U %a", f"/tmp/r{mine.job}.0", f"/tmp/r{theirs.job}.0"]
+    ).stdout
     assert listed.split() == ["root", "700", "nobody", "700"]
 
     connect = f"import ray; ray.init(address={clusters[mine].ray_address!r}); print('INSIDE')"
-    environ = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(theirs.folder / "secret"), "HOME": "/tmp"}
+    environ = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(theirs.folder / "secret"),
+        "HOME": "/tmp",
+    }
     environ["RAY_NUM_REDIS_GET_RETRIES"] = "2"  # once a second; Ray asks 20 times unless told
     become = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"]
-    stranger = lab.run("n04", ["timeout", "20", *become, sys.executable, "-c", connect], env=environ, check=False)
+    stranger = lab.run(
+        "n04", ["timeout", "20", *become, sys.executable, "-c", connect], env=environ, check=False
+    )
     assert stranger.returncode != 0 and "INSIDE" not in stranger.stdout
     assert "InvalidAuthToken" in stranger.stdout + stranger.stderr
 
     (mine.folder / "STOP").write_text('{"reason": "enough"}')
     assert mine.wait()[0] == "requeue"
     (theirs.folder / "STOP").write_text('{"reason": "enough"}')
-    assert theirs.wait()[0] == "requeue"  # its driver has worked on the cluster once more, after the other's end
+    assert (
+        theirs.wait()[0] == "requeue"
+    )  # its driver has worked on the cluster once more, after the other's end
     assert "after STOP n04" in theirs.log("driver.log")
     mine.end()
     theirs.end()

@@ -1,4 +1,6 @@
-"""Spare nodes on real Slurm: an unfit node is left out, the run has the nodes it asked for, a lost spare is nothing."""
+"""Spare nodes on real Slurm: an unfit node is left out, the run has the nodes it asked for, a lost
+spare is nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def full_temp_dir(lab: Lab) -> Iterator[str]:
     lab.run("n02", ["umount", "--lazy", "/tmp", "/run/under"])
 
 
-def test_a_spare_takes_the_place_of_an_unfit_node_and_losing_it_later_is_nothing(lab: Lab, full_temp_dir: str) -> None:
+def test_a_spare_takes_the_place_of_an_unfit_node_and_losing_it_later_is_nothing(
+    lab: Lab, full_temp_dir: str
+) -> None:
     attempt = Attempt(lab, "spare", nodes="n01,n02,n03", options="--spare-nodes 1", stub_ray=True)
     cluster = attempt.wait_until_it_works()
     assert [node.host for node in cluster.nodes] == ["n01", "n03"]
@@ -30,14 +34,21 @@ def test_a_spare_takes_the_place_of_an_unfit_node_and_losing_it_later_is_nothing
     assert not (attempt.folder / "ray-n02.log").exists()
     attempt.kill("n02", "bootstrap.agent --attempt-dir")
     (attempt.folder / "STOP").write_text('{"reason": "enough"}')
-    assert attempt.wait() == ("requeue", "the driver committed a consistent state and exited with 75")
+    assert attempt.wait() == (
+        "requeue",
+        "the driver committed a consistent state and exited with 75",
+    )
     attempt.end()
 
 
 def test_a_spare_takes_the_place_of_a_node_that_never_comes(lab: Lab) -> None:
-    """At once: srun knows that its task has failed, so the spare's time to come late is not used up."""
+    """At once: srun knows that its task has failed, so the spare's time to come late is not used
+    up.
+    """
     never, options = on_node(1, "exit 3"), "--spare-nodes 1 --spare-wait-s 600"
-    attempt = Attempt(lab, "late", nodes="n01,n02,n03", run_if=never, options=options, stub_ray=True)
+    attempt = Attempt(
+        lab, "late", nodes="n01,n02,n03", run_if=never, options=options, stub_ray=True
+    )
     assert [node.host for node in attempt.wait_until_it_works().nodes] == ["n01", "n03"]
     assert "n02 failed before it joined: Exited with exit code 3" in attempt.log("agent-n01.log")
     (attempt.folder / "STOP").write_text('{"reason": "enough"}')
@@ -45,10 +56,15 @@ def test_a_spare_takes_the_place_of_a_node_that_never_comes(lab: Lab) -> None:
     attempt.end()
 
 
-def test_without_spares_the_job_comes_back_without_the_unfit_node(lab: Lab, full_temp_dir: str) -> None:
+def test_without_spares_the_job_comes_back_without_the_unfit_node(
+    lab: Lab, full_temp_dir: str
+) -> None:
     attempt = Attempt(lab, "nospare", stub_ray=True)
     word, cause = attempt.wait()
     assert word == "requeue"
-    assert "1 of 2 nodes are fit, 2 are needed" in cause and "n02: temp-dir: 0.00 GiB free in /tmp (tmpfs)" in cause
+    assert (
+        "1 of 2 nodes are fit, 2 are needed" in cause
+        and "n02: temp-dir: 0.00 GiB free in /tmp (tmpfs)" in cause
+    )
     assert attempt.verdict["exclude"] == attempt.excluded == ["n02"]
     attempt.end()

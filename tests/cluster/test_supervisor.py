@@ -1,6 +1,8 @@
-"""What follows from an attempt, on real Slurm: budgets, the guard, bad nodes, chains, and hosts without Python.
+"""What follows from an attempt, on real Slurm: budgets, the guard, bad nodes, chains, and hosts
+without Python.
 
-All scenarios run at the same time, one GPU each, on nodes that they share; each test looks at one of them.
+All scenarios run at the same time, one GPU each, on nodes that they share; each test looks at one
+of them.
 """
 
 from __future__ import annotations
@@ -30,7 +32,11 @@ DEADLINE_S = 240.0
 SCENARIOS: dict[str, dict[str, Any]] = {
     "failures": {"driver_args": ("failed",), "max_failures": 1},
     "stalled": {"driver_args": ("requeue",), "max_stalled_attempts": 2},
-    "preemptions": {"driver_args": ("commit-requeue",), "max_preemptions": 1, "max_stalled_attempts": 1},
+    "preemptions": {
+        "driver_args": ("commit-requeue",),
+        "max_preemptions": 1,
+        "max_stalled_attempts": 1,
+    },
     "never": {"driver_args": ("requeue",), "requeue": "never"},
     "exclude": {"driver_args": ("exclude-once",), "exclude": ("n[03-04]",)},
     "chain": {"driver_args": ("requeue-once",), "requeue": "chain", "job_name": "chain-of-its-own"},
@@ -68,7 +74,9 @@ class Run:
 
     @property
     def attempts(self) -> list[str]:
-        return sorted(path.name for path in (self.folder / "attempts").iterdir() if not path.is_symlink())
+        return sorted(
+            path.name for path in (self.folder / "attempts").iterdir() if not path.is_symlink()
+        )
 
     @property
     def log(self) -> str:
@@ -76,7 +84,12 @@ class Run:
 
     def over(self) -> JobInfo:
         """The last job that started, when it is over."""
-        until(lambda: self._last().state.is_over, self.lab, f"{self.folder.name} is over", deadline_s=DEADLINE_S)
+        until(
+            lambda: self._last().state.is_over,
+            self.lab,
+            f"{self.folder.name} is over",
+            deadline_s=DEADLINE_S,
+        )
         return self._last()
 
     def _last(self) -> JobInfo:
@@ -91,7 +104,9 @@ def runs(lab: Lab) -> Iterator[dict[str, Run]]:
     shutil.copytree(STUB_HOME / "bootstrap", without_supervisor / "bootstrap")
     (without_supervisor / "slurm").mkdir()
     (without_supervisor / "slurm/__init__.py").touch()
-    (without_supervisor / "slurm/supervise.py").write_text("raise SystemExit('as if there were no Python')\n")
+    (without_supervisor / "slurm/supervise.py").write_text(
+        "raise SystemExit('as if there were no Python')\n"
+    )
     started = {}
     for name, values in SCENARIOS.items():
         folder = lab.shared / name
@@ -109,7 +124,9 @@ def runs(lab: Lab) -> Iterator[dict[str, Run]]:
             }
         )
         script = render_sbatch(spec)
-        (folder / "job.sbatch").write_text(script)  # as executor.submit does; the successor in a chain is made of it
+        (folder / "job.sbatch").write_text(
+            script
+        )  # as executor.submit does; the successor in a chain is made of it
         # A user's: srun would report one of several tasks that end alike.
         environment = {"SLURM_SRUN_REDUCE_TASK_EXIT_MSG": "1"}
         started[name] = Run(lab, sbatch(lab, f"{name}.sbatch", script, env=environment), folder)
@@ -117,7 +134,9 @@ def runs(lab: Lab) -> Iterator[dict[str, Run]]:
 
 
 def test_failures_come_back_until_their_budget_is_spent(runs: dict[str, Run]) -> None:
-    """One failure allowed: two attempts, then the failure's exit code; the ledger tells each ending and why."""
+    """One failure allowed: two attempts, then the failure's exit code; the ledger tells each ending
+    and why.
+    """
     run = runs["failures"]
     info = run.over()
     assert (info.state, info.exit_code, info.num_restarts) == (JobState.FAILED, 1, 1), run.log
@@ -127,7 +146,10 @@ def test_failures_come_back_until_their_budget_is_spent(runs: dict[str, Run]) ->
     ]
     assert "max_failures is 1" in run.events("verdict")[1]["reason"]
     assert run.events("verdict")[0]["cause"] == "told to"
-    assert [(e["attempt"], e["job_id"]) for e in run.events("attempt")] == [(0, run.first_job), (1, run.first_job)]
+    assert [(e["attempt"], e["job_id"]) for e in run.events("attempt")] == [
+        (0, run.first_job),
+        (1, run.first_job),
+    ]
 
 
 def test_attempts_that_commit_nothing_new_end_the_run(runs: dict[str, Run]) -> None:
@@ -154,22 +176,33 @@ def test_a_run_that_must_not_come_back_does_not(runs: dict[str, Run]) -> None:
 
 
 def test_a_bad_node_is_left_out_of_the_next_attempt(runs: dict[str, Run]) -> None:
-    """The host that the attempt named and those left out from the beginning, all at once: Slurm's list is replaced."""
+    """The host that the attempt named and those left out from the beginning, all at once: Slurm's
+    list is replaced.
+    """
     run = runs["exclude"]
     info = run.over()
     assert (info.state, info.num_restarts) == (JobState.COMPLETED, 1), run.log
     first, second = (entry["nodes"] for entry in run.events("attempt"))
     assert {first, second} == {"n01", "n02"}
     shown = run.lab.run("ctl", ["scontrol", "--oneliner", "show", "job", run.first_job]).stdout
-    left_out = next(word for word in shown.split() if word.startswith("ExcNodeList=")).removeprefix("ExcNodeList=")
+    left_out = next(word for word in shown.split() if word.startswith("ExcNodeList=")).removeprefix(
+        "ExcNodeList="
+    )
     hosts = run.lab.run("ctl", ["scontrol", "show", "hostnames", left_out]).stdout.split()
     assert sorted(hosts) == sorted([first, "n03", "n04"])
 
 
 def test_where_requeueing_is_forbidden_another_job_goes_on(runs: dict[str, Run]) -> None:
-    """The second job has the same folder and the next attempt, and starts when the first has ended."""
+    """The second job has the same folder and the next attempt, and starts when the first has
+    ended.
+    """
     run = runs["chain"]
-    until(lambda: len(run.events("verdict")) == 2, run.lab, "the second of the chain", deadline_s=DEADLINE_S)
+    until(
+        lambda: len(run.events("verdict")) == 2,
+        run.lab,
+        "the second of the chain",
+        deadline_s=DEADLINE_S,
+    )
     info = run.over()
     assert (info.state, info.num_restarts) == (JobState.COMPLETED, 0), run.log
     assert info.job_id != run.first_job
@@ -192,7 +225,9 @@ def test_an_srun_that_stays_after_the_verdict_holds_nobody_up(runs: dict[str, Ru
     assert (times[1] - times[0]).total_seconds() < 60  # the task would stay for 120 s
 
 
-def test_without_python_on_the_batch_host_a_preempted_run_still_comes_back(runs: dict[str, Run]) -> None:
+def test_without_python_on_the_batch_host_a_preempted_run_still_comes_back(
+    runs: dict[str, Run],
+) -> None:
     """No budgets and no ledger then, and the log says so."""
     run = runs["no-python"]
     info = run.over()
@@ -215,22 +250,31 @@ def test_nodes_are_prepared_before_their_agents(runs: dict[str, Run]) -> None:
     ("name", "headline"),
     [
         ("unprepared", "the setup command `false` failed (Exited with exit code 1)"),
-        ("no-package", "the Python package package_that_is_missing is missing (Exited with exit code 1)"),
+        (
+            "no-package",
+            "the Python package package_that_is_missing is missing (Exited with exit code 1)",
+        ),
     ],
 )
 def test_what_fails_on_every_node_before_the_agents_ends_the_job_with_its_cause(
     runs: dict[str, Run], name: str, headline: str
 ) -> None:
-    """One attempt of the budget's four; ledger, batch log and the attempt's folder tell the same."""
+    """One attempt of the budget's four; ledger, batch log and the attempt's folder tell the
+    same.
+    """
     run = runs[name]
     info = run.over()
     assert (info.state, info.exit_code, run.attempts) == (JobState.FAILED, 78, ["0"]), run.log
     (ended,) = run.events("verdict")
     (began,) = run.events("attempt")
     hosts = run.lab.run("ctl", ["scontrol", "show", "hostnames", began["nodes"]]).stdout.split()
-    assert ended["verdict"] == "config" and ended["cause"].startswith(f"{', '.join(hosts)}: {headline}\nremedy: ")
+    assert ended["verdict"] == "config" and ended["cause"].startswith(
+        f"{', '.join(hosts)}: {headline}\nremedy: "
+    )
     assert f"cause: {', '.join(hosts)}: {headline}" in run.log
-    assert json.loads((run.folder / "attempts/0/verdict.json").read_text())["cause"] == ended["cause"]
+    assert (
+        json.loads((run.folder / "attempts/0/verdict.json").read_text())["cause"] == ended["cause"]
+    )
     assert "S3CRET" not in ended["cause"] + run.log
     assert not (STUB_HOME / "reached").exists()
 
@@ -242,5 +286,8 @@ def test_a_job_that_its_excluded_hosts_leave_no_room_for_ends(runs: dict[str, Ru
     assert (info.state, info.exit_code, run.attempts) == (JobState.FAILED, 1, ["0"]), run.log
     (ended,) = run.events("verdict")
     (bad,) = ended["exclude"]
-    assert f"without {bad}, which failed or are excluded, partition batch has 3 of the 4 nodes" in ended["reason"]
+    assert (
+        f"without {bad}, which failed or are excluded, partition batch has 3 of the 4 nodes"
+        in ended["reason"]
+    )
     assert ended["reason"] in run.log

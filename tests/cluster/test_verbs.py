@@ -38,10 +38,22 @@ def rlpost(lab: Lab, *words: str, fails_with: int = 0, env: dict[str, str] | Non
     return done.stderr if fails_with else done.stdout
 
 
-def submit(lab: Lab, project: Path, name: str, behaviour: str, *flags: str) -> tuple[RunFolder, str]:
+def submit(
+    lab: Lab, project: Path, name: str, behaviour: str, *flags: str
+) -> tuple[RunFolder, str]:
     """Submit a run whose agents behave so; its folder and job id."""
     root = lab.shared / "runs" / name
-    argv = [sys.executable, "-c", SUBMIT, str(STUB_HOME), behaviour, "recipe.toml", "--run-folder", str(root), *flags]
+    argv = [
+        sys.executable,
+        "-c",
+        SUBMIT,
+        str(STUB_HOME),
+        behaviour,
+        "recipe.toml",
+        "--run-folder",
+        str(root),
+        *flags,
+    ]
     env = {"PYTHONPATH": str(REPOSITORY), "HF_TOKEN": SECRET}
     out = lab.run("ctl", argv, cwd=project, env=env).stdout
     return RunFolder(root), re.match(r"submitted (\d+)\n", out)[1]
@@ -65,25 +77,41 @@ def status(lab: Lab, *words: str) -> dict:
     return json.loads(rlpost(lab, "status", "--json", *words))
 
 
-def test_a_run_is_named_by_folder_name_or_job_id_and_the_newest_is_meant_otherwise(lab: Lab, running) -> None:
+def test_a_run_is_named_by_folder_name_or_job_id_and_the_newest_is_meant_otherwise(
+    lab: Lab, running
+) -> None:
     run, job = running
     found = [status(lab, *word) for word in ([str(run.root)], ["running"], [job], [])]
-    assert {(one["folder"], one["job_id"], one["state"]) for one in found} == {(str(run.root), job, "RUNNING")}
-    assert (found[0]["nodelist"], found[0]["attempt"], found[0]["verdict"]) == ("n[01-02]", "0", None)
+    assert {(one["folder"], one["job_id"], one["state"]) for one in found} == {
+        (str(run.root), job, "RUNNING")
+    }
+    assert (found[0]["nodelist"], found[0]["attempt"], found[0]["verdict"]) == (
+        "n[01-02]",
+        "0",
+        None,
+    )
     assert 0 < found[0]["time_left_s"] <= 600
     assert "running" in rlpost(lab, "status", "nosuchrun", fails_with=2)
 
 
 def test_a_command_runs_on_every_node_or_on_one_beside_the_run(lab: Lab, running) -> None:
-    """In the run's code, on the nodes of the job, without the submitter's keys; its exit code is the verb's."""
+    """In the run's code, on the nodes of the job, without the submitter's keys; its exit code is
+    the verb's.
+    """
     run, _ = running
-    lines = rlpost(lab, "exec", "--run", "running", "sh", "-c", "echo $(hostname) $PWD").splitlines()
+    lines = rlpost(
+        lab, "exec", "--run", "running", "sh", "-c", "echo $(hostname) $PWD"
+    ).splitlines()
     assert sorted(lines) == [f"0: n01 {run.code}", f"1: n02 {run.code}"]
     env = {"HF_TOKEN": SECRET}
-    one = rlpost(lab, "exec", "--run", "running", "--node", "n02", "--", "sh", "-c", "hostname; env", env=env)
+    one = rlpost(
+        lab, "exec", "--run", "running", "--node", "n02", "--", "sh", "-c", "hostname; env", env=env
+    )
     assert one.startswith("n02\n") and SECRET not in one
     rlpost(lab, "exec", "--run", "running", "--node", "n01", "false", fails_with=1)
-    assert "n01, n02" in rlpost(lab, "exec", "--run", "running", "--node", "n04", "true", fails_with=2)
+    assert "n01, n02" in rlpost(
+        lab, "exec", "--run", "running", "--node", "n04", "true", fails_with=2
+    )
 
 
 def test_attach_gives_a_shell_with_a_terminal_on_the_node(lab: Lab, running) -> None:
@@ -104,33 +132,52 @@ def test_attach_gives_a_shell_with_a_terminal_on_the_node(lab: Lab, running) -> 
 def test_tunnel_prints_the_ssh_command_through_the_login_node(lab: Lab, running) -> None:
     run, _ = running
     assert "--ray-dashboard" in rlpost(lab, "tunnel", "running", fails_with=2)
-    (run.attempts / "0/ray-n01.log").write_text("INFO -- view the dashboard at \nINFO --   127.0.0.1:23456\n")
+    (run.attempts / "0/ray-n01.log").write_text(
+        "INFO -- view the dashboard at \nINFO --   127.0.0.1:23456\n"
+    )
     command = rlpost(lab, "tunnel", "running", "--login", "login.site").splitlines()[0]
     assert command == "ssh -N -L 8265:127.0.0.1:23456 -J login.site n01"
 
 
-def test_a_waiting_run_says_why_and_all_runs_cost_one_question(lab: Lab, project: Path, running, tmp_path) -> None:
+def test_a_waiting_run_says_why_and_all_runs_cost_one_question(
+    lab: Lab, project: Path, running, tmp_path
+) -> None:
     run, job = submit(lab, project, "waiting", "done", "--nodes", "4")
-    until(lambda: status(lab, "waiting")["reason"] == "Resources", lab, "Slurm says why the run waits")
+    until(
+        lambda: status(lab, "waiting")["reason"] == "Resources", lab, "Slurm says why the run waits"
+    )
     assert status(lab, "waiting")["state"] == "PENDING"
     assert "PENDING" in rlpost(lab, "requeue", "waiting", fails_with=2)
     asked = tmp_path / "asked"
     for name in ("squeue", "scontrol", "sacct", "sinfo"):
-        real = next(Path(folder) / name for folder in ("/usr/bin", "/usr/local/bin") if (Path(folder) / name).exists())
+        real = next(
+            Path(folder) / name
+            for folder in ("/usr/bin", "/usr/local/bin")
+            if (Path(folder) / name).exists()
+        )
         (tmp_path / name).write_text(f'#!/bin/sh\necho {name} >>{asked}\nexec {real} "$@"\n')
         (tmp_path / name).chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     listed = json.loads(rlpost(lab, "list", "--json", env={"PATH": path}))
-    assert {one["name"]: one["state"] for one in listed}.items() >= {"running": "RUNNING", "waiting": "PENDING"}.items()
+    assert {one["name"]: one["state"] for one in listed}.items() >= {
+        "running": "RUNNING",
+        "waiting": "PENDING",
+    }.items()
     assert asked.read_text() == "squeue\n"
     rlpost(lab, "cancel", "waiting")
-    until(lambda: status(lab, "waiting")["state"] == "CANCELLED", lab, "the waiting run is cancelled")
+    until(
+        lambda: status(lab, "waiting")["state"] == "CANCELLED", lab, "the waiting run is cancelled"
+    )
     assert [entry["event"] for entry in run.ledger.read()] == ["submitted", "cancelled"]
     assert job_info(lab, job).num_restarts == 0
 
 
-def test_requeue_saves_and_goes_on_and_the_log_is_followed_to_the_end(lab: Lab, project: Path) -> None:
-    """One attempt stops with verdict requeue, the next is done; ``logs -f`` shows both and leaves with 0."""
+def test_requeue_saves_and_goes_on_and_the_log_is_followed_to_the_end(
+    lab: Lab, project: Path
+) -> None:
+    """One attempt stops with verdict requeue, the next is done; ``logs -f`` shows both and leaves
+    with 0.
+    """
     run, job = submit(lab, project, "again", "wait-once")
     until(lambda: bool(list(run.attempts.glob("0/argv-*.json"))), lab, "the first attempt runs")
     (run.attempts / "0/driver.log").write_text("hello from the first attempt\n")
@@ -169,15 +216,23 @@ def test_slurm_is_asked_without_submitting(lab: Lab, project: Path, running) -> 
     assert "to start at" in lab.run("ctl", argv, cwd=project, env=env).stdout
     refused = lab.run("ctl", [*argv, "--partition", "nowhere"], cwd=project, env=env, check=False)
     assert refused.returncode == 2 and "invalid partition" in refused.stderr
-    assert len(lab.run("ctl", ["squeue", "-h", "-t", "all"]).stdout.splitlines()) == len(before.splitlines())
+    assert len(lab.run("ctl", ["squeue", "-h", "-t", "all"]).stdout.splitlines()) == len(
+        before.splitlines()
+    )
 
 
-def test_a_key_of_the_submitter_stands_in_one_file_and_nowhere_else(lab: Lab, project: Path) -> None:
-    """Everything is searched that a run leaves behind: its folder, and all that Slurm has written about its job."""
+def test_a_key_of_the_submitter_stands_in_one_file_and_nowhere_else(
+    lab: Lab, project: Path
+) -> None:
+    """Everything is searched that a run leaves behind: its folder, and all that Slurm has written
+    about its job.
+    """
     run, job = submit(lab, project, "secret", "done")
     until(lambda: (run.attempts / "0/verdict").exists(), lab, "the run is done")
     until(lambda: job_info(lab, job).state.is_over, lab, "the job is over")
-    found = subprocess.run(["grep", "-rlaF", SECRET, str(lab.base)], capture_output=True, text=True).stdout.split()
+    found = subprocess.run(
+        ["grep", "-rlaF", SECRET, str(lab.base)], capture_output=True, text=True
+    ).stdout.split()
     assert str(run.root / "secrets.env") in found
     assert {Path(path).name for path in found} == {"secrets.env"}
     assert (run.root / "secrets.env").stat().st_mode & 0o777 == 0o600

@@ -1,8 +1,10 @@
-"""Ranks of the actor as real processes, for the contract tests: Megatron is imported once and each rank is forked off.
+"""Ranks of the actor as real processes, for the contract tests: Megatron is imported once and each
+rank is forked off.
 
-``run_ranks`` starts the ranks of one world, runs a function of this module in each and returns what they returned. The
-fork server holds the imports, so a world starts in a second or two. With a torch for CUDA each rank is spawned instead:
-the imports ask the driver whether there is a GPU, and CUDA does not work in a fork of a process that did.
+``run_ranks`` starts the ranks of one world, runs a function of this module in each and returns what
+they returned. The fork server holds the imports, so a world starts in a second or two. With a torch
+for CUDA each rank is spawned instead: the imports ask the driver whether there is a GPU, and CUDA
+does not work in a fork of a process that did.
 """
 
 from __future__ import annotations
@@ -38,15 +40,21 @@ def run_ranks(
     before: Callable[[], None] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """``function(actor, **kwargs)`` on every rank of a world; the results in order of rank. ``before`` is called in
-    each process before there is an actor."""
+    """``function(actor, **kwargs)`` on every rank of a world; the results in order of rank.
+
+    ``before`` is called in each process before there is an actor.
+    """
     port = free_port()
     places = [(rank, world_size, "127.0.0.1", port) for rank in range(world_size)]
-    return in_processes(_rank_main, [(before, function, place, settings, kwargs) for place in places])
+    return in_processes(
+        _rank_main, [(before, function, place, settings, kwargs) for place in places]
+    )
 
 
 def in_processes(main: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Run ``main(pipe, *each)`` in a process for each; what they send, (True, result), or (False, a traceback)."""
+    """Run ``main(pipe, *each)`` in a process for each; what they send, (True, result), or (False, a
+    traceback).
+    """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     context = _start_context()
     pipes, processes = [], []
@@ -115,14 +123,18 @@ def my_batch(actor: Any, samples: Sequence[TrainSample], max_tokens: int | None)
         multiple_of=actor.settings.micro_batch_multiple,
     )
     return TrainBatch(
-        micro_batches=tuple(tuple(samples[i] for i in micro) for micro in plan[actor.data_parallel_rank]),
+        micro_batches=tuple(
+            tuple(samples[i] for i in micro) for micro in plan[actor.data_parallel_rank]
+        ),
         num_samples=num_samples,
         num_tokens=sum(sum(sample.loss_mask) for sample in samples),
     )
 
 
 def logits(actor: Any, samples: Sequence[TrainSample]) -> Any:
-    """Full logits [T, vocabulary] of samples packed into one row, as a NumPy array; None but on the last stage."""
+    """Full logits [T, vocabulary] of samples packed into one row, as a NumPy array; None but on the
+    last stage.
+    """
     import torch
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
@@ -144,10 +156,16 @@ def look(actor: Any, samples: Sequence[TrainSample], export: str) -> dict[str, A
     actor.import_weights()
     actor.export(export)
     batch = my_batch(actor, samples, max_tokens=None)
-    return {"logits": logits(actor, samples), "logprobs": actor.compute_logprobs(batch), "batch": batch}
+    return {
+        "logits": logits(actor, samples),
+        "logprobs": actor.compute_logprobs(batch),
+        "batch": batch,
+    }
 
 
-def logprobs_in_groups(actor: Any, samples: Sequence[TrainSample], groups: Sequence[Sequence[int]]) -> list[Any]:
+def logprobs_in_groups(
+    actor: Any, samples: Sequence[TrainSample], groups: Sequence[Sequence[int]]
+) -> list[Any]:
     """Log-probs in the micro-batches of the training, and in groups of their own."""
     actor.import_weights()
     batch = my_batch(actor, samples, max_tokens=64)
@@ -157,7 +175,9 @@ def logprobs_in_groups(actor: Any, samples: Sequence[TrainSample], groups: Seque
 
 @dataclass(frozen=True)
 class Files:
-    """Folders to load a checkpoint from, to save one to after the second step, to export the final weights to."""
+    """Folders to load a checkpoint from, to save one to after the second step, to export the final
+    weights to.
+    """
 
     load: str | None = None
     save: str | None = None
@@ -172,8 +192,11 @@ def train(
     max_tokens: int | None = 64,
     two_passes: bool = False,
 ) -> dict[str, Any]:
-    """Train on the steps that are left. With ``two_passes`` each step is trained twice, the second time against the
-    log-probs from before the first."""
+    """Train on the steps that are left.
+
+    With ``two_passes`` each step is trained twice, the second time against the log-probs from
+    before the first.
+    """
     if files.load is None:
         actor.import_weights()
         first = 0
@@ -193,8 +216,12 @@ def train(
     return {"metrics": metrics, "hash": actor.weights_hash()}
 
 
-def train_and_compare(actor: Any, steps: Sequence[Sequence[TrainSample]], *, two_passes: bool) -> dict[str, Any]:
-    """Train, and show what can be compared between layouts: full gradients of the first step, and full weights."""
+def train_and_compare(
+    actor: Any, steps: Sequence[Sequence[TrainSample]], *, two_passes: bool
+) -> dict[str, Any]:
+    """Train, and show what can be compared between layouts: full gradients of the first step, and
+    full weights.
+    """
     gradients: dict[str, Any] = {}
     real_step = actor.optimizer.step
 
@@ -209,7 +236,9 @@ def train_and_compare(actor: Any, steps: Sequence[Sequence[TrainSample]], *, two
 
 
 def whole_tensors(actor: Any, *, gradients: bool) -> dict[str, Any]:
-    """All tensors, or gradients in their place, under their Hugging Face names, as NumPy arrays; on rank 0."""
+    """All tensors, or gradients in their place, under their Hugging Face names, as NumPy arrays; on
+    rank 0.
+    """
     import torch
 
     from rlpost.weights.exporter import Exporter
@@ -224,16 +253,26 @@ def whole_tensors(actor: Any, *, gradients: bool) -> dict[str, Any]:
             if isinstance(held.tensor, torch.nn.Parameter)
         }
         inventory.entries = [
-            entry for entry in inventory.entries if not entry.rules[0].megatron.endswith("expert_bias")
+            entry
+            for entry in inventory.entries
+            if not entry.rules[0].megatron.endswith("expert_bias")
         ]
     exporter = Exporter(inventory)
-    tensors = {name: tensor for bucket in exporter.plan(2**40) for name, tensor in exporter.gather(bucket).items()}
+    tensors = {
+        name: tensor
+        for bucket in exporter.plan(2**40)
+        for name, tensor in exporter.gather(bucket).items()
+    }
     first = torch.distributed.get_rank() == 0
-    return {name: tensor.clone().numpy() for name, tensor in tensors.items()} if first else {"": None}
+    return (
+        {name: tensor.clone().numpy() for name, tensor in tensors.items()} if first else {"": None}
+    )
 
 
 def _share_reduced_gradients(chunk: Any) -> None:
-    """The distributed optimizer leaves each data-parallel rank with its part of the sum; give all parts to all."""
+    """The distributed optimizer leaves each data-parallel rank with its part of the sum; give all
+    parts to all.
+    """
     import torch.distributed as dist
 
     for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
@@ -245,11 +284,17 @@ def _share_reduced_gradients(chunk: Any) -> None:
 
 
 def look_and_train(
-    actor: Any, samples: Sequence[TrainSample], *, folder: str, steps: Sequence[Sequence[TrainSample]]
+    actor: Any,
+    samples: Sequence[TrainSample],
+    *,
+    folder: str,
+    steps: Sequence[Sequence[TrainSample]],
 ) -> dict[str, Any]:
     """Both, in one world: what imports, and what training makes of it."""
     seen = look(actor, samples, f"{folder}/imported")
-    return seen | train(actor, steps, files=Files(save=f"{folder}/saved", export=f"{folder}/trained"))
+    return seen | train(
+        actor, steps, files=Files(save=f"{folder}/saved", export=f"{folder}/trained")
+    )
 
 
 def count_forwards(actor: Any, samples: Sequence[TrainSample]) -> dict[str, int]:
@@ -273,10 +318,14 @@ def count_forwards(actor: Any, samples: Sequence[TrainSample]) -> dict[str, int]
     return counts
 
 
-def save_beside_training(actor: Any, steps: Sequence[Sequence[TrainSample]], *, folders: Sequence[str]) -> list[str]:
-    """After the first step save into the first folder, waiting, and into the second in the background, of which nothing
-    is waited for until everything has left the device and come back, as on shared GPUs, and two more steps are trained;
-    then save into the third. Returns the weights' hash at each save."""
+def save_beside_training(
+    actor: Any, steps: Sequence[Sequence[TrainSample]], *, folders: Sequence[str]
+) -> list[str]:
+    """After the first step save into the first folder, waiting, and into the second in the
+    background, of which nothing is waited for until everything has left the device and come back,
+    as on shared GPUs, and two more steps are trained; then save into the third. Returns the
+    weights' hash at each save.
+    """
     actor.import_weights()
     train = lambda samples: actor.train_step(my_batch(actor, samples, max_tokens=None))  # noqa: E731
     train(steps[0])
@@ -296,19 +345,30 @@ def save_beside_training(actor: Any, steps: Sequence[Sequence[TrainSample]], *, 
 def hash_of_saved(actor: Any, *, folder: str) -> tuple[str, dict[str, Any]]:
     """Hash of the weights of a checkpoint, and the sums of the optimizer's moments."""
     actor.load(folder)
-    inner = [one.optimizer for one in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])]
+    inner = [
+        one.optimizer for one in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
+    ]
     states = [state for one in inner for state in one.state.values()]
-    sums = {key: [state[key].double().sum().item() for state in states] for key in ("exp_avg", "exp_avg_sq")}
+    sums = {
+        key: [state[key].double().sum().item() for state in states]
+        for key in ("exp_avg", "exp_avg_sq")
+    }
     return actor.weights_hash(), sums
 
 
-def train_with_absences(actor: Any, steps: Sequence[Sequence[TrainSample]], *, leaves: bool) -> dict[str, Any]:
-    """Train; between steps everything leaves the device and comes back, the weights alone for a while, if it
-    ``leaves``. Returns a hash of the weights, the loss of each step, and what left at the first absence."""
+def train_with_absences(
+    actor: Any, steps: Sequence[Sequence[TrainSample]], *, leaves: bool
+) -> dict[str, Any]:
+    """Train; between steps everything leaves the device and comes back, the weights alone for a
+    while, if it ``leaves``. Returns a hash of the weights, the loss of each step, and what left at
+    the first absence.
+    """
     actor.import_weights()
     losses, freed = [], {}
     for samples in steps:
-        losses.append(actor.train_step(my_batch(actor, samples, max_tokens=None)).metrics["train/loss"])
+        losses.append(
+            actor.train_step(my_batch(actor, samples, max_tokens=None)).metrics["train/loss"]
+        )
         if not leaves:
             continue
         left = actor.memory.offload("weights", "grads", "optimizer")
@@ -326,7 +386,9 @@ def plan_sync(actor: Any) -> Any:
 
 
 def send_weights(actor: Any, *, connections: Sequence[Sequence[int]], group_name: str) -> None:
-    """Bring all buckets to one peer, which joins several times, each time at one port a pipeline stage."""
+    """Bring all buckets to one peer, which joins several times, each time at one port a pipeline
+    stage.
+    """
     actor.import_weights()
     for ports in connections:
         stage = actor.broadcast.stage

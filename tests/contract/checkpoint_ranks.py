@@ -15,8 +15,9 @@ from tests.contract.actor_ranks import my_batch
 def live_through(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, folder: str, full_disk: str | None
 ) -> dict[str, Any]:
-    """Train; before the last step save, first to a disk that has no room, if there is one, in each way. After the last
-    step load, and train it once more without the generators of the checkpoint."""
+    """Train; before the last step save, first to a disk that has no room, if there is one, in each
+    way. After the last step load, and train it once more without the generators of the checkpoint.
+    """
     actor.import_weights()
     for samples in steps[:-1]:
         _train(actor, samples)
@@ -40,7 +41,9 @@ def _again_without_generators(actor: Any, samples: Sequence[TrainSample], folder
 
 
 def share_everything() -> None:
-    """In this process, which ends soon, data-parallel replicas share every tensor, however small."""
+    """In this process, which ends soon, data-parallel replicas share every tensor, however
+    small.
+    """
     from rlpost.actor.torch_dist import written
 
     written.SHARED_FROM = 2
@@ -49,8 +52,10 @@ def share_everything() -> None:
 def save_through_a_narrow_buffer(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, folders: Sequence[str]
 ) -> dict[str, Any]:
-    """Train a step, save waiting and in the background, give all memory up and take it back while the second save is
-    still copying, train another step. Writers of the second save release a slot only when they are let."""
+    """Train a step, save waiting and in the background, give all memory up and take it back while
+    the second save is still copying, train another step. Writers of the second save release a slot
+    only when they are let.
+    """
     from rlpost.actor.torch_dist.host_stream import Filled, HostStream
 
     actor.import_weights()
@@ -80,11 +85,20 @@ def save_through_a_narrow_buffer(
     threading.Timer(0.2, lambda: may_release.release(10**6)).start()  # the step waits until then
     metrics = _train(actor, steps[1])
     actor.finish_save()
-    return {"before": before, "away": was_read_while_away, "metrics": metrics, "hash": actor.weights_hash()}
+    return {
+        "before": before,
+        "away": was_read_while_away,
+        "metrics": metrics,
+        "hash": actor.weights_hash(),
+    }
 
 
-def load_and_sum(actor: Any, steps: Sequence[Sequence[TrainSample]], *, folder: str) -> dict[str, Any]:
-    """Load; a hash of the weights, sums of what Adam keeps over all ranks' parts, and the next step."""
+def load_and_sum(
+    actor: Any, steps: Sequence[Sequence[TrainSample]], *, folder: str
+) -> dict[str, Any]:
+    """Load; a hash of the weights, sums of what Adam keeps over all ranks' parts, and the next
+    step.
+    """
     actor.load(folder)
     found = {"before": actor.weights_hash()}
     return found | {"metrics": _train(actor, steps[1]), "hash": actor.weights_hash()}

@@ -1,4 +1,6 @@
-"""Expensive things that the contract tests share: a tiny model, and a pair of real engines behind a real router."""
+"""Expensive things that the contract tests share: a tiny model, and a pair of real engines behind a
+real router.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,14 @@ class Sglang:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with its problems; a warm-up too short to be right often, long enough to have opinions."""
+    """The tiny model with its problems; a warm-up too short to be right often, long enough to have
+    opinions.
+    """
     folder = tmp_path_factory.mktemp("tiny")
     tool = ROOT / "tools" / "make_tiny_model.py"
-    subprocess.run([sys.executable, str(tool), "--out", str(folder), "--warmup-steps", "60"], check=True)
+    subprocess.run(
+        [sys.executable, str(tool), "--out", str(folder), "--warmup-steps", "60"], check=True
+    )
     return folder
 
 
@@ -48,10 +54,17 @@ def sglang(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     logs, key = tmp_path_factory.mktemp("sglang"), "contract-key-51c7"
     *ports, router_port, metrics_port = free_ports(4)
     engines = tuple(
-        Engine(model_path=str(tiny_model), api_key=key, server_args={}, log_path=logs / f"engine-{port}.log")
+        Engine(
+            model_path=str(tiny_model),
+            api_key=key,
+            server_args={},
+            log_path=logs / f"engine-{port}.log",
+        )
         for port in ports
     )
-    router = Router(policy="round_robin", api_key=key, log_path=logs / "router.log", metrics_port=metrics_port)
+    router = Router(
+        policy="round_robin", api_key=key, log_path=logs / "router.log", metrics_port=metrics_port
+    )
     try:
         with ThreadPoolExecutor() as pool:
             starting = [
@@ -62,7 +75,15 @@ def sglang(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             addresses = tuple(each.result() for each in starting)
         urls = tuple(address.url for address in addresses)
         router.add_engines(urls, deadline_s=60)
-        yield Sglang(tiny_model, key, engines, addresses, RouterAddress(url, key, urls, concurrency=64), logs, router)
+        yield Sglang(
+            tiny_model,
+            key,
+            engines,
+            addresses,
+            RouterAddress(url, key, urls, concurrency=64),
+            logs,
+            router,
+        )
     finally:
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda each: each.stop(), (*engines, router)))

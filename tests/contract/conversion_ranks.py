@@ -1,4 +1,6 @@
-"""Ranks that convert weights, as real processes: there and back at two layouts, one model after the other."""
+"""Ranks that convert weights, as real processes: there and back at two layouts, one model after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.ports import free_ports
 
 @dataclass(frozen=True)
 class Conversion:
-    """Read Hugging Face at one layout, write torch_dist; read that at the other, write Hugging Face."""
+    """Read Hugging Face at one layout, write torch_dist; read that at the other, write Hugging
+    Face.
+    """
 
     model: str
     there: dict[str, Any]
@@ -23,13 +27,20 @@ class Conversion:
 
 
 def convert(conversions: Sequence[Conversion], folder: str, *, num_ranks: int) -> None:
-    """All conversions in one world; models, checkpoints and results lie in the folder by the names of the models."""
+    """All conversions in one world; models, checkpoints and results lie in the folder by the names
+    of the models.
+    """
     ports = free_ports(2 * len(conversions))
-    in_processes(_rank_main, [(conversions, folder, (rank, num_ranks, ports)) for rank in range(num_ranks)])
+    in_processes(
+        _rank_main, [(conversions, folder, (rank, num_ranks, ports)) for rank in range(num_ranks)]
+    )
 
 
 def _rank_main(
-    pipe: Connection, conversions: Sequence[Conversion], folder: str, place: tuple[int, int, list[int]]
+    pipe: Connection,
+    conversions: Sequence[Conversion],
+    folder: str,
+    place: tuple[int, int, list[int]],
 ) -> None:
     from rlpost.actor.conversion import Converter, with_mtp_layer
     from rlpost.actor.parallel import Rendezvous
@@ -42,7 +53,9 @@ def _rank_main(
             for layout, forward in ((each.there, True), (each.back, False)):
                 settings = ActorSettings(original, distributed_timeout_minutes=2, **layout)
                 settings = with_mtp_layer(settings, original if forward else kept)
-                converter = Converter(settings, Rendezvous(rank, num_ranks, "127.0.0.1", next(remaining)))
+                converter = Converter(
+                    settings, Rendezvous(rank, num_ranks, "127.0.0.1", next(remaining))
+                )
                 if forward:
                     converter.from_hugging_face(original)
                     converter.to_torch_dist(kept)

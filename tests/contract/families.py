@@ -1,4 +1,6 @@
-"""A tiny random model of each family, made by transformers: larger weights than usual, so that errors show."""
+"""A tiny random model of each family, made by transformers: larger weights than usual, so that
+errors show.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,16 @@ LLAMA3_ROPE = {
 }
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
 GLM_EXPERTS = EXPERTS | dict(
-    n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=1.5
+    n_routed_experts=8,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+    routed_scaling_factor=1.5,
 )
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (class of transformers, without "Config", and its options)
+FAMILIES: dict[
+    str, tuple[str, dict[str, Any]]
+] = {  # name: (class of transformers, without "Config", and its options)
     "qwen2.5": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
@@ -70,11 +79,21 @@ def make_family(folder: Path, name: str) -> None:
 
 
 def _add_mtp_layer(folder: Path) -> None:
-    """As the folders of GLM-4.5 have it: a decoder layer after the last, and what joins it to the model."""
-    path, number, hidden = folder / "model.safetensors", COMMON["num_hidden_layers"], COMMON["hidden_size"]
+    """As the folders of GLM-4.5 have it: a decoder layer after the last, and what joins it to the
+    model.
+    """
+    path, number, hidden = (
+        folder / "model.safetensors",
+        COMMON["num_hidden_layers"],
+        COMMON["hidden_size"],
+    )
     tensors = load_file(path)
     last, behind = f"model.layers.{number - 1}.", f"model.layers.{number}."
-    more = {name.replace(last, behind): torch.randn_like(one) * 0.2 for name, one in tensors.items() if last in name}
+    more = {
+        name.replace(last, behind): torch.randn_like(one) * 0.2
+        for name, one in tensors.items()
+        if last in name
+    }
     more[f"{behind}mlp.gate.e_score_correction_bias"] *= 0.1  # every expert gets tokens
     for name in ("enorm", "hnorm", "shared_head.norm"):
         more[f"{behind}{name}.weight"] = torch.randn(hidden) * 0.2 + 1.0
@@ -108,4 +127,8 @@ def _config(name: str) -> tuple[str, Any]:
 
 def load_folder(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a Hugging Face folder, in however many files they are."""
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }

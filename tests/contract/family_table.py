@@ -1,8 +1,8 @@
 """``python -m tests.contract.family_table``: the table of docs/benchmarks.md on families.
 
-For each a tiny random model: the largest difference of packed logits from transformers' at several layouts, relative to
-the largest logit where that is above 1, and whether weights come back bit for bit from an export and from a
-conversion to torch_dist and back at another layout.
+For each a tiny random model: the largest difference of packed logits from transformers' at several
+layouts, relative to the largest logit where that is above 1, and whether weights come back bit for
+bit from an export and from a conversion to torch_dist and back at another layout.
 """
 
 from __future__ import annotations
@@ -30,25 +30,38 @@ def expected_logits(folder: Path) -> torch.Tensor:
     """Transformers' logits of the samples, one sequence at a time."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         return torch.cat([model(torch.tensor([sample.token_ids])).logits[0] for sample in STEPS[0]])
 
 
 def difference(folder: Path, layout: dict[str, Any], num_ranks: int) -> tuple[float, bool]:
     """Of the logits; and whether the export has every bit."""
-    settings, expected = ActorSettings(str(folder), distributed_timeout_minutes=2, **layout), expected_logits(folder)
+    settings, expected = (
+        ActorSettings(str(folder), distributed_timeout_minutes=2, **layout),
+        expected_logits(folder),
+    )
     with tempfile.TemporaryDirectory() as export:
         seen = run_ranks(look, num_ranks, settings, samples=STEPS[0], export=export)
         same = equal(Path(export), folder)
-    logits = [torch.from_numpy(one["logits"])[: expected.size(0)] for one in seen if one["logits"] is not None]
-    return max((ours - expected).abs().max().item() for ours in logits) / max(1.0, expected.abs().max().item()), same
+    logits = [
+        torch.from_numpy(one["logits"])[: expected.size(0)]
+        for one in seen
+        if one["logits"] is not None
+    ]
+    return max((ours - expected).abs().max().item() for ours in logits) / max(
+        1.0, expected.abs().max().item()
+    ), same
 
 
 def equal(ours: Path, theirs: Path) -> bool:
     """Whether two folders hold the same tensors."""
     found, expected = load_folder(ours), load_folder(theirs)
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
 
 
 def main() -> int:

@@ -54,7 +54,9 @@ class Routing:
         block.route_tokens_to_experts = route
 
     def _force_qwen(self, number: int, gate: Any) -> None:
-        def route(module: Any, inputs: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        def route(
+            module: Any, inputs: Any, output: tuple[torch.Tensor, ...]
+        ) -> tuple[torch.Tensor, ...]:
             logits, _, own = output
             experts = self._experts(number, own)
             scores = logits.softmax(-1).gather(1, experts)
@@ -71,7 +73,11 @@ class Routing:
 
     def chosen(self) -> np.ndarray[Any, Any]:
         """[tokens, MoE layers, k]: the router's own choice in the last forward pass."""
-        return torch.stack([self.own[number] for number in sorted(self.own)], dim=1).numpy().astype(np.uint8)
+        return (
+            torch.stack([self.own[number] for number in sorted(self.own)], dim=1)
+            .numpy()
+            .astype(np.uint8)
+        )
 
 
 def logprobs(model: Any, sample: TrainSample, temperature: float) -> torch.Tensor:
@@ -119,7 +125,11 @@ def expected(model: Any, samples: Sequence[TrainSample], *, temperature: float) 
         routing.given = whole(sample)
         values = logprobs(model, sample, temperature)
         mask = torch.tensor(list(sample.loss_mask))
-        loss = -(values * torch.tensor(list(sample.advantages)) * mask).sum() / mask.sum() / len(samples)
+        loss = (
+            -(values * torch.tensor(list(sample.advantages)) * mask).sum()
+            / mask.sum()
+            / len(samples)
+        )
         loss.backward()
         found.append(values.tolist())
         is_known = (routing.given != UNKNOWN).all(2)
@@ -134,7 +144,9 @@ def expected(model: Any, samples: Sequence[TrainSample], *, temperature: float) 
     return Expected(found, gradients, known, tokens, differing)
 
 
-def with_gaps(samples: Sequence[TrainSample], routes: Sequence[np.ndarray[Any, Any]]) -> list[TrainSample]:
+def with_gaps(
+    samples: Sequence[TrainSample], routes: Sequence[np.ndarray[Any, Any]]
+) -> list[TrainSample]:
     """Samples with routes as engines return them: none of the last token, and some with less."""
     made = []
     for number, (sample, array) in enumerate(zip(samples, routes, strict=True)):
@@ -147,9 +159,14 @@ def with_gaps(samples: Sequence[TrainSample], routes: Sequence[np.ndarray[Any, A
     return made
 
 
-def without_gaps(samples: Sequence[TrainSample], routes: Sequence[np.ndarray[Any, Any]]) -> list[TrainSample]:
+def without_gaps(
+    samples: Sequence[TrainSample], routes: Sequence[np.ndarray[Any, Any]]
+) -> list[TrainSample]:
     """Samples with the routes of all tokens."""
-    return [replace(sample, routes=RouteColumn(array)) for sample, array in zip(samples, routes, strict=True)]
+    return [
+        replace(sample, routes=RouteColumn(array))
+        for sample, array in zip(samples, routes, strict=True)
+    ]
 
 
 def completed(model: Any, samples: Sequence[TrainSample]) -> list[TrainSample]:
@@ -160,5 +177,9 @@ def completed(model: Any, samples: Sequence[TrainSample]) -> list[TrainSample]:
             routing.given = whole(sample)
             model(torch.tensor([list(sample.token_ids)]))
             is_known = (routing.given != UNKNOWN).all(2, keepdims=True)
-            made.append(replace(sample, routes=RouteColumn(np.where(is_known, routing.given, routing.chosen()))))
+            made.append(
+                replace(
+                    sample, routes=RouteColumn(np.where(is_known, routing.given, routing.chosen()))
+                )
+            )
     return made

@@ -1,7 +1,7 @@
 """Training that is stopped between micro-batches again and again, on the ranks of ``actor_ranks``.
 
-A second thread of each rank does what the driver asks of a worker aside. The driver is a thread of rank 0; files carry
-what it asks and what it is told.
+A second thread of each rank does what the driver asks of a worker aside. The driver is a thread of
+rank 0; files carry what it asks and what it is told.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ def write(path: Path, value: Any) -> None:
 
 
 class Crossings:
-    """Counts what a rank crosses. Until it is held none gets far beyond the stop, so that it is left for certain; ranks
-    drift apart up to there, as far as their collectives let them."""
+    """Counts what a rank crosses.
+
+    Until it is held none gets far beyond the stop, so that it is left for certain; ranks drift
+    apart up to there, as far as their collectives let them.
+    """
 
     def __init__(self, actor: Any) -> None:
         import torch.distributed as dist
@@ -52,7 +55,12 @@ class Crossings:
 
     def begin(self, after: int) -> None:
         """``reached`` is set after so many."""
-        self.count, self.after, self.reached, self.held = 0, after, threading.Event(), threading.Event()
+        self.count, self.after, self.reached, self.held = (
+            0,
+            after,
+            threading.Event(),
+            threading.Event(),
+        )
 
     def __call__(self, index: int) -> None:
         if self.count == self.after + self._ahead:
@@ -67,9 +75,12 @@ class Crossings:
 def train_with_stops(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, stops: Sequence[int], folder: str
 ) -> dict[str, Any]:
-    """Train on the steps. Before each is made for good it is begun once for each of ``stops``, and a stop requested
-    when rank 0 has crossed so many stop_points of it. Returns the metrics, the weights' hash, and for each step what
-    the attempts that were left had crossed."""
+    """Train on the steps.
+
+    Before each is made for good it is begun once for each of ``stops``, and a stop requested when
+    rank 0 has crossed so many stop_points of it. Returns the metrics, the weights' hash, and for
+    each step what the attempts that were left had crossed.
+    """
     actor.import_weights()
     crossings = Crossings(actor)
     metrics, left = [], []
@@ -109,7 +120,9 @@ def _stopped(actor: Any, batch: Any, place: Path, crossings: Crossings) -> dict[
         crossings.held.set()
         write(place.with_suffix(f".held{rank}"), asdict(held_at))
         if rank == 0:
-            held = [StopPoint(**written(place.with_suffix(f".held{other}"))) for other in range(world)]
+            held = [
+                StopPoint(**written(place.with_suffix(f".held{other}"))) for other in range(world)
+            ]
             write(place.with_suffix(".release"), asdict(common_stop_point(held)))
         actor.stop_points.release(StopPoint(**written(place.with_suffix(".release"))))
 

@@ -1,7 +1,8 @@
-"""Parallel layouts of the trainer, each compared with one process: loss, gradients and weights over three steps.
+"""Parallel layouts of the trainer, each compared with one process: loss, gradients and weights over
+three steps.
 
-``python -m tests.contract.layouts`` runs all of them and prints the table of docs/benchmarks.md; words after it choose
-layouts by their names.
+``python -m tests.contract.layouts`` runs all of them and prints the table of docs/benchmarks.md;
+words after it choose layouts by their names.
 """
 
 from __future__ import annotations
@@ -160,14 +161,20 @@ class Comparison:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.model = cache(self._model)
-        self.alone = cache(lambda model, algorithm: self._run(Layout("alone", model, 1, algorithm=algorithm)))
+        self.alone = cache(
+            lambda model, algorithm: self._run(Layout("alone", model, 1, algorithm=algorithm))
+        )
 
     def __call__(self, layout: Layout) -> Difference:
         """The largest differences over steps and ranks."""
         expected, found = self.alone(layout.model, layout.algorithm)[0], self._run(layout)
-        assert all(one["hash"] == found[0]["hash"] for one in found), "every rank exports the same weights"
+        assert all(one["hash"] == found[0]["hash"] for one in found), (
+            "every rank exports the same weights"
+        )
         pairs = [
-            (ours, theirs) for one in found for ours, theirs in zip(one["metrics"], expected["metrics"], strict=True)
+            (ours, theirs)
+            for one in found
+            for ours, theirs in zip(one["metrics"], expected["metrics"], strict=True)
         ]
         return Difference(
             loss=max(_loss_difference(pairs, name) for name in LOSSES if name in pairs[0][1]),
@@ -186,24 +193,33 @@ class Comparison:
             update_weight_buffer_size=40_000, **layout.settings, **ALGORITHMS[layout.algorithm],
         )  # fmt: skip
         two_passes = layout.algorithm != "grpo"  # the second has ratios other than 1
-        return run_ranks(train_and_compare, layout.num_ranks, settings, steps=STEPS, two_passes=two_passes)
+        return run_ranks(
+            train_and_compare, layout.num_ranks, settings, steps=STEPS, two_passes=two_passes
+        )
 
 
 def _loss_difference(pairs: list[tuple[dict[str, float], dict[str, float]]], name: str) -> float:
-    largest = max(abs(theirs[name]) for _, theirs in pairs)  # a step's own may happen to be near zero
+    largest = max(
+        abs(theirs[name]) for _, theirs in pairs
+    )  # a step's own may happen to be near zero
     return max(abs(ours[name] - theirs[name]) for ours, theirs in pairs) / largest
 
 
 def _difference(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
     """Over all tensors, the largest difference relative to the tensor's largest value."""
     assert ours.keys() == theirs.keys()
-    return max(float(np.abs(ours[key] - theirs[key]).max() / (np.abs(theirs[key]).max() or 1.0)) for key in ours)
+    return max(
+        float(np.abs(ours[key] - theirs[key]).max() / (np.abs(theirs[key]).max() or 1.0))
+        for key in ours
+    )
 
 
 def main(chosen: list[str]) -> int:
     """Print the table; 1 when a layout differs by more than the limit."""
     differ = []
-    print("| layout | model | ranks | loss | grad norm | gradients | weights |\n|---|---|---|---|---|---|---|")
+    print(
+        "| layout | model | ranks | loss | grad norm | gradients | weights |\n|---|---|---|---|---|---|---|"
+    )
     with tempfile.TemporaryDirectory() as folder:
         compare = Comparison(Path(folder))
         for layout in LAYOUTS:
@@ -211,7 +227,10 @@ def main(chosen: list[str]) -> int:
                 continue
             found = compare(layout)
             cells = [layout.name, layout.model, str(layout.num_ranks)]
-            cells += [f"{value:.1e}" for value in (found.loss, found.grad_norm, found.gradients, found.weights)]
+            cells += [
+                f"{value:.1e}"
+                for value in (found.loss, found.grad_norm, found.gradients, found.weights)
+            ]
             print(f"| {' | '.join(cells)} |", flush=True)
             differ += [layout.name] if found.largest >= LIMIT else []
     if differ:

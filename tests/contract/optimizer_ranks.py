@@ -16,11 +16,14 @@ from tests.contract.actor_ranks import Files, my_batch, train
 def train_and_look_inside(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, files: Files | None = None
 ) -> dict[str, Any]:
-    """Train on the steps that are left; a hash of all that Adam works on and keeps, the types of it, and whether the
-    main weights hold what bfloat16 could not."""
+    """Train on the steps that are left; a hash of all that Adam works on and keeps, the types of
+    it, and whether the main weights hold what bfloat16 could not.
+    """
     result = train(actor, steps, files=files or Files())
     tensors = list(_kept_by_adam(actor))
-    digest = hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)).hexdigest()
+    digest = hashlib.sha256(
+        b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
+    ).hexdigest()
     types = {str(parameter.dtype) for chunk in actor.model for parameter in chunk.parameters()}
     finer = any(not tensor.equal(tensor.bfloat16().float()) for tensor in tensors[::3])
     kept = {"adam": digest, "adam_types": {str(tensor.dtype) for tensor in tensors}, "finer": finer}
@@ -37,14 +40,24 @@ def _kept_by_adam(actor: Any) -> Any:
                 yield from (state["exp_avg"], state["exp_avg_sq"])
 
 
-def restart_from_weights(actor: Any, *, folder: str, samples: Sequence[TrainSample]) -> dict[str, Any]:
+def restart_from_weights(
+    actor: Any, *, folder: str, samples: Sequence[TrainSample]
+) -> dict[str, Any]:
     """Load a checkpoint and make one step from it: what Adam had before and the step's metrics."""
     step = actor.load(folder)
-    states = [one.optimizer.state for one in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])]
+    states = [
+        one.optimizer.state
+        for one in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
+    ]
     return {
         "step": step,
         "num_optimizer_steps": actor.num_optimizer_steps,
-        "moments": sum(float(each["exp_avg"].abs().sum()) for state in states for each in state.values() if each),
+        "moments": sum(
+            float(each["exp_avg"].abs().sum())
+            for state in states
+            for each in state.values()
+            if each
+        ),
         "hash": actor.weights_hash(),
         "metrics": dict(actor.train_step(my_batch(actor, samples, 64)).metrics),
     }
@@ -53,7 +66,8 @@ def restart_from_weights(actor: Any, *, folder: str, samples: Sequence[TrainSamp
 def train_with_adam_in_host_memory(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, files: Files | None = None
 ) -> dict[str, Any]:
-    """Train with Megatron's HybridDeviceOptimizer in place of the actor's own, as on CUDA without TransformerEngine.
+    """Train with Megatron's HybridDeviceOptimizer in place of the actor's own, as on CUDA without
+    TransformerEngine.
 
     The model's buffers count as the GPU's memory, everything else is the host's.
     """
@@ -67,17 +81,27 @@ def train_with_adam_in_host_memory(
         for chunk in actor.model
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
     }
-    torch.Tensor.is_of_the_model = property(lambda tensor: tensor.untyped_storage().data_ptr() in on_gpu)
+    torch.Tensor.is_of_the_model = property(
+        lambda tensor: tensor.untyped_storage().data_ptr() in on_gpu
+    )
     method = HybridDeviceOptimizer._get_sub_optimizer_param_groups
-    method.__code__ = _renamed(method.__code__, {"is_cuda": "is_of_the_model", "pin_memory": "contiguous"})
-    settings = dataclasses.replace(actor.settings, optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True)
+    method.__code__ = _renamed(
+        method.__code__, {"is_cuda": "is_of_the_model", "pin_memory": "contiguous"}
+    )
+    settings = dataclasses.replace(
+        actor.settings, optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True
+    )
     with mock.patch.object(torch.cuda, "is_available", lambda: True):
         config = optimizer.optimizer_config(settings)
     with mock.patch.object(optimizer, "optimizer_config", lambda _: config):
         actor.optimizer = optimizer.build(actor.model, settings)
     result = train(actor, steps, files=files or Files())
-    parts = [one.optimizer for one in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])]
-    assert all(isinstance(part, HybridDeviceOptimizer) and part.gpu_optimizer is None for part in parts)
+    parts = [
+        one.optimizer for one in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
+    ]
+    assert all(
+        isinstance(part, HybridDeviceOptimizer) and part.gpu_optimizer is None for part in parts
+    )
     kept = [tensor for part in parts for state in part.state.values() for tensor in state.values()]
     return result | {
         "num_optimizers": sum(len(part.cpu_optimizers) for part in parts),
@@ -87,5 +111,10 @@ def train_with_adam_in_host_memory(
 
 def _renamed(code: types.CodeType, names: dict[str, str]) -> types.CodeType:
     """The same code, that inside it included, with other names of attributes."""
-    inner = tuple(_renamed(each, names) if isinstance(each, types.CodeType) else each for each in code.co_consts)
-    return code.replace(co_names=tuple(names.get(name, name) for name in code.co_names), co_consts=inner)
+    inner = tuple(
+        _renamed(each, names) if isinstance(each, types.CodeType) else each
+        for each in code.co_consts
+    )
+    return code.replace(
+        co_names=tuple(names.get(name, name) for name in code.co_names), co_consts=inner
+    )

@@ -1,6 +1,8 @@
-"""What Megatron-core's modules and PyTorch really hold, for the planner to be compared with; one JSON object a line.
+"""What Megatron-core's modules and PyTorch really hold, for the planner to be compared with; one
+JSON object a line.
 
-A separate script: parameters are counted by a rehearsal of the rank, memory is measured on this process alone.
+A separate script: parameters are counted by a rehearsal of the rank, memory is measured on this
+process alone.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# isort: skip  (after the stand-in for CUDA)
+from megatron.core.packed_seq_params import PackedSeqParams
+
 from rlpost.actor import model as actor_model
 from rlpost.actor import optimizer as actor_optimizer
 from rlpost.actor import parallel
@@ -25,8 +30,6 @@ from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.settings import ActorSettings
 from rlpost.rehearsal.check import parameters_of
 from rlpost.rehearsal.rank import rehearse_rank
-
-from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip  (after the stand-in for CUDA)
 
 NUM_TOKENS = 512
 
@@ -43,7 +46,9 @@ def alone(settings: ActorSettings, description: ModelDescription) -> Iterator[No
 
 
 def described(hf: dict[str, Any]) -> ModelDescription:
-    return ModelDescription(Path("model"), hf["architectures"][0], {"max_position_embeddings": 4096} | hf)
+    return ModelDescription(
+        Path("model"), hf["architectures"][0], {"max_position_embeddings": 4096} | hf
+    )
 
 
 def count(case: dict[str, Any]) -> dict[str, int]:
@@ -54,7 +59,9 @@ def count(case: dict[str, Any]) -> dict[str, int]:
 
 
 def measure(case: dict[str, Any]) -> dict[str, int]:
-    """Bytes that autograd keeps for a small model's layers, and that weights, gradients and Adam's state take."""
+    """Bytes that autograd keeps for a small model's layers, and that weights, gradients and Adam's
+    state take.
+    """
     settings = ActorSettings(hf_checkpoint="model", transformer_impl="local", **case["settings"])
     description = described(case["hf"])
     with alone(settings, description):
@@ -87,7 +94,12 @@ def kept_bytes(chunk: Any, hidden: int) -> int:
     states = torch.randn(NUM_TOKENS, 1, hidden, dtype=dtype, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         rotary = chunk.rotary_pos_emb(NUM_TOKENS, packed_seq=True)
-        chunk.decoder(hidden_states=states, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packed)
+        chunk.decoder(
+            hidden_states=states,
+            attention_mask=None,
+            rotary_pos_emb=rotary,
+            packed_seq_params=packed,
+        )
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 

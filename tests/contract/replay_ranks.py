@@ -10,7 +10,9 @@ from rlpost.types import TrainSample
 from tests.contract.actor_ranks import my_batch, whole_tensors
 
 
-def replay(actor: Any, samples: Sequence[TrainSample], *, then: str | None = None) -> dict[str, Any]:
+def replay(
+    actor: Any, samples: Sequence[TrainSample], *, then: str | None = None
+) -> dict[str, Any]:
     """Compute log-probs in other groups than those of the training, then train one step.
 
     Args:

@@ -1,4 +1,5 @@
-"""Routing replay at the layouts of a mixture of experts, compared with transformers with forced routes.
+"""Routing replay at the layouts of a mixture of experts, compared with transformers with forced
+routes.
 
 ``python -m tests.contract.replayed`` runs all of them and prints the table of docs/moe.md; words
 after it choose layouts by their names.
@@ -37,7 +38,9 @@ BY_NAME = {layout.name: layout for layout in CASES}
 COMPARED = (
     "gate.weight", "q_proj.weight", "layernorm.weight", "embed_tokens.weight", "lm_head.weight", "model.norm.weight",
 )  # fmt: skip
-"""Endings of the weights whose gradients are compared: transformers keeps experts under other names."""
+"""Endings of the weights whose gradients are compared: transformers keeps experts under other
+names.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,23 +76,42 @@ def loaded(folder: Path) -> Any:
     """A folder's model in transformers."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 def run(
-    layout: Layout, folder: Path, samples: list[TrainSample], *, then: Path | None = None, **flags: bool
+    layout: Layout,
+    folder: Path,
+    samples: list[TrainSample],
+    *,
+    then: Path | None = None,
+    **flags: bool,
 ) -> list[Any]:
     settings = ActorSettings(
-        str(folder), temperature=TEMPERATURE, distributed_timeout_minutes=2, **layout.settings, **flags
+        str(folder),
+        temperature=TEMPERATURE,
+        distributed_timeout_minutes=2,
+        **layout.settings,
+        **flags,
     )
-    return run_ranks(replay, layout.num_ranks, settings, samples=samples, then=None if then is None else str(then))
+    return run_ranks(
+        replay,
+        layout.num_ranks,
+        settings,
+        samples=samples,
+        then=None if then is None else str(then),
+    )
 
 
 def largest_difference(
     found: list[Any], wanted: forced_routes.Expected, samples: list[TrainSample]
 ) -> tuple[float, float]:
     """Of log-probs, absolute, and of gradients, relative to the largest of each tensor."""
-    of_sample = {sample.token_ids: values for sample, values in zip(samples, wanted.logprobs, strict=True)}
+    of_sample = {
+        sample.token_ids: values for sample, values in zip(samples, wanted.logprobs, strict=True)
+    }
     of_logprobs = max(
         abs(ours - theirs)
         for rank in found
@@ -101,14 +123,21 @@ def largest_difference(
     names = [name for name in gradients if name.endswith(COMPARED) and name in wanted.gradients]
     assert any("gate" in name for name in names)
     of_gradients = max(
-        float(np.abs(gradients[name] - wanted.gradients[name]).max() / np.abs(wanted.gradients[name]).max())
+        float(
+            np.abs(gradients[name] - wanted.gradients[name]).max()
+            / np.abs(wanted.gradients[name]).max()
+        )
         for name in names
     )
     return of_logprobs, of_gradients
 
 
-def compare(layout: Layout, models: Models) -> tuple[list[Any], forced_routes.Expected, list[TrainSample]]:
-    """What the ranks computed of samples some of whose tokens have no routes, and what they must."""
+def compare(
+    layout: Layout, models: Models
+) -> tuple[list[Any], forced_routes.Expected, list[TrainSample]]:
+    """What the ranks computed of samples some of whose tokens have no routes, and what they
+    must.
+    """
     samples = forced_routes.with_gaps(SAMPLES, models.routes)
     wanted = forced_routes.expected(models.of_trainer(), samples, temperature=TEMPERATURE)
     return run(layout, models.trainer, samples, use_rollout_routing_replay=True), wanted, samples

@@ -1,7 +1,8 @@
-"""The real actor: Megatron-core over gloo, against Hugging Face and against itself at other layouts.
+"""The real actor: Megatron-core over gloo, against Hugging Face and against itself at other
+layouts.
 
-The model is a tiny random Qwen3 made by transformers. What is compared with was not written here: logits and gradients
-of transformers' model, AdamW of torch.
+The model is a tiny random Qwen3 made by transformers. What is compared with was not written here:
+logits and gradients of transformers' model, AdamW of torch.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def make_model(folder: Path, *, tied: bool) -> None:
     )
     torch.manual_seed(1)
     model = Qwen3ForCausalLM(config)
-    with torch.no_grad():  # larger weights than the default, so that errors show; norms that are not all one
+    with (
+        torch.no_grad()
+    ):  # larger weights than the default, so that errors show; norms that are not all one
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if "norm" in name else 0.0))
     model.save_pretrained(folder)
@@ -83,7 +86,9 @@ def settings(models: Path, model: str, layout: str, **changes: Any) -> ActorSett
 
 @pytest.fixture(scope="module")
 def worlds(models: Path, tmp_path_factory: pytest.TempPathFactory):
-    """``worlds(model, layout)``: what every rank of that world saw and trained, and where it wrote; run once each."""
+    """``worlds(model, layout)``: what every rank of that world saw and trained, and where it wrote;
+    run once each.
+    """
     runs: dict[tuple[str, str], tuple[list[dict], Path]] = {}
 
     def get(model: str, layout: str) -> tuple[list[dict], Path]:
@@ -105,8 +110,9 @@ def worlds(models: Path, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def reference(models: Path):
-    """``reference(model)``: transformers' logits and log-probs of the first samples, and the weights and metrics after
-    training as written in plain torch: one process, one sample at a time."""
+    """``reference(model)``: transformers' logits and log-probs of the first samples, and the
+    weights and metrics after training as written in plain torch: one process, one sample at a time.
+    """
     from transformers import AutoModelForCausalLM
 
     known: dict[str, dict] = {}
@@ -116,7 +122,9 @@ def reference(models: Path):
         rows = model(ids).logits[0, sample.prompt_length - 1 : -1] / TEMPERATURE
         return rows.log_softmax(-1).gather(1, ids[0, sample.prompt_length :, None])[:, 0]
 
-    def plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: list[TrainSample]) -> dict:
+    def plain_step(
+        model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: list[TrainSample]
+    ) -> dict:
         """With the ratio at 1 the loss is -A in value and -A grad(log-prob) in gradient."""
         optimizer.zero_grad()
         loss = torch.zeros(())
@@ -134,29 +142,45 @@ def reference(models: Path):
             model = AutoModelForCausalLM.from_pretrained(models / name, dtype=torch.float32).eval()
             with torch.no_grad():
                 rows = [model(torch.tensor([sample.token_ids])).logits[0] for sample in STEPS[0]]
-                logprobs = {sample: response_logprobs(model, sample).tolist() for sample in STEPS[0]}
+                logprobs = {
+                    sample: response_logprobs(model, sample).tolist() for sample in STEPS[0]
+                }
             matrices = [p for p in model.parameters() if p.dim() > 1]
             vectors = [p for p in model.parameters() if p.dim() == 1]
-            groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+            groups = [
+                {"params": matrices, "weight_decay": WEIGHT_DECAY},
+                {"params": vectors, "weight_decay": 0.0},
+            ]
             optimizer = torch.optim.AdamW(groups, lr=LR, eps=ADAM_EPS)
             metrics = [plain_step(model, optimizer, samples) for samples in STEPS]
             weights = {key: value.detach() for key, value in model.state_dict().items()}
-            known[name] = {"logits": torch.cat(rows), "logprobs": logprobs, "metrics": metrics, "weights": weights}
+            known[name] = {
+                "logits": torch.cat(rows),
+                "logprobs": logprobs,
+                "metrics": metrics,
+                "weights": weights,
+            }
         return known[name]
 
     return get
 
 
-def largest_relative_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+def largest_relative_difference(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
+) -> float:
     """Over all tensors, the largest difference relative to the tensor's largest value."""
-    return max(((ours[key] - theirs[key]).abs().max() / theirs[key].abs().max()).item() for key in ours)
+    return max(
+        ((ours[key] - theirs[key]).abs().max() / theirs[key].abs().max()).item() for key in ours
+    )
 
 
 CASES = [("untied", layout) for layout in LAYOUTS] + [("tied", "tp1"), ("tied", "tp2_sp")]
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_packed_logits_equal_those_of_hugging_face_one_sequence_at_a_time(worlds, reference, model, layout):
+def test_packed_logits_equal_those_of_hugging_face_one_sequence_at_a_time(
+    worlds, reference, model, layout
+):
     results, _ = worlds(model, layout)
     expected = reference(model)["logits"]
     for result in results:
@@ -165,11 +189,15 @@ def test_packed_logits_equal_those_of_hugging_face_one_sequence_at_a_time(worlds
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_response_logprobs_equal_those_of_hugging_face_at_the_same_temperature(worlds, reference, model, layout):
+def test_response_logprobs_equal_those_of_hugging_face_at_the_same_temperature(
+    worlds, reference, model, layout
+):
     expected = reference(model)["logprobs"]
     seen = set()
     for result in worlds(model, layout)[0]:
-        for micro_batch, logprobs in zip(result["batch"].micro_batches, result["logprobs"], strict=True):
+        for micro_batch, logprobs in zip(
+            result["batch"].micro_batches, result["logprobs"], strict=True
+        ):
             for sample, ours in zip(micro_batch, logprobs, strict=True):
                 assert ours == pytest.approx(expected[sample], abs=1e-5)
                 seen.add(sample)
@@ -209,7 +237,10 @@ def test_an_export_is_loaded_by_transformers_without_complaint(worlds, reference
     model, info = AutoModelForCausalLM.from_pretrained(folder / "trained", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.dtype == torch.float32
-    assert largest_relative_difference(dict(model.named_parameters()), reference("tied")["weights"]) < 1e-5
+    assert (
+        largest_relative_difference(dict(model.named_parameters()), reference("tied")["weights"])
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -233,7 +264,9 @@ def test_samples_that_do_not_divide_among_the_ranks_train_as_on_one(models, per_
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize(("model", "layout"), [("untied", "tp1"), ("untied", "tp2_dp2_sp"), ("tied", "tp2_sp")])
+@pytest.mark.parametrize(
+    ("model", "layout"), [("untied", "tp1"), ("untied", "tp2_dp2_sp"), ("tied", "tp2_sp")]
+)
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(worlds, models, model, layout):
     whole, folder = worlds(model, layout)
     saved = str(folder / "saved")
@@ -247,22 +280,37 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(worlds, models, 
     ("model", "written_at", "read_at"),
     [("untied", "tp2_dp2_sp", "tp1"), ("untied", "tp1", "tp2"), ("tied", "tp2_sp", "dp2")],
 )
-def test_a_checkpoint_is_continued_at_another_layout(worlds, models, tmp_path, model, written_at, read_at):
+def test_a_checkpoint_is_continued_at_another_layout(
+    worlds, models, tmp_path, model, written_at, read_at
+):
     whole, folder = worlds(model, written_at)
     there = settings(models, model, read_at)
     files = Files(load=str(folder / "saved"), export=str(tmp_path))
     continued = run_ranks(train, LAYOUTS[read_at][0], there, steps=STEPS, files=files)
     assert continued[0]["metrics"] == [pytest.approx(whole[0]["metrics"][2], rel=1e-5, abs=1e-6)]
     weights = load_file(tmp_path / "model.safetensors")
-    assert largest_relative_difference(weights, load_file(folder / "trained" / "model.safetensors")) < 1e-5
+    assert (
+        largest_relative_difference(weights, load_file(folder / "trained" / "model.safetensors"))
+        < 1e-5
+    )
 
 
-def test_the_settings_of_the_new_attempt_decide_over_those_in_the_checkpoint(worlds, models, tmp_path):
+def test_the_settings_of_the_new_attempt_decide_over_those_in_the_checkpoint(
+    worlds, models, tmp_path
+):
     _, folder = worlds("untied", "tp1")
     still = settings(models, "untied", "tp1", lr=1e-30)
     for name, steps in (("loaded", STEPS[:2]), ("later", STEPS)):
-        run_ranks(train, 1, still, steps=steps, files=Files(load=str(folder / "saved"), export=str(tmp_path / name)))
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("loaded", "later"))
+        run_ranks(
+            train,
+            1,
+            still,
+            steps=steps,
+            files=Files(load=str(folder / "saved"), export=str(tmp_path / name)),
+        )
+    before, after = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("loaded", "later")
+    )
     assert largest_relative_difference(after, before) < 1e-7
 
 
@@ -275,9 +323,14 @@ def test_a_folder_without_a_checkpoint_or_with_another_models_is_refused(worlds,
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_anything_starts(models):
-    with pytest.raises(AssertionError, match=r"ConfigError: tensor_model_parallel_size=4 does not divide num_key"):
-        run_ranks(train, 1, settings(models, "untied", "tp1", tensor_model_parallel_size=4), steps=STEPS)
     with pytest.raises(
-        AssertionError, match=r"PlacementError: tensor_model_parallel_size=2 does not divide the 1 ranks"
+        AssertionError, match=r"ConfigError: tensor_model_parallel_size=4 does not divide num_key"
+    ):
+        run_ranks(
+            train, 1, settings(models, "untied", "tp1", tensor_model_parallel_size=4), steps=STEPS
+        )
+    with pytest.raises(
+        AssertionError,
+        match=r"PlacementError: tensor_model_parallel_size=2 does not divide the 1 ranks",
     ):
         run_ranks(train, 1, settings(models, "untied", "tp2"), steps=STEPS)

@@ -22,11 +22,15 @@ ray = pytest.importorskip("ray")
 
 
 def _is_profile_of_two_steps(paths: list[str]) -> None:
-    """A Chrome trace with the operators of training in it, forward and backward, as torch names them."""
+    """A Chrome trace with the operators of training in it, forward and backward, as torch names
+    them.
+    """
     (path,) = paths
     assert Path(path).name == "profile-rank0-steps-1-2.json.gz"
     with gzip.open(path) as file:
-        names = Counter(event.get("name") for event in json.load(file)["traceEvents"] if event.get("ph") == "X")
+        names = Counter(
+            event.get("name") for event in json.load(file)["traceEvents"] if event.get("ph") == "X"
+        )
     assert names["aten::mm"] > 0
     assert names["autograd::engine::evaluate_function: EmbeddingBackward0"] == 2
     assert names["Optimizer.step#AdamW.step"] == 2
@@ -70,7 +74,11 @@ class Holder:
         actor.save(folder, 2)
         stop.set()
         watcher.join()
-        result = {"metrics": metrics, "children": sorted(set(started)), "hash": actor.weights_hash()}
+        result = {
+            "metrics": metrics,
+            "children": sorted(set(started)),
+            "hash": actor.weights_hash(),
+        }
         result |= {"profiles": written, "memory": actor.memory_use, "spans": SPANS.since(0.0)}
         actor.close()
         return result
@@ -79,7 +87,9 @@ class Holder:
 @pytest.fixture(scope="module")
 def ray_runtime(tmp_path_factory: pytest.TempPathFactory):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 1024**2)
+    ray.init(
+        num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 1024**2
+    )
     yield
     ray.shutdown()
 
@@ -90,7 +100,11 @@ def test_a_checkpoint_saved_in_a_ray_worker_starts_no_process_and_is_continued_o
     tmp_path,
 ):
     one, folder = settings(models, "untied", "tp1"), str(tmp_path / "saved")
-    holder = ray.remote(Holder).options(num_cpus=0, runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": "lo"}}).remote()
+    holder = (
+        ray.remote(Holder)
+        .options(num_cpus=0, runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": "lo"}})
+        .remote()
+    )
     inside = ray.get(holder.train_and_save.remote(one, STEPS, folder), timeout=240)
     assert inside["children"] == []
     _is_profile_of_two_steps(inside["profiles"])
@@ -98,6 +112,8 @@ def test_a_checkpoint_saved_in_a_ray_worker_starts_no_process_and_is_continued_o
     assert inside["memory"]["memory/actor_gb"] > 0.1
     (resumed,) = run_ranks(train, 1, one, steps=STEPS, files=Files(load=folder), max_tokens=200)
     (whole,) = run_ranks(train, 1, one, steps=STEPS, max_tokens=200)
-    assert whole["metrics"][:2] == [pytest.approx(metrics, rel=1e-5, abs=1e-6) for metrics in inside["metrics"]]
+    assert whole["metrics"][:2] == [
+        pytest.approx(metrics, rel=1e-5, abs=1e-6) for metrics in inside["metrics"]
+    ]
     assert resumed["metrics"] == [pytest.approx(whole["metrics"][2], rel=1e-5, abs=1e-6)]
     assert Path(folder, ".metadata").is_file()

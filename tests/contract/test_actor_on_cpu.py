@@ -14,7 +14,9 @@ from tests.contract.test_actor import make_model
 
 pytestmark = [
     pytest.mark.timeout(300),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in does nothing where there is CUDA"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="the stand-in does nothing where there is CUDA"
+    ),
 ]
 
 SCRIPT = """
@@ -63,7 +65,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
     folder = tmp_path_factory.mktemp("model")
     make_model(folder, tied=False)
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[2]
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.split("RESULT", 1)[1])
 
@@ -87,7 +91,10 @@ def test_transformers_computes_the_same_bits_after_it_was_installed(found):
 def test_importing_megatron_before_the_stand_in_is_an_error_that_says_what_to_do():
     code = "import megatron.core, rlpost.actor"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
     )
     assert done.returncode != 0
     assert "import rlpost.actor first" in done.stderr

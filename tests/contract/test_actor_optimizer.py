@@ -36,13 +36,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_bfloat16_updates_too_small_to_see_are_kept_and_survive_a_resume_bit_for_bit(models, tmp_path, kind):
-    """Main weights and moments are float32; after a resume they are those of the run that went on."""
+def test_in_bfloat16_updates_too_small_to_see_are_kept_and_survive_a_resume_bit_for_bit(
+    models, tmp_path, kind
+):
+    """Main weights and moments are float32; after a resume they are those of the run that went
+    on.
+    """
     model, num_ranks, layout = KINDS[kind]
     settings = ActorSettings(str(models / model), bf16=True, **SMALL, **layout)
     saved = str(tmp_path / "saved")
-    whole = run_ranks(train_and_look_inside, num_ranks, settings, steps=STEPS, files=Files(save=saved))
-    resumed = run_ranks(train_and_look_inside, num_ranks, settings, steps=STEPS, files=Files(load=saved))
+    whole = run_ranks(
+        train_and_look_inside, num_ranks, settings, steps=STEPS, files=Files(save=saved)
+    )
+    resumed = run_ranks(
+        train_and_look_inside, num_ranks, settings, steps=STEPS, files=Files(load=saved)
+    )
     for ours, theirs in zip(resumed, whole, strict=True):
         assert theirs["types"] == {"torch.bfloat16"} and theirs["adam_types"] == {"torch.float32"}
         assert theirs["finer"]
@@ -62,7 +70,9 @@ def wide(models: Path) -> tuple[ActorSettings, dict[str, Any]]:
 
 def test_bfloat16_trains_as_float32_does_within_its_precision(wide):
     settings, expected = wide
-    (narrow,) = run_ranks(train_and_look_inside, 1, dataclasses.replace(settings, bf16=True), steps=STEPS)
+    (narrow,) = run_ranks(
+        train_and_look_inside, 1, dataclasses.replace(settings, bf16=True), steps=STEPS
+    )
     for ours, theirs in zip(narrow["metrics"], expected["metrics"], strict=True):
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=0.05, abs=0.01)
         assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=0.1)
@@ -88,14 +98,20 @@ def test_what_needs_cuda_or_transformer_engine_is_refused_with_the_way_out():
 
     if layer_specs.has_transformer_engine():
         pytest.skip("TransformerEngine is here")
-    assert layer_specs.chosen_implementation(None) == layer_specs.chosen_implementation("local") == "local"
+    assert (
+        layer_specs.chosen_implementation(None)
+        == layer_specs.chosen_implementation("local")
+        == "local"
+    )
     with pytest.raises(ConfigError, match=r"--transformer-impl.* not installed .*omit the setting"):
         layer_specs.chosen_implementation("transformer_engine")
     narrow = ActorSettings("", use_precision_aware_optimizer=True, exp_avg_dtype="bf16")
     sparse = SimpleNamespace(fields={"num_moe_experts": 8})
     with pytest.raises(ConfigError, match=r"flex: DeepEP .*choose alltoall"):
         kernel_fields(
-            sparse, ActorSettings("", model_args={"moe_token_dispatcher_type": "flex"}), implementation="local"
+            sparse,
+            ActorSettings("", model_args={"moe_token_dispatcher_type": "flex"}),
+            implementation="local",
         )
     with pytest.raises(ConfigError, match=r"--exp-avg-dtype bf16 needs CUDA .*use fp32"):
         _precision(narrow)
@@ -114,14 +130,18 @@ def test_an_optimizer_on_the_host_is_laid_out_as_megatron_wants_it_with_cuda(mon
     assert _placement(offloaded).items() >= placement.items()
     with pytest.raises(ConfigError, match=r"needs --use-distributed-optimizer"):
         _precision(dataclasses.replace(offloaded, use_distributed_optimizer=False))
-    narrow = dataclasses.replace(offloaded, use_precision_aware_optimizer=True, exp_avg_dtype="bf16")
+    narrow = dataclasses.replace(
+        offloaded, use_precision_aware_optimizer=True, exp_avg_dtype="bf16"
+    )
     with pytest.raises(ConfigError, match=r"--optimizer-cpu-offload, whose state is float32"):
         _precision(narrow)
     assert _precision(ActorSettings("")) == {}
 
 
 def test_a_schedule_goes_on_after_a_resume_even_without_the_state_of_adam(models, tmp_path):
-    """Three steps of a warm-up of four; the checkpoint of the second has weights and progress alone."""
+    """Three steps of a warm-up of four; the checkpoint of the second has weights and progress
+    alone.
+    """
     settings = ActorSettings(
         str(models / "qwen3"),
         **(SMALL | {"lr": 4e-4}),
@@ -133,10 +153,14 @@ def test_a_schedule_goes_on_after_a_resume_even_without_the_state_of_adam(models
     files = Files(save=str(tmp_path / "saved"))
     (whole,) = run_ranks(train_and_look_inside, 1, settings, steps=STEPS, files=files)
     assert [one["train/lr"] for one in whole["metrics"]] == pytest.approx([0.0, 1e-4, 2e-4])
-    (resumed,) = run_ranks(restart_from_weights, 1, settings, folder=str(tmp_path / "saved"), samples=STEPS[2])
+    (resumed,) = run_ranks(
+        restart_from_weights, 1, settings, folder=str(tmp_path / "saved"), samples=STEPS[2]
+    )
     assert (resumed["step"], resumed["num_optimizer_steps"], resumed["moments"]) == (2, 2, 0.0)
     assert resumed["metrics"]["train/lr"] == pytest.approx(2e-4)
-    assert resumed["metrics"]["train/loss"] == pytest.approx(whole["metrics"][2]["train/loss"], rel=1e-5)
+    assert resumed["metrics"]["train/loss"] == pytest.approx(
+        whole["metrics"][2]["train/loss"], rel=1e-5
+    )
 
 
 SCHEDULES = [
@@ -146,7 +170,13 @@ SCHEDULES = [
     dict(lr_decay_style="cosine", lr_warmup_fraction=0.25),
     dict(lr_decay_style="inverse-square-root", lr_warmup_iters=2, min_lr=3e-4),
     *(
-        dict(lr_decay_style="WSD", lr_wsd_decay_style=shape, lr_wsd_decay_iters=6, lr_warmup_iters=2, min_lr=1e-5)
+        dict(
+            lr_decay_style="WSD",
+            lr_wsd_decay_style=shape,
+            lr_wsd_decay_iters=6,
+            lr_warmup_iters=2,
+            min_lr=1e-5,
+        )
         for shape in ("exponential", "linear", "cosine", "minus_sqrt")
     ),
     dict(weight_decay_incr_style="linear", start_weight_decay=0.0, end_weight_decay=0.2),
@@ -154,7 +184,9 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize("given", SCHEDULES, ids=lambda given: "-".join(str(value) for value in given.values()))
+@pytest.mark.parametrize(
+    "given", SCHEDULES, ids=lambda given: "-".join(str(value) for value in given.values())
+)
 def test_learning_rate_and_weight_decay_are_those_of_megatron_at_every_step(given):
     """Megatron's scheduler walks from step to step; ours is asked for each alone."""
     import rlpost.actor  # noqa: F401, I001  its stand-in for CUDA comes before Megatron
@@ -184,19 +216,25 @@ def test_learning_rate_and_weight_decay_are_those_of_megatron_at_every_step(give
         lr_wsd_decay_style=settings.lr_wsd_decay_style,
     )
     for num_steps in range(25):
-        assert learning_rate(settings, num_steps) == pytest.approx(group["lr"], rel=1e-12, abs=1e-18)
+        assert learning_rate(settings, num_steps) == pytest.approx(
+            group["lr"], rel=1e-12, abs=1e-18
+        )
         assert weight_decay(settings, num_steps) == pytest.approx(group["weight_decay"], rel=1e-12)
         theirs.step(1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_save_beside_training_holds_the_step_at_which_it_was_begun(models, tmp_path, kind):
-    """Weights and moments are those of a save that was waited for, though two more steps were trained before the files
-    were asked for; and a later save holds other weights (NeMo-RL issue 3312: it held the first ones again)."""
+    """Weights and moments are those of a save that was waited for, though two more steps were
+    trained before the files were asked for; and a later save holds other weights (NeMo-RL issue
+    3312: it held the first ones again).
+    """
     model, num_ranks, layout = KINDS[kind]
     settings = ActorSettings(str(models / model), **SMALL, **layout)
     folders = [str(tmp_path / name) for name in ("waited", "beside", "later")]
     hashes = run_ranks(save_beside_training, num_ranks, settings, steps=STEPS, folders=folders)[0]
-    waited, beside, later = (run_ranks(hash_of_saved, num_ranks, settings, folder=folder)[0] for folder in folders)
+    waited, beside, later = (
+        run_ranks(hash_of_saved, num_ranks, settings, folder=folder)[0] for folder in folders
+    )
     assert [one[0] for one in (waited, beside, later)] == hashes
     assert waited == beside and later[0] != beside[0]

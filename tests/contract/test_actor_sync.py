@@ -1,7 +1,8 @@
 """The trainer's half of the weight sync against a peer that reads as an engine does.
 
-The peer is a process of its own outside the trainer's world. It forms the group with torch's functions as SGLang does,
-and reads a bucket with SGLang's own class for that, taken from its file: the package itself need not import here.
+The peer is a process of its own outside the trainer's world. It forms the group with torch's
+functions as SGLang does, and reads a bucket with SGLang's own class for that, taken from its file:
+the package itself need not import here.
 """
 
 from __future__ import annotations
@@ -50,7 +51,13 @@ def sglang_tensor_bucket() -> ModuleType:
 
 def join(port: int, group_name: str) -> Any:
     """A group with the trainer's rank 0, formed as SGLang does it."""
-    from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+    from torch.distributed.distributed_c10d import (
+        Backend,
+        PrefixStore,
+        _new_process_group_helper,
+        _world,
+        rendezvous,
+    )
 
     timeout = timedelta(seconds=90)
     store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=timeout))
@@ -77,15 +84,23 @@ def receive(connections: list[list[int]], group_name: str, plan: tuple, results:
         tensors: dict[str, Any] = {}
         for bucket in plan:
             metadata, start = [], 0
-            for name, shape, dtype_name in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
+            for name, shape, dtype_name in zip(
+                bucket.names, bucket.shapes, bucket.dtypes, strict=True
+            ):
                 dtype, size = getattr(torch, dtype_name), torch.Size(shape)
                 end = start + size.numel() * dtype.itemsize
-                metadata.append(bucket_module.FlattenedTensorMetadata(name, size, dtype, start, end, end - start))
+                metadata.append(
+                    bucket_module.FlattenedTensorMetadata(
+                        name, size, dtype, start, end, end - start
+                    )
+                )
                 start = end
             flat = torch.empty(start, dtype=torch.uint8)
             torch.distributed.broadcast(flat, group=groups[bucket.stage], group_src=0)
             reader = bucket_module.FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata)
-            tensors |= {name: tensor.numpy().copy() for name, tensor in reader.reconstruct_tensors()}
+            tensors |= {
+                name: tensor.numpy().copy() for name, tensor in reader.reconstruct_tensors()
+            }
         for group in groups:
             torch.distributed.destroy_process_group(group)
         results.put(tensors)
@@ -100,10 +115,14 @@ def received_by_an_engine(actor: ActorSettings, world_size: int) -> list[dict]:
     context = multiprocessing.get_context("spawn")
     results, ports = context.Queue(), free_ports(2 * stages)
     connections = [ports[:stages], ports[stages:]]
-    peer = context.Process(target=receive, args=(connections, "rlpost-sync", plans[0], results), daemon=True)
+    peer = context.Process(
+        target=receive, args=(connections, "rlpost-sync", plans[0], results), daemon=True
+    )
     peer.start()
     try:
-        run_ranks(send_weights, world_size, actor, connections=connections, group_name="rlpost-sync")
+        run_ranks(
+            send_weights, world_size, actor, connections=connections, group_name="rlpost-sync"
+        )
         return [results.get(timeout=60) for _ in connections]
     finally:
         peer.kill()
@@ -114,11 +133,20 @@ def assert_equal_bit_for_bit(received: list[dict], folder: Path) -> None:
     original = load_file(folder / "model.safetensors")
     for tensors in received:
         assert tensors.keys() == original.keys()
-        assert all(torch.equal(torch.from_numpy(tensors[name]), original[name]) for name in original)
+        assert all(
+            torch.equal(torch.from_numpy(tensors[name]), original[name]) for name in original
+        )
 
 
-@pytest.mark.parametrize(("model", "layout", "world_size"), [("untied", "tp2_sp", 2), ("tied", "tp2_dp2_sp", 4)])
-def test_an_engine_receives_every_weight_bit_for_bit_and_may_reconnect(models, model, layout, world_size):  # noqa: F811
+@pytest.mark.parametrize(
+    ("model", "layout", "world_size"), [("untied", "tp2_sp", 2), ("tied", "tp2_dp2_sp", 4)]
+)
+def test_an_engine_receives_every_weight_bit_for_bit_and_may_reconnect(
+    models,  # noqa: F811
+    model,
+    layout,
+    world_size,
+):
     actor = settings(models, model, layout, update_weight_buffer_size=BUCKET_BYTES)
     assert_equal_bit_for_bit(received_by_an_engine(actor, world_size), models / model)
 
@@ -134,12 +162,16 @@ def test_weights_reach_an_engine_from_all_stages_and_experts(tmp_path, name):
 def test_engines_that_do_not_come_are_reported_at_the_deadline(models):  # noqa: F811
     port = free_port()
     (said,) = run_ranks(connect_to_nobody, 1, settings(models, "untied", "tp1"), port=port)
-    assert said.startswith(f"cannot form group 'rlpost' with 1 engine ranks at 127.0.0.1:{port} within 1 s")
+    assert said.startswith(
+        f"cannot form group 'rlpost' with 1 engine ranks at 127.0.0.1:{port} within 1 s"
+    )
 
 
 @pytest.mark.parametrize("distributed", [True, False])
 def test_memory_that_left_the_device_comes_back_bit_for_bit(models, distributed):  # noqa: F811
-    """A trainer whose weights, gradients and optimizer were away between steps ends where one ends that never left."""
+    """A trainer whose weights, gradients and optimizer were away between steps ends where one ends
+    that never left.
+    """
     actor = settings(models, "untied", "tp2_sp", use_distributed_optimizer=distributed)
     stayed = run_ranks(train_with_absences, 2, actor, steps=STEPS, leaves=False)
     left = run_ranks(train_with_absences, 2, actor, steps=STEPS, leaves=True)

@@ -1,4 +1,6 @@
-"""The agent with real Ray on one machine: every way an attempt can end leaves a verdict and no process."""
+"""The agent with real Ray on one machine: every way an attempt can end leaves a verdict and no
+process.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from common.cluster import Cluster
 
 DEADLINE_S = 120
 
-# A driver as the trainer is one: waits for its cluster, works on it, polls the STOP file, ends with its own code.
+# A driver as the trainer is one: waits for its cluster, works on it, polls the STOP file, ends with
+# its own code.
 DRIVER = """
 import os, pathlib, sys, time
 import ray
@@ -53,9 +56,18 @@ time.sleep(600)
 class Attempt:
     """One agent, and what it does to its folder."""
 
-    def __init__(self, folder: Path, *driver: str, options: Sequence[str] = (), cpus: set[int] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *driver: str, options: Sequence[str] = (), cpus: set[int] | None = None
+    ) -> None:
         self.folder = folder / "attempts" / "0"
-        command = [sys.executable, "-u", "-m", "bootstrap.agent", f"--attempt-dir={self.folder}", "--num-gpus=2"]
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "bootstrap.agent",
+            f"--attempt-dir={self.folder}",
+            "--num-gpus=2",
+        ]
         command += ["--object-store-memory=100000000", "--loss-grace-s=1", *options, "--", *driver]
         # As a launcher might have left it: none of this may confuse Ray or the driver.
         environ = {**os.environ, "RANK": "3", "RAY_ADDRESS": "10.0.0.1:6379"}
@@ -125,7 +137,13 @@ def ray_status(cluster: Cluster, attempt: Attempt) -> str:
     """What ``ray status`` prints on the head; ``rlpost exec`` says the same of the secret."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(attempt.folder / "secret")}
-    command = [sys.executable, "-m", "ray.scripts.scripts", "status", f"--address={cluster.ray_address}"]
+    command = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "status",
+        f"--address={cluster.ray_address}",
+    ]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
     return done.stdout + done.stderr
 
@@ -146,16 +164,25 @@ def test_a_driver_works_on_the_cluster_and_strangers_do_not(start: Callable[...,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    attempt.wait_for(lambda: stranger.stdout and "InvalidAuthToken" in stranger.stdout.readline(), "refusal")
+    attempt.wait_for(
+        lambda: stranger.stdout and "InvalidAuthToken" in stranger.stdout.readline(), "refusal"
+    )
     stranger.kill()
     assert "INSIDE" not in stranger.communicate()[0]
 
-    assert "1 node_" in ray_status(cluster, attempt), "no monitor runs, so the GCS itself has to answer"
+    assert "1 node_" in ray_status(cluster, attempt), (
+        "no monitor runs, so the GCS itself has to answer"
+    )
 
-    # TERM at the agent: a stop request and nothing else. Ray works on, the driver decides when it is over.
+    # TERM at the agent: a stop request and nothing else. Ray works on, the driver decides when it
+    # is over.
     processes = attempt.processes()
-    group = os.getpgid(attempt.process.pid)  # what a launcher signals; Ray and the driver are in none of its groups
-    assert [process.pid for process in processes if os.getpgid(process.pid) == group] == [attempt.process.pid]
+    group = os.getpgid(
+        attempt.process.pid
+    )  # what a launcher signals; Ray and the driver are in none of its groups
+    assert [process.pid for process in processes if os.getpgid(process.pid) == group] == [
+        attempt.process.pid
+    ]
     attempt.process.send_signal(signal.SIGTERM)
     assert attempt.wait()[0] == "requeue"
     assert "SIGTERM" in json.loads((attempt.folder / "STOP").read_text())["reason"]
@@ -186,7 +213,9 @@ def test_nothing_survives_the_kill_of_the_agent(start: Callable[..., Attempt]) -
     attempt = start(*driver("ignore_stop"))
     attempt.wait_until_it_works()
     processes = attempt.processes()
-    assert len(processes) > 8  # agent, two keepers, driver, `ray start`, gcs, raylet, its agents, workers
+    assert (
+        len(processes) > 8
+    )  # agent, two keepers, driver, `ray start`, gcs, raylet, its agents, workers
     attempt.process.kill()
     assert not psutil.wait_procs(processes, DEADLINE_S)[1]
     attempt.wait_for(lambda: not attempt.temp_dir.exists(), "removal of Ray's folder")
@@ -209,8 +238,12 @@ def test_a_killed_raylet_fails_the_attempt_in_seconds(start: Callable[..., Attem
     assert not psutil.wait_procs(processes, DEADLINE_S)[1]
 
 
-def test_a_driver_that_is_deaf_to_the_stop_file_is_ended_when_its_time_is_over(start: Callable[..., Attempt]) -> None:
-    """The batch script writes the file as well; what was committed before is still good, so the run comes back."""
+def test_a_driver_that_is_deaf_to_the_stop_file_is_ended_when_its_time_is_over(
+    start: Callable[..., Attempt],
+) -> None:
+    """The batch script writes the file as well; what was committed before is still good, so the run
+    comes back.
+    """
     attempt = start(*driver("ignore_stop"), options=["--stop-grace-s=1"])
     attempt.wait_until_it_works()
     processes = attempt.processes()

@@ -1,4 +1,6 @@
-"""The report in a real browser: it draws, filters and explains itself, complains of nothing and asks nobody."""
+"""The report in a real browser: it draws, filters and explains itself, complains of nothing and
+asks nobody.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from tests.unit.report.runs import HOSTILE, make_run
 
 WIDTHS = (1280, 400)
 
-# Text that stands on the page, with its colour and the colour behind it; as [name, contrast] by WCAG 2.2's formula.
+# Text that stands on the page, with its colour and the colour behind it; as [name, contrast] by
+# WCAG 2.2's formula.
 CONTRASTS = """(() => {
   const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
   const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
@@ -46,7 +49,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     program = find_browser()
     if program is None:
-        pytest.skip(f"no browser: none of {', '.join(PROGRAMS)}; tools/install_system.sh installs Debian's chromium")
+        pytest.skip(
+            f"no browser: none of {', '.join(PROGRAMS)}; tools/install_system.sh installs Debian's chromium"
+        )
     with Browser(program, tmp_path_factory.mktemp("profile")) as browser:
         yield browser
 
@@ -61,11 +66,15 @@ def count(browser: Browser, name: str) -> str:
 
 def type_into(browser: Browser, name: str, text: str) -> None:
     field = f"""document.querySelector('[data-filters="{name}"] input[type=search]')"""
-    browser.value(f"{field}.value = {text!r}; {field}.dispatchEvent(new Event('input', {{bubbles: true}}))")
+    browser.value(
+        f"{field}.value = {text!r}; {field}.dispatchEvent(new Event('input', {{bubbles: true}}))"
+    )
 
 
 def test_a_page_that_misbehaves_is_seen(browser, tmp_path):
-    """What the tests below count on: complaints, requests, too wide a page and pale text come to light."""
+    """What the tests below count on: complaints, requests, too wide a page and pale text come to
+    light.
+    """
     bad = tmp_path / "bad.html"
     bad.write_text(
         '<p style="width:3000px;color:#aaa">x</p><img src="http://127.0.0.1:9/x.png"><script>nobody()</script>'
@@ -80,7 +89,9 @@ def test_a_page_that_misbehaves_is_seen(browser, tmp_path):
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_report_is_readable_at_any_width_light_and_dark(browser, page, width, dark):
-    """Nothing sticks out sideways, text stands out from what is behind it, letters of plots are not tiny."""
+    """Nothing sticks out sideways, text stands out from what is behind it, letters of plots are not
+    tiny.
+    """
     browser.open(page, width=width, dark=dark)
     assert browser.complaints == []
     assert browser.requests == [page.as_uri()]
@@ -102,7 +113,9 @@ def test_answers_are_found_by_their_words_and_by_their_reward(browser, page):
     assert shown(browser, "answers") == 120
     type_into(browser, "answers", "onerror quoted")
     assert (shown(browser, "answers"), count(browser, "answers")) == (1, "1 of 120")
-    assert HOSTILE in browser.value("document.querySelector('#answers [data-row]:not([hidden])').textContent")
+    assert HOSTILE in browser.value(
+        "document.querySelector('#answers [data-row]:not([hidden])').textContent"
+    )
     type_into(browser, "answers", "no such words")
     assert shown(browser, "answers") == 0
     assert browser.complaints == []
@@ -113,7 +126,9 @@ def test_a_view_is_in_its_address(browser, page):
     assert count(browser, "answers") == "60 of 120"
     assert shown(browser, "settings") == 1
     type_into(browser, "settings", "")
-    assert "settings" not in browser.value("location.hash") and "reward=worst" in browser.value("location.hash")
+    assert "settings" not in browser.value("location.hash") and "reward=worst" in browser.value(
+        "location.hash"
+    )
 
 
 def test_settings_that_have_their_default_are_shown_when_asked_for(browser, page):
@@ -139,13 +154,20 @@ def test_a_plot_tells_the_values_under_the_pointer(browser, page):
     browser.value(f"{place}.focus()")
     browser.ask("Input.dispatchKeyEvent", type="keyDown", key="ArrowLeft", code="ArrowLeft")
     step = int(text.removeprefix("step ")[:3])
-    assert browser.value("document.querySelector('.tip').textContent").startswith(f"step {step - 1}")
+    assert browser.value("document.querySelector('.tip').textContent").startswith(
+        f"step {step - 1}"
+    )
     assert browser.complaints == []
 
 
 def test_a_comparison_is_readable(browser, page, tmp_path, capsys):
     other = make_run(tmp_path / "longer", num_steps=300, preempted_at=(), seed=3)
-    assert main(["compare", str(page.parents[1]), str(other.root), "--out", str(tmp_path / "two.html")]) == 0
+    assert (
+        main(
+            ["compare", str(page.parents[1]), str(other.root), "--out", str(tmp_path / "two.html")]
+        )
+        == 0
+    )
     for width in WIDTHS:
         browser.open(tmp_path / "two.html", width=width)
         assert browser.complaints == []

@@ -26,19 +26,27 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[str | None]:
-    """A file system with room for the small files of a checkpoint and not for its tensors; None where none may be
-    mounted."""
+    """A file system with room for the small files of a checkpoint and not for its tensors; None
+    where none may be mounted.
+    """
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "none", folder], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=160k", "none", folder], capture_output=True
+    )
     yield str(folder) if mounted.returncode == 0 else None
     if mounted.returncode == 0:
         subprocess.run(["umount", folder], check=True)
 
 
-def test_a_run_with_dropout_resumes_bit_for_bit_and_a_full_disk_on_its_way_changes_nothing(tmp_path, full_disk):
-    """Two ranks of tensor parallelism, which draw from Megatron's tracker. Every rank says the same of the disk, none
-    waits for another, and the step after it is the step it would have been."""
+def test_a_run_with_dropout_resumes_bit_for_bit_and_a_full_disk_on_its_way_changes_nothing(
+    tmp_path, full_disk
+):
+    """Two ranks of tensor parallelism, which draw from Megatron's tracker.
+
+    Every rank says the same of the disk, none waits for another, and the step after it is the step
+    it would have been.
+    """
     make_family(tmp_path / "model", "qwen3")
     settings = ActorSettings(
         str(tmp_path / "model"),
@@ -60,9 +68,9 @@ def test_a_run_with_dropout_resumes_bit_for_bit_and_a_full_disk_on_its_way_chang
     for rank in whole:
         assert len(rank["said"]) == 2
         for said in rank["said"]:
-            assert "cannot write the checkpoint" in said and ("No space left" in said or "is the disk full" in said), (
-                said
-            )
+            assert "cannot write the checkpoint" in said and (
+                "No space left" in said or "is the disk full" in said
+            ), said
             assert "Traceback" not in said
 
 
@@ -85,29 +93,49 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {  # model, ranks, setting
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_state_larger_than_the_buffer_is_saved_while_memory_moves_and_the_next_step_waits(tmp_path, layout):
-    """The buffer holds a fraction of a rank's state, every tensor is shared by all ranks that have it, device memory
-    is given up and taken back while it is read. The save has the bits of one that was waited for; resumed at the same
-    layout and in one process the next step is the step it would have been."""
+def test_a_state_larger_than_the_buffer_is_saved_while_memory_moves_and_the_next_step_waits(
+    tmp_path, layout
+):
+    """The buffer holds a fraction of a rank's state, every tensor is shared by all ranks that have
+    it, device memory is given up and taken back while it is read. The save has the bits of one that
+    was waited for; resumed at the same layout and in one process the next step is the step it would
+    have been.
+    """
     model, num_ranks, given = LAYOUTS[layout]
     make_family(tmp_path / "model", model)
     settings = ActorSettings(
-        str(tmp_path / "model"), bf16=True, lr=1e-3, distributed_timeout_minutes=2, save_buffer_gb=2e-5, **given
+        str(tmp_path / "model"),
+        bf16=True,
+        lr=1e-3,
+        distributed_timeout_minutes=2,
+        save_buffer_gb=2e-5,
+        **given,
     )
     folders = [str(tmp_path / name) for name in ("waited", "beside")]
     saved = run_ranks(
-        save_through_a_narrow_buffer, num_ranks, settings, before=share_everything, steps=STEPS, folders=folders
+        save_through_a_narrow_buffer,
+        num_ranks,
+        settings,
+        before=share_everything,
+        steps=STEPS,
+        folders=folders,
     )
-    assert all(rank["away"] for rank in saved), "nothing was left to copy while the memory was away: no test"
+    assert all(rank["away"] for rank in saved), (
+        "nothing was left to copy while the memory was away: no test"
+    )
     expected = {key: saved[0][key] for key in ("before", "metrics", "hash")}
-    assert largest_stored(folders[1]) <= 2e-5 * 1e9 / 4, "whoever reads it back holds more than a slot of the buffer"
+    assert largest_stored(folders[1]) <= 2e-5 * 1e9 / 4, (
+        "whoever reads it back holds more than a slot of the buffer"
+    )
     for folder in folders:
         resumed = run_ranks(load_and_sum, num_ranks, settings, steps=STEPS, folder=folder)
         assert [rank == expected for rank in resumed] == [True] * num_ranks
     alone = ActorSettings(settings.hf_checkpoint, bf16=True, lr=1e-3, distributed_timeout_minutes=2)
     (elsewhere,) = run_ranks(load_and_sum, 1, alone, steps=STEPS, folder=folders[1])
     assert elsewhere["before"] == expected["before"]
-    assert elsewhere["metrics"]["train/grad_norm"] == pytest.approx(expected["metrics"]["train/grad_norm"], rel=0.05)
+    assert elsewhere["metrics"]["train/grad_norm"] == pytest.approx(
+        expected["metrics"]["train/grad_norm"], rel=0.05
+    )
 
 
 def largest_stored(folder: str) -> int:
@@ -117,4 +145,8 @@ def largest_stored(folder: str) -> int:
 
     stored = FileSystemReader(folder).read_metadata().state_dict_metadata.values()
     tensors = [one for one in stored if isinstance(one, TensorStorageMetadata)]
-    return max(chunk.sizes.numel() * one.properties.dtype.itemsize for one in tensors for chunk in one.chunks)
+    return max(
+        chunk.sizes.numel() * one.properties.dtype.itemsize
+        for one in tensors
+        for chunk in one.chunks
+    )

@@ -1,4 +1,6 @@
-"""Hugging Face to torch_dist and back: every family, at two layouts, bit for bit; and by the tools themselves."""
+"""Hugging Face to torch_dist and back: every family, at two layouts, bit for bit; and by the tools
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ TP: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True
 PP: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 UNEVEN: dict[str, Any] = PP | {"decoder_last_pipeline_num_layers": 1}
 EP: dict[str, Any] = {"expert_model_parallel_size": 2}
-LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # there, back; all others: tensors cut, layers cut
+LAYOUTS: dict[
+    str, tuple[dict[str, Any], dict[str, Any]]
+] = {  # there, back; all others: tensors cut, layers cut
     "qwen3-tied": (UNEVEN, TP),
     "qwen3-moe": (EP, UNEVEN),
     "glm4.5-moe": (UNEVEN, EP),
@@ -50,7 +54,11 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in NAMES:
         make_family(folder / name, name)
     add_extra_layer(folder / "glm4.5-moe")
-    convert([Conversion(name, *LAYOUTS.get(name, (TP, UNEVEN))) for name in NAMES], str(folder), num_ranks=2)
+    convert(
+        [Conversion(name, *LAYOUTS.get(name, (TP, UNEVEN))) for name in NAMES],
+        str(folder),
+        num_ranks=2,
+    )
     return folder
 
 
@@ -62,45 +70,84 @@ def same_tensors(ours: Path, theirs: Path) -> bool:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_come_back_bit_for_bit_from_a_checkpoint_read_at_another_layout(converted, name):
-    """What is not trained as well: a layer for multi-token prediction that config.json does not name."""
+    """What is not trained as well: a layer for multi-token prediction that config.json does not
+    name.
+    """
     assert same_tensors(converted / f"{name}_back", converted / name)
-    assert (converted / f"{name}_torch_dist" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert (
+        converted / f"{name}_torch_dist" / "latest_checkpointed_iteration.txt"
+    ).read_text() == "release"
 
 
 def test_a_converted_model_has_the_layer_for_multi_token_prediction(converted):
     """So a run may train it or not; its keys are those of Megatron-LM."""
     kept = {name: find_checkpoint(converted / f"{name}_torch_dist") for name in (MTP, "glm4.5-moe")}
-    keys = {name: set(FileSystemReader(folder).read_metadata().state_dict_metadata) for name, folder in kept.items()}
+    keys = {
+        name: set(FileSystemReader(folder).read_metadata().state_dict_metadata)
+        for name, folder in kept.items()
+    }
     assert {key.split(".")[0] for key in keys[MTP] - keys["glm4.5-moe"]} == {"mtp"}
     assert "mtp.layers.0.transformer_layer.mlp.router.expert_bias" in keys[MTP]
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_a_run_begins_from_a_converted_model_with_and_without_that_layer(converted, tmp_path, is_trained):
+def test_a_run_begins_from_a_converted_model_with_and_without_that_layer(
+    converted, tmp_path, is_trained
+):
     settings = ActorSettings(
-        str(converted / MTP), ref_load=str(converted / f"{MTP}_torch_dist"), enable_mtp_training=is_trained
+        str(converted / MTP),
+        ref_load=str(converted / f"{MTP}_torch_dist"),
+        enable_mtp_training=is_trained,
     )
     run_ranks(look, 1, settings, samples=STEPS[0], export=str(tmp_path / "out"))
     assert same_tensors(tmp_path / "out", converted / MTP)
 
 
 def test_a_reference_checkpoint_is_what_a_run_begins_from(converted, tmp_path):
-    """--ref-load wins over the weights of --hf-checkpoint, of which configuration and tokenizer are still used."""
+    """--ref-load wins over the weights of --hf-checkpoint, of which configuration and tokenizer are
+    still used.
+    """
     other = tmp_path / "other"
     make_family(other, "qwen3")
     weights = load_file(other / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in weights.items()}, other / "model.safetensors")
-    settings = ActorSettings(str(other), ref_load=str(converted / "qwen3_torch_dist"), use_kl_loss=True)
+    settings = ActorSettings(
+        str(other), ref_load=str(converted / "qwen3_torch_dist"), use_kl_loss=True
+    )
     run_ranks(look, 1, settings, samples=STEPS[0], export=str(tmp_path / "out"))
     assert same_tensors(tmp_path / "out", converted / "qwen3")
 
 
 def test_the_tools_do_the_same_under_torchrun_with_megatrons_words(converted, tmp_path):
-    """Layers are spread over the ranks unless told otherwise; a wrong word is an error with both values."""
+    """Layers are spread over the ranks unless told otherwise; a wrong word is an error with both
+    values.
+    """
     original, kept, back = str(converted / "qwen3"), str(tmp_path / "kept"), str(tmp_path / "back")
-    words = ["--num-layers", "4", "--hidden-size", "64", "--swiglu", "--qk-layernorm", "--disable-bias-linear"]
-    there = [str(ROOT / "tools/convert_hf_to_torch_dist.py"), *words, "--hf-checkpoint", original, "--save", kept]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [
+        "--num-layers",
+        "4",
+        "--hidden-size",
+        "64",
+        "--swiglu",
+        "--qk-layernorm",
+        "--disable-bias-linear",
+    ]
+    there = [
+        str(ROOT / "tools/convert_hf_to_torch_dist.py"),
+        *words,
+        "--hf-checkpoint",
+        original,
+        "--save",
+        kept,
+    ]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     done = subprocess.run([*launcher, *there], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert f"{kept}: written in" in done.stdout and "by 2 ranks" in done.stdout
@@ -110,5 +157,7 @@ def test_the_tools_do_the_same_under_torchrun_with_megatrons_words(converted, tm
     done = subprocess.run([*tool, *places], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert same_tensors(Path(back), Path(original))
-    done = subprocess.run([*tool, *places, "--num-layers", "5"], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [*tool, *places, "--num-layers", "5"], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 1 and "--num-layers 5" in done.stderr and "says 4" in done.stderr

@@ -1,4 +1,6 @@
-"""The documentation site, built by the real Sphinx: no warning, all pages in the contents, no broken link."""
+"""The documentation site, built by the real Sphinx: no warning, all pages in the contents, no
+broken link.
+"""
 
 import re
 import subprocess
@@ -15,7 +17,16 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(ROOT / "docs"), str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        str(ROOT / "docs"),
+        str(folder),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder
@@ -23,13 +34,24 @@ def site(tmp_path_factory) -> Path:
 
 def test_every_page_is_in_the_contents_under_the_headings_of_the_readme(site):
     text = (site / "index.html").read_text()
-    assert re.findall(r'caption-text">([^<]*)', text) == ["Tutorials", "Guides", "Reference", "Explanation", "Project"]
-    listed = set(re.findall(r'class="toctree-l1"><a class="reference internal" href="([^"]+)\.html"', text))
+    assert re.findall(r'caption-text">([^<]*)', text) == [
+        "Tutorials",
+        "Guides",
+        "Reference",
+        "Explanation",
+        "Project",
+    ]
+    listed = set(
+        re.findall(r'class="toctree-l1"><a class="reference internal" href="([^"]+)\.html"', text)
+    )
     assert listed == {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index"}
 
 
 def test_every_local_link_leads_to_a_file_and_a_heading(site):
-    ids = {page.name: set(re.findall(r' id="([^"]+)"', page.read_text())) for page in site.glob("*.html")}
+    ids = {
+        page.name: set(re.findall(r' id="([^"]+)"', page.read_text()))
+        for page in site.glob("*.html")
+    }
     broken = []
     for page in site.glob("*.html"):
         for link in re.findall(r'<a [^>]*href="([^"]+)"', page.read_text()):
@@ -37,7 +59,9 @@ def test_every_local_link_leads_to_a_file_and_a_heading(site):
             if re.match(r"[a-z]+:", target):
                 continue
             target = target or page.name
-            if not (site / target).exists() or (anchor and target in ids and anchor not in ids[target]):
+            if not (site / target).exists() or (
+                anchor and target in ids and anchor not in ids[target]
+            ):
                 broken.append((page.name, link))
     assert not broken
 

@@ -1,6 +1,8 @@
-"""What SGLang does with the tensors of a layer for multi-token prediction: its own loader, run from its source.
+"""What SGLang does with the tensors of a layer for multi-token prediction: its own loader, run from
+its source.
 
-A draft model needs compiled kernels, which a CPU does not have (docs/engines.md); names and fan-out can be checked.
+A draft model needs compiled kernels, which a CPU does not have (docs/engines.md); names and fan-out
+can be checked.
 """
 
 from __future__ import annotations
@@ -25,13 +27,18 @@ DRAFT = {
     "model.hnorm.weight",
     "model.shared_head.norm.weight",
     *(f"model.decoder.{name}_layernorm.weight" for name in ("input", "post_attention")),
-    *(f"model.decoder.self_attn.{name}" for name in ("qkv_proj.weight", "qkv_proj.bias", "o_proj.weight")),
+    *(
+        f"model.decoder.self_attn.{name}"
+        for name in ("qkv_proj.weight", "qkv_proj.bias", "o_proj.weight")
+    ),
     *(f"model.decoder.self_attn.{name}_norm.weight" for name in "qk"),
     *(f"model.decoder.mlp.gate.{name}" for name in ("weight", "e_score_correction_bias")),
     *(f"model.decoder.mlp.shared_experts.{name}_proj.weight" for name in ("gate_up", "down")),
     *(f"model.decoder.mlp.experts.{name}_weight" for name in ("w13", "w2")),
 }
-"""Parameters of ``Glm4MoeForCausalLMNextN`` without embedding and output layer, which it takes from the policy."""
+"""Parameters of ``Glm4MoeForCausalLMNextN`` without embedding and output layer, which it takes from
+the policy.
+"""
 
 
 def sent(layer: int) -> list[str]:
@@ -43,7 +50,10 @@ def sent(layer: int) -> list[str]:
         ):
             continue
         for expert in range(EXPERTS if "{expert}" in rule.megatron else 1):
-            names += [hf.replace("{layer}", str(layer)).replace("{expert}", str(expert)) for hf in rule.hugging_face]
+            names += [
+                hf.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+                for hf in rule.hugging_face
+            ]
     return names
 
 
@@ -58,13 +68,23 @@ def loaded(source: Source, names: list[str], *, is_nextn: bool) -> dict[str, set
         def weight_loader(self, parameter: Any, tensor: str, *more: Any, **shard: Any) -> None:
             filled.setdefault(self.name, set()).add(tensor)
 
-    mapping = source.run("sglang/srt/layers/moe/fused_moe_triton/layer.py", "FusedMoE.make_expert_params_mapping")
-    moe = SimpleNamespace(make_expert_params_mapping=lambda **sizes: mapping.__func__(None, **sizes))
+    mapping = source.run(
+        "sglang/srt/layers/moe/fused_moe_triton/layer.py", "FusedMoE.make_expert_params_mapping"
+    )
+    moe = SimpleNamespace(
+        make_expert_params_mapping=lambda **sizes: mapping.__func__(None, **sizes)
+    )
     load = source.run(
-        MODEL, "Glm4MoeForCausalLM.load_weights", FusedMoE=moe, logger=logging, default_weight_loader=None
+        MODEL,
+        "Glm4MoeForCausalLM.load_weights",
+        FusedMoE=moe,
+        logger=logging,
+        default_weight_loader=None,
     )
     model = SimpleNamespace(
-        config=SimpleNamespace(num_hidden_layers=LAYERS, num_nextn_predict_layers=1, n_routed_experts=EXPERTS),
+        config=SimpleNamespace(
+            num_hidden_layers=LAYERS, num_nextn_predict_layers=1, n_routed_experts=EXPERTS
+        ),
         num_fused_shared_experts=0,
     )
     target = {name.replace("model.decoder.", f"model.layers.{LAYERS}.") for name in DRAFT}
@@ -87,17 +107,25 @@ def test_policy_and_draft_model_leave_each_other_s_tensors_alone(layer, is_nextn
 
 
 def test_embedding_and_output_layer_of_the_draft_model_are_the_policy_s():
-    copies = [f"model.layers.{LAYERS}.{name}" for name in ("embed_tokens.weight", "shared_head.head.weight")]
+    copies = [
+        f"model.layers.{LAYERS}.{name}"
+        for name in ("embed_tokens.weight", "shared_head.head.weight")
+    ]
     assert loaded(Source(), copies, is_nextn=True) == {}
     shares = Source().lines(MODEL, "Glm4MoeForCausalLM.set_embed_and_head")
-    assert "self.model.embed_tokens.weight = embed" in shares and "self.lm_head.weight = head" in shares
+    assert (
+        "self.model.embed_tokens.weight = embed" in shares
+        and "self.lm_head.weight = head" in shares
+    )
 
 
 def test_an_update_goes_to_the_draft_model_too():
     """With the selector that our client sends."""
     source = Source()
     roles = source.run(UPDATER, "_parse_runner_selector")
-    select = source.run(UPDATER, "SchedulerWeightUpdaterManager._select_runners", _parse_runner_selector=roles)
+    select = source.run(
+        UPDATER, "SchedulerWeightUpdaterManager._select_runners", _parse_runner_selector=roles
+    )
     runners = SimpleNamespace(
         tp_worker=SimpleNamespace(weight_update_runners=lambda: [("target", 1)]),
         draft_worker=SimpleNamespace(weight_update_runners=lambda: [("draft", 2)]),

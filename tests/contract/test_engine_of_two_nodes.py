@@ -1,4 +1,5 @@
-"""One engine of two parts, each with its own rank of the model, as on two nodes: started, asked, updated over a group.
+"""One engine of two parts, each with its own rank of the model, as on two nodes: started, asked,
+updated over a group.
 
 Both parts run on this machine; what they know of each other is the address where they meet.
 """
@@ -17,7 +18,14 @@ from rlpost.rollout.engine import Engine
 from rlpost.rollout.engine_side_weights import WeightUpdate, num_engine_ranks
 from rlpost.types import EngineAddress
 from tests.contract.conftest import START_DEADLINE_S
-from tests.contract.test_sglang import Sender, greedy_of_engine, held_out, hf_greedy, in_buckets, load
+from tests.contract.test_sglang import (
+    Sender,
+    greedy_of_engine,
+    held_out,
+    hf_greedy,
+    in_buckets,
+    load,
+)
 from tests.ports import free_ports
 
 KEY = "contract-key-two-nodes"
@@ -44,15 +52,21 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         for rank in range(2)
     ]
     try:
-        parts[1].start("127.0.0.1", ports[1], deadline_s=START_DEADLINE_S)  # returns at once: it takes no requests
+        parts[1].start(
+            "127.0.0.1", ports[1], deadline_s=START_DEADLINE_S
+        )  # returns at once: it takes no requests
         yield parts[0].start("127.0.0.1", ports[0], deadline_s=START_DEADLINE_S)
     finally:
         for part in parts:
             part.stop()
 
 
-def test_both_parts_answer_as_one_model_and_take_new_weights(tiny_model: Path, engine: EngineAddress) -> None:
-    """Greedy answers are those of transformers before an update and after it; each part has half of the weights."""
+def test_both_parts_answer_as_one_model_and_take_new_weights(
+    tiny_model: Path, engine: EngineAddress
+) -> None:
+    """Greedy answers are those of transformers before an update and after it; each part has half of
+    the weights.
+    """
     old = load(tiny_model)
     prompts = held_out(tiny_model, 12)
     assert greedy_of_engine(engine.url, KEY, prompts) == hf_greedy(old, prompts)
@@ -62,7 +76,9 @@ def test_both_parts_answer_as_one_model_and_take_new_weights(tiny_model: Path, e
     with torch.no_grad():
         for weight in new.parameters():
             weight.mul_(3.0 if weight.dim() > 1 else 1.0)
-    weights = {name: tensor for name, tensor in new.state_dict().items() if name != "lm_head.weight"}
+    weights = {
+        name: tensor for name, tensor in new.state_dict().items() if name != "lm_head.weight"
+    }
     whole = WeightUpdate([engine], api_key=KEY, timeout_s=120)
     assert num_engine_ranks(whole.receivers) == 2
     sender = Sender(weights, in_buckets(weights, 2))

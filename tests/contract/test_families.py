@@ -22,31 +22,45 @@ CUTS = {
     "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
 }
 MOE_CUT = (2, {"expert_model_parallel_size": 2})
-CASES = [(name, cut) for name in FAMILIES for cut in CUTS] + [("qwen3-moe", "ep2"), ("glm4.5-moe", "ep2")]
+CASES = [(name, cut) for name in FAMILIES for cut in CUTS] + [
+    ("qwen3-moe", "ep2"),
+    ("glm4.5-moe", "ep2"),
+]
 CASES += [(name, "tp2-sp") for name in FROM_OUTSIDE]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, torch.Tensor]]]:
+def models(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, tuple[Path, torch.Tensor]]]:
     """Of each family its folder and transformers' logits of the samples, one sequence at a time."""
     from transformers import AutoModelForCausalLM
 
     made = {}
     monkeypatch = pytest.MonkeyPatch()  # of the module, and the ranks look where this process does
     packages = tmp_path_factory.mktemp("packages")
-    monkeypatch.syspath_prepend(str(install(write_examples(packages / "from") / "mistral", packages / "to")))
+    monkeypatch.syspath_prepend(
+        str(install(write_examples(packages / "from") / "mistral", packages / "to"))
+    )
     for name in (*FAMILIES, *FROM_OUTSIDE):
         folder = tmp_path_factory.mktemp("families") / name
         make_family(folder, name)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
         with torch.no_grad():
-            made[name] = folder, torch.cat([model(torch.tensor([s.token_ids])).logits[0] for s in SAMPLES])
+            made[name] = (
+                folder,
+                torch.cat([model(torch.tensor([s.token_ids])).logits[0] for s in SAMPLES]),
+            )
     yield made
     monkeypatch.undo()
 
 
 @pytest.mark.parametrize(("name", "cut"), CASES)
-def test_packed_logits_equal_those_of_transformers_and_weights_come_back_bit_for_bit(models, tmp_path, name, cut):
+def test_packed_logits_equal_those_of_transformers_and_weights_come_back_bit_for_bit(
+    models, tmp_path, name, cut
+):
     folder, expected = models[name]
     num_ranks, layout = MOE_CUT if cut == "ep2" else CUTS[cut]
     settings = ActorSettings(str(folder), distributed_timeout_minutes=2, **layout)

@@ -1,4 +1,6 @@
-"""Real prompts of GSM8K (the head of its test split) on their whole way: file, chat template, tokenizer, reward."""
+"""Real prompts of GSM8K (the head of its test split) on their whole way: file, chat template,
+tokenizer, reward.
+"""
 
 import asyncio
 import json
@@ -26,7 +28,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.pre_tokenizer, core.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
     folder = tmp_path_factory.mktemp("tokenizer")
     PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template).save_pretrained(folder)
@@ -34,7 +39,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("rm_type", ["gsm8k", "math", "boxed_deepscaler"])
-def test_a_right_answer_to_a_real_prompt_is_rewarded_and_a_neighbours_is_not(model: Path, rm_type: str) -> None:
+def test_a_right_answer_to_a_real_prompt_is_rewarded_and_a_neighbours_is_not(
+    model: Path, rm_type: str
+) -> None:
     config = Config.model_validate(
         {
             "rollout": {
@@ -49,10 +56,14 @@ def test_a_right_answer_to_a_real_prompt_is_rewarded_and_a_neighbours_is_not(mod
     )
     check_prompts(config.rollout.prompt_data, config.rollout)
     tokenizer = PromptTokenizer(model, apply_chat_template=True)
-    prompts = PromptSet(config.rollout.prompt_data, tokenize=tokenizer, fields=prompt_fields(config.rollout))
+    prompts = PromptSet(
+        config.rollout.prompt_data, tokenize=tokenizer, fields=prompt_fields(config.rollout)
+    )
     taken = PromptCursor(prompts, shuffle=True, seed=1).take(20)
     assert all(tokenizer.decode(prompt.token_ids) == prompt.text for prompt in taken)
-    assert all(prompt.text.startswith("<user>") and prompt.text.endswith("<assistant>") for prompt in taken)
+    assert all(
+        prompt.text.startswith("<user>") and prompt.text.endswith("<assistant>") for prompt in taken
+    )
     assert sorted(prompt.label for prompt in taken) == sorted(SOLUTIONS[:20])
 
     def number(solution: str) -> str:
@@ -64,7 +75,10 @@ def test_a_right_answer_to_a_real_prompt_is_rewarded_and_a_neighbours_is_not(mod
             found = []
             for index, prompt in enumerate(taken):
                 texts = [rf"So \boxed{{{number(taken[i].label)}}}." for i in (index, index - 1)]
-                samples = [Sample(prompt.prompt_id, i, (1,), (), (), text, "stop", 0) for i, text in enumerate(texts)]
+                samples = [
+                    Sample(prompt.prompt_id, i, (1,), (), (), text, "stop", 0)
+                    for i, text in enumerate(texts)
+                ]
                 found.append(await grader.grade(_with_bare_label(prompt, rm_type), samples))
             return found
         finally:

@@ -1,4 +1,6 @@
-"""Real ranks whose training is stopped between micro-batches: all at one place, and as if it had not been begun."""
+"""Real ranks whose training is stopped between micro-batches: all at one place, and as if it had
+not been begun.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,26 @@ from tests.contract.test_actor import models, settings  # noqa: F401
 
 pytestmark = pytest.mark.timeout(300)
 
-# name: (ranks, settings, boundaries of the step after which a stop is requested); where it is left is up to chance
+# name: (ranks, settings, boundaries of the step after which a stop is requested); where it is left
+# is up to chance
 WORLDS: dict[str, tuple[int, dict[str, Any], tuple[int, ...]]] = {
     "tp2 dp2, log-probs of the reference within the step": (
         4,
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_kl_loss": True, "kl_loss_coef": 0.1},
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.1,
+        },
         (1, 10, 6, 9, 11),
     ),
     "dp2, collectives overlapped": (
         2,
-        {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        {
+            "use_distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        },
         (2, 6, 5, 7),
     ),
     "pp2": (2, {"pipeline_model_parallel_size": 2}, (1, 2)),
@@ -34,11 +46,17 @@ def test_a_step_that_was_left_and_repeated_equals_one_that_nobody_disturbed(mode
     """Bit for bit, on every rank, whatever was half done when it was left."""
     world, changes, stops = WORLDS[name]
     actor_settings = settings(models, "untied", "tp1", **changes)
-    disturbed = run_ranks(train_with_stops, world, actor_settings, steps=STEPS[:2], stops=stops, folder=str(tmp_path))
-    undisturbed = run_ranks(train_with_stops, world, actor_settings, steps=STEPS[:2], stops=(), folder=str(tmp_path))
+    disturbed = run_ranks(
+        train_with_stops, world, actor_settings, steps=STEPS[:2], stops=stops, folder=str(tmp_path)
+    )
+    undisturbed = run_ranks(
+        train_with_stops, world, actor_settings, steps=STEPS[:2], stops=(), folder=str(tmp_path)
+    )
     for ours, theirs in zip(disturbed, undisturbed, strict=True):
         assert ours["metrics"] == theirs["metrics"]
         assert ours["hash"] == theirs["hash"]
-        assert ours["left"] == disturbed[0]["left"], "every rank did the same micro-batches of what was left"
+        assert ours["left"] == disturbed[0]["left"], (
+            "every rank did the same micro-batches of what was left"
+        )
     left = [crossed for step in disturbed[0]["left"] for crossed in step]
     assert len(left) >= 2, "no step was ever left: nothing is shown"

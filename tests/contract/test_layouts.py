@@ -1,4 +1,6 @@
-"""Parallel layouts of the trainer: one of each kind here; ``python -m tests.contract.layouts`` runs all of them."""
+"""Parallel layouts of the trainer: one of each kind here; ``python -m tests.contract.layouts`` runs
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def compare(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
 def test_there_are_at_least_twenty_layouts_and_no_two_are_the_same():
     assert len(LAYOUTS) >= 20
     assert len(
-        {(one.model, one.num_ranks, str(sorted(one.settings.items())), one.algorithm) for one in LAYOUTS}
+        {
+            (one.model, one.num_ranks, str(sorted(one.settings.items())), one.algorithm)
+            for one in LAYOUTS
+        }
     ) == len(LAYOUTS)
 
 
@@ -49,7 +54,9 @@ def test_a_layout_trains_as_one_process_does(compare, name):
 
 
 def settings(folder: Path, layout: Layout, **changes) -> ActorSettings:
-    options = dict(lr=1e-3, adam_eps=1e-4, distributed_timeout_minutes=2) | layout.settings | changes
+    options = (
+        dict(lr=1e-3, adam_eps=1e-4, distributed_timeout_minutes=2) | layout.settings | changes
+    )
     options |= {"enable_mtp_training": layout.model == MTP}
     return ActorSettings(str(folder / layout.model), **options)
 
@@ -65,7 +72,9 @@ CONTINUED = [  # written at, read at
 ]
 
 
-@pytest.mark.parametrize(("written_at", "reader"), CONTINUED, ids=[f"{a}-to-{b.name}" for a, b in CONTINUED])
+@pytest.mark.parametrize(
+    ("written_at", "reader"), CONTINUED, ids=[f"{a}-to-{b.name}" for a, b in CONTINUED]
+)
 def test_a_checkpoint_is_continued_at_another_layout(tmp_path, written_at, reader):
     """The third step from the checkpoint of the second equals that of the run that went on."""
     writer = BY_NAME[written_at]
@@ -74,7 +83,9 @@ def test_a_checkpoint_is_continued_at_another_layout(tmp_path, written_at, reade
     files = Files(save=saved, export=str(tmp_path / "whole"))
     whole = run_ranks(train, writer.num_ranks, settings(tmp_path, writer), steps=STEPS, files=files)
     files = Files(load=saved, export=str(tmp_path / "continued"))
-    continued = run_ranks(train, reader.num_ranks, settings(tmp_path, reader), steps=STEPS, files=files)
+    continued = run_ranks(
+        train, reader.num_ranks, settings(tmp_path, reader), steps=STEPS, files=files
+    )
     assert continued[0]["metrics"] == [pytest.approx(whole[0]["metrics"][2], rel=1e-5, abs=1e-6)]
     ours, theirs = (load_folder(tmp_path / name) for name in ("continued", "whole"))
     assert ours.keys() == theirs.keys()
@@ -83,7 +94,8 @@ def test_a_checkpoint_is_continued_at_another_layout(tmp_path, written_at, reade
         assert continued[0]["hash"] == whole[0]["hash"]
 
 
-RECOMPUTED = [  # how often four layers of two norms and their two query and key norms run, and one final norm
+# how often four layers of two norms and their two query and key norms run, and one final norm
+RECOMPUTED = [
     ({}, 17, 4),
     (FULL, 33, 8),
     (BLOCK, 21, 5),
@@ -94,12 +106,18 @@ RECOMPUTED = [  # how often four layers of two norms and their two query and key
 @pytest.mark.parametrize(("recompute", "norms", "attentions"), RECOMPUTED)
 def test_recomputing_runs_again_what_it_says(tmp_path, recompute, norms, attentions):
     make_family(tmp_path, "qwen3")
-    (counts,) = run_ranks(count_forwards, 1, ActorSettings(str(tmp_path), **recompute), samples=STEPS[0])
+    (counts,) = run_ranks(
+        count_forwards, 1, ActorSettings(str(tmp_path), **recompute), samples=STEPS[0]
+    )
     assert counts == {"norms": norms, "attentions": attentions}
 
 
-def test_the_divergence_from_the_reference_starts_at_zero_and_its_weight_keeps_the_policy_near(tmp_path):
-    """After a step the weights are other than the reference's; with a heavy weight they come less far."""
+def test_the_divergence_from_the_reference_starts_at_zero_and_its_weight_keeps_the_policy_near(
+    tmp_path,
+):
+    """After a step the weights are other than the reference's; with a heavy weight they come less
+    far.
+    """
     make_family(tmp_path, "qwen3")
     steps = [STEPS[0]] * 3
 

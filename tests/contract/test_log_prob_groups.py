@@ -13,7 +13,11 @@ def test_log_probs_do_not_depend_on_the_groups_they_are_computed_in(tmp_path):
     """Per micro-batch of the training and per sample, whatever the groups; in float32."""
     make_family(tmp_path, "qwen3")
     (found,) = run_ranks(
-        logprobs_in_groups, 1, ActorSettings(str(tmp_path)), samples=STEPS[0], groups=[(7, 0, 3), (1, 6, 2, 5, 4)]
+        logprobs_in_groups,
+        1,
+        ActorSettings(str(tmp_path)),
+        samples=STEPS[0],
+        groups=[(7, 0, 3), (1, 6, 2, 5, 4)],
     )
     plain, grouped = found
     assert [list(map(len, one)) for one in plain] == [list(map(len, one)) for one in grouped]

@@ -1,4 +1,6 @@
-"""Losses in the real actor: supervised against Hugging Face, the user's own, and one that breaks."""
+"""Losses in the real actor: supervised against Hugging Face, the user's own, and one that
+breaks.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def one_step(actor: Any) -> dict[str, Any]:
 
 
 def test_supervised_loss_and_gradient_norm_equal_those_of_hugging_face(model):
-    """The mean over samples of the mean over the trained tokens of a sample, as transformers' own loss gives it."""
+    """The mean over samples of the mean over the trained tokens of a sample, as transformers' own
+    loss gives it.
+    """
     from transformers import AutoModelForCausalLM
 
     (found,) = run_ranks(one_step, 1, settings(model, loss_type="sft_loss", kl_coef=0.1))
@@ -80,7 +84,9 @@ def test_supervised_loss_and_gradient_norm_equal_those_of_hugging_face(model):
 
 
 def in_answers(actor: Any, sizes: tuple[int, ...]) -> dict[str, Any]:
-    """Metrics of a step on the first samples of STEPS, of which ``sizes`` each are one answer; log-probs before it."""
+    """Metrics of a step on the first samples of STEPS, of which ``sizes`` each are one answer;
+    log-probs before it.
+    """
     actor.import_weights()
     taken, batches = iter(STEPS[0]), []
     for size in sizes:
@@ -88,11 +94,15 @@ def in_answers(actor: Any, sizes: tuple[int, ...]) -> dict[str, Any]:
         total = sum(sum(sample.loss_mask) for sample in own)
         weights = [sum(sample.loss_mask) / total for sample in own]
         batches += [
-            replace(one, weight=w, count=int(at == 0)) for at, (one, w) in enumerate(zip(own, weights, strict=True))
+            replace(one, weight=w, count=int(at == 0))
+            for at, (one, w) in enumerate(zip(own, weights, strict=True))
         ]
     num_tokens = sum(sum(sample.loss_mask) for sample in batches)
     batch = TrainBatch((tuple(batches),), num_samples=len(sizes), num_tokens=num_tokens)
-    return {"logprobs": actor.compute_logprobs(batch)[0], "metrics": dict(actor.train_step(batch).metrics)}
+    return {
+        "logprobs": actor.compute_logprobs(batch)[0],
+        "metrics": dict(actor.train_step(batch).metrics),
+    }
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -132,11 +142,15 @@ def test_a_loss_of_the_users_own_trains_and_its_statistics_are_on_every_rank(mod
     ]
     mean = sum(value * mask for value, mask in pairs) / sum(mask for _, mask in pairs)
     assert first["metrics"]["train/mine"] == pytest.approx(mean, rel=1e-5)
-    assert first["metrics"]["train/mine_max"] == pytest.approx(max(-value * mask for value, mask in pairs), rel=1e-5)
+    assert first["metrics"]["train/mine_max"] == pytest.approx(
+        max(-value * mask for value, mask in pairs), rel=1e-5
+    )
 
 
 def with_advantages_apart(actor: Any, apart: bool) -> dict[str, float]:
-    """Metrics of a step whose advantages are in the batch, or follow it as they do with --kl-coef."""
+    """Metrics of a step whose advantages are in the batch, or follow it as they do with
+    --kl-coef.
+    """
     actor.import_weights()
     batch = my_batch(actor, STEPS[0], max_tokens=64)
     if not apart:
@@ -148,14 +162,17 @@ def with_advantages_apart(actor: Any, apart: bool) -> dict[str, float]:
 
 def test_advantages_that_follow_the_batch_replace_those_in_it(model):
     (together,), (apart,) = (
-        run_ranks(partial(with_advantages_apart, apart=apart), 1, settings(model)) for apart in (False, True)
+        run_ranks(partial(with_advantages_apart, apart=apart), 1, settings(model))
+        for apart in (False, True)
     )
     assert together == apart
     assert together["train/loss"] != 0.0
 
 
 def test_a_loss_that_is_no_number_is_an_error_before_it_reaches_the_weights(model):
-    own = settings(model, loss_type="custom_loss", custom_loss_function_path=f"{model}/mine.py:broken")
+    own = settings(
+        model, loss_type="custom_loss", custom_loss_function_path=f"{model}/mine.py:broken"
+    )
     (found,) = run_ranks(one_step, 1, own)
     assert found["error"].startswith("train/loss = nan: not a number of a healthy step")
     assert not found["trained"]

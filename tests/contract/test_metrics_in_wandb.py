@@ -1,4 +1,6 @@
-"""Metrics in the real Weights & Biases: they stand in a run's offline files, under one id over all attempts."""
+"""Metrics in the real Weights & Biases: they stand in a run's offline files, under one id over all
+attempts.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ def records(path: Path) -> Iterator[Any]:
 def history(found):
     """The lines that were logged, without what W&B adds."""
     rows = [
-        {"/".join(item.nested_key) or item.key: float(item.value_json) for item in record.history.item}
+        {
+            "/".join(item.nested_key) or item.key: float(item.value_json)
+            for item in record.history.item
+        }
         for record in found
         if record.WhichOneof("record_type") == "history"
     ]
@@ -56,7 +61,9 @@ def history(found):
 
 
 def test_two_attempts_write_one_run_and_the_key_is_nowhere(folder, capfd):
-    """The second resumes: it writes step 2 again, as after a preemption; both have one id and the lines of the file."""
+    """The second resumes: it writes step 2 again, as after a preemption; both have one id and the
+    lines of the file.
+    """
     for steps, ends_with in (((1, 2), Preempted("stop")), ((2, 3), None)):
         writer = MetricsWriter(folder / "metrics.jsonl")
         writer.rewind(steps[0] - 1)
@@ -73,11 +80,15 @@ def test_two_attempts_write_one_run_and_the_key_is_nowhere(folder, capfd):
     assert len(attempts) == 2
     runs = [next(record.run for record in found if record.HasField("run")) for found in attempts]
     assert {run.run_id for run in runs} == {run_id(folder)}
-    assert [(run.project, run.run_group, run.display_name) for run in runs] == [("p", "g", "tiny run")] * 2
+    assert [(run.project, run.run_group, run.display_name) for run in runs] == [
+        ("p", "g", "tiny run")
+    ] * 2
     lines = [history(found) for found in attempts]
     assert lines[1] == read_metrics(folder / "metrics.jsonl")[1:]
     assert [line["step"] for line in (*lines[0], *lines[1])] == [1, 2, 2, 3]
-    holders = [path for path in folder.rglob("*") if path.is_file() and b"f" * 40 in path.read_bytes()]
+    holders = [
+        path for path in folder.rglob("*") if path.is_file() and b"f" * 40 in path.read_bytes()
+    ]
     assert holders == []
     assert "WARNING" not in "".join(capfd.readouterr())
 
@@ -103,5 +114,8 @@ def test_a_key_that_wandb_refuses_is_an_error_of_the_settings(folder, monkeypatc
         raise wandb.errors.AuthenticationError("invalid key")
 
     monkeypatch.setattr(wandb, "init", refuse)
-    with pytest.raises(ConfigError, match=r"invalid key.*--wandb-key"), mirrored(OFFLINE, folder, {}):
+    with (
+        pytest.raises(ConfigError, match=r"invalid key.*--wandb-key"),
+        mirrored(OFFLINE, folder, {}),
+    ):
         pass

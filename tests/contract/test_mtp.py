@@ -1,4 +1,6 @@
-"""Multi-token prediction: its loss against transformers' modules, and a policy that does not notice it."""
+"""Multi-token prediction: its loss against transformers' modules, and a policy that does not notice
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from safetensors.torch import load_file, save_file
 
 from rlpost.actor.settings import ActorSettings
 from rlpost.types import TrainSample
-from tests.contract.actor_ranks import Files, load, look, plan_sync, run_ranks, train, train_and_compare
+from tests.contract.actor_ranks import (
+    Files,
+    load,
+    look,
+    plan_sync,
+    run_ranks,
+    train,
+    train_and_compare,
+)
 from tests.contract.families import COMMON, MTP, load_folder, make_family
 from tests.contract.samples import STEPS
 
@@ -31,30 +41,43 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(folder: Path, *, mtp: bool = True, **changes: Any) -> ActorSettings:
-    options = dict(lr=1e-3, adam_eps=1e-4, distributed_timeout_minutes=2, update_weight_buffer_size=40_000)
+    options = dict(
+        lr=1e-3, adam_eps=1e-4, distributed_timeout_minutes=2, update_weight_buffer_size=40_000
+    )
     return ActorSettings(str(folder), **(options | {"enable_mtp_training": mtp} | changes))
 
 
 @pytest.fixture(scope="module")
 def with_and_without(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    run = lambda **how: run_ranks(train_and_compare, 1, settings(folder, **how), steps=STEPS, two_passes=False)  # noqa: E731
+    def run(**how: Any) -> list[Any]:
+        actor = settings(folder, **how)
+        return run_ranks(train_and_compare, 1, actor, steps=STEPS, two_passes=False)
+
     return run(clip_grad=0.05)[0], run(clip_grad=0.05, mtp=False)[0]
 
 
 def test_the_policy_is_the_same_to_the_bit(with_and_without):
     """Gradients, their norm (which clips them), losses and weights, over three steps."""
     with_mtp, without = with_and_without
-    assert [{k: v for k, v in m.items() if k != "train/mtp_loss"} for m in with_mtp["metrics"]] == without["metrics"]
+    assert [
+        {k: v for k, v in m.items() if k != "train/mtp_loss"} for m in with_mtp["metrics"]
+    ] == without["metrics"]
     assert without["metrics"][0]["train/grad_norm"] > 0.05, "nothing is clipped"
     for kind in ("gradients", "weights"):
-        assert without[kind].keys() == {name for name in with_mtp[kind] if not name.startswith(LAYER)}
-        assert all(np.array_equal(with_mtp[kind][name], tensor) for name, tensor in without[kind].items())
+        assert without[kind].keys() == {
+            name for name in with_mtp[kind] if not name.startswith(LAYER)
+        }
+        assert all(
+            np.array_equal(with_mtp[kind][name], tensor) for name, tensor in without[kind].items()
+        )
 
 
 def test_the_policy_is_the_same_in_bfloat16(folder):
     """Where the norm is that of float32 copies of the weights."""
     with_mtp, without = (
-        run_ranks(train, 1, settings(folder, mtp=mtp, bf16=True, clip_grad=0.05), steps=STEPS)[0]["metrics"]
+        run_ranks(train, 1, settings(folder, mtp=mtp, bf16=True, clip_grad=0.05), steps=STEPS)[0][
+            "metrics"
+        ]
         for mtp in (True, False)
     )
     assert all("train/mtp_loss" in metrics for metrics in with_mtp)
@@ -67,7 +90,11 @@ def test_the_layer_learns(with_and_without, folder):
     """Every weight of it moves but the router's bias, which is not trained."""
     with_mtp, _ = with_and_without
     before = load_folder(folder)
-    moved = {name for name, now in with_mtp["weights"].items() if not np.array_equal(now, before[name].numpy())}
+    moved = {
+        name
+        for name, now in with_mtp["weights"].items()
+        if not np.array_equal(now, before[name].numpy())
+    }
     of_layer = {name for name in before if name.startswith(LAYER) and name not in SHARED}
     assert of_layer - moved == {f"{LAYER}mlp.gate.e_score_correction_bias"}
     losses = [metrics["train/mtp_loss"] for metrics in with_mtp["metrics"]]
@@ -75,7 +102,9 @@ def test_the_layer_learns(with_and_without, folder):
 
 
 def test_the_loss_is_that_of_transformers_modules(with_and_without, folder):
-    """Of tokens after next, averaged over each sample's loss-masked tokens, then over the samples of the batch."""
+    """Of tokens after next, averaged over each sample's loss-masked tokens, then over the samples
+    of the batch.
+    """
     with_mtp, _ = with_and_without
     expected = np.mean([reference_loss(folder, sample) for sample in STEPS[0]])
     assert with_mtp["metrics"][0]["train/mtp_loss"] == pytest.approx(expected, rel=1e-5)
@@ -89,9 +118,12 @@ def test_every_tensor_comes_back_bit_for_bit(folder, tmp_path):
 
 
 def test_a_trained_export_repeats_its_own_embedding_and_output_layer(folder, tmp_path):
-    """They are shared with the layer, so a copy of the old ones would be another model's; a copy that was another
-    tensor to begin with stays."""
-    run_ranks(train, 1, settings(folder), steps=STEPS[:1], files=Files(export=str(tmp_path / "trained")))
+    """They are shared with the layer, so a copy of the old ones would be another model's; a copy
+    that was another tensor to begin with stays.
+    """
+    run_ranks(
+        train, 1, settings(folder), steps=STEPS[:1], files=Files(export=str(tmp_path / "trained"))
+    )
     found, before = load_folder(tmp_path / "trained"), load_folder(folder)
     assert not torch.equal(found["lm_head.weight"], before["lm_head.weight"])
     assert torch.equal(found[SHARED[0]], found["model.embed_tokens.weight"])
@@ -101,7 +133,9 @@ def test_a_trained_export_repeats_its_own_embedding_and_output_layer(folder, tmp
     different = load_file(other / "model.safetensors")
     different[SHARED[1]] += 1
     save_file(different, other / "model.safetensors", metadata={"format": "pt"})
-    run_ranks(train, 1, settings(other), steps=STEPS[:1], files=Files(export=str(tmp_path / "again")))
+    run_ranks(
+        train, 1, settings(other), steps=STEPS[:1], files=Files(export=str(tmp_path / "again"))
+    )
     assert torch.equal(load_folder(tmp_path / "again")[SHARED[1]], different[SHARED[1]])
 
 
@@ -122,13 +156,21 @@ def test_weights_without_the_layer_are_refused_on_every_rank(folder, tmp_path):
     run_ranks(train, 1, settings(folder, mtp=False), steps=STEPS[:2], files=Files(save=saved))
     two = {"pipeline_model_parallel_size": 2}
     for said in run_ranks(load, 2, settings(folder, **two), folder=saved):
-        assert "no layer for multi-token prediction" in said and "--enable-mtp-training false" in said
+        assert (
+            "no layer for multi-token prediction" in said and "--enable-mtp-training false" in said
+        )
     assert run_ranks(load, 2, settings(folder, mtp=False, **two), folder=saved) == ["loaded"] * 2
     bare = tmp_path / "bare"
     make_family(bare, MTP)
-    kept = {name: one for name, one in load_file(bare / "model.safetensors").items() if not name.startswith(LAYER)}
+    kept = {
+        name: one
+        for name, one in load_file(bare / "model.safetensors").items()
+        if not name.startswith(LAYER)
+    }
     save_file(kept, bare / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(AssertionError, match=r"model\.layers\.4\.eh_proj\.weight.*use a checkpoint that"):
+    with pytest.raises(
+        AssertionError, match=r"model\.layers\.4\.eh_proj\.weight.*use a checkpoint that"
+    ):
         run_ranks(train, 1, settings(bare), steps=STEPS[:1])
 
 
@@ -140,7 +182,11 @@ def reference_loss(folder: Path, sample: TrainSample) -> float:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     config, tensors = model.config, load_folder(folder)
-    own = {name.removeprefix(LAYER): tensor for name, tensor in tensors.items() if name.startswith(LAYER)}
+    own = {
+        name.removeprefix(LAYER): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(LAYER)
+    }
 
     def norm(name: str, hidden: torch.Tensor) -> torch.Tensor:
         made = Glm4MoeRMSNorm(config.hidden_size, config.rms_norm_eps)

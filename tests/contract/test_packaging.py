@@ -1,4 +1,6 @@
-"""Source distribution and wheel: what an installation without the checkout holds, that it submits, and is extended."""
+"""Source distribution and wheel: what an installation without the checkout holds, that it submits,
+and is extended.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,20 @@ def programs(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    done = subprocess.run(command, cwd=cwd, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=cwd, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_every_file_of_the_packages_is_in_the_wheel_and_nothing_else_is(built):
     """Through the source distribution: pages, scripts, recipes, profiles and models included."""
-    found = {name for name in zipfile.ZipFile(built.wheel).namelist() if not name.split("/")[0].endswith(".dist-info")}
+    found = {
+        name
+        for name in zipfile.ZipFile(built.wheel).namelist()
+        if not name.split("/")[0].endswith(".dist-info")
+    }
     assert found == built.files
 
 
@@ -54,13 +62,25 @@ def test_the_programs_are_installed(programs, tmp_path):
 
 
 def test_a_login_node_with_the_wheel_alone_checks_and_renders_a_job(programs, tmp_path):
-    """Recipes, models and profiles are known by name; what is declared as required is all that it takes."""
+    """Recipes, models and profiles are known by name; what is declared as required is all that it
+    takes.
+    """
     project = make_project(tmp_path / "project")
     script = run(
-        programs / "rlpost", "submit", "recipe.toml", "--cluster", "gres", "--nodes", "1", "--dry-run", cwd=project
+        programs / "rlpost",
+        "submit",
+        "recipe.toml",
+        "--cluster",
+        "gres",
+        "--nodes",
+        "1",
+        "--dry-run",
+        cwd=project,
     )
     assert "--gres=gpu:8" in script
-    assert "qwen3_4b" in run(programs / "rlpost", "check", "qwen3_4b", "--print-config", cwd=project)
+    assert "qwen3_4b" in run(
+        programs / "rlpost", "check", "qwen3_4b", "--print-config", cwd=project
+    )
     assert "parameters" in run(programs / "rlpost", "check", "recipe.toml", cwd=project)
     assert run(programs / "rlpost", "list", cwd=project) is not None
 
@@ -73,14 +93,20 @@ def test_the_snapshot_of_an_installation_is_what_a_job_runs(built, programs, tmp
     )
     count = int(run(programs / "python", "-c", code, cwd=tmp_path))
     assert count == len(built.files)
-    assert "usage" in run(programs / "python", "-m", "bootstrap.agent", "--help", cwd=tmp_path / "code")
+    assert "usage" in run(
+        programs / "python", "-m", "bootstrap.agent", "--help", cwd=tmp_path / "code"
+    )
 
 
 def test_a_family_of_an_installed_package_is_known_on_the_login_node(tmp_path):
-    """That of docs/extending.md: to a process that has the package and no other hint, and to none that has it not."""
+    """That of docs/extending.md: to a process that has the package and no other hint, and to none
+    that has it not.
+    """
     packages = install(write_examples(tmp_path / "user") / "mistral", tmp_path / "packages")
     project = make_project(tmp_path / "project")
-    (project / "model/config.json").write_text(json.dumps(MODEL | {"architectures": ["MistralForCausalLM"]}))
+    (project / "model/config.json").write_text(
+        json.dumps(MODEL | {"architectures": ["MistralForCausalLM"]})
+    )
 
     def check(*path: Path) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "rlpost", "check", "recipe.toml"]

@@ -4,7 +4,13 @@ import pytest
 
 from rlpost.hf_shape import hf_shape
 
-SIZES = {"pad_token_id": 0, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 8000}
+SIZES = {
+    "pad_token_id": 0,
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "vocab_size": 8000,
+}
 DENSE = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 1408}
 EXPERTS = {**DENSE, "moe_intermediate_size": 256, "num_experts_per_tok": 2}
 MODELS = {
@@ -13,7 +19,13 @@ MODELS = {
     "llama": {**DENSE, "num_key_value_heads": 8},
     "glm4": {**DENSE, "head_dim": 64},
     "qwen3_moe": {**EXPERTS, "num_experts": 8, "head_dim": 64, "mlp_only_layers": [1]},
-    "glm4_moe": {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 64},
+    "glm4_moe": {
+        **EXPERTS,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "head_dim": 64,
+    },
 }
 
 

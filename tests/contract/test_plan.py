@@ -21,10 +21,18 @@ from tests.unit.config.test_models import PUBLISHED
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
-PP4 = {"tensor_model_parallel_size": 8, "sequence_parallel": True, "pipeline_model_parallel_size": 4}
+PP4 = {
+    "tensor_model_parallel_size": 8,
+    "sequence_parallel": True,
+    "pipeline_model_parallel_size": 4,
+}
 TP4 = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "expert_tensor_parallel_size": 1}
 INTERLEAVED = {"pipeline_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 2}
-GLM45 = PP4 | {"context_parallel_size": 2, "expert_model_parallel_size": 16, "expert_tensor_parallel_size": 1}
+GLM45 = PP4 | {
+    "context_parallel_size": 2,
+    "expert_model_parallel_size": 16,
+    "expert_tensor_parallel_size": 1,
+}
 QWEN235 = {
     "tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 8,
     "decoder_first_pipeline_num_layers": 11, "decoder_last_pipeline_num_layers": 11, "context_parallel_size": 2,
@@ -72,7 +80,9 @@ MEASURED = [(name, bf16) for name in MODELS for bf16 in (False, True)]
 
 @pytest.fixture(scope="module")
 def found() -> dict[Any, dict[str, int]]:
-    """All that modules and memory say, by case; one process, since starting it takes longer than its work."""
+    """All that modules and memory say, by case; one process, since starting it takes longer than
+    its work.
+    """
     cases: dict[Any, dict[str, Any]] = {}
     for name, stage in COUNTS:
         settings, layout = RANKS[name]
@@ -91,14 +101,24 @@ def found() -> dict[Any, dict[str, int]]:
             "what": "count", "settings": settings, "world": spread, "rank": 0, "hf": PUBLISHED[name]
         }  # fmt: skip
     for name, bf16 in MEASURED:
-        cases[name, "bf16" if bf16 else "fp32"] = {"what": "measure", "settings": {"bf16": bf16}, "hf": small(name)}
+        cases[name, "bf16" if bf16 else "fp32"] = {
+            "what": "measure",
+            "settings": {"bf16": bf16},
+            "hf": small(name),
+        }
     cases["full"] = {"what": "measure", "settings": FULL, "hf": small("qwen3_4b")}
     lines = "".join(json.dumps(case) + "\n" for case in cases.values())
     done = subprocess.run(
-        [sys.executable, "-m", "tests.contract.plan_modules"], input=lines, cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "tests.contract.plan_modules"],
+        input=lines,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    results = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    results = [
+        json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")
+    ]
     return dict(zip(cases, results, strict=True))
 
 
@@ -109,7 +129,9 @@ def test_a_rank_of_the_full_size_holds_as_many_parameters_as_the_plan_says(name,
     assert {"dense": said.dense, "expert": said.expert} == found[name, stage]
 
 
-@pytest.mark.parametrize("recipe", [path for path in sorted((JOBS / "recipes").glob("*.toml")) if path.stem != "tiny"])
+@pytest.mark.parametrize(
+    "recipe", [path for path in sorted((JOBS / "recipes").glob("*.toml")) if path.stem != "tiny"]
+)
 def test_the_layout_of_every_recipe_is_one_whose_modules_are_counted(recipe):
     """Data parallelism aside, which holds the same parameters once more."""
     named = tomllib.loads(recipe.read_text())["model"]
@@ -121,13 +143,20 @@ def test_the_layout_of_every_recipe_is_one_whose_modules_are_counted(recipe):
     assert shape(PUBLISHED[model]).num_experts == 0 or used.expert_tensor == counted.expert_tensor
 
 
-SIZES = {"qwen3_4b": 4.02e9, "glm4_9b": 9.4e9, "qwen3_30b_a3b": 30.5e9, "llama3_1_8b": 8.03e9, "glm45_355b": 355e9}
+SIZES = {
+    "qwen3_4b": 4.02e9,
+    "glm4_9b": 9.4e9,
+    "qwen3_30b_a3b": 30.5e9,
+    "llama3_1_8b": 8.03e9,
+    "glm45_355b": 355e9,
+}
 
 
 @pytest.mark.parametrize(("name", "published"), SIZES.items())
 def test_a_whole_model_has_its_published_size(name, published, found):
-    """All modules of a rank that has one expert a layer, and those experts of the others: the plan's sum, and within
-    one part in a hundred the size on the model's own card."""
+    """All modules of a rank that has one expert a layer, and those experts of the others: the
+    plan's sum, and within one part in a hundred the size on the model's own card.
+    """
     rank = found[name, "whole"]
     total = rank["dense"] + spread_experts(name) * rank["expert"]
     assert shape(PUBLISHED[name]).parameters.total == total
@@ -149,12 +178,16 @@ def test_recomputed_layers_keep_what_goes_in(found):
     full = Pass(tokens=512, width=4, fused=False, recompute="full", method="uniform")
     norm = 2 * 512 * 256 * 4
     again = (stage_bytes(hf, Layout(), plain, 0) - norm) // 4
-    assert stage_bytes(hf, Layout(), full, 0) - again == pytest.approx(found["full"]["kept"], rel=0.1)
+    assert stage_bytes(hf, Layout(), full, 0) - again == pytest.approx(
+        found["full"]["kept"], rel=0.1
+    )
 
 
 @pytest.mark.parametrize(("name", "bf16"), MEASURED)
 def test_weights_gradients_and_adam_take_what_the_plan_says(name, bf16, found):
-    """Within a tenth, measured in the memory under the tensors after a step (main weights and both moments)."""
+    """Within a tenth, measured in the memory under the tensors after a step (main weights and both
+    moments).
+    """
     config = load([], {"perf": {"bf16": bf16}, "cluster": {"actor_num_gpus_per_node": 1}}).config
     held, _ = held_memory(config, Layout(), shape(small(name)).parameters)
     measured = found[name, "bf16" if bf16 else "fp32"]

@@ -1,7 +1,8 @@
-"""Answers that are cut off, gone on with, and met by new weights half-way, on real engines behind the real router.
+"""Answers that are cut off, gone on with, and met by new weights half-way, on real engines behind
+the real router.
 
-Whatever happened on the way, the log-probs of a whole answer are those of transformers for its ids, and its ids are one
-for each entry of mask and spans.
+Whatever happened on the way, the log-probs of a whole answer are those of transformers for its ids,
+and its ids are one for each entry of mask and spans.
 """
 
 from __future__ import annotations
@@ -48,13 +49,19 @@ class Endless:
         return {"offset": self.at}
 
 
-def collecting(sglang: Sglang, rules: Rules, work: Callable[[Collector, RolloutBuffer], Awaitable[Any]]) -> Any:
+def collecting(
+    sglang: Sglang, rules: Rules, work: Callable[[Collector, RolloutBuffer], Awaitable[Any]]
+) -> Any:
     async def whole() -> Any:
         async with Connection(sglang.router) as connection:
             grader = InlineGrader(lambda text, label, metadata: 1.0)
-            writer = GroupWriter(connection, LONG, n=N, grader=grader, codec=PromptTokenizer(sglang.model))
+            writer = GroupWriter(
+                connection, LONG, n=N, grader=grader, codec=PromptTokenizer(sglang.model)
+            )
             buffer = RolloutBuffer(rules, Backlog(), step=0)
-            collector = Collector(buffer, Endless(), writer, choices=Choices(), stop_requested=lambda: False)
+            collector = Collector(
+                buffer, Endless(), writer, choices=Choices(), stop_requested=lambda: False
+            )
             async with asyncio.timeout(120):
                 return await work(collector, buffer)
 
@@ -85,30 +92,48 @@ def test_answers_that_were_cut_off_are_gone_on_with(sglang: Sglang) -> None:
         collector.synced(buffer.step)
         return groups
 
-    async def work(collector: Collector, buffer: RolloutBuffer) -> tuple[list[SampleGroup], dict[tuple[int, int], Any]]:
+    async def work(
+        collector: Collector, buffer: RolloutBuffer
+    ) -> tuple[list[SampleGroup], dict[tuple[int, int], Any]]:
         await batch(collector, buffer)
-        partial = [sample for entry in buffer.waiting for sample in entry.samples if sample.finish_reason == "abort"]
+        partial = [
+            sample
+            for entry in buffer.waiting
+            for sample in entry.samples
+            if sample.finish_reason == "abort"
+        ]
         cut = {(sample.prompt_id, sample.index): sample.response_ids for sample in partial}
         groups: list[SampleGroup] = []
         while {prompt_id for prompt_id, _ in cut} - {group.prompt_id for group in groups}:
             groups += await batch(collector, buffer)
         return groups, cut
 
-    groups, cut = collecting(sglang, Rules(batch_size=2, start_size=8, num_steps=99, keep_partial=True), work)
+    groups, cut = collecting(
+        sglang, Rules(batch_size=2, start_size=8, num_steps=99, keep_partial=True), work
+    )
     continued = [sample for sample in samples_of(groups) if (sample.prompt_id, sample.index) in cut]
     assert any(cut.values()), "some were cut off in the middle"
     for sample in continued:
         before = cut[sample.prompt_id, sample.index]
         assert sample.response_ids[: len(before)] == before
     for sample in samples_of(groups):
-        room = LONG.max_new_tokens - len(sample.response_ids)  # none is left now and then by an answer that ends there
-        assert room == 0 if sample.finish_reason == "length" else (sample.finish_reason == "stop" and room >= 0)
+        room = LONG.max_new_tokens - len(
+            sample.response_ids
+        )  # none is left now and then by an answer that ends there
+        assert (
+            room == 0
+            if sample.finish_reason == "length"
+            else (sample.finish_reason == "stop" and room >= 0)
+        )
     assert_logprobs_are_those_of_transformers(sglang.model, continued)
 
 
 def test_a_stop_that_a_cut_went_through_ends_an_answer_as_without_the_cut(sglang: Sglang) -> None:
     codec, text = PromptTokenizer(sglang.model), "Q:12+30"
-    prompt, greedy = Prompt(0, text, codec(text)[1]), SamplingParams(max_new_tokens=8, temperature=0.0)
+    prompt, greedy = (
+        Prompt(0, text, codec(text)[1]),
+        SamplingParams(max_new_tokens=8, temperature=0.0),
+    )
 
     async def written(so_far: Sample | None = None, *, stop: tuple[str, ...] = ()) -> Sample:
         async with Connection(sglang.router) as connection:
@@ -126,7 +151,10 @@ def test_a_stop_that_a_cut_went_through_ends_an_answer_as_without_the_cut(sglang
     )
     uncut = asyncio.run(written(stop=(stop,)))
     partial = replace(
-        whole, response_ids=ids[:cut], rollout_logprobs=whole.rollout_logprobs[:cut], text=codec.decode(ids[:cut])
+        whole,
+        response_ids=ids[:cut],
+        rollout_logprobs=whole.rollout_logprobs[:cut],
+        text=codec.decode(ids[:cut]),
     )
     gone_on_with = asyncio.run(written(replace(partial, finish_reason="abort"), stop=(stop,)))
     assert (uncut.response_ids, uncut.finish_reason) == (ids[: cut + 1], "stop")
@@ -136,10 +164,14 @@ def test_a_stop_that_a_cut_went_through_ends_an_answer_as_without_the_cut(sglang
 
 @pytest.mark.parametrize("pause", ["abort", "retract"])
 def test_new_weights_arrive_in_the_middle_of_answers(sglang: Sglang, pause: PauseMode) -> None:
-    """The same weights under new versions, so that transformers can tell whether a token was lost or said twice."""
+    """The same weights under new versions, so that transformers can tell whether a token was lost
+    or said twice.
+    """
     installed = metadata.version("sglang")
     if pause == "retract" and not has(installed, "updates amid answers"):
-        pytest.skip(f"SGLang {installed} takes no weights while answers wait; a run aborts them there")
+        pytest.skip(
+            f"SGLang {installed} takes no weights while answers wait; a run aborts them there"
+        )
     update = WeightUpdate(sglang.addresses, api_key=sglang.api_key, timeout_s=60)
 
     async def write(version: int) -> list[str]:
@@ -160,7 +192,9 @@ def test_new_weights_arrive_in_the_middle_of_answers(sglang: Sglang, pause: Paus
     try:
         met = collecting(sglang, Rules(8, 8, 99, max_staleness=1), work)
     finally:
-        for address in sglang.addresses:  # other tests know these engines awake, and with their first weights
+        for (
+            address
+        ) in sglang.addresses:  # other tests know these engines awake, and with their first weights
             engine = EngineClient(address.url, sglang.api_key)
             asyncio.run(engine.resume())
             asyncio.run(engine.rename_weights(0))
@@ -173,7 +207,10 @@ def test_new_weights_arrive_in_the_middle_of_answers(sglang: Sglang, pause: Paus
 
 async def running(sglang: Sglang) -> int:
     """Requests that the engines write at the moment."""
-    loads = [await EngineClient(one.url, sglang.api_key).request("GET", "/v1/loads", None) for one in sglang.addresses]
+    loads = [
+        await EngineClient(one.url, sglang.api_key).request("GET", "/v1/loads", None)
+        for one in sglang.addresses
+    ]
     return sum(load["num_running_reqs"] for one in loads for load in one["loads"])
 
 
@@ -185,12 +222,16 @@ def test_a_tool_s_words_are_read_and_not_trained(sglang: Sglang) -> None:
         async with Connection(sglang.router) as connection:
             sampling = SamplingParams(max_new_tokens=8, temperature=1.5, stop_token_ids=(1,))
             grader = InlineGrader(lambda text, label, metadata: 1.0)
-            writer = GroupWriter(connection, sampling, n=32, grader=grader, function=asks_by_a_digit, codec=tokenizer)
+            writer = GroupWriter(
+                connection, sampling, n=32, grader=grader, function=asks_by_a_digit, codec=tokenizer
+            )
             return await writer.write(Unfinished(Prompt(0, text, tokenizer(text)[1])))
 
     group = asyncio.run(whole())
     assert isinstance(group, SampleGroup)
-    asked = [sample for sample in samples_of([group]) if 0 in sample.mask and sample.mask.index(0) == 1]
+    asked = [
+        sample for sample in samples_of([group]) if 0 in sample.mask and sample.mask.index(0) == 1
+    ]
     assert asked
     for sample in asked:
         told = tokenizer.decode(sample.response_ids[1:3])

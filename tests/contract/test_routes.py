@@ -1,7 +1,8 @@
-"""The experts that a real SGLang engine returns through the real router, beside those that transformers chooses.
+"""The experts that a real SGLang engine returns through the real router, beside those that
+transformers chooses.
 
-The model has a dense layer before its MoE layers. Two versions of its weights choose differently, so that a token tells
-which of them routed it.
+The model has a dense layer before its MoE layers. Two versions of its weights choose differently,
+so that a token tells which of them routed it.
 """
 
 from __future__ import annotations
@@ -61,15 +62,21 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixture]:
     change_weights(first, second)
     port, router_port, metrics_port = free_ports(3)
     server_args = {"enable_return_routed_experts": True, "skip_tokenizer_init": True}
-    engine = Engine(model_path=str(first), api_key=KEY, server_args=server_args, log_path=folder / "engine.log")
-    router = Router(policy="round_robin", api_key=KEY, log_path=folder / "router.log", metrics_port=metrics_port)
+    engine = Engine(
+        model_path=str(first), api_key=KEY, server_args=server_args, log_path=folder / "engine.log"
+    )
+    router = Router(
+        policy="round_robin", api_key=KEY, log_path=folder / "router.log", metrics_port=metrics_port
+    )
     try:
         with ThreadPoolExecutor() as pool:
             starting = pool.submit(engine.start, "127.0.0.1", port, deadline_s=START_DEADLINE_S)
             url = router.start("127.0.0.1", router_port, deadline_s=START_DEADLINE_S)
             address = starting.result()
         router.add_engines([address.url], deadline_s=60)
-        yield Mixture(RouterAddress(url, KEY, (address.url,), concurrency=64), address, (first, second))
+        yield Mixture(
+            RouterAddress(url, KEY, (address.url,), concurrency=64), address, (first, second)
+        )
     finally:
         engine.stop()
         router.stop()
@@ -118,7 +125,9 @@ def ids_of(sample: Sample) -> list[int]:
     return [*sample.prompt_ids, *sample.response_ids]
 
 
-async def written(connection: Connection, prompt: Prompt, sampling: SamplingParams = LONG) -> Sample:
+async def written(
+    connection: Connection, prompt: Prompt, sampling: SamplingParams = LONG
+) -> Sample:
     builder = ResponseBuilder(connection, prompt, sampling)
     await builder.write()
     return builder.sample()
@@ -130,8 +139,15 @@ def test_routes_are_those_of_transformers(mixture: Mixture) -> None:
     async def whole() -> list[Sample]:
         async with Connection(mixture.router, routes=FORM) as connection:
             sampling = SamplingParams(max_new_tokens=30)
-            first = await asyncio.gather(*(written(connection, prompt, sampling) for prompt in PROMPTS))
-            return [*first, *await asyncio.gather(*(written(connection, prompt, sampling) for prompt in PROMPTS))]
+            first = await asyncio.gather(
+                *(written(connection, prompt, sampling) for prompt in PROMPTS)
+            )
+            return [
+                *first,
+                *await asyncio.gather(
+                    *(written(connection, prompt, sampling) for prompt in PROMPTS)
+                ),
+            ]
 
     for sample in asyncio.run(whole()):
         assert sample.routes is not None and sample.routes.array.dtype == np.uint8
@@ -142,7 +158,10 @@ def test_routes_are_those_of_transformers(mixture: Mixture) -> None:
 async def until_running(mixture: Mixture) -> None:
     """Return when the engine writes answers and has written some tokens of them."""
     engine = EngineClient(mixture.address.url, KEY)
-    while not sum(load["num_running_reqs"] for load in (await engine.request("GET", "/v1/loads", None))["loads"]):
+    while not sum(
+        load["num_running_reqs"]
+        for load in (await engine.request("GET", "/v1/loads", None))["loads"]
+    ):
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
 
@@ -153,8 +172,9 @@ def is_cut(spans: tuple[tuple[int, int], ...]) -> bool:
 
 
 def updated_amid(mixture: Mixture, pause: PauseMode, write: Any) -> list[tuple[Prompt, Any]]:
-    """What ``write`` returned for prompts while whose answers were written the weights changed, from the first to the
-    second version; at the end the engine has the first again."""
+    """What ``write`` returned for prompts while whose answers were written the weights changed,
+    from the first to the second version; at the end the engine has the first again.
+    """
     update = WeightUpdate([mixture.address], api_key=KEY, timeout_s=60)
 
     def mover(folder: Path) -> DiskMover:
@@ -180,21 +200,29 @@ def updated_amid(mixture: Mixture, pause: PauseMode, write: Any) -> list[tuple[P
 
 @torch.no_grad()
 def change_choice(source: Path, target: Path) -> None:
-    """Change which experts are chosen and nothing else: the bias has no part in the probabilities."""
+    """Change which experts are chosen and nothing else: the bias has no part in the
+    probabilities.
+    """
     model = load(source)
     torch.manual_seed(3)
     for layer in FORM.layers:
-        model.model.layers[layer].mlp.gate.e_score_correction_bias.add_(torch.randn(FORM.num_experts) * 0.3)
+        model.model.layers[layer].mlp.gate.e_score_correction_bias.add_(
+            torch.randn(FORM.num_experts) * 0.3
+        )
     model.save_pretrained(target)
 
 
-def test_a_trainer_that_would_choose_others_has_the_engines_log_probs_with_replay(mixture: Mixture, tmp_path) -> None:
+def test_a_trainer_that_would_choose_others_has_the_engines_log_probs_with_replay(
+    mixture: Mixture, tmp_path
+) -> None:
     change_choice(mixture.folders[0], tmp_path / "trainer")
 
     async def whole() -> list[Sample]:
         async with Connection(mixture.router, routes=FORM) as connection:
             sampling = SamplingParams(max_new_tokens=30)
-            return await asyncio.gather(*(written(connection, prompt, sampling) for prompt in PROMPTS))
+            return await asyncio.gather(
+                *(written(connection, prompt, sampling) for prompt in PROMPTS)
+            )
 
     samples = asyncio.run(whole())
     group = SampleGroup(0, tuple(ScoredSample(sample, 0.0) for sample in samples))
@@ -214,21 +242,34 @@ def test_a_trainer_that_would_choose_others_has_the_engines_log_probs_with_repla
     assert without["train/rollout_logprob_abs_diff"] > 0.1
 
 
-def test_an_answer_that_new_weights_abort_keeps_the_routes_of_the_old_ones(mixture: Mixture) -> None:
+def test_an_answer_that_new_weights_abort_keeps_the_routes_of_the_old_ones(
+    mixture: Mixture,
+) -> None:
     for _, sample in updated_amid(mixture, "abort", written):
         (version, num_old), _ = sample.version_spans
         assert version == 0
         read_by_old = P + num_old - 1
-        old, new = (chosen_by(scores_of(folder, ids_of(sample)), sample.routes) for folder in mixture.folders)
+        old, new = (
+            chosen_by(scores_of(folder, ids_of(sample)), sample.routes)
+            for folder in mixture.folders
+        )
         assert old[:read_by_old].all() and new[read_by_old:].all()
-        assert not old[read_by_old:].all() and not new[:read_by_old].all(), "the weights choose differently"
+        assert not old[read_by_old:].all() and not new[:read_by_old].all(), (
+            "the weights choose differently"
+        )
 
 
-def test_an_answer_that_new_weights_retract_loses_the_routes_of_the_old_ones(mixture: Mixture) -> None:
-    """SGLang returns the choice of the new weights for tokens that the old ones wrote; these count as unknown."""
+def test_an_answer_that_new_weights_retract_loses_the_routes_of_the_old_ones(
+    mixture: Mixture,
+) -> None:
+    """SGLang returns the choice of the new weights for tokens that the old ones wrote; these count
+    as unknown.
+    """
 
     async def asked(connection: Connection, prompt: Prompt) -> Any:
-        return await connection.generate("it", prompt.token_ids, LONG.to_sglang(), labels={ROUTES_FROM: "0"})
+        return await connection.generate(
+            "it", prompt.token_ids, LONG.to_sglang(), labels={ROUTES_FROM: "0"}
+        )
 
     for prompt, answer in updated_amid(mixture, "retract", asked):
         (version, num_old), _ = answer.version_spans

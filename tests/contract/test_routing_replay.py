@@ -60,9 +60,13 @@ def test_log_probs_and_gradients_are_those_of_transformers_with_the_engines_rout
 def test_the_train_pass_uses_the_experts_that_the_trainer_chose_in_its_first_pass(models, name):
     """The weights change between the passes, and so do the micro-batches."""
     of_model = models(BY_NAME[name].model)
-    first = forced_routes.without_gaps(SAMPLES, of_model.routes)  # the first pass is under the engines' weights
+    first = forced_routes.without_gaps(
+        SAMPLES, of_model.routes
+    )  # the first pass is under the engines' weights
     wanted = forced_routes.expected(of_model.of_trainer(), first, temperature=TEMPERATURE)
-    found = run(BY_NAME[name], of_model.engines, SAMPLES, then=of_model.trainer, use_routing_replay=True)
+    found = run(
+        BY_NAME[name], of_model.engines, SAMPLES, then=of_model.trainer, use_routing_replay=True
+    )
     _, of_gradients = largest_difference(found, wanted, SAMPLES)
     assert of_gradients < LIMIT
     for metrics in (rank["metrics"] for rank in found):
@@ -92,7 +96,9 @@ def test_the_layer_for_multi_token_prediction_routes_itself(tmp_path):
     samples = forced_routes.without_gaps(SAMPLES, routes)
     wanted = forced_routes.expected(loaded(tmp_path), samples, temperature=TEMPERATURE)
     layout = Layout("mtp-pp2-uneven-recompute", MTP, 2, pp(2, **UNEVEN_MOE) | FULL)
-    found = run(layout, tmp_path, samples, use_rollout_routing_replay=True, enable_mtp_training=True)
+    found = run(
+        layout, tmp_path, samples, use_rollout_routing_replay=True, enable_mtp_training=True
+    )
     assert max(largest_difference(found, wanted, samples)) < LIMIT
     assert found[0]["metrics"]["train/routing_replayed_frac"] == 1.0
     assert found[0]["metrics"]["train/mtp_loss"] > 0

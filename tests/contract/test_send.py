@@ -1,4 +1,6 @@
-"""Batches on the way from the driver to the ranks, on a real Ray of two nodes with workers that compute nothing."""
+"""Batches on the way from the driver to the ranks, on a real Ray of two nodes with workers that
+compute nothing.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ ray = pytest.importorskip("ray")
 NUM_NODES, RANKS_OF_NODE = 2, 4
 NUM_RANKS = NUM_NODES * RANKS_OF_NODE
 LENGTH = 100_000
-"""Tokens of an answer: enough that Ray keeps its arrays in the object store and does not send them in the call."""
+"""Tokens of an answer: enough that Ray keeps its arrays in the object store and does not send them
+in the call.
+"""
 
 
 def place_of(column: IntColumn | FloatColumn) -> str:
-    """Which file of shared memory holds an array, and where in it: equal for processes that share the memory."""
+    """Which file of shared memory holds an array, and where in it: equal for processes that share
+    the memory.
+    """
     array = column.array
     assert not array.flags.owndata
     assert not array.flags.writeable
@@ -67,7 +73,9 @@ class Rank:
     def train_step(self, batch: TrainBatch, old_logprobs: Any, advantages: Any) -> StepResult:
         self._see("train", batch)
         assert (old_logprobs is None) == (self.rank < RANKS_OF_NODE)
-        for sample, own in zip(batch.samples, [one for micro in old_logprobs or [] for one in micro], strict=False):
+        for sample, own in zip(
+            batch.samples, [one for micro in old_logprobs or [] for one in micro], strict=False
+        ):
             assert own == sample.rollout_logprobs
             place_of(own)
         return StepResult({"train/grad_norm": 1.0})
@@ -96,10 +104,16 @@ def nodes() -> Iterator[list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def workers(nodes: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> WorkerGroup:
-    slots = [Slot(node["NodeID"], node["NodeManagerAddress"], 0) for node in nodes for _ in range(RANKS_OF_NODE)]
+    slots = [
+        Slot(node["NodeID"], node["NodeManagerAddress"], 0)
+        for node in nodes
+        for _ in range(RANKS_OF_NODE)
+    ]
     names = [f"actor-{rank}" for rank in range(NUM_RANKS)]
     folder = tmp_path_factory.mktemp("logs")
-    group = WorkerGroup([Rank] * NUM_RANKS, slots, names=names, log_dir=folder, envs=[{}] * NUM_RANKS)
+    group = WorkerGroup(
+        [Rank] * NUM_RANKS, slots, names=names, log_dir=folder, envs=[{}] * NUM_RANKS
+    )
     asyncio.run(group.call_each("setup", [(rank,) for rank in range(NUM_RANKS)]))
     return group
 
@@ -129,7 +143,9 @@ def sample_of(prompt_id: int, index: int) -> Sample:
 
 def a_batch() -> TrainBatch:
     sample = sample_of(7, 0)
-    one = TrainSample(sample.prompt_ids + sample.response_ids, 2, sample.mask, sample.rollout_logprobs, 0.5)
+    one = TrainSample(
+        sample.prompt_ids + sample.response_ids, 2, sample.mask, sample.rollout_logprobs, 0.5
+    )
     return TrainBatch(((one,),), num_samples=1, num_tokens=LENGTH)
 
 
@@ -137,7 +153,10 @@ def stored_objects(nodes: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
     """(objects, bytes) in the object store of each node."""
     from ray._private.internal_api import node_stats
 
-    stats = [node_stats(node["NodeManagerAddress"], node["NodeManagerPort"]).store_stats for node in nodes]
+    stats = [
+        node_stats(node["NodeManagerAddress"], node["NodeManagerPort"]).store_stats
+        for node in nodes
+    ]
     return [(each.num_local_objects, each.object_store_bytes_used) for each in stats]
 
 
@@ -165,7 +184,9 @@ def test_a_batch_is_pickled_once_for_any_number_of_ranks(
     assert pickled == {"IntColumn": 1, "FloatColumn": 1, "bytes": 4 * (LENGTH + 2) + 4 * LENGTH}
 
 
-def test_a_batch_given_by_value_is_pickled_for_each_rank(workers: WorkerGroup, pickled: Counter[str]) -> None:
+def test_a_batch_given_by_value_is_pickled_for_each_rank(
+    workers: WorkerGroup, pickled: Counter[str]
+) -> None:
     """What the count above would find if the batch was not stored."""
     asyncio.run(workers.call_each("compute_logprobs", [(a_batch(),)] * NUM_RANKS))
     assert pickled["IntColumn"] == pickled["FloatColumn"] == NUM_RANKS
@@ -178,13 +199,17 @@ def test_the_ranks_of_a_node_read_the_same_memory_in_every_pass(
 
     async def run() -> list[list[tuple[str, str, str]]]:
         await workers.call("seen.clear")
-        await settled(nodes, [(0, 0)] * NUM_NODES)  # what other tests stored is freed in the background
+        await settled(
+            nodes, [(0, 0)] * NUM_NODES
+        )  # what other tests stored is freed in the background
         actors = ActorGroup(workers)
         stored = await actors.send([a_batch()], [0] * NUM_RANKS)
         old = await actors.compute_logprobs(stored)
         await actors.train_step(stored, old, [None] * NUM_RANKS)
         counts = [count for count, _ in stored_objects(nodes)]
-        assert counts == [1, 1 + RANKS_OF_NODE], "the batch on each node, log-probs only on the second"
+        assert counts == [1, 1 + RANKS_OF_NODE], (
+            "the batch on each node, log-probs only on the second"
+        )
         return await workers.call("seen")
 
     seen = asyncio.run(run())
@@ -221,12 +246,18 @@ def test_log_probs_do_not_pass_through_the_driver(
 def test_nothing_is_left_in_the_object_store_after_a_rollout(
     workers: WorkerGroup, nodes: list[dict[str, Any]], pickled: Counter[str], kl_coef: float
 ) -> None:
-    """Two optimizer steps a rollout; with a penalty in the reward the same stored batches are trained."""
+    """Two optimizer steps a rollout; with a penalty in the reward the same stored batches are
+    trained.
+    """
     config = Config.model_validate(
         {
             "cluster": {"actor_num_nodes": NUM_NODES, "actor_num_gpus_per_node": RANKS_OF_NODE},
             "perf": {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
-            "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 1, "num_steps_per_rollout": 2},
+            "rollout": {
+                "rollout_batch_size": 4,
+                "n_samples_per_prompt": 1,
+                "num_steps_per_rollout": 2,
+            },
             "grpo": {"kl_coef": kl_coef},
         }
     )
@@ -236,7 +267,9 @@ def test_nothing_is_left_in_the_object_store_after_a_rollout(
     async def run() -> None:
         await workers.call("seen.clear")
         stop = StopRequest(Path("/nowhere"))
-        training = Training(config, ActorGroup(workers), data_ranks, stop=stop, is_fresh=True, break_even=1e9)
+        training = Training(
+            config, ActorGroup(workers), data_ranks, stop=stop, is_fresh=True, break_even=1e9
+        )
         for _ in range(3):
             pickled.clear()
             await training.train(groups)
@@ -246,9 +279,13 @@ def test_nothing_is_left_in_the_object_store_after_a_rollout(
     asyncio.run(run())
     passes = ["old", "ref", "train"] if kl_coef else ["old", "train"]
     for of_rank in asyncio.run(workers.call("seen")):
-        assert [what for what, *_ in of_rank[: 2 * len(passes)]] == [one for one in passes for _ in range(2)]
+        assert [what for what, *_ in of_rank[: 2 * len(passes)]] == [
+            one for one in passes for _ in range(2)
+        ]
         of_rollout = [tuple(place) for _, *place in of_rank[: 2 * len(passes)]]
-        assert of_rollout == of_rollout[:2] * len(passes), "every pass reads the batches that the first one read"
+        assert of_rollout == of_rollout[:2] * len(passes), (
+            "every pass reads the batches that the first one read"
+        )
 
 
 def test_an_interruption_of_stored_calls_reaches_the_driver(workers: WorkerGroup) -> None:

@@ -14,4 +14,6 @@ def test_the_copy_is_what_the_installed_sglang_says():
     """It differs after setup.cfg pins another version: run ``python tools/make_server_args.py``."""
     command = [sys.executable, ROOT / "tools/make_server_args.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr or "server_args.json differs: run tools/make_server_args.py"
+    assert done.returncode == 0, (
+        done.stderr or "server_args.json differs: run tools/make_server_args.py"
+    )

@@ -1,4 +1,5 @@
-"""A real pair of SGLang engines behind the real router, compared with transformers on the same weights.
+"""A real pair of SGLang engines behind the real router, compared with transformers on the same
+weights.
 
 The last test kills an engine: it must stay the last.
 """
@@ -67,10 +68,17 @@ def load(model: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
 
-def groups_of(sglang: Sglang, prompts: list[Prompt], sampling: SamplingParams, n: int) -> list[SampleGroup]:
+def groups_of(
+    sglang: Sglang, prompts: list[Prompt], sampling: SamplingParams, n: int
+) -> list[SampleGroup]:
     return asyncio.run(
         generate_groups(
-            prompts, sampling, n=n, router=sglang.router, grader=InlineGrader(exact_match), stop_requested=lambda: False
+            prompts,
+            sampling,
+            n=n,
+            router=sglang.router,
+            grader=InlineGrader(exact_match),
+            stop_requested=lambda: False,
         )
     )
 
@@ -79,14 +87,21 @@ def groups_of(sglang: Sglang, prompts: list[Prompt], sampling: SamplingParams, n
 def hf_logprobs(model: Any, sample: Sample, temperature: float) -> list[float]:
     ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
     logits = model(ids).logits[0, len(sample.prompt_ids) - 1 : -1] / temperature
-    return torch.log_softmax(logits, -1).gather(-1, ids[0, len(sample.prompt_ids) :, None]).flatten().tolist()
+    return (
+        torch.log_softmax(logits, -1)
+        .gather(-1, ids[0, len(sample.prompt_ids) :, None])
+        .flatten()
+        .tolist()
+    )
 
 
 @torch.no_grad()
 def hf_greedy(model: Any, prompts: list[Prompt]) -> list[tuple[int, ...]]:
     """Greedy answers, each up to and with its end token. The prompts have one length."""
     ids = torch.tensor([prompt.token_ids for prompt in prompts])
-    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_NEW, do_sample=False)
+    made = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_NEW, do_sample=False
+    )
     answers = made[:, ids.shape[1] :].tolist()
     return [tuple(row[: row.index(1) + 1] if 1 in row else row) for row in answers]
 
@@ -96,7 +111,12 @@ def greedy_of_engine(url: str, key: str, prompts: list[Prompt]) -> list[tuple[in
     address = RouterAddress(url, key, (url,), concurrency=64)
     groups = asyncio.run(
         generate_groups(
-            prompts, GREEDY, n=1, router=address, grader=InlineGrader(exact_match), stop_requested=lambda: False
+            prompts,
+            GREEDY,
+            n=1,
+            router=address,
+            grader=InlineGrader(exact_match),
+            stop_requested=lambda: False,
         )
     )
     return [group.samples[0].sample.response_ids for group in groups]
@@ -104,7 +124,9 @@ def greedy_of_engine(url: str, key: str, prompts: list[Prompt]) -> list[tuple[in
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_those_of_transformers(sglang: Sglang, temperature: float) -> None:
-    """log-softmax of the logits over the temperature, over the whole vocabulary, at every sampled token."""
+    """log-softmax of the logits over the temperature, over the whole vocabulary, at every sampled
+    token.
+    """
     model, sampling = load(sglang.model), SamplingParams(MAX_NEW, temperature, stop_token_ids=(1,))
     groups = groups_of(sglang, held_out(sglang.model, 4), sampling, n=4)
     for group in groups:
@@ -141,7 +163,10 @@ def test_greedy_evaluation_is_that_of_transformers(sglang: Sglang) -> None:
     prompts = held_out(sglang.model, 100)
     tokenize = PromptTokenizer(sglang.model)
     wanted = hf_greedy(load(sglang.model), prompts)
-    right = sum(answer == (*tokenize(prompt.label)[1], 1) for answer, prompt in zip(wanted, prompts, strict=True))
+    right = sum(
+        answer == (*tokenize(prompt.label)[1], 1)
+        for answer, prompt in zip(wanted, prompts, strict=True)
+    )
 
     async def evaluated() -> dict[str, float]:
         async with Connection(sglang.router) as connection:
@@ -172,7 +197,9 @@ def test_a_stop_is_obeyed_and_the_engines_are_free_afterwards(sglang: Sglang) ->
 
     async def settle() -> None:
         for address in sglang.addresses:
-            await EngineClient(address.url, sglang.api_key).request("POST", "/flush_cache?timeout=20", None)
+            await EngineClient(address.url, sglang.api_key).request(
+                "POST", "/flush_cache?timeout=20", None
+            )
 
     asyncio.run(settle())  # refused while anything runs
     groups_of(sglang, held_out(sglang.model, 2), GREEDY, n=1)
@@ -181,16 +208,22 @@ def test_a_stop_is_obeyed_and_the_engines_are_free_afterwards(sglang: Sglang) ->
 def test_an_engine_tells_when_it_was_asked_what(sglang: Sglang) -> None:
     """One span a request, which lies within the time that the caller waited; none of health checks.
 
-    Only this test asks for the model's info: the router may still repeat a request of a test that was stopped.
+    Only this test asks for the model's info: the router may still repeat a request of a test that
+    was stopped.
     """
     client = EngineClient(sglang.addresses[0].url, sglang.api_key)
     before = time.time()
-    asyncio.run(client.request("POST", "/generate", {"text": "1", "sampling_params": {"max_new_tokens": 2}}))
+    asyncio.run(
+        client.request("POST", "/generate", {"text": "1", "sampling_params": {"max_new_tokens": 2}})
+    )
     asyncio.run(client.request("GET", "/model_info", None))
     asyncio.run(client.request("GET", "/health", None))
     now, spans = asyncio.run(client.request("GET", f"/spans?since={before}", None))
     after = time.time()
-    assert {name for name, _, _, _ in spans if not name.startswith("v1/")} == {"generate", "model_info"}, spans
+    assert {name for name, _, _, _ in spans if not name.startswith("v1/")} == {
+        "generate",
+        "model_info",
+    }, spans
     ((begin, end),) = [(begin, end) for name, _, begin, end in spans if name == "model_info"]
     assert before - 0.1 <= begin < end <= now <= after + 0.1
 
@@ -266,7 +299,9 @@ class InOneProcess:
         return {name: self.weights[name] for name in self.buckets[index].names}
 
     def largest_bytes(self) -> int:
-        return max(sum(self.weights[name].nbytes for name in bucket.names) for bucket in self.buckets)
+        return max(
+            sum(self.weights[name].nbytes for name in bucket.names) for bucket in self.buckets
+        )
 
 
 class Sender:
@@ -283,7 +318,9 @@ class Sender:
     async def meet(self, whole: WeightUpdate) -> None:
         port, ranks = free_ports(1)[0], num_engine_ranks(whole.receivers)
         joining = self.mover.connect(whole.receivers, [("127.0.0.1", port)], backend="gloo")
-        own = asyncio.to_thread(self.broadcast.connect, "127.0.0.1", port, ranks, stage_group(GROUP, 0))
+        own = asyncio.to_thread(
+            self.broadcast.connect, "127.0.0.1", port, ranks, stage_group(GROUP, 0)
+        )
         await asyncio.gather(joining, own)
 
     async def part(self, whole: WeightUpdate) -> None:
@@ -292,14 +329,18 @@ class Sender:
 
 
 def test_new_weights_reach_every_engine(sglang: Sglang) -> None:
-    """After an update both engines answer like transformers with the new weights, and say so in every sample."""
+    """After an update both engines answer like transformers with the new weights, and say so in
+    every sample.
+    """
     old = load(sglang.model)
     torch.manual_seed(11)
     new = type(old)(old.config).eval()
     with torch.no_grad():  # far from uniform, so that greedy answers do not hang on the last digit
         for weight in new.parameters():
             weight.mul_(3.0 if weight.dim() > 1 else 1.0)
-    weights = {name: tensor for name, tensor in new.state_dict().items() if name != "lm_head.weight"}
+    weights = {
+        name: tensor for name, tensor in new.state_dict().items() if name != "lm_head.weight"
+    }
     prompts = held_out(sglang.model, 24)
     wanted = hf_greedy(new, prompts)
     assert wanted != hf_greedy(old, prompts)
@@ -320,7 +361,9 @@ def test_new_weights_reach_every_engine(sglang: Sglang) -> None:
     assert {scored.sample.policy_version for group in groups for scored in group.samples} == {7}
     for group in groups:
         for scored in group.samples:
-            assert scored.sample.rollout_logprobs == pytest.approx(hf_logprobs(new, scored.sample, 1.0), abs=1e-4)
+            assert scored.sample.rollout_logprobs == pytest.approx(
+                hf_logprobs(new, scored.sample, 1.0), abs=1e-4
+            )
 
     async def again() -> None:
         """The group serves any number of updates, and then is left."""
@@ -343,7 +386,9 @@ class InFiles:
     def plan(self, max_bytes: int) -> tuple[tuple[str, ...], ...]:
         return tuple((name,) for name in self.names)
 
-    def gather(self, bucket: tuple[str, ...], *, on_all_stages: bool = True) -> dict[str, torch.Tensor]:
+    def gather(
+        self, bucket: tuple[str, ...], *, on_all_stages: bool = True
+    ) -> dict[str, torch.Tensor]:
         return {name: self.model.state_dict()[name] for name in bucket}
 
     def export(self, exporter: Any, folder: Path) -> None:
@@ -353,15 +398,21 @@ class InFiles:
 
 
 @pytest.mark.parametrize("way", ["memory", "disk"])
-def test_weights_reach_every_engine_without_a_process_group(sglang: Sglang, tmp_path: Path, way: str) -> None:
-    """Through memory of this machine and through files: greedy answers are those of transformers afterwards."""
+def test_weights_reach_every_engine_without_a_process_group(
+    sglang: Sglang, tmp_path: Path, way: str
+) -> None:
+    """Through memory of this machine and through files: greedy answers are those of transformers
+    afterwards.
+    """
     old = load(sglang.model)
     torch.manual_seed(29 if way == "disk" else 31)
     new = type(old)(old.config).eval()
     with torch.no_grad():
         for weight in new.parameters():
             weight.mul_(3.0 if weight.dim() > 1 else 1.0)
-    weights = {name: tensor for name, tensor in new.state_dict().items() if name != "lm_head.weight"}
+    weights = {
+        name: tensor for name, tensor in new.state_dict().items() if name != "lm_head.weight"
+    }
     prompts, version = held_out(sglang.model, 12), 20 if way == "disk" else 21
     whole = WeightUpdate(sglang.addresses, api_key=sglang.api_key, timeout_s=60)
     buckets = in_buckets(weights, 3)
@@ -374,7 +425,10 @@ def test_weights_reach_every_engine_without_a_process_group(sglang: Sglang, tmp_
         new.save_pretrained(tmp_path)
         return [str(tmp_path)] * len(sglang.addresses)
 
-    movers = {"memory": SharingMover(buckets, share, ranks_of=((0,), (1,))), "disk": DiskMover(write)}
+    movers = {
+        "memory": SharingMover(buckets, share, ranks_of=((0,), (1,))),
+        "disk": DiskMover(write),
+    }
     asyncio.run(whole.update(version, movers[way]))
     for rank in ranks:
         rank.release()
@@ -383,9 +437,13 @@ def test_weights_reach_every_engine_without_a_process_group(sglang: Sglang, tmp_
         assert greedy_of_engine(address.url, sglang.api_key, prompts) == wanted
 
 
-def test_what_changed_reaches_every_engine_and_a_damaged_change_is_mended(sglang: Sglang, tmp_path: Path) -> None:
-    """A tenth of the weights change; the files of that are as much smaller, and greedy answers those of transformers.
-    Then a change is damaged on its way: all weights follow, under the same version, and the next is a change again."""
+def test_what_changed_reaches_every_engine_and_a_damaged_change_is_mended(
+    sglang: Sglang, tmp_path: Path
+) -> None:
+    """A tenth of the weights change; the files of that are as much smaller, and greedy answers
+    those of transformers. Then a change is damaged on its way: all weights follow, under the same
+    version, and the next is a change again.
+    """
     torch.manual_seed(37)
     model = load(sglang.model)
     tied = {"lm_head.weight"}
@@ -396,7 +454,11 @@ def test_what_changed_reaches_every_engine_and_a_damaged_change_is_mended(sglang
 
     async def write(version: int, whole: bool) -> None:
         folder = tmp_path / f"version-{version}"
-        told = half.write_whole(folder, version, trainer.export) if whole else half.write_delta(folder, version)
+        told = (
+            half.write_whole(folder, version, trainer.export)
+            if whole
+            else half.write_delta(folder, version)
+        )
         assert told is not None
         written.append((version, whole, told.num_bytes))
         if version in damage and not whole:
@@ -414,7 +476,9 @@ def test_what_changed_reaches_every_engine_and_a_damaged_change_is_mended(sglang
         asyncio.run(whole.update(version, mover))
         answers.append(hf_greedy(model, prompts))
         for address in sglang.addresses:
-            assert asyncio.run(EngineClient(address.url, sglang.api_key).weight_version()) == str(version)
+            assert asyncio.run(EngineClient(address.url, sglang.api_key).weight_version()) == str(
+                version
+            )
             assert greedy_of_engine(address.url, sglang.api_key, prompts) == answers[-1]
         with torch.no_grad():
             for weight in model.parameters():
@@ -437,7 +501,12 @@ def test_an_engine_gives_up_its_memory_and_takes_it_again(sglang: Sglang) -> Non
         address = RouterAddress(client.url, sglang.api_key, (client.url,), concurrency=64)
         busy = asyncio.ensure_future(
             generate_groups(
-                prompts, sampling, n=2, router=address, grader=InlineGrader(exact_match), stop_requested=lambda: False
+                prompts,
+                sampling,
+                n=2,
+                router=address,
+                grader=InlineGrader(exact_match),
+                stop_requested=lambda: False,
             )
         )
         await asyncio.sleep(0.3)
@@ -458,7 +527,12 @@ def test_a_router_of_every_policy_starts_before_the_engines_and_has_prompts_answ
     sglang: Sglang, tmp_path: Path, policy: str
 ) -> None:
     port, metrics_port = free_ports(2)
-    router = Router(policy=policy, api_key=sglang.api_key, log_path=tmp_path / "router.log", metrics_port=metrics_port)
+    router = Router(
+        policy=policy,
+        api_key=sglang.api_key,
+        log_path=tmp_path / "router.log",
+        metrics_port=metrics_port,
+    )
     try:
         address = replace(sglang.router, url=router.start("127.0.0.1", port, deadline_s=60))
         router.add_engines(sglang.router.engine_urls, deadline_s=60)
@@ -469,7 +543,9 @@ def test_a_router_of_every_policy_starts_before_the_engines_and_has_prompts_answ
         router.stop()
 
 
-def test_what_a_killed_router_was_asked_is_answered_by_the_one_that_is_started_anew(sglang: Sglang) -> None:
+def test_what_a_killed_router_was_asked_is_answered_by_the_one_that_is_started_anew(
+    sglang: Sglang,
+) -> None:
     router, prompts = sglang.balancer, held_out(sglang.model, 40)
     host, port = sglang.router.url.removeprefix("http://").split(":")
 
@@ -493,13 +569,17 @@ def test_what_a_killed_router_was_asked_is_answered_by_the_one_that_is_started_a
 
 
 def test_a_killed_engine_is_named(sglang: Sglang) -> None:
-    """By its process, by its client and by an update; the other one goes on answering through the router."""
+    """By its process, by its client and by an update; the other one goes on answering through the
+    router.
+    """
     killed, survivor = sglang.engines
     os.kill(killed.pid, signal.SIGKILL)
     deadline = time.monotonic() + 20
     while killed.alive() and time.monotonic() < deadline:
         time.sleep(0.01)
-    with pytest.raises(EngineDied, match=f"engine {killed.url} ended by itself .signal SIGKILL.; the end of"):
+    with pytest.raises(
+        EngineDied, match=f"engine {killed.url} ended by itself .signal SIGKILL.; the end of"
+    ):
         killed.check_alive()
     survivor.check_alive()
     with pytest.raises(EngineDied, match=killed.url):
@@ -510,6 +590,10 @@ def test_a_killed_engine_is_named(sglang: Sglang) -> None:
 
     whole = WeightUpdate(sglang.addresses, api_key=sglang.api_key, timeout_s=20)
     with pytest.raises(SyncError, match=killed.url):
-        asyncio.run(whole.update(9, BroadcastMover([Bucket(("a",), ((1,),), ("float32",))], send, group_name=GROUP)))
+        asyncio.run(
+            whole.update(
+                9, BroadcastMover([Bucket(("a",), ((1,),), ("float32",))], send, group_name=GROUP)
+            )
+        )
     asyncio.run(EngineClient(survivor.url, sglang.api_key).resume())
     assert len(groups_of(sglang, held_out(sglang.model, 6), GREEDY, n=1)) == 6

@@ -1,4 +1,6 @@
-"""The tiny model is what it says: the same every time, readable by transformers, fit for tensor parallelism."""
+"""The tiny model is what it says: the same every time, readable by transformers, fit for tensor
+parallelism.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +18,37 @@ SHORT = ["--warmup-steps", "60"]
 def test_it_is_made_once_and_always_the_same(tiny_model: Path, tmp_path: Path) -> None:
     """The same settings give the same bytes; what is complete is left alone."""
     before = {path.name: path.stat().st_mtime_ns for path in tiny_model.iterdir()}
-    said = subprocess.run([*TOOL, "--out", str(tiny_model), *SHORT], check=True, capture_output=True, text=True)
+    said = subprocess.run(
+        [*TOOL, "--out", str(tiny_model), *SHORT], check=True, capture_output=True, text=True
+    )
     assert "already there" in said.stdout
     assert {path.name: path.stat().st_mtime_ns for path in tiny_model.iterdir()} == before
     subprocess.run([*TOOL, "--out", str(tmp_path), "--data", str(tiny_model), *SHORT], check=True)
-    assert (tmp_path / "model.safetensors").read_bytes() == (tiny_model / "model.safetensors").read_bytes()
-    assert set(before) - {path.name for path in tmp_path.iterdir()} == {"train.jsonl", "heldout.jsonl"}
+    assert (tmp_path / "model.safetensors").read_bytes() == (
+        tiny_model / "model.safetensors"
+    ).read_bytes()
+    assert set(before) - {path.name for path in tmp_path.iterdir()} == {
+        "train.jsonl",
+        "heldout.jsonl",
+    }
 
 
 def test_transformers_reads_it_and_every_size_divides(tiny_model: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
-    config, tokenizer = AutoConfig.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    config, tokenizer = (
+        AutoConfig.from_pretrained(tiny_model),
+        AutoTokenizer.from_pretrained(tiny_model),
+    )
     assert config.tie_word_embeddings
     assert len(tokenizer) == config.vocab_size, "every id that can be sampled can be decoded"
     for parallel in (2, 4):
-        sizes = (config.vocab_size, config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
+        sizes = (
+            config.vocab_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.intermediate_size,
+        )
         assert all(size % parallel == 0 for size in sizes)
     problem = json.loads((tiny_model / "train.jsonl").read_text().splitlines()[0])
     assert tokenizer.decode(tokenizer.encode(problem["prompt"])) == problem["prompt"]

@@ -1,4 +1,6 @@
-"""The policy losses against TRL's: its own GRPOTrainer computes loss and gradient from the same log-probs."""
+"""The policy losses against TRL's: its own GRPOTrainer computes loss and gradient from the same
+log-probs.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,27 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name: (our settin
     ),
     "tis": ({"use_tis": True, "tis_clip": 1.2}, {"use_vllm": True}),
     "tis-kl": (
-        {"use_tis": True, "tis_clip": 1.2, "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"},
+        {
+            "use_tis": True,
+            "tis_clip": 1.2,
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.1,
+            "kl_loss_type": "k3",
+        },
         {"use_vllm": True, "beta": 0.1},
     ),
 }
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """Padded [samples, width], in float64; log-probs that differ enough for every bound to be met."""
+    """Padded [samples, width], in float64; log-probs that differ enough for every bound to be
+    met.
+    """
     source = torch.Generator().manual_seed(11)
-    noise = lambda size: size * torch.randn(len(LENGTHS), WIDTH, generator=source, dtype=torch.float64)  # noqa: E731
+
+    def noise(size: float) -> torch.Tensor:
+        return size * torch.randn(len(LENGTHS), WIDTH, generator=source, dtype=torch.float64)
+
     logprobs = -2 + noise(0.5)
     return {
         "logprobs": logprobs,
@@ -59,7 +72,9 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def theirs(given: dict[str, torch.Tensor], options: dict[str, Any]) -> tuple[float, torch.Tensor]:
-    """What GRPOTrainer's own method makes of it; only its forward pass is replaced by the log-probs."""
+    """What GRPOTrainer's own method makes of it; only its forward pass is replaced by the
+    log-probs.
+    """
     logprobs = given["logprobs"].clone().requires_grad_()
     defaults = dict(
         loss_type="grpo", importance_sampling_level="token", beta=0.0, epsilon_low=EPS, epsilon_high=EPS_HIGH,
@@ -77,7 +92,10 @@ def theirs(given: dict[str, torch.Tensor], options: dict[str, Any]) -> tuple[flo
         model=SimpleNamespace(training=True),
         current_gradient_accumulation_steps=1,
         accelerator=SimpleNamespace(
-            num_processes=1, sync_gradients=True, gather=lambda value: value, reduce=lambda value, reduction: value
+            num_processes=1,
+            sync_gradients=True,
+            gather=lambda value: value,
+            reduce=lambda value, reduction: value,
         ),
         _entropy_bonus_enabled=chosen["entropy_coef"] > 0,
         use_adaptive_entropy=False,
@@ -115,7 +133,9 @@ def ours(given: dict[str, torch.Tensor], options: dict[str, Any]) -> tuple[float
         advantages=given["advantages"][sample],
         loss_mask=torch.ones(len(sample)),
         sample_lengths=lengths,
-        sample_sums=lambda values: values.new_zeros(len(LENGTHS)).index_add(0, sample, values)[sample],
+        sample_sums=lambda values: values.new_zeros(len(LENGTHS)).index_add(0, sample, values)[
+            sample
+        ],
     )
     weights = token_weights(
         lengths,

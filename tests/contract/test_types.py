@@ -20,8 +20,18 @@ def test_an_untyped_function_of_a_strict_room_is_an_error(tmp_path):
         folder = tmp_path / room
         folder.mkdir()
         (folder / "__init__.py").touch()
-        (folder / "new.py").write_text("import torch\n\n\ndef one() -> int:\n    return torch.one()\n")
-    command = [sys.executable, "-m", "mypy", f"--config-file={ROOT}/setup.cfg", "--cache-dir=/dev/null"]
-    done = subprocess.run([*command, "common", "slurm", "rlpost"], cwd=tmp_path, capture_output=True, text=True)
+        (folder / "new.py").write_text(
+            "import torch\n\n\ndef one() -> int:\n    return torch.one()\n"
+        )
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        f"--config-file={ROOT}/setup.cfg",
+        "--cache-dir=/dev/null",
+    ]
+    done = subprocess.run(
+        [*command, "common", "slurm", "rlpost"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.stdout.count("[no-any-return]") == 3, done.stdout
     assert "rlpost/metrics" not in done.stdout

@@ -28,7 +28,13 @@ class Rank:
 
 @pytest.fixture(scope="module")
 def node() -> Any:
-    ray.init(num_cpus=1, num_gpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 1024**2)
+    ray.init(
+        num_cpus=1,
+        num_gpus=3,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 * 1024**2,
+    )
     yield ray.nodes()[0]
     ray.shutdown()
 
@@ -40,7 +46,9 @@ def test_places_are_dealt_anew_and_keep_their_logs(node: Any, tmp_path: Path) ->
     async def run() -> list[str]:
         group = WorkerGroup([Rank] * 3, slots, names=names, log_dir=tmp_path, envs=[{}] * 3)
         given = await group.call("gpu")
-        assert sorted(given) == ["0", "1", "2"], "Ray gives each one of its logical GPUs, in no promised order"
+        assert sorted(given) == ["0", "1", "2"], (
+            "Ray gives each one of its logical GPUs, in no promised order"
+        )
         wanted = ["2", "0", "1"]
         await group.reorder([given.index(gpu) for gpu in wanted])
         assert await group.call("gpu") == wanted

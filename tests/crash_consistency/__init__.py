@@ -1,1 +1,3 @@
-"""A simulator of crashes: the real driver on a folder whose every file operation may be the last, fail or be lost."""
+"""A simulator of crashes: the real driver on a folder whose every file operation may be the last,
+fail or be lost.
+"""

@@ -41,11 +41,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.crash_consistency", description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--all", action="store_true", help="all scenarios")
-    what.add_argument("--scenario", action="append", choices=list(PLAYS), help="one of them; may be repeated")
-    what.add_argument("--trial", action="append", help="one trial, by the name that a table or a test gives")
+    what.add_argument(
+        "--scenario", action="append", choices=list(PLAYS), help="one of them; may be repeated"
+    )
+    what.add_argument(
+        "--trial", action="append", help="one trial, by the name that a table or a test gives"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
-    parser.add_argument("--limit", type=int, help="at most so many trials of a scenario, drawn from all")
-    parser.add_argument("--failures", action="store_true", help="one line for each problem after the table")
+    parser.add_argument(
+        "--limit", type=int, help="at most so many trials of a scenario, drawn from all"
+    )
+    parser.add_argument(
+        "--failures", action="store_true", help="one line for each problem after the table"
+    )
     return parser
 
 
@@ -55,11 +63,16 @@ def _scenario(base: Path, scenario: str, seed: int, limit: int | None) -> list[R
         planned = random.Random(seed).sample(planned, limit)
     results, told = [], time.monotonic()
     for number, trial in enumerate(planned, start=1):
-        results.append(replace(run_trial(base, trial), endings=()))  # they hold all that an attempt did
+        results.append(
+            replace(run_trial(base, trial), endings=())
+        )  # they hold all that an attempt did
         if time.monotonic() - told > PROGRESS_S or number == len(planned):
             told = time.monotonic()
             failed = sum(bool(result.problems) for result in results)
-            print(f"{scenario}: {number} of {len(planned)} trials, {failed} with a problem", file=sys.stderr)
+            print(
+                f"{scenario}: {number} of {len(planned)} trials, {failed} with a problem",
+                file=sys.stderr,
+            )
     return results
 
 
@@ -75,7 +88,10 @@ def _tell(result: Result) -> None:
 
 def table(results: Sequence[Result]) -> str:
     """One line a scenario, and an example of each kind of problem."""
-    lines = ["| scenario | trials | without a problem | problems | remarks |", "|---|---|---|---|---|"]
+    lines = [
+        "| scenario | trials | without a problem | problems | remarks |",
+        "|---|---|---|---|---|",
+    ]
     examples: dict[tuple[str, str, str], Trial] = {}
     for scenario in dict.fromkeys(result.trial.scenario for result in results):
         own = [result for result in results if result.trial.scenario == scenario]
@@ -86,14 +102,17 @@ def table(results: Sequence[Result]) -> str:
             for kind in kinds:
                 examples.setdefault((*kind, scenario), result.trial)
         good = sum(not result.problems for result in own)
-        told = "; ".join(f"{count} {category} ({name})" for (name, category), count in found.most_common())
+        told = "; ".join(
+            f"{count} {category} ({name})" for (name, category), count in found.most_common()
+        )
         remarks = Counter(result.remark for result in own if result.remark)
         remarked = "; ".join(f"{count} {remark}" for remark, count in remarks.most_common())
         lines.append(f"| {scenario} | {len(own):,} | {good:,} | {told or 'none'} | {remarked} |")
     if examples:
         lines += ["", "| finding | problem | trial |", "|---|---|---|"]
         lines += [
-            f"| {name} | {category} | `{trial}` |" for (name, category, _), trial in sorted(examples.items(), key=str)
+            f"| {name} | {category} | `{trial}` |"
+            for (name, category, _), trial in sorted(examples.items(), key=str)
         ]
     return "\n".join(lines)
 

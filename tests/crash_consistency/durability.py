@@ -1,8 +1,10 @@
-"""What a power loss leaves of a folder: a model of files and names, each with what an fsync has made durable.
+"""What a power loss leaves of a folder: a model of files and names, each with what an fsync has
+made durable.
 
-Input: every change of the folder, in order. Output: the folder as one of several file systems may show it after the
-power is back. The model follows POSIX: data is durable after an fsync of its file, a name after an fsync of its folder.
-A rename between two folders is one transaction, durable with the folder that receives the name.
+Input: every change of the folder, in order. Output: the folder as one of several file systems may
+show it after the power is back. The model follows POSIX: data is durable after an fsync of its
+file, a name after an fsync of its folder. A rename between two folders is one transaction, durable
+with the folder that receives the name.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from pathlib import Path
 VARIANTS = ("strict", "names", "data", "random", "torn")
 """What survives of what no fsync covered.
 
-strict: nothing; names: all names and no data; data: all data and no names; random: each change or not;
-torn: all but the end of the last write of each file.
+strict: nothing; names: all names and no data; data: all data and no names; random: each change or
+not; torn: all but the end of the last write of each file.
 """
 
 
@@ -27,7 +29,9 @@ class File:
 
     data: bytearray = field(default_factory=bytearray)
     synced: bytes = b""
-    log: list[tuple[int | None, bytes]] = field(default_factory=list)  # (offset, data); offset None: resized
+    log: list[tuple[int | None, bytes]] = field(
+        default_factory=list
+    )  # (offset, data); offset None: resized
 
     def write(self, offset: int, data: bytes) -> None:
         """Change the content as pwrite does."""
@@ -122,7 +126,9 @@ class Model:
             if change.receiver is node:
                 change.apply()
                 names = {(folder, name) for folder, name, _ in change.steps}
-                for earlier in self.changes[:number]:  # a later change of a name is not undone by an earlier one
+                for earlier in self.changes[
+                    :number
+                ]:  # a later change of a name is not undone by an earlier one
                     earlier.steps = [step for step in earlier.steps if step[:2] not in names]
         self.changes = [change for change in self.changes if not change.is_durable]
 
@@ -139,7 +145,9 @@ class Model:
     def differences(self) -> list[str]:
         """Paths at which the model is not what lies there: empty, unless the simulator is wrong."""
         mine, real = dict(_flat(self.root, "")), dict(_flat(_read(self._path), ""))
-        return sorted(path for path in mine.keys() | real.keys() if mine.get(path) != real.get(path))
+        return sorted(
+            path for path in mine.keys() | real.keys() if mine.get(path) != real.get(path)
+        )
 
 
 def _torn(file: File, rng: random.Random) -> bytes:

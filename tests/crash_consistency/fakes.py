@@ -1,8 +1,10 @@
-"""Engines and a trainer that are functions: what is written and trained follows from weights, prompt and order.
+"""Engines and a trainer that are functions: what is written and trained follows from weights,
+prompt and order.
 
-Input: what ``ClusterStages`` and ``Generation`` make of their parts. Output: the same parts without processes. Weights
-are the head of a hash chain over all that was trained; a token is a hash of weights, prompt, sample and position. So
-two runs have equal weights when, and only when, they trained the same samples in the same order.
+Input: what ``ClusterStages`` and ``Generation`` make of their parts. Output: the same parts without
+processes. Weights are the head of a hash chain over all that was trained; a token is a hash of
+weights, prompt, sample and position. So two runs have equal weights when, and only when, they
+trained the same samples in the same order.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def token(weights: str, prompt_id: int, index: int, position: int) -> int:
 
 
 def experts(weights: str, prompt_id: int, index: int, position: int) -> list[list[int]]:
-    """Where these weights send the token at a position of prompt and answer: in each layer to 2 of 4 experts."""
+    """Where these weights send the token at a position of prompt and answer: in each layer to 2 of
+    4 experts.
+    """
     number = int(digest(f"{weights}/{prompt_id}/{index}/{position}/experts")[:4], 16)
     return [[number % 4, (number + 1) % 4], [number // 4 % 4, (number // 4 + 3) % 4]]
 
@@ -71,7 +75,9 @@ def trained_on(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
                     "logprobs": list(scored.sample.rollout_logprobs),
                     "label": scored.sample.label,
                     "versions": _versions(scored.sample),
-                    "routes": None if scored.sample.routes is None else scored.sample.routes.array.tolist(),
+                    "routes": None
+                    if scored.sample.routes is None
+                    else scored.sample.routes.array.tolist(),
                     "reward": scored.reward,
                 }
                 for scored in group.samples
@@ -147,8 +153,15 @@ class Fleet:
 
     def __init__(self, config: Any, cluster: Any, *placement: Any) -> None:
         self.weights, self.version = INITIAL, -1
-        self.addresses, self.dismissed, self.api_key, self.pause_mode = [None], set[int](), "key", "in_place"
-        self.router = SimpleNamespace(url="http://127.0.0.1:1", api_key="key", engine=self, abort_all=_nothing)
+        self.addresses, self.dismissed, self.api_key, self.pause_mode = (
+            [None],
+            set[int](),
+            "key",
+            "in_place",
+        )
+        self.router = SimpleNamespace(
+            url="http://127.0.0.1:1", api_key="key", engine=self, abort_all=_nothing
+        )
 
     async def start(self, *given: Any) -> None:
         """It answers."""
@@ -178,7 +191,12 @@ class Connection:
         pass
 
     async def generate(
-        self, what: str, input_ids: Sequence[int], sampling_params: Mapping[str, Any], *, labels: Any = None
+        self,
+        what: str,
+        input_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        labels: Any = None,
     ) -> Any:
         """The rest of one answer; as far as it got when generation is halted."""
         from rlpost.rollout.answer import parse
@@ -195,7 +213,9 @@ class Connection:
             await asyncio.sleep(TOKEN_S * (1 + prompt_id % 3))
             position = start + len(ids)
             is_last = position == length - 1
-            weights = engine.weights  # with new ones it reads all tokens again, as after a retraction
+            weights = (
+                engine.weights
+            )  # with new ones it reads all tokens again, as after a retraction
             if not spans or spans[-1]["version"] != engine.version:
                 spans.append({"version": engine.version, "start": len(ids), "end": len(ids)})
             spans[-1]["end"] += 1
@@ -210,11 +230,17 @@ class Connection:
         if self.routes is not None and ids:
             read = range(int(labels[ROUTES_FROM]), len(input_ids) + len(ids) - 1)
             chosen = [experts(weights, prompt_id, index, position) for position in read]
-            meta["routed_experts"] = base64.b64encode(np.array(chosen, dtype=np.int32).tobytes()).decode()
+            meta["routed_experts"] = base64.b64encode(
+                np.array(chosen, dtype=np.int32).tobytes()
+            ).decode()
         text = "".join(map(chr, (33 + one for one in ids)))
-        return parse(json.dumps({"output_ids": ids, "text": text, "meta_info": meta}).encode(), self.routes)
+        return parse(
+            json.dumps({"output_ids": ids, "text": text, "meta_info": meta}).encode(), self.routes
+        )
 
-    async def halt(self, running: Sequence[asyncio.Task[Any]], *, must_leave: Callable[[], bool]) -> None:
+    async def halt(
+        self, running: Sequence[asyncio.Task[Any]], *, must_leave: Callable[[], bool]
+    ) -> None:
         """Return when every one of ``running`` is done."""
         self.halted = True
         await asyncio.gather(*running, return_exceptions=True)
@@ -241,7 +267,9 @@ class Actors:
         """Call the trainer's ``method``."""
         return await self.call_each(method, [arguments])
 
-    async def call_each(self, method: str, arguments: Sequence[Sequence[Any]], **keywords: Any) -> list[Any]:
+    async def call_each(
+        self, method: str, arguments: Sequence[Sequence[Any]], **keywords: Any
+    ) -> list[Any]:
         """The same; what storage says becomes an error of the run, as Ray passes it on."""
         found = getattr(self, f"_{method.replace('.', '_')}", None)
         try:
@@ -267,7 +295,11 @@ class Actors:
     async def _save(self, folder: str, step: int, *, in_background: bool) -> None:
         text = json.dumps({"weights": self.observed.weights, "history": self.observed.history})
         if in_background:
-            self._saving = (asyncio.get_running_loop().time() + self.observed.save_s, Path(folder) / SHARD, text)
+            self._saving = (
+                asyncio.get_running_loop().time() + self.observed.save_s,
+                Path(folder) / SHARD,
+                text,
+            )
         else:
             await asyncio.sleep(0.02)
             (Path(folder) / SHARD).write_text(text)
@@ -286,7 +318,9 @@ class Actors:
 class Training:
     """Trains at once on all groups of a rollout."""
 
-    def __init__(self, config: Any, actors: Any, data_ranks: Sequence[int], *, stop: Any, **more: Any) -> None:
+    def __init__(
+        self, config: Any, actors: Any, data_ranks: Sequence[int], *, stop: Any, **more: Any
+    ) -> None:
         self._observed, self._stop = ROOM.attempt.observed, stop
 
     async def train(self, groups: Sequence[SampleGroup]) -> dict[str, float]:
@@ -297,7 +331,11 @@ class Training:
         seen.trained.append((len(seen.history), digest(json.dumps(batch, sort_keys=True))))
         seen.history = [*seen.history, batch]
         seen.weights = next_weights(seen.weights, batch)
-        return {"train/loss": 0.5, "train/grad_norm": 1.0, "train/weights": float(int(seen.weights[:8], 16))}
+        return {
+            "train/loss": 0.5,
+            "train/grad_norm": 1.0,
+            "train/weights": float(int(seen.weights[:8], 16)),
+        }
 
 
 class WeightCoordinator:
@@ -347,7 +385,9 @@ class EngineHealth:
 
 
 class LoopLag:
-    """No watchdog: virtual time has no lag, and a thread that never ends would keep its starter waiting."""
+    """No watchdog: virtual time has no lag, and a thread that never ends would keep its starter
+    waiting.
+    """
 
     async def __aenter__(self) -> LoopLag:
         return self
@@ -363,7 +403,9 @@ class LoopLag:
 def layout(*given: Any, **named: Any) -> SimpleNamespace:
     """A placement of one rank and one engine, and their ports."""
     slot = SimpleNamespace(ip="127.0.0.1", node_id="n", num_gpus=0, shared_with=None)
-    return SimpleNamespace(actors=[slot], engines=[[slot]], actor_group=1, router=2, sync_groups=[3])
+    return SimpleNamespace(
+        actors=[slot], engines=[[slot]], actor_group=1, router=2, sync_groups=[3]
+    )
 
 
 async def _nothing() -> None:

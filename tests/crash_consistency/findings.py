@@ -30,7 +30,12 @@ _OF_PAIRS = {
 
 def finding(result: Result, problem: Problem) -> str:
     """F1 to F9, or "new"."""
-    scenario, category, detail, note = result.trial.scenario, problem.category, problem.detail, result.note
+    scenario, category, detail, note = (
+        result.trial.scenario,
+        problem.category,
+        problem.detail,
+        result.note,
+    )
     if category == oracle.COUNTS:
         return "F4"
     if scenario == "fault" and category in (oracle.TRACEBACK, oracle.HUNG, oracle.LEDGER):

@@ -23,8 +23,9 @@ def any_change(op: Op) -> bool:
 
 @dataclass
 class KillAt(Hook):
-    """The process ends before the n-th operation that ``matches``, counted from 0; ``torn``: half way through it, when
-    it is a write."""
+    """The process ends before the n-th operation that ``matches``, counted from 0; ``torn``: half
+    way through it, when it is a write.
+    """
 
     number: int
     torn: bool = False
@@ -54,7 +55,9 @@ class KillAt(Hook):
 
 @dataclass
 class Lagging(Hook):
-    """The thread of the journal runs so many turns of the event loop late: its records wait in the queue."""
+    """The thread of the journal runs so many turns of the event loop late: its records wait in the
+    queue.
+    """
 
     turns: int
 
@@ -65,9 +68,11 @@ class Lagging(Hook):
 
 @dataclass
 class FaultAt(Hook):
-    """Storage fails at the operations that ``matches`` names, from the n-th of them on, for ``count`` times.
+    """Storage fails at the operations that ``matches`` names, from the n-th of them on, for
+    ``count`` times.
 
-    ``error``: an errno by name; "short": a write takes half of its bytes; "hang": the operation never returns.
+    ``error``: an errno by name; "short": a write takes half of its bytes; "hang": the operation
+    never returns.
     """
 
     number: int
@@ -109,7 +114,9 @@ class FaultAt(Hook):
 
 @dataclass
 class StopAt(Hook):
-    """A stop is requested before the n-th changing operation; ``deadline``: "N/A", or a moment that has passed."""
+    """A stop is requested before the n-th changing operation; ``deadline``: "N/A", or a moment that
+    has passed.
+    """
 
     world: World
     number: int
@@ -119,11 +126,15 @@ class StopAt(Hook):
         """Write the stop file."""
         if op.changes and op.number == self.number:
             path = self.world.stop_file(attempt)  # type: ignore[arg-type]
-            self.world.disk.put(path, json.dumps({"reason": "simulated", "deadline": self.deadline}).encode())
+            self.world.disk.put(
+                path, json.dumps({"reason": "simulated", "deadline": self.deadline}).encode()
+            )
 
 
 class Paused(Hook):
-    """An attempt in a thread, which stops before or after an operation until it is told to go on."""
+    """An attempt in a thread, which stops before or after an operation until it is told to go
+    on.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -135,15 +146,21 @@ class Paused(Hook):
         self._thread = REAL_THREAD(target=self._drive, daemon=True)
         self.is_over = False
 
-    def run_until(self, number: int | None, when: str = "before", matches: Callable[[Op], bool] = any_change) -> None:
-        """Let it run to the n-th operation from here on that ``matches``, counted from 0, or to its end."""
+    def run_until(
+        self, number: int | None, when: str = "before", matches: Callable[[Op], bool] = any_change
+    ) -> None:
+        """Let it run to the n-th operation from here on that ``matches``, counted from 0, or to its
+        end.
+        """
         assert not self.is_over
         self._left, self._when, self._matches = -1 if number is None else number + 1, when, matches
         if self._thread.ident is None:
             self._thread.start()
         else:
             self._goes.release()
-        assert self._rests.acquire(timeout=PATIENCE_S), "the attempt came neither to its pause nor to its end"
+        assert self._rests.acquire(timeout=PATIENCE_S), (
+            "the attempt came neither to its pause nor to its end"
+        )
 
     def before(self, attempt: Attempt, op: Op) -> None:
         """Stop there."""

@@ -1,13 +1,14 @@
 """Every file operation of the attempts, seen before and after it happens.
 
-Input: hooks of an attempt. Output: functions of ``os`` and ``io`` that call the hooks for paths below the run's folder
-while an attempt runs, and that keep the model of what is durable. Everything else passes.
+Input: hooks of an attempt. Output: functions of ``os`` and ``io`` that call the hooks for paths
+below the run's folder while an attempt runs, and that keep the model of what is durable. Everything
+else passes.
 
     before(attempt, op)    may raise: OSError for a fault, Killed for the end of the process; may pause the attempt
     after(attempt, op)     the same, when it has happened
 
-A killed attempt changes nothing any more: each of its later operations raises Killed again, as ``finally`` blocks and
-destructors run that a SIGKILL would not have run.
+A killed attempt changes nothing any more: each of its later operations raises Killed again, as
+``finally`` blocks and destructors run that a SIGKILL would not have run.
 """
 
 from __future__ import annotations
@@ -28,12 +29,38 @@ from typing import Any
 from tests.crash_consistency.durability import File, Folder, Link, Model, Node
 
 NAMES = (
-    *("open", "write", "pwrite", "fsync", "fdatasync", "close", "rename", "replace", "link", "symlink", "unlink"),
-    *("remove", "rmdir", "mkdir", "truncate", "ftruncate", "listdir", "scandir", "stat", "lstat", "read", "pread"),
+    *(
+        "open",
+        "write",
+        "pwrite",
+        "fsync",
+        "fdatasync",
+        "close",
+        "rename",
+        "replace",
+        "link",
+        "symlink",
+        "unlink",
+    ),
+    *(
+        "remove",
+        "rmdir",
+        "mkdir",
+        "truncate",
+        "ftruncate",
+        "listdir",
+        "scandir",
+        "stat",
+        "lstat",
+        "read",
+        "pread",
+    ),
     "getpid",
 )
 REAL = SimpleNamespace(**{name: getattr(os, name) for name in NAMES}, io_open=io.open)
-CHANGING = frozenset({"create", "clear", "write", "fsync", "rename", "link", "unlink", "mkdir", "rmdir", "resize"})
+CHANGING = frozenset(
+    {"create", "clear", "write", "fsync", "rename", "link", "unlink", "mkdir", "rmdir", "resize"}
+)
 ROOM = threading.local()  # .attempt: whose operations these are
 
 
@@ -47,7 +74,10 @@ class Hung(SystemExit):
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One file operation. ``number`` counts the changing ones of the attempt, ``place`` all of them, from 0."""
+    """One file operation.
+
+    ``number`` counts the changing ones of the attempt, ``place`` all of them, from 0.
+    """
 
     kind: str
     path: str  # relative to the run's folder; "old -> new" of a rename or link
@@ -150,15 +180,21 @@ class Disk:
         self.model = Model(root)
         self.opened: dict[int, Opened] = {}
 
-    def inner(self, path: Any, dir_fd: int | None = None) -> tuple[str, tuple[str, ...], Folder] | None:
+    def inner(
+        self, path: Any, dir_fd: int | None = None
+    ) -> tuple[str, tuple[str, ...], Folder] | None:
         """(path below the root, its parts from a folder, that folder) when it is one of ours."""
         if isinstance(path, int):
             return None
         text = os.fsdecode(path)
         if text.startswith("/"):
-            if not text.startswith(self._prefix) or text[len(self._prefix) : len(self._prefix) + 1] not in ("", "/"):
+            if not text.startswith(self._prefix) or text[
+                len(self._prefix) : len(self._prefix) + 1
+            ] not in ("", "/"):
                 return None
-            parts = tuple(part for part in text[len(self._prefix) :].split("/") if part and part != ".")
+            parts = tuple(
+                part for part in text[len(self._prefix) :].split("/") if part and part != "."
+            )
             return "/".join(parts), parts, self.model.root
         if dir_fd is None or dir_fd not in self.opened:
             return None
@@ -200,7 +236,9 @@ class Disk:
                     io.FileIO.close(opened.raw)
 
 
-def _ours(path: Any, dir_fd: int | None = None) -> tuple[Attempt, str, tuple[str, ...], Folder] | None:
+def _ours(
+    path: Any, dir_fd: int | None = None
+) -> tuple[Attempt, str, tuple[str, ...], Folder] | None:
     attempt = getattr(ROOM, "attempt", None)
     if attempt is None:
         return None
@@ -224,7 +262,12 @@ def _open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
 
 
 def _opened(
-    attempt: Attempt, name: str, parts: tuple[str, ...], start: Folder, flags: int, perform: Callable[[], int]
+    attempt: Attempt,
+    name: str,
+    parts: tuple[str, ...],
+    start: Folder,
+    flags: int,
+    perform: Callable[[], int],
 ) -> int:
     """Open below the root; ``perform`` returns the descriptor."""
     model = attempt.disk.model
@@ -236,7 +279,9 @@ def _opened(
             there = model.find((*parts[:-1], *there.target.split("/")), start)
         if there is None and flags & os.O_CREAT:
             return there, "create"
-        is_cleared = isinstance(there, File) and writes and flags & os.O_TRUNC and not flags & os.O_EXCL
+        is_cleared = (
+            isinstance(there, File) and writes and flags & os.O_TRUNC and not flags & os.O_EXCL
+        )
         return there, "clear" if is_cleared else "open"
 
     def open_and_note() -> int:
@@ -264,7 +309,9 @@ def _close(descriptor: int) -> None:
     REAL.close(descriptor)
 
 
-def _written(attempt: Attempt, opened: Opened, data: Any, offset: int, write: Callable[[bytes], int]) -> int:
+def _written(
+    attempt: Attempt, opened: Opened, data: Any, offset: int, write: Callable[[bytes], int]
+) -> int:
     """A write, or as much of it as a hook lets pass."""
     data = bytes(data)
     assert isinstance(opened.node, File), opened.path
@@ -333,10 +380,19 @@ def _ftruncate(descriptor: int, size: int) -> None:
 
 
 def _moving(kind: str, real: Callable[..., None]) -> Callable[..., None]:
-    def move(src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None, **more: Any) -> None:
+    def move(
+        src: Any,
+        dst: Any,
+        *,
+        src_dir_fd: int | None = None,
+        dst_dir_fd: int | None = None,
+        **more: Any,
+    ) -> None:
         old, new = _ours(src, src_dir_fd), _ours(dst, dst_dir_fd)
         if old is None or new is None:
-            assert old is None and new is None, f"{src} -> {dst}: one of the two is outside the run's folder"
+            assert old is None and new is None, (
+                f"{src} -> {dst}: one of the two is outside the run's folder"
+            )
             real(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd, **more)
             return
         attempt, disk = old[0], old[0].disk
@@ -386,7 +442,9 @@ def _mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
     attempt.act("mkdir", name, make)
 
 
-def _symlink(src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
+def _symlink(
+    src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None
+) -> None:
     found = _ours(dst, dir_fd)
     if found is None:
         REAL.symlink(src, dst, target_is_directory, dir_fd=dir_fd)
@@ -441,7 +499,9 @@ class _Raw(io.FileIO):
                 raise Killed("killed before")
             return len(data)
         offset = 0 if owner.appends else self.tell()
-        return _written(owner.attempt, owner, data, offset, lambda part: io.FileIO.write(self, part) or 0)
+        return _written(
+            owner.attempt, owner, data, offset, lambda part: io.FileIO.write(self, part) or 0
+        )
 
     def truncate(self, size: int | None = None) -> int:
         """As os.ftruncate."""
@@ -471,7 +531,12 @@ class _Raw(io.FileIO):
         return self._owner.attempt.act("read", self._owner.path, perform)
 
 
-_FLAGS = {"r": os.O_RDONLY, "w": os.O_CREAT | os.O_TRUNC, "a": os.O_CREAT | os.O_APPEND, "x": os.O_CREAT | os.O_EXCL}
+_FLAGS = {
+    "r": os.O_RDONLY,
+    "w": os.O_CREAT | os.O_TRUNC,
+    "a": os.O_CREAT | os.O_APPEND,
+    "x": os.O_CREAT | os.O_EXCL,
+}
 
 
 def _io_open(
@@ -507,7 +572,11 @@ def _io_open(
         return raw
     buffer: Any = io.BufferedWriter if writes else io.BufferedReader
     buffered = (io.BufferedRandom if "+" in mode else buffer)(raw)
-    return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding or "utf-8", errors, newline)
+    return (
+        buffered
+        if "b" in mode
+        else io.TextIOWrapper(buffered, encoding or "utf-8", errors, newline)
+    )
 
 
 def _getpid() -> int:
@@ -544,7 +613,10 @@ PATCHES: dict[str, Callable[..., Any]] = {
 
 @contextmanager
 def intercepted() -> Iterator[None]:
-    """The functions are in place within. Sets of ``os`` that say which of them take a descriptor name both."""
+    """The functions are in place within.
+
+    Sets of ``os`` that say which of them take a descriptor name both.
+    """
     sets = (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks)
     for name, patch in PATCHES.items():
         for known in sets:

@@ -1,10 +1,12 @@
 """What a run must have at its end, whatever happened on the way.
 
-Input: a world whose last attempt should have finished the run. Output: problems, none of which may be there.
+Input: a world whose last attempt should have finished the run. Output: problems, none of which may
+be there.
 
-The trainer's weights are a hash chain, and each token names the weights that wrote it. So the batches behind the final
-weights can be checked one by one: each prompt is that of the data, once; each token is what the weights of its version
-in this very chain write; no version is older than allowed.
+The trainer's weights are a hash chain, and each token names the weights that wrote it. So the
+batches behind the final weights can be checked one by one: each prompt is that of the data, once;
+each token is what the weights of its version in this very chain write; no version is older than
+allowed.
 """
 
 from __future__ import annotations
@@ -27,13 +29,25 @@ from tests.crash_consistency.world import BATCH_SIZE, NUM_SAMPLES, NUM_STEPS, En
 
 SEED = 42  # --rollout-seed
 UNKNOWN = 255  # an expert that only the trainer knows
-CLOCKS = ("time/", "perf/", "memory/", "sync/", "checkpoint/", "driver/", "run/")  # names that a disturbance may change
+CLOCKS = (
+    "time/",
+    "perf/",
+    "memory/",
+    "sync/",
+    "checkpoint/",
+    "driver/",
+    "run/",
+)  # names that a disturbance may change
 
 WEIGHTS, PROMPTS, STALE = "wrong weights", "prompts lost or double", "staleness"
 RETRAINED, AGAIN = "another batch at a step", "generated again"
 METRICS, SAMPLES, COUNTS, LEDGER = "metrics lines", "samples lines", "counts", "ledger"
 NEVER, TRACEBACK, HUNG = "never returns", "traceback", "event loop blocked"
-DESTROYED, SILENT, FENCED = "checkpoint destroyed", "change accepted silently", "refused without need"
+DESTROYED, SILENT, FENCED = (
+    "checkpoint destroyed",
+    "change accepted silently",
+    "refused without need",
+)
 SIMULATOR = "the simulator itself"
 
 
@@ -89,10 +103,10 @@ def check(
 ) -> list[Problem]:
     """Problems of a run that should be finished.
 
-    ``was_killed``: attempts before the last ended without damage of files or storage, so nothing durable may be made
-    twice. ``lost_lines`` and ``lost_samples`` are steps whose lines were damaged from outside. ``lossy``: storage did
-    not recover, so lines beside checkpoints and journal may be missing where the log names their file.
-    ``committed_since``: see ``destroyed``.
+    ``was_killed``: attempts before the last ended without damage of files or storage, so nothing
+    durable may be made twice. ``lost_lines`` and ``lost_samples`` are steps whose lines were
+    damaged from outside. ``lossy``: storage did not recover, so lines beside checkpoints and
+    journal may be missing where the log names their file. ``committed_since``: see ``destroyed``.
     """
     last = world.endings[-1]
     problems = [problem for ending in world.endings for problem in of_ending(ending)]
@@ -105,7 +119,11 @@ def check(
     history = last.attempt.observed.history
     if same_data:
         problems += of_history(world, history, num_steps)
-    if reference is not None and world.setup.is_exact and last.attempt.observed.weights != reference.weights:
+    if (
+        reference is not None
+        and world.setup.is_exact
+        and last.attempt.observed.weights != reference.weights
+    ):
         problems.append(Problem(WEIGHTS, "they are not those of an undisturbed run"))
     if was_killed:
         problems += _work_twice(world, history)
@@ -114,7 +132,9 @@ def check(
     problems += _of_ledger(world, is_lossy=lossy)
     problems += destroyed(world, committed_since)
     if same_data:
-        has_lines = not lost_lines and not lossy and not any(each.category == METRICS for each in of_lines)
+        has_lines = (
+            not lost_lines and not lossy and not any(each.category == METRICS for each in of_lines)
+        )
         problems += _of_state(world, has_lines=has_lines)
     return problems
 
@@ -147,36 +167,63 @@ def of_history(world: World, history: Sequence[Any], num_steps: int) -> list[Pro
     return problems
 
 
-def _of_group(world: World, group: Mapping[str, Any], step: int, chain: Sequence[str]) -> list[Problem]:
+def _of_group(
+    world: World, group: Mapping[str, Any], step: int, chain: Sequence[str]
+) -> list[Problem]:
     problems, prompt_id = [], group["prompt_id"]
     expected = row_of(world, prompt_id)
     rollout = world.config.rollout
     if len(group["samples"]) != NUM_SAMPLES:
         problems.append(Problem(PROMPTS, f"prompt {prompt_id} has {len(group['samples'])} samples"))
     for sample in group["samples"]:
-        if (bytes(sample["prompt"]).decode(), sample["label"]) != (expected["input"], expected["label"]):
+        if (bytes(sample["prompt"]).decode(), sample["label"]) != (
+            expected["input"],
+            expected["label"],
+        ):
             problems.append(Problem(PROMPTS, f"prompt {prompt_id} is not that of the data"))
         newest = max(sample["versions"])
         if newest > step:
-            problems.append(Problem(STALE, f"prompt {prompt_id} of step {step + 1}: staleness {step - newest}"))
+            problems.append(
+                Problem(STALE, f"prompt {prompt_id} of step {step + 1}: staleness {step - newest}")
+            )
             continue
         oldest = step - min(sample["versions"])
-        allowed = {"sync": 0, "one_step_off": 1}.get(rollout.rollout_mode, rollout.max_staleness or 1)
-        is_kept = rollout.partial_rollout or rollout.over_sampling_batch_size  # such groups wait for later steps
+        allowed = {"sync": 0, "one_step_off": 1}.get(
+            rollout.rollout_mode, rollout.max_staleness or 1
+        )
+        is_kept = (
+            rollout.partial_rollout or rollout.over_sampling_batch_size
+        )  # such groups wait for later steps
         if oldest > allowed and not (is_kept and rollout.rollout_mode != "fully_async"):
-            problems.append(Problem(STALE, f"prompt {prompt_id} of step {step + 1}: staleness {oldest}"))
-        for position, (token, version) in enumerate(zip(sample["answer"][:-1], sample["versions"], strict=False)):
+            problems.append(
+                Problem(STALE, f"prompt {prompt_id} of step {step + 1}: staleness {oldest}")
+            )
+        for position, (token, version) in enumerate(
+            zip(sample["answer"][:-1], sample["versions"], strict=False)
+        ):
             if token != fakes.token(chain[version], prompt_id, sample["index"], position):
-                problems.append(Problem(WEIGHTS, f"prompt {prompt_id} of step {step + 1} was written by other weights"))
+                problems.append(
+                    Problem(
+                        WEIGHTS,
+                        f"prompt {prompt_id} of step {step + 1} was written by other weights",
+                    )
+                )
                 break
-        if world.config.grpo.use_rollout_routing_replay and not _has_its_routes(sample, prompt_id, chain):
-            problems.append(Problem(WEIGHTS, f"prompt {prompt_id} of step {step + 1} has other routes than its own"))
+        if world.config.grpo.use_rollout_routing_replay and not _has_its_routes(
+            sample, prompt_id, chain
+        ):
+            problems.append(
+                Problem(
+                    WEIGHTS, f"prompt {prompt_id} of step {step + 1} has other routes than its own"
+                )
+            )
     return problems
 
 
 def _has_its_routes(sample: Mapping[str, Any], prompt_id: int, chain: Sequence[str]) -> bool:
-    """Whether each token was routed by the weights that wrote the next one; only where an answer has tokens of several
-    weights may routes be unknown."""
+    """Whether each token was routed by the weights that wrote the next one; only where an answer
+    has tokens of several weights may routes be unknown.
+    """
     versions, length = sample["versions"], len(sample["prompt"])
     if sample["routes"] is None or len(sample["routes"]) != length + len(sample["answer"]) - 1:
         return False
@@ -202,7 +249,9 @@ def _order(size: int, epoch: int) -> Sequence[int]:
 
 
 def _work_twice(world: World, history: Sequence[Any]) -> list[Problem]:
-    """A batch is durable before it is trained: it comes again as it was, and is not generated again."""
+    """A batch is durable before it is trained: it comes again as it was, and is not generated
+    again.
+    """
     problems, done = [], set[int]()
     final = [fakes.digest(json.dumps(batch, sort_keys=True)) for batch in history]
     for ending in world.endings:
@@ -211,8 +260,12 @@ def _work_twice(world: World, history: Sequence[Any]) -> list[Problem]:
             problems.append(Problem(AGAIN, f"prompts {again}, which an attempt before had trained"))
         for step, batch in ending.attempt.observed.trained:
             if step < len(final) and batch != final[step]:
-                problems.append(Problem(RETRAINED, f"step {step + 1} was trained on another batch before"))
-        done |= {prompt_id for batch in ending.attempt.observed.history for prompt_id in _ids(batch)}
+                problems.append(
+                    Problem(RETRAINED, f"step {step + 1} was trained on another batch before")
+                )
+        done |= {
+            prompt_id for batch in ending.attempt.observed.history for prompt_id in _ids(batch)
+        }
     return problems
 
 
@@ -244,7 +297,13 @@ def _said(world: World, name: str) -> bool:
 
 
 def _of_steps(
-    world: World, name: str, steps: Sequence[Any], wanted: Sequence[int], lost: set[int], *, is_lossy: bool
+    world: World,
+    name: str,
+    steps: Sequence[Any],
+    wanted: Sequence[int],
+    lost: set[int],
+    *,
+    is_lossy: bool,
 ) -> bool:
     """Whether a file has the lines that it must have, each once and in order."""
     kept = [step for step in steps if step not in lost and step is not None]
@@ -277,9 +336,15 @@ def _of_metrics(
             continue
         if step and line.get("train/weights") != float(int(chain[step][:8], 16)):
             problems.append(Problem(METRICS, f"line {step} is of other weights"))
-        elif reference is not None and world.setup.is_exact and comparable(line) != reference.lines[step]:
+        elif (
+            reference is not None
+            and world.setup.is_exact
+            and comparable(line) != reference.lines[step]
+        ):
             other = reference.lines[step]
-            names = sorted(name for name in {*line, *other} if comparable(line).get(name) != other.get(name))
+            names = sorted(
+                name for name in {*line, *other} if comparable(line).get(name) != other.get(name)
+            )
             category = COUNTS if all(name.startswith("rollout/") for name in names) else METRICS
             problems.append(Problem(category, f"line {step} differs: {names[:4]}"))
     return problems
@@ -322,8 +387,9 @@ def num_committed(world: World) -> int:
 
 
 def destroyed(world: World, since: int = 0) -> list[Problem]:
-    """What the ledger says was committed last is there, or something newer; its first ``since`` commits do not
-    count: they were damaged."""
+    """What the ledger says was committed last is there, or something newer; its first ``since``
+    commits do not count: they were damaged.
+    """
     committed = [entry for entry in events(world) if entry.get("event") == "committed"][since:]
     if not committed or not isinstance(committed[-1].get("step"), int):
         return []
@@ -334,7 +400,11 @@ def destroyed(world: World, since: int = 0) -> list[Problem]:
     step = committed[-1]["step"]
     if found.path is None or step_of(found.path) < step:
         why = "; ".join(f"{path.name}: {reason}" for path, reason in found.skipped)
-        return [Problem(DESTROYED, f"step {step} was committed and cannot be read ({why or 'it is gone'})")]
+        return [
+            Problem(
+                DESTROYED, f"step {step} was committed and cannot be read ({why or 'it is gone'})"
+            )
+        ]
     return []
 
 

@@ -1,7 +1,7 @@
 """The trials: what happens to a run, at which moment, in which configuration.
 
-Input: a scenario's name and a seed. Output: trials, each of which is named by one line of text and can be run again by
-that name: ``SCENARIO/SETUP/WHAT/NUMBER/SEED``.
+Input: a scenario's name and a seed. Output: trials, each of which is named by one line of text and
+can be run again by that name: ``SCENARIO/SETUP/WHAT/NUMBER/SEED``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ DEADLINES: dict[str, str | int] = {"checkpoint": "N/A", "journal": 1}
 
 @dataclass(frozen=True)
 class Trial:
-    """One disturbed run. ``number`` is the operation at which it is disturbed; ``seed`` decides the rest."""
+    """One disturbed run.
+
+    ``number`` is the operation at which it is disturbed; ``seed`` decides the rest.
+    """
 
     scenario: str
     setup: str
@@ -88,11 +91,15 @@ def run_trial(base: Path, trial: Trial) -> Result:
     drift = world.disk.model.differences()
     if drift:
         problems.append(Problem(oracle.SIMULATOR, f"its model is not the folder: {drift[:3]}"))
-    return Result(trial, tuple(dict.fromkeys(problems)), tuple(world.endings), stage.note, stage.remark)
+    return Result(
+        trial, tuple(dict.fromkeys(problems)), tuple(world.endings), stage.note, stage.remark
+    )
 
 
 def _kill(stage: Stage) -> list[Problem]:
-    """Killed at an operation; with a seed, killed again and again. lagging: while records wait to be written."""
+    """Killed at an operation; with a seed, killed again and again. lagging: while records wait to
+    be written.
+    """
     world, trial = stage.world, stage.trial
     lagging = [Lagging(stage.rng.choice((2, 5, 20, 100)))] if trial.what == "lagging" else []
     world.attempt(KillAt(trial.number, torn=trial.what == "torn"), *lagging)
@@ -117,7 +124,9 @@ def _power(stage: Stage) -> list[Problem]:
 
 
 def _stop(stage: Stage) -> list[Problem]:
-    """Asked to stop at an operation; the process, or the power, may be gone before it has stopped."""
+    """Asked to stop at an operation; the process, or the power, may be gone before it has
+    stopped.
+    """
     world, trial, rng = stage.world, stage.trial, stage.rng
     saved, _, then = trial.what.partition("+")
     hooks = [StopAt(world, trial.number, DEADLINES[saved])]
@@ -148,7 +157,9 @@ def _faulty(error: str, where: str) -> Callable[[Op], bool]:
         if error == "short":
             kinds = op.kind == "write"
         elif error == "hang":
-            is_of_actor = op.kind == "write" and "/shard-" in op.path  # in another process than the event loop
+            is_of_actor = (
+                op.kind == "write" and "/shard-" in op.path
+            )  # in another process than the event loop
             kinds = op.kind in HANGING and not is_of_actor
         elif error == "fsync":
             kinds = op.kind == "fsync"
@@ -164,14 +175,17 @@ def _faulty(error: str, where: str) -> Callable[[Op], bool]:
 def _fault(stage: Stage) -> list[Problem]:
     """Storage fails in the first attempt, or in the second after a kill; afterwards it is well.
 
-    WHAT: error:once|on|PATH[:resume] — one operation, all from there on, or all on one file from the n-th on.
+    WHAT: error:once|on|PATH[:resume] — one operation, all from there on, or all on one file from
+    the n-th on.
     """
     world, trial = stage.world, stage.trial
     error, where, *when = trial.what.split(":")
     if when:
         world.attempt(KillAt(stage.rng.randrange(stage.reference.num_changes)))
     name = "EIO" if error == "fsync" else error
-    fault = FaultAt(trial.number, name, 1 if where == "once" else float("inf"), _faulty(error, where))
+    fault = FaultAt(
+        trial.number, name, 1 if where == "once" else float("inf"), _faulty(error, where)
+    )
     ending = world.attempt(fault)
     if not fault.hit and ending.how == "done":
         stage.note = "not reached"
@@ -181,7 +195,9 @@ def _fault(stage: Stage) -> list[Problem]:
     if ending.how == "waiting":
         stage.remark = "waits for storage that hangs; a stop ends it"
     if ending.how == "refused":
-        problems.append(Problem(oracle.FENCED, f"{stage.note}: {' | '.join(ending.messages[-1:])[:300]}"))
+        problems.append(
+            Problem(oracle.FENCED, f"{stage.note}: {' | '.join(ending.messages[-1:])[:300]}")
+        )
     if ending.how != "done":
         stage.finish()
     is_lossy = where != "once" or error == "hang"
@@ -215,7 +231,9 @@ def _noise(data: bytes, rng: random.Random) -> bytes:
 def _files(world: World, part: str) -> list[Path]:
     """Files of the run that may be damaged."""
     root = world.run.root
-    found = sorted(path for path in root.rglob("*") if path.is_file() and "attempts" not in path.parts)
+    found = sorted(
+        path for path in root.rglob("*") if path.is_file() and "attempts" not in path.parts
+    )
     chosen = {
         "journal": lambda path: path.parent.name == "journal",
         "metrics": lambda path: path.name in ("metrics.jsonl", "samples.jsonl"),
@@ -227,8 +245,10 @@ def _files(world: World, part: str) -> list[Path]:
 
 
 def _damage(stage: Stage) -> list[Problem]:
-    """A file is damaged between two attempts. WHAT: flip|truncate|empty|delete|noise:PART[:kill], the next attempt
-    killed as well."""
+    """A file is damaged between two attempts.
+
+    WHAT: flip|truncate|empty|delete|noise:PART[:kill], the next attempt killed as well.
+    """
     world, trial, rng = stage.world, stage.trial, stage.rng
     how, part, *then = trial.what.split(":")
     world.attempt(KillAt(trial.number))
@@ -245,7 +265,9 @@ def _damage(stage: Stage) -> list[Problem]:
     else:
         path.write_bytes(after)
     world.disk.model.adopt()
-    lost = _lost_steps(before, b"" if after is None else after) if path.suffix == ".jsonl" else set()
+    lost = (
+        _lost_steps(before, b"" if after is None else after) if path.suffix == ".jsonl" else set()
+    )
     is_metrics, is_samples = path.name == "metrics.jsonl", path.name == "samples.jsonl"
     since = oracle.num_committed(world)
     if then:
@@ -270,7 +292,9 @@ def _damage(stage: Stage) -> list[Problem]:
 
 def _says_what_is_lost(ending: Ending) -> bool:
     """A run whose only checkpoints are damaged does not begin again by itself."""
-    return ending.how == "failed" and any("though some were committed" in each for each in ending.messages)
+    return ending.how == "failed" and any(
+        "though some were committed" in each for each in ending.messages
+    )
 
 
 def _lost_steps(before: bytes, after: bytes) -> set[int]:
@@ -287,7 +311,9 @@ def _lost_steps(before: bytes, after: bytes) -> set[int]:
 
 
 def _two_attempts(stage: Stage) -> list[Problem]:
-    """Attempt A stops at an operation, B takes over and runs on, A goes on. WHAT: before|after:end|some."""
+    """Attempt A stops at an operation, B takes over and runs on, A goes on. WHAT:
+    before|after:end|some.
+    """
     world, trial, rng = stage.world, stage.trial, stage.rng
     when, until = trial.what.split(":")[:2]
     if trial.seed % 3 == 2:  # a run that has something behind it
@@ -306,10 +332,14 @@ def _two_attempts(stage: Stage) -> list[Problem]:
     old, new = by_name[older.attempt.name], by_name[newer.attempt.name]
     stage.note = f"older {old.how}, newer {new.how}"
     problems = []
-    if old.how == new.how == "refused":  # claims at one moment may fence each other (rlpost/checkpoint/ownership.py)
+    if (
+        old.how == new.how == "refused"
+    ):  # claims at one moment may fence each other (rlpost/checkpoint/ownership.py)
         stage.remark = "both attempts ended, by their claims"
     elif new.how == "refused" and old.how != "done":
-        problems.append(Problem(oracle.FENCED, f"the newer attempt: {' | '.join(new.messages[-1:])[:300]}"))
+        problems.append(
+            Problem(oracle.FENCED, f"the newer attempt: {' | '.join(new.messages[-1:])[:300]}")
+        )
     world.endings.remove(new)
     world.endings.append(new)
     if new.how == "done":
@@ -351,7 +381,9 @@ def _change(stage: Stage) -> list[Problem]:
     world, trial = stage.world, stage.trial
     world.attempt(KillAt(trial.number))
     had_checkpoint = any(world.run.checkpoints.glob("iter_*/COMMITTED"))
-    had_journal = any(path.stat().st_size > 400 for path in world.run.checkpoints.glob("journal/*.log"))
+    had_journal = any(
+        path.stat().st_size > 400 for path in world.run.checkpoints.glob("journal/*.log")
+    )
     stage.note = "with a checkpoint" if had_checkpoint else "journal only"
     if trial.what in DATA:
         world.write_data(_data(trial.what))
@@ -369,9 +401,15 @@ def _change(stage: Stage) -> list[Problem]:
         return [*problems, Problem(oracle.NEVER, ending.how)]
     num_steps = NUM_STEPS + 2 if trial.what == "longer" else NUM_STEPS
     is_said = any(word in text for word in ("--prompt-data", "prompt", "settings", "data"))
-    is_used = len(world.endings[before - 1].attempt.observed.history) > 0 and (had_checkpoint or had_journal)
+    is_used = len(world.endings[before - 1].attempt.observed.history) > 0 and (
+        had_checkpoint or had_journal
+    )
     problems += check(world, was_killed=False, num_steps=num_steps, same_data=False)
-    mixed = oracle.of_history(world, ending.attempt.observed.history, num_steps) if trial.what in DATA else []
+    mixed = (
+        oracle.of_history(world, ending.attempt.observed.history, num_steps)
+        if trial.what in DATA
+        else []
+    )
     if trial.what in DATA and mixed and not is_said:
         problems.append(Problem(oracle.SILENT, f"{stage.note}: other data, {mixed[0]}"))
     if trial.what not in (*DATA, "longer") and is_used and not is_said:
@@ -395,7 +433,9 @@ KEEPS_FEW = ("sync,keep1", "sync,keep_every")
 
 
 def trials(base: Path, scenario: str, seed: int) -> Iterator[Trial]:
-    """All trials of a scenario: every operation where they can be counted, else a number drawn from the seed."""
+    """All trials of a scenario: every operation where they can be counted, else a number drawn from
+    the seed.
+    """
     rng = random.Random(f"{scenario}/{seed}")
     yield from _TRIALS[scenario](base, rng)
 
@@ -416,7 +456,13 @@ def _kills(base: Path, rng: random.Random) -> Iterator[Trial]:
 def _powers(base: Path, rng: random.Random) -> Iterator[Trial]:
     for name, setup in SETUPS.items():
         for number in range(baseline(base, setup).num_changes):
-            yield Trial("power", name, rng.choice(("strict", "strict", "data")), number, rng.randrange(10**6))
+            yield Trial(
+                "power",
+                name,
+                rng.choice(("strict", "strict", "data")),
+                number,
+                rng.randrange(10**6),
+            )
     for _ in range(1500):
         variant = rng.choice(VARIANTS) + rng.choice(("", "*2", "*3"))
         yield Trial("power", *_place(base, rng, variant))
@@ -433,7 +479,11 @@ def _faults(base: Path, rng: random.Random) -> Iterator[Trial]:
         for error in ("ENOSPC", "fsync", "hang", "short"):
             for _ in range(6):
                 yield Trial(
-                    "fault", rng.choice(list(SETUPS)), f"{error}:{path}", rng.randrange(6), rng.randrange(10**6)
+                    "fault",
+                    rng.choice(list(SETUPS)),
+                    f"{error}:{path}",
+                    rng.randrange(6),
+                    rng.randrange(10**6),
                 )
     for _ in range(1600):
         error = rng.choice((*ERRORS, "EIO", "ESTALE", "short", "fsync", "hang"))

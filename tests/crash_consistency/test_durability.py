@@ -35,7 +35,11 @@ def after(disk: Disk, act: Callable[[Path], object], variant: str) -> dict[str, 
         act(disk.root)
     assert disk.model.differences() == []
     disk.model.lose_power(variant, random.Random(0))
-    return {str(path.relative_to(disk.root)): path.read_bytes() for path in disk.root.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(disk.root)): path.read_bytes()
+        for path in disk.root.rglob("*")
+        if path.is_file()
+    }
 
 
 def new_file(root: Path) -> None:
@@ -112,7 +116,9 @@ def test_paths_relative_to_a_descriptor_are_seen(disk: Disk) -> None:
         os.rename("inner", "final", src_dir_fd=folder, dst_dir_fd=folder)
         os.fsync(folder)
         os.close(folder)
-        with open("last", "w", opener=lambda path, flags: os.open(root / "elsewhere" / path, flags)) as text:
+        with open(
+            "last", "w", opener=lambda path, flags: os.open(root / "elsewhere" / path, flags)
+        ) as text:
             text.write("more")
 
     found = after(disk, lambda root: (act(root), sync(root)), "strict")

@@ -1,4 +1,6 @@
-"""The findings of an audit, each as one trial that must not show it again (``findings.FINDINGS`` names them)."""
+"""The findings of an audit, each as one trial that must not show it again (``findings.FINDINGS``
+names them).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import pytest
 from tests.crash_consistency import oracle
 from tests.crash_consistency.hooks import FaultAt, KillAt, Paused
 from tests.crash_consistency.interception import Op
-from tests.crash_consistency.oracle import Problem, baseline, check, destroyed, metrics_lines, num_committed
+from tests.crash_consistency.oracle import (
+    Problem,
+    baseline,
+    check,
+    destroyed,
+    metrics_lines,
+    num_committed,
+)
 from tests.crash_consistency.scenarios import PATHS, Trial, run_trial
 from tests.crash_consistency.world import NUM_STEPS, SETUPS, World, rows
 
@@ -44,7 +53,9 @@ def come_back(world: World) -> None:
 
 
 @pytest.mark.parametrize("setup", ["sync", "sync,keep1", "one_step_off", "fully_async,async_save"])
-def test_f1_an_older_attempt_leaves_the_checkpoint_of_a_newer_one_as_it_is(base: Path, setup: str) -> None:
+def test_f1_an_older_attempt_leaves_the_checkpoint_of_a_newer_one_as_it_is(
+    base: Path, setup: str
+) -> None:
     reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
     step = 1 if setup == "sync,keep1" else 2
     older = Paused(world)
@@ -75,7 +86,9 @@ def damaged_segment(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("which", ["first", "middle", "last"])
 @pytest.mark.parametrize("how", ["flip", "last", "empty", "delete"])
-@pytest.mark.parametrize("setup", ["sync,slow_save", "one_step_off,slow_save", "fully_async,slow_save"])
+@pytest.mark.parametrize(
+    "setup", ["sync,slow_save", "one_step_off,slow_save", "fully_async,slow_save"]
+)
 def test_f2_a_damaged_segment_of_the_journal_costs_work_and_nothing_else(
     base: Path, setup: str, how: str, which: str
 ) -> None:
@@ -91,7 +104,9 @@ def test_f2_a_damaged_segment_of_the_journal_costs_work_and_nothing_else(
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "report/samples.jsonl"])
 @pytest.mark.parametrize("setup", ["sync", "fully_async"])
-def test_f3_an_older_attempt_leaves_the_lines_of_a_newer_one_as_they_are(base: Path, setup: str, file: str) -> None:
+def test_f3_an_older_attempt_leaves_the_lines_of_a_newer_one_as_they_are(
+    base: Path, setup: str, file: str
+) -> None:
     reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
     older = Paused(world)
     older.run_until(1, "before", line_written(file))
@@ -129,7 +144,9 @@ def test_f4_what_was_skipped_is_counted_once(base: Path, setup: str) -> None:
 
 @pytest.mark.parametrize("kind", ["grown", "shrunk", "edited", "worse", "moved"])
 @pytest.mark.parametrize("setup", ["sync", "one_step_off", "fully_async"])
-def test_f5_other_data_is_noticed_while_only_the_journal_exists(base: Path, setup: str, kind: str) -> None:
+def test_f5_other_data_is_noticed_while_only_the_journal_exists(
+    base: Path, setup: str, kind: str
+) -> None:
     number = first_commit(base, setup)
     result = run_trial(base, Trial("change", setup, kind, number))
     assert result.note == "journal only"
@@ -169,7 +186,9 @@ def test_f7_storage_that_fails_ends_an_attempt_with_words_at_most(
 
 def test_f7_the_file_latest_is_for_people_and_no_commit_needs_it(base: Path) -> None:
     reference, world = baseline(base, SETUPS["sync"]), World(base, SETUPS["sync"])
-    ending = world.attempt(FaultAt(0, "ENOSPC", float("inf"), lambda op: op.changes and PATHS["latest"](op)))
+    ending = world.attempt(
+        FaultAt(0, "ENOSPC", float("inf"), lambda op: op.changes and PATHS["latest"](op))
+    )
     assert ending.how == "done", ending
     assert num_committed(world) == 3
     expect_none(check(world, reference=reference))
@@ -188,7 +207,9 @@ def test_f7_a_segment_that_cannot_be_read_is_no_traceback(base: Path, error: str
 
 @pytest.mark.parametrize("number", [0, 2])
 @pytest.mark.parametrize("path", ["metrics", "samples", "ledger", "journal"])
-def test_f7_an_fsync_that_never_returns_does_not_stop_the_event_loop(base: Path, path: str, number: int) -> None:
+def test_f7_an_fsync_that_never_returns_does_not_stop_the_event_loop(
+    base: Path, path: str, number: int
+) -> None:
     reference, world = baseline(base, SETUPS["sync"]), World(base, SETUPS["sync"])
     fault = FaultAt(number, "hang", 1, lambda op: op.kind == "fsync" and PATHS[path](op))
     ending = world.attempt(fault)
@@ -206,14 +227,18 @@ def of_journal(*kinds: str) -> Callable[[Op], bool]:
 
 @pytest.mark.parametrize("kind", ["mkdir", "list", "stat", "create", "link", "fsync"])
 @pytest.mark.parametrize("setup", ["sync", "fully_async"])
-def test_a_journal_that_hangs_when_an_attempt_begins_ends_it_in_words(base: Path, setup: str, kind: str) -> None:
+def test_a_journal_that_hangs_when_an_attempt_begins_ends_it_in_words(
+    base: Path, setup: str, kind: str
+) -> None:
     reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
     if kind != "mkdir":
         world.attempt(KillAt(0, matches=named(2)))
     fault = FaultAt(0, "hang", 1, of_journal(kind))
     ending = world.attempt(fault)
     assert fault.hit and ending.how == "failed", ending
-    assert "checkpoints/journal was not" in ending.messages[-1] and " within 6" in ending.messages[-1]
+    assert (
+        "checkpoints/journal was not" in ending.messages[-1] and " within 6" in ending.messages[-1]
+    )
     assert "repair the storage or the mount" in ending.messages[-1]
     come_back(world)
     expect_none(check(world, reference=reference))
@@ -236,7 +261,9 @@ def test_a_journal_that_hangs_later_costs_the_journal_and_nothing_else(
 
 
 @pytest.mark.parametrize("setup", ["sync", "fully_async"])
-def test_a_group_that_cannot_be_read_in_time_ends_the_attempt_and_not_its_event_loop(base: Path, setup: str) -> None:
+def test_a_group_that_cannot_be_read_in_time_ends_the_attempt_and_not_its_event_loop(
+    base: Path, setup: str
+) -> None:
     reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
     world.attempt(KillAt(0, matches=named(2)))
     since = []
@@ -254,8 +281,12 @@ def test_a_group_that_cannot_be_read_in_time_ends_the_attempt_and_not_its_event_
     expect_none(check(world, reference=reference))
 
 
-def test_an_end_of_the_replay_does_not_wait_on_the_event_loop(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The data has changed where its fingerprint does not show it: the rest is written to a segment of its own."""
+def test_an_end_of_the_replay_does_not_wait_on_the_event_loop(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data has changed where its fingerprint does not show it: the rest is written to a segment
+    of its own.
+    """
     world = World(base, SETUPS["sync"])
     monkeypatch.setattr("rlpost.orchestration.driver.data_fingerprint", lambda sources: "the same")
     world.attempt(KillAt(0, matches=named(2)))
@@ -264,10 +295,15 @@ def test_an_end_of_the_replay_does_not_wait_on_the_event_loop(base: Path, monkey
     ending = world.attempt(fault)
     assert fault.hit and ending.how == "done", ending
     assert any("reads differently now" in message for message in ending.messages)
-    assert any("a new segment took more than 60 s" in each or "an fsync took" in each for each in ending.messages)
+    assert any(
+        "a new segment took more than 60 s" in each or "an fsync took" in each
+        for each in ending.messages
+    )
 
 
-def test_a_newer_attempt_goes_on_where_an_older_one_takes_the_number_of_its_segment(base: Path) -> None:
+def test_a_newer_attempt_goes_on_where_an_older_one_takes_the_number_of_its_segment(
+    base: Path,
+) -> None:
     """Both ended with exit code 78, and nothing requeued the job."""
     result = run_trial(base, Trial.named("two_attempts/one_step_off,partial/before:some/8/604229"))
     assert result.note == "older refused, newer done"
@@ -276,8 +312,12 @@ def test_a_newer_attempt_goes_on_where_an_older_one_takes_the_number_of_its_segm
 
 @pytest.mark.parametrize("when", ["resume", "state"])
 @pytest.mark.parametrize("setup", ["sync", "one_step_off", "fully_async"])
-def test_of_two_attempts_that_create_a_segment_at_once_the_owner_goes_on(base: Path, setup: str, when: str) -> None:
-    """The newer one stops before its segment has a name, the older one takes the number and writes to it."""
+def test_of_two_attempts_that_create_a_segment_at_once_the_owner_goes_on(
+    base: Path, setup: str, when: str
+) -> None:
+    """The newer one stops before its segment has a name, the older one takes the number and writes
+    to it.
+    """
     reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
     older, newer = Paused(world), Paused(world)
     older.run_until(0 if when == "resume" else 1, "before", of_journal("create"))
@@ -292,9 +332,13 @@ def test_of_two_attempts_that_create_a_segment_at_once_the_owner_goes_on(base: P
 
 
 @pytest.mark.parametrize("setup", ["sync", "one_step_off", "fully_async"])
-def test_f8_the_journal_outlives_a_power_loss_before_the_first_checkpoint(base: Path, setup: str) -> None:
+def test_f8_the_journal_outlives_a_power_loss_before_the_first_checkpoint(
+    base: Path, setup: str
+) -> None:
     result = run_trial(base, Trial("power", setup, "strict", first_commit(base, setup)))
-    assert result.endings[0].attempt.observed.trained, "something was trained, so its batch is durable"
+    assert result.endings[0].attempt.observed.trained, (
+        "something was trained, so its batch is durable"
+    )
     expect_none(result.problems)
 
 
@@ -316,9 +360,17 @@ def test_f9_the_checkpoint_just_committed_is_never_pruned(base: Path) -> None:
 
 @pytest.mark.parametrize("setup", ["sync,async_save", "fully_async,partial"])
 def test_a_checkpoint_that_is_saved_again_survives_a_power_loss(base: Path, setup: str) -> None:
-    """A stop right after a checkpoint saves its step again, and the first one steps aside into another folder."""
-    around = range(60, 74)  # the operations of that second save, with three choices of what the power takes
-    trials = [Trial("stop", setup, "checkpoint+strict", number, seed) for number in around for seed in range(3)]
+    """A stop right after a checkpoint saves its step again, and the first one steps aside into
+    another folder.
+    """
+    around = range(
+        60, 74
+    )  # the operations of that second save, with three choices of what the power takes
+    trials = [
+        Trial("stop", setup, "checkpoint+strict", number, seed)
+        for number in around
+        for seed in range(3)
+    ]
     results = [run_trial(base, trial) for trial in trials]
     expect_none([problem for result in results for problem in result.problems])
 
@@ -354,14 +406,22 @@ def test_the_oracle_sees_what_is_wrong(base: Path) -> None:
 
     assert problems(lambda world: None) == set()
     assert {oracle.STALE} <= problems(swap)
-    assert {oracle.PROMPTS, oracle.WEIGHTS} <= problems(lambda world: history(world).append(history(world)[0]))
+    assert {oracle.PROMPTS, oracle.WEIGHTS} <= problems(
+        lambda world: history(world).append(history(world)[0])
+    )
     assert oracle.PROMPTS in problems(lambda world: world.write_data(rows()[::-1]))
-    for path, category in (("metrics.jsonl", oracle.METRICS), ("report/samples.jsonl", oracle.SAMPLES)):
+    for path, category in (
+        ("metrics.jsonl", oracle.METRICS),
+        ("report/samples.jsonl", oracle.SAMPLES),
+    ):
         assert category in problems(lines(path, lambda found: found[:-1]))
         assert category in problems(lines(path, lambda found: [*found, found[-1]]))
     assert oracle.LEDGER in problems(lines("ledger.jsonl", lambda found: found[:-1]))
     assert oracle.COUNTS in problems(
-        lines("metrics.jsonl", lambda found: [line.replace('bad_prompts": 1', 'bad_prompts": 3') for line in found])
+        lines(
+            "metrics.jsonl",
+            lambda found: [line.replace('bad_prompts": 1', 'bad_prompts": 3') for line in found],
+        )
     )
     newest = "checkpoints/iter_0000006/shard-0.json"
     assert oracle.DESTROYED in problems(lambda world: (world.run.root / newest).write_text("{}"))

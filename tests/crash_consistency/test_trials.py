@@ -1,4 +1,6 @@
-"""A sample of all trials, the same at every run; ``python -m tests.crash_consistency --all`` runs them all."""
+"""A sample of all trials, the same at every run; ``python -m tests.crash_consistency --all`` runs
+them all.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from tests.crash_consistency.oracle import metrics_lines
 from tests.crash_consistency.scenarios import run_trial, trials
 from tests.crash_consistency.world import NUM_STEPS, SETUPS, World
 
-COUNTS = {"kill": 120, "power": 90, "stop": 50, "fault": 80, "damage": 90, "two_attempts": 80, "change": 40}
+COUNTS = {
+    "kill": 120,
+    "power": 90,
+    "stop": 50,
+    "fault": 80,
+    "damage": 90,
+    "two_attempts": 80,
+    "change": 40,
+}
 
 
 @pytest.mark.parametrize("scenario", COUNTS)

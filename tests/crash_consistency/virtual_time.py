@@ -1,8 +1,9 @@
-"""Time and threads of an attempt: an event loop whose clock jumps, and threads that run one at a time.
+"""Time and threads of an attempt: an event loop whose clock jumps, and threads that run one at a
+time.
 
-So a trial is deterministic and waits for nothing. A thread that an attempt starts runs when the thread that started it
-waits: in its event loop, or for a future. That one goes on when the other has ended, or hangs in storage. An event loop
-that waits for nothing, or for ever, ends with Hung.
+So a trial is deterministic and waits for nothing. A thread that an attempt starts runs when the
+thread that started it waits: in its event loop, or for a future. That one goes on when the other
+has ended, or hangs in storage. An event loop that waits for nothing, or for ever, ends with Hung.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Virtual seconds."""
         return self._attempt.clock
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    def run_in_executor(
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
         """In a thread that runs at once."""
         future: asyncio.Future[Any] = self.create_future()
 
@@ -84,7 +87,9 @@ class _Policy(asyncio.DefaultEventLoopPolicy):
 
 
 class Thread(REAL_THREAD):
-    """One that runs while its starter waits: in the starter's own thread, unless storage may hang in it."""
+    """One that runs while its starter waits: in the starter's own thread, unless storage may hang
+    in it.
+    """
 
     def start(self) -> None:
         """Be ready to run."""
@@ -105,7 +110,10 @@ class Thread(REAL_THREAD):
         ROOM.attempt, ROOM.thread = self._attempt, self
         try:
             super().run()
-        except (Killed, Exception):  # the starter sees it at its next operation, or has its own way to be told
+        except (
+            Killed,
+            Exception,
+        ):  # the starter sees it at its next operation, or has its own way to be told
             pass
         finally:
             ROOM.thread = before
@@ -153,7 +161,9 @@ class Thread(REAL_THREAD):
 
 
 def run_threads(attempt: Attempt, *, is_due: bool = False) -> bool:
-    """Let the threads run that the attempt has started, or only those that are due; whether there were any."""
+    """Let the threads run that the attempt has started, or only those that are due; whether there
+    were any.
+    """
     had_any = False
     while ready := [thread for thread in attempt.ready if thread.is_due or not is_due]:
         had_any = True
@@ -162,7 +172,9 @@ def run_threads(attempt: Attempt, *, is_due: bool = False) -> bool:
 
 
 def end_threads(attempt: Attempt) -> None:
-    """The process has ended: threads that have not run never do, and those that hang end without an effect."""
+    """The process has ended: threads that have not run never do, and those that hang end without an
+    effect.
+    """
     assert attempt.is_dead
     attempt.ready.clear()
     for thread in attempt.workers:
@@ -197,11 +209,16 @@ def _hung(attempt: Attempt, why: str) -> Hung:
 
 
 def hang(attempt: Attempt, released: threading.Event) -> None:
-    """An operation that does not return. In the thread of an event loop that is the end of the attempt."""
+    """An operation that does not return.
+
+    In the thread of an event loop that is the end of the attempt.
+    """
     thread = getattr(ROOM, "thread", None)
     if thread is None:
         frames = [frame for frame in traceback.extract_stack() if "/rlpost/" in frame.filename]
-        where = " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[:-4:-1])
+        where = " < ".join(
+            f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[:-4:-1]
+        )
         raise _hung(attempt, f"storage that does not answer blocks the event loop, in {where}")
     thread.hang()
     released.wait(LONG_S)
@@ -224,7 +241,9 @@ class InlineExecutor:
         """As map."""
         return map(function, *items)
 
-    def submit(self, function: Callable[..., Any], *given: Any, **named: Any) -> concurrent.futures.Future[Any]:
+    def submit(
+        self, function: Callable[..., Any], *given: Any, **named: Any
+    ) -> concurrent.futures.Future[Any]:
         """Done when it returns."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         try:
@@ -263,7 +282,11 @@ def _everywhere(stand_ins: dict[Any, Any]) -> Iterator[Any]:
 def virtual_time() -> Iterator[None]:
     """Event loops and threads of attempts are virtual within."""
     before = asyncio.get_event_loop_policy()
-    stand_ins = {concurrent.futures.ThreadPoolExecutor: InlineExecutor, REAL_WAIT: _wait, REAL_SLEEP: _sleep}
+    stand_ins = {
+        concurrent.futures.ThreadPoolExecutor: InlineExecutor,
+        REAL_WAIT: _wait,
+        REAL_SLEEP: _sleep,
+    }
     with ExitStack() as undo:
         undo.callback(asyncio.set_event_loop_policy, before)
         asyncio.set_event_loop_policy(_Policy())

@@ -1,6 +1,7 @@
 """One run: its folder, data, settings, and attempts of the real driver on it.
 
-Input: a configuration and hooks for file operations. Output: how each attempt ended, and what it did.
+Input: a configuration and hooks for file operations. Output: how each attempt ended, and what it
+did.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ from rlpost.config.tree import Config
 from rlpost.metrics import memory
 from rlpost.orchestration import driver, generation, stages, startup
 from tests.crash_consistency import fakes
-from tests.crash_consistency.interception import ROOM, Attempt, Disk, Hook, Hung, Killed, intercepted
+from tests.crash_consistency.interception import (
+    ROOM,
+    Attempt,
+    Disk,
+    Hook,
+    Hung,
+    Killed,
+    intercepted,
+)
 from tests.crash_consistency.virtual_time import end_threads, virtual_time
 
 NUM_STEPS, BATCH_SIZE, NUM_SAMPLES = 6, 3, 2
@@ -56,8 +65,10 @@ MODEL = {
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """A configuration: settings that differ from the plain synchronous run. ``save_s`` is how long a save in the
-    background takes; a step takes about 0.2 s."""
+    """A configuration: settings that differ from the plain synchronous run.
+
+    ``save_s`` is how long a save in the background takes; a step takes about 0.2 s.
+    """
 
     name: str
     rollout: Mapping[str, Any] = field(default_factory=dict)
@@ -67,7 +78,9 @@ class Setup:
 
     @property
     def is_exact(self) -> bool:
-        """Whether an interrupted run trains the very batches of one that was not: nothing depends on the clock."""
+        """Whether an interrupted run trains the very batches of one that was not: nothing depends
+        on the clock.
+        """
         more = {"over_sampling_batch_size", "partial_rollout"}
         return self.rollout.get("rollout_mode", "sync") == "sync" and not more & self.rollout.keys()
 
@@ -95,7 +108,11 @@ SETUPS = {
         Setup("fully_async", {"rollout_mode": "fully_async"}),
         Setup("fully_async,filter", {"rollout_mode": "fully_async", **_FILTER}),
         Setup("fully_async,partial", {"rollout_mode": "fully_async", "partial_rollout": True}),
-        Setup("fully_async,replay", {"rollout_mode": "fully_async", "partial_rollout": True}, grpo=_REPLAY),
+        Setup(
+            "fully_async,replay",
+            {"rollout_mode": "fully_async", "partial_rollout": True},
+            grpo=_REPLAY,
+        ),
         Setup("fully_async,stale2", {"rollout_mode": "fully_async", "max_staleness": 2}),
         Setup("fully_async,async_save", {"rollout_mode": "fully_async"}, _ASYNC),
         Setup("fully_async,slow_save", {"rollout_mode": "fully_async"}, _ASYNC, save_s=0.9),
@@ -147,7 +164,9 @@ class World:
         self.data = trial / "prompts.jsonl"
         self.rows = rows()
         self.write_data(self.rows)
-        (trial / "held.jsonl").write_text("".join(_line(f"held {number}", number) for number in range(2)))
+        (trial / "held.jsonl").write_text(
+            "".join(_line(f"held {number}", number) for number in range(2))
+        )
         self.disk = Disk(self.run.root)
         self.endings: list[Ending] = []
         self.changed: dict[str, Any] = {}
@@ -175,7 +194,9 @@ class World:
     def drive(self, attempt: Run) -> Ending:
         """The attempt from its beginning to its end."""
         node = Node(f"n{attempt.name}", "127.0.0.1", "lo", 0)
-        cluster = Cluster("127.0.0.1:1", str(self.run.attempts / str(attempt.name)), (node,), 20000, 100)
+        cluster = Cluster(
+            "127.0.0.1:1", str(self.run.attempts / str(attempt.name)), (node,), 20000, 100
+        )
         what = ""
         with attempt.active():
             try:
@@ -204,9 +225,13 @@ class World:
 def _where(error: BaseException) -> str:
     """The error and the innermost function of the project that raised it."""
     frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if "/crash_consistency/" not in frame.filename
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/crash_consistency/" not in frame.filename
     ]
-    ours = [frame for frame in frames if "/rlpost/" in frame.filename or "/slurm/" in frame.filename]
+    ours = [
+        frame for frame in frames if "/rlpost/" in frame.filename or "/slurm/" in frame.filename
+    ]
     inner = (ours or frames)[-1]
     return f"{type(error).__name__}: {error} in {Path(inner.filename).name}:{inner.lineno} {inner.name}"
 
@@ -235,7 +260,11 @@ def settings(base: Path, name: str, changed: str) -> Config:
         "rollout_shuffle": True,
         "bad_prompts": "skip",
     }
-    checkpoint = {"hf_checkpoint": str(base / "model"), "save_interval": 2, "save_deadline_s": DEADLINE_S}
+    checkpoint = {
+        "hf_checkpoint": str(base / "model"),
+        "save_interval": 2,
+        "save_deadline_s": DEADLINE_S,
+    }
     tables = {
         "rollout": {**rollout, **setup.rollout, **more.get("rollout", {})},
         "checkpoint": {**checkpoint, **setup.checkpoint, **more.get("checkpoint", {})},

@@ -14,12 +14,21 @@ from tests.cluster.fixtures import slurm_available
 from tests.cluster.jobs import until
 from tests.cluster.lab import Lab
 from tests.cluster.lab_config import LabOptions
-from tests.e2e.runs import HF_TOKEN, RECIPE, ROOT, RUN_DEADLINE_S, SETTINGS, WANDB_KEY, Run, until_over
+from tests.e2e.runs import (
+    HF_TOKEN,
+    RECIPE,
+    ROOT,
+    RUN_DEADLINE_S,
+    SETTINGS,
+    WANDB_KEY,
+    Run,
+    until_over,
+)
 
 __all__ = ["slurm_available"]
 
-# Of a node: command lines, environments and Ray's folder; the words come backwards, or it would find itself. The first
-# line says how much of Ray's was read.
+# Of a node: command lines, environments and Ray's folder; the words come backwards, or it would
+# find itself. The first line says how much of Ray's was read.
 SEARCH = """
 import pathlib, sys
 words = [word[::-1].encode() for word in sys.argv[1:]]
@@ -39,13 +48,17 @@ for path in of_ray + of_proc:
 def assets() -> Path:
     """The folder that the tiny recipe names; made once, kept between test runs."""
     folder = ROOT / "assets/tiny"
-    subprocess.run([sys.executable, "tools/make_tiny_model.py", "--out", str(folder)], cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "tools/make_tiny_model.py", "--out", str(folder)], cwd=ROOT, check=True
+    )
     return folder
 
 
 @pytest.fixture(scope="session")
 def recordings() -> Iterator[Path]:
-    """Where the undisturbed run records its generations; visible in every lab. A killed test run may leave one."""
+    """Where the undisturbed run records its generations; visible in every lab. A killed test run
+    may leave one.
+    """
     with tempfile.TemporaryDirectory(prefix="rlpost-recordings-", dir="/var/tmp") as folder:
         yield Path(folder)
 
@@ -59,7 +72,9 @@ def signalling_lab(slurm_available: None) -> Iterator[Lab]:
 
 @pytest.fixture(scope="session")
 def undisturbed(signalling_lab: Lab, assets: Path, recordings: Path) -> Run:
-    """A run on two nodes from the first step to the last, submitted by rlpost.submit with a person's keys."""
+    """A run on two nodes from the first step to the last, submitted by rlpost.submit with a
+    person's keys.
+    """
     run = Run(signalling_lab, signalling_lab.shared / "undisturbed")
     record = ["--save-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
     command = [sys.executable, "-m", "rlpost.submit", RECIPE, *SETTINGS, "--nodes", "2", *record]
@@ -68,6 +83,10 @@ def undisturbed(signalling_lab: Lab, assets: Path, recordings: Path) -> Run:
     run.job = done.stdout.split()[1]
     until(lambda: len(run.metrics) > 1, run.lab, "a step is trained", deadline_s=RUN_DEADLINE_S)
     search = [sys.executable, "-c", SEARCH, WANDB_KEY[::-1], HF_TOKEN[::-1]]
-    run.holders = [line for node in ("n01", "n02") for line in signalling_lab.run(node, search).stdout.splitlines()]
+    run.holders = [
+        line
+        for node in ("n01", "n02")
+        for line in signalling_lab.run(node, search).stdout.splitlines()
+    ]
     until_over(run)
     return run

@@ -14,16 +14,33 @@ ROOT = Path(__file__).parents[2]
 RECIPE = "jobs/recipes/tiny.toml"
 NUM_STEPS = 12
 TRAINING = [
-    *("--num-rollout", str(NUM_STEPS), "--rollout-batch-size", "16", "--save-interval", "5", "--eval-interval", "6"),
+    *(
+        "--num-rollout",
+        str(NUM_STEPS),
+        "--rollout-batch-size",
+        "16",
+        "--save-interval",
+        "5",
+        "--eval-interval",
+        "6",
+    ),
 ]
 SETTINGS = [*TRAINING, "--partition", "low", "--max-failures", "0"]
 RUN_DEADLINE_S = 900.0
 OF_A_USER = {
     **dict.fromkeys(("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY"), "http://127.0.0.1:9"),
-    **{"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "7", "MASTER_ADDR": "10.9.9.9", "MASTER_PORT": "1"},
+    **{
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "7",
+        "MASTER_ADDR": "10.9.9.9",
+        "MASTER_PORT": "1",
+    },
     **{"RAY_ADDRESS": "10.9.9.9:6379", "TMPDIR": "/nonexistent", "LANG": "tr_TR.UTF-8"},
 }
-"""What may stand in an environment and must do no harm: a proxy, another launcher's words, what is there elsewhere."""
+"""What may stand in an environment and must do no harm: a proxy, another launcher's words, what is
+there elsewhere.
+"""
 HF_TOKEN, WANDB_KEY = "hf_" + "t0k3n" * 7, "wb" * 20
 
 
@@ -59,26 +76,42 @@ class Run:
         """All that helps to understand a run that did not end well."""
         logs = sorted(self.folder.glob("attempts/*/driver.log")) + sorted(self.folder.glob("*.out"))
         logs += sorted(self.folder.glob("attempts/*/agent-*.log"))
-        return "\n".join(f"--- {path}\n" + "\n".join(path.read_text().splitlines()[-25:]) for path in logs)
+        return "\n".join(
+            f"--- {path}\n" + "\n".join(path.read_text().splitlines()[-25:]) for path in logs
+        )
 
 
 def until_over(run: Run) -> None:
     """Wait until Slurm calls the job over; it must have completed."""
-    until(lambda: job_info(run.lab, run.job).state.is_over, run.lab, "the run is over", deadline_s=RUN_DEADLINE_S)
+    until(
+        lambda: job_info(run.lab, run.job).state.is_over,
+        run.lab,
+        "the run is over",
+        deadline_s=RUN_DEADLINE_S,
+    )
     state = job_info(run.lab, run.job).state
     assert state == "COMPLETED", f"{state}\n{run.tell()}"
 
 
 def without_clock(lines: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Metrics lines without what a clock, a machine or the history of the run says, and without evaluations.
+    """Metrics lines without what a clock, a machine or the history of the run says, and without
+    evaluations.
 
-    Training is compared to the last bit. Evaluation decodes greedily, but how many requests an engine happens to batch
-    together moves its logits in the last bits, so that part is compared with a tolerance.
+    Training is compared to the last bit. Evaluation decodes greedily, but how many requests an
+    engine happens to batch together moves its logits in the last bits, so that part is compared
+    with a tolerance.
     """
     left_out = ("time", "eval", "perf", "sync", "checkpoint", "driver", "memory", "run")
-    return [{key: value for key, value in line.items() if key.split("/")[0] not in left_out} for line in lines]
+    return [
+        {key: value for key, value in line.items() if key.split("/")[0] not in left_out}
+        for line in lines
+    ]
 
 
 def evaluations(lines: list[dict[str, float]]) -> dict[float, float]:
     """Reward on the held-out prompts by step."""
-    return {line["step"]: line["eval/heldout/reward_mean"] for line in lines if "eval/heldout/reward_mean" in line}
+    return {
+        line["step"]: line["eval/heldout/reward_mean"]
+        for line in lines
+        if "eval/heldout/reward_mean" in line
+    }

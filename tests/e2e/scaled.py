@@ -1,4 +1,6 @@
-"""Recipes in small, run to their end on this machine: made once for a file of tests, each run by itself."""
+"""Recipes in small, run to their end on this machine: made once for a file of tests, each run by
+itself.
+"""
 
 from __future__ import annotations
 
@@ -50,17 +52,29 @@ def recipe(name: str) -> str:
 
 
 def make_models(home: Path, names: list[str], ranks: int) -> None:
-    """The models of recipes in small, in a home of their own, without a warm-up: what they answer is no matter."""
+    """The models of recipes in small, in a home of their own, without a warm-up: what they answer
+    is no matter.
+    """
     tool = [sys.executable, str(ROOT / "tools/make_tiny_model.py"), "--warmup-steps", "0"]
     words = ["--scale-down", str(ranks), "--recipe", *map(recipe, names)]
     subprocess.run([*tool, *words], cwd=home, check=True, timeout=DEADLINE_S)
 
 
 def run_scaled(home: Path, name: str, ranks: int, *flags: str) -> ScaledRun:
-    """``rlpost submit RECIPE --scale-down RANKS`` for two steps. Rewards are tossed, so that groups differ; all else
-    about algorithm and rollout is the recipe's."""
+    """``rlpost submit RECIPE --scale-down RANKS`` for two steps.
+
+    Rewards are tossed, so that groups differ; all else about algorithm and rollout is the recipe's.
+    """
     folder = home / "runs" / name
-    command = [sys.executable, "-m", "rlpost.submit", recipe(name), "--local", "--run-folder", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "rlpost.submit",
+        recipe(name),
+        "--local",
+        "--run-folder",
+        str(folder),
+    ]
     command += ["--scale-down", str(ranks), "--num-rollout", str(NUM_STEPS), "--save-interval", "1"]
     command += ["--rm-type", "random", *flags]
     done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=DEADLINE_S)
@@ -68,11 +82,14 @@ def run_scaled(home: Path, name: str, ranks: int, *flags: str) -> ScaledRun:
     return ScaledRun(folder, done.stdout)
 
 
-def assert_two_steps_are_trained(run: ScaledRun, *, first_differs: float = 1e-4, last_differs: float = 1e-4) -> None:
-    """Evaluated, trained, synchronised, saved, twice; and engines and trainer computed with the same weights.
+def assert_two_steps_are_trained(
+    run: ScaledRun, *, first_differs: float = 1e-4, last_differs: float = 1e-4
+) -> None:
+    """Evaluated, trained, synchronised, saved, twice; and engines and trainer computed with the
+    same weights.
 
-    What ``_differs`` bounds is the mean difference of their log-probs: rounding where they compute in one precision
-    and the answers are of the policy that is trained.
+    What ``_differs`` bounds is the mean difference of their log-probs: rounding where they compute
+    in one precision and the answers are of the policy that is trained.
     """
     assert [line["step"] for line in run.lines] == list(range(NUM_STEPS + 1))
     assert "eval/heldout/reward_mean" in run.lines[0]

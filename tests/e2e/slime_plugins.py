@@ -1,4 +1,6 @@
-"""Plug-ins for slime, in the style of its examples, that a run of the tests names in its settings."""
+"""Plug-ins for slime, in the style of its examples, that a run of the tests names in its
+settings.
+"""
 
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.sglang_rollout import GenerateState
@@ -31,8 +33,12 @@ async def generate(args, sample, sampling_params, evaluation=False):
             break
         asks = turn < MAX_TURNS - 1
         params = {**sampling_params, "max_new_tokens": room, "stop": DIGITS if asks else None}
-        params["skip_special_tokens"] = True  # names of spare tokens have digits, at which an engine would stop
-        output = await post(url, {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True})
+        params["skip_special_tokens"] = (
+            True  # names of spare tokens have digits, at which an engine would stop
+        )
+        output = await post(
+            url, {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
+        )
         meta = output["meta_info"]
         sample.append_response_tokens(
             args,

@@ -1,4 +1,6 @@
-"""A supervised run on a real Slurm, killed ten times in every place it has, beside one that nobody touched."""
+"""A supervised run on a real Slurm, killed ten times in every place it has, beside one that nobody
+touched.
+"""
 
 import random
 

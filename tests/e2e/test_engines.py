@@ -1,4 +1,6 @@
-"""Engines that share the trainer's GPUs, and an engine killed while it generates: real Ray, Megatron and SGLang."""
+"""Engines that share the trainer's GPUs, and an engine killed while it generates: real Ray,
+Megatron and SGLang.
+"""
 
 import os
 import re
@@ -18,10 +20,30 @@ NUM_STEPS = 5
 
 
 def run_of(folder, *flags):
-    command = [sys.executable, "-m", "rlpost.submit", RECIPE, "--local", "--run-folder", str(folder)]
-    command += ["--num-rollout", str(NUM_STEPS), "--eval-interval", str(NUM_STEPS), "--skip-eval-before-train", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "rlpost.submit",
+        RECIPE,
+        "--local",
+        "--run-folder",
+        str(folder),
+    ]
+    command += [
+        "--num-rollout",
+        str(NUM_STEPS),
+        "--eval-interval",
+        str(NUM_STEPS),
+        "--skip-eval-before-train",
+        *flags,
+    ]
     return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -50,7 +72,9 @@ def engine_process(folder, index):
 
 @pytest.mark.parametrize("shares_gpus", [False, True], ids=["own-gpus", "colocated"])
 def test_a_run_goes_on_without_a_gap_when_an_engine_is_killed(assets, tmp_path, shares_gpus):
-    """The engine is restarted, given the current weights, and every step trains every one of its samples."""
+    """The engine is restarted, given the current weights, and every step trains every one of its
+    samples.
+    """
     folder = tmp_path / "run"
     record = ["--save-debug-rollout-data", str(tmp_path / "{rollout_id}.jsonl")]
     flags = ["--colocate"] if shares_gpus else []
@@ -69,7 +93,11 @@ def test_a_run_goes_on_without_a_gap_when_an_engine_is_killed(assets, tmp_path, 
     assert "1 engines restarted, at policy version" in text
     lines = read_metrics(folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
-    trained = [group for step in range(NUM_STEPS) for group in read_groups(str(tmp_path / "{rollout_id}.jsonl"), step)]
+    trained = [
+        group
+        for step in range(NUM_STEPS)
+        for group in read_groups(str(tmp_path / "{rollout_id}.jsonl"), step)
+    ]
     assert len({group.prompt_id for group in trained}) == len(trained) == NUM_STEPS * 32
     assert {len(group.samples) for group in trained} == {8}
     assert len(list((folder / "attempts").glob("[0-9]*"))) == 1, "the attempt itself never ended"

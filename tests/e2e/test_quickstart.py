@@ -18,30 +18,53 @@ PHASES = {
     "driver": {"step", "generate", "train", "sync", "update weights"},
     "actor-0": {"train_step", "forward, backward", "optimizer", "send_bucket"},
     "actor-1": {"train_step", "forward, backward", "optimizer", "send_bucket"},
-    "engine-0 server": {"generate", "pause_generation", "update_weights_from_distributed", "continue_generation"},
-    "engine-1 server": {"generate", "pause_generation", "update_weights_from_distributed", "continue_generation"},
+    "engine-0 server": {
+        "generate",
+        "pause_generation",
+        "update_weights_from_distributed",
+        "continue_generation",
+    },
+    "engine-1 server": {
+        "generate",
+        "pause_generation",
+        "update_weights_from_distributed",
+        "continue_generation",
+    },
 }
 
 
 def _is_trace_of_two_steps(path):
-    """Every phase of every process is there, on one clock: what actors and engines did lies within the driver's phase
-    that waited for it; in a row nothing crosses."""
+    """Every phase of every process is there, on one clock: what actors and engines did lies within
+    the driver's phase that waited for it; in a row nothing crosses.
+    """
     events = json.loads(path.read_text())["traceEvents"]
-    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    names = {
+        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
+    }
     whole = [event for event in events if event["ph"] == "X"]
-    of = {name: [event for event in whole if names[event["pid"]] == name] for name in names.values()}
+    of = {
+        name: [event for event in whole if names[event["pid"]] == name] for name in names.values()
+    }
     for name, wanted in PHASES.items():
         assert wanted <= {event["name"] for event in of[name]}, name
     assert sum(event["name"] == "step" for event in of["driver"]) == 2
-    for inner, outer in (("train_step", "train"), ("send_bucket", "sync"), ("pause_generation", "sync")):
+    for inner, outer in (
+        ("train_step", "train"),
+        ("send_bucket", "sync"),
+        ("pause_generation", "sync"),
+    ):
         phases = [event for event in of["driver"] if event["name"] == outer]
         done = [event for event in whole if event["name"] == inner]
-        assert all(any(_is_within(one, phase, slack_us=20_000) for phase in phases) for one in done), inner
+        assert all(
+            any(_is_within(one, phase, slack_us=20_000) for phase in phases) for one in done
+        ), inner
     rows = {}
     for event in whole:
         rows.setdefault((event["pid"], event["tid"]), []).append(event)
     for row in rows.values():
-        for one, after in itertools.pairwise(sorted(row, key=lambda event: (event["ts"], -event["dur"]))):
+        for one, after in itertools.pairwise(
+            sorted(row, key=lambda event: (event["ts"], -event["dur"]))
+        ):
             assert after["ts"] >= one["ts"] + one["dur"] or _is_within(after, one), (one, after)
 
 
@@ -54,12 +77,22 @@ def _has_every_step(folder, lines):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(folder)).Reload().Scalars("reward/mean")
-    assert [event.step for event in found] == [line["step"] for line in lines if "reward/mean" in line]
+    assert [event.step for event in found] == [
+        line["step"] for line in lines if "reward/mean" in line
+    ]
 
 
 def test_the_quick_start_learns_and_leaves_metrics_and_a_picture(assets, tmp_path):
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "rlpost.submit", RECIPE, "--local", "--run-folder", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "rlpost.submit",
+        RECIPE,
+        "--local",
+        "--run-folder",
+        str(folder),
+    ]
     command += ["--trace-steps", "3:4", "--use-tensorboard", "--use-prometheus"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
@@ -67,17 +100,26 @@ def test_the_quick_start_learns_and_leaves_metrics_and_a_picture(assets, tmp_pat
     assert [line["step"] for line in lines] == list(range(61))
     rewards = evaluations(lines)
     assert rewards[60] > rewards[0] + 0.15, rewards
-    assert f"reward on heldout: {rewards[0]:.3f} at step 0 -> {rewards[60]:.3f} at step 60" in done.stdout
+    assert (
+        f"reward on heldout: {rewards[0]:.3f} at step 0 -> {rewards[60]:.3f} at step 60"
+        in done.stdout
+    )
     assert "step 60/60" in done.stdout and "tok/s" in done.stdout and "eta" in done.stdout
     assert (folder / "report/reward.png").read_bytes().startswith(PNG_SIGNATURE)
     assert undeclared({name for line in lines for name in line}) == []
     samples = read_metrics(folder / "report/samples.jsonl")
     assert [line["step"] for line in samples] == list(range(1, 61))
-    assert all(sample["prompt"] and sample["label"] for line in samples for sample in line["samples"])
+    assert all(
+        sample["prompt"] and sample["label"] for line in samples for sample in line["samples"]
+    )
     page = (folder / "report/report.html").read_text()
     assert "60 / 60" in page and samples[-1]["samples"][0]["prompt"] in page
     _is_trace_of_two_steps(folder / "traces/steps-3-4.json")
     _has_every_step(folder / "tensorboard", lines)
     assert "prometheus: http://127.0.0.1:" in done.stdout
-    left = [p.info for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
+    left = [
+        p.info
+        for p in psutil.process_iter(["cmdline"])
+        if str(folder) in " ".join(p.info["cmdline"] or [])
+    ]
     assert not left

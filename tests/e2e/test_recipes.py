@@ -1,4 +1,6 @@
-"""Each recipe of a dense Qwen3 in small: two real steps with its own algorithm, rollout and way of sharing GPUs."""
+"""Each recipe of a dense Qwen3 in small: two real steps with its own algorithm, rollout and way of
+sharing GPUs.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ def test_trainer_and_engines_take_turns_in_the_colocated_recipe(home: Path) -> N
 def test_the_decoupled_recipe_has_engines_of_its_own(home: Path) -> None:
     run = run_scaled(home, "qwen3_4b_decoupled", RANKS)
     assert_two_steps_are_trained(run)
-    assert (run.config.actor_world_size, run.config.rollout_num_gpus, run.config.num_engines) == (2, 2, 2)
+    assert (run.config.actor_world_size, run.config.rollout_num_gpus, run.config.num_engines) == (
+        2,
+        2,
+        2,
+    )
     assert [line["rollout/staleness_max"] for line in run.trained] == [0, 0]
 
 

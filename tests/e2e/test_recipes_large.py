@@ -1,4 +1,6 @@
-"""The recipes with sandwich norms, context parallelism, experts and pipelines in small: two real steps each."""
+"""The recipes with sandwich norms, context parallelism, experts and pipelines in small: two real
+steps each.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,25 @@ def test_qwen3_30b_a3b_trains_its_experts_and_its_engine_has_two_ranks(home: Pat
 
 
 def test_glm45_trains_in_a_pipeline_on_what_its_filter_let_through(home: Path) -> None:
-    """TP 2, PP 2, experts over 2; twice as many prompts as are trained, the others kept for the next step, which trains
-    on them one version later; four optimizer steps a rollout; saves beside the training; the layer for multi-token
-    prediction is in the folder."""
+    """TP 2, PP 2, experts over 2; twice as many prompts as are trained, the others kept for the
+    next step, which trains on them one version later; four optimizer steps a rollout; saves beside
+    the training; the layer for multi-token prediction is in the folder.
+    """
     run = run_scaled(home, "glm45_355b", RANKS["glm45_355b"])
     config = run.config
     assert_two_steps_are_trained(run, last_differs=1e-2)
     perf = config.perf
-    sizes = (perf.tensor_model_parallel_size, perf.pipeline_model_parallel_size, perf.expert_model_parallel_size)
+    sizes = (
+        perf.tensor_model_parallel_size,
+        perf.pipeline_model_parallel_size,
+        perf.expert_model_parallel_size,
+    )
     assert sizes == (2, 2, 2) and config.num_steps_per_rollout == 4
     assert config.checkpoint.async_save and config.grpo.advantage_estimator == "gspo"
     first, last = run.trained
-    assert first["rollout/num_held"] + first["rollout/num_unfinished"] > 0, "more was asked for than trained"
+    assert first["rollout/num_held"] + first["rollout/num_unfinished"] > 0, (
+        "more was asked for than trained"
+    )
     assert (first["rollout/staleness_max"], last["rollout/staleness_max"]) == (0, 1)
     names = HuggingFaceFolder(config.checkpoint.hf_checkpoint).file_of
     assert f"model.layers.{config.model.num_layers}.eh_proj.weight" in names

@@ -1,7 +1,8 @@
 """The rollout of a whole run on this machine, with real engines, router, trainer and checkpoints.
 
-One run has what goes together: a fully asynchronous loop, a filter that drops groups, partial answers, a tool in the
-middle of the answers, evaluation sets with settings of their own. Filter, tool and reward are plug-ins of slime.
+One run has what goes together: a fully asynchronous loop, a filter that drops groups, partial
+answers, a tool in the middle of the answers, evaluation sets with settings of their own. Filter,
+tool and reward are plug-ins of slime.
 """
 
 from __future__ import annotations
@@ -29,16 +30,29 @@ BATCH, SAMPLES = 8, 8
 
 def submit(folder: Path, *settings: str) -> str:
     """A run on this machine, in an environment that is not tidy; returns what it said."""
-    command = [sys.executable, "-m", "rlpost.submit", RECIPE, "--local", "--run-folder", str(folder), *settings]
+    command = [
+        sys.executable,
+        "-m",
+        "rlpost.submit",
+        RECIPE,
+        "--local",
+        "--run-folder",
+        str(folder),
+        *settings,
+    ]
     environment = {**os.environ, **OF_A_USER}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 
 
 @pytest.fixture(scope="module")
 def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run; its prompts end before the "=", so that the calculator finds a sum when it is asked."""
+    """The run; its prompts end before the "=", so that the calculator finds a sum when it is
+    asked.
+    """
     folder = tmp_path_factory.mktemp("rollout of 50 %")
     lines = [json.loads(line) for line in (assets / "train.jsonl").read_text().splitlines()]
     asked = [{**line, "prompt": line["prompt"].removesuffix("=")} for line in lines]
@@ -51,12 +65,24 @@ def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     submit(
         folder / "run",
-        *("--num-rollout", f"{NUM_STEPS}", "--rollout-batch-size", f"{BATCH}", "--n-samples-per-prompt", f"{SAMPLES}"),
+        *(
+            "--num-rollout",
+            f"{NUM_STEPS}",
+            "--rollout-batch-size",
+            f"{BATCH}",
+            "--n-samples-per-prompt",
+            f"{SAMPLES}",
+        ),
         *("--prompt-data", str(folder / "train.jsonl"), "--rollout-max-response-len", "12"),
         *("--rollout-mode", "fully_async", "--max-staleness", "2", "--partial-rollout"),
         *("--dynamic-sampling-filter-path", f"{ROOT}/tests/e2e/slime_plugins.py:two_of_three"),
         *("--custom-generate-function-path", f"{ROOT}/tests/e2e/slime_plugins.py:generate"),
-        *("--custom-rm-path", f"{ROOT}/tests/e2e/slime_plugins.py:reward_func", "--reward-key", "score"),
+        *(
+            "--custom-rm-path",
+            f"{ROOT}/tests/e2e/slime_plugins.py:reward_func",
+            "--reward-key",
+            "score",
+        ),
         *("--eval-prompt-data", "--eval-config", str(folder / "sets.toml"), "--eval-interval", "2"),
         *("--save-debug-rollout-data", str(folder / "{rollout_id}.jsonl")),
     )
@@ -74,7 +100,11 @@ def test_every_way_of_the_async_rollout_ends_in_metrics(run: Path) -> None:
 
 
 def test_eval_sets_have_settings_and_pass_rates_of_their_own(run: Path) -> None:
-    evaluated = [line for line in read_metrics(run / "run/metrics.jsonl") if "eval/greedy/reward_mean" in line]
+    evaluated = [
+        line
+        for line in read_metrics(run / "run/metrics.jsonl")
+        if "eval/greedy/reward_mean" in line
+    ]
     assert [line["step"] for line in evaluated] == [0, 2, NUM_STEPS]
     for line in evaluated:
         assert "eval/greedy/pass@1" not in line
@@ -83,21 +113,34 @@ def test_eval_sets_have_settings_and_pass_rates_of_their_own(run: Path) -> None:
 
 
 def test_what_the_tool_wrote_is_in_the_answers_and_not_in_the_loss(run: Path, assets: Path) -> None:
-    """The trained groups: where the loss mask is 0 stands what the calculator says of the text before, and nothing
-    else; the engine never gave it a log-prob."""
+    """The trained groups: where the loss mask is 0 stands what the calculator says of the text
+    before, and nothing else; the engine never gave it a log-prob.
+    """
     decode = PromptTokenizer(assets).decode
-    groups = [group for step in range(NUM_STEPS) for group in read_groups(str(run / "{rollout_id}.jsonl"), step)]
+    groups = [
+        group
+        for step in range(NUM_STEPS)
+        for group in read_groups(str(run / "{rollout_id}.jsonl"), step)
+    ]
     samples = [scored.sample for group in groups for scored in group.samples]
     assert len(samples) == NUM_STEPS * BATCH * SAMPLES
     called = [sample for sample in samples if sample.loss_mask is not None]
     assert called
     for sample in called:
-        told = [[at for at, _ in part] for mask, part in groupby(enumerate(sample.mask), itemgetter(1)) if not mask]
+        told = [
+            [at for at, _ in part]
+            for mask, part in groupby(enumerate(sample.mask), itemgetter(1))
+            if not mask
+        ]
         assert told, "an answer with a mask holds words of the tool"
         assert all(sample.rollout_logprobs[at] == 0.0 for part in told for at in part)
-        assert sample.extra == {"tool_calls": len(told)}, "what the plug-in left is in the recording"
+        assert sample.extra == {"tool_calls": len(told)}, (
+            "what the plug-in left is in the recording"
+        )
         first = told[0]
-        before = decode([*sample.prompt_ids, *sample.response_ids[: first[0] - 1]])  # less the digit that asked
+        before = decode(
+            [*sample.prompt_ids, *sample.response_ids[: first[0] - 1]]
+        )  # less the digit that asked
         said, wanted = decode([sample.response_ids[at] for at in first]), result(before)
         is_cut = first[-1] == len(sample.mask) - 1  # there was no room for the rest
         assert said == wanted or (is_cut and wanted.startswith(said)), (before, said)
@@ -108,9 +151,13 @@ def test_partial_and_finished_groups_of_the_async_run_are_all_accounted_for(run:
     newest = sorted((run / "run/checkpoints").glob("iter_*"))[-1]
     state = RunState.from_json((newest / "run_state.json").read_text())
     trained = [
-        group.prompt_id for step in range(NUM_STEPS) for group in read_groups(str(run / "{rollout_id}.jsonl"), step)
+        group.prompt_id
+        for step in range(NUM_STEPS)
+        for group in read_groups(str(run / "{rollout_id}.jsonl"), step)
     ]
     backlog = state.backlog
     assert state.step == NUM_STEPS and len(trained) == backlog.num_trained == NUM_STEPS * BATCH
     assert len({*trained, *backlog.prompt_ids}) == len(trained) + len(backlog.prompt_ids)
-    assert backlog.num_fetched == backlog.num_trained + backlog.num_filtered + len(backlog.prompt_ids)
+    assert backlog.num_fetched == backlog.num_trained + backlog.num_filtered + len(
+        backlog.prompt_ids
+    )

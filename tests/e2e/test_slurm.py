@@ -1,9 +1,11 @@
-"""Whole runs on two nodes of a real Slurm: Megatron-core with TP=2 and DP=2, two SGLang engines behind a router.
+"""Whole runs on two nodes of a real Slurm: Megatron-core with TP=2 and DP=2, two SGLang engines
+behind a router.
 
-First a run that nobody disturbs. Then runs that a job of higher priority pushes off their nodes, that Slurm starts
-again, and that end as if nothing had happened. The generations of the first are fixed: it records them, and the
-preempted runs train on the recording (engines run, are synchronised after every step and generate the evaluations). So
-weights and metrics must be equal to the last bit. All in one file, so that they share the first run.
+First a run that nobody disturbs. Then runs that a job of higher priority pushes off their nodes,
+that Slurm starts again, and that end as if nothing had happened. The generations of the first are
+fixed: it records them, and the preempted runs train on the recording (engines run, are synchronised
+after every step and generate the evaluations). So weights and metrics must be equal to the last
+bit. All in one file, so that they share the first run.
 """
 
 import json
@@ -40,7 +42,9 @@ NFS_CACHE_S = 30  # acdirmin: how long an NFS client trusts what it knows of a f
 
 @pytest.fixture(scope="module")
 def silent_lab(slurm_available):
-    """Two nodes; at a preemption the steps get TERM, the batch shell nothing. The shared folder is cached as by NFS."""
+    """Two nodes; at a preemption the steps get TERM, the batch shell nothing. The shared folder is
+    cached as by NFS.
+    """
     cache_s = 0 if why_no_cached_folder() else NFS_CACHE_S
     options = LabOptions(grace_time_s=120, send_user_signal=False, shared_cache_s=cache_s)
     with Lab(2, name="e2esilent", options=options) as lab:
@@ -48,17 +52,22 @@ def silent_lab(slurm_available):
 
 
 def preempt(run: Run) -> None:
-    """When some steps are trained, let a job of the high partition take both nodes; wait until the run is over."""
+    """When some steps are trained, let a job of the high partition take both nodes; wait until the
+    run is over.
+    """
     until(
         lambda: (
-            any(line["step"] >= PREEMPT_AFTER_STEP for line in run.metrics) or job_info(run.lab, run.job).state.is_over
+            any(line["step"] >= PREEMPT_AFTER_STEP for line in run.metrics)
+            or job_info(run.lab, run.job).state.is_over
         ),
         run.lab,
         f"step {PREEMPT_AFTER_STEP}",
         deadline_s=RUN_DEADLINE_S,
     )
     assert run.metrics, run.tell()
-    script = "#!/bin/bash\n#SBATCH --partition=high --nodes=2 --exclusive --gres=gpu:8\nsrun hostname\n"
+    script = (
+        "#!/bin/bash\n#SBATCH --partition=high --nodes=2 --exclusive --gres=gpu:8\nsrun hostname\n"
+    )
     other = sbatch(run.lab, f"urgent-{run.job}.sbatch", script)
     until_over(run)
     assert job_info(run.lab, other).state == "COMPLETED"
@@ -69,7 +78,11 @@ def assert_as_if_nothing_happened(run: Run, undisturbed: Run) -> None:
     assert info.num_restarts == 1, run.tell()
     assert (run.verdict(0), run.verdict(1)) == ("requeue", "done")
     (preempted,), (first, second) = run.events("preempted"), run.events("started")
-    saved = [event["step"] for event in run.ledger[: run.ledger.index(preempted)] if event["event"] == "committed"]
+    saved = [
+        event["step"]
+        for event in run.ledger[: run.ledger.index(preempted)]
+        if event["event"] == "committed"
+    ]
     assert first["step"] == 0
     assert PREEMPT_AFTER_STEP <= second["step"] == saved[-1] < NUM_STEPS
     assert run.events("done")[0]["weights"] == undisturbed.events("done")[0]["weights"]
@@ -78,7 +91,9 @@ def assert_as_if_nothing_happened(run: Run, undisturbed: Run) -> None:
 
 
 def assert_leaves_within(run: Run, *, seconds: float) -> None:
-    """The stop file has Slurm's own deadline, which the grace time set; the checkpoint fits well before it."""
+    """The stop file has Slurm's own deadline, which the grace time set; the checkpoint fits well
+    before it.
+    """
     stop = json.loads(run.log(0, "STOP"))
     assert float(stop["deadline"]) - stop["time"] == pytest.approx(120, abs=15)
     (event,) = run.events("preempted")
@@ -91,7 +106,10 @@ def test_the_run_ends_done_with_every_step_once(undisturbed):
     assert [line["step"] for line in undisturbed.metrics] == list(range(NUM_STEPS + 1))
     assert set(evaluations(undisturbed.metrics)) == {0, 6, NUM_STEPS}
     events = [entry["event"] for entry in undisturbed.ledger if entry["event"] != "committed"]
-    assert sorted(events[:2]) == ["attempt", "submitted"]  # a job may begin before sbatch has returned
+    assert sorted(events[:2]) == [
+        "attempt",
+        "submitted",
+    ]  # a job may begin before sbatch has returned
     assert events[2:] == ["started", "ready", "done", "verdict"]
 
 
@@ -117,7 +135,9 @@ def test_after_every_step_both_engines_have_the_step_s_version(undisturbed):
 
 
 def test_trainer_and_engines_agree_on_the_log_probs_of_what_was_generated(undisturbed):
-    """The engines compute them while generating, the trainer when training: the same weights, two programs."""
+    """The engines compute them while generating, the trainer when training: the same weights, two
+    programs.
+    """
     for line in undisturbed.metrics[1:]:
         assert line["train/rollout_logprob_abs_diff"] < 1e-4
 
@@ -131,34 +151,49 @@ def test_the_run_folder_is_private_and_the_secret_stands_in_one_file_only(undist
 
 
 def test_a_person_s_keys_are_in_one_private_file_and_nowhere_else(undisturbed):
-    """One came in the environment, one on the command line. Searched: everything in the run's folder, and while it
-    trained Ray's folder, the command lines and the environments on both nodes."""
+    """One came in the environment, one on the command line.
+
+    Searched: everything in the run's folder, and while it trained Ray's folder, the command lines
+    and the environments on both nodes.
+    """
     holders = [
         path
         for path in undisturbed.folder.rglob("*")
-        if path.is_file() and any(key.encode() in path.read_bytes() for key in (HF_TOKEN, WANDB_KEY))
+        if path.is_file()
+        and any(key.encode() in path.read_bytes() for key in (HF_TOKEN, WANDB_KEY))
     ]
     assert [path.name for path in holders] == ["secrets.env"]
     assert stat.S_IMODE(holders[0].stat().st_mode) == 0o600
-    assert sorted(holders[0].read_text().split()) == [f"HF_TOKEN={HF_TOKEN}", f"WANDB_API_KEY={WANDB_KEY}"]
+    assert sorted(holders[0].read_text().split()) == [
+        f"HF_TOKEN={HF_TOKEN}",
+        f"WANDB_API_KEY={WANDB_KEY}",
+    ]
     assert [line.split()[0] for line in undisturbed.holders] == ["ray", "ray"]
     assert all(int(line.split()[1]) > 10 for line in undisturbed.holders)
 
 
 def test_nothing_of_the_run_is_left_on_the_nodes(undisturbed):
     def left() -> list[str]:
-        found = [undisturbed.lab.run(node, ["ps", "-eo", "args="]).stdout for node in ("n01", "n02")]
+        found = [
+            undisturbed.lab.run(node, ["ps", "-eo", "args="]).stdout for node in ("n01", "n02")
+        ]
         lines = "".join(found).splitlines()
         return [line for line in lines if not re.search(r"node_init\.py|slurmd|^ps ", line)]
 
-    until(lambda: not left(), undisturbed.lab, "every process of the run has ended", deadline_s=10.0)
+    until(
+        lambda: not left(), undisturbed.lab, "every process of the run has ended", deadline_s=10.0
+    )
 
 
-def test_preempted_with_a_user_signal_it_resumes_and_ends_equal(undisturbed, signalling_lab, recordings):
+def test_preempted_with_a_user_signal_it_resumes_and_ends_equal(
+    undisturbed, signalling_lab, recordings
+):
     run = Run(signalling_lab, signalling_lab.shared / "preempted")
     replay = ["--load-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
     command = [sys.executable, "-m", "rlpost.submit", RECIPE, *SETTINGS, "--nodes", "2", *replay]
-    run.job = signalling_lab.run("ctl", [*command, "--run-folder", str(run.folder)], cwd=ROOT).stdout.split()[1]
+    run.job = signalling_lab.run(
+        "ctl", [*command, "--run-folder", str(run.folder)], cwd=ROOT
+    ).stdout.split()[1]
     preempt(run)
     assert_as_if_nothing_happened(run, undisturbed)
     assert "USR2" in run.log(0, "STOP")
@@ -182,22 +217,40 @@ def test_preempted_without_a_user_signal_the_plain_sbatch_file_resumes_and_ends_
     assert "requeue" in Path(f"{silent_lab.shared}/plain-{run.job}.out").read_text()
 
 
-def test_resumed_on_one_node_of_two_it_goes_on_with_half_the_trainer_ranks(undisturbed, signalling_lab, recordings):
-    """``submit --resume`` with fewer --nodes: from the last checkpoint but one, of TP=2 and DP=2, the last steps
-    are trained again by TP=2 and DP=1. Only the order in which floating-point numbers are added differs."""
+def test_resumed_on_one_node_of_two_it_goes_on_with_half_the_trainer_ranks(
+    undisturbed, signalling_lab, recordings
+):
+    """``submit --resume`` with fewer --nodes: from the last checkpoint but one, of TP=2 and DP=2,
+    the last steps are trained again by TP=2 and DP=1. Only the order in which floating-point
+    numbers are added differs.
+    """
     run = Run(signalling_lab, signalling_lab.shared / "fewer-nodes")
     shutil.copytree(undisturbed.folder, run.folder, symlinks=True)
     shutil.rmtree(run.folder / f"checkpoints/iter_{NUM_STEPS:07d}")
     begin = undisturbed.events("committed")[-2]["step"]
     replay = ["--load-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
-    command = [sys.executable, "-m", "rlpost.submit", RECIPE, *SETTINGS, "--nodes", "1", *replay, "--resume"]
-    run.job = signalling_lab.run("ctl", [*command, "--run-folder", str(run.folder)], cwd=ROOT).stdout.split()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "rlpost.submit",
+        RECIPE,
+        *SETTINGS,
+        "--nodes",
+        "1",
+        *replay,
+        "--resume",
+    ]
+    run.job = signalling_lab.run(
+        "ctl", [*command, "--run-folder", str(run.folder)], cwd=ROOT
+    ).stdout.split()[1]
     until_over(run)
     first, second = run.events("started")
     assert (len(first["nodes"]), len(second["nodes"]), second["step"]) == (2, 1, begin)
     assert begin < NUM_STEPS
     assert len(list((run.folder / "attempts/1").glob("actor-*.log"))) == 2
     assert [line["step"] for line in run.metrics] == list(range(NUM_STEPS + 1))
-    for ours, theirs in zip(run.metrics[begin + 1 :], undisturbed.metrics[begin + 1 :], strict=True):
+    for ours, theirs in zip(
+        run.metrics[begin + 1 :], undisturbed.metrics[begin + 1 :], strict=True
+    ):
         assert ours["reward/mean"] == theirs["reward/mean"]
         assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-3)

@@ -1,7 +1,8 @@
-"""Mistakes of newcomers, by subject: the command, what else it needs, and the remedies that its message proposes.
+"""Mistakes of newcomers, by subject: the command, what else it needs, and the remedies that its
+message proposes.
 
-Data for ``test_mistakes``. Each command runs in a folder that has ``recipe.toml``, a model, prompts, and in ``assets``
-what the recipes of jobs/recipes name.
+Data for ``test_mistakes``. Each command runs in a folder that has ``recipe.toml``, a model,
+prompts, and in ``assets`` what the recipes of jobs/recipes name.
 """
 
 from __future__ import annotations
@@ -38,10 +39,14 @@ class Mistake:
     on_gpus: bool = False
 
 
-def _of_check(title: str, words: str, *fixed: str, recipe: str = "recipe.toml", **more: object) -> Mistake:
+def _of_check(
+    title: str, words: str, *fixed: str, recipe: str = "recipe.toml", **more: object
+) -> Mistake:
     """A mistake of ``rlpost check``; ``fixed`` are the words of the remedies."""
     command = f"rlpost check {recipe} {words}".rstrip()
-    return Mistake(title, command, tuple(f"rlpost check {recipe} {one}".rstrip() for one in fixed), **more)
+    return Mistake(
+        title, command, tuple(f"rlpost check {recipe} {one}".rstrip() for one in fixed), **more
+    )
 
 
 COMMAND_LINE = [
@@ -52,7 +57,9 @@ COMMAND_LINE = [
         recipe="qwen3_4b",
     ),
     _of_check("The learning rate by its long name", "--learning-rate 1e-6", "--lr 1e-6"),
-    _of_check("An ambiguous batch size", "--bs 8", "--rollout-batch-size 8", "--global-batch-size 8"),
+    _of_check(
+        "An ambiguous batch size", "--bs 8", "--rollout-batch-size 8", "--global-batch-size 8"
+    ),
     _of_check("The data-parallel size", "--dp 2"),
     _of_check("A short option", "-n 8", "--n-samples-per-prompt 8"),
     _of_check("A misspelt flag", "--n-sample-per-prompt 8", "--n-samples-per-prompt 8"),
@@ -82,7 +89,11 @@ FILES = [
         "rlpost check mine.toml",
         files={"mine.toml": "[clutser]\nnodes = 2\n[cluster]\nnods = 2\nlr = 1\n[perf]\ntp = 2\n"},
     ),
-    Mistake("A recipe that is not valid TOML", "rlpost check mine.toml", files={"mine.toml": "[cluster\nnodes = 2\n"}),
+    Mistake(
+        "A recipe that is not valid TOML",
+        "rlpost check mine.toml",
+        files={"mine.toml": "[cluster\nnodes = 2\n"},
+    ),
     Mistake(
         "A wrong value in a recipe",
         "rlpost check mine.toml",
@@ -261,7 +272,9 @@ ALGORITHM = [
         "--kl-coef 0 --kl-loss-coef 0.01 --use-kl-loss",
         "--kl-coef 0.01 --kl-loss-coef 0 --use-kl-loss",
     ),
-    _of_check("A custom loss without its function", "--loss-type custom_loss", "--loss-type policy_loss"),
+    _of_check(
+        "A custom loss without its function", "--loss-type custom_loss", "--loss-type policy_loss"
+    ),
     _of_check("Swapped bounds of the importance ratio", "--tis-clip-low 3", "--tis-clip-low 0"),
     _of_check(
         "Several responses per line of supervised data",
@@ -305,7 +318,11 @@ FUNCTIONS = [
         "--dynamic-sampling-filter-path mine.py:keep",
         files={"mine.py": FILTER},
     ),
-    _of_check("A function with other arguments", "--custom-rm-path mine.py:keep", files={"mine.py": FILTER}),
+    _of_check(
+        "A function with other arguments",
+        "--custom-rm-path mine.py:keep",
+        files={"mine.py": FILTER},
+    ),
     _of_check("A path without a function", "--custom-rm-path mine.py", files={"mine.py": FILTER}),
     _of_check(
         "A rollout function of slime",
@@ -398,7 +415,9 @@ OBSERVE = [
         "--profile --profile-ranks 0 --num-rollout 20",
     ),
     _of_check(
-        "Traces of steps that never come", "--trace-steps 5:6 --num-rollout 3", "--trace-steps 3 --num-rollout 3"
+        "Traces of steps that never come",
+        "--trace-steps 5:6 --num-rollout 3",
+        "--trace-steps 3 --num-rollout 3",
     ),
     _of_check(
         "A metrics writer whose package is not installed",
@@ -409,7 +428,11 @@ OBSERVE = [
 ]
 
 MODEL = [
-    Mistake("Models and data that are not downloaded", "rlpost check qwen3_4b", environ={"RLPOST_ASSETS": "elsewhere"}),
+    Mistake(
+        "Models and data that are not downloaded",
+        "rlpost check qwen3_4b",
+        environ={"RLPOST_ASSETS": "elsewhere"},
+    ),
     Mistake(
         "Models and data missing in --assets-dir",
         "rlpost check qwen3_4b --assets-dir elsewhere --ref-load none",
@@ -435,9 +458,13 @@ MODEL = [
     _of_check(
         "An unknown model family",
         "",
-        files={"model/config.json": '{"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 2}'},
+        files={
+            "model/config.json": '{"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 2}'
+        },
     ),
-    _of_check("Model sizes in the recipe that belong to another model", "--num-layers 3", "--num-layers 2"),
+    _of_check(
+        "Model sizes in the recipe that belong to another model", "--num-layers 3", "--num-layers 2"
+    ),
     Mistake(
         "A reference that was not converted",
         "rlpost check qwen3_4b",
@@ -458,20 +485,27 @@ PROMPTS = [
     _of_check("A missing prompt file", "--prompt-data promts.jsonl", "--prompt-data prompts.jsonl"),
     _of_check("A wrong prompt key", "--input-key question", "--input-key prompt"),
     _of_check(
-        "A line that is not valid JSON", "", "--bad-prompts skip", files={"prompts.jsonl": PROMPT + '{"prompt": \n'}
+        "A line that is not valid JSON",
+        "",
+        "--bad-prompts skip",
+        files={"prompts.jsonl": PROMPT + '{"prompt": \n'},
     ),
     _of_check(
         "Messages without a chat template",
         "",
         "--apply-chat-template",
-        files={"prompts.jsonl": '{"prompt": [{"role": "user", "content": "1+1="}], "label": "2"}\n'},
+        files={
+            "prompts.jsonl": '{"prompt": [{"role": "user", "content": "1+1="}], "label": "2"}\n'
+        },
     ),
     _of_check(
         "A number of weights that differs from the number of files",
         "--prompt-data-weights 1 2",
         "--prompt-data-weights 1",
     ),
-    _of_check("An invalid slice", "--prompt-data prompts.jsonl@[1]", "--prompt-data prompts.jsonl@[1:]"),
+    _of_check(
+        "An invalid slice", "--prompt-data prompts.jsonl@[1]", "--prompt-data prompts.jsonl@[1:]"
+    ),
     _of_check("A misspelt reward", "--rm-type exact", "--rm-type exact_match"),
     _of_check(
         "A reward model without its address",
@@ -516,7 +550,9 @@ JOB = [
         "--environment GLOO_SOCKET_IFNAME==eth0",
         "--environment GLOO_SOCKET_IFNAME=eth0",
     ),
-    _of_check("A variable without a value", "--environment NCCL_DEBUG", "--environment NCCL_DEBUG=INFO"),
+    _of_check(
+        "A variable without a value", "--environment NCCL_DEBUG", "--environment NCCL_DEBUG=INFO"
+    ),
     _of_check("An API key among the variables of the job", "--environment WANDB_API_KEY=hush"),
     Mistake(
         "Eight nodes without Slurm",
@@ -540,12 +576,23 @@ JOB = [
         ("rlpost submit recipe.toml --dry-run",),
     ),
     Mistake("Weights & Biases without a key", "rlpost submit recipe.toml --local --use-wandb"),
-    Mistake("A run folder that is taken", "rlpost submit recipe.toml --local --run-folder runs/first --num-rollout 9"),
+    Mistake(
+        "A run folder that is taken",
+        "rlpost submit recipe.toml --local --run-folder runs/first --num-rollout 9",
+    ),
 ]
 
 OPTIONS = [
-    _of_check("An option of SGLang misspelt", "--sglang-mem-fraction-statik 0.7", "--sglang-mem-fraction-static 0.7"),
-    _of_check("An option of SGLang that rlpost sets", "--sglang-tp-size 2", "--rollout-num-gpus-per-engine 2"),
+    _of_check(
+        "An option of SGLang misspelt",
+        "--sglang-mem-fraction-statik 0.7",
+        "--sglang-mem-fraction-static 0.7",
+    ),
+    _of_check(
+        "An option of SGLang that rlpost sets",
+        "--sglang-tp-size 2",
+        "--rollout-num-gpus-per-engine 2",
+    ),
     _of_check(
         "A cache whose prefixes have the routes of other tokens",
         "--use-rollout-routing-replay true --sglang-enable-hierarchical-cache true",
@@ -566,12 +613,20 @@ OPTIONS = [
         "--environment SGLANG_MEMORY_SAVER_CUDA_GRAPH=1",
     ),
     _of_check("An option of Megatron-core misspelt", "--moe-z-loss-coef 0.001"),
-    _of_check("An option of Megatron-core that rlpost sets", "--num-layers-in-first-pipeline-stage 1"),
     _of_check(
-        "An option of Megatron-core without an effect", "--masked-softmax-fusion", "--masked-softmax-fusion false"
+        "An option of Megatron-core that rlpost sets", "--num-layers-in-first-pipeline-stage 1"
+    ),
+    _of_check(
+        "An option of Megatron-core without an effect",
+        "--masked-softmax-fusion",
+        "--masked-softmax-fusion false",
     ),
     _of_check("FP8 without TransformerEngine", "--fp8 hybrid", "", on_gpus=True),
-    _of_check("Routing replay for a model without experts", "--use-routing-replay true", "--use-routing-replay false"),
+    _of_check(
+        "Routing replay for a model without experts",
+        "--use-routing-replay true",
+        "--use-routing-replay false",
+    ),
     _of_check(
         "Routing replay with a router that chooses experts in its kernel",
         "--use-rollout-routing-replay true --moe-router-fusion true",
@@ -583,9 +638,15 @@ OPTIONS = [
 
 RUNS = [
     Mistake("The status of a missing run", "rlpost status frist", ("rlpost status first",)),
-    Mistake("A flag of status misspelt", "rlpost status first --jsn", ("rlpost status first --json",)),
+    Mistake(
+        "A flag of status misspelt", "rlpost status first --jsn", ("rlpost status first --json",)
+    ),
     Mistake("An invalid number of runs", "rlpost list --num all", ("rlpost list --num 5",)),
-    Mistake("Runs in another folder", "rlpost status --runs-dir nowhere", ("rlpost status --runs-dir runs",)),
+    Mistake(
+        "Runs in another folder",
+        "rlpost status --runs-dir nowhere",
+        ("rlpost status --runs-dir runs",),
+    ),
     Mistake("The logs of a missing run", "rlpost logs 4711"),
     Mistake("A command on a run that never ran", "rlpost exec hostname"),
     Mistake("No command to run", "rlpost exec"),
@@ -593,7 +654,9 @@ RUNS = [
     Mistake("Cancelling a missing run", "rlpost cancel frist"),
     Mistake("A comparison of one run", "rlpost compare first"),
     Mistake(
-        "A plan for GPUs that are no whole nodes", "rlpost plan qwen3_4b --gpus 12", ("rlpost plan qwen3_4b --gpus 16",)
+        "A plan for GPUs that are no whole nodes",
+        "rlpost plan qwen3_4b --gpus 12",
+        ("rlpost plan qwen3_4b --gpus 16",),
     ),
     Mistake("Nothing to fetch", "rlpost fetch recipe.toml --sizes-only"),
     Mistake("No folder to fetch to", "rlpost fetch qwen3_4b --sizes-only", environ=NO_ASSETS),

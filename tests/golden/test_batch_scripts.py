@@ -14,7 +14,9 @@ from slurm.render import render_sbatch
 from slurm.spec import JobSpec
 
 SPECS = {
-    "standalone.sbatch": JobSpec(job_name="tiny", nodes=2, gpu_request="none", driver_args=("jobs/recipes/tiny.toml",)),
+    "standalone.sbatch": JobSpec(
+        job_name="tiny", nodes=2, gpu_request="none", driver_args=("jobs/recipes/tiny.toml",)
+    ),
     "submitted.sbatch": JobSpec(
         job_name="glm45_355b",
         nodes=8,
@@ -44,7 +46,9 @@ SPECS = {
         max_preemptions=50,
         max_failures=5,
         max_stalled_attempts=4,
-        container=Container("pyxis", "/images/train.sqsh", ("/models", "/data/prompts:/prompts:ro")),
+        container=Container(
+            "pyxis", "/images/train.sqsh", ("/models", "/data/prompts:/prompts:ro")
+        ),
         environment=(("NCCL_IB_HCA", "=mlx5_0,mlx5_1"), ("NCCL_SOCKET_IFNAME", "ib0")),
         setup_commands=("ulimit -Sn 65535",),
         driver_args=("jobs/recipes/tiny.toml",),
@@ -58,13 +62,17 @@ SPECS = {
         exclusive=False,
         gpu_request="none",
         requeue="never",
-        container=Container("enroot", "nvcr.io/nvidia/pytorch:25.01-py3", ("/models",), "/shared/images"),
+        container=Container(
+            "enroot", "nvcr.io/nvidia/pytorch:25.01-py3", ("/models",), "/shared/images"
+        ),
         driver_args=("jobs/recipes/tiny.toml",),
     ),
     "auto.sbatch": JobSpec(
         job_name="rl",
         nodes=4,
-        container=Container("auto", "$RLPOST_IMAGE", ("$RLPOST_ASSETS", "/data/prompts:/prompts:ro")),
+        container=Container(
+            "auto", "$RLPOST_IMAGE", ("$RLPOST_ASSETS", "/data/prompts:/prompts:ro")
+        ),
         environment=(("NCCL_IB_HCA", "=mlx5_0,mlx5_1"),),
         setup_commands=("ulimit -Sn 65535",),
         requeue="chain",
@@ -88,7 +96,9 @@ ONLY_STANDALONE = ('[ "${SLURM_JOB_ID:-}" ]', "bash slurm/cluster_flags.sh")
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_batch_script_is_the_one_that_was_reviewed(name: str, golden: Callable[[str, str], None]) -> None:
+def test_a_batch_script_is_the_one_that_was_reviewed(
+    name: str, golden: Callable[[str, str], None]
+) -> None:
     """The whole text equals the golden file."""
     golden(name, render_sbatch(SPECS[name]))
 

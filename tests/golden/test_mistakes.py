@@ -1,4 +1,6 @@
-"""What the commands say about mistakes of newcomers, as a catalogue; and that the remedies in it work."""
+"""What the commands say about mistakes of newcomers, as a catalogue; and that the remedies in it
+work.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,20 @@ from tests.unit.cli.projects import make_project
 from tests.unit.jobs.assets import make_assets
 
 LEAST = 60
-COMMANDS = ("bash", "cat", "date", "dirname", "env", "git", "grep", "hostname", "sed", "sh", "tr", "uname")
+COMMANDS = (
+    "bash",
+    "cat",
+    "date",
+    "dirname",
+    "env",
+    "git",
+    "grep",
+    "hostname",
+    "sed",
+    "sh",
+    "tr",
+    "uname",
+)
 PROPOSAL = re.compile(r"; (use|add|give) --[a-z-]+ (?!for )[a-z0-9]")
 """A flag with a value, as a remedy."""
 ALL = [mistake for mistakes in MISTAKES.values() for mistake in mistakes]
@@ -45,7 +60,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "runs/first").mkdir(parents=True)
     config = load([folder / "recipe.toml"], {}, base=folder).config
     (folder / "runs/first/run.json").write_text(dump(config))
-    commands = folder.parent / "bin"  # of a machine without Slurm and enroot, whatever that of the tests has
+    commands = (
+        folder.parent / "bin"
+    )  # of a machine without Slurm and enroot, whatever that of the tests has
     commands.mkdir()
     for name in COMMANDS:
         if found := shutil.which(name):
@@ -57,7 +74,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[[Mistake], Run]]:
-    """``run(mistake)`` sets its scene and returns a function from a command to its exit code and output."""
+    """``run(mistake)`` sets its scene and returns a function from a command to its exit code and
+    output.
+    """
     installed, version = importlib.util.find_spec, importlib.metadata.version
 
     def scene(mistake: Mistake) -> Run:
@@ -67,7 +86,11 @@ def run(
         settings = folder / "runs/first/run.json"
         settings.write_text(settings.read_text().replace(str(made), str(folder)))
         _write(folder, mistake)
-        for name in [name for name in os.environ if name.startswith(("RLPOST", "SLURM", "SBATCH", "WANDB", "HF_"))]:
+        for name in [
+            name
+            for name in os.environ
+            if name.startswith(("RLPOST", "SLURM", "SBATCH", "WANDB", "HF_"))
+        ]:
             monkeypatch.delenv(name)
         monkeypatch.delenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", raising=False)
         monkeypatch.setenv("PATH", str(made.parent / "bin"))
@@ -122,7 +145,10 @@ def test_every_mistake_is_told_as_it_was_reviewed(
             assert "Traceback" not in output, output
             if not mistake.fixed and output.count("error: ") == 1 and PROPOSAL.search(output):
                 untested.append(output)
-            variables = [f"{name}=$PWD/{value} ".replace("$PWD/=", "") for name, value in mistake.environ.items()]
+            variables = [
+                f"{name}=$PWD/{value} ".replace("$PWD/=", "")
+                for name, value in mistake.environ.items()
+            ]
             shown = "" if mistake.environ == Mistake("", "").environ else "".join(variables)
             lines = [f"$ {shown}{mistake.command}", *output.splitlines()]
             lines += [f"$ {shown}{fixed}" for fixed in mistake.fixed]
@@ -139,13 +165,19 @@ def test_the_remedies_work(run: Callable[[Mistake], Run], mistake: Mistake) -> N
     _, message = command(mistake.command)
     for fixed in mistake.fixed:
         code, output = command(fixed)
-        errors = [line.removeprefix("error: ") for line in output.splitlines() if line.startswith("error: ")]
+        errors = [
+            line.removeprefix("error: ")
+            for line in output.splitlines()
+            if line.startswith("error: ")
+        ]
         if mistake.then is None:
             assert code == 0, f"{fixed}\n{output}"
         else:
             assert [line.startswith(mistake.then) for line in errors] == [True], output
         given = {word for word in shlex.split(fixed) if word.startswith("--")} - {"--dry-run"}
-        assert all(flag in message or flag in mistake.command for flag in given), f"{fixed}\n{message}"
+        assert all(flag in message or flag in mistake.command for flag in given), (
+            f"{fixed}\n{message}"
+        )
 
 
 def test_there_are_many_mistakes_each_under_a_name_of_its_own() -> None:

@@ -1,4 +1,6 @@
-"""The profiles of jobs/clusters as whole batch scripts, by the road that a person takes: settings, then the script."""
+"""The profiles of jobs/clusters as whole batch scripts, by the road that a person takes: settings,
+then the script.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def spec(profile: Path) -> JobSpec:
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
-def test_a_profile_makes_the_script_that_was_reviewed(profile: Path, golden: Callable[[str, str], None]) -> None:
+def test_a_profile_makes_the_script_that_was_reviewed(
+    profile: Path, golden: Callable[[str, str], None]
+) -> None:
     """The whole text equals the golden file, fits on a page and passes bash."""
     script = render_sbatch(spec(profile))
     golden(f"profiles/{profile.stem}.sbatch", script)
@@ -38,5 +42,10 @@ def test_there_is_a_profile_for_each_kind_of_site() -> None:
     """Every way to ask for GPUs, every kind of container, every way to come back."""
     specs = [spec(profile) for profile in PROFILES]
     assert {one.gpu_request for one in specs} == {"gres", "gpus-per-node", "none"}
-    assert {one.container.backend if one.container else None for one in specs} == {"auto", "pyxis", "enroot", None}
+    assert {one.container.backend if one.container else None for one in specs} == {
+        "auto",
+        "pyxis",
+        "enroot",
+        None,
+    }
     assert {one.requeue for one in specs} == {"requeue", "chain", "never"}

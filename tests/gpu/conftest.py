@@ -1,4 +1,7 @@
-"""The checks of one GPU. ``RLPOST_GPU_TESTS_ON=cpu`` runs them without one, so that all but the device is tried."""
+"""The checks of one GPU.
+
+``RLPOST_GPU_TESTS_ON=cpu`` runs them without one, so that all but the device is tried.
+"""
 
 from __future__ import annotations
 

@@ -14,8 +14,9 @@ PARTS = ("weights", "grads", "optimizer")
 def leave_and_return(actor: Any, steps: Sequence[Sequence[TrainSample]]) -> dict[str, Any]:
     """Train a step, give all memory back, take it again, and train another step.
 
-    Returns the hash of the weights before and after, the loss of the second step, the bytes of each part that left, and
-    the bytes that torch counted on the device before, meanwhile and after (zeros without CUDA).
+    Returns the hash of the weights before and after, the loss of the second step, the bytes of each
+    part that left, and the bytes that torch counted on the device before, meanwhile and after
+    (zeros without CUDA).
     """
     import torch
 
@@ -34,10 +35,13 @@ def leave_and_return(actor: Any, steps: Sequence[Sequence[TrainSample]]) -> dict
     return {"hashes": hashes, "bytes": bytes_held, "freed": freed, "loss": loss}
 
 
-def train_and_save(actor: Any, steps: Sequence[Sequence[TrainSample]], *, folder: str) -> dict[str, Any]:
+def train_and_save(
+    actor: Any, steps: Sequence[Sequence[TrainSample]], *, folder: str
+) -> dict[str, Any]:
     """Train all steps but the last, save, load what was saved, and train the last one.
 
-    Returns weights and moments when saved, as ``hash_of_saved`` has them, and the metrics of the last step.
+    Returns weights and moments when saved, as ``hash_of_saved`` has them, and the metrics of the
+    last step.
     """
     actor.import_weights()
     for samples in steps[:-1]:
@@ -62,31 +66,52 @@ def parent_of(actor: Any) -> int:
     return os.getppid()
 
 
-def receive_on(device: str, backend: str, port: int, group_name: str, plan: Sequence[Any], results: Any) -> None:
-    """The engine's side of a broadcast, in a process outside the trainer's world: join as SGLang does, take every
-    bucket on ``device`` and put {name: array of bytes}."""
+def receive_on(
+    device: str, backend: str, port: int, group_name: str, plan: Sequence[Any], results: Any
+) -> None:
+    """The engine's side of a broadcast, in a process outside the trainer's world: join as SGLang
+    does, take every bucket on ``device`` and put {name: array of bytes}.
+    """
     import os
 
     os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as SGLang sets it for itself
     from datetime import timedelta
 
     import torch
-    from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+    from torch.distributed.distributed_c10d import (
+        Backend,
+        PrefixStore,
+        _new_process_group_helper,
+        _world,
+        rendezvous,
+    )
 
     if device != "cpu":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=90)
     store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=timeout))
     store.set_timeout(timeout)
-    options: dict[str, Any] = {"group_name": group_name, "backend_options": None, "timeout": timeout}
-    group, _ = _new_process_group_helper(2, 1, [], Backend(backend), PrefixStore(group_name, store), **options)
+    options: dict[str, Any] = {
+        "group_name": group_name,
+        "backend_options": None,
+        "timeout": timeout,
+    }
+    group, _ = _new_process_group_helper(
+        2, 1, [], Backend(backend), PrefixStore(group_name, store), **options
+    )
     _world.pg_group_ranks[group] = {0: 0, 1: 1}
     found: dict[str, Any] = {}
     for bucket in plan:
         numbers = [torch.Size(shape).numel() for shape in bucket.shapes]
-        sizes = [n * getattr(torch, dtype).itemsize for n, dtype in zip(numbers, bucket.dtypes, strict=True)]
+        sizes = [
+            n * getattr(torch, dtype).itemsize
+            for n, dtype in zip(numbers, bucket.dtypes, strict=True)
+        ]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         torch.distributed.broadcast(flat, group=group, group_src=0)
-        found |= {name: part.cpu().numpy() for name, part in zip(bucket.names, flat.split(sizes), strict=True)}
+        found |= {
+            name: part.cpu().numpy()
+            for name, part in zip(bucket.names, flat.split(sizes), strict=True)
+        }
     results.put(found)
     torch.distributed.destroy_process_group(group)

@@ -1,4 +1,6 @@
-"""A model that real engines take on a GPU: heads of 64, for which all of SGLang's attention kernels are made."""
+"""A model that real engines take on a GPU: heads of 64, for which all of SGLang's attention kernels
+are made.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,18 @@ PROMPTS = 64
 
 
 def make_gpu_model(folder: Path) -> Path:
-    """A random Qwen3 in bfloat16 with the tokenizer of the tiny model, and prompts in ``train.jsonl``."""
+    """A random Qwen3 in bfloat16 with the tokenizer of the tiny model, and prompts in
+    ``train.jsonl``.
+    """
     import torch
 
     from tools.make_tiny_model import TINY, make_model, make_tokenizer
 
     torch.manual_seed(1)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, TINY | {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64})
+    model = make_model(
+        tokenizer, TINY | {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64}
+    )
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     dice = random.Random(1)

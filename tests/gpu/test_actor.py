@@ -1,4 +1,6 @@
-"""The actor on the device: families against transformers, training against the CPU. Models are made here."""
+"""The actor on the device: families against transformers, training against the CPU. Models are made
+here.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,24 @@ def hf_logits(folder: Path, dtype: torch.dtype, device: str) -> torch.Tensor:
     """transformers' logits of the samples, one sequence at a time."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").to(device).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        .to(device)
+        .eval()
+    )
     with torch.no_grad():
-        rows = [model(torch.tensor([sample.token_ids], device=device)).logits[0] for sample in SAMPLES]
+        rows = [
+            model(torch.tensor([sample.token_ids], device=device)).logits[0] for sample in SAMPLES
+        ]
     return torch.cat(rows).float().cpu()
 
 
-def our_logits(folder: Path, export: Path, *, implementation: str = "local", **changes: object) -> torch.Tensor:
-    settings = ActorSettings(str(folder), distributed_timeout_minutes=2, transformer_impl=implementation, **changes)
+def our_logits(
+    folder: Path, export: Path, *, implementation: str = "local", **changes: object
+) -> torch.Tensor:
+    settings = ActorSettings(
+        str(folder), distributed_timeout_minutes=2, transformer_impl=implementation, **changes
+    )
     (seen,) = run_ranks(look, 1, settings, samples=SAMPLES, export=str(export))
     return torch.from_numpy(seen["logits"])[: sum(len(sample.token_ids) for sample in SAMPLES)]
 
@@ -51,7 +63,9 @@ def our_logits(folder: Path, export: Path, *, implementation: str = "local", **c
 def test_packed_logits_in_float32_equal_those_of_transformers(folders, tmp_path, device, name):
     expected = hf_logits(folders[name], torch.float32, "cpu")
     ours = our_logits(folders[name], tmp_path, bf16=False)
-    assert (ours - expected).abs().max().item() < (1e-5 if device == "cpu" else 1e-4) * max(1, expected.abs().max())
+    assert (ours - expected).abs().max().item() < (1e-5 if device == "cpu" else 1e-4) * max(
+        1, expected.abs().max()
+    )
 
 
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
@@ -59,7 +73,9 @@ def test_packed_logits_in_float32_equal_those_of_transformers(folders, tmp_path,
 def test_packed_logits_in_bfloat16_are_as_near_to_float32_as_those_of_transformers(
     folders, tmp_path, device, name, implementation
 ):
-    """Typical error, not the largest: an expert's choice may turn on a rounding. At most twice transformers' own."""
+    """Typical error, not the largest: an expert's choice may turn on a rounding. At most twice
+    transformers' own.
+    """
     if implementation == "transformer_engine" and not has_transformer_engine():
         pytest.skip("TransformerEngine is not installed, or there is no CUDA for it")
     exact = hf_logits(folders[name], torch.float32, "cpu")
@@ -70,9 +86,14 @@ def test_packed_logits_in_bfloat16_are_as_near_to_float32_as_those_of_transforme
 
 
 def trained(folder: Path, **changes: object) -> list[dict[str, float]]:
-    """The metrics of three steps. TransformerEngine's fast kernels are for 16 bits: float32 goes without it."""
+    """The metrics of three steps.
+
+    TransformerEngine's fast kernels are for 16 bits: float32 goes without it.
+    """
     local = {} if changes["bf16"] else {"transformer_impl": "local"}
-    settings = ActorSettings(str(folder), lr=1e-3, adam_eps=1e-4, distributed_timeout_minutes=2, **local, **changes)
+    settings = ActorSettings(
+        str(folder), lr=1e-3, adam_eps=1e-4, distributed_timeout_minutes=2, **local, **changes
+    )
     (found,) = run_ranks(train, 1, settings, steps=STEPS)
     return found["metrics"]
 
@@ -82,7 +103,9 @@ def test_three_steps_in_float32_go_as_on_the_cpu(folders, tmp_path, name):
     """The CPU's are computed by a process that sees no GPU."""
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "tests.gpu.test_actor", str(folders[name])]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     expected = json.loads(done.stdout.splitlines()[-1])
     for found, wanted in zip(trained(folders[name], bf16=False), expected, strict=True):
@@ -91,7 +114,9 @@ def test_three_steps_in_float32_go_as_on_the_cpu(folders, tmp_path, name):
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_three_steps_in_bfloat16_stay_near_those_in_float32(folders, name):
-    for found, wanted in zip(trained(folders[name], bf16=True), trained(folders[name], bf16=False), strict=True):
+    for found, wanted in zip(
+        trained(folders[name], bf16=True), trained(folders[name], bf16=False), strict=True
+    ):
         assert found["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=0.2)
         assert found["train/loss"] == pytest.approx(wanted["train/loss"], rel=0.2, abs=0.05)
 
@@ -104,7 +129,14 @@ def test_log_probs_are_the_same_in_chunks_of_any_size(folders, tmp_path):
             str(folders["qwen3"]), bf16=False, transformer_impl="local", log_probs_chunk_size=chunk
         )
         (seen,) = run_ranks(look, 1, settings, samples=SAMPLES, export=str(tmp_path))
-        found.append([value for micro_batch in seen["logprobs"] for sample in micro_batch for value in sample])
+        found.append(
+            [
+                value
+                for micro_batch in seen["logprobs"]
+                for sample in micro_batch
+                for value in sample
+            ]
+        )
     assert found[0] == pytest.approx(found[1], abs=1e-6)
 
 

@@ -13,7 +13,9 @@ LENGTHS = [1, 17, 300, 64, 129]
 
 
 def near(found, wanted, dtype):
-    return (found.float() - wanted.float()).abs().max() <= TOLERANCE[dtype] * max(1.0, wanted.abs().max().item())
+    return (found.float() - wanted.float()).abs().max() <= TOLERANCE[dtype] * max(
+        1.0, wanted.abs().max().item()
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -23,7 +25,9 @@ def test_packed_sequences_are_attended_to_as_the_formula_says(device, dtype):
     tensors = [rows(sum(LENGTHS), heads, dtype, device) for heads in (4, 2, 2)]
     wide = [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]
     ours = attend(*tensors, bounds_of(LENGTHS, device), scale=SCALE)
-    expected = torch.cat([formula(*part) for part in zip(*(tensor.split(LENGTHS) for tensor in wide), strict=True)])
+    expected = torch.cat(
+        [formula(*part) for part in zip(*(tensor.split(LENGTHS) for tensor in wide), strict=True)]
+    )
     assert ours.device.type == device and ours.dtype == dtype
     assert near(ours.cpu(), expected, dtype)
     upstream = torch.randn_like(ours)
@@ -38,12 +42,20 @@ def test_a_chunk_sees_all_keys_up_to_its_own_end(device, dtype):
     torch.manual_seed(1)
     lengths, size = [8, 132, 64], 2
     starts = starts_of(lengths).to(device)
-    key, value = (rows(sum(lengths), 2, dtype, device) for _ in range(2))  # as gathered from both ranks
+    key, value = (
+        rows(sum(lengths), 2, dtype, device) for _ in range(2)
+    )  # as gathered from both ranks
     for rank in range(size):
         query = rows(sum(lengths) // size, 4, dtype, device)
-        seen, bounds = zigzag(starts, rank=rank, size=size, num_local=len(query), max_length=max(lengths))
+        seen, bounds = zigzag(
+            starts, rank=rank, size=size, num_local=len(query), max_length=max(lengths)
+        )
         ours = attend(query, key[seen], value[seen], bounds, scale=SCALE)
         queries, keys = bounds.queries.diff().tolist(), bounds.keys.diff().tolist()
-        parts = zip(query.split(queries), key[seen].split(keys), value[seen].split(keys), strict=True)
-        expected = torch.cat([formula(*(tensor.double().cpu() for tensor in part)) for part in parts])
+        parts = zip(
+            query.split(queries), key[seen].split(keys), value[seen].split(keys), strict=True
+        )
+        expected = torch.cat(
+            [formula(*(tensor.double().cpu() for tensor in part)) for part in parts]
+        )
         assert near(ours.cpu(), expected, dtype)

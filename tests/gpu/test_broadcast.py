@@ -28,12 +28,16 @@ def test_a_process_on_the_next_gpu_receives_every_weight_bit_for_bit(
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("one GPU: NCCL takes two ranks of a group on two GPUs only")
     make_family(tmp_path, name)
-    settings = ActorSettings(str(tmp_path), bf16=False, transformer_impl="local", update_weight_buffer_size=40_000)
+    settings = ActorSettings(
+        str(tmp_path), bf16=False, transformer_impl="local", update_weight_buffer_size=40_000
+    )
     (plan,) = run_ranks(plan_sync, 1, settings)
     context, port = multiprocessing.get_context("spawn"), free_port()
     results = context.Queue()
     where = ("cuda:1", "nccl") if device == "cuda" else ("cpu", "gloo")
-    peer = context.Process(target=receive_on, args=(*where, port, f"{GROUP}-0", plan, results), daemon=True)
+    peer = context.Process(
+        target=receive_on, args=(*where, port, f"{GROUP}-0", plan, results), daemon=True
+    )
     peer.start()
     started = time.monotonic()
     try:

@@ -18,7 +18,11 @@ pytestmark = pytest.mark.timeout(900)
 KEY, GIB = "gpu-key", 2**30
 PARTS = ("kv_cache", "cuda_graph", "weights")
 # The graphs of prefill that are the default on CUDA refuse a memory saver that covers graphs.
-ON_CUDA = {"enable_memory_saver": True, "mem_fraction_static": 0.4, "cuda_graph_backend_prefill": "disabled"}
+ON_CUDA = {
+    "enable_memory_saver": True,
+    "mem_fraction_static": 0.4,
+    "cuda_graph_backend_prefill": "disabled",
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +32,9 @@ def free_before(device: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def engine(device: str, free_before: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineClient]:
+def engine(
+    device: str, free_before: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineClient]:
     folder = tmp_path_factory.mktemp("engine")
     model = make_gpu_model(folder / "model")
     started = Engine(
@@ -51,7 +57,9 @@ def free_bytes(device: str) -> int:
 
 async def greedy(client: EngineClient) -> list[int]:
     sampling = {"temperature": 0.0, "max_new_tokens": 8}
-    answer = await client.request("POST", "/generate", {"text": "12+34=", "sampling_params": sampling})
+    answer = await client.request(
+        "POST", "/generate", {"text": "12+34=", "sampling_params": sampling}
+    )
     return answer["output_ids"]
 
 
@@ -59,7 +67,9 @@ def test_an_engine_gives_its_memory_up_and_generates_again_afterwards(
     engine: EngineClient, free_before: int, device: str, record_property
 ) -> None:
     async def away_and_back() -> tuple[list[int], float]:
-        """Free bytes while the engine holds all, nothing, and all again; and seconds of both ways."""
+        """Free bytes while the engine holds all, nothing, and all again; and seconds of both
+        ways.
+        """
         found, started = [free_bytes(device)], time.monotonic()
         await engine.release_memory(PARTS)
         found.append(free_bytes(device))
@@ -79,6 +89,8 @@ def test_an_engine_gives_its_memory_up_and_generates_again_afterwards(
     assert len(answer) == 8
     if device == "cuda":
         held, left = free_before - full, free_before - empty
-        record_property("figure", f"{held / GIB:.1f} GiB held, {left / GIB:.1f} GiB while away, {seconds:.1f} s")
+        record_property(
+            "figure", f"{held / GIB:.1f} GiB held, {left / GIB:.1f} GiB while away, {seconds:.1f} s"
+        )
         assert left < 0.3 * held, f"{left / GIB:.1f} of {held / GIB:.1f} GiB stay with the engine"
         assert full_again == pytest.approx(full, abs=GIB)

@@ -28,7 +28,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_memory_that_is_given_back_is_free_and_comes_back_as_it_was(
     model: Path, device: str, use_distributed_optimizer: bool, record_property
 ) -> None:
-    settings = ActorSettings(str(model), bf16=None, use_distributed_optimizer=use_distributed_optimizer)
+    settings = ActorSettings(
+        str(model), bf16=None, use_distributed_optimizer=use_distributed_optimizer
+    )
     (seen,) = run_ranks(leave_and_return, 1, settings, steps=STEPS)
     before, meanwhile, after = seen["bytes"]
     freed = sum(seen["freed"].values())
@@ -37,4 +39,6 @@ def test_memory_that_is_given_back_is_free_and_comes_back_as_it_was(
     if device == "cuda":
         assert before - meanwhile >= 0.95 * freed
         assert after == pytest.approx(before, rel=0.05)
-        record_property("figure", f"{before / MIB:.0f} MiB held, {meanwhile / MIB:.0f} MiB while away")
+        record_property(
+            "figure", f"{before / MIB:.0f} MiB held, {meanwhile / MIB:.0f} MiB while away"
+        )

@@ -1,4 +1,6 @@
-"""Adam on the host beside a GPU (``--optimizer-cpu-offload``): it trains, and a checkpoint of it can be resumed."""
+"""Adam on the host beside a GPU (``--optimizer-cpu-offload``): it trains, and a checkpoint of it
+can be resumed.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ def test_a_checkpoint_resumes_with_the_weights_and_moments_that_were_saved(
 ) -> None:
     """In the process that saved, and in another one, which trains on as the first does."""
     settings = ActorSettings(
-        str(folders[name]), bf16=True, lr=1e-3, adam_eps=1e-4, optimizer_cpu_offload=offload, actor_num_threads=4
+        str(folders[name]),
+        bf16=True,
+        lr=1e-3,
+        adam_eps=1e-4,
+        optimizer_cpu_offload=offload,
+        actor_num_threads=4,
     )
     folder = str(tmp_path / "saved")
     (first,) = run_ranks(train_and_save, 1, settings, steps=STEPS, folder=folder)
@@ -39,17 +46,30 @@ def test_a_checkpoint_resumes_with_the_weights_and_moments_that_were_saved(
     (weights, moments), (weights_again, moments_again) = first["saved"], second["saved"]
     assert weights == weights_again
     assert moments == moments_again and any(moments["exp_avg"])
-    assert second["metrics"]["train/loss"] == pytest.approx(first["metrics"]["train/loss"], rel=1e-2, abs=1e-3)
-    assert second["metrics"]["train/grad_norm"] == pytest.approx(first["metrics"]["train/grad_norm"], rel=2e-2)
+    assert second["metrics"]["train/loss"] == pytest.approx(
+        first["metrics"]["train/loss"], rel=1e-2, abs=1e-3
+    )
+    assert second["metrics"]["train/grad_norm"] == pytest.approx(
+        first["metrics"]["train/grad_norm"], rel=2e-2
+    )
 
 
-def test_training_with_adam_on_the_host_goes_as_with_adam_on_the_device(folders, tmp_path, device) -> None:
+def test_training_with_adam_on_the_host_goes_as_with_adam_on_the_device(
+    folders, tmp_path, device
+) -> None:
     metrics = []
     for offload in (False, True):
         settings = ActorSettings(
-            str(folders["qwen3"]), bf16=True, lr=1e-3, adam_eps=1e-4, optimizer_cpu_offload=offload, actor_num_threads=4
+            str(folders["qwen3"]),
+            bf16=True,
+            lr=1e-3,
+            adam_eps=1e-4,
+            optimizer_cpu_offload=offload,
+            actor_num_threads=4,
         )
-        (found,) = run_ranks(train_and_save, 1, settings, steps=STEPS, folder=str(tmp_path / f"{offload}"))
+        (found,) = run_ranks(
+            train_and_save, 1, settings, steps=STEPS, folder=str(tmp_path / f"{offload}")
+        )
         metrics.append(found["metrics"])
     assert metrics[1]["train/loss"] == pytest.approx(metrics[0]["train/loss"], rel=2e-2, abs=5e-3)
     assert metrics[1]["train/grad_norm"] == pytest.approx(metrics[0]["train/grad_norm"], rel=5e-2)

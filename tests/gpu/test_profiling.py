@@ -11,7 +11,10 @@ torch = pytest.importorskip("torch")
 from rlpost.actor import device  # noqa: E402
 from rlpost.actor.profiling import Profiling  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="the CPU has none of it")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="the CPU has none of it"),
+]
 
 
 def test_a_profile_has_kernels_and_a_history_has_the_allocations(tmp_path):

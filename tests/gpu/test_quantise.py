@@ -8,7 +8,10 @@ import torch
 from rlpost.weights.quantise import quantise, spread
 
 ULP = 2.0**-23
-"""Of float32. On CUDA torch divides by a number by multiplying with its reciprocal, which may lose one bit."""
+"""Of float32.
+
+On CUDA torch divides by a number by multiplying with its reciprocal, which may lose one bit.
+"""
 
 
 @pytest.mark.parametrize("block", [(128, 128), (16, 16)])
@@ -16,8 +19,9 @@ ULP = 2.0**-23
 def test_blocks_of_the_device_equal_those_of_the_cpu_but_for_one_bit_of_a_scale(
     device: str, block: tuple[int, int], dtype: torch.dtype, record_property
 ) -> None:
-    """Where a scale is the same its values are too; elsewhere a value is at most its neighbour in e4m3. Sizes that no
-    block divides, a block of zeros, and values over many powers of two."""
+    """Where a scale is the same its values are too; elsewhere a value is at most its neighbour in
+    e4m3. Sizes that no block divides, a block of zeros, and values over many powers of two.
+    """
     torch.manual_seed(1)
     weight = (torch.randn(300, 200) * torch.logspace(-6, 3, 200)).to(dtype)
     weight[:16, :16] = 0
@@ -31,4 +35,6 @@ def test_blocks_of_the_device_equal_those_of_the_cpu_but_for_one_bit_of_a_scale(
     assert steps[same_scale].max() == 0
     assert steps.max() <= 1
     num_scales = int((found_scales != scales).sum())
-    record_property("figure", f"{num_scales} of {scales.numel()} scales differ, {int((steps > 0).sum())} values")
+    record_property(
+        "figure", f"{num_scales} of {scales.numel()} scales differ, {int((steps > 0).sum())} values"
+    )

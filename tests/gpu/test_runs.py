@@ -1,4 +1,6 @@
-"""Whole runs in small through ``rlpost.submit``: a trainer process and a real SGLang engine, on one GPU and on two."""
+"""Whole runs in small through ``rlpost.submit``: a trainer process and a real SGLang engine, on one
+GPU and on two.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ ROOT = Path(__file__).parents[2]
 NUM_STEPS = 3
 DEADLINE_S = 900
 CLOSE = {"cuda": 0.1, "cpu": 1e-3}
-"""Mean difference of log-probs between trainer and engine that compute with the same weights: bfloat16, float32."""
+"""Mean difference of log-probs between trainer and engine that compute with the same weights:
+bfloat16, float32.
+"""
 ONE_GPU = ("--num-gpus-per-node", "1", "--actor-num-gpus-per-node", "1", "--colocate")
 TWO_GPUS = ("--num-gpus-per-node", "2", "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1")
 
@@ -33,10 +37,40 @@ def submit_words(model: Path, folder: Path, device: str, *flags: str) -> list[st
     prompts = str(model / "train.jsonl")
     of_engine = ("--sglang-mem-fraction-static", "0.4") if device == "cuda" else ()
     return [
-        *(sys.executable, "-m", "rlpost.submit", "jobs/recipes/tiny.toml", "--local", "--run-folder", str(folder)),
-        *("--hf-checkpoint", str(model), "--prompt-data", prompts, "--eval-prompt-data", "heldout", f"{prompts}@[0:4]"),
-        *("--num-rollout", str(NUM_STEPS), "--rollout-batch-size", "8", "--n-samples-per-prompt", "4"),
-        *("--rm-type", "random", "--tensor-model-parallel-size", "1", "--sequence-parallel", "false"),
+        *(
+            sys.executable,
+            "-m",
+            "rlpost.submit",
+            "jobs/recipes/tiny.toml",
+            "--local",
+            "--run-folder",
+            str(folder),
+        ),
+        *(
+            "--hf-checkpoint",
+            str(model),
+            "--prompt-data",
+            prompts,
+            "--eval-prompt-data",
+            "heldout",
+            f"{prompts}@[0:4]",
+        ),
+        *(
+            "--num-rollout",
+            str(NUM_STEPS),
+            "--rollout-batch-size",
+            "8",
+            "--n-samples-per-prompt",
+            "4",
+        ),
+        *(
+            "--rm-type",
+            "random",
+            "--tensor-model-parallel-size",
+            "1",
+            "--sequence-parallel",
+            "false",
+        ),
         *("--save-interval", str(NUM_STEPS)),
         *of_engine,
         *flags,
@@ -45,7 +79,9 @@ def submit_words(model: Path, folder: Path, device: str, *flags: str) -> list[st
 
 def trained(command: Sequence[str], folder: Path) -> list[dict[str, float]]:
     """The metrics of the steps of a run that must succeed."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return [line for line in read_metrics(folder / "metrics.jsonl") if line["step"] > 0]
 
@@ -53,7 +89,9 @@ def trained(command: Sequence[str], folder: Path) -> list[dict[str, float]]:
 def assert_both_sides_compute_alike(lines: Sequence[dict[str, float]], device: str) -> None:
     for line in lines:
         assert line["train/grad_norm"] > 0.0
-        assert line["train/rollout_logprob_abs_diff"] < CLOSE[device], f"step {line['step']}: not the same weights"
+        assert line["train/rollout_logprob_abs_diff"] < CLOSE[device], (
+            f"step {line['step']}: not the same weights"
+        )
 
 
 def figures(lines: Sequence[dict[str, float]]) -> str:
@@ -73,7 +111,9 @@ def test_trainer_and_engine_share_one_gpu_and_the_run_resumes(
     log = (folder / "attempts/0/actor-0.log").read_text()
     assert "offloaded weights" in log and "restored weights" in log
     more = str(NUM_STEPS + 2)
-    lines = trained(submit_words(model, folder, device, *ONE_GPU, "--num-rollout", more, "--resume"), folder)
+    lines = trained(
+        submit_words(model, folder, device, *ONE_GPU, "--num-rollout", more, "--resume"), folder
+    )
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 3))
     assert_both_sides_compute_alike(lines, device)
 

@@ -1,4 +1,6 @@
-"""A thread that stops after its n-th system call: an older attempt that hangs there while a newer one runs."""
+"""A thread that stops after its n-th system call: an older attempt that hangs there while a newer
+one runs.
+"""
 
 import contextlib
 import os
@@ -10,10 +12,17 @@ CALLS = (
 
 
 class PausedThread:
-    """Runs one function in a thread and pauses it after system call ``number``, until ``resume`` is set."""
+    """Runs one function in a thread and pauses it after system call ``number``, until ``resume`` is
+    set.
+    """
 
     def __init__(self, number, monkeypatch, *, calls=CALLS):
-        self.left, self.stopped, self.resume, self.thread = number, threading.Event(), threading.Event(), None
+        self.left, self.stopped, self.resume, self.thread = (
+            number,
+            threading.Event(),
+            threading.Event(),
+            None,
+        )
         for name in calls:
             monkeypatch.setattr(os, name, self._watched(getattr(os, name)))
 
@@ -31,7 +40,9 @@ class PausedThread:
         return act
 
     def run(self, act, *, expected):
-        """Start ``act``, which may raise ``expected``; returns whether it paused (else it made fewer calls)."""
+        """Start ``act``, which may raise ``expected``; returns whether it paused (else it made
+        fewer calls).
+        """
 
         def whole():
             with contextlib.suppress(*expected):

@@ -10,40 +10,84 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("common", "slurm", "bootstrap", "rlpost")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 STAND_INS = ROOT / "rlpost/rollout/sglang_on_cpu"
-OURS = [path for path in FILES if STAND_INS not in path.parents]  # stand-ins copy foreign interfaces
+OURS = [
+    path for path in FILES if STAND_INS not in path.parents
+]  # stand-ins copy foreign interfaces
 
 HEAVY = {"torch", "ray", "numpy", "transformers", "megatron", "sglang", "sglang_router"}
-# package or module: forbidden imports, at any depth of the code; the longest matching prefix applies
+# package or module: forbidden imports, at any depth of the code; the longest matching prefix
+# applies
 FORBIDDEN = {
     "common": HEAVY | {"rlpost", "slurm", "bootstrap", "submitit", "psutil", "pydantic"},
     "slurm": HEAVY | {"rlpost", "bootstrap", "pydantic"},
     "bootstrap": HEAVY | {"rlpost", "slurm", "submitit", "pydantic"},
     "bootstrap.agent.ray_process": (HEAVY - {"ray"}) | {"rlpost", "slurm", "submitit", "pydantic"},
-    "bootstrap.preflight.bandwidth_probe": (HEAVY - {"torch"}) | {"rlpost", "slurm", "submitit", "pydantic"},
+    "bootstrap.preflight.bandwidth_probe": (HEAVY - {"torch"})
+    | {"rlpost", "slurm", "submitit", "pydantic"},
     "rlpost": HEAVY | {"slurm", "bootstrap", "submitit"},
     "rlpost.types": HEAVY | {"slurm", "bootstrap"},
     "rlpost.columns": (HEAVY - {"numpy"}) | {"rlpost", "slurm", "bootstrap"},
     "rlpost.records": (HEAVY - {"numpy"}) | {"slurm", "bootstrap", "submitit"},
     "rlpost.config": HEAVY
-    | {"slurm", "bootstrap", "rlpost.orchestration", "rlpost.rollout", "rlpost.actor", "rlpost.data"},
-    "rlpost.data": (HEAVY - {"transformers"}) | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
-    "rlpost.data.cursor": (HEAVY - {"numpy"}) | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
+    | {
+        "slurm",
+        "bootstrap",
+        "rlpost.orchestration",
+        "rlpost.rollout",
+        "rlpost.actor",
+        "rlpost.data",
+    },
+    "rlpost.data": (HEAVY - {"transformers"})
+    | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
+    "rlpost.data.cursor": (HEAVY - {"numpy"})
+    | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
     "rlpost.reward": HEAVY | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
     "rlpost.metrics": HEAVY | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
     "rlpost.report": HEAVY
-    | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor", "rlpost.orchestration", "rlpost.cli"},
+    | {
+        "slurm",
+        "bootstrap",
+        "rlpost.rollout",
+        "rlpost.actor",
+        "rlpost.orchestration",
+        "rlpost.cli",
+    },
     # numpy: the driver computes penalties of tokens from columns
-    "rlpost.algorithm": (HEAVY - {"torch", "numpy"}) | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
+    "rlpost.algorithm": (HEAVY - {"torch", "numpy"})
+    | {"slurm", "bootstrap", "rlpost.rollout", "rlpost.actor"},
     # numpy: bytes of engines and of the journal become columns
     "rlpost.rollout": (HEAVY - {"numpy"})
     | {"slurm", "bootstrap", "rlpost.actor", "rlpost.weights", "rlpost.orchestration"},
-    "rlpost.rollout.server": (HEAVY - {"sglang", "sglang_router", "torch"}) | {"slurm", "bootstrap", "rlpost.actor"},
-    "rlpost.actor": {"ray", "sglang", "slurm", "bootstrap", "rlpost.rollout", "rlpost.orchestration"},
-    "rlpost.weights": {"ray", "sglang", "slurm", "bootstrap", "rlpost.rollout", "rlpost.orchestration"},
-    "rlpost.checkpoint": {"ray", "sglang", "slurm", "bootstrap", "rlpost.rollout", "rlpost.orchestration"},
+    "rlpost.rollout.server": (HEAVY - {"sglang", "sglang_router", "torch"})
+    | {"slurm", "bootstrap", "rlpost.actor"},
+    "rlpost.actor": {
+        "ray",
+        "sglang",
+        "slurm",
+        "bootstrap",
+        "rlpost.rollout",
+        "rlpost.orchestration",
+    },
+    "rlpost.weights": {
+        "ray",
+        "sglang",
+        "slurm",
+        "bootstrap",
+        "rlpost.rollout",
+        "rlpost.orchestration",
+    },
+    "rlpost.checkpoint": {
+        "ray",
+        "sglang",
+        "slurm",
+        "bootstrap",
+        "rlpost.rollout",
+        "rlpost.orchestration",
+    },
     "rlpost.rehearsal": (HEAVY - {"torch", "transformers", "megatron"})
     | {"slurm", "bootstrap", "submitit", "rlpost.rollout", "rlpost.orchestration", "rlpost.cli"},
-    "rlpost.compat": HEAVY | {"slurm", "bootstrap", "rlpost.actor", "rlpost.weights", "rlpost.orchestration"},
+    "rlpost.compat": HEAVY
+    | {"slurm", "bootstrap", "rlpost.actor", "rlpost.weights", "rlpost.orchestration"},
     "rlpost.orchestration": {"ray", "sglang", "slurm", "submitit", "rlpost.cli", "bootstrap"},
     "rlpost.orchestration.workers": {"sglang", "slurm", "submitit", "rlpost.cli", "bootstrap"},
     "rlpost.cli": HEAVY | {"bootstrap"},
@@ -100,7 +144,12 @@ def test_packages_respect_the_import_table():
 
 def banned_imports(path):
     module = module_name(path)
-    return {name for name in imports(path) for ban in forbidden(module) if (name == ban or name.startswith(ban + "."))}
+    return {
+        name
+        for name in imports(path)
+        for ban in forbidden(module)
+        if (name == ban or name.startswith(ban + "."))
+    }
 
 
 def test_common_imports_only_the_standard_library():
@@ -144,7 +193,9 @@ def test_functions_are_short_and_take_few_parameters():
             count = len(positional) + len(node.args.kwonlyargs)
             if lines > MAX_FUNCTION:
                 too_long[name] = lines
-            if (len(positional) > MAX_POSITIONAL or count > MAX_PARAMETERS) and name not in PRESCRIBED:
+            if (
+                len(positional) > MAX_POSITIONAL or count > MAX_PARAMETERS
+            ) and name not in PRESCRIBED:
                 too_many[name] = count
     assert not too_long
     assert not too_many
@@ -167,5 +218,9 @@ def undocumented(path):
 
 
 def test_only_the_workers_module_and_the_ray_process_import_ray():
-    users = [module_name(path) for path in FILES if any(name.split(".")[0] == "ray" for name in imports(path))]
+    users = [
+        module_name(path)
+        for path in FILES
+        if any(name.split(".")[0] == "ray" for name in imports(path))
+    ]
     assert users == ["bootstrap.agent.ray_process", "rlpost.orchestration.workers"]

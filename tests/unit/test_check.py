@@ -43,7 +43,9 @@ def test_a_recipe_for_another_model_is_found_out_value_by_value(tmp_path):
     assert problems(tmp_path, model={"num_layers": 2, "rotary_base": 1000000}) == []
     found = problems(tmp_path, model={"num_layers": 3, "rotary_base": 10000})
     assert [line.split()[0] for line in found] == ["--num-layers", "--rotary-base"]
-    assert "says 2; use --num-layers 2" in found[0] and "--override-hf-config rotary_base" in found[1]
+    assert (
+        "says 2; use --num-layers 2" in found[0] and "--override-hf-config rotary_base" in found[1]
+    )
     allowed = {"rotary_base": 10000, "override_hf_config": ["rotary_base"]}
     assert problems(tmp_path, model=allowed) == []
 
@@ -64,7 +66,10 @@ TRAINED = {"grpo": {"enable_mtp_training": True}}
     [
         ({}, "this architecture has no layers for multi-token prediction here; use false"),
         (MIXTURE, "num_nextn_predict_layers = 0, and exactly one"),
-        (MIXTURE | {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers = 2, and exactly one"),
+        (
+            MIXTURE | {"num_nextn_predict_layers": 2},
+            "num_nextn_predict_layers = 2, and exactly one",
+        ),
         (MIXTURE | {"num_nextn_predict_layers": 1}, "have no tensor model.layers.2.eh_proj.weight"),
     ],
 )
@@ -93,8 +98,12 @@ def test_a_reference_that_is_no_checkpoint_is_named_with_the_tool_that_makes_one
     assert "--ref-load" in problem and "convert_hf_to_torch_dist.py" in problem
 
 
-@pytest.mark.parametrize(("word", "part"), [("release", "release"), ("20", "iter_0000020"), (None, ".")])
-def test_a_reference_is_found_where_its_tracker_file_says_or_in_the_folder_itself(tmp_path, word, part):
+@pytest.mark.parametrize(
+    ("word", "part"), [("release", "release"), ("20", "iter_0000020"), (None, ".")]
+)
+def test_a_reference_is_found_where_its_tracker_file_says_or_in_the_folder_itself(
+    tmp_path, word, part
+):
     make_project(tmp_path)
     made = tmp_path / "reference" / part
     made.mkdir(parents=True)
@@ -105,7 +114,9 @@ def test_a_reference_is_found_where_its_tracker_file_says_or_in_the_folder_itsel
 
 
 def test_a_folder_to_save_to_that_holds_another_trainers_checkpoints_is_refused(tmp_path):
-    """Megatron-LM's checkpoints have the same names, and the first save of that step would meet one."""
+    """Megatron-LM's checkpoints have the same names, and the first save of that step would meet
+    one.
+    """
     make_project(tmp_path)
     (tmp_path / "saved/iter_0000019").mkdir(parents=True)
     (problem,) = problems(tmp_path, checkpoint={"save": "saved"})

@@ -21,7 +21,9 @@ def test_an_int_column_is_a_sequence_of_python_numbers(values, part):
     assert all(type(value) is int for value in column)
     assert column[part] == tuple(values[part])
     assert column + values == tuple(values + values) == tuple(values) + column
-    assert np.asarray(column).tolist() == values and np.shares_memory(np.asarray(column), column.array) is bool(values)
+    assert np.asarray(column).tolist() == values and np.shares_memory(
+        np.asarray(column), column.array
+    ) is bool(values)
     assert hash(column) == hash(IntColumn(values))
 
 

@@ -1,4 +1,6 @@
-"""A process with GPUs runs on CPUs next to them, within what its job has; a rank has its share of the cores."""
+"""A process with GPUs runs on CPUs next to them, within what its job has; a rank has its share of
+the cores.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from rlpost.cpu_affinity import choose_binding, cpu_list, num_cores, read_siblin
 from rlpost.local_gpus import LocalGpu, parse_cpu_list
 from rlpost.orchestration.settings_of_actors import actor_settings
 
-# Two sockets of 56 cores with two threads each, four GPUs beside each socket (nvidia-smi topo -m of a DGX H100).
+# Two sockets of 56 cores with two threads each, four GPUs beside each socket (nvidia-smi topo -m of
+# a DGX H100).
 SOCKETS = (parse_cpu_list("0-55,112-167"), parse_cpu_list("56-111,168-223"))
 DGX = tuple(LocalGpu(index, f"GPU-{index:08x}-aa", cpus=SOCKETS[index // 4]) for index in range(8))
 ALL = SOCKETS[0] | SOCKETS[1]
@@ -107,21 +110,37 @@ def test_threads_of_a_rank(arguments, threads):
 def test_the_settings_of_the_run_reach_the_actor():
     cluster = {"num_gpus_per_node": 8, "actor_num_gpus_per_node": 4, "bind_cpus": False}
     made = actor_settings(load([], {"cluster": cluster, "perf": {"actor_num_threads": 3}}).config)
-    assert (made.actor_num_threads, made.actor_num_gpus_per_node, made.num_gpus_per_node) == (3, 4, 8)
+    assert (made.actor_num_threads, made.actor_num_gpus_per_node, made.num_gpus_per_node) == (
+        3,
+        4,
+        8,
+    )
     assert not made.bind_cpus and actor_settings(load([], {}).config).actor_num_threads is None
 
 
-@pytest.mark.parametrize(("offloads", "cuda", "threads"), [(True, True, 7), (True, False, 1), (False, True, 1)])
-def test_a_rank_that_offloads_its_optimizer_uses_its_share_of_the_cores(monkeypatch, offloads, cuda, threads):
-    """The share is of what the step has, not of the socket that the rank was bound to a moment before."""
+@pytest.mark.parametrize(
+    ("offloads", "cuda", "threads"), [(True, True, 7), (True, False, 1), (False, True, 1)]
+)
+def test_a_rank_that_offloads_its_optimizer_uses_its_share_of_the_cores(
+    monkeypatch, offloads, cuda, threads
+):
+    """The share is of what the step has, not of the socket that the rank was bound to a moment
+    before.
+    """
     affinity, asked = [set(range(28))], []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(affinity[-1]))
     monkeypatch.setattr(device, "read_siblings", lambda cpus: {})
-    monkeypatch.setattr(device, "bind_to_gpus", lambda *given, **more: affinity.append(set(range(14))))
+    monkeypatch.setattr(
+        device, "bind_to_gpus", lambda *given, **more: affinity.append(set(range(14)))
+    )
     monkeypatch.setattr(device.torch, "set_num_threads", asked.append)
     monkeypatch.setattr(device.torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(device.torch.cuda, "set_device", lambda which: None)
-    device.prepare(ActorSettings("m", optimizer_cpu_offload=offloads, actor_num_gpus_per_node=4, num_gpus_per_node=8))
+    device.prepare(
+        ActorSettings(
+            "m", optimizer_cpu_offload=offloads, actor_num_gpus_per_node=4, num_gpus_per_node=8
+        )
+    )
     assert asked == [threads]
 
 
@@ -129,7 +148,9 @@ def test_a_rank_that_offloads_its_optimizer_uses_its_share_of_the_cores(monkeypa
 def test_a_rank_is_bound_unless_that_is_turned_off(monkeypatch, binds):
     calls = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    monkeypatch.setattr(device, "bind_to_gpus", lambda names, gpus_per_node: calls.append((names, gpus_per_node)))
+    monkeypatch.setattr(
+        device, "bind_to_gpus", lambda names, gpus_per_node: calls.append((names, gpus_per_node))
+    )
     monkeypatch.setattr(device.torch, "set_num_threads", lambda count: None)
     device.prepare(ActorSettings("m", bind_cpus=binds, num_gpus_per_node=8))
     assert calls == ([("5", 8)] if binds else [])
@@ -198,9 +219,13 @@ print(seen)
 
 
 def test_fact_set_num_threads_outranks_omp_num_threads_in_every_thread():
-    """Ray sets OMP_NUM_THREADS to 1 for an actor without num_cpus (ray._private.utils.set_omp_num_threads_if_unset)."""
+    """Ray sets OMP_NUM_THREADS to 1 for an actor without num_cpus
+    (ray._private.utils.set_omp_num_threads_if_unset).
+    """
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", OPENMP], capture_output=True, text=True, env=environ)
+    done = subprocess.run(
+        [sys.executable, "-c", OPENMP], capture_output=True, text=True, env=environ
+    )
     assert done.returncode == 0, done.stderr
     threads, started = json.loads(done.stdout.replace("(", "[").replace(")", "]"))[0]
     assert threads == 2 and started == 1, "the operator ran in this thread and one more"

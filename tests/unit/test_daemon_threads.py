@@ -20,5 +20,7 @@ def test_a_call_that_hangs_does_not_keep_the_process_from_its_end():
         "import asyncio, time; from rlpost.daemon_threads import in_daemon\n"
         "asyncio.run(asyncio.wait_for(in_daemon(lambda: time.sleep(600)), 0.1))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30
+    )
     assert "TimeoutError" in done.stderr

@@ -1,4 +1,6 @@
-"""The pages say what is there: every command parses, every flag, file and link exists, the reference is the tree's."""
+"""The pages say what is there: every command parses, every flag, file and link exists, the
+reference is the tree's.
+"""
 
 from __future__ import annotations
 
@@ -41,24 +43,36 @@ class Parsed(Exception):
 
 
 def commands(page: Path) -> list[str]:
-    """Command lines of a page: those of its blocks, and whatever in a line of text begins like ours."""
+    """Command lines of a page: those of its blocks, and whatever in a line of text begins like
+    ours.
+    """
     found = []
     for block in BLOCK.findall(page.read_text()):
         lines = block.replace("\\\n", " ").splitlines()
         found += [
-            line.removeprefix("$ ").strip() for line in lines if line.strip() and not line.lstrip().startswith("#")
+            line.removeprefix("$ ").strip()
+            for line in lines
+            if line.strip() and not line.lstrip().startswith("#")
         ]
     text = BLOCK.sub("", page.read_text())
-    ours = [code for code in INLINE.findall(text) if re.match(r"(rlpost |python -m |make |sbatch jobs/)", code)]
+    ours = [
+        code
+        for code in INLINE.findall(text)
+        if re.match(r"(rlpost |python -m |make |sbatch jobs/)", code)
+    ]
     return [*found, *(re.sub(r"\[(\w+)\]", r"\1", code) for code in ours)]
 
 
-WHERE = {command: page.name for page in reversed(PAGES) for command in commands(page)}  # and the first page of each
+WHERE = {
+    command: page.name for page in reversed(PAGES) for command in commands(page)
+}  # and the first page of each
 CASES = [pytest.param(command, id=f"{page}: {command}") for command, page in WHERE.items()]
 
 
 def parse_verb(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a verb parse its words with its own parser and stop there; settings are loaded as well."""
+    """Let a verb parse its words with its own parser and stop there; settings are loaded as
+    well.
+    """
     words = [PLACEHOLDERS.get(word, word) for word in words]
     if not words or words[0] == "VERB":
         return
@@ -117,7 +131,9 @@ RUN = "runs/tiny-20261120-144720"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """A folder as a reader has it: the recipes, the tiny model and its prompts, a run that has trained two steps."""
+    """A folder as a reader has it: the recipes, the tiny model and its prompts, a run that has
+    trained two steps.
+    """
     folder = make_project(tmp_path_factory.mktemp("site"))
     (folder / "jobs").symlink_to(ROOT / "jobs")
     (folder / "assets").mkdir()
@@ -127,7 +143,9 @@ def site(tmp_path_factory) -> Path:
     run = create_run_folder(folder / RUN, json.dumps({"rollout": {"num_rollout": 60}}))
     run.ledger.append("submitted", job_id="local-1", nodes=1)
     for step in (1, 2):
-        MetricsWriter(run.metrics).write(step, {"reward/mean": step / 4, "time/step_s": 1.0, "time/tokens_per_s": 9.0})
+        MetricsWriter(run.metrics).write(
+            step, {"reward/mean": step / 4, "time/step_s": 1.0, "time/tokens_per_s": 9.0}
+        )
     (run.new_attempt() / "driver.log").write_text("step 2/60\n")
     return folder
 
@@ -186,18 +204,25 @@ def test_a_command_of_the_docs_that_needs_no_cluster_runs(words, site, monkeypat
 
 def assert_python_runs(module: str, words: list[str]) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-m", module, *words], env=environ, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words], env=environ, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr + done.stdout
 
 
 def parse_python(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """``python -m MODULE ...`` or ``python FILE ...``: it is there, and ours understands the words."""
+    """``python -m MODULE ...`` or ``python FILE ...``: it is there, and ours understands the
+    words.
+    """
     if words[:1] == ["-m"]:
         if words[1] == "rlpost":
             parse_verb(words[2:], monkeypatch)
         elif words[1] == "rlpost.submit":
             parse_verb(["submit", *words[2:]], monkeypatch)
-        elif words[1] not in ("MODULE", "pip"):  # to look for pip makes setuptools' hook give up its distutils
+        elif words[1] not in (
+            "MODULE",
+            "pip",
+        ):  # to look for pip makes setuptools' hook give up its distutils
             monkeypatch.syspath_prepend(str(ROOT))
             assert importlib.util.find_spec(words[1]) is not None, f"no module {words[1]}"
     elif words and words[0].endswith(".py"):
@@ -216,7 +241,9 @@ def test_links_lead_somewhere(page):
 def anchors(page: Path) -> set[str]:
     """Of its headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
 
 
 @pytest.fixture(scope="module")
@@ -238,11 +265,15 @@ def test_flags_that_are_named_exist(name, flags_of_verbs):
     for code in INLINE.findall((ROOT / "docs" / name).read_text()):
         if code.startswith("--"):
             word = code.split()[0]
-            assert word in known | engine or (not engine and word.startswith("--sglang-")), f"{name}: {word}"
+            assert word in known | engine or (not engine and word.startswith("--sglang-")), (
+                f"{name}: {word}"
+            )
 
 
 def test_the_reference_of_settings_is_that_of_the_tree():
-    assert (ROOT / "docs/settings.md").read_text() == reference(), "docs/settings.md is old; run make docs"
+    assert (ROOT / "docs/settings.md").read_text() == reference(), (
+        "docs/settings.md is old; run make docs"
+    )
 
 
 def test_the_api_page_is_that_of_the_docstrings():

@@ -1,4 +1,6 @@
-"""docs/extending.md: what stands there is written into a folder and does what the page says, with no change here."""
+"""docs/extending.md: what stands there is written into a folder and does what the page says, with
+no change here.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def samples() -> tuple[Sample, ...]:
-    return tuple(Sample(7, i, (1,), (2, 3), (0.0, 0.0), text, "stop", 0) for i, text in enumerate(ANSWERS))
+    return tuple(
+        Sample(7, i, (1,), (2, 3), (0.0, 0.0), text, "stop", 0) for i, text in enumerate(ANSWERS)
+    )
 
 
 def test_a_reward_of_a_file_grades_in_the_processes_that_grade(folder):
-    config = Config.model_validate({"rollout": {"custom_rm_path": f"{folder}/my_rewards.py:ends_with_label"}})
+    config = Config.model_validate(
+        {"rollout": {"custom_rm_path": f"{folder}/my_rewards.py:ends_with_label"}}
+    )
 
     async def grade() -> list[float]:
         grader = make_grader(config)
@@ -51,7 +57,9 @@ def test_a_reward_of_a_file_grades_in_the_processes_that_grade(folder):
 
 def test_an_advantage_of_a_file_is_that_of_each_answer(folder):
     group = SampleGroup(7, tuple(map(ScoredSample, samples(), (1.02, 1.0, 0.0))))
-    assert custom_advantages(f"{folder}/my_algorithm.py:above_median", [group], None) == [(1.0, 0.0, -1.0)]
+    assert custom_advantages(f"{folder}/my_algorithm.py:above_median", [group], None) == [
+        (1.0, 0.0, -1.0)
+    ]
 
 
 def test_a_loss_of_a_file_has_the_gradient_of_a_policy_gradient_at_the_old_policy(folder):
@@ -59,7 +67,17 @@ def test_a_loss_of_a_file_has_the_gradient_of_a_policy_gradient_at_the_old_polic
     options = LossSettings(loss_type="custom_loss", custom_loss_function_path=path)
     logprobs, advantages = torch.tensor([-0.5, -2.0], requires_grad=True), torch.tensor([1.0, -3.0])
     old, nothing, all_of_2 = logprobs.detach(), torch.zeros(2), torch.full((2,), 2.0)
-    tokens = Tokens(logprobs, nothing, old, old, None, advantages, torch.ones(2), all_of_2, lambda values: values)
+    tokens = Tokens(
+        logprobs,
+        nothing,
+        old,
+        old,
+        None,
+        advantages,
+        torch.ones(2),
+        all_of_2,
+        lambda values: values,
+    )
     loss, statistics = loss_function(options)(tokens, options)
     loss.sum().backward()
     assert torch.equal(logprobs.grad, -advantages)
@@ -67,15 +85,28 @@ def test_a_loss_of_a_file_has_the_gradient_of_a_policy_gradient_at_the_old_polic
 
 
 def test_plug_ins_of_slime_are_checked_and_run(folder, monkeypatch, capsys):
-    """The command of the page; a misspelt import, an argument too many; the reward and the filter."""
+    """The command of the page; a misspelt import, an argument too many; the reward and the
+    filter.
+    """
     page = (ROOT / "docs/extending.md").read_text()
-    words = next(line for line in page.splitlines() if line.startswith("`rlpost submit RECIPE --custom-generate"))
+    words = next(
+        line
+        for line in page.splitlines()
+        if line.startswith("`rlpost submit RECIPE --custom-generate")
+    )
     words = words.strip("`").split()[3:]
     monkeypatch.chdir(folder)
     assert rlpost(["check", "recipe.toml", *words]) == 0
     text = Path("slime_plugins.py").read_text()
-    Path("broken.py").write_text(text.replace("import post", "import pots").replace("(args, samples:", "(samples:"))
-    assert rlpost(["check", "recipe.toml", "--dynamic-sampling-filter-path", "broken.py:not_all_equal"]) == 2
+    Path("broken.py").write_text(
+        text.replace("import post", "import pots").replace("(args, samples:", "(samples:")
+    )
+    assert (
+        rlpost(
+            ["check", "recipe.toml", "--dynamic-sampling-filter-path", "broken.py:not_all_equal"]
+        )
+        == 2
+    )
     said = capsys.readouterr().err
     assert "rlpost's slime.utils.http_utils has no pots; did you mean 'post'?" in said
     path = f"{folder}/slime_plugins.py"
@@ -96,12 +127,36 @@ def test_plug_ins_of_slime_are_checked_and_run(folder, monkeypatch, capsys):
     assert not wanted(SampleGroup(7, tuple(map(ScoredSample, samples(), (1.0, 1.0, 1.0)))))
 
 
-def test_settings_that_name_functions_of_files_are_checked_with_the_rest(folder, monkeypatch, capsys):
+def test_settings_that_name_functions_of_files_are_checked_with_the_rest(
+    folder, monkeypatch, capsys
+):
     monkeypatch.chdir(folder)
     own = ["--custom-rm-path", "my_rewards.py:ends_with_label", "--loss-type", "custom_loss"]
     own += ["--custom-advantage-function-path", "my_algorithm.py:above_median"]
-    assert rlpost(["check", "recipe.toml", *own, "--custom-loss-function-path", "my_algorithm.py:squared_ratio"]) == 0
-    assert rlpost(["check", "recipe.toml", *own, "--custom-loss-function-path", "my_algorithm.py:cubed_ratio"]) == 2
+    assert (
+        rlpost(
+            [
+                "check",
+                "recipe.toml",
+                *own,
+                "--custom-loss-function-path",
+                "my_algorithm.py:squared_ratio",
+            ]
+        )
+        == 0
+    )
+    assert (
+        rlpost(
+            [
+                "check",
+                "recipe.toml",
+                *own,
+                "--custom-loss-function-path",
+                "my_algorithm.py:cubed_ratio",
+            ]
+        )
+        == 2
+    )
     message = capsys.readouterr().err
     assert "my_algorithm.py:cubed_ratio: the file has no function cubed_ratio" in message
     assert "did you mean 'squared_ratio'?; it has above_median" in message
@@ -134,7 +189,9 @@ def test_a_package_whose_family_is_none_is_named(tmp_path, monkeypatch, value, s
     info = tmp_path / "bad-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[rlpost.families]\nBadForCausalLM = {value}\nLlamaForCausalLM = {value}\n")
+    (info / "entry_points.txt").write_text(
+        f"[rlpost.families]\nBadForCausalLM = {value}\nLlamaForCausalLM = {value}\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(WeightError, match=f"rlpost.families BadForCausalLM = {value}: {said}"):
         family("BadForCausalLM")

@@ -1,4 +1,7 @@
-"""Full garbage collections of the driver come between steps. In a process of its own: the settings are global."""
+"""Full garbage collections of the driver come between steps.
+
+In a process of its own: the settings are global.
+"""
 
 import subprocess
 import sys
@@ -38,9 +41,13 @@ print(while_growing, full - before, most, Cycle.alive)
 
 
 def run(*, spared: bool) -> list[int]:
-    """Full collections while objects grow in number, those afterwards; cycles alive before and after the step."""
+    """Full collections while objects grow in number, those afterwards; cycles alive before and
+    after the step.
+    """
     code = COUNT.replace("{spared}", str(spared))
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return [int(word) for word in done.stdout.split()]
 
 

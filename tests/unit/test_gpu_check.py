@@ -1,4 +1,6 @@
-"""``make test-gpu`` without a GPU: what is run, how results become rows, the table, and the refusal."""
+"""``make test-gpu`` without a GPU: what is run, how results become rows, the table, and the
+refusal.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from benchmarks.tables import table
 from rlpost.rollout.server_args import server_arg_names
 from tools.gpu_check import __main__ as program
 from tools.gpu_check import machine
-from tools.gpu_check.checks import CHECKS, Check, rows_of_tests, train_step_figures, weight_sync_figures
+from tools.gpu_check.checks import (
+    CHECKS,
+    Check,
+    rows_of_tests,
+    train_step_figures,
+    weight_sync_figures,
+)
 from tools.gpu_check.machine import PACKAGES, Gpu, Machine
 from tools.gpu_check.table import Row, render, summary
 
@@ -65,7 +73,9 @@ def test_tests_are_run_by_pytest_with_a_report_to_read() -> None:
 
 
 @pytest.mark.parametrize(("memory_gb", "size"), [(None, "tiny"), (24.0, "small"), (80.0, "large")])
-def test_the_model_of_the_training_benchmark_fits_the_device(memory_gb: float | None, size: str) -> None:
+def test_the_model_of_the_training_benchmark_fits_the_device(
+    memory_gb: float | None, size: str
+) -> None:
     command = BENCHMARKS[0].command("python", "", memory_gb=memory_gb)
     assert command[2] == "benchmarks.train_step"
     assert command[command.index("--size") + 1] == size
@@ -78,7 +88,9 @@ class Parsed(Exception):
 @pytest.mark.slow
 @pytest.mark.parametrize("check", BENCHMARKS, ids=lambda check: check.name)
 @pytest.mark.parametrize("memory_gb", [None, 24.0, 141.0])
-def test_benchmarks_take_the_arguments_that_they_are_given(check: Check, memory_gb, monkeypatch) -> None:
+def test_benchmarks_take_the_arguments_that_they_are_given(
+    check: Check, memory_gb, monkeypatch
+) -> None:
     module = importlib.import_module(check.words[0])
     words = check.command("python", "", memory_gb=memory_gb)[3:]
     parse = argparse.ArgumentParser.parse_args
@@ -98,7 +110,10 @@ def test_engines_of_the_sync_benchmark_run_where_their_media_need_them(monkeypat
     bench = importlib.import_module("benchmarks.weight_sync")
     assert [place.media for place in bench.places(0)] == [("broadcast", "memory", "disk")]
     assert [place.media for place in bench.places(1)] == [("memory", "disk")]
-    assert [(place.media, place.gpu) for place in bench.places(8)] == [(("memory", "disk"), 0), (("broadcast",), 1)]
+    assert [(place.media, place.gpu) for place in bench.places(8)] == [
+        (("memory", "disk"), 0),
+        (("broadcast",), 1),
+    ]
     monkeypatch.setattr(bench, "HAS_CUDA", True)
     settings = bench.Place(("broadcast",), gpu=1).settings
     assert settings["base_gpu_id"] == 1
@@ -108,7 +123,9 @@ def test_engines_of_the_sync_benchmark_run_where_their_media_need_them(monkeypat
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["ONE_GPU", "TWO_GPUS"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_runs_that_are_checked_have_settings_that_submit_accepts(tmp_path, capsys, flags, device) -> None:
+def test_the_runs_that_are_checked_have_settings_that_submit_accepts(
+    tmp_path, capsys, flags, device
+) -> None:
     from rlpost.submit import main
     from tests.gpu import test_runs
 
@@ -121,7 +138,13 @@ def test_the_runs_that_are_checked_have_settings_that_submit_accepts(tmp_path, c
 
 
 def test_make_runs_the_program_with_the_arguments_that_it_is_given() -> None:
-    command = ["make", "-n", "--no-print-directory", "test-gpu", "GPU_ARGS=--on-cpu"]  # also below another make
+    command = [
+        "make",
+        "-n",
+        "--no-print-directory",
+        "test-gpu",
+        "GPU_ARGS=--on-cpu",
+    ]  # also below another make
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert said.splitlines()[-1] == ".venv/bin/python -m tools.gpu_check --on-cpu"
 
@@ -231,7 +254,9 @@ def test_figures_of_benchmarks_are_read_from_what_they_print() -> None:
     updates = weight_sync_figures(section("Weight sync")).split("; ")
     assert len(updates) == 2
     for of_size in updates:
-        assert re.match(r"\d+ MiB: broadcast [\d.]+ s, [\d.]+ x a plain copy, memory [\d.]+ s", of_size)
+        assert re.match(
+            r"\d+ MiB: broadcast [\d.]+ s, [\d.]+ x a plain copy, memory [\d.]+ s", of_size
+        )
 
 
 def test_figures_of_a_gpu_have_the_share_of_its_peak() -> None:
@@ -263,7 +288,19 @@ def test_the_table_has_a_line_a_check_and_the_count_of_each_outcome() -> None:
         Row("runs", "failed", 31.5, "x" * 400),
     ]
     lines = render(rows).splitlines()
-    assert lines[0].split() == ["|", "check", "|", "result", "|", "s", "|", "figures,", "or", "why", "|"]
+    assert lines[0].split() == [
+        "|",
+        "check",
+        "|",
+        "result",
+        "|",
+        "s",
+        "|",
+        "figures,",
+        "or",
+        "why",
+        "|",
+    ]
     assert set(lines[1]) == {"|", "-"}
     assert [line.split(" | ")[1].strip() for line in lines[2:5]] == ["passed", "skipped", "failed"]
     assert "| one GPU: NCCL takes / two " in lines[3]
@@ -286,11 +323,16 @@ def test_a_table_of_nothing_says_so() -> None:
         (Machine(), ["no NVIDIA driver answers (nvidia-smi)", "torch is not installed"]),
         (Machine("570", error="no memory"), ["the libraries cannot be asked: no memory"]),
         (Machine("570", "2.13.0+cpu", None), ["torch 2.13.0+cpu is built without CUDA"]),
-        (Machine("570", "2.13.0", "13.0"), ["torch 2.13.0 (CUDA 13.0) sees no GPU with CUDA_VISIBLE_DEVICES=''"]),
+        (
+            Machine("570", "2.13.0", "13.0"),
+            ["torch 2.13.0 (CUDA 13.0) sees no GPU with CUDA_VISIBLE_DEVICES=''"],
+        ),
     ],
     ids=["ready", "nothing", "a probe that failed", "torch for CPUs", "hidden GPUs"],
 )
-def test_what_is_in_the_way_of_all_checks_is_named(found: Machine, obstacles: list[str], monkeypatch) -> None:
+def test_what_is_in_the_way_of_all_checks_is_named(
+    found: Machine, obstacles: list[str], monkeypatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert found.obstacles() == obstacles
 
@@ -314,9 +356,14 @@ def test_a_fresh_process_sees_what_is_installed_here() -> None:
 
 def test_libraries_that_do_not_load_are_named_with_what_they_said(monkeypatch) -> None:
     """As a torch for another driver, whose import ends the process."""
-    ends = subprocess.CalledProcessError(1, "python", stderr="OSError: libcudart.so.13:\n cannot open")
+    ends = subprocess.CalledProcessError(
+        1, "python", stderr="OSError: libcudart.so.13:\n cannot open"
+    )
     monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(ends))
-    assert machine.examine().obstacles()[-1] == "the libraries cannot be asked: OSError: libcudart.so.13: cannot open"
+    assert (
+        machine.examine().obstacles()[-1]
+        == "the libraries cannot be asked: OSError: libcudart.so.13: cannot open"
+    )
 
 
 # --- the program ---
@@ -327,13 +374,22 @@ def of_machine(monkeypatch: pytest.MonkeyPatch, machine: Machine, *checks: Check
     monkeypatch.setattr(program, "CHECKS", checks or CHECKS)
 
 
-def test_without_a_gpu_one_line_says_what_is_missing_and_the_exit_code_is_2(monkeypatch, capsys, tmp_path) -> None:
-    of_machine(monkeypatch, Machine(None, "2.13.0+cpu", None, (), INSTALLED | {"transformer-engine": None}, 2))
+def test_without_a_gpu_one_line_says_what_is_missing_and_the_exit_code_is_2(
+    monkeypatch, capsys, tmp_path
+) -> None:
+    of_machine(
+        monkeypatch,
+        Machine(None, "2.13.0+cpu", None, (), INSTALLED | {"transformer-engine": None}, 2),
+    )
     assert program.main(["--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr()
     assert said.out == "" and not (tmp_path / "out").exists()
     (line,) = said.err.splitlines()
-    for part in ("no NVIDIA driver", "torch 2.13.0+cpu is built without CUDA", "transformer-engine is not installed"):
+    for part in (
+        "no NVIDIA driver",
+        "torch 2.13.0+cpu is built without CUDA",
+        "transformer-engine is not installed",
+    ):
         assert part in line
     assert line.startswith("gpu_check: ") and "make test-gpu" in line
 
@@ -366,11 +422,15 @@ def test_checks_run_on_the_gpu_unless_they_are_to_be_tried_on_the_cpu(
     assert re.search(rf"\| demo: it \| passed \| [\d.]+ +\| {device} ", said)
     results = json.loads((tmp_path / "out/results.json").read_text())
     assert results["machine"]["driver"] == "570.1"
-    assert [(row["check"], row["outcome"], row["note"]) for row in results["rows"]] == [("demo: it", "passed", device)]
+    assert [(row["check"], row["outcome"], row["note"]) for row in results["rows"]] == [
+        ("demo: it", "passed", device)
+    ]
 
 
 @pytest.mark.slow
-def test_a_failed_check_makes_the_exit_code_1_and_the_next_one_runs(monkeypatch, capsys, tmp_path) -> None:
+def test_a_failed_check_makes_the_exit_code_1_and_the_next_one_runs(
+    monkeypatch, capsys, tmp_path
+) -> None:
     files = [tmp_path / f"test_{name}.py" for name in ("wrong", "right")]
     files[0].write_text("def test_it():\n    assert False, 'wrong weights'\n")
     files[1].write_text("def test_it():\n    pass\n")
@@ -387,7 +447,9 @@ def test_a_failed_check_makes_the_exit_code_1_and_the_next_one_runs(monkeypatch,
 
 
 @pytest.mark.slow
-def test_a_program_that_is_terminated_ends_its_check_and_shows_what_was_checked(tmp_path: Path) -> None:
+def test_a_program_that_is_terminated_ends_its_check_and_shows_what_was_checked(
+    tmp_path: Path,
+) -> None:
     """As Slurm does at the end of an allocation."""
     file = tmp_path / "hangs.py"
     file.write_text(HANGS.format(path=str(tmp_path / "pid")))
@@ -398,7 +460,11 @@ def test_a_program_that_is_terminated_ends_its_check_and_shows_what_was_checked(
     )
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     running = subprocess.Popen(
-        [sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     guard = threading.Timer(60, running.kill)
     guard.start()

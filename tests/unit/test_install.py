@@ -1,4 +1,6 @@
-"""``tools/install.sh``: what it says before it installs anything, and what it asks pip for on a machine with GPUs."""
+"""``tools/install.sh``: what it says before it installs anything, and what it asks pip for on a
+machine with GPUs.
+"""
 
 import os
 import subprocess
@@ -15,7 +17,9 @@ def test_an_old_python_is_named_before_anything_is_made(tmp_path):
     old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.18\n[ "$1" = -V ]\n')
     old.chmod(0o755)
     command = [ROOT / "tools/install.sh", tmp_path / "venv"]
-    done = subprocess.run(command, env={**os.environ, "PYTHON": str(old)}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHON": str(old)}, capture_output=True, text=True
+    )
     assert done.returncode == 1
     assert f"{old} is Python 3.9.18, needed is 3.11 or newer: PYTHON=" in done.stderr
     assert not (tmp_path / "venv").exists()
@@ -32,9 +36,15 @@ esac
 
 @pytest.mark.parametrize(
     ("has_nvcc", "code", "why"),
-    [(True, 0, None), (True, 1, "its compilation failed"), (False, 0, "there is no nvcc to compile it")],
+    [
+        (True, 0, None),
+        (True, 1, "its compilation failed"),
+        (False, 0, "there is no nvcc to compile it"),
+    ],
 )
-def test_with_gpus_transformer_engine_is_compiled_last_and_its_absence_is_told(has_nvcc, code, why, tmp_path):
+def test_with_gpus_transformer_engine_is_compiled_last_and_its_absence_is_told(
+    has_nvcc, code, why, tmp_path
+):
     """pip is a stand-in; a machine where it cannot be compiled has all the rest."""
     bin_folder, venv = tmp_path / "bin", tmp_path / "venv"
     scripts = {

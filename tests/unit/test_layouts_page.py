@@ -1,4 +1,6 @@
-"""docs/layouts.md: every layout that it recommends fits, for models of the size that they are published with."""
+"""docs/layouts.md: every layout that it recommends fits, for models of the size that they are
+published with.
+"""
 
 import pytest
 

@@ -7,7 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlpost.local_gpus import LocalGpu, cpus_of_mask, find_gpu, parse_cpu_list, read_local_gpus, visible_names
+from rlpost.local_gpus import (
+    LocalGpu,
+    cpus_of_mask,
+    find_gpu,
+    parse_cpu_list,
+    read_local_gpus,
+    visible_names,
+)
 
 
 class NVMLError(Exception):
@@ -51,12 +58,20 @@ def host(tmp_path):
     """A root folder with what the kernel and the driver show."""
     (tmp_path / "sys/devices/system/cpu").mkdir(parents=True)
     (tmp_path / "sys/devices/system/cpu/possible").write_text("0-255\n")
-    for bus, uuid, cpus in (("0000:3b:00.0", "GPU-00", "0-63"), ("0000:3c:00.0", "GPU-11", "64-127")):
-        pci, driver = tmp_path / f"sys/bus/pci/devices/{bus}", tmp_path / f"proc/driver/nvidia/gpus/{bus}"
+    for bus, uuid, cpus in (
+        ("0000:3b:00.0", "GPU-00", "0-63"),
+        ("0000:3c:00.0", "GPU-11", "64-127"),
+    ):
+        pci, driver = (
+            tmp_path / f"sys/bus/pci/devices/{bus}",
+            tmp_path / f"proc/driver/nvidia/gpus/{bus}",
+        )
         pci.mkdir(parents=True)
         driver.mkdir(parents=True)
         (pci / "local_cpulist").write_text(cpus + "\n")
-        (driver / "information").write_text(f"Model: \t\t NVIDIA H100\nGPU UUID: \t {uuid}\nBus Location: \t {bus}\n")
+        (driver / "information").write_text(
+            f"Model: \t\t NVIDIA H100\nGPU UUID: \t {uuid}\nBus Location: \t {bus}\n"
+        )
     return tmp_path
 
 
@@ -71,7 +86,10 @@ def test_cpus_are_nvml_s(host, monkeypatch):
 @pytest.mark.parametrize("masks", [None, [[0] * 4] * 2])
 def test_where_nvml_knows_none_they_are_those_of_the_bus(host, monkeypatch, masks):
     monkeypatch.setitem(sys.modules, "pynvml", nvml(masks=masks))
-    assert [gpu.cpus for gpu in read_local_gpus(host)] == [parse_cpu_list("0-63"), parse_cpu_list("64-127")]
+    assert [gpu.cpus for gpu in read_local_gpus(host)] == [
+        parse_cpu_list("0-63"),
+        parse_cpu_list("64-127"),
+    ]
 
 
 def test_without_nvml_a_uuid_still_finds_its_gpu_and_an_index_none(host, monkeypatch):
@@ -88,7 +106,9 @@ def test_a_host_without_a_driver_has_none(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", nvml(fails="Shared Library Not Found"))
     assert read_local_gpus(tmp_path) == ()
     monkeypatch.delitem(sys.modules, "pynvml")
-    assert isinstance(read_local_gpus(tmp_path), tuple), "with the real bindings, wherever this runs"
+    assert isinstance(read_local_gpus(tmp_path), tuple), (
+        "with the real bindings, wherever this runs"
+    )
 
 
 def test_names_of_cuda_visible_devices():

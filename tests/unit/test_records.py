@@ -24,7 +24,9 @@ PLAIN = Sample(4, 0, (7, 8), IDS, LOGPROBS, "é\u2028", "stop", 3)
 SAMPLES = {
     "plain": PLAIN,
     "masked": replace(
-        PLAIN, loss_mask=(1,) * 100 + (0,) * 50 + (1,) * (LENGTH - 150), version_spans=((2, 1), (3, 499))
+        PLAIN,
+        loss_mask=(1,) * 100 + (0,) * 50 + (1,) * (LENGTH - 150),
+        version_spans=((2, 1), (3, 499)),
     ),
     "routed": replace(PLAIN, routes=ROUTES, extra={"a": [1, None]}),
     "empty": Sample(4, 0, (), (), (), "", "abort", 0),
@@ -52,14 +54,20 @@ def test_a_group_is_equal_after_its_bytes_behind_a_text() -> None:
 
 def test_a_backlog_is_equal_after_its_json_text() -> None:
     prompt = Prompt(9, "p", tuple(range(50)), "label", {"level": 2})
-    backlog = Backlog((EVERY, SampleGroup(5, ())), (Unfinished(prompt, (SAMPLES["masked"],)), Unfinished(prompt)), 3)
+    backlog = Backlog(
+        (EVERY, SampleGroup(5, ())),
+        (Unfinished(prompt, (SAMPLES["masked"],)), Unfinished(prompt)),
+        3,
+    )
     read = backlog_from(json.loads("".join(backlog_json(backlog))))
     assert read == backlog
     assert read.unfinished[0].prompt.token_ids == tuple(range(50))
 
 
 def test_a_record_of_the_journal_has_eight_bytes_a_token(tmp_path: Path) -> None:
-    """It was 12, and one more under a mask; the mask of a tool's output takes a few bytes in all."""
+    """It was 12, and one more under a mask; the mask of a tool's output takes a few bytes in
+    all.
+    """
     for name in ("plain", "masked"):
         content = group_content(group(name), wanted=True)
         path = tmp_path / name
@@ -81,7 +89,11 @@ def test_columns_are_written_without_a_copy() -> None:
     sample = SAMPLES["routed"]
     assert sample.routes is not None
     for column in (sample.response_ids.array, sample.rollout_logprobs.array, sample.routes.array):
-        assert any(np.shares_memory(np.frombuffer(part, np.uint8), column) for part in written.parts if len(part))
+        assert any(
+            np.shares_memory(np.frombuffer(part, np.uint8), column)
+            for part in written.parts
+            if len(part)
+        )
 
 
 def test_a_record_that_ends_early_is_malformed() -> None:

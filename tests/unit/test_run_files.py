@@ -1,4 +1,6 @@
-"""Writes of a run's files: in order, off the event loop, tried again, and none after the run is another attempt's."""
+"""Writes of a run's files: in order, off the event loop, tried again, and none after the run is
+another attempt's.
+"""
 
 import asyncio
 import errno
@@ -35,7 +37,10 @@ def test_writes_happen_in_order_also_those_that_failed_at_first(tmp_path, caplog
         file = RunFile(tmp_path / "f", lost="gone")
         assert await file.do(lambda: done.append(1))
         assert not await file.do(raising(errno.ENOSPC, 1, lambda: done.append(2)))
-        assert done == [1] and "f: No space left on device; make room there, or raise the quota" in caplog.text
+        assert (
+            done == [1]
+            and "f: No space left on device; make room there, or raise the quota" in caplog.text
+        )
         assert await file.do(lambda: done.append(3))
         file.close()
 
@@ -92,7 +97,9 @@ def test_a_write_that_hangs_is_waited_for_once_and_those_after_it_come_in_order(
         assert not await file.do(lambda: answers.wait(20) and done.append(1))
         for number in (2, 3, 4):
             assert not await file.do(lambda number=number: done.append(number))
-        assert time.monotonic() - started < 2 and caplog.text.count("continues in the background") == 1
+        assert (
+            time.monotonic() - started < 2 and caplog.text.count("continues in the background") == 1
+        )
         answers.set()
         async with asyncio.timeout(20):
             while not await file.do(lambda: None):

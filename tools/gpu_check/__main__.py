@@ -1,7 +1,9 @@
-"""Run every check that needs a GPU, and print one table: ``python -m tools.gpu_check`` (``make test-gpu``).
+"""Run every check that needs a GPU, and print one table: ``python -m tools.gpu_check`` (``make
+test-gpu``).
 
-Each check runs in a separate process with a time limit; logs, and the table as results.json, go into a folder. The
-exit code is 0 if no check failed, 1 if one did, and 2 if no check can run on this machine.
+Each check runs in a separate process with a time limit; logs, and the table as results.json, go
+into a folder. The exit code is 0 if no check failed, 1 if one did, and 2 if no check can run on
+this machine.
 """
 
 from __future__ import annotations
@@ -44,13 +46,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     memory_gb = None if options.on_cpu else min(gpu.memory_gb for gpu in machine.gpus)
     print("\n".join([*machine.lines(), f"logs: {folder}", ""]), flush=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a running check is killed as well
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # so that a running check is killed as well
     rows: list[Row] = []
     try:
         for check in chosen:
-            found = run(check, folder, memory_gb=memory_gb, limit_s=options.timeout_s or check.timeout_s)
+            found = run(
+                check, folder, memory_gb=memory_gb, limit_s=options.timeout_s or check.timeout_s
+            )
             rows += found
-            print("\n".join(f"{row.outcome:<8}{row.check}  {row.note}"[:150] for row in found), flush=True)
+            print(
+                "\n".join(f"{row.outcome:<8}{row.check}  {row.note}"[:150] for row in found),
+                flush=True,
+            )
             write(folder / "results.json", machine, rows)
     except KeyboardInterrupt:
         print("\ngpu_check: interrupted; the checks that ended before:", file=sys.stderr)
@@ -62,18 +71,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Command-line parser."""
-    made = argparse.ArgumentParser(prog="python -m tools.gpu_check", description=__doc__.splitlines()[0])
+    made = argparse.ArgumentParser(
+        prog="python -m tools.gpu_check", description=__doc__.splitlines()[0]
+    )
     names = [check.name for check in CHECKS]
-    made.add_argument("--only", nargs="+", choices=names, metavar="CHECK", help=f"some of: {', '.join(names)}")
-    made.add_argument("--list", action="store_true", help="print what each check shows, and run none")
-    made.add_argument("--out", type=Path, metavar="FOLDER", help="folder of logs and results.json (default: in runs/)")
-    made.add_argument("--timeout-s", type=int, metavar="S", help="time limit of each check, instead of its default")
-    made.add_argument("--on-cpu", action="store_true", help="run the checks on the CPU, to test all but the device")
+    made.add_argument(
+        "--only", nargs="+", choices=names, metavar="CHECK", help=f"some of: {', '.join(names)}"
+    )
+    made.add_argument(
+        "--list", action="store_true", help="print what each check shows, and run none"
+    )
+    made.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of logs and results.json (default: in runs/)",
+    )
+    made.add_argument(
+        "--timeout-s",
+        type=int,
+        metavar="S",
+        help="time limit of each check, instead of its default",
+    )
+    made.add_argument(
+        "--on-cpu",
+        action="store_true",
+        help="run the checks on the CPU, to test all but the device",
+    )
     return made
 
 
 def run(check: Check, folder: Path, *, memory_gb: float | None, limit_s: int) -> list[Row]:
-    """Run one check with its output in a log; return its rows. Kills all its processes at the end."""
+    """Run one check with its output in a log; return its rows. Kills all its processes at the
+    end.
+    """
     name = "".join(letter if letter.isalnum() else "-" for letter in check.name)
     log, results = folder / f"{name}.log", folder / f"{name}.xml"
     results.unlink(missing_ok=True)
@@ -84,7 +115,12 @@ def run(check: Check, folder: Path, *, memory_gb: float | None, limit_s: int) ->
     started = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=environ,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             code: int | None = process.wait(limit_s)
@@ -107,18 +143,30 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 def rows_of(check: Check, code: int, seconds: float, log: Path, results: Path) -> list[Row]:
     """Rows of a check that has ended."""
-    broken = [Row(check.name, "failed", seconds, f"{how_it_ended(code)}: {last_words(log)}; see {log}")]
+    broken = [
+        Row(check.name, "failed", seconds, f"{how_it_ended(code)}: {last_words(log)}; see {log}")
+    ]
     if check.figures is not None:
         if code != 0:
             return broken
         try:
-            return [Row(check.name, "passed", seconds, check.figures(log.read_text(errors="replace")))]
+            return [
+                Row(check.name, "passed", seconds, check.figures(log.read_text(errors="replace")))
+            ]
         except (ValueError, LookupError) as error:
-            return [Row(check.name, "failed", seconds, f"its output has no figures ({error}); see {log}")]
+            return [
+                Row(
+                    check.name, "failed", seconds, f"its output has no figures ({error}); see {log}"
+                )
+            ]
     if not results.exists():
         return broken
     rows = rows_of_tests(check.name, results.read_text())
-    return rows if rows and (code == 0 or any(row.outcome == "failed" for row in rows)) else [*rows, *broken]
+    return (
+        rows
+        if rows and (code == 0 or any(row.outcome == "failed" for row in rows))
+        else [*rows, *broken]
+    )
 
 
 def how_it_ended(code: int) -> str:
@@ -139,7 +187,10 @@ def report(machine: Machine, rows: Sequence[Row]) -> str:
 
 def write(path: Path, machine: Machine, rows: Sequence[Row]) -> None:
     """Write the report as JSON."""
-    document = {"machine": dataclasses.asdict(machine), "rows": [dataclasses.asdict(row) for row in rows]}
+    document = {
+        "machine": dataclasses.asdict(machine),
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 

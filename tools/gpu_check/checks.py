@@ -1,7 +1,7 @@
 """The list of checks, their command lines, and the parsing of their output into rows. Pure.
 
-A check is a file of tests/gpu, run by pytest, or a benchmark. Each runs in a separate process, because a kernel fault
-destroys the CUDA context of its process.
+A check is a file of tests/gpu, run by pytest, or a benchmark. Each runs in a separate process,
+because a kernel fault destroys the CUDA context of its process.
 """
 
 from __future__ import annotations
@@ -19,23 +19,38 @@ LARGE_GB = 60.0
 
 @dataclass(frozen=True)
 class Check:
-    """``shows``: what a pass means; ``words``: arguments of ``python -m``; ``timeout_s``: limit of the process."""
+    """``shows``: what a pass means; ``words``: arguments of ``python -m``; ``timeout_s``: limit of
+    the process.
+    """
 
     name: str
     shows: str
     words: tuple[str, ...]
     timeout_s: int
     figures: Callable[[str], str] | None = None
-    """For a benchmark: summarises its output in one line. Raises ValueError if the table is missing."""
+    """For a benchmark: summarises its output in one line.
+
+    Raises ValueError if the table is missing.
+    """
 
     @property
     def is_test(self) -> bool:
         return self.figures is None
 
     def command(self, python: str, report: str, *, memory_gb: float | None) -> list[str]:
-        """The command line. ``report``: pytest's result file; ``memory_gb``: of a GPU, None on the CPU."""
+        """The command line.
+
+        ``report``: pytest's result file; ``memory_gb``: of a GPU, None on the CPU.
+        """
         if self.is_test:
-            options = ["-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={report}"]
+            options = [
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "-o",
+                "junit_family=xunit1",
+                f"--junitxml={report}",
+            ]
             return [python, "-m", "pytest", *self.words, *options]
         return [python, "-m", *self.words, *_size(self.words[0], memory_gb)]
 
@@ -193,7 +208,12 @@ def _row(name: str, cases: Sequence[ElementTree.Element]) -> Row:
     seconds = sum(float(case.get("time", 0)) for case in cases)
     worst: Outcome = next(one for one in ("failed", "skipped", "passed") if one in outcomes)
     notes = [f"{outcomes.count('passed')} of {len(cases)}"] if len(cases) > 1 else []
-    figures = [one.get("value", "") for case in cases for one in case.iter("property") if one.get("name") == "figure"]
+    figures = [
+        one.get("value", "")
+        for case in cases
+        for one in case.iter("property")
+        if one.get("name") == "figure"
+    ]
     notes += dict.fromkeys(figures)
     if worst != "passed":
         first = cases[outcomes.index(worst)]

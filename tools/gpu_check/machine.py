@@ -1,7 +1,8 @@
-"""Facts of this machine that the checks depend on: driver, GPUs, and the libraries of the GPU stack.
+"""Facts of this machine that the checks depend on: driver, GPUs, and the libraries of the GPU
+stack.
 
-Output: a ``Machine``, and messages about missing parts. A separate process imports the libraries, so that the process
-that waits for the checks holds no GPU memory:
+Output: a ``Machine``, and messages about missing parts. A separate process imports the libraries,
+so that the process that waits for the checks holds no GPU memory:
 
     python -m tools.gpu_check.machine      prints the machine as JSON
 """
@@ -17,7 +18,14 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-PACKAGES = ("megatron-core", "transformer-engine", "sglang", "sglang-kernel", "torch-memory-saver", "ray")
+PACKAGES = (
+    "megatron-core",
+    "transformer-engine",
+    "sglang",
+    "sglang-kernel",
+    "torch-memory-saver",
+    "ray",
+)
 PROBE_DEADLINE_S = 120.0
 
 
@@ -72,7 +80,12 @@ class Machine:
 
     def lines(self) -> list[str]:
         """Lines for the head of a report."""
-        gpus = ", ".join(f"{gpu.name} {gpu.memory_gb:.0f} GB (sm_{gpu.capability})" for gpu in self.gpus) or "none"
+        gpus = (
+            ", ".join(
+                f"{gpu.name} {gpu.memory_gb:.0f} GB (sm_{gpu.capability})" for gpu in self.gpus
+            )
+            or "none"
+        )
         versions = ", ".join(f"{name} {version or '-'}" for name, version in self.packages.items())
         lines = [
             f"GPUs: {gpus}; driver {self.driver or '-'}; {self.cpu_count} CPU cores",
@@ -85,11 +98,15 @@ def examine() -> Machine:
     """Read the machine's facts in a new process."""
     command = [sys.executable, "-m", "tools.gpu_check.machine"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_DEADLINE_S, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PROBE_DEADLINE_S, check=True
+        )
         return Machine.from_json(json.loads(done.stdout.splitlines()[-1]))
     except (subprocess.SubprocessError, ValueError, LookupError) as error:
         said = " ".join((getattr(error, "stderr", None) or str(error)).split())[-200:]
-        return Machine(driver=_driver(), packages=_packages(), cpu_count=os.cpu_count() or 0, error=said)
+        return Machine(
+            driver=_driver(), packages=_packages(), cpu_count=os.cpu_count() or 0, error=said
+        )
 
 
 def _seen_from_here() -> Machine:

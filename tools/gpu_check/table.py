@@ -37,7 +37,9 @@ def summary(rows: Sequence[Row]) -> str:
     """``3 passed, 1 skipped in 12 s``."""
     counts = Counter(row.outcome for row in rows)
     counted = ", ".join(
-        f"{counts[outcome]} {outcome}" for outcome in ("failed", "passed", "skipped") if counts[outcome]
+        f"{counts[outcome]} {outcome}"
+        for outcome in ("failed", "passed", "skipped")
+        if counts[outcome]
     )
     return f"{counted or 'nothing was checked'} in {sum(row.seconds for row in rows):.0f} s"
 

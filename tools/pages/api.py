@@ -1,6 +1,7 @@
 """docs/api.md: the public API with signatures and docstrings.
 
-Input: the sources of ``MODULES``, which are parsed and not imported, so that the page is the same on every machine.
+Input: the sources of ``MODULES``, which are parsed and not imported, so that the page is the same
+on every machine.
 Output: Markdown. Everything that is not on the page is private and may change at any time.
 """
 
@@ -23,7 +24,13 @@ MODULES = {
     ),
     "Custom models": ("rlpost.weights.family", "rlpost.weights.names", "rlpost.weights.families"),
     "Recipes": ("rlpost.config.load", "rlpost.check", "rlpost.cli.submit"),
-    "Jobs and runs": ("slurm.spec", "slurm.render", "slurm.executor", "common.run_folder", "common.ledger"),
+    "Jobs and runs": (
+        "slurm.spec",
+        "slurm.render",
+        "slurm.executor",
+        "common.run_folder",
+        "common.ledger",
+    ),
 }
 _BEGIN = """\
 # API
@@ -61,14 +68,19 @@ def _module(name: str) -> Iterator[str]:
 def _class(node: ast.ClassDef, source: list[str]) -> str:
     """A class: its fields as in the source, with comments; then its methods."""
     bases = ", ".join(ast.unparse(base) for base in node.bases)
-    lines = [*(f"@{ast.unparse(one)}" for one in node.decorator_list), f"class {node.name}({bases}):"]
+    lines = [
+        *(f"@{ast.unparse(one)}" for one in node.decorator_list),
+        f"class {node.name}({bases}):",
+    ]
     lines[-1] = lines[-1].replace("():", ":")
     methods = []
     for part in node.body[bool(ast.get_docstring(node)) :]:
         if isinstance(part, ast.AnnAssign | ast.Assign | ast.Expr):  # a field, or the text below it
             lines += source[part.lineno - 1 : part.end_lineno]
         elif isinstance(part, _Function) and (_is_public(part.name) or part.name == "__call__"):
-            methods.append(f"- `{_signature(part)}`: {_indented(ast.get_docstring(part))}".removesuffix(": "))
+            methods.append(
+                f"- `{_signature(part)}`: {_indented(ast.get_docstring(part))}".removesuffix(": ")
+            )
     text = f"{_code(chr(10).join(lines))}\n{_markdown(ast.get_docstring(node))}\n"
     return text + ("\n" + "\n".join(methods) + "\n" if methods else "")
 
@@ -94,7 +106,9 @@ def _indented(text: str | None) -> str:
 
 
 def _markdown(docstring: str | None) -> str:
-    """Convert a docstring to Markdown: single backticks, and lists below Args, Returns and Raises."""
+    """Convert a docstring to Markdown: single backticks, and lists below Args, Returns and
+    Raises.
+    """
     text = (docstring or "").replace("``", "`")
     text = re.sub(r"^(Args|Returns|Raises):\n", r"\n\1:\n\n", text, flags=re.MULTILINE)
     return re.sub(r"^    (\w+): ", r"- `\1`: ", text, flags=re.MULTILINE).replace("\n\n\n", "\n\n")

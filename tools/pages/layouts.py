@@ -1,6 +1,7 @@
 """docs/layouts.md: parallel layouts by model, with a table computed by the planner.
 
-Input: the models of jobs/models and the layouts below. Output: the text of the page, the same on every machine.
+Input: the models of jobs/models and the layouts below. Output: the text of the page, the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ STARTS = (
         "qwen3_30b_a3b",
         "Qwen3-30B-A3B",
         1,
-        {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1},
+        {
+            "tensor_model_parallel_size": 4,
+            "expert_model_parallel_size": 8,
+            "expert_tensor_parallel_size": 1,
+        },
         4,
         is_offloaded=True,
     ),
@@ -82,7 +87,11 @@ STARTS = (
 )
 # The workload of every row.
 ROLLOUT = {"rollout_batch_size": 64, "n_samples_per_prompt": 8, "rollout_max_response_len": 8192}
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 MAX_TOKENS_PER_GPU = 16384
 
 _PAGE = """\
@@ -184,7 +193,9 @@ def planned(start: Start) -> Estimate:
         "optimizer": {"optimizer_cpu_offload": start.is_offloaded},
         "sglang": {"sglang_mem_fraction_static": 0.7},
     }
-    texts = {group: {key: str(value) for key, value in table.items()} for group, table in values.items()}
+    texts = {
+        group: {key: str(value) for key, value in table.items()} for group, table in values.items()
+    }
     config = load(files_of(None, {"model": start.model}), texts).config
     shape, engine_width = model_of(config)
     return estimate(config, shape, gpu_bytes=parse_size(GPU_MEMORY), engine_width=engine_width)

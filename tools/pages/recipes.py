@@ -1,6 +1,7 @@
 """docs/recipes.md: the recipes of jobs/recipes with the output of ``rlpost plan`` for each.
 
-Input: the recipes, with their models from the table [model]. Output: the text of the page, the same on every machine.
+Input: the recipes, with their models from the table [model]. Output: the text of the page, the same
+on every machine.
 """
 
 from __future__ import annotations
@@ -134,11 +135,17 @@ only. The order of `--suggest` is a heuristic, not a measurement.
 
 def recipes_page() -> str:
     """The text of docs/recipes.md."""
-    names = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml") if path.stem != WITHOUT_PLAN)
+    names = sorted(
+        path.stem for path in (JOBS / "recipes").glob("*.toml") if path.stem != WITHOUT_PLAN
+    )
     plans = {name: _planned(name) for name in names}
     rows = "\n".join(_row(name, made) for name, made in plans.items())
     text = _PLAN.format(
-        trainer=TRAINER_CONTEXT / 1e9, engine=ENGINE_CONTEXT / 1e9, reserve=RESERVE, memory=GPU_MEMORY, rows=rows
+        trainer=TRAINER_CONTEXT / 1e9,
+        engine=ENGINE_CONTEXT / 1e9,
+        reserve=RESERVE,
+        memory=GPU_MEMORY,
+        rows=rows,
     )
     return _HEAD + _SMALL + text + "".join(_section(name, made) for name, made in plans.items())
 
@@ -175,5 +182,9 @@ def _section(name: str, made: Estimate) -> str:
 def _head_of(name: str) -> str:
     """The comment at the beginning of a recipe, which describes it."""
     lines = (JOBS / "recipes" / f"{name}.toml").read_text().splitlines()
-    head = lines[: next((number for number, line in enumerate(lines) if not line.startswith("#")), len(lines))]
+    head = lines[
+        : next(
+            (number for number, line in enumerate(lines) if not line.startswith("#")), len(lines)
+        )
+    ]
     return "\n".join(line.removeprefix("#").strip() for line in head)

@@ -1,8 +1,8 @@
 """Split a run of consecutive elements of a tensor into boxes. Pure.
 
 A distributed optimizer shards its state without regard to parameters: a rank may hold the elements
-1000 to 2000 of a matrix. A checkpoint stores boxes (offsets and sizes along each axis). Every run of
-consecutive elements is a few boxes, so each rank can write exactly what it holds, and any other
+1000 to 2000 of a matrix. A checkpoint stores boxes (offsets and sizes along each axis). Every run
+of consecutive elements is a few boxes, so each rank can write exactly what it holds, and any other
 layout can read it.
 """
 

@@ -48,7 +48,9 @@ class HostBuffer:
 
     def __init__(self, num_bytes: int) -> None:
         """``num_bytes`` bounds all slots together."""
-        self.slot_bytes = max(ALIGNMENT, min(LARGEST_SLOT, num_bytes // NUM_SLOTS) // ALIGNMENT * ALIGNMENT)
+        self.slot_bytes = max(
+            ALIGNMENT, min(LARGEST_SLOT, num_bytes // NUM_SLOTS) // ALIGNMENT * ALIGNMENT
+        )
         self.num_slots = max(NUM_SLOTS, num_bytes // self.slot_bytes)
         self._free: deque[torch.Tensor] = deque()
         self._num_made = 0
@@ -70,7 +72,8 @@ class HostBuffer:
 def batches_of(chunks: Sequence[Chunk], *, num_weights: int, slot_bytes: int) -> list[Batch]:
     """Group consecutive chunks that fit into one slot. Pure.
 
-    The first ``num_weights`` chunks are weights; a batch contains either weights or optimizer states.
+    The first ``num_weights`` chunks are weights; a batch contains either weights or optimizer
+    states.
     """
     found: list[list[int]] = []
     remaining = 0
@@ -122,7 +125,9 @@ class HostStream:
         self._buffer = buffer
         self._residence = residence
         self._lock = lock
-        self._pending = deque(batches_of(chunks, num_weights=num_weights, slot_bytes=buffer.slot_bytes))
+        self._pending = deque(
+            batches_of(chunks, num_weights=num_weights, slot_bytes=buffer.slot_bytes)
+        )
         self._filled: deque[Filled] = deque()
         self._changed = threading.Condition()
         self._weights_copied = num_weights == 0
@@ -142,7 +147,9 @@ class HostStream:
             CheckpointError: copying failed or was cancelled.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._filled or self._is_copied or self._problem is not None)
+            self._changed.wait_for(
+                lambda: self._filled or self._is_copied or self._problem is not None
+            )
             if self._problem is not None:
                 raise CheckpointError(f"cannot copy the state: {self._problem}") from self._problem
             return self._filled.popleft() if self._filled else None
@@ -154,7 +161,10 @@ class HostStream:
             self._changed.notify_all()
 
     def cancel(self, problem: BaseException) -> None:
-        """Stop copying and release all waiting threads. A stream that has copied everything is unaffected."""
+        """Stop copying and release all waiting threads.
+
+        A stream that has copied everything is unaffected.
+        """
         with self._changed:
             if not self._is_copied and self._problem is None:
                 self._problem = problem
@@ -176,7 +186,11 @@ class HostStream:
         started = time.monotonic()
 
         def is_done() -> bool:
-            return self._is_copied or self._problem is not None or (weights_only and self._weights_copied)
+            return (
+                self._is_copied
+                or self._problem is not None
+                or (weights_only and self._weights_copied)
+            )
 
         with self._changed:
             if not self._changed.wait_for(is_done, timeout_s):
@@ -188,7 +202,9 @@ class HostStream:
                 )
         waited = time.monotonic() - started
         if waited > NOTED_WAIT_S:
-            logger.warning("training waited %.1f s for a checkpoint copy; increase --save-buffer-gb", waited)
+            logger.warning(
+                "training waited %.1f s for a checkpoint copy; increase --save-buffer-gb", waited
+            )
 
     def _run(self) -> None:
         try:
@@ -226,7 +242,9 @@ class HostStream:
             for index in batch.indices:
                 chunk = self._chunks[index]
                 # Not a view: torch.save would write the whole storage of it.
-                held = torch.frombuffer(slot.numpy(), dtype=chunk.shard.dtype, count=chunk.numel, offset=begin)
+                held = torch.frombuffer(
+                    slot.numpy(), dtype=chunk.shard.dtype, count=chunk.numel, offset=begin
+                )
                 held.copy_(chunk.within(self._residence(chunk.shard.live())), non_blocking=True)
                 tensors.append(held)
                 begin += _aligned(chunk.num_bytes)

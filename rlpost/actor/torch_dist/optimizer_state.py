@@ -7,7 +7,8 @@ Adam's steps; plain settings.
 | class | when | main weight and moments |
 |---|---|---|
 | torch's AdamW | no TransformerEngine | float32 tensors in ``state`` |
-| TransformerEngine's FusedAdam | with it | the same; with other types behind ``get_unscaled_state`` |
+| TransformerEngine's FusedAdam | with it | the same; with other types behind ``get_unscaled_state``
+|
 | HybridDeviceOptimizer | ``optimizer_cpu_offload`` | in the optimizers inside it, on the host |
 
 megatron-core 0.16 looks for torch Adam's ``step`` in formats that lack it, and gives all parameters
@@ -52,12 +53,20 @@ class ParameterState:
 
 def inner(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Optimizers of a chain that have parameters on this rank."""
-    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    return [one for one in chained if one.optimizer is not None and not getattr(one, "is_stub_optimizer", False)]
+    chained = (
+        optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    )
+    return [
+        one
+        for one in chained
+        if one.optimizer is not None and not getattr(one, "is_stub_optimizer", False)
+    ]
 
 
 def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
-    """The state of every parameter part that this rank holds; call ``prime`` before the first step."""
+    """The state of every parameter part that this rank holds; call ``prime`` before the first
+    step.
+    """
     for one in inner(optimizer):
         if isinstance(one, DistributedOptimizer):
             yield from _sharded(one)
@@ -73,7 +82,9 @@ def _sharded(one: DistributedOptimizer) -> Iterator[ParameterState]:
                     yield _sharded_state(one, parameter, found["param"].start, found["param"].end)
 
 
-def _sharded_state(one: DistributedOptimizer, parameter: torch.nn.Parameter, start: int, end: int) -> ParameterState:
+def _sharded_state(
+    one: DistributedOptimizer, parameter: torch.nn.Parameter, start: int, end: int
+) -> ParameterState:
     is_hybrid = isinstance(one.optimizer, HybridDeviceOptimizer)
     is_scaled = one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 and not is_hybrid
 
@@ -196,7 +207,9 @@ def _each_adam(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
         yield from one.optimizer.sub_optimizers if is_hybrid else [one.optimizer]
 
 
-def sharded_optimizers(optimizer: MegatronOptimizer) -> list[tuple[DistributedOptimizer, dist.ProcessGroup]]:
+def sharded_optimizers(
+    optimizer: MegatronOptimizer,
+) -> list[tuple[DistributedOptimizer, dist.ProcessGroup]]:
     """Optimizers that shard their state, with the gloo group of their ranks."""
     distributed = [one for one in inner(optimizer) if isinstance(one, DistributedOptimizer)]
     return [(one, one.data_parallel_group_gloo) for one in distributed]

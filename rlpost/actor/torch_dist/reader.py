@@ -64,16 +64,23 @@ class Stored:
         with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checkpoint-read") as pool:
             list(pool.map(lambda one: self._read_file(one[0], one[1], target), by_file.items()))
 
-    def _needed(self, key: str, wanted: Sequence[Chunk], target: Callable[[Chunk], torch.Tensor]) -> Needed:
+    def _needed(
+        self, key: str, wanted: Sequence[Chunk], target: Callable[[Chunk], torch.Tensor]
+    ) -> Needed:
         stored = self._tensors.get(key)
         if stored is None:
-            raise CheckpointError(f"{self._folder} has no tensor {key}; use a checkpoint of this model")
+            raise CheckpointError(
+                f"{self._folder} has no tensor {key}; use a checkpoint of this model"
+            )
         chunk = wanted[0]
         if tuple(stored.size) != chunk.global_shape and not chunk.may_differ:
             raise CheckpointError(
                 f"{self._folder}: {key} has shape {tuple(stored.size)}, but the model needs {chunk.global_shape}"
             )
-        boxes = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in wanted]
+        boxes = [
+            ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
+            for each in wanted
+        ]
         items = create_read_items_for_chunk_list(key, stored, boxes)
         found = [(item, wanted[item.dest_index.index or 0]) for item in items]
         numel = sum(item.lengths.numel() for item in items)
@@ -85,7 +92,9 @@ class Stored:
             target(each).zero_()
         return found
 
-    def _read_file(self, name: str, needed: dict[int, Needed], target: Callable[[Chunk], torch.Tensor]) -> None:
+    def _read_file(
+        self, name: str, needed: dict[int, Needed], target: Callable[[Chunk], torch.Tensor]
+    ) -> None:
         with open(self._folder / name, "rb") as file:
             for offset, wanted in sorted(needed.items()):
                 length = self._places[wanted[0][0].storage_index].length
@@ -93,7 +102,9 @@ class Stored:
                 stored = torch.load(one, map_location="cpu", weights_only=True)
                 for item, chunk in wanted:
                     box = target(chunk).view(chunk.sizes)
-                    _part(box, item.dest_offsets, item.lengths).copy_(_part(stored, item.storage_offsets, item.lengths))
+                    _part(box, item.dest_offsets, item.lengths).copy_(
+                        _part(stored, item.storage_offsets, item.lengths)
+                    )
 
 
 def _part(tensor: torch.Tensor, offsets: torch.Size, lengths: torch.Size) -> torch.Tensor:

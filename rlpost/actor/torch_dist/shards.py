@@ -107,7 +107,9 @@ def regions_of(part: ShardedTensor | ShardedTensorFactory) -> tuple[Region, ...]
     """
     probe = torch.empty(part.data.shape, dtype=part.data.dtype, device="meta")
     described = replace(part, data=probe)
-    pieces = [described] if isinstance(part, ShardedTensor) else list(nested_values(described.build()))
+    pieces = (
+        [described] if isinstance(part, ShardedTensor) else list(nested_values(described.build()))
+    )
     return tuple(_region(piece) for piece in pieces)
 
 
@@ -134,7 +136,9 @@ def chunks_of(shard: Shard, *, max_bytes: int) -> Iterator[Chunk]:
     max_numel = max(1, max_bytes // shard.dtype.itemsize)
     for region in shard.regions:
         start, end = max(shard.start, region.start), min(shard.end, region.end)
-        inside = split_range(start - region.start, end - region.start, max_numel=max_numel, row=region.row)
+        inside = split_range(
+            start - region.start, end - region.start, max_numel=max_numel, row=region.row
+        )
         for first, last in inside:
             for box in boxes_of_range(region.shape, first, last):
                 yield Chunk(

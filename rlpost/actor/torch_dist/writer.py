@@ -4,9 +4,9 @@ Input: the chunks of this rank, the stream that delivers them, and small objects
 per rank and the metadata of all files. A failure on one rank is raised on every rank.
 
 torch's own writer keeps every tensor of a file until the file is complete, and loses exceptions of
-its second thread (torch 2.13). This writer frees the memory of each written batch. Megatron's writer
-forks, and spawns a manager that runs ``__main__`` again: both are unsafe in a multi-threaded Ray
-worker. The files are the same.
+its second thread (torch 2.13). This writer frees the memory of each written batch. Megatron's
+writer forks, and spawns a manager that runs ``__main__`` again: both are unsafe in a multi-threaded
+Ray worker. The files are the same.
 """
 
 from __future__ import annotations
@@ -28,8 +28,19 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_global_save_plan,
 )
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -49,7 +60,9 @@ class Contents:
     objects: Mapping[str, bytes]
 
 
-def write(folder: str | Path, contents: Contents, stream: HostStream, *, group: dist.ProcessGroup | None) -> None:
+def write(
+    folder: str | Path, contents: Contents, stream: HostStream, *, group: dist.ProcessGroup | None
+) -> None:
     """Write the files of all ranks into an existing folder and flush each to disk.
 
     Collective of ``group`` (all ranks), which must not be in use elsewhere.
@@ -74,13 +87,17 @@ class _Planner(SavePlanner):
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
         """Do nothing: the contents are known."""
 
     def create_local_plan(self) -> SavePlan:
         """The chunks in their order, then the objects."""
         chunks = [_tensor_item(chunk) for chunk in self._contents.chunks]
-        objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._contents.objects]
+        objects = [
+            WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._contents.objects
+        ]
         return SavePlan([*chunks, *objects])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -91,8 +108,12 @@ class _Planner(SavePlanner):
         """
         plans, metadata = create_default_global_save_plan(all_plans)
         if problems := _validate_global_plan(plans, metadata):
-            more = f" and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
-            raise CheckpointingException(f"the ranks do not cover the state: {problems[:MAX_PROBLEMS]}{more}")
+            more = (
+                f" and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
+            )
+            raise CheckpointingException(
+                f"the ranks do not cover the state: {problems[:MAX_PROBLEMS]}{more}"
+            )
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -128,7 +149,9 @@ class _Writer(torch_checkpoint.FileSystemWriter):
         prefix = plan.storage_data.prefix
         with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checkpoint-write") as pool:
             tasks = [
-                pool.submit(self._write_file, f"{prefix}{number}.distcp", plan.items, is_first=number == 0)
+                pool.submit(
+                    self._write_file, f"{prefix}{number}.distcp", plan.items, is_first=number == 0
+                )
                 for number in range(NUM_THREADS)
             ]
             errors = [error for task in tasks if (error := task.exception()) is not None]
@@ -138,7 +161,9 @@ class _Writer(torch_checkpoint.FileSystemWriter):
         done.set_result([result for task in tasks for result in task.result()])
         return done
 
-    def _write_file(self, name: str, items: Sequence[WriteItem], *, is_first: bool) -> list[WriteResult]:
+    def _write_file(
+        self, name: str, items: Sequence[WriteItem], *, is_first: bool
+    ) -> list[WriteResult]:
         """Write batches until none is left; returns the location of each item.
 
         The first file also contains the objects.
@@ -149,11 +174,17 @@ class _Writer(torch_checkpoint.FileSystemWriter):
                 if is_first:
                     for item in items[len(self._contents.chunks) :]:
                         data = self._contents.objects[item.index.fqn]
-                        results.append(_written(file, name, item, lambda data=data: file.write(data)))  # type: ignore[misc]
+                        results.append(
+                            _written(file, name, item, lambda data=data: file.write(data))
+                        )  # type: ignore[misc]
                 while (filled := self._stream.take()) is not None:
                     for index, flat in zip(filled.batch.indices, filled.tensors, strict=True):
                         tensor = flat.view(self._contents.chunks[index].sizes)
-                        results.append(_written(file, name, items[index], lambda tensor=tensor: _save(tensor, file)))  # type: ignore[misc]
+                        results.append(
+                            _written(
+                                file, name, items[index], lambda tensor=tensor: _save(tensor, file)
+                            )
+                        )  # type: ignore[misc]
                     self._stream.release(filled)
                 file.flush()
                 os.fsync(file.fileno())

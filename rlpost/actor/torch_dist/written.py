@@ -1,9 +1,10 @@
 """Which elements of model and optimizer this rank writes, and which it reads.
 
-Input: the model in Megatron's sharded form, its optimizer. Output: shards. Invariant: over all ranks every element of
-every tensor is written once (torch's planner checks that at each save): a tensor that several ranks hold is written by
-those whose replica it is, data-parallel replicas share a large one, and a state that a distributed optimizer shards is
-written by the ranks over which it is sharded.
+Input: the model in Megatron's sharded form, its optimizer. Output: shards. Invariant: over all
+ranks every element of every tensor is written once (torch's planner checks that at each save): a
+tensor that several ranks hold is written by those whose replica it is, data-parallel replicas share
+a large one, and a state that a distributed optimizer shards is written by the ranks over which it
+is sharded.
 """
 
 from __future__ import annotations
@@ -39,8 +40,11 @@ def regions_of_model(model_state: dict[str, Any]) -> Regions:
 
 
 def written_weights(regions: Regions) -> list[Shard]:
-    """What this rank writes of the model. Parameters are read later, buffers are copied now: a forward pass may change
-    them (the bias of a router, for instance)."""
+    """What this rank writes of the model.
+
+    Parameters are read later, buffers are copied now: a forward pass may change them (the bias of a
+    router, for instance).
+    """
     shards = []
     for tensor, found in regions.items():
         start, end = _written_range(tensor, found[0])
@@ -52,7 +56,9 @@ def written_weights(regions: Regions) -> list[Shard]:
 
 
 def _written_range(tensor: torch.Tensor, region: Region) -> tuple[int, int]:
-    """Which elements this rank writes of a tensor that data-parallel ranks hold too: a share of a large one."""
+    """Which elements this rank writes of a tensor that data-parallel ranks hold too: a share of a
+    large one.
+    """
     *elsewhere, replica = region.replica_id
     if any(elsewhere):  # a tensor-parallel neighbour, or another pipeline stage, writes it
         return 0, 0
@@ -69,7 +75,9 @@ def _flat(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: tensor.detach().view(-1)
 
 
-def state_shards(state: ParameterState, regions: tuple[Region, ...], part: tuple[int, int]) -> list[Shard]:
+def state_shards(
+    state: ParameterState, regions: tuple[Region, ...], part: tuple[int, int]
+) -> list[Shard]:
     """Some elements of the main weight and of each moment, in the order of KEYS."""
     start, end = part
     if start >= end:
@@ -88,7 +96,9 @@ def state_shards(state: ParameterState, regions: tuple[Region, ...], part: tuple
     ]
 
 
-def states_of(optimizer: MegatronOptimizer, regions: Regions, written: set[torch.Tensor]) -> list[Shard]:
+def states_of(
+    optimizer: MegatronOptimizer, regions: Regions, written: set[torch.Tensor]
+) -> list[Shard]:
     """What this rank writes of the optimizer; ``written`` is that of ``written_states``."""
     shards: list[Shard] = []
     for state in optimizer_state.parameter_states(optimizer):
@@ -103,8 +113,9 @@ def states_of(optimizer: MegatronOptimizer, regions: Regions, written: set[torch
 def written_states(optimizer: MegatronOptimizer | None, regions: Regions) -> set[torch.Tensor]:
     """The parameters whose optimizer state this rank writes. A collective of data-parallel ranks.
 
-    The ranks over which a state is sharded write it together if one of them holds the parameter's main replica. A
-    copy elsewhere (of a norm on another tensor-parallel rank, of tied embeddings on the last stage) is not written.
+    The ranks over which a state is sharded write it together if one of them holds the parameter's
+    main replica. A copy elsewhere (of a norm on another tensor-parallel rank, of tied embeddings on
+    the last stage) is not written.
     """
     if optimizer is None:
         return set()
@@ -114,5 +125,9 @@ def written_states(optimizer: MegatronOptimizer | None, regions: Regions) -> set
         parameters = [parameter for buffer in one.buffers for parameter in buffer.param_index_map]
         flags: list[Any] = [None] * group.size()
         dist.all_gather_object(flags, [main[parameter] for parameter in parameters], group=group)
-        written |= {parameter for number, parameter in enumerate(parameters) if any(each[number] for each in flags)}
+        written |= {
+            parameter
+            for number, parameter in enumerate(parameters)
+            if any(each[number] for each in flags)
+        }
     return written

@@ -10,5 +10,6 @@
     filters       filters of groups and of the buffer
     rewards       reward functions, and the names of ``slime.rollout.rm_hub``
 
-The interface is that of github.com/THUDM/slime at commit 624b824 (docs/en/get_started/customization.md there).
+The interface is that of github.com/THUDM/slime at commit 624b824
+(docs/en/get_started/customization.md there).
 """

@@ -1,7 +1,8 @@
-"""The ``args`` of slime's plug-ins: the settings of the run by flag name, and the values that slime derives from them.
+"""The ``args`` of slime's plug-ins: the settings of the run by flag name, and the values that slime
+derives from them.
 
-Input: the settings; later the address of the router. Output: a namespace for plug-ins. A plug-in may add attributes,
-but cannot change a setting of the run.
+Input: the settings; later the address of the router. Output: a namespace for plug-ins. A plug-in
+may add attributes, but cannot change a setting of the run.
 """
 
 from __future__ import annotations
@@ -43,12 +44,19 @@ def settings_of(config: Config) -> dict[str, Any]:
         "multimodal_keys": None,
         "ci_test": False,
     }
-    sglang = {"sglang_dp_size": 1, "sglang_enable_deterministic_inference": False, "sglang_speculative_algorithm": None}
+    sglang = {
+        "sglang_dp_size": 1,
+        "sglang_enable_deterministic_inference": False,
+        "sglang_speculative_algorithm": None,
+    }
     return {**sglang, **found, **own}
 
 
 class Arguments(Namespace):
-    """A namespace whose settings cannot be changed. A copy is a plain namespace without this restriction."""
+    """A namespace whose settings cannot be changed.
+
+    A copy is a plain namespace without this restriction.
+    """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         object.__setattr__(self, "_held", frozenset(settings))
@@ -57,7 +65,11 @@ class Arguments(Namespace):
     def connected(self, url: str, api_key: str) -> None:
         """Set the address and API key of the router."""
         address = urlsplit(url)
-        known = {"sglang_router_ip": address.hostname, "sglang_router_port": address.port, "sglang_api_key": api_key}
+        known = {
+            "sglang_router_ip": address.hostname,
+            "sglang_router_port": address.port,
+            "sglang_api_key": api_key,
+        }
         object.__setattr__(self, "_held", self._held | frozenset(known))
         vars(self).update(known)
 
@@ -67,12 +79,16 @@ class Arguments(Namespace):
             raise AttributeError(name)
         if name in ROUTER_ARGUMENTS:
             raise AbsentAttribute(f"args.{name}: only generate functions reach the engines")
-        raise AbsentAttribute(f"args.{name}: this run has no such setting{suggestion(name, vars(self))}")
+        raise AbsentAttribute(
+            f"args.{name}: this run has no such setting{suggestion(name, vars(self))}"
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._held and value != vars(self)[name]:
             flag = "--" + name.replace("_", "-")
-            raise AbsentAttribute(f"args.{name} = {value!r}: a function cannot change a setting; start with {flag}")
+            raise AbsentAttribute(
+                f"args.{name} = {value!r}: a function cannot change a setting; start with {flag}"
+            )
         object.__setattr__(self, name, value)
 
     def __copy__(self) -> Namespace:

@@ -1,10 +1,11 @@
 """slime's request functions (``post``, ``GenerateState``) over the engines of this run.
 
-Input: the URL and payload of a request, as in slime's examples. Output: the answer in SGLang's format.
+Input: the URL and payload of a request, as in slime's examples. Output: the answer in SGLang's
+format.
 
-While a generate function runs, requests to ``/generate`` of the router go through the run's client: their number is
-limited, they are retried and authorized, resumed after a weight update, and aborted when the rollout is halted.
-Requests to any other URL (a search tool, a judge) are sent unchanged.
+While a generate function runs, requests to ``/generate`` of the router go through the run's client:
+their number is limited, they are retried and authorized, resumed after a weight update, and aborted
+when the rollout is halted. Requests to any other URL (a search tool, a judge) are sent unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +37,15 @@ logger = logging.getLogger(__name__)
 
 PAUSE_S = 1.0  # between attempts of a request to an external server
 SGLANGS_MAX_NEW_TOKENS = 128  # SGLang's default
-SUPPORTED = ("text", "input_ids", "sampling_params", "return_logprob", "return_routed_experts", "stream", "rid")
+SUPPORTED = (
+    "text",
+    "input_ids",
+    "sampling_params",
+    "return_logprob",
+    "return_routed_experts",
+    "stream",
+    "rid",
+)
 """The supported fields of a payload of /generate."""
 
 
@@ -44,8 +53,8 @@ SUPPORTED = ("text", "input_ids", "sampling_params", "return_logprob", "return_r
 class Written:
     """The output of an engine for one request.
 
-    ``version_spans`` are pairs (policy version, number of tokens); ``routes`` are those of request and output, if
-    routes are returned.
+    ``version_spans`` are pairs (policy version, number of tokens); ``routes`` are those of request
+    and output, if routes are returned.
     """
 
     token_ids: IntColumn
@@ -67,7 +76,9 @@ class Engines:
     was_halted: bool = False
 
     async def generate(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """Generate one answer. If the rollout is halted meanwhile, its finish reason is "abort", as in slime.
+        """Generate one answer.
+
+        If the rollout is halted meanwhile, its finish reason is "abort", as in slime.
 
         Raises:
             ConfigError: the payload has an unsupported field.
@@ -76,7 +87,9 @@ class Engines:
         params = request_params(payload)
         form = self.connection.routes if payload.get("return_routed_experts") else None
         if form is None and payload.get("return_routed_experts"):
-            raise ConfigError("post(/generate): return_routed_experts needs --use-rollout-routing-replay true")
+            raise ConfigError(
+                "post(/generate): return_routed_experts needs --use-rollout-routing-replay true"
+            )
         token_ids = self._token_ids(payload)
         prompt = replace(self.prompt, token_ids=IntColumn(token_ids))
         builder = ResponseBuilder(
@@ -92,7 +105,13 @@ class Engines:
         spans = answer.version_spans or ((answer.policy_version, len(answer.response_ids)),)
         if answer.response_ids:
             self.written.append(
-                Written(answer.response_ids, answer.rollout_logprobs, spans, prompt.token_ids, answer.routes)
+                Written(
+                    answer.response_ids,
+                    answer.rollout_logprobs,
+                    spans,
+                    prompt.token_ids,
+                    answer.routes,
+                )
             )
         pairs = zip(answer.rollout_logprobs, answer.response_ids, strict=True)
         return {
@@ -106,7 +125,11 @@ class Engines:
                 "completion_tokens": len(answer.response_ids),
                 "cached_tokens": 0,
                 "weight_version": str(answer.policy_version),
-                **({} if form is None or answer.routes is None else {"routed_experts": form.encode(answer.routes)}),
+                **(
+                    {}
+                    if form is None or answer.routes is None
+                    else {"routed_experts": form.encode(answer.routes)}
+                ),
             },
         }
 
@@ -114,15 +137,23 @@ class Engines:
         if payload.get("input_ids") is not None:
             return [int(token) for token in payload["input_ids"]]
         if not isinstance(payload.get("text"), str):
-            raise ConfigError("post(/generate): the payload needs input_ids, a list of numbers, or text, a string")
+            raise ConfigError(
+                "post(/generate): the payload needs input_ids, a list of numbers, or text, a string"
+            )
         return list(self.tokenizer(payload["text"])["input_ids"])  # as an engine tokenizes it
 
     def _text(self, builder: ResponseBuilder, params: RequestParams) -> str:
-        """Return the text; with no_stop_trim it ends with the stop string or token, also if resumed in between."""
+        """Return the text; with no_stop_trim it ends with the stop string or token, also if resumed
+        in between.
+        """
         if not params.fields.get("no_stop_trim") or builder.stopped_at is None:
             return builder.text
         matched = builder.stopped_at
-        end = matched if isinstance(matched, str) else _Codec(self.tokenizer, params).decode([matched])
+        end = (
+            matched
+            if isinstance(matched, str)
+            else _Codec(self.tokenizer, params).decode([matched])
+        )
         return builder.text if end in builder.text[-2 * len(end) :] else builder.text + end
 
 
@@ -148,9 +179,15 @@ def request_params(payload: Mapping[str, Any]) -> RequestParams:
         raise ConfigError(
             f"post(/generate): {unsupported[0]} is not supported; a payload may have {', '.join(SUPPORTED)}"
         )
-    given = {name: value for name, value in (payload.get("sampling_params") or {}).items() if value is not None}
+    given = {
+        name: value
+        for name, value in (payload.get("sampling_params") or {}).items()
+        if value is not None
+    }
     if payload.get("stream") or given.pop("n", 1) != 1:
-        raise ConfigError("post(/generate): a request returns one complete answer; leave out stream and n")
+        raise ConfigError(
+            "post(/generate): a request returns one complete answer; leave out stream and n"
+        )
     stop = given.pop("stop", ())
     return RequestParams(
         max_new_tokens=int(given.pop("max_new_tokens", SGLANGS_MAX_NEW_TOKENS)),
@@ -164,7 +201,9 @@ def request_params(payload: Mapping[str, Any]) -> RequestParams:
 
 
 def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the ``sampling_params`` of a generate function, as in slime: special tokens and stop strings are kept."""
+    """Return the ``sampling_params`` of a generate function, as in slime: special tokens and stop
+    strings are kept.
+    """
     return {
         **sampling.to_sglang(),
         "skip_special_tokens": False,
@@ -178,7 +217,9 @@ _current: ContextVar[Engines] = ContextVar("engines of the call under way")
 
 @contextlib.contextmanager
 def reachable(engines: Engines) -> Iterator[None]:
-    """Route ``post`` and ``get`` to ``engines`` in this context, and in tasks and threads started in it."""
+    """Route ``post`` and ``get`` to ``engines`` in this context, and in tasks and threads started
+    in it.
+    """
     token = _current.set(engines)
     try:
         yield
@@ -186,8 +227,11 @@ def reachable(engines: Engines) -> Iterator[None]:
         _current.reset(token)
 
 
-async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:
-    """Send a POST request, like slime's function of this name; return the parsed JSON, or else the text.
+async def post(
+    url: str, payload: Any, max_retries: int = 60, headers: Mapping[str, str] | None = None
+) -> Any:
+    """Send a POST request, like slime's function of this name; return the parsed JSON, or else the
+    text.
 
     Raises:
         aiohttp.ClientError: ``max_retries`` requests to an external server failed.
@@ -196,7 +240,9 @@ async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[s
     engines = _router_of(url)
     if engines is not None and urlsplit(url).path == "/generate":
         return await engines.generate(payload)
-    return await _request("POST", url, engines, payload=payload or {}, headers=headers, tries=max_retries)
+    return await _request(
+        "POST", url, engines, payload=payload or {}, headers=headers, tries=max_retries
+    )
 
 
 async def get(url: str) -> Any:
@@ -224,7 +270,9 @@ async def _request(
     # The API key goes only to the run's router.
     key_header = {} if engines is None else authorization(engines.connection.router.api_key)
     timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(timeout=timeout, headers={**(headers or {}), **key_header}) as session:
+    async with aiohttp.ClientSession(
+        timeout=timeout, headers={**(headers or {}), **key_header}
+    ) as session:
         for number in range(1, tries + 1):
             try:
                 async with session.request(method, url, json=payload) as response:
@@ -255,13 +303,17 @@ class SingletonMeta(type):
 
 
 class GenerateState(metaclass=SingletonMeta):
-    """Shared state of generate functions: tokenizer, request limit, and sampling parameters of the settings."""
+    """Shared state of generate functions: tokenizer, request limit, and sampling parameters of the
+    settings.
+    """
 
     def __init__(self, args: Any) -> None:
         self.args = args
         self.tokenizer = load_tokenizer(args.hf_checkpoint)
         self.processor = None  # of images
-        self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency * max(1, args.rollout_num_engines))
+        self.semaphore = asyncio.Semaphore(
+            args.sglang_server_concurrency * max(1, args.rollout_num_engines)
+        )
         self.sampling_params = sampling_fields(
             SamplingParams(
                 max_new_tokens=args.rollout_max_response_len,
@@ -287,7 +339,9 @@ def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> st
 
 
 def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
-    """Load the tokenizer of a Hugging Face folder, once per process; code in the folder is never executed."""
+    """Load the tokenizer of a Hugging Face folder, once per process; code in the folder is never
+    executed.
+    """
     del kwargs
     return _tokenizer(str(name_or_path))
 
@@ -303,7 +357,9 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 class _Codec:
-    """Convert between text and ids; special tokens are part of the text if the request asks for them."""
+    """Convert between text and ids; special tokens are part of the text if the request asks for
+    them.
+    """
 
     def __init__(self, tokenizer: Any, params: RequestParams) -> None:
         self._tokenizer, self._skips = tokenizer, params.fields.get("skip_special_tokens", True)

@@ -1,8 +1,8 @@
 """Filters of slime: which scored groups to train, and which groups of the buffer to resume first.
 
-Input: functions ``(args, samples, **kwargs)`` and ``(args, rollout_id, buffer, num_samples)``. Output: functions with
-rlpost's interfaces. A filter reads the prompt of a group, which a ``SampleGroup`` does not have; it is kept from the
-grading of the group until the filter has run.
+Input: functions ``(args, samples, **kwargs)`` and ``(args, rollout_id, buffer, num_samples)``.
+Output: functions with rlpost's interfaces. A filter reads the prompt of a group, which a
+``SampleGroup`` does not have; it is kept from the grading of the group until the filter has run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ SMALLEST_STD = 1e-6
 class DynamicFilterOutput:
     """The result of a group filter.
 
-    ``keep_when_insufficient``: train a rejected group if the batch would otherwise need more prompts.
+    ``keep_when_insufficient``: train a rejected group if the batch would otherwise need more
+    prompts.
     """
 
     keep: bool
@@ -45,7 +46,9 @@ class SlimeFilter:
     def __call__(self, group: SampleGroup) -> bool:
         """Whether to train a group."""
         first = group.samples[0].sample
-        prompt = self.prompts.pop(group.prompt_id, None) or Prompt(group.prompt_id, "", first.prompt_ids, first.label)
+        prompt = self.prompts.pop(group.prompt_id, None) or Prompt(
+            group.prompt_id, "", first.prompt_ids, first.label
+        )
         key = self._args.reward_key
         samples = [
             shown(
@@ -65,17 +68,22 @@ class SlimeFilter:
 class SlimeBufferFilter:
     """A buffer filter of slime with rlpost's interface.
 
-    The function receives lists of samples and may remove some from the buffer. Groups that it removes and does not
-    return stay in the buffer: every fetched prompt is eventually trained or filtered.
+    The function receives lists of samples and may remove some from the buffer. Groups that it
+    removes and does not return stay in the buffer: every fetched prompt is eventually trained or
+    filtered.
     """
 
     def __init__(self, function: Callable[..., Any], args: Arguments) -> None:
         self._function, self._args = function, args
 
     def __call__(self, waiting: Sequence[Unfinished], num_groups: int) -> Sequence[Unfinished]:
-        """Return the groups to start now, at most ``num_groups``. Raises ConfigError for any other result."""
+        """Return the groups to start now, at most ``num_groups``. Raises ConfigError for any other
+        result.
+        """
         by_id = {entry.prompt.prompt_id: entry for entry in waiting}
-        chosen = self._function(self._args, None, [self._group(entry) for entry in waiting], num_groups)
+        chosen = self._function(
+            self._args, None, [self._group(entry) for entry in waiting], num_groups
+        )
         try:
             return [by_id[group[0].group_index] for group in chosen][:num_groups]
         except (AttributeError, IndexError, KeyError, TypeError):
@@ -102,7 +110,9 @@ def _resumed(prompt: Prompt, answer: Answer, siblings: int, kind: type[Any]) -> 
     return made
 
 
-def check_reward_nonzero_std(args: Any, samples: Sequence[Any], **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std(
+    args: Any, samples: Sequence[Any], **kwargs: Any
+) -> DynamicFilterOutput:
     """Whether the rewards of a group differ."""
     del kwargs
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
@@ -110,7 +120,9 @@ def check_reward_nonzero_std(args: Any, samples: Sequence[Any], **kwargs: Any) -
     return DynamicFilterOutput(keep, None if keep else f"all rewards are {rewards[0]:g}")
 
 
-def check_reward_nonzero_std_with_fallback(args: Any, samples: Sequence[Any], **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std_with_fallback(
+    args: Any, samples: Sequence[Any], **kwargs: Any
+) -> DynamicFilterOutput:
     """Like ``check_reward_nonzero_std``, but prefer equal rewards to more prompts."""
     found = check_reward_nonzero_std(args, samples, **kwargs)
     return DynamicFilterOutput(found.keep, found.reason, keep_when_insufficient=True)
@@ -124,14 +136,21 @@ def pop_first(args: Any, rollout_id: Any, buffer: list[Any], num_samples: int) -
 
 
 class SlimeGrader:
-    """A wrapper of a grader that keeps prompts for a filter and uses rewards set by a generate function."""
+    """A wrapper of a grader that keeps prompts for a filter and uses rewards set by a generate
+    function.
+    """
 
-    def __init__(self, grader: Any, *, wanted: Any, takes_given: bool, reward_key: str | None) -> None:
+    def __init__(
+        self, grader: Any, *, wanted: Any, takes_given: bool, reward_key: str | None
+    ) -> None:
         self._grader, self._takes_given, self._key = grader, takes_given, reward_key
         self._prompts = wanted.prompts if isinstance(wanted, SlimeFilter) else None
 
     async def grade(self, prompt: Prompt, samples: Sequence[Answer]) -> Any:
-        """See ``rlpost.reward.grader.Grader``. Raises ConfigError if --reward-key does not match a reward."""
+        """See ``rlpost.reward.grader.Grader``.
+
+        Raises ConfigError if --reward-key does not match a reward.
+        """
         if self._prompts is not None:
             self._prompts[prompt.prompt_id] = prompt
         rewards: dict[int, float | None] = {}
@@ -167,6 +186,8 @@ def reward_number(reward: Any, key: str | None) -> float:
     if isinstance(reward, Mapping):
         if key is None or key not in reward:
             has = ", ".join(map(str, reward))
-            raise ConfigError(f"--reward-key {key or 'is not set'}: a reward is an object with the keys {has}; use one")
+            raise ConfigError(
+                f"--reward-key {key or 'is not set'}: a reward is an object with the keys {has}; use one"
+            )
         reward = reward[key]
     return float(reward)

@@ -1,10 +1,11 @@
 """Generate functions of slime: call them once per answer and convert the samples that they return.
 
-Input: a function ``(args, sample, sampling_params)``, optionally with ``evaluation``; async or not. Output: a function
-with rlpost's interface.
+Input: a function ``(args, sample, sampling_params)``, optionally with ``evaluation``; async or not.
+Output: a function with rlpost's interface.
 
-``post`` records the outputs of the engines, from which each token gets its policy version and log-prob. Attributes that
-a plug-in sets on a sample for its reward are passed on in ``Sample.extra``.
+``post`` records the outputs of the engines, from which each token gets its policy version and
+log-prob. Attributes that a plug-in sets on a sample for its reward are passed on in
+``Sample.extra``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class SlimeGenerate:
         takes_flag = takes_evaluation(inspect.signature(function))
         self._keywords = {EVALUATION: evaluation} if takes_flag else {}
 
-    async def __call__(self, builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> list[Answer]:
+    async def __call__(
+        self, builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams
+    ) -> list[Answer]:
         """Return one answer, or the several samples into which the function splits it.
 
         Raises:
@@ -61,7 +64,9 @@ class SlimeGenerate:
         for _ in range(MAX_ABORTED):
             engines = Engines(builder.connection, tokenizer, prompt, builder.index)
             samples = await self._samples(engines, sampling_fields(sampling))
-            is_aborted = any(sample.status.value == Sample.Status.ABORTED.value for sample in samples)
+            is_aborted = any(
+                sample.status.value == Sample.Status.ABORTED.value for sample in samples
+            )
             if engines.was_halted or (is_aborted and builder.connection.halted):
                 raise Halted
             if not is_aborted:
@@ -83,7 +88,9 @@ class SlimeGenerate:
                 returned = await asyncio.to_thread(self._function, *given, **self._keywords)
                 returned = await returned if inspect.isawaitable(returned) else returned
         samples = list(returned) if isinstance(returned, Sequence) else [returned]
-        if not samples or not all(hasattr(each, "tokens") and hasattr(each, "status") for each in samples):
+        if not samples or not all(
+            hasattr(each, "tokens") and hasattr(each, "status") for each in samples
+        ):
             raise ConfigError(
                 f"{FLAG}: the function returned {repr(returned)[:200]} for prompt {engines.prompt.prompt_id}; it must "
                 "return a Sample or a list of Samples"
@@ -108,9 +115,15 @@ def trained(sample: Any, engines: Engines) -> Answer:
     mask = [1] * length if sample.loss_mask is None else [int(value) for value in sample.loss_mask]
     mask = [0] * length if sample.remove_sample else mask
     if len(mask) != length:
-        raise ConfigError(f"{what} has {len(mask)} values in loss_mask for {length} tokens; give one per token")
-    num_versions = len({version for answer in engines.written for version, _ in answer.version_spans})
-    is_complete = num_versions == 1 and sample.rollout_log_probs is not None  # the engines' outputs are not needed
+        raise ConfigError(
+            f"{what} has {len(mask)} values in loss_mask for {length} tokens; give one per token"
+        )
+    num_versions = len(
+        {version for answer in engines.written for version, _ in answer.version_spans}
+    )
+    is_complete = (
+        num_versions == 1 and sample.rollout_log_probs is not None
+    )  # the engines' outputs are not needed
     found = [None] * length if is_complete else _found(response, engines.written)
     versions = _versions(found, sample, engines, what)
     return Answer(
@@ -131,7 +144,9 @@ def trained(sample: Any, engines: Engines) -> Answer:
 
 
 def _routes(tokens: Sequence[int], length: int, engines: Engines) -> RouteColumn | None:
-    """Return the routes of a sample whose last ``length`` tokens are the response; None if engines return none."""
+    """Return the routes of a sample whose last ``length`` tokens are the response; None if engines
+    return none.
+    """
     form = engines.connection.routes
     if form is None:
         return None
@@ -144,7 +159,8 @@ def _routes(tokens: Sequence[int], length: int, engines: Engines) -> RouteColumn
 
 
 def _found(response: list[int], written: Sequence[Written]) -> list[tuple[float, int] | None]:
-    """Return log-prob and version of each token of a response that an engine generated; None for other tokens.
+    """Return log-prob and version of each token of a response that an engine generated; None for
+    other tokens.
 
     A response contains the outputs of engines in the order of the requests, complete or truncated.
     """
@@ -155,7 +171,9 @@ def _found(response: list[int], written: Sequence[Written]) -> list[tuple[float,
         if start is None:
             continue  # part of another sample, or unused
         versions = RunColumn(answer.version_spans)
-        for at, (token, *known) in enumerate(zip(answer.token_ids, answer.logprobs, versions, strict=True), start):
+        for at, (token, *known) in enumerate(
+            zip(answer.token_ids, answer.logprobs, versions, strict=True), start
+        ):
             if at == len(response) or response[at] != token:
                 break
             logprob, version = known
@@ -171,11 +189,13 @@ def _place(response: list[int], head: list[int], start: int) -> int | None:
     return None
 
 
-def _versions(found: Sequence[tuple[float, int] | None], sample: Any, engines: Engines, what: str) -> list[int]:
+def _versions(
+    found: Sequence[tuple[float, int] | None], sample: Any, engines: Engines, what: str
+) -> list[int]:
     """Return the policy version of each token.
 
-    A token of unknown origin, such as a tool's, gets the version of the previous token; the first tokens get the oldest
-    version of all. So no token is reported as newer than it is.
+    A token of unknown origin, such as a tool's, gets the version of the previous token; the first
+    tokens get the oldest version of all. So no token is reported as newer than it is.
     """
     named = [str(version) for version in sample.weight_versions]
     known = [version for answer in engines.written for version, _ in answer.version_spans]
@@ -203,11 +223,16 @@ def _spans(versions: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def _logprobs(
-    found: Sequence[tuple[float, int] | None], mask: Sequence[int], given: Sequence[float] | None, what: str
+    found: Sequence[tuple[float, int] | None],
+    mask: Sequence[int],
+    given: Sequence[float] | None,
+    what: str,
 ) -> FloatColumn:
     if given is not None and len(given) == len(mask):
         return FloatColumn([float(value) for value in given])
-    if given is None and all(entry is not None for entry, trains in zip(found, mask, strict=True) if trains):
+    if given is None and all(
+        entry is not None for entry, trains in zip(found, mask, strict=True) if trains
+    ):
         return FloatColumn([0.0 if entry is None else entry[0] for entry in found])
     has = "no rollout_log_probs" if given is None else f"{len(given)} rollout_log_probs"
     raise ConfigError(
@@ -221,9 +246,15 @@ def _finish_reason(sample: Any) -> FinishReason:
 
 
 def _extra(sample: Any, prompt: Prompt) -> dict[str, Any]:
-    """Return the attributes set by a plug-in that rlpost's sample has no field for, for its reward and filter."""
-    left: dict[str, Any] = {name: value for name, value in vars(sample).items() if name not in _KNOWN}
-    left |= {name: value for name in _OF_A_PLUG_IN if (value := getattr(sample, name, None)) is not None}
+    """Return the attributes set by a plug-in that rlpost's sample has no field for, for its reward
+    and filter.
+    """
+    left: dict[str, Any] = {
+        name: value for name, value in vars(sample).items() if name not in _KNOWN
+    }
+    left |= {
+        name: value for name in _OF_A_PLUG_IN if (value := getattr(sample, name, None)) is not None
+    }
     if sample.prompt != prompt.text:
         left["prompt"] = sample.prompt
     if sample.label != label_of(prompt):
@@ -236,14 +267,18 @@ def _extra(sample: Any, prompt: Prompt) -> dict[str, Any]:
 
 
 def _is_kept(name: str, value: Any) -> bool:
-    """Whether a value survives JSON, in which it is sent to other processes and saved; warn once if not."""
+    """Whether a value survives JSON, in which it is sent to other processes and saved; warn once if
+    not.
+    """
     try:
         is_same = _read_back(value) == _lists(value)
     except (TypeError, ValueError):
         is_same = False
     if not is_same and name not in _warned:
         _warned.add(name)
-        logger.warning("%s: sample.%s is not a JSON value and is not passed to the reward", FLAG, name)
+        logger.warning(
+            "%s: sample.%s is not a JSON value and is not passed to the reward", FLAG, name
+        )
     return is_same
 
 

@@ -1,7 +1,8 @@
 """The import hook that provides ``slime`` where slime is not installed.
 
-Input: an import of a module of ``names.PROVIDED``. Output: a module with its names, implemented over the engines and
-types of this run. The hook is the last in ``sys.meta_path``, so an installed slime takes precedence.
+Input: an import of a module of ``names.PROVIDED``. Output: a module with its names, implemented
+over the engines and types of this run. The hook is the last in ``sys.meta_path``, so an installed
+slime takes precedence.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def install() -> None:
 def is_installed() -> bool:
     """Whether slime itself can be imported, without importing it.
 
-    Python also treats a plain folder of that name, such as a clone next to the recipe, as a package. Only slime has
-    the file ``utils/types.py``.
+    Python also treats a plain folder of that name, such as a clone next to the recipe, as a
+    package. Only slime has the file ``utils/types.py``.
     """
     if "slime" in sys.modules:
         places = list(sys.modules["slime"].__path__)
@@ -56,7 +57,9 @@ class _Loader(Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__doc__ = "Stands in for slime's module of this name; see rlpost/compat/slime/names.py."
+        module.__doc__ = (
+            "Stands in for slime's module of this name; see rlpost/compat/slime/names.py."
+        )
         module.__getattr__ = _getter(module.__name__)  # type: ignore[method-assign]
 
 

@@ -1,7 +1,7 @@
 """The modules and names of slime that plug-ins may import, and their implementations. Pure data.
 
-They can be imported without slime (``rlpost.compat.slime.modules``). Other names raise an error that refers to the
-documentation.
+They can be imported without slime (``rlpost.compat.slime.modules``). Other names raise an error
+that refers to the documentation.
 """
 
 from __future__ import annotations
@@ -22,14 +22,20 @@ PROVIDED: dict[str, dict[str, str]] = {
         "GenerateState": _HERE + "engines.GenerateState",
         "get_model_url": _HERE + "engines.get_model_url",
     },
-    "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": _HERE + "filters.DynamicFilterOutput"},
+    "slime.rollout.filter_hub.base_types": {
+        "DynamicFilterOutput": _HERE + "filters.DynamicFilterOutput"
+    },
     "slime.rollout.filter_hub.dynamic_sampling_filters": {
         "check_reward_nonzero_std": _HERE + "filters.check_reward_nonzero_std",
-        "check_reward_nonzero_std_with_fallback": _HERE + "filters.check_reward_nonzero_std_with_fallback",
+        "check_reward_nonzero_std_with_fallback": _HERE
+        + "filters.check_reward_nonzero_std_with_fallback",
     },
     "slime.rollout.filter_hub.buffer_filters": {"pop_first": _HERE + "filters.pop_first"},
     "slime.rollout.data_source": {"pop_first": _HERE + "filters.pop_first"},
-    _RM: {"async_rm": _HERE + "rewards.async_rm", "batched_async_rm": _HERE + "rewards.batched_async_rm"},
+    _RM: {
+        "async_rm": _HERE + "rewards.async_rm",
+        "batched_async_rm": _HERE + "rewards.batched_async_rm",
+    },
     f"{_RM}.deepscaler": {"get_deepscaler_rule_based_reward": _HERE + "rewards.deepscaler_reward"},
     f"{_RM}.f1": {"f1_score": _HERE + "rewards.f1_score"},
     f"{_RM}.gpqa": {"compute_gpqa_reward": _HERE + "rewards.gpqa_reward"},

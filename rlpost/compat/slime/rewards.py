@@ -1,7 +1,7 @@
 """Reward functions of slime, and the names of ``slime.rollout.rm_hub`` over rlpost's rewards.
 
-Input: a function ``(args, sample, **kwargs)``, or ``(args, samples, **kwargs)`` with --group-rm; async or not. Output:
-a function with rlpost's interface, for the grading processes.
+Input: a function ``(args, sample, **kwargs)``, or ``(args, samples, **kwargs)`` with --group-rm;
+async or not. Output: a function with rlpost's interface, for the grading processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ BOX_WITHIN = 100  # characters at the end of a solution
 INVALID = "[INVALID]"
 
 
-def one(function: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[[Prompt, Answer], Any]:
+def one(
+    function: Callable[..., Any], settings: Mapping[str, Any]
+) -> Callable[[Prompt, Answer], Any]:
     """Wrap a reward for one answer; ``settings`` become its ``args``."""
     args, siblings = Arguments(settings), settings["n_samples_per_prompt"]
 
@@ -40,19 +42,25 @@ def one(function: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[[
     return score
 
 
-def several(function: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[[Prompt, Sequence[Answer]], Any]:
+def several(
+    function: Callable[..., Any], settings: Mapping[str, Any]
+) -> Callable[[Prompt, Sequence[Answer]], Any]:
     """Wrap a reward for all answers to a prompt; ``settings`` become its ``args``."""
     args, siblings = Arguments(settings), settings["n_samples_per_prompt"]
 
     def score(prompt: Prompt, answers: Sequence[Answer]) -> Any:
         kind = sample_class()
-        return function(args, [shown(prompt, answer, siblings=siblings, kind=kind) for answer in answers])
+        return function(
+            args, [shown(prompt, answer, siblings=siblings, kind=kind) for answer in answers]
+        )
 
     return score
 
 
 async def async_rm(args: Any, sample: Any, **kwargs: Any) -> float:
-    """Grade one answer with --rm-type, or with ``rm_type`` in the sample's metadata. Raises ConfigError."""
+    """Grade one answer with --rm-type, or with ``rm_type`` in the sample's metadata. Raises
+    ConfigError.
+    """
     del kwargs
     metadata = sample.metadata if isinstance(sample.metadata, Mapping) else {}
     name = str(metadata.get("rm_type") or args.rm_type).strip()
@@ -71,9 +79,13 @@ async def _remote(args: Any, sample: Any) -> float:
     if args.rm_url is None:
         raise ConfigError(f"--rm-type {REMOTE} needs --rm-url: the address of the reward model")
     server = RemoteReward(args.rm_url, deadline_s=args.rm_url_timeout_s)
-    prompt = Prompt(sample.group_index or 0, sample.prompt, IntColumn(), sample.label, sample.metadata)
+    prompt = Prompt(
+        sample.group_index or 0, sample.prompt, IntColumn(), sample.label, sample.metadata
+    )
     no_ids, no_logprobs = IntColumn(), FloatColumn()
-    answer = Answer(prompt.prompt_id, sample.index or 0, no_ids, no_ids, no_logprobs, sample.response, "stop", 0)
+    answer = Answer(
+        prompt.prompt_id, sample.index or 0, no_ids, no_ids, no_logprobs, sample.response, "stop", 0
+    )
     try:
         return await server.score(prompt, answer)
     finally:
@@ -81,12 +93,15 @@ async def _remote(args: Any, sample: Any) -> float:
 
 
 def dapo_score(
-    solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: Any = None
+    solution_str: str,
+    ground_truth: str,
+    strict_box_verify: bool = False,
+    pause_tokens_index: Any = None,
 ) -> dict[str, Any]:
     """Return ``score`` (1 or -1), ``acc`` and ``pred`` by DAPO's rules.
 
-    The answer is the last ``Answer:`` line, or with ``strict_box_verify`` the last box near the end, which must equal
-    the label exactly.
+    The answer is the last ``Answer:`` line, or with ``strict_box_verify`` the last box near the
+    end, which must equal the label exactly.
     """
     if pause_tokens_index is not None:
         raise ConfigError("compute_score: pause_tokens_index is not supported; leave it out")

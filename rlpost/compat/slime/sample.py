@@ -1,8 +1,8 @@
 """slime's ``Sample``, made from a prompt and an answer of rlpost.
 
-Input: a ``Prompt``, its partial or complete answer (or none), its reward. Output: a mutable sample for plug-ins.
-Changes reach the run only through ``rlpost.compat.slime.generate``. Images and video are not supported: access to their
-attributes raises an error that says so.
+Input: a ``Prompt``, its partial or complete answer (or none), its reward. Output: a mutable sample
+for plug-ins. Changes reach the run only through ``rlpost.compat.slime.generate``. Images and video
+are not supported: access to their attributes raises an error that says so.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ ABSENT = {
 
 
 class AbsentAttribute(ConfigError, AttributeError):
-    """A plug-in uses an unsupported attribute: an AttributeError for Python, a ConfigError for the run."""
+    """A plug-in uses an unsupported attribute: an AttributeError for Python, a ConfigError for the
+    run.
+    """
 
 
 @dataclass
 class Sample:
     """An answer with slime's attributes.
 
-    ``tokens`` are those of prompt and response. ``loss_mask`` and ``rollout_log_probs`` have one entry for each of the
-    ``response_length`` tokens of the response. ``rollout_routed_experts`` is an array [tokens, MoE layers, k] of the
-    experts that the engine chose for the first tokens; it is read-only, because the run records the routes itself.
+    ``tokens`` are those of prompt and response. ``loss_mask`` and ``rollout_log_probs`` have one
+    entry for each of the ``response_length`` tokens of the response. ``rollout_routed_experts`` is
+    an array [tokens, MoE layers, k] of the experts that the engine chose for the first tokens; it
+    is read-only, because the run records the routes itself.
     """
 
     class Status(Enum):
@@ -102,9 +105,11 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Append tokens to the response: of the model (``trainable``), or of a tool, which the loss ignores.
+        """Append tokens to the response: of the model (``trainable``), or of a tool, which the loss
+        ignores.
 
-        Status and weight version are taken from ``meta_info``, which is that of the engine's answer.
+        Status and weight version are taken from ``meta_info``, which is that of the engine's
+        answer.
 
         Raises:
             ValueError: tokens of the model have no log-probs, or not one for each.
@@ -112,9 +117,13 @@ class Sample:
         added = _numbers(tokens, int)
         given = None if log_probs is None else _numbers(log_probs, float)
         if trainable and added and given is None:
-            raise ValueError("append_response_tokens: tokens of the model need log_probs, one for each")
+            raise ValueError(
+                "append_response_tokens: tokens of the model need log_probs, one for each"
+            )
         if given is not None and len(given) != len(added):
-            raise ValueError(f"append_response_tokens: {len(given)} log_probs for {len(added)} tokens")
+            raise ValueError(
+                f"append_response_tokens: {len(given)} log_probs for {len(added)} tokens"
+            )
         if not trainable:
             given = [0.0] * len(added)
         before = self.response_length
@@ -159,12 +168,17 @@ STATUS = {
 """Status of an answer by the engine's finish reason."""
 
 START = "start_rollout_id"
-"""Key in the metadata of a resumed answer: the rollout that generated its first token. slime numbers rollouts from 0,
-as rlpost numbers policy versions, so the value is the answer's ``oldest_version``."""
+"""Key in the metadata of a resumed answer: the rollout that generated its first token. slime
+numbers rollouts from 0, as rlpost numbers policy versions, so the value is the answer's
+``oldest_version``.
+"""
 
 
 def begun(prompt: Prompt, index: int, *, siblings: int, kind: type[Any] = Sample) -> Any:
-    """Make a sample before generation. ``siblings`` is --n-samples-per-prompt; ``kind`` is the class to use."""
+    """Make a sample before generation.
+
+    ``siblings`` is --n-samples-per-prompt; ``kind`` is the class to use.
+    """
     made = kind()
     made.group_index = prompt.prompt_id
     made.index = prompt.prompt_id * siblings + index
@@ -174,7 +188,9 @@ def begun(prompt: Prompt, index: int, *, siblings: int, kind: type[Any] = Sample
     return made
 
 
-def shown(prompt: Prompt, answer: Answer, *, siblings: int, reward: Any = None, kind: type[Any] = Sample) -> Any:
+def shown(
+    prompt: Prompt, answer: Answer, *, siblings: int, reward: Any = None, kind: type[Any] = Sample
+) -> Any:
     """Convert an answer to a sample, including the attributes set by a generate function."""
     made = begun(prompt, answer.index, siblings=siblings, kind=kind)
     made.tokens = [*answer.prompt_ids, *answer.response_ids]
@@ -193,7 +209,9 @@ def shown(prompt: Prompt, answer: Answer, *, siblings: int, reward: Any = None, 
 
 
 def label_of(prompt: Prompt) -> Any:
-    """Return the label of a prompt: the object if the data set has one (``Prompt.label`` is its JSON text)."""
+    """Return the label of a prompt: the object if the data set has one (``Prompt.label`` is its
+    JSON text).
+    """
     if prompt.label is None or not prompt.label.startswith("{"):
         return prompt.label
     for value in prompt.metadata.values():

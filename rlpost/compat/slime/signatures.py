@@ -1,10 +1,10 @@
 """Determine the interface of a custom function: rlpost's or slime's. Pure.
 
-Input: the purpose of the function, and its signature, from the source (login node) or from the object (nodes). Output:
-the name of the interface, or a message with the required signature.
+Input: the purpose of the function, and its signature, from the source (login node) or from the
+object (nodes). Output: the name of the interface, or a message with the required signature.
 
-The number of arguments distinguishes most interfaces. For the others the argument names decide: the first argument of
-slime's functions is ``args``.
+The number of arguments distinguishes most interfaces. For the others the argument names decide: the
+first argument of slime's functions is ``args``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ Kind = Literal["filter", "buffer filter", "reward", "group reward", "generate", 
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """The positional arguments of a function by interface; ``slimes`` is None if slime's are not supported."""
+    """The positional arguments of a function by interface; ``slimes`` is None if slime's are not
+    supported.
+    """
 
     ours: tuple[str, ...]
     slimes: tuple[str, ...] | None = None
@@ -29,7 +31,9 @@ class Forms:
 
 FORMS: dict[Kind, Forms] = {
     "filter": Forms(("group",), ("args", "samples")),
-    "buffer filter": Forms(("waiting", "num_groups"), ("args", "rollout_id", "buffer", "num_samples")),
+    "buffer filter": Forms(
+        ("waiting", "num_groups"), ("args", "rollout_id", "buffer", "num_samples")
+    ),
     "reward": Forms(("prompt", "sample"), ("args", "sample")),
     "group reward": Forms(("prompt", "samples"), ("args", "samples")),
     "generate": Forms(("builder", "prompt", "sampling"), ("args", "sample", "sampling_params")),
@@ -77,7 +81,9 @@ def takes_evaluation(signature: Signature) -> bool:
 
 
 def signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
-    """Return the signature of a function in a syntax tree, with placeholders for the values of defaults."""
+    """Return the signature of a function in a syntax tree, with placeholders for the values of
+    defaults.
+    """
     given = node.args
     positional = [*given.posonlyargs, *given.args]
     first_default = len(positional) - len(given.defaults)
@@ -103,12 +109,18 @@ def signature_of_object(function: object) -> Signature | None:
 
 
 def _parameter(argument: ast.arg, kind: inspect._ParameterKind, *, has_default: bool) -> Parameter:
-    annotation = Parameter.empty if argument.annotation is None else ast.unparse(argument.annotation)
-    return Parameter(argument.arg, kind, default=... if has_default else Parameter.empty, annotation=annotation)
+    annotation = (
+        Parameter.empty if argument.annotation is None else ast.unparse(argument.annotation)
+    )
+    return Parameter(
+        argument.arg, kind, default=... if has_default else Parameter.empty, annotation=annotation
+    )
 
 
 def _takes(signature: Signature, count: int) -> bool:
-    """Whether the function accepts ``count`` positional arguments, besides ``evaluation`` if it has that."""
+    """Whether the function accepts ``count`` positional arguments, besides ``evaluation`` if it has
+    that.
+    """
     named = {}
     if EVALUATION in signature.parameters and EVALUATION not in list(signature.parameters)[:count]:
         named[EVALUATION] = False
@@ -120,7 +132,9 @@ def _takes(signature: Signature, count: int) -> bool:
 
 
 def _is_named_as_slimes(kind: Kind, signature: Signature) -> bool:
-    """Whether the argument names are slime's, for kinds where both interfaces have the same number of arguments."""
+    """Whether the argument names are slime's, for kinds where both interfaces have the same number
+    of arguments.
+    """
     second = [each.name for each in _positional(signature)[1:2]]
     return _begins_with_args(signature) or (kind == "generate" and second == ["sample"])
 
@@ -138,13 +152,17 @@ def _positional(signature: Signature) -> list[Parameter]:
 
 
 def _wrong_number(kind: Kind, name: str, signature: Signature) -> str | None:
-    """Return a problem if a reward takes one answer but gets several, or vice versa, judging by its argument's name."""
+    """Return a problem if a reward takes one answer but gets several, or vice versa, judging by its
+    argument's name.
+    """
     second = _positional(signature)[1:2]
     named = second[0].name if second else ""
     if kind == "reward" and named == "samples":
         return f"{name}{_shown(signature)} takes the answers to a prompt at once; add --group-rm, or {needed(kind)}"
     if kind == "group reward" and named == "sample":
-        return f"{name}{_shown(signature)} takes one answer; leave out --group-rm, or {needed(kind)}"
+        return (
+            f"{name}{_shown(signature)} takes one answer; leave out --group-rm, or {needed(kind)}"
+        )
     return None
 
 

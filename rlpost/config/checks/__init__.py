@@ -1,1 +1,3 @@
-"""What can be known wrong from settings alone, one file a subject. ``rlpost.check`` adds what reads files."""
+"""What can be known wrong from settings alone, one file a subject. ``rlpost.check`` adds what reads
+files.
+"""

@@ -20,7 +20,9 @@ def batch_problems(config: Config) -> list[str]:
     rollout = config.rollout
     samples, steps = config.samples_per_rollout, config.num_steps_per_rollout
     problems = []
-    if samples % steps or (rollout.global_batch_size is not None and rollout.global_batch_size * steps != samples):
+    if samples % steps or (
+        rollout.global_batch_size is not None and rollout.global_batch_size * steps != samples
+    ):
         problems.append(_not_the_samples(config))
     elif not layout_problems(config) and (samples // steps) % _unit(config):
         problems.append(_uneven(config))
@@ -34,8 +36,14 @@ def batch_problems(config: Config) -> list[str]:
             f"{spelled(config, 'kl_loss_coef')} has no effect without --use-kl-loss; add "
             "--use-kl-loss true, or use --kl-loss-coef 0"
         )
-    compares = config.grpo.loss_type != "sft_loss" and config.grpo.custom_advantage_function_path is None
-    if compares and rollout.n_samples_per_prompt == 1 and config.grpo.advantage_estimator != "reinforce_plus_plus":
+    compares = (
+        config.grpo.loss_type != "sft_loss" and config.grpo.custom_advantage_function_path is None
+    )
+    if (
+        compares
+        and rollout.n_samples_per_prompt == 1
+        and config.grpo.advantage_estimator != "reinforce_plus_plus"
+    ):
         problems.append(
             f"--n-samples-per-prompt 1: {spelled(config, 'advantage_estimator')} compares the responses to a "
             "prompt, so a single response gives no advantage; use --n-samples-per-prompt 2 or more, or "
@@ -62,12 +70,18 @@ def _whole_steps(config: Config) -> list[int]:
 def _not_the_samples(config: Config) -> str:
     """The samples of a rollout do not divide into optimizer steps of the given size."""
     rollout = config.rollout
-    samples, given, steps = config.samples_per_rollout, rollout.global_batch_size, rollout.num_steps_per_rollout
+    samples, given, steps = (
+        config.samples_per_rollout,
+        rollout.global_batch_size,
+        rollout.num_steps_per_rollout,
+    )
     sizes = _whole_steps(config)
     if given is None:
         counts = sorted(samples // size for size in sizes)
         remedy = (
-            f"use --num-steps-per-rollout {listed(nearest(counts, steps or 1))}" if counts else _other_prompts(config)
+            f"use --num-steps-per-rollout {listed(nearest(counts, steps or 1))}"
+            if counts
+            else _other_prompts(config)
         )
         return f"{spelled(config, STEPS)} does not divide the {_samples(config)}; {remedy}"
     near = nearest(sizes, given)
@@ -77,15 +91,16 @@ def _not_the_samples(config: Config) -> str:
             return f"{why}; {_other_prompts(config)}"
         counts = [samples // size for size in near]
         plural = "step" if counts == [1] else "steps"
-        return (
-            f"{why}; use --global-batch-size {listed(near)}, which is {listed(counts)} optimizer {plural} per rollout"
-        )
+        per_rollout = f"{listed(counts)} optimizer {plural} per rollout"
+        return f"{why}; use --global-batch-size {listed(near)}, which is {per_rollout}"
     remedies = []
     if samples % steps == 0 and samples // steps in sizes:
         remedies.append(f"--global-batch-size {samples // steps}")
     if given in sizes:
         remedies.append(f"--num-steps-per-rollout {samples // given}")
-    remedies += [f"--global-batch-size {size} --num-steps-per-rollout {samples // size}" for size in near[:1]]
+    remedies += [
+        f"--global-batch-size {size} --num-steps-per-rollout {samples // size}" for size in near[:1]
+    ]
     return (
         f"{spelled(config, GLOBAL)} x {spelled(config, STEPS)} = {given * steps}, not the {_samples(config)}; use "
         f"{listed(remedies[:2])}"

@@ -39,7 +39,9 @@ def container_problems(config: Config, always: Sequence[str] = ()) -> list[str]:
         if inside is None:
             lost.append((name, path))
         else:
-            moved.append(f"{name} {path}: with {shown} the folder is {inside} in the container; use that path")
+            moved.append(
+                f"{name} {path}: with {shown} the folder is {inside} in the container; use that path"
+            )
     if not lost:
         return moved
     names = listed([f"{name} {path}" for name, path in lost], "and")

@@ -1,8 +1,8 @@
 """Check ``cluster.environment`` for values that NCCL or Gloo ignores or misinterprets. Pure.
 
-Input: a ``Config``. Output: one line for each problem. The ranges are those of the NCCL user guide (Environment
-Variables, June 2026). NCCL treats a number that it cannot parse as unset and logs this at level
-INFO only, so a typo would go unnoticed.
+Input: a ``Config``. Output: one line for each problem. The ranges are those of the NCCL user guide
+(Environment Variables, June 2026). NCCL treats a number that it cannot parse as unset and logs this
+at level INFO only, so a typo would go unnoticed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ RULES: Mapping[str, Range | Words] = {
         "2^timeout x NCCL_IB_RETRY_CNT), NCCL's default 20 after half a minute",
     ),
     "NCCL_IB_RETRY_CNT": Range(0, 7),
-    "NCCL_IB_GID_INDEX": Range(-1, 255, "show_gids lists the indices of a host; with -1 NCCL chooses"),
+    "NCCL_IB_GID_INDEX": Range(
+        -1, 255, "show_gids lists the indices of a host; with -1 NCCL chooses"
+    ),
     "NCCL_IB_TC": Range(0, 255),
     "NCCL_IB_FIFO_TC": Range(0, 255),
     "NCCL_IB_SL": Range(0, 15),

@@ -33,7 +33,10 @@ SETTINGS: tuple[tuple[str, str, Kind], ...] = (
     ("rollout", "buffer_filter_path", "buffer filter"),
 )
 """Table, key, and kind of the function."""
-OF_A_SET: tuple[tuple[str, Kind], ...] = (("custom_rm_path", "reward"), ("custom_generate_function_path", "generate"))
+OF_A_SET: tuple[tuple[str, Kind], ...] = (
+    ("custom_rm_path", "reward"),
+    ("custom_generate_function_path", "generate"),
+)
 """Functions that an evaluation set may override."""
 SLIME = "slime"
 _SYNCHRONOUS = "slime.rollout.sglang_rollout.generate_rollout"
@@ -58,7 +61,9 @@ class _Named:
 
 def function_problems(config: Config) -> list[str]:
     """One line for each function that is missing or has the wrong signature."""
-    given = [(flag(key), getattr(getattr(config, table), key), kind) for table, key, kind in SETTINGS]
+    given = [
+        (flag(key), getattr(getattr(config, table), key), kind) for table, key, kind in SETTINGS
+    ]
     with suppress(ConfigError):  # ``eval_problems`` reports an invalid file
         given += [
             (f"--eval-config {config.eval.eval_config}: {one.name}.{key}", getattr(one, key), kind)
@@ -102,7 +107,11 @@ def whole_rollout_problems(config: Config) -> list[str]:
                 "--dynamic-sampling-filter-path for the selection of groups; --eval-config sets them per evaluation set"
             )
         needed = WHOLE_ROLLOUTS.get(path or "")
-        if needed is not None and name == "--rollout-function-path" and given[needed[0]] != needed[1]:
+        if (
+            needed is not None
+            and name == "--rollout-function-path"
+            and given[needed[0]] != needed[1]
+        ):
             found.append(
                 f"{name} {path} corresponds to {' '.join(needed)}, but {needed[0]} {given[needed[0]]}; use "
                 f"{' '.join(needed)}"
@@ -116,20 +125,28 @@ def _kind(kind: Kind, config: Config) -> Kind:
 
 def _problems(named: _Named, config: Config) -> list[str]:
     file, colon, name = named.path.rpartition(":")
-    if not colon and Path(named.path).is_file():  # FILE.py reads as a module FILE with a function py
+    if (
+        not colon and Path(named.path).is_file()
+    ):  # FILE.py reads as a module FILE with a function py
         there = listed(sorted(set(_names(ast.parse(Path(named.path).read_bytes()))))) or "FUNCTION"
         return [f"names a file without a function; write {named.path}:{there}"]
     if colon:
         tree = ast.parse(Path(file).read_bytes())
         names = sorted(set(_names(tree)))
         if name not in names and "*" not in names:
-            return [f"the file has no function {name}{suggestion(name, names)}; it has {', '.join(names) or 'none'}"]
+            return [
+                f"the file has no function {name}{suggestion(name, names)}; it has {', '.join(names) or 'none'}"
+            ]
         return _problems_of(tree, name, named.kind, config)
     module, _, name = named.path.rpartition(".")
     source = _source(module)
     if source is not None:
         return _problems_of(ast.parse(source.read_bytes()), name, named.kind, config)
-    if module.partition(".")[0] == SLIME and _may_lack_slime(config) and (why := lacking(module, name)):
+    if (
+        module.partition(".")[0] == SLIME
+        and _may_lack_slime(config)
+        and (why := lacking(module, name))
+    ):
         return [why]
     return []
 
@@ -161,7 +178,11 @@ def _missing_imports(tree: ast.Module) -> list[str]:
         else:
             continue
         for module, name in wanted:
-            why = lacking(module, None if name == "*" else name) if module.partition(".")[0] == SLIME else None
+            why = (
+                lacking(module, None if name == "*" else name)
+                if module.partition(".")[0] == SLIME
+                else None
+            )
             if why is not None and why not in found.values():
                 found[f"line {node.lineno}, {module}.{name}"] = why
     return [f"{where.partition(',')[0]}: {why}" for where, why in found.items()]
@@ -178,7 +199,9 @@ def _always(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _may_lack_slime(config: Config) -> bool:
-    """Whether slime is missing on the nodes: not installed here, and no image that may contain it."""
+    """Whether slime is missing on the nodes: not installed here, and no image that may contain
+    it.
+    """
     return config.cluster.container == "none" and _source(f"{SLIME}.utils.types") is None
 
 

@@ -16,7 +16,11 @@ from rlpost.config.wording import divisors, listed, nearest, spelled, value_of, 
 
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Keys of the number of experts in config.json, by model family."""
-TENSOR, PIPELINE, CONTEXT = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+TENSOR, PIPELINE, CONTEXT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+)
 EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 _SHORT = {TENSOR: "TP", PIPELINE: "PP", CONTEXT: "CP"}
@@ -69,7 +73,11 @@ def _engine_size(config: Config) -> str:
     """Generation GPUs not a multiple of the engine size, or a multi-node engine not a multiple of
     a node."""
     cluster = config.cluster
-    size, a_node, generate = cluster.rollout_num_gpus_per_engine, cluster.num_gpus_per_node, config.rollout_num_gpus
+    size, a_node, generate = (
+        cluster.rollout_num_gpus_per_engine,
+        cluster.num_gpus_per_node,
+        config.rollout_num_gpus,
+    )
     sizes = [one for one in divisors(generate) if one <= a_node or one % a_node == 0]
     engine = spelled(config, "rollout_num_gpus_per_engine")
     if size > a_node and size % a_node:
@@ -96,7 +104,10 @@ def _fits(config: Config) -> bool:
     perf, world = config.perf, config.actor_world_size
     expert_tensor = perf.expert_tensor_parallel_size or perf.tensor_model_parallel_size
     stage = world // perf.pipeline_model_parallel_size
-    return world % config.model_parallel_size == 0 and stage % (expert_tensor * perf.expert_model_parallel_size) == 0
+    return (
+        world % config.model_parallel_size == 0
+        and stage % (expert_tensor * perf.expert_model_parallel_size) == 0
+    )
 
 
 def parallel_problems(config: Config) -> list[str]:
@@ -128,7 +139,11 @@ def _that_fit(config: Config, key: str) -> list[int]:
 
 def _product(config: Config) -> str:
     """``TP 8 x PP 4 x CP 2 = 64``, without sizes of 1."""
-    sizes = [f"{name} {value_of(config, key)}" for key, name in _SHORT.items() if value_of(config, key) > 1]
+    sizes = [
+        f"{name} {value_of(config, key)}"
+        for key, name in _SHORT.items()
+        if value_of(config, key) > 1
+    ]
     return f"{' x '.join(sizes)} = {config.model_parallel_size}"
 
 
@@ -153,7 +168,9 @@ def _world_problem(config: Config) -> str:
         line = f"{_product(config)} GPUs, but the trainer has {world} ({trains})"
     else:
         line = f"{spelled(config, alone[0])} does not divide the {world} GPUs of the trainer ({trains})"
-    return f"{line}; use {listed(remedies or ['the sizes that rlpost plan RECIPE --suggest lists'])}"
+    return (
+        f"{line}; use {listed(remedies or ['the sizes that rlpost plan RECIPE --suggest lists'])}"
+    )
 
 
 def _gpus_for(config: Config, size: int) -> list[int]:
@@ -163,7 +180,9 @@ def _gpus_for(config: Config, size: int) -> list[int]:
     if _is_power_of_two(cluster.actor_num_gpus_per_node) or not _is_power_of_two(size):
         return []
     numbers = range(1, cluster.num_gpus_per_node + 1)
-    fit = [number for number in numbers if _fits(with_values(config, actor_num_gpus_per_node=number))]
+    fit = [
+        number for number in numbers if _fits(with_values(config, actor_num_gpus_per_node=number))
+    ]
     return nearest(fit, cluster.actor_num_gpus_per_node, 2)
 
 
@@ -199,11 +218,21 @@ def _needs(config: Config) -> list[str]:
     uneven = [spelled(config, key) for key in (FIRST, LAST) if value_of(config, key) is not None]
     interleaved = perf.num_layers_per_virtual_pipeline_stage is not None
     chunk = spelled(config, "num_layers_per_virtual_pipeline_stage")
-    full, recompute = perf.recompute_granularity == "full", ("recompute_method", "recompute_num_layers")
+    full, recompute = (
+        perf.recompute_granularity == "full",
+        ("recompute_method", "recompute_num_layers"),
+    )
     given = [key for key in recompute if value_of(config, key) is not None]
-    lacking = {"recompute_method": "--recompute-method uniform", "recompute_num_layers": "--recompute-num-layers 1"}
+    lacking = {
+        "recompute_method": "--recompute-method uniform",
+        "recompute_num_layers": "--recompute-num-layers 1",
+    }
     missing = [text for key, text in lacking.items() if key not in given]
-    gather = [key for key in ("use_distributed_optimizer", "overlap_grad_reduce") if not value_of(config, key)]
+    gather = [
+        key
+        for key in ("use_distributed_optimizer", "overlap_grad_reduce")
+        if not value_of(config, key)
+    ]
     rules = [
         (
             perf.sequence_parallel and tensor == 1,
@@ -287,14 +316,19 @@ def _free(config: Config) -> list[int]:
     """Free GPUs of each node, those of the trainer subtracted."""
     cluster = config.cluster
     return [
-        cluster.num_gpus_per_node - (cluster.actor_num_gpus_per_node if node < config.actor_num_nodes else 0)
+        cluster.num_gpus_per_node
+        - (cluster.actor_num_gpus_per_node if node < config.actor_num_nodes else 0)
         for node in range(config.num_nodes)
     ]
 
 
 def _room(config: Config) -> int:
     """Engines that fit on the free GPUs."""
-    size, a_node, free = config.cluster.rollout_num_gpus_per_engine, config.cluster.num_gpus_per_node, _free(config)
+    size, a_node, free = (
+        config.cluster.rollout_num_gpus_per_engine,
+        config.cluster.num_gpus_per_node,
+        _free(config),
+    )
     if size <= a_node:
         return sum(gpus // size for gpus in free)
     return sum(gpus == a_node for gpus in free) * a_node // size
@@ -326,10 +360,16 @@ def model_problems(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
     if experts is not None:
         sharded.append((EXPERT, perf.expert_model_parallel_size, (experts,)))
         sharded.append(
-            (EXPERT_TENSOR if expert_tensor else TENSOR, expert_tensor or tensor, ("moe_intermediate_size",))
+            (
+                EXPERT_TENSOR if expert_tensor else TENSOR,
+                expert_tensor or tensor,
+                ("moe_intermediate_size",),
+            )
         )
     elif perf.expert_model_parallel_size > 1:
-        problems.append(f"{spelled(config, EXPERT)}: the model has no experts; use --expert-model-parallel-size 1")
+        problems.append(
+            f"{spelled(config, EXPERT)}: the model has no experts; use --expert-model-parallel-size 1"
+        )
     for name, value, keys in sharded:
         sizes = {key: hf_config[key] for key in keys if isinstance(hf_config.get(key), int)}
         wrong = [f"{key} = {size}" for key, size in sizes.items() if size % value]
@@ -348,7 +388,9 @@ def _layer_problems(config: Config, num_layers: int | None) -> list[str]:
         return []
     uneven = [key for key in (FIRST, LAST) if value_of(config, key) is not None]
     per_chunk = config.perf.num_layers_per_virtual_pipeline_stage or 1
-    chunks = f" in {spelled(config, 'num_layers_per_virtual_pipeline_stage')}" if per_chunk > 1 else ""
+    chunks = (
+        f" in {spelled(config, 'num_layers_per_virtual_pipeline_stage')}" if per_chunk > 1 else ""
+    )
     taken = f" less {' and '.join(spelled(config, key) for key in uneven)}" if uneven else ""
     tried = [uneven[0]] if uneven else [PIPELINE]
     if per_chunk > 1:

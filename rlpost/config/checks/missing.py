@@ -55,7 +55,11 @@ def missing_problems(config: Config, recipe: str | None) -> list[str]:
 
 def _needed(config: Config) -> list[tuple[str, str, str]]:
     """(flag, path, "file" or "folder") of every path that is read."""
-    found = [("--hf-checkpoint", config.checkpoint.hf_checkpoint, "folder")] if config.checkpoint.hf_checkpoint else []
+    found = (
+        [("--hf-checkpoint", config.checkpoint.hf_checkpoint, "folder")]
+        if config.checkpoint.hf_checkpoint
+        else []
+    )
     found += [("--prompt-data", path, "file") for path in config.rollout.prompt_data]
     try:
         sets = eval_sets(config.eval)

@@ -11,15 +11,26 @@ from rlpost.config.wording import listed, spelled
 
 
 def optimizer_problems(config: Config) -> list[str]:
-    """Settings that Megatron's scheduler and optimizers reject or silently interpret differently."""
-    rules = [*_rate_rules(config), *_decay_rules(config), *_memory_rules(config), *_dtype_rules(config)]
+    """Settings that Megatron's scheduler and optimizers reject or silently interpret
+    differently.
+    """
+    rules = [
+        *_rate_rules(config),
+        *_decay_rules(config),
+        *_memory_rules(config),
+        *_dtype_rules(config),
+    ]
     return [problem for is_broken, problem in rules if is_broken]
 
 
 def _rate_rules(config: Config) -> list[tuple[bool, str]]:
     """The learning rate over the steps."""
     given, end = config.optimizer, config.lr_decay_iters
-    warmup = given.lr_warmup_iters if given.lr_warmup_fraction is None else given.lr_warmup_fraction * end
+    warmup = (
+        given.lr_warmup_iters
+        if given.lr_warmup_fraction is None
+        else given.lr_warmup_fraction * end
+    )
     return [
         (
             given.min_lr > given.lr,

@@ -14,7 +14,11 @@ from rlpost.errors import ConfigError
 def rollout_problems(config: Config) -> list[str]:
     """Conflicting rollout settings."""
     rollout = config.rollout
-    over, mode, staleness = rollout.over_sampling_batch_size, rollout.rollout_mode, rollout.max_staleness
+    over, mode, staleness = (
+        rollout.over_sampling_batch_size,
+        rollout.rollout_mode,
+        rollout.max_staleness,
+    )
     rules = [
         (
             over is not None and over < rollout.rollout_batch_size and mode != "fully_async",
@@ -38,7 +42,9 @@ def rollout_problems(config: Config) -> list[str]:
             "--rollout-mode fully_async or --max-staleness none",
         ),
         (
-            rollout.mask_offpolicy_in_partial_rollout and not rollout.partial_rollout and mode == "sync",
+            rollout.mask_offpolicy_in_partial_rollout
+            and not rollout.partial_rollout
+            and mode == "sync",
             "--mask-offpolicy-in-partial-rollout true needs --partial-rollout, else no response has off-policy tokens; "
             "add --partial-rollout true, or use --mask-offpolicy-in-partial-rollout false",
         ),
@@ -92,8 +98,12 @@ def debug_problems(config: Config) -> list[str]:
             "PATH-{rollout_id}, or use --debug-train-only false"
         )
     other = "debug_train_only" if debug.debug_train_only else "load_debug_rollout_data"
-    without = "--debug-train-only false" if debug.debug_train_only else "--load-debug-rollout-data none"
-    if debug.debug_rollout_only and (debug.debug_train_only or debug.load_debug_rollout_data is not None):
+    without = (
+        "--debug-train-only false" if debug.debug_train_only else "--load-debug-rollout-data none"
+    )
+    if debug.debug_rollout_only and (
+        debug.debug_train_only or debug.load_debug_rollout_data is not None
+    ):
         problems.append(
             f"--debug-rollout-only true generates, but {spelled(config, other)} trains on recorded groups; use "
             f"--debug-rollout-only false, or {without}"

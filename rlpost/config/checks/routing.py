@@ -3,9 +3,10 @@
 Input: a ``Config`` and, if available, the model's ``config.json``.
 Output: one line for each problem. Pure.
 
-The trainer needs a mixture of experts whose router can be replayed. The engines must return the experts that they
-chose: SGLang 0.5.23 (``srt/state_capturer``) writes the choice of each layer to a buffer indexed by row of the batch,
-then to a table indexed by slot of the KV cache, and reads that table when a request ends.
+The trainer needs a mixture of experts whose router can be replayed. The engines must return the
+experts that they chose: SGLang 0.5.23 (``srt/state_capturer``) writes the choice of each layer to a
+buffer indexed by row of the batch, then to a table indexed by slot of the KV cache, and reads that
+table when a request ends.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _MEGATRON_CONFLICTS: _Conflicts = {
     "cuda_graph_impl": (("none",), _GRAPH_REASON),
     "enable_cuda_graph": ((False,), _GRAPH_REASON),
     "external_cuda_graph": ((False,), _GRAPH_REASON),
-    "moe_expert_capacity_factor": ((None,), "an expert at its capacity drops tokens that were routed to it"),
+    "moe_expert_capacity_factor": (
+        (None,),
+        "an expert at its capacity drops tokens that were routed to it",
+    ),
 }
 
 _HOST_CACHE_REASON = "a prefix loaded from host memory has the routes of other tokens"
@@ -37,11 +41,21 @@ _SGLANG_CONFLICTS: _Conflicts = {
     "enable_hierarchical_cache": ((False,), _HOST_CACHE_REASON),
     "enable_lmcache": ((False,), "a prefix loaded from LMCache has the routes of other tokens"),
     "disaggregation_mode": (("null",), "the decode engine does not have the routes of the prompt"),
-    "enable_two_batch_overlap": ((False,), "the second half of a batch overwrites the routes of the first"),
+    "enable_two_batch_overlap": (
+        (False,),
+        "the second half of a batch overwrites the routes of the first",
+    ),
     "tokenizer_worker_num": ((1,), "requests ask for routes through one process"),
 }
-_OPAQUE_BACKENDS = ("triton_kernel", "flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4")
-"""Values of ``moe_runner_backend`` whose kernels choose the experts themselves (``srt/layers/moe/topk.py``)."""
+_OPAQUE_BACKENDS = (
+    "triton_kernel",
+    "flashinfer_trtllm",
+    "experimental_sgl_trtllm",
+    "flashinfer_mxfp4",
+)
+"""Values of ``moe_runner_backend`` whose kernels choose the experts themselves
+(``srt/layers/moe/topk.py``).
+"""
 
 
 def routing_problems(config: Config) -> list[str]:
@@ -57,7 +71,9 @@ def routing_model_problems(config: Config, hf_config: Mapping[str, object]) -> l
     enabled = _enabled(config)
     if not enabled or any(key in hf_config for key in EXPERT_KEYS):
         return []
-    return [f"{_settings_text(config, enabled)}: the model has no experts; use {_disable_text(enabled)}"]
+    return [
+        f"{_settings_text(config, enabled)}: the model has no experts; use {_disable_text(enabled)}"
+    ]
 
 
 def _trainer_problems(config: Config) -> list[str]:
@@ -69,7 +85,9 @@ def _trainer_problems(config: Config) -> list[str]:
     for name, (allowed, reason) in _MEGATRON_CONFLICTS.items():
         value = config.megatron.options.get(name, allowed[0])
         if value not in allowed:
-            problems.append(_conflict(f"{flag(name)} {value_text(value)}", settings, reason, disable))
+            problems.append(
+                _conflict(f"{flag(name)} {value_text(value)}", settings, reason, disable)
+            )
     if config.grpo.loss_type == "sft_loss" and config.grpo.use_rollout_routing_replay:
         problems.append(
             "--loss-type sft_loss with --use-rollout-routing-replay true: no engine routes the tokens; use "

@@ -18,7 +18,9 @@ def _repository(given: str) -> str:
     return given
 
 
-Repositories = Annotated[tuple[Annotated[str, AfterValidator(_repository)], ...], BeforeValidator(several)]
+Repositories = Annotated[
+    tuple[Annotated[str, AfterValidator(_repository)], ...], BeforeValidator(several)
+]
 
 
 class AssetsConfig(Group):

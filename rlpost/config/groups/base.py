@@ -12,7 +12,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 Positive = Annotated[int, Field(gt=0)]
-FilePath = Annotated[str, "path"]  # made absolute when settings are loaded: a job may run in another folder
+FilePath = Annotated[
+    str, "path"
+]  # made absolute when settings are loaded: a job may run in another folder
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 PositiveNumber = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
@@ -20,7 +22,9 @@ PositiveNumber = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 def is_path(field: FieldInfo) -> bool:
     """Whether a field, or a part of its union, is annotated as FilePath."""
     parts = typing.get_args(field.annotation)
-    return "path" in field.metadata or any("path" in getattr(part, "__metadata__", ()) for part in parts)
+    return "path" in field.metadata or any(
+        "path" in getattr(part, "__metadata__", ()) for part in parts
+    )
 
 
 @cache

@@ -19,7 +19,9 @@ class GrpoConfig(Group):
     """module.function or FILE.py:function: the loss of --loss-type custom_loss (signature in
     docs/actor.md)."""
     custom_advantage_function_path: FunctionPath | None = None
-    """module.function or FILE.py:function: advantages in place of --advantage-estimator (docs/actor.md)."""
+    """module.function or FILE.py:function: advantages in place of --advantage-estimator
+    (docs/actor.md).
+    """
     advantage_estimator: Literal[
         "grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
     ] = "grpo"
@@ -66,9 +68,10 @@ class GrpoConfig(Group):
     """Mixture of experts: the trainer sends each token to the experts that the engine chose for it
     (R3, docs/moe.md). The engines return their choice."""
     use_routing_replay: bool = False
-    """Mixture of experts: the experts that the trainer chooses in its first forward pass on a sample
-    are those of every later pass on it. With --use-rollout-routing-replay, of the tokens for which
-    the engine returned none."""
+    """Mixture of experts: the experts that the trainer chooses in its first forward pass on a
+    sample are those of every later pass on it. With --use-rollout-routing-replay, of the tokens for
+    which the engine returned none.
+    """
     calculate_per_token_loss: bool = False
     """Average the loss over all tokens of the batch instead of first over each sample."""
     loss_unit: Literal["sample", "answer"] = "sample"

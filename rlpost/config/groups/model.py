@@ -31,7 +31,9 @@ def _layer_pattern(given: Any) -> Any:
     found = [_PATTERN.fullmatch(term) for term in terms]
     if not all(found):
         raise ValueError("write a sum of lists of 0 (dense) and 1 (MoE) such as [0]*3+[1]*89")
-    return tuple(int(digit) for term in found if term for digit in term[1].split(",") * int(term[2] or 1))
+    return tuple(
+        int(digit) for term in found if term for digit in term[1].split(",") * int(term[2] or 1)
+    )
 
 
 LayerPattern = Annotated[tuple[int, ...], BeforeValidator(_layer_pattern)]

@@ -21,7 +21,9 @@ class OptimizerConfig(Group):
     """Peak learning rate, after the warm-up."""
     min_lr: NotNegative = 0.0
     """Learning rate at the end of the decay."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = (
+        "constant"
+    )
     """Learning-rate schedule; WSD holds the rate and decays it over the last --lr-wsd-decay-iters
     steps."""
     lr_decay_iters: Positive | None = None

@@ -30,7 +30,9 @@ class SglangConfig(Group):
     @property
     def given_server_args(self) -> dict[str, Any]:
         """The pass-through settings as given, without the prefix."""
-        return {key.removeprefix("sglang_"): value for key, value in (self.model_extra or {}).items()}
+        return {
+            key.removeprefix("sglang_"): value for key, value in (self.model_extra or {}).items()
+        }
 
     @property
     def server_args(self) -> dict[str, Any]:
@@ -49,5 +51,7 @@ class SglangConfig(Group):
     def _only_sglang_names(self) -> SglangConfig:
         for key in self.model_extra or {}:
             if not key.startswith("sglang_"):
-                raise ValueError(f"unknown key '{key}'; pass-through options of SGLang begin with 'sglang_'")
+                raise ValueError(
+                    f"unknown key '{key}'; pass-through options of SGLang begin with 'sglang_'"
+                )
         return self

@@ -27,8 +27,11 @@ class Pass:
     width: int = 2
     """Bytes of an activation."""
     fused: bool = True
-    """TransformerEngine's kernels. Without them norms also keep their input in float32, the rotary embedding its
-    tables, and attention its output twice."""
+    """TransformerEngine's kernels.
+
+    Without them norms also keep their input in float32, the rotary embedding its tables, and
+    attention its output twice.
+    """
     recompute: str | None = None
     method: str | None = None
     """uniform or block, with ``recompute`` full."""
@@ -39,17 +42,30 @@ def layer_bytes(shape: Shape, layout: Layout, one: Pass, *, sparse: bool) -> int
     """What one layer keeps on one rank when nothing is recomputed."""
     per_token = _attention(shape, layout, one) + _norm(shape.hidden, one) / layout.sequence_ranks
     if shape.sandwich:
-        per_token += 2 * (_norm(shape.hidden, one) - one.width * shape.hidden) / layout.sequence_ranks
+        per_token += (
+            2 * (_norm(shape.hidden, one) - one.width * shape.hidden) / layout.sequence_ranks
+        )
     per_token += _experts(shape, layout, one) if sparse else _mlp(shape.ffn / layout.tensor, one)
     return round(one.tokens * per_token)
 
 
 def stage_bytes(shape: Shape, layout: Layout, one: Pass, stage: int) -> int:
-    """What a stage keeps at its fullest: its micro-batches under way, and the layers that are just recomputed."""
-    full = [layer_bytes(shape, layout, one, sparse=is_sparse) for is_sparse in sparse_of(shape, layout, stage)]
-    last = one.tokens * round(_norm(shape.hidden, one) - one.width * shape.hidden) // layout.sequence_ranks
+    """What a stage keeps at its fullest: its micro-batches under way, and the layers that are just
+    recomputed.
+    """
+    full = [
+        layer_bytes(shape, layout, one, sparse=is_sparse)
+        for is_sparse in sparse_of(shape, layout, stage)
+    ]
+    last = (
+        one.tokens
+        * round(_norm(shape.hidden, one) - one.width * shape.hidden)
+        // layout.sequence_ranks
+    )
     if stage == layout.pipeline - 1:
-        return last + _layers_bytes(full, one, layout, stage=stage, boundary=_boundary(shape, layout, one))
+        return last + _layers_bytes(
+            full, one, layout, stage=stage, boundary=_boundary(shape, layout, one)
+        )
     return _layers_bytes(full, one, layout, stage=stage, boundary=_boundary(shape, layout, one))
 
 
@@ -58,7 +74,9 @@ def _boundary(shape: Shape, layout: Layout, one: Pass) -> int:
     return one.tokens * shape.hidden * one.width // layout.sequence_ranks
 
 
-def _layers_bytes(full: Sequence[int], one: Pass, layout: Layout, *, stage: int, boundary: int) -> int:
+def _layers_bytes(
+    full: Sequence[int], one: Pass, layout: Layout, *, stage: int, boundary: int
+) -> int:
     """``full``: what each layer of the stage keeps when nothing is recomputed."""
     if one.recompute != "full":
         return round(sum(full) * under_way(layout, len(full), stage))
@@ -73,8 +91,9 @@ def _layers_bytes(full: Sequence[int], one: Pass, layout: Layout, *, stage: int,
 
 
 def under_way(layout: Layout, num_layers: int, stage: int) -> float:
-    """Micro-batches whose activations a stage holds at once: as many as stages follow it, itself included; with v
-    chunks a stage (interleaved) the first has (1 + (p - 1) / (p v)) times as much."""
+    """Micro-batches whose activations a stage holds at once: as many as stages follow it, itself
+    included; with v chunks a stage (interleaved) the first has (1 + (p - 1) / (p v)) times as much.
+    """
     behind = layout.pipeline - stage
     if layout.chunk is None or layout.pipeline == 1:
         return behind
@@ -83,32 +102,45 @@ def under_way(layout: Layout, num_layers: int, stage: int) -> float:
 
 
 def logits_bytes(shape: Shape, layout: Layout, one: Pass, chunk_tokens: int) -> int:
-    """Logits, their gradient, and three float32 copies of the rows that are computed at once; on the last stage. The
-    layer for multi-token prediction has logits too, and the join of two hidden states before it."""
+    """Logits, their gradient, and three float32 copies of the rows that are computed at once; on
+    the last stage. The layer for multi-token prediction has logits too, and the join of two hidden
+    states before it.
+    """
     columns = -(-shape.vocab // layout.tensor)
     gathered = one.tokens * shape.hidden * one.width
     kept = (2 * one.tokens * columns * one.width + gathered) * (2 if shape.mtp else 1)
-    return kept + 3 * min(chunk_tokens, one.tokens) * columns * FP32 + (2 * gathered if shape.mtp else 0)
+    return (
+        kept
+        + 3 * min(chunk_tokens, one.tokens) * columns * FP32
+        + (2 * gathered if shape.mtp else 0)
+    )
 
 
 def transient_bytes(shape: Shape, layout: Layout, one: Pass) -> int:
-    """Gradients of activations in the backward pass of a layer at its widest: those of the first MLP matrix's output
-    and of what sequence parallelism gathers before it."""
+    """Gradients of activations in the backward pass of a layer at its widest: those of the first
+    MLP matrix's output and of what sequence parallelism gathers before it.
+    """
     columns = 2 * max(shape.ffn, shape.topk * shape.expert_ffn, shape.shared_ffn) / layout.tensor
     return round(one.tokens * one.width * (columns + 2 * shape.hidden))
 
 
 def _norm(width: float, one: Pass) -> float:
-    """Input (in float32 where it is not fused), normalised values, and the output that the next matrix keeps."""
+    """Input (in float32 where it is not fused), normalised values, and the output that the next
+    matrix keeps.
+    """
     return width * (2 * one.width if one.fused else FP32 + 2 * one.width)
 
 
 def _attention(shape: Shape, layout: Layout, one: Pass) -> float:
-    """The norm before it; QKV as they come out of their matrix; query and key after rotation; the output."""
+    """The norm before it; QKV as they come out of their matrix; query and key after rotation; the
+    output.
+    """
     query, key = (heads * shape.head_dim / layout.tensor for heads in (shape.heads, shape.groups))
     kept = one.width * (query + 2 * key + query + key + query)
     if shape.qk_norm:
-        kept += _norm(query + key, one) - 2 * one.width * (query + key)  # its input and output are there already
+        kept += _norm(query + key, one) - 2 * one.width * (
+            query + key
+        )  # its input and output are there already
         kept += one.width * (query + key)
     if not one.fused:
         kept += one.width * (query + 4 * shape.head_dim)
@@ -117,14 +149,16 @@ def _attention(shape: Shape, layout: Layout, one: Pass) -> float:
 
 
 def _mlp(columns: float, one: Pass) -> float:
-    """Both halves that come out of the first matrix, SiLU of the one, a copy of the other (Megatron-core 0.16 adds
-    ``glu_linear_offset`` to it), and the product."""
+    """Both halves that come out of the first matrix, SiLU of the one, a copy of the other
+    (Megatron-core 0.16 adds ``glu_linear_offset`` to it), and the product.
+    """
     return 5 * columns * one.width
 
 
 def _experts(shape: Shape, layout: Layout, one: Pass) -> float:
-    """Router scores; each token once for each of its experts, sorted; their MLPs, whose product is kept once more with
-    the router's weight; the shared expert. Tokens are taken to spread evenly over the experts.
+    """Router scores; each token once for each of its experts, sorted; their MLPs, whose product is
+    kept once more with the router's weight; the shared expert. Tokens are taken to spread evenly
+    over the experts.
     """
     own = 1 / layout.sequence_ranks
     routed = own * shape.topk * (layout.expert_tensor if layout.sequence_ranks > 1 else 1)

@@ -1,11 +1,12 @@
 """What a run needs on each GPU and each node in each of its phases. Pure.
 
-Input: settings, the shape of the model and what a GPU has. Output: an ``Estimate``. Precisions: ZeRO (arXiv 1910.02054,
-section 3) for weights, gradients and Adam's state, with the state over all ranks that hold the same weights when the
-optimizer is distributed; in host memory it takes 16 bytes a parameter (float32 weight, gradient and two moments:
-megatron.core.optimizer.cpu_offloading.HybridDeviceOptimizer). SGLang fills ``mem_fraction_static`` of a GPU with
-weights and KV cache. What CUDA and NCCL take for themselves is an allowance, not a sum: ``TRAINER_CONTEXT`` and
-``ENGINE_CONTEXT``.
+Input: settings, the shape of the model and what a GPU has. Output: an ``Estimate``. Precisions:
+ZeRO (arXiv 1910.02054, section 3) for weights, gradients and Adam's state, with the state over all
+ranks that hold the same weights when the optimizer is distributed; in host memory it takes 16 bytes
+a parameter (float32 weight, gradient and two moments:
+megatron.core.optimizer.cpu_offloading.HybridDeviceOptimizer). SGLang fills ``mem_fraction_static``
+of a GPU with weights and KV cache. What CUDA and NCCL take for themselves is an allowance, not a
+sum: ``TRAINER_CONTEXT`` and ``ENGINE_CONTEXT``.
 """
 
 from __future__ import annotations
@@ -140,9 +141,13 @@ class Estimate:
 
 
 def parameter_bytes(config: Config) -> RankMemory:
-    """Bytes of one parameter on a GPU, wherever its optimizer's state lies: in bfloat16 there is a main weight in
-    float32 beside Adam's two moments, in float32 there are the moments alone."""
-    given, narrow = config.optimizer, config.perf.bf16 is not False  # on a GPU it is so unless told otherwise
+    """Bytes of one parameter on a GPU, wherever its optimizer's state lies: in bfloat16 there is a
+    main weight in float32 beside Adam's two moments, in float32 there are the moments alone.
+    """
+    given, narrow = (
+        config.optimizer,
+        config.perf.bf16 is not False,
+    )  # on a GPU it is so unless told otherwise
     moments = DTYPE_BYTES[given.exp_avg_dtype] + DTYPE_BYTES[given.exp_avg_sq_dtype]
     return RankMemory(
         weights=2 if narrow else 4,
@@ -152,17 +157,28 @@ def parameter_bytes(config: Config) -> RankMemory:
 
 
 def held_memory(config: Config, layout: Layout, parameters: Parameters) -> tuple[RankMemory, int]:
-    """Weights, gradients and optimizer of a rank with so many parameters, and the optimizer's bytes in host memory."""
+    """Weights, gradients and optimizer of a rank with so many parameters, and the optimizer's bytes
+    in host memory.
+    """
     each = parameter_bytes(config)
     shards = (
         (parameters.dense, layout.world // (layout.tensor * layout.pipeline)),
-        (parameters.expert, layout.world // (layout.expert_tensor * layout.expert * layout.pipeline)),
+        (
+            parameters.expert,
+            layout.world // (layout.expert_tensor * layout.expert * layout.pipeline),
+        ),
     )
     spread = config.perf.use_distributed_optimizer
     state = sum(-(-count // (ranks if spread else 1)) for count, ranks in shards if count)
-    away = config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0
+    away = (
+        config.optimizer.optimizer_offload_fraction
+        if config.optimizer.optimizer_cpu_offload
+        else 0.0
+    )
     total = parameters.total
-    on_gpu = RankMemory(total * each.weights, total * each.gradients, round(state * each.optimizer * (1 - away)))
+    on_gpu = RankMemory(
+        total * each.weights, total * each.gradients, round(state * each.optimizer * (1 - away))
+    )
     return on_gpu, round(state * HOST_BYTES * away)
 
 
@@ -174,7 +190,9 @@ def fullest_held(config: Config, shape: Shape) -> RankMemory:
 
 
 def forward_pass(config: Config) -> tuple[Pass, int]:
-    """The largest micro-batch of a rank, and the longest sample: a sample beyond the limit is alone in its own."""
+    """The largest micro-batch of a rank, and the longest sample: a sample beyond the limit is alone
+    in its own.
+    """
     perf, rollout = config.perf, config.rollout
     longest = rollout.rollout_max_context_len or (
         (rollout.rollout_max_prompt_len or PROMPT_TOKENS) + rollout.rollout_max_response_len
@@ -193,11 +211,21 @@ def forward_pass(config: Config) -> tuple[Pass, int]:
 
 
 def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int = 2) -> Estimate:
-    """All sums. ``engine_width``: bytes of a weight in the engines, 1 for FP8. The layout must be a possible one."""
+    """All sums.
+
+    ``engine_width``: bytes of a weight in the engines, 1 for FP8. The layout must be a possible
+    one.
+    """
     layout = layout_of(config)
     one, longest = forward_pass(config)
-    ranks = tuple(_rank(config, shape, layout, one, stage=stage) for stage in range(layout.pipeline))
-    engine = _engine(config, shape, gpu_bytes=gpu_bytes, width=engine_width) if config.num_engines else None
+    ranks = tuple(
+        _rank(config, shape, layout, one, stage=stage) for stage in range(layout.pipeline)
+    )
+    engine = (
+        _engine(config, shape, gpu_bytes=gpu_bytes, width=engine_width)
+        if config.num_engines
+        else None
+    )
     stored = parameter_bytes(config)
     state = 0 if config.checkpoint.no_save_optim else stored.optimizer
     total = shape.parameters.total
@@ -205,7 +233,12 @@ def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int 
     update = None
     if engine is not None:
         update = weight_update(
-            config, shape, layout, gpu_bytes=gpu_bytes, width=stored.weights, in_fp8=engine_width == FP8_WIDTH
+            config,
+            shape,
+            layout,
+            gpu_bytes=gpu_bytes,
+            width=stored.weights,
+            in_fp8=engine_width == FP8_WIDTH,
         )
     return Estimate(
         config=config,
@@ -243,7 +276,9 @@ def engine_weights(config: Config, shape: Shape, width: int) -> int:
     """What weights of so many bytes take on each GPU of an engine."""
     gpus = config.cluster.rollout_num_gpus_per_engine
     shape = replace(shape, mtp=drafts(config))
-    projections = shape.num_layers * 2 * shape.hidden * shape.head_dim * (shape.heads + shape.groups)
+    projections = (
+        shape.num_layers * 2 * shape.hidden * shape.head_dim * (shape.heads + shape.groups)
+    )
     others = stored_bytes(shape, width) - width * projections
     return others // gpus + width * projections * _replicas(config) // gpus
 
@@ -251,11 +286,16 @@ def engine_weights(config: Config, shape: Shape, width: int) -> int:
 def drafts(config: Config) -> bool:
     """Whether engines hold the layer for multi-token prediction, as a draft model."""
     args = config.sglang.server_args
-    return args.get("speculative_algorithm") is not None and args.get("speculative_draft_model_path") is None
+    return (
+        args.get("speculative_algorithm") is not None
+        and args.get("speculative_draft_model_path") is None
+    )
 
 
 def _replicas(config: Config) -> int:
-    """Parts of an engine that each have the whole attention: its weights and KV heads are cut among fewer GPUs."""
+    """Parts of an engine that each have the whole attention: its weights and KV heads are cut among
+    fewer GPUs.
+    """
     args = config.sglang.server_args
     return int(args.get("dp_size", 1)) if args.get("enable_dp_attention") else 1
 
@@ -269,7 +309,9 @@ def _engine(config: Config, shape: Shape, *, gpu_bytes: int, width: int) -> Engi
     return Engine(weights, cache, per_token, int(cache / per_token) * replicas)
 
 
-def _phases(config: Config, rank: Rank, engine: Engine | None, update: WeightUpdate | None) -> tuple[Phase, ...]:
+def _phases(
+    config: Config, rank: Rank, engine: Engine | None, update: WeightUpdate | None
+) -> tuple[Phase, ...]:
     held = rank.held
     kept = (("weights", held.weights), ("gradients", held.gradients), ("optimizer", held.optimizer))
     context = ("CUDA, NCCL", TRAINER_CONTEXT)
@@ -279,17 +321,26 @@ def _phases(config: Config, rank: Rank, engine: Engine | None, update: WeightUpd
         return (Phase("train", (*kept, *passing, context)), *alone)
     buffers = ("buffers", update.gpu_bytes)
     shadow = () if config.offload_train else kept
-    there = () if config.offload_rollout else (("engine", engine.weights + max(0, engine.kv_cache)),)
+    there = (
+        () if config.offload_rollout else (("engine", engine.weights + max(0, engine.kv_cache)),)
+    )
     beside = ("engine's CUDA", ENGINE_CONTEXT)
     return (
         Phase("train", (*kept, *passing, context, beside, *there)),
-        Phase("synchronise", (("weights", held.weights), ("engine", engine.weights), buffers, context, beside)),
+        Phase(
+            "synchronise",
+            (("weights", held.weights), ("engine", engine.weights), buffers, context, beside),
+        ),
         _generate(engine, (*shadow, context)),
     )
 
 
 def _generate(engine: Engine, more: tuple[tuple[str, int], ...]) -> Phase:
-    own = (("engine", engine.weights), ("KV cache", max(0, engine.kv_cache)), ("engine's CUDA", ENGINE_CONTEXT))
+    own = (
+        ("engine", engine.weights),
+        ("KV cache", max(0, engine.kv_cache)),
+        ("engine's CUDA", ENGINE_CONTEXT),
+    )
     return Phase("generate", (*own, *more))
 
 
@@ -297,19 +348,25 @@ def _saved(config: Config, layout: Layout, parameters: Parameters) -> int:
     """Bytes that a rank writes: its share of what data-parallel ranks hold too."""
     dense = layout.world // (layout.tensor * layout.pipeline)
     expert = layout.world // (layout.expert_tensor * layout.expert * layout.pipeline)
-    count = -(-parameters.dense // dense) + (-(-parameters.expert // expert) if parameters.expert else 0)
+    count = -(-parameters.dense // dense) + (
+        -(-parameters.expert // expert) if parameters.expert else 0
+    )
     each = parameter_bytes(config)
     return count * (each.weights + (0 if config.checkpoint.no_save_optim else each.optimizer))
 
 
 def _save_buffer(config: Config, layout: Layout, parameters: Parameters) -> int:
-    """Slots of host memory are made as they are needed, so a small state takes less than --save-buffer-gb."""
+    """Slots of host memory are made as they are needed, so a small state takes less than
+    --save-buffer-gb.
+    """
     return min(int(config.checkpoint.save_buffer_gb * 1e9), _saved(config, layout, parameters))
 
 
 def _host(config: Config, layout: Layout, ranks: tuple[Rank, ...]) -> int:
-    """The fullest node: offloaded optimizer, what leaves the GPU while engines generate, the reference's weights with
-    the policy's own beside them while it computes, and the buffer of a checkpoint."""
+    """The fullest node: offloaded optimizer, what leaves the GPU while engines generate, the
+    reference's weights with the policy's own beside them while it computes, and the buffer of a
+    checkpoint.
+    """
     uses_reference = config.grpo.use_kl_loss or config.grpo.kl_coef > 0
     each = 0
     for rank in ranks:

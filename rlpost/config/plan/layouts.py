@@ -43,9 +43,15 @@ class Choice:
         layout, cluster = self.estimate.layout, self.config.cluster
         parts = [f"TP {layout.tensor}", f"PP {layout.pipeline}", f"CP {layout.context}"]
         parts += [f"EP {layout.expert}"] if self.estimate.shape.num_experts else []
-        text = " x ".join(parts[:3]) + f" x DP {layout.data}" + "".join(f", {part}" for part in parts[3:])
+        text = (
+            " x ".join(parts[:3])
+            + f" x DP {layout.data}"
+            + "".join(f", {part}" for part in parts[3:])
+        )
         text += ", optimizer on host" if self.config.optimizer.optimizer_cpu_offload else ""
-        return text + (f", engines of {cluster.rollout_num_gpus_per_engine}" if self.config.num_engines else "")
+        return text + (
+            f", engines of {cluster.rollout_num_gpus_per_engine}" if self.config.num_engines else ""
+        )
 
     @property
     def reasons(self) -> str:
@@ -67,12 +73,16 @@ def suggest(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int =
     for candidate in candidates(config, shape):
         made = estimate(candidate, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
         if not made.problems:
-            found.setdefault((made.layout, candidate.optimizer.optimizer_cpu_offload), Choice(made, _cost(made)))
+            found.setdefault(
+                (made.layout, candidate.optimizer.optimizer_cpu_offload), Choice(made, _cost(made))
+            )
     return sorted(found.values(), key=lambda choice: (choice.cost, choice.words))
 
 
 def nearest(config: Config, choices: list[Choice]) -> Choice | None:
-    """Of the layouts that fit the one that changes least: sizes by factors of two, moving the optimizer as one."""
+    """Of the layouts that fit the one that changes least: sizes by factors of two, moving the
+    optimizer as one.
+    """
     here = _sizes(config)
 
     def distance(choice: Choice) -> float:
@@ -117,7 +127,14 @@ def _possible(config: Config, layout: Layout, *, has_experts: bool) -> Iterator[
         cluster = changed.cluster.model_copy(update={"rollout_num_gpus_per_engine": engine})
         for offload in (False, True):
             moved = {"optimizer_cpu_offload": offload}
-            moved |= {} if offload else {"overlap_cpu_optimizer_d2h_h2d": False, "use_precision_aware_optimizer": False}
+            moved |= (
+                {}
+                if offload
+                else {
+                    "overlap_cpu_optimizer_d2h_h2d": False,
+                    "use_precision_aware_optimizer": False,
+                }
+            )
             optimizer = changed.optimizer.model_copy(update=moved)
             yield changed.model_copy(update={"cluster": cluster, "optimizer": optimizer})
 
@@ -125,11 +142,16 @@ def _possible(config: Config, layout: Layout, *, has_experts: bool) -> Iterator[
 def _engine_sizes(config: Config) -> list[int]:
     """The size that is given, and the next ones."""
     size, generates = config.cluster.rollout_num_gpus_per_engine, config.rollout_num_gpus
-    return [size, *(bigger for bigger in (2 * size, 4 * size) if generates and generates % bigger == 0)]
+    return [
+        size,
+        *(bigger for bigger in (2 * size, 4 * size) if generates and generates % bigger == 0),
+    ]
 
 
 def bubble(made: Estimate) -> float:
-    """The part of a step that a stage of the pipeline waits, answers taken to be half as long as they may be."""
+    """The part of a step that a stage of the pipeline waits, answers taken to be half as long as
+    they may be.
+    """
     config, stages = made.config, made.layout.pipeline
     a_rank = config.samples_per_rollout / config.num_steps_per_rollout / made.layout.data
     batches = max(1.0, a_rank * made.longest / 2 / (made.tokens * made.layout.context))
@@ -138,7 +160,11 @@ def bubble(made: Estimate) -> float:
 
 def _cost(made: Estimate) -> float:
     layout, config = made.layout, made.config
-    cost = TENSOR_COST * math.log2(layout.tensor) + CONTEXT_COST * math.log2(layout.context) + bubble(made)
+    cost = (
+        TENSOR_COST * math.log2(layout.tensor)
+        + CONTEXT_COST * math.log2(layout.context)
+        + bubble(made)
+    )
     cost += EXPERT_COST * math.log2(layout.expert)
     cost += OFFLOAD_COST if config.optimizer.optimizer_cpu_offload else 0.0
     return cost + 0.01 * math.log2(config.cluster.rollout_num_gpus_per_engine)

@@ -1,8 +1,9 @@
 """What the reference costs a run whose result cannot depend on it. Pure.
 
-Input: settings, and the shape of the model where it is known. Output: one line, or none where the reference counts.
-With ``--use-kl-loss`` and ``--kl-loss-coef 0`` the divergence is measured (``train/ref_kl``), as in slime, and weighs
-nothing. Users who want the curve keep it; the note gives its cost to all others.
+Input: settings, and the shape of the model where it is known. Output: one line, or none where the
+reference counts. With ``--use-kl-loss`` and ``--kl-loss-coef 0`` the divergence is measured
+(``train/ref_kl``), as in slime, and weighs nothing. Users who want the curve keep it; the note
+gives its cost to all others.
 """
 
 from __future__ import annotations
@@ -21,13 +22,19 @@ def is_only_measured(config: Config) -> bool:
 
 
 def training_share(config: Config) -> float:
-    """The reference's part of the trainer's forward and backward passes; a backward counts as two forwards."""
-    passes = 3.0 + (config.perf.recompute_granularity == "full") + (config.num_steps_per_rollout > 1)
+    """The reference's part of the trainer's forward and backward passes; a backward counts as two
+    forwards.
+    """
+    passes = (
+        3.0 + (config.perf.recompute_granularity == "full") + (config.num_steps_per_rollout > 1)
+    )
     return 1.0 / (passes + 1.0)
 
 
 def host_bytes(config: Config, shape: Shape) -> int:
-    """Host memory of a node for it: its weights, and the policy's own beside them while it computes."""
+    """Host memory of a node for it: its weights, and the policy's own beside them while it
+    computes.
+    """
     return 2 * fullest_held(config, shape).weights * config.cluster.actor_num_gpus_per_node
 
 

@@ -1,11 +1,11 @@
 """How often to save: the interval that loses the least time to saves and to failures. Pure.
 
-Input: the cost of a save, the times of a step, the mean time between failures. Output: an interval in seconds and in
-steps, and a note where the recipe's --save-interval is far from it.
+Input: the cost of a save, the times of a step, the mean time between failures. Output: an interval
+in seconds and in steps, and a note where the recipe's --save-interval is far from it.
 
-With the journal a failure loses no generation: after a resume the steps since the newest checkpoint are trained again
-from what is on disk. Only the training part of a step is repeated, so the mean time between failures counts in
-seconds of training, as if failures were rarer.
+With the journal a failure loses no generation: after a resume the steps since the newest checkpoint
+are trained again from what is on disk. Only the training part of a step is repeated, so the mean
+time between failures counts in seconds of training, as if failures were rarer.
 """
 
 from __future__ import annotations
@@ -19,16 +19,21 @@ from rlpost.units import duration_text
 WRITE_GBPS = 2.0
 """Assumed for a node's writes where nothing was measured."""
 FAR = 4.0
-"""A factor in either direction. The time lost is flat around its minimum: four times the best interval loses 2.1
-times the least, twice loses 1.25 times (first order)."""
+"""A factor in either direction.
+
+The time lost is flat around its minimum: four times the best interval loses 2.1 times the least,
+twice loses 1.25 times (first order).
+"""
 
 WORTH_A_NOTE = 0.005  # of the time, more than with the best interval
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of a step, evaluation and checkpoint excluded, and of the training in it; ``source`` names where they
-    come from. ``save_s`` are the seconds that training waits for a save, None where none was measured."""
+    """Seconds of a step, evaluation and checkpoint excluded, and of the training in it; ``source``
+    names where they come from. ``save_s`` are the seconds that training waits for a save, None
+    where none was measured.
+    """
 
     step_s: float
     train_s: float
@@ -40,8 +45,8 @@ class StepTimes:
 class SaveInterval:
     """A recommendation. ``steps`` is None where the time of a step is not known.
 
-    ``training_frac`` is the part of a step that a failure repeats: its training. ``seconds`` is wall time from the end
-    of a save to the begin of the next.
+    ``training_frac`` is the part of a step that a failure repeats: its training. ``seconds`` is
+    wall time from the end of a save to the begin of the next.
     """
 
     seconds: float
@@ -55,13 +60,14 @@ class SaveInterval:
 def optimum_s(save_s: float, mtbf_s: float) -> float:
     """Seconds of work between two saves that minimise the expected time of a run.
 
-    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation
-    Computer Systems 22 (2006), the perturbation solution: with a save of d and a mean time between failures of M,
-    sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d for d < 2M, else M. Its first term is that of J. W. Young,
-    "A first order approximation to the optimum checkpoint interval", CACM 17 (1974).
+    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
+    Future Generation Computer Systems 22 (2006), the perturbation solution: with a save of d and a
+    mean time between failures of M, sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d for d <
+    2M, else M. Its first term is that of J. W. Young, "A first order approximation to the optimum
+    checkpoint interval", CACM 17 (1974).
 
-    >>> [round(optimum_s(5, mtbf), 1) for mtbf in (24 * 60, 6 * 60, 15)]  # Daly's figures 3 to 5, in minutes
-    [116.7, 56.5, 9.1]
+    >>> [round(optimum_s(5, mtbf), 1) for mtbf in (24 * 60, 6 * 60, 15)]  # Daly's figures 3 to 5,
+    in minutes [116.7, 56.5, 9.1]
     """
     if save_s >= 2 * mtbf_s:
         return mtbf_s
@@ -70,7 +76,11 @@ def optimum_s(save_s: float, mtbf_s: float) -> float:
 
 
 def save_interval(
-    config: Config, *, checkpoint_bytes: float, times: StepTimes | None = None, write_gbps: float = WRITE_GBPS
+    config: Config,
+    *,
+    checkpoint_bytes: float,
+    times: StepTimes | None = None,
+    write_gbps: float = WRITE_GBPS,
 ) -> SaveInterval:
     """Return the interval to recommend.
 
@@ -96,7 +106,9 @@ def save_interval(
 
 
 def lost_frac(best: SaveInterval, interval_s: float) -> float:
-    """Fraction of the time that saves and repeated training take with this interval, to first order."""
+    """Fraction of the time that saves and repeated training take with this interval, to first
+    order.
+    """
     return best.save_s / interval_s + best.training_frac * interval_s / (2 * best.mtbf_s)
 
 
@@ -111,7 +123,8 @@ def interval_words(best: SaveInterval, given: int | None) -> str:
 
 
 def interval_note(config: Config, best: SaveInterval) -> str | None:
-    """A note where --save-interval is off by more than FAR and loses more than WORTH_A_NOTE; else None.
+    """A note where --save-interval is off by more than FAR and loses more than WORTH_A_NOTE; else
+    None.
 
     A run without an interval saves at its end.
     """

@@ -1,4 +1,5 @@
-"""How many parameters each rank of a layout holds, exactly as Megatron-core's modules have them. Pure.
+"""How many parameters each rank of a layout holds, exactly as Megatron-core's modules have them.
+Pure.
 
 Input: the architecture in the words of the table [model], and the sizes of a layout.
 Output: counts for a pipeline stage, routed experts apart from the rest because they are cut by
@@ -63,7 +64,9 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder with RMSNorm, rotary embedding, grouped-query attention and gated MLPs, some of them experts."""
+    """A decoder with RMSNorm, rotary embedding, grouped-query attention and gated MLPs, some of
+    them experts.
+    """
 
     hidden: int
     ffn: int
@@ -82,7 +85,9 @@ class Shape:
     shared_ffn: int = 0
     topk: int = 0
     mtp: bool = False
-    """Whether the last stage also trains a layer for multi-token prediction, of the kind of the last layer."""
+    """Whether the last stage also trains a layer for multi-token prediction, of the kind of the
+    last layer.
+    """
 
     @property
     def num_layers(self) -> int:
@@ -106,7 +111,11 @@ def shape_of(words: Mapping[str, Any]) -> Shape:
         value = words.get(name)
         return default if value is None else value
 
-    heads, layers, experts = words["num_attention_heads"], words["num_layers"], word("num_experts", 0)
+    heads, layers, experts = (
+        words["num_attention_heads"],
+        words["num_layers"],
+        word("num_experts", 0),
+    )
     pattern = word("moe_layer_freq", (1,) * layers if experts else (0,) * layers)
     return Shape(
         hidden=words["hidden_size"],
@@ -145,7 +154,9 @@ def layout_of(config: Config) -> Layout:
 
 
 def layers_of(layout: Layout, num_layers: int, stage: int) -> Sequence[int]:
-    """The layers of a pipeline stage; interleaved, those of each of its chunks (arXiv 2104.04473)."""
+    """The layers of a pipeline stage; interleaved, those of each of its chunks (arXiv
+    2104.04473).
+    """
     if layout.chunk is not None:
         starts = range(stage * layout.chunk, num_layers, layout.pipeline * layout.chunk)
         return [layer for start in starts for layer in range(start, start + layout.chunk)]
@@ -173,7 +184,9 @@ def rank_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
 
 
 def sparse_of(shape: Shape, layout: Layout, stage: int) -> list[bool]:
-    """For each layer of a stage whether it has experts, the one for multi-token prediction included."""
+    """For each layer of a stage whether it has experts, the one for multi-token prediction
+    included.
+    """
     layers = [shape.sparse[layer] for layer in layers_of(layout, shape.num_layers, stage)]
     if shape.mtp and stage == layout.pipeline - 1:
         layers.append(shape.sparse[-1])
@@ -188,7 +201,8 @@ def _layer(shape: Shape, layout: Layout, is_sparse: bool) -> Parameters:
     one_expert = 3 * shape.hidden * (shape.expert_ffn // layout.expert_tensor)
     shared = 3 * shape.hidden * (shape.shared_ffn // layout.tensor)
     return Parameters(
-        dense + shape.hidden * shape.num_experts + shared, shape.num_experts // layout.expert * one_expert
+        dense + shape.hidden * shape.num_experts + shared,
+        shape.num_experts // layout.expert * one_expert,
     )
 
 
@@ -196,14 +210,19 @@ def _attention(shape: Shape, tensor: int) -> int:
     """Attention of a layer and the norms around it and the MLP."""
     columns = (shape.heads + 2 * shape.groups) * shape.head_dim // tensor
     rows = shape.heads * shape.head_dim // tensor
-    norms = shape.hidden * (4 if shape.sandwich else 2) + (2 * shape.head_dim if shape.qk_norm else 0)
+    norms = shape.hidden * (4 if shape.sandwich else 2) + (
+        2 * shape.head_dim if shape.qk_norm else 0
+    )
     return shape.hidden * (columns + rows) + (columns if shape.qkv_bias else 0) + norms
 
 
 def stored_bytes(shape: Shape, width: int) -> int:
-    """All weights in a checkpoint or an engine, in bytes. Args: ``width``: bytes of an element, 1 for FP8.
+    """All weights in a checkpoint or an engine, in bytes.
 
-    In FP8 are the matrices of the layers alone: embeddings, norms, biases and routers keep two bytes.
+    Args: ``width``: bytes of an element, 1 for FP8.
+
+    In FP8 are the matrices of the layers alone: embeddings, norms, biases and routers keep two
+    bytes.
     """
     total = shape.parameters.total
     if width != 1:
@@ -217,4 +236,6 @@ def layer_matrices(shape: Shape) -> int:
     attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.groups)
     dense = 3 * shape.hidden * shape.ffn
     sparse = 3 * shape.hidden * (shape.num_experts * shape.expert_ffn + shape.shared_ffn)
-    return sum(attention + (sparse if is_sparse else dense) for is_sparse in sparse_of(shape, Layout(), 0))
+    return sum(
+        attention + (sparse if is_sparse else dense) for is_sparse in sparse_of(shape, Layout(), 0)
+    )

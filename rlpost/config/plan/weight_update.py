@@ -1,9 +1,10 @@
 """What an update of the engines' weights moves, in how many pieces and requests. Pure.
 
-Input: settings, the shape of the model and what a GPU has. Output: a ``WeightUpdate``. The weights are dealt to buckets
-by the function with which the trainer deals its own (``rlpost.weights.bucket_plan``); what there is to deal is listed
-here as ``rlpost.weights.inventory`` lists it: a Megatron parameter, and an expert's with those at the same place of all
-expert-parallel ranks.
+Input: settings, the shape of the model and what a GPU has. Output: a ``WeightUpdate``. The weights
+are dealt to buckets by the function with which the trainer deals its own
+(``rlpost.weights.bucket_plan``); what there is to deal is listed here as
+``rlpost.weights.inventory`` lists it: a Megatron parameter, and an expert's with those at the same
+place of all expert-parallel ranks.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from rlpost.weights.bucket_plan import SENT_BUFFERS, SHARED_BUFFERS, Travelling,
 
 FP8_WIDTH = 1
 FP8_BLOCK = 128
-"""Rows and columns of a block in the checkpoints of all families here; each has a scale in float32."""
+"""Rows and columns of a block in the checkpoints of all families here; each has a scale in float32.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter of Megatron's: its Hugging Face tensors, and whether checkpoints in FP8 quantise them."""
+    """One parameter of Megatron's: its Hugging Face tensors, and whether checkpoints in FP8
+    quantise them.
+    """
 
     stage: int
     shapes: tuple[tuple[int, ...], ...]
@@ -34,7 +38,9 @@ class Weight:
         elements = sum(math.prod(shape) for shape in self.shapes)
         if not (in_fp8 and self.is_quantised):
             return elements * width
-        blocks = sum(math.prod(-(-length // FP8_BLOCK) for length in shape) for shape in self.shapes)
+        blocks = sum(
+            math.prod(-(-length // FP8_BLOCK) for length in shape) for shape in self.shapes
+        )
         return elements + 4 * blocks
 
 
@@ -56,14 +62,21 @@ class WeightUpdate:
 def weight_update(
     config: Config, shape: Shape, layout: Layout, *, gpu_bytes: int, width: int, in_fp8: bool
 ) -> WeightUpdate:
-    """The plan of an update. Args: ``width``: bytes of a weight in the trainer; ``in_fp8``: whether engines hold
-    matrices in FP8."""
+    """The plan of an update.
+
+    Args: ``width``: bytes of a weight in the trainer; ``in_fp8``: whether engines hold matrices in
+    FP8.
+    """
     weights = [
-        Travelling(weight.stage, weight.num_bytes(width=width, in_fp8=in_fp8)) for weight in weights_of(shape, layout)
+        Travelling(weight.stage, weight.num_bytes(width=width, in_fp8=in_fp8))
+        for weight in weights_of(shape, layout)
     ]
     total, num_engines = sum(weight.num_bytes for weight in weights), config.num_engines
     size = bucket_bytes(
-        total, limit=config.sync.update_weight_buffer_size, num_engines=num_engines, device_bytes=gpu_bytes
+        total,
+        limit=config.sync.update_weight_buffer_size,
+        num_engines=num_engines,
+        device_bytes=gpu_bytes,
     )
     buckets = deal(weights, size)
     largest = max(sum(weights[index].num_bytes for index in bucket) for bucket in buckets)
@@ -72,9 +85,15 @@ def weight_update(
 
 
 def weights_of(shape: Shape, layout: Layout) -> Iterator[Weight]:
-    """All weights of a model in the order of the inventory: the embedding, the layers, what follows them."""
+    """All weights of a model in the order of the inventory: the embedding, the layers, what follows
+    them.
+    """
     last = layout.pipeline - 1
-    owner = {layer: stage for stage in range(layout.pipeline) for layer in layers_of(layout, shape.num_layers, stage)}
+    owner = {
+        layer: stage
+        for stage in range(layout.pipeline)
+        for layer in layers_of(layout, shape.num_layers, stage)
+    }
     yield Weight(0, ((shape.vocab, shape.hidden),))
     for layer in range(shape.num_layers):
         yield from _attention(shape, owner[layer])
@@ -91,7 +110,11 @@ def weights_of(shape: Shape, layout: Layout) -> Iterator[Weight]:
 
 
 def _attention(shape: Shape, stage: int) -> Iterator[Weight]:
-    queries, keys, hidden = shape.heads * shape.head_dim, shape.groups * shape.head_dim, shape.hidden
+    queries, keys, hidden = (
+        shape.heads * shape.head_dim,
+        shape.groups * shape.head_dim,
+        shape.hidden,
+    )
     rows = (queries, keys, keys)
     norm = Weight(stage, ((hidden,),))
     yield norm

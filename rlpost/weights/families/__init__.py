@@ -44,5 +44,7 @@ def _brought(architecture: str) -> Family:
     except Exception as error:  # importing a package may raise anything
         raise WeightError(f"{where}: cannot load it: {type(error).__name__}: {error}") from error
     if not isinstance(found, Family):
-        raise WeightError(f"{where}: got a {type(found).__name__}; provide an rlpost.weights.family.Family")
+        raise WeightError(
+            f"{where}: got a {type(found).__name__}; provide an rlpost.weights.family.Family"
+        )
     return found

@@ -1,4 +1,6 @@
-"""GLM-4-0414 and GLM-Z1, dense, with sandwich norms; GLM-4.5, a mixture of experts (arXiv 2508.06471)."""
+"""GLM-4-0414 and GLM-Z1, dense, with sandwich norms; GLM-4.5, a mixture of experts (arXiv
+2508.06471).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def _mixture(hf: HfConfig) -> dict[str, Any]:
         WeightError: the selected scores are not divided by their sum, which Megatron always does.
     """
     if not hf.get("norm_topk_prob", True):
-        raise WeightError("norm_topk_prob = false is not supported; use a checkpoint with norm_topk_prob = true")
+        raise WeightError(
+            "norm_topk_prob = false is not supported; use a checkpoint with norm_topk_prob = true"
+        )
     num_dense, num_groups = hf.get("first_k_dense_replace", 0), hf.get("n_group", 1)
     grouped = num_groups > 1
     return {
@@ -53,7 +57,9 @@ FAMILIES: dict[str, Family] = {
             *names.ATTENTION,
             *names.QKV_BIAS,
             *names.MLP_NORM,
-            in_layer("self_attention.linear_proj.end_norm.weight", "post_self_attn_layernorm.weight"),
+            in_layer(
+                "self_attention.linear_proj.end_norm.weight", "post_self_attn_layernorm.weight"
+            ),
             in_layer("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", layout="fused_gated"),
             in_layer("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
             in_layer("mlp.linear_fc2.end_norm.weight", "post_mlp_layernorm.weight"),

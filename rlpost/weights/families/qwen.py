@@ -13,12 +13,18 @@ _DENSE = (*names.OUTSIDE_LAYERS, *names.ATTENTION, *names.MLP_NORM, *names.DENSE
 def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
     """Layers are sparse by the rule of ``Qwen3MoeDecoderLayer`` in transformers."""
     step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
-    sparse = [number not in dense and (number + 1) % step == 0 for number in range(hf["num_hidden_layers"])]
+    sparse = [
+        number not in dense and (number + 1) % step == 0
+        for number in range(hf["num_hidden_layers"])
+    ]
     return {
         "qk_layernorm": True,
-        # Softmax over all experts, divided by the sum of the selected, is softmax over the selected.
+        # Softmax over all experts, divided by the sum of the selected, is softmax over the
+        # selected.
         "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
-        **expert_fields(hf, num_experts=hf.get("num_experts") or hf["num_local_experts"], layer_is_sparse=sparse),
+        **expert_fields(
+            hf, num_experts=hf.get("num_experts") or hf["num_local_experts"], layer_is_sparse=sparse
+        ),
     }
 
 

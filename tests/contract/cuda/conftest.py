@@ -1,4 +1,6 @@
-"""What the trainer builds where there is CUDA: seen once without and once with TransformerEngine."""
+"""What the trainer builds where there is CUDA: seen once without and once with
+TransformerEngine.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,17 @@ from tests.unit.jobs.assets import make_assets
 
 ROOT = Path(__file__).resolve().parents[3]
 STUB = ROOT / "tests/contract/cuda/stub"
-FAMILIES = ("qwen2.5", "qwen3", "qwen3-tied", "qwen3-moe", "llama3", "llama3.1", "glm4-0414", "glm4.5-moe", MTP)
+FAMILIES = (
+    "qwen2.5",
+    "qwen3",
+    "qwen3-tied",
+    "qwen3-moe",
+    "llama3",
+    "llama3.1",
+    "glm4-0414",
+    "glm4.5-moe",
+    MTP,
+)
 IMPLEMENTATIONS = {"local": False, "transformer_engine": True}
 """Whether TransformerEngine is installed, by the implementation that is then chosen."""
 
@@ -25,11 +37,15 @@ Observe = Callable[[str], dict[str, Any]]
 
 
 def run(module: str, *words: str, with_engine: bool) -> dict[str, Any]:
-    """What ``python -m module words`` prints behind OBSERVED, in a process with or without the stub."""
+    """What ``python -m module words`` prints behind OBSERVED, in a process with or without the
+    stub.
+    """
     folders = [str(STUB), str(ROOT)] if with_engine else [str(ROOT)]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(folders), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-W", "ignore", "-m", module, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ, cwd=ROOT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env=environ, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.split("OBSERVED ", 1)[1])
 
@@ -47,7 +63,9 @@ def observe(tmp_path_factory: pytest.TempPathFactory) -> Observe:
         if implementation not in seen:
             engine = IMPLEMENTATIONS[implementation]
             words = (str(assets), str(families))
-            seen[implementation] = run("tests.contract.cuda.observations", *words, with_engine=engine)
+            seen[implementation] = run(
+                "tests.contract.cuda.observations", *words, with_engine=engine
+            )
         return seen[implementation]
 
     return observed

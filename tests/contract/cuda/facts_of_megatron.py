@@ -41,21 +41,32 @@ def buffers_leave_by_resizing(source: Source) -> None:
 def parameters_move_into_the_buffer_only_when_optimizer_is_distributed(source: Source) -> None:
     made = source.lines(BUFFER, "_ParamAndGradBuffer.__init__")
     assert "if self.ddp_config.use_distributed_optimizer" in made
-    assert "param.data = new_param_data" in made and "param.data.detach().copy_(old_param_data)" in made
+    assert (
+        "param.data = new_param_data" in made
+        and "param.data.detach().copy_(old_param_data)" in made
+    )
 
 
 def precision_aware_needs_a_version(source: Source) -> None:
     is_min = source.run(
-        UTILS, "is_te_min_version", HAVE_PACKAGING=True, get_te_version=lambda: None, PkgVersion=lambda text: 2.1
+        UTILS,
+        "is_te_min_version",
+        HAVE_PACKAGING=True,
+        get_te_version=lambda: None,
+        PkgVersion=lambda text: 2.1,
     )
     try:
         is_min("2.1.0")
     except TypeError:
         lines = source.lines(CONFIG)
         aware = lines[lines.index("if self.use_precision_aware_optimizer:") :]
-        assert aware.index("is_te_min_version('2.1.0')") < aware.index("if self.optimizer_cpu_offload:")
+        assert aware.index("is_te_min_version('2.1.0')") < aware.index(
+            "if self.optimizer_cpu_offload:"
+        )
         return
-    raise AssertionError("without TransformerEngine is_te_min_version answers instead of raising TypeError")
+    raise AssertionError(
+        "without TransformerEngine is_te_min_version answers instead of raising TypeError"
+    )
 
 
 def precision_aware_needs_the_distributed_optimizer(source: Source) -> None:
@@ -65,30 +76,53 @@ def precision_aware_needs_the_distributed_optimizer(source: Source) -> None:
 
 def hybrid_keeps_classes(source: Source) -> None:
     made = source.definition(HYBRID, "HybridDeviceOptimizer.__init__")
-    (call,) = [node for node in ast.walk(made) if isinstance(node, ast.Call) and "__init__" in ast.unparse(node.func)]
+    (call,) = [
+        node
+        for node in ast.walk(made)
+        if isinstance(node, ast.Call) and "__init__" in ast.unparse(node.func)
+    ]
     (defaults,) = [keyword.value for keyword in call.keywords if keyword.arg == "defaults"]
-    names = {key.value: ast.unparse(value) for key, value in zip(defaults.keys, defaults.values, strict=True) if key}
-    assert names["cpu_optimizer_cls"] == "cpu_optimizer_cls" and names["gpu_optimizer_cls"] == "gpu_optimizer_cls"
+    names = {
+        key.value: ast.unparse(value)
+        for key, value in zip(defaults.keys, defaults.values, strict=True)
+        if key
+    }
+    assert (
+        names["cpu_optimizer_cls"] == "cpu_optimizer_cls"
+        and names["gpu_optimizer_cls"] == "gpu_optimizer_cls"
+    )
 
 
 def hybrid_is_chosen_by_cpu_offload(source: Source) -> None:
     made = source.lines(OPTIMIZERS, "_get_megatron_optimizer_based_on_param_groups")
-    offload, adam = made.index("if config.optimizer_cpu_offload:"), made.index("elif config.optimizer == 'adam':")
+    offload, adam = (
+        made.index("if config.optimizer_cpu_offload:"),
+        made.index("elif config.optimizer == 'adam':"),
+    )
     part = made[offload:adam]
-    assert "HybridDeviceOptimizer(param_groups, offload_fraction=config.optimizer_offload_fraction" in part
+    assert (
+        "HybridDeviceOptimizer(param_groups, offload_fraction=config.optimizer_offload_fraction"
+        in part
+    )
     assert "param_update_in_fp32=True" in part and "cpu_optimizer_cls = CPUAdam" in part
     assert "from torch.optim import AdamW as CPUAdam" in source.lines(OPTIMIZERS)
 
 
 def hybrid_has_master_params(source: Source) -> None:
-    """The name of the main weights in the state of a hybrid optimizer, and in what a checkpoint holds."""
+    """The name of the main weights in the state of a hybrid optimizer, and in what a checkpoint
+    holds.
+    """
     hybrid = type("HybridDeviceOptimizer", (), {})()
     shard, main = object(), object()
     hybrid.param_groups = [{"params": [shard]}]
     hybrid.state = {shard: {"exp_avg": 1, "exp_avg_sq": 2, "master_param": main}}
     config = SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=True)
-    one = SimpleNamespace(config=config, optimizer=hybrid, model_param_group_index_map={"weight": (0, 0)})
-    states = source.run(DISTRIBUTED, "_get_main_param_and_optimizer_states", HybridDeviceOptimizer=type(hybrid))
+    one = SimpleNamespace(
+        config=config, optimizer=hybrid, model_param_group_index_map={"weight": (0, 0)}
+    )
+    states = source.run(
+        DISTRIBUTED, "_get_main_param_and_optimizer_states", HybridDeviceOptimizer=type(hybrid)
+    )
     found = states(one, "weight")
     assert set(optimizer_state.KEYS) == set(found) and found["param"] is main
 
@@ -100,7 +134,9 @@ def hybrid_takes_new_weights(source: Source) -> None:
     hybrid.param_to_fp32_param = {weight: main}
     update = source.run(HYBRID, "HybridDeviceOptimizer.update_fp32_param_by_new_param")
     hybrid.update_fp32_param_by_new_param = lambda: update(hybrid)
-    copy = source.run(DISTRIBUTED, "_copy_model_params_to_main_params", HybridDeviceOptimizer=type(hybrid))
+    copy = source.run(
+        DISTRIBUTED, "_copy_model_params_to_main_params", HybridDeviceOptimizer=type(hybrid)
+    )
     copy(SimpleNamespace(optimizer=hybrid))
     assert main.tolist() == [1.5, 2.5]
 
@@ -111,7 +147,10 @@ def fully_reshardable_by_name(source: Source) -> None:
     assert named in source.lines(DISTRIBUTED, "sharded_state_dict")
     made = source.lines(DISTRIBUTED, "sharded_param_state_fully_reshardable")
     assert "metadata.get('distrib_optim_fully_reshardable_mem_efficient', False)" in made
-    assert "prefix = 'optimizer.state'" in made and "key=f'{prefix}.{state_key}.{sharded_metadata.key}'" in made
+    assert (
+        "prefix = 'optimizer.state'" in made
+        and "key=f'{prefix}.{state_key}.{sharded_metadata.key}'" in made
+    )
 
 
 def common_state_takes_listed_classes_only(source: Source) -> None:
@@ -123,7 +162,9 @@ def common_state_takes_listed_classes_only(source: Source) -> None:
     ]
     names = {ast.unparse(element) for element in listed.elts}
     assert {"Namespace", "OptimizerConfig", "BytesIO"} <= names
-    assert not {name for name in names if name.endswith(("Adam", "AdamW", "SGD"))}, "optimizers may be loaded now"
+    assert not {name for name in names if name.endswith(("Adam", "AdamW", "SGD"))}, (
+        "optimizers may be loaded now"
+    )
 
 
 def router_weight_is_made_without_a_device(source: Source) -> None:
@@ -158,24 +199,44 @@ def only_local_specs_rename_the_norm_before_experts(source: Source) -> None:
 
 
 def weight_gradients_fuse_only_with_apex(source: Source) -> None:
-    assert "if config.gradient_accumulation_fusion and (not _grad_accum_fusion_available):" in source.lines(LAYERS)
+    assert (
+        "if config.gradient_accumulation_fusion and (not _grad_accum_fusion_available):"
+        in source.lines(LAYERS)
+    )
     assert "import fused_weight_gradient_mlp_cuda" in source.lines(LAYERS)
 
 
 def overlap_relies_on_one_connection(source: Source) -> None:
-    assert source.text(LAYERS).count("Here we rely on CUDA_DEVICE_MAX_CONNECTIONS=1 to ensure that the") == 3
+    assert (
+        source.text(LAYERS).count(
+            "Here we rely on CUDA_DEVICE_MAX_CONNECTIONS=1 to ensure that the"
+        )
+        == 3
+    )
     assert "environ" not in source.lines(LAYERS, "LinearWithGradAccumulationAndAsyncCommunication")
 
 
 def buffers_lie_on_the_current_device(source: Source) -> None:
     made = source.lines(BUFFER, "_ParamAndGradBuffer.__init__")
-    for name, dtype in (("self.grad_data", "self.grad_dtype"), ("self.param_data", "self.param_dtype")):
-        arguments = f"self.numel, dtype={dtype}, device=torch.cuda.current_device(), requires_grad=False"
+    for name, dtype in (
+        ("self.grad_data", "self.grad_dtype"),
+        ("self.param_data", "self.param_dtype"),
+    ):
+        arguments = (
+            f"self.numel, dtype={dtype}, device=torch.cuda.current_device(), requires_grad=False"
+        )
         assert f"{name} = torch.zeros({arguments})" in made
 
 
-OPTIMIZER, MEMORY, MODEL = "rlpost/actor/optimizer.py", "rlpost/actor/memory.py", "rlpost/actor/model.py"
-CHECKPOINT, COPIES = "rlpost/actor/megatron_checkpoint.py", "rlpost/actor/torch_dist/optimizer_state.py"
+OPTIMIZER, MEMORY, MODEL = (
+    "rlpost/actor/optimizer.py",
+    "rlpost/actor/memory.py",
+    "rlpost/actor/model.py",
+)
+CHECKPOINT, COPIES = (
+    "rlpost/actor/megatron_checkpoint.py",
+    "rlpost/actor/torch_dist/optimizer_state.py",
+)
 LAYER_SPECS, STARTUP = "rlpost/actor/layer_specs.py", "rlpost/orchestration/startup.py"
 
 FACTS = (
@@ -201,7 +262,11 @@ FACTS = (
         "use_precision_aware_optimizer raises TypeError without TransformerEngine, with CPU offload too",
         (OPTIMIZER,),
         precision_aware_needs_a_version,
-        (UTILS, "return get_te_version() >= PkgVersion(version)", "return get_te_version() == PkgVersion(version)"),
+        (
+            UTILS,
+            "return get_te_version() >= PkgVersion(version)",
+            "return get_te_version() == PkgVersion(version)",
+        ),
     ),
     Fact(
         "use_precision_aware_optimizer needs the distributed optimizer",
@@ -223,7 +288,11 @@ FACTS = (
         "HybridDeviceOptimizer keeps the classes of its optimizers among the defaults of its groups",
         (CHECKPOINT,),
         hybrid_keeps_classes,
-        (HYBRID, '"cpu_optimizer_cls": cpu_optimizer_cls,', '"cpu_optimizer_cls": str(cpu_optimizer_cls),'),
+        (
+            HYBRID,
+            '"cpu_optimizer_cls": cpu_optimizer_cls,',
+            '"cpu_optimizer_cls": str(cpu_optimizer_cls),',
+        ),
     ),
     Fact(
         "the state of a HybridDeviceOptimizer is that of the format: param, exp_avg and exp_avg_sq",

@@ -30,9 +30,12 @@ BOOTSTRAP = "sglang/srt/distributed/bootstrap.py"
 UUID = "GPU-of-the-trainer"
 
 
-def own_environment(source: Source, methods: list[Any] | None = None, **given: str) -> dict[str, str]:
-    """What SGLang's server leaves in an environment that was ``given``, without symmetric memory and NVLS; its start
-    methods for processes are added to ``methods``."""
+def own_environment(
+    source: Source, methods: list[Any] | None = None, **given: str
+) -> dict[str, str]:
+    """What SGLang's server leaves in an environment that was ``given``, without symmetric memory
+    and NVLS; its start methods for processes are added to ``methods``.
+    """
     seen = [] if methods is None else methods
     environ = dict(given)
     arguments = SimpleNamespace(
@@ -60,7 +63,9 @@ def own_environment(source: Source, methods: list[Any] | None = None, **given: s
 
 def takes_cumem_away(source: Source) -> None:
     assert own_environment(source)["NCCL_CUMEM_ENABLE"] == "0"
-    assert own_environment(source, NCCL_CUMEM_ENABLE="1")["NCCL_CUMEM_ENABLE"] == "1", "a person's own value wins"
+    assert own_environment(source, NCCL_CUMEM_ENABLE="1")["NCCL_CUMEM_ENABLE"] == "1", (
+        "a person's own value wins"
+    )
 
 
 def sets_only_these_of_nccl(source: Source) -> None:
@@ -69,7 +74,10 @@ def sets_only_these_of_nccl(source: Source) -> None:
 
 
 def overrides_max_connections(source: Source) -> None:
-    assert own_environment(source, CUDA_DEVICE_MAX_CONNECTIONS="1")["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    assert (
+        own_environment(source, CUDA_DEVICE_MAX_CONNECTIONS="1")["CUDA_DEVICE_MAX_CONNECTIONS"]
+        == "8"
+    )
 
 
 def spawns_its_processes(source: Source) -> None:
@@ -84,7 +92,9 @@ def keeps_graphs_out_of_the_saver(source: Source) -> None:
 
 def asks_the_variable_for_graphs(source: Source) -> None:
     wanted = "enable=enable_memory_saver and get_bool_env_var('SGLANG_MEMORY_SAVER_CUDA_GRAPH')"
-    assert wanted in source.lines(f"{BACKENDS}/full_cuda_graph_backend.py", "FullCudaGraphBackend.__init__")
+    assert wanted in source.lines(
+        f"{BACKENDS}/full_cuda_graph_backend.py", "FullCudaGraphBackend.__init__"
+    )
 
 
 class Anything:
@@ -102,7 +112,9 @@ def breakable_graphs_refuse_the_saver(source: Source) -> None:
         f"{BACKENDS}/breakable_cuda_graph_backend.py",
         "BreakableCudaGraphBackend.__init__",
         GraphPoolPrecarve=Anything(),
-        TorchMemorySaverAdapter=SimpleNamespace(create=lambda *, enable: SimpleNamespace(enabled=enable)),
+        TorchMemorySaverAdapter=SimpleNamespace(
+            create=lambda *, enable: SimpleNamespace(enabled=enable)
+        ),
         get_bool_env_var=lambda name: name == "SGLANG_MEMORY_SAVER_CUDA_GRAPH",
         Optional=Any,
     )
@@ -127,7 +139,9 @@ class CudaTensor(torch.Tensor):
 
 
 class CudaStorage:
-    """What torch asks of a storage on a GPU to share it. The values are those of one on device 0."""
+    """What torch asks of a storage on a GPU to share it. The values are those of one on device
+    0.
+    """
 
     _untyped_storage = SimpleNamespace(device=torch.device("cuda", 0))
 
@@ -141,7 +155,11 @@ def reduced(source: Source) -> Any:
 
     names = dict(vars(reductions))
     seen_as = {CudaTensor: torch.Tensor, CudaStorage: torch.storage.TypedStorage}
-    names |= {"type": lambda one: seen_as.get(type(one), type(one)), "StorageWeakRef": id, "shared_cache": {}}
+    names |= {
+        "type": lambda one: seen_as.get(type(one), type(one)),
+        "StorageWeakRef": id,
+        "shared_cache": {},
+    }
     names["rebuild_cuda_tensor"] = reductions.rebuild_cuda_tensor
     CudaTensor._typed_storage = lambda tensor: CudaStorage()  # type: ignore[method-assign]
     return source.run("torch/multiprocessing/reductions.py", "reduce_tensor", **names)
@@ -185,7 +203,9 @@ def unpickler_refuses_the_rest(source: Source) -> None:
         unpickler(source)(io.BytesIO(pickle.dumps(print))).load()
     except RuntimeError:
         return
-    raise AssertionError("SafeUnpickler lets builtins.print through: it is no list of what is allowed any more")
+    raise AssertionError(
+        "SafeUnpickler lets builtins.print through: it is no list of what is allowed any more"
+    )
 
 
 def uuid_names_the_gpu(source: Source) -> None:
@@ -193,7 +213,8 @@ def uuid_names_the_gpu(source: Source) -> None:
     ((_, arguments),) = unpickler(source)(io.BytesIO(pickled_handle(source))).load()
     uuids = {0: "GPU-of-somebody-else", 1: UUID}
     cuda = SimpleNamespace(
-        device_count=lambda: len(uuids), get_device_properties=lambda device: SimpleNamespace(uuid=uuids[device])
+        device_count=lambda: len(uuids),
+        get_device_properties=lambda device: SimpleNamespace(uuid=uuids[device]),
     )
     names: dict[str, Any] = {"_REDUCE_TENSOR_ARG_DEVICE_INDEX": source.value(PATCH_TORCH, INDEX)}
     names["_modify_tuple"] = source.run(PATCH_TORCH, "_modify_tuple")
@@ -203,9 +224,9 @@ def uuid_names_the_gpu(source: Source) -> None:
     names["reductions"] = SimpleNamespace(_rebuild_cuda_tensor_original=lambda *rebuilt: rebuilt)
     rebuilt = source.run(PATCH_TORCH, "_rebuild_cuda_tensor_modified", **names)(*arguments)
     assert arguments[trainer_side._DEVICE] == UUID
-    assert [at for at, pair in enumerate(zip(arguments, rebuilt, strict=True)) if pair[0] != pair[1]] == [
-        trainer_side._DEVICE
-    ]
+    assert [
+        at for at, pair in enumerate(zip(arguments, rebuilt, strict=True)) if pair[0] != pair[1]
+    ] == [trainer_side._DEVICE]
     assert rebuilt[trainer_side._DEVICE] == 1
 
 
@@ -216,12 +237,17 @@ def unpickling_uses_the_patched_rebuild(source: Source) -> None:
     patch = source.lines(PATCH_TORCH, "monkey_patch_torch_reductions")
     assert "reductions.rebuild_cuda_tensor = _rebuild_cuda_tensor_modified" in patch
     own = source.lines(TP_WORKER, "deserialize_own_rank")
-    assert own.index("monkey_patch_torch_reductions()") < own.index("MultiprocessingSerializer.deserialize")
+    assert own.index("monkey_patch_torch_reductions()") < own.index(
+        "MultiprocessingSerializer.deserialize"
+    )
 
 
 def bucket_description_passes_the_unpickler(source: Source) -> None:
     safe = source.run(COMMON, "SafeUnpickler", pickle=pickle, _safe_load_torch_storage=None)
-    assert ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata") in safe.ALLOWED_GLOBALS
+    assert (
+        "sglang.srt.weight_sync.tensor_bucket",
+        "FlattenedTensorMetadata",
+    ) in safe.ALLOWED_GLOBALS
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8)
     described = {"shape": torch.Size([2, 3]), "dtypes": dtypes, "numel": 6}
     assert safe(io.BytesIO(pickle.dumps(described))).load() == described
@@ -242,7 +268,9 @@ def flattened_bucket_of_handles(source: Source) -> None:
     """A dictionary with ``flattened_tensor`` and ``metadata``; entries by byte."""
     names: dict[str, Any] = {"torch": torch, "dataclass": None}
     bucket = source.run(BUCKET, "FlattenedTensorBucket", **names, List=list, Tuple=tuple)
-    described = SimpleNamespace(name="b", shape=torch.Size([1, 2]), dtype=torch.float32, start_idx=4, end_idx=12)
+    described = SimpleNamespace(
+        name="b", shape=torch.Size([1, 2]), dtype=torch.float32, start_idx=4, end_idx=12
+    )
     described.numel = 8
     loaded: list[Any] = []
     updater = SimpleNamespace(get_model=lambda: SimpleNamespace(load_weights=loaded.extend))
@@ -272,10 +300,14 @@ class Calls:
 def memory_names(source: Source) -> dict[str, Any]:
     constants = ("KV_CACHE", "WEIGHTS", "CUDA_GRAPH")
     names: dict[str, Any] = {
-        f"GPU_MEMORY_TYPE_{one}": source.value("sglang/srt/constants.py", f"GPU_MEMORY_TYPE_{one}") for one in constants
+        f"GPU_MEMORY_TYPE_{one}": source.value("sglang/srt/constants.py", f"GPU_MEMORY_TYPE_{one}")
+        for one in constants
     }
     names |= {f"{kind}MemoryOccupationReqOutput": Anything() for kind in ("Release", "Resume")}
-    names |= {"_export_static_state": lambda model: "buffers", "_import_static_state": lambda model, state: None}
+    names |= {
+        "_export_static_state": lambda model: "buffers",
+        "_import_static_state": lambda model, state: None,
+    }
     return names | {"torch": Anything()}
 
 
@@ -293,7 +325,10 @@ def manager(*, is_idle: bool = True) -> SimpleNamespace:
 
 
 def tags_are_ours(source: Source) -> None:
-    constants = [memory_names(source)[f"GPU_MEMORY_TYPE_{one}"] for one in ("KV_CACHE", "CUDA_GRAPH", "WEIGHTS")]
+    constants = [
+        memory_names(source)[f"GPU_MEMORY_TYPE_{one}"]
+        for one in ("KV_CACHE", "CUDA_GRAPH", "WEIGHTS")
+    ]
     assert constants == [*CACHE, "weights"]
 
 
@@ -347,7 +382,9 @@ def memory_counts_from_what_is_free(source: Source) -> None:
 
 
 def joined_group(source: Source) -> tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]:
-    """How an engine of tensor-parallel rank 1 joins: what its worker asks for, and what torch is called with."""
+    """How an engine of tensor-parallel rank 1 joins: what its worker asks for, and what torch is
+    called with.
+    """
     asked: dict[str, Any] = {}
     join = source.run(
         RUNNER_UPDATER,
@@ -366,7 +403,9 @@ def joined_group(source: Source) -> tuple[dict[str, Any], tuple[Any, ...], dict[
 
     from torch.distributed import distributed_c10d
 
-    kept = {name: getattr(distributed_c10d, name) for name in ("rendezvous", "PrefixStore", "_world")}
+    kept = {
+        name: getattr(distributed_c10d, name) for name in ("rendezvous", "PrefixStore", "_world")
+    }
     kept["_new_process_group_helper"] = distributed_c10d._new_process_group_helper
     try:
         distributed_c10d.rendezvous = rendezvous
@@ -387,7 +426,11 @@ def joined_group(source: Source) -> tuple[dict[str, Any], tuple[Any, ...], dict[
 
 def ranks_follow_the_offset(source: Source) -> None:
     asked, arguments, _ = joined_group(source)
-    assert (asked["rank"], asked["world_size"], asked["init_method"]) == (6, 9, "tcp://10.0.0.1:29500")
+    assert (asked["rank"], asked["world_size"], asked["init_method"]) == (
+        6,
+        9,
+        "tcp://10.0.0.1:29500",
+    )
     assert arguments[:3] == (9, 6, [])
 
 
@@ -397,7 +440,9 @@ def keys_stand_under_the_groups_name(source: Source) -> None:
 
 
 def nccl_connects_lazily(source: Source) -> None:
-    """With a device torch would connect at once, each group in turn, and both sides could wait for each other."""
+    """With a device torch would connect at once, each group in turn, and both sides could wait for
+    each other.
+    """
     _, _, how = joined_group(source)
     assert how["device_id"] is None
 
@@ -406,8 +451,12 @@ def a_bucket_arrives_as_one_tensor_of_bytes(source: Source) -> None:
     sent: list[Any] = []
     bucket = source.run(BUCKET, "FlattenedTensorBucket", torch=torch, List=list, Tuple=tuple)
     bucket.__init__.__globals__["FlattenedTensorMetadata"] = SimpleNamespace
-    fake_torch = SimpleNamespace(dtype=torch.dtype, empty=torch.empty, float32=torch.float32, bfloat16=torch.bfloat16)
-    fake_torch.distributed = SimpleNamespace(broadcast=lambda tensor, **how: sent.append((tensor, how)))
+    fake_torch = SimpleNamespace(
+        dtype=torch.dtype, empty=torch.empty, float32=torch.float32, bfloat16=torch.bfloat16
+    )
+    fake_torch.distributed = SimpleNamespace(
+        broadcast=lambda tensor, **how: sent.append((tensor, how))
+    )
     receive = source.run(
         RUNNER_UPDATER,
         "_receive_bucketed_weights_from_distributed",
@@ -419,16 +468,23 @@ def a_bucket_arrives_as_one_tensor_of_bytes(source: Source) -> None:
     tensors = dict(receive(updater, names=["a", "b"], dtypes=dtypes, shapes=shapes, group_name="g"))
     ((flat, how),) = sent
     assert how == {"src": 0, "group": "group"} and flat.dtype == torch.uint8
-    assert len(flat) == sum(tensor.nbytes for tensor in tensors.values()), "no padding between tensors"
+    assert len(flat) == sum(tensor.nbytes for tensor in tensors.values()), (
+        "no padding between tensors"
+    )
 
 
 def the_version_is_recorded_after_success(source: Source) -> None:
     for kind in ("distributed", "tensor", "disk"):
         lines = source.lines(SCHEDULER_UPDATER, f"update_weights_from_{kind}")
         success = lines.index("if success:")
-        assert success < lines.index("self.record_weight_version_after_update(recv_req.weight_version)"), kind
+        assert success < lines.index(
+            "self.record_weight_version_after_update(recv_req.weight_version)"
+        ), kind
     changed = source.lines(SCHEDULER, "record_weight_version_change")
-    assert "if new_version is None or new_version == get_serving().weight_version:\n        return" in changed
+    assert (
+        "if new_version is None or new_version == get_serving().weight_version:\n        return"
+        in changed
+    )
 
 
 def updates_need_a_session(source: Source) -> None:
@@ -441,7 +497,10 @@ def updates_need_a_session(source: Source) -> None:
         assert update(SimpleNamespace(_session=None), None).success is False
 
 
-ENGINE_SIDE, TRAINER_SIDE = "rlpost/rollout/engine_side_weights.py", "rlpost/weights/trainer_side.py"
+ENGINE_SIDE, TRAINER_SIDE = (
+    "rlpost/rollout/engine_side_weights.py",
+    "rlpost/weights/trainer_side.py",
+)
 STAGES, STARTUP, PROCESS = (
     "rlpost/orchestration/stages.py",
     "rlpost/orchestration/startup.py",
@@ -477,13 +536,21 @@ FACTS = (
         "a server spawns its processes, for it was asked whether there is CUDA before",
         ("rlpost/rollout/server.py",),
         spawns_its_processes,
-        (ENGINE, 'mp.set_start_method("spawn", force=True)', 'mp.set_start_method("fork", force=True)'),
+        (
+            ENGINE,
+            'mp.set_start_method("spawn", force=True)',
+            'mp.set_start_method("fork", force=True)',
+        ),
     ),
     Fact(
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH is off unless it is set",
         (PROCESS, TURNS),
         keeps_graphs_out_of_the_saver,
-        (ENVIRON, "SGLANG_MEMORY_SAVER_CUDA_GRAPH = EnvBool(False)", "SGLANG_MEMORY_SAVER_CUDA_GRAPH = EnvBool(True)"),
+        (
+            ENVIRON,
+            "SGLANG_MEMORY_SAVER_CUDA_GRAPH = EnvBool(False)",
+            "SGLANG_MEMORY_SAVER_CUDA_GRAPH = EnvBool(True)",
+        ),
     ),
     Fact(
         "full CUDA graphs lie in the memory saver only with SGLANG_MEMORY_SAVER_CUDA_GRAPH",
@@ -541,7 +608,11 @@ FACTS = (
         "a worker reads the handle at its tensor-parallel rank, counted over all nodes",
         (ENGINE_SIDE, "rlpost/orchestration/placement.py"),
         each_rank_reads_its_own_handle,
-        (TP_WORKER, "serialized_named_tensors[self.model_runner.tp_rank]", "serialized_named_tensors[0]"),
+        (
+            TP_WORKER,
+            "serialized_named_tensors[self.model_runner.tp_rank]",
+            "serialized_named_tensors[0]",
+        ),
     ),
     Fact(
         "a flattened bucket is a dictionary of flattened_tensor and metadata, placed by byte",

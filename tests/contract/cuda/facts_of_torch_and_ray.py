@@ -49,7 +49,16 @@ def varlen_is_flash_attention(source: Source) -> None:
 def memory_efficient_has_our_order(source: Source) -> None:
     schema = torch.ops.aten._efficient_attention_forward.default._schema
     names = [argument.name for argument in schema.arguments]
-    order = ["query", "key", "value", "bias", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
+    order = [
+        "query",
+        "key",
+        "value",
+        "bias",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "max_seqlen_q",
+        "max_seqlen_k",
+    ]
     assert names[:10] == [*order, "dropout_p", "custom_mask_type"]
     assert {"compute_log_sumexp", "scale"} <= set(names[10:])
 
@@ -70,14 +79,23 @@ def device_is_argument_six(source: Source) -> None:
 
 
 def views_share_their_storage(source: Source) -> None:
-    """A view is one more reader of the same memory: what is counted is the storage, not the tensor."""
+    """A view is one more reader of the same memory: what is counted is the storage, not the
+    tensor.
+    """
     reduced = source.lines(REDUCTIONS, "reduce_tensor")
     assert "storage = tensor._typed_storage()" in reduced and "= storage._share_cuda_()" in reduced
 
 
 def groups_outside_the_world(source: Source) -> None:
     names = parameters(source, C10D, "_new_process_group_helper")
-    assert names[:6] == ["group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"]
+    assert names[:6] == [
+        "group_size",
+        "group_rank",
+        "global_ranks_in_group",
+        "backend",
+        "store",
+        "group_name",
+    ]
     assert {"backend_options", "timeout", "device_id"} <= set(names)
     assert "def pg_group_ranks(self)" in source.lines(C10D, "_World")
 
@@ -100,22 +118,27 @@ def groups_can_be_aborted(source: Source) -> None:
 
 
 def asking_for_cuda_starts_the_driver(source: Source) -> None:
-    """Which does not survive a fork, unless a variable makes torch ask NVIDIA's management library."""
+    """Which does not survive a fork, unless a variable makes torch ask NVIDIA's management
+    library.
+    """
     asks = source.lines(CUDA, "is_available")
     assert asks.rstrip().endswith("else:\n        return torch._C._cuda_getDeviceCount() > 0")
     assert "if not _is_compiled():\n        return False" in asks
 
 
 def groups_keep_their_defaults(source: Source) -> None:
-    """Whatever is among an optimizer's defaults is in each of its groups, and so in its state_dict."""
+    """Whatever is among an optimizer's defaults is in each of its groups, and so in its
+    state_dict.
+    """
     assert "param_group.setdefault(name, default)" in source.lines(OPTIMIZER, "add_param_group")
 
 
 def loading_is_weights_only(source: Source) -> None:
     default = source.run(SERIALIZATION, "_default_to_weights_only", torch=torch)
     assert default(None) is True
-    assert "if weights_only_not_set:\n        weights_only = _default_to_weights_only(pickle_module)" in source.lines(
-        SERIALIZATION, "load"
+    assert (
+        "if weights_only_not_set:\n        weights_only = _default_to_weights_only(pickle_module)"
+        in source.lines(SERIALIZATION, "load")
     )
     held = io.BytesIO()
     torch.save({"cls": torch.optim.AdamW}, held)
@@ -129,7 +152,10 @@ def loading_is_weights_only(source: Source) -> None:
 
 def accelerators(environ: dict[str, str], source: Source) -> Any:
     """Ray's package of that name, with its class for NVIDIA's GPUs, on an environment of ours."""
-    names: dict[str, Any] = {"os": SimpleNamespace(environ=environ), "env_bool": lambda name, default: default}
+    names: dict[str, Any] = {
+        "os": SimpleNamespace(environ=environ),
+        "env_bool": lambda name, default: default,
+    }
     for name in ("CUDA_VISIBLE_DEVICES_ENV_VAR", "NOSET_CUDA_VISIBLE_DEVICES_ENV_VAR"):
         names[name] = source.value(NVIDIA, name)
     manager = source.run(NVIDIA, "NvidiaGPUAcceleratorManager", AcceleratorManager=object, **names)
@@ -145,7 +171,9 @@ def visible_to_an_actor(source: Source, ids: list[str]) -> str | None:
     context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": ids})
     fake = SimpleNamespace(_private=SimpleNamespace(accelerators=accelerators(environ, source)))
     fake.get_runtime_context = lambda: context
-    visible = source.run(RAY_UTILS, "set_visible_accelerator_ids", ray=fake, os=SimpleNamespace(environ=environ))
+    visible = source.run(
+        RAY_UTILS, "set_visible_accelerator_ids", ray=fake, os=SimpleNamespace(environ=environ)
+    )
     visible()
     return environ.get("CUDA_VISIBLE_DEVICES")
 
@@ -163,7 +191,11 @@ ATTENTION, SYNC, STORED = (
     "rlpost/weights/trainer_side.py",
     "rlpost/actor/megatron_checkpoint.py",
 )
-FLEET, WORKERS, DEVICE = "rlpost/orchestration/engines.py", "rlpost/orchestration/workers.py", "rlpost/actor/device.py"
+FLEET, WORKERS, DEVICE = (
+    "rlpost/orchestration/engines.py",
+    "rlpost/orchestration/workers.py",
+    "rlpost/actor/device.py",
+)
 
 FACTS = (
     Fact(
@@ -180,7 +212,11 @@ FACTS = (
         "the window (-1, 0) of varlen_attn is the causal mask",
         (ATTENTION,),
         window_means_causal,
-        (VARLEN, "is_causal = window_size == (-1, 0)\n    out, lse", "is_causal = False\n    out, lse"),
+        (
+            VARLEN,
+            "is_causal = window_size == (-1, 0)\n    out, lse",
+            "is_causal = False\n    out, lse",
+        ),
     ),
     Fact(
         "varlen_attn never takes cuDNN's kernel, which has neither windows nor groups",
@@ -224,7 +260,11 @@ FACTS = (
         "NCCL connects when a group is made only with a device_id",
         (SYNC,),
         nccl_connects_at_once_only_to_a_given_device,
-        (C10D, "if device_id and pg._get_backend(device_id)", "if True or pg._get_backend(device_id)"),
+        (
+            C10D,
+            "if device_id and pg._get_backend(device_id)",
+            "if True or pg._get_backend(device_id)",
+        ),
     ),
     Fact(
         "broadcast waits for its work without async_op, which on NCCL means the stream and not its end",

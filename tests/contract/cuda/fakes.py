@@ -1,9 +1,9 @@
 """CUDA, and a world of ranks, faked in one process for a model that is built and not computed with.
 
-Imported by ``observations.py`` alone: what it tells the stand-in for CUDA holds for the whole process. ``faked_cuda``:
-torch says that there is CUDA, and what the trainer and Megatron-core put on the GPU lands on the device "meta", so that
-what is left on the CPU shows. ``faked_world``: any rank of a world of any size; its groups exist and its collectives do
-nothing.
+Imported by ``observations.py`` alone: what it tells the stand-in for CUDA holds for the whole
+process. ``faked_cuda``: torch says that there is CUDA, and what the trainer and Megatron-core put
+on the GPU lands on the device "meta", so that what is left on the CPU shows. ``faked_world``: any
+rank of a world of any size; its groups exist and its collectives do nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rlpost.actor import megatron_on_cpu
 
 # Before the first import of Megatron-core: what its optimizers are to expect of Tensor.type().
-megatron_on_cpu.TYPE_NAMES.update({name: name.replace(".cuda.", ".meta.") for name in megatron_on_cpu.TYPE_NAMES})
+megatron_on_cpu.TYPE_NAMES.update(
+    {name: name.replace(".cuda.", ".meta.") for name in megatron_on_cpu.TYPE_NAMES}
+)
 
 from rlpost.actor import device, parallel  # noqa: E402
 

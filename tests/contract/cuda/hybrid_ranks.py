@@ -1,8 +1,9 @@
 """Ranks whose optimizer is Megatron's HybridDeviceOptimizer, on a machine without CUDA.
 
-It moves state between CUDA and the host, and decides by ``Tensor.is_cuda``. Here, while it sorts its parameters, every
-tensor says that it is on CUDA but those that were moved to the host; everything else of it is the real code, with one
-order of execution instead of streams (``rlpost.actor.megatron_on_cpu``).
+It moves state between CUDA and the host, and decides by ``Tensor.is_cuda``. Here, while it sorts
+its parameters, every tensor says that it is on CUDA but those that were moved to the host;
+everything else of it is the real code, with one order of execution instead of streams
+(``rlpost.actor.megatron_on_cpu``).
 """
 
 from __future__ import annotations
@@ -44,11 +45,17 @@ def pretend() -> None:
     torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign,assignment]
 
 
-def train_hybrid(actor: Any, steps: Sequence[Sequence[TrainSample]], *, files: Files) -> dict[str, Any]:
-    """Train on the steps that are left, saving after the second in the background; what Adam kept, and the metrics."""
+def train_hybrid(
+    actor: Any, steps: Sequence[Sequence[TrainSample]], *, files: Files
+) -> dict[str, Any]:
+    """Train on the steps that are left, saving after the second in the background; what Adam kept,
+    and the metrics.
+    """
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-    inner = [one.optimizer for one in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])]
+    inner = [
+        one.optimizer for one in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
+    ]
     assert all(isinstance(one, HybridDeviceOptimizer) for one in inner)
     actor.import_weights()
     done = actor.load(files.load) if files.load else 0
@@ -69,4 +76,9 @@ def train_hybrid(actor: Any, steps: Sequence[Sequence[TrainSample]], *, files: F
                 for key in ("master_param", "exp_avg", "exp_avg_sq"):
                     digest.update(state[key].detach().numpy().tobytes())
         digest.update(f"{len(one.cpu_optimizers)} {one.gpu_optimizer is not None}".encode())
-    return {"adam": digest.hexdigest(), "steps": steps_made, "hash": actor.weights_hash(), "metrics": metrics}
+    return {
+        "adam": digest.hexdigest(),
+        "steps": steps_made,
+        "hash": actor.weights_hash(),
+        "metrics": metrics,
+    }

@@ -1,7 +1,8 @@
-"""Installed source of a library: parsed instead of imported, and with a change made to it for a check's own test.
+"""Installed source of a library: parsed instead of imported, and with a change made to it for a
+check's own test.
 
-A path is relative to site-packages, for instance ``sglang/srt/environ.py``. Nothing here imports the library, so a
-module that needs CUDA, or takes seconds to import, can be read.
+A path is relative to site-packages, for instance ``sglang/srt/environ.py``. Nothing here imports
+the library, so a module that needs CUDA, or takes seconds to import, can be read.
 """
 
 from __future__ import annotations
@@ -25,16 +26,23 @@ class FactChanged(AssertionError):
 
 @dataclass(frozen=True)
 class Source:
-    """Files of installed libraries; ``changed``: path -> text of files that are read as something else."""
+    """Files of installed libraries; ``changed``: path -> text of files that are read as something
+    else.
+    """
 
     changed: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def with_change(cls, path: str, old: str, new: str) -> Source:
-        """The installed source with one text replaced. Raises LookupError unless the file has it exactly once."""
+        """The installed source with one text replaced.
+
+        Raises LookupError unless the file has it exactly once.
+        """
         text = _installed(path)
         if text.count(old) != 1:
-            raise LookupError(f"{path} has the text to change {text.count(old)} times instead of once: {old!r}")
+            raise LookupError(
+                f"{path} has the text to change {text.count(old)} times instead of once: {old!r}"
+            )
         return cls({path: text.replace(old, new)})
 
     def text(self, path: str) -> str:
@@ -49,11 +57,14 @@ class Source:
         return found
 
     def lines(self, path: str, name: str = "") -> str:
-        """The code of a definition, or of the file, as ast writes it: independent of comments and layout."""
+        """The code of a definition, or of the file, as ast writes it: independent of comments and
+        layout.
+        """
         return ast.unparse(self.definition(path, name) if name else ast.parse(self.text(path)))
 
     def run(self, path: str, name: str, **names: Any) -> Any:
-        """The function or class itself, compiled with the global names that it is given and no others.
+        """The function or class itself, compiled with the global names that it is given and no
+        others.
 
         Decorators are left out and annotations are not evaluated.
         """
@@ -62,14 +73,21 @@ class Source:
             if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 inner.decorator_list = [one for one in inner.decorator_list if _is_builtin(one)]
         module = ast.Module([node], type_ignores=[])
-        code = compile(module, path, "exec", flags=__future__.annotations.compiler_flag, dont_inherit=True)
+        code = compile(
+            module, path, "exec", flags=__future__.annotations.compiler_flag, dont_inherit=True
+        )
         exec(code, names)
         return names[node.name]
 
     def value(self, path: str, name: str) -> Any:
-        """The literal that is assigned to a global name. Raises LookupError, or ValueError when it is no literal."""
+        """The literal that is assigned to a global name.
+
+        Raises LookupError, or ValueError when it is no literal.
+        """
         for node in ast.parse(self.text(path)).body:
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            targets = (
+                node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            )
             if any(isinstance(target, ast.Name) and target.id == name for target in targets):
                 return ast.literal_eval(node.value)
         raise LookupError(f"{path} has no {name}")
@@ -91,7 +109,9 @@ class Fact:
         return self.change[0].partition("/")[0]
 
     def verify(self, source: Source) -> None:
-        """Raise FactChanged, with the fact's name and the modules of ours that rely on it, when it does not hold."""
+        """Raise FactChanged, with the fact's name and the modules of ours that rely on it, when it
+        does not hold.
+        """
         try:
             self.check(source)
         except Exception as error:
@@ -123,4 +143,8 @@ def _child(node: Any, name: str, path: str) -> Any:
 
 
 def _is_builtin(decorator: ast.expr) -> bool:
-    return isinstance(decorator, ast.Name) and decorator.id in ("staticmethod", "classmethod", "property")
+    return isinstance(decorator, ast.Name) and decorator.id in (
+        "staticmethod",
+        "classmethod",
+        "property",
+    )

@@ -1,8 +1,10 @@
-"""``python -m tests.contract.cuda.observations ASSETS FAMILIES``: what the trainer builds where there is CUDA, as JSON.
+"""``python -m tests.contract.cuda.observations ASSETS FAMILIES``: what the trainer builds where
+there is CUDA, as JSON.
 
-For every recipe of jobs/recipes at its own layout, and every family at several: Megatron's configurations, the keys of
-the checkpoint, and what is left on the CPU. A process of its own, because whether TransformerEngine is installed is
-known to Megatron-core from its import on: with ``stub/`` in PYTHONPATH it is.
+For every recipe of jobs/recipes at its own layout, and every family at several: Megatron's
+configurations, the keys of the checkpoint, and what is left on the CPU. A process of its own,
+because whether TransformerEngine is installed is known to Megatron-core from its import on: with
+``stub/`` in PYTHONPATH it is.
 """
 
 from __future__ import annotations
@@ -58,12 +60,18 @@ def observe_recipe(name: str, given: dict[str, Any]) -> Found:
 def observe_family(folder: Path) -> dict[str, Found]:
     """What a family builds at several layouts, and what its converter does."""
     layouts = LAYOUTS | (EXPERT_LAYOUTS if "moe" in folder.name else {})
-    if "tied" in folder.name:  # the stand-in sums both copies of the embedding on the CPU, which "meta" cannot
+    if (
+        "tied" in folder.name
+    ):  # the stand-in sums both copies of the embedding on the CPU, which "meta" cannot
         layouts = {name: layout for name, layout in layouts.items() if name != "pp"}
-    implementations: list[str] = ["local", "transformer_engine"] if has_transformer_engine() else ["local"]
+    implementations: list[str] = (
+        ["local", "transformer_engine"] if has_transformer_engine() else ["local"]
+    )
     common: dict[str, Any] = {"bf16": True, "enable_mtp_training": folder.name == MTP}
     return {
-        f"{kind}, {name}": built(ActorSettings(str(folder), transformer_impl=kind, **common, **layout), size)
+        f"{kind}, {name}": built(
+            ActorSettings(str(folder), transformer_impl=kind, **common, **layout), size
+        )
         for kind in implementations
         for name, (size, layout) in layouts.items()
     } | {"converter": converted(ActorSettings(str(folder), **common))}
@@ -83,7 +91,9 @@ def built(settings: ActorSettings, size: int) -> Found:
             description = read_description(settings.hf_checkpoint, settings.model_args)
             description.check_layout(settings)
             stages = description.num_virtual_stages(settings)
-            parallel.initialise(Rendezvous(0, size, "127.0.0.1", 1), settings, num_virtual_stages=stages)
+            parallel.initialise(
+                Rendezvous(0, size, "127.0.0.1", 1), settings, num_virtual_stages=stages
+            )
             chunks = build_model(description, settings)
             kept = keys(chunks)
             wrapped = optimizer.wrap(chunks, settings)
@@ -116,11 +126,16 @@ def converted(settings: ActorSettings) -> Found:
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
         left = left_behind(converter.chunks)
-        return {"on_cpu": {"model": left}, "exported": exported(converter.chunks, converter.description)}
+        return {
+            "on_cpu": {"model": left},
+            "exported": exported(converter.chunks, converter.description),
+        }
 
 
 def exported(chunks: list[Any], description: ModelDescription) -> dict[str, Any]:
-    """Of what the exporter gathers of the layers that are here: shapes, and what of it is on the CPU."""
+    """Of what the exporter gathers of the layers that are here: shapes, and what of it is on the
+    CPU.
+    """
     exporter = Exporter(inventory_of(chunks, description))
     shapes, on_the_cpu = {}, []
     for bucket in exporter.plan(1 << 40):
@@ -144,7 +159,9 @@ def keys(chunks: list[Any]) -> dict[str, list[int]]:
 
 def left_behind(chunks: list[Any]) -> list[str]:
     """Tensors that are no GPU's: parameters, buffers, and plain attributes of modules."""
-    return sorted({name for chunk in chunks for name, tensor in tensors_of(chunk) if on_cpu(tensor)})
+    return sorted(
+        {name for chunk in chunks for name, tensor in tensors_of(chunk) if on_cpu(tensor)}
+    )
 
 
 def tensors_of(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -152,7 +169,11 @@ def tensors_of(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from chunk.named_parameters()
     yield from chunk.named_buffers()
     for path, module in chunk.named_modules():
-        yield from ((f"{path}.{name}", value) for name, value in vars(module).items() if torch.is_tensor(value))
+        yield from (
+            (f"{path}.{name}", value)
+            for name, value in vars(module).items()
+            if torch.is_tensor(value)
+        )
 
 
 def each(adam: Any) -> list[Any]:
@@ -166,7 +187,12 @@ def state_of(adam: Any) -> Iterator[tuple[str, Any]]:
         for group in one.optimizer.param_groups if one.optimizer else ():
             yield from (("parameters", tensor) for tensor in group["params"])
         for kind in ("shard_float16_groups", "shard_fp32_groups", "shard_fp32_from_float16_groups"):
-            yield from ((kind, tensor) for group in getattr(one, kind, ()) for tensor in group if tensor is not None)
+            yield from (
+                (kind, tensor)
+                for group in getattr(one, kind, ())
+                for tensor in group
+                if tensor is not None
+            )
 
 
 def buffers_of(wrapped: list[Any]) -> Iterator[tuple[str, Any]]:
@@ -186,7 +212,9 @@ def plain(config: Any) -> dict[str, Any]:
     """The fields that JSON has words for; others as text."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     simple = (bool, int, float, str, type(None))
-    return {name: value if isinstance(value, simple) else str(value) for name, value in values.items()}
+    return {
+        name: value if isinstance(value, simple) else str(value) for name, value in values.items()
+    }
 
 
 def main(assets: str, families: str) -> None:
@@ -197,12 +225,16 @@ def main(assets: str, families: str) -> None:
     without_kernels = {"model": {"moe_grouped_gemm": False, "moe_permute_fusion": False}}
     found = {
         "recipes": {name: observe_recipe(name, {}) for name in recipes},
-        "recipes without kernels": {name: observe_recipe(name, without_kernels) for name in OF_EXPERTS},
+        "recipes without kernels": {
+            name: observe_recipe(name, without_kernels) for name in OF_EXPERTS
+        },
         "settings": {
             name: built(ActorSettings(f"{families}/{family}", **({"bf16": None} | settings)), 1)
             for name, (family, settings) in SETTINGS.items()
         },
-        "families": {folder.name: observe_family(folder) for folder in sorted(Path(families).iterdir())},
+        "families": {
+            folder.name: observe_family(folder) for folder in sorted(Path(families).iterdir())
+        },
     }
     print("OBSERVED " + json.dumps(found))
 

@@ -1,4 +1,6 @@
-"""What ``observations`` builds, as tables; imports nothing, so that the tests can name the rows too."""
+"""What ``observations`` builds, as tables; imports nothing, so that the tests can name the rows
+too.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name: (ranks, settings)
 }
 EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep": (2, {"expert_model_parallel_size": 2}),
-    "etp 1": (2, LAYOUTS["tp"][1] | {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}),
+    "etp 1": (
+        2,
+        LAYOUTS["tp"][1] | {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2},
+    ),
 }
-NARROW = {"main_params_dtype": "fp16", "main_grads_dtype": "bf16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}
+NARROW = {
+    "main_params_dtype": "fp16",
+    "main_grads_dtype": "bf16",
+    "exp_avg_dtype": "fp8",
+    "exp_avg_sq_dtype": "fp16",
+}
 OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # name: (family, settings)
     "adam in narrow types": ("qwen3", {"use_precision_aware_optimizer": True, **NARROW}),
@@ -23,16 +33,28 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # name: (family, settings)
     ),
     "experts, every kernel, local layers": (
         "qwen3-moe",
-        {"transformer_impl": "local", "model_args": {"moe_grouped_gemm": True, "moe_permute_fusion": True}},
+        {
+            "transformer_impl": "local",
+            "model_args": {"moe_grouped_gemm": True, "moe_permute_fusion": True},
+        },
     ),
     "adam on the host": ("qwen3", OFFLOADED),
-    "adam on the host, types of its own": ("qwen3", OFFLOADED | {"use_precision_aware_optimizer": True, **NARROW}),
+    "adam on the host, types of its own": (
+        "qwen3",
+        OFFLOADED | {"use_precision_aware_optimizer": True, **NARROW},
+    ),
     "whole adam on every rank": ("qwen3-moe", {"use_distributed_optimizer": False}),
     "the engine": ("qwen3", {"transformer_impl": "transformer_engine"}),
     "experts, no word of kernels": ("qwen3-moe", {}),
-    "experts, every kernel": ("qwen3-moe", {"model_args": {"moe_grouped_gemm": True, "moe_permute_fusion": True}}),
+    "experts, every kernel": (
+        "qwen3-moe",
+        {"model_args": {"moe_grouped_gemm": True, "moe_permute_fusion": True}},
+    ),
     "no rope fusion": ("qwen3", {"model_args": {"no_rope_fusion": True}}),
-    "fused rope of halves where neighbours rotate": ("glm4-0414", {"megatron": {"apply_rope_fusion": True}}),
+    "fused rope of halves where neighbours rotate": (
+        "glm4-0414",
+        {"megatron": {"apply_rope_fusion": True}},
+    ),
     "fused gradients": ("qwen3", {"megatron": {"gradient_accumulation_fusion": True}}),
     "fp8": ("qwen3", {"megatron": {"fp8": "hybrid"}}),
     "unfused swiglu": ("qwen3", {"megatron": {"bias_activation_fusion": False}}),

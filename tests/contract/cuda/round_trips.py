@@ -1,8 +1,8 @@
-"""``python -m tests.contract.cuda.round_trips FAMILIES FOLDER``: checkpoints written with one implementation and read
-with the other, as JSON: for each family and way, what went wrong.
+"""``python -m tests.contract.cuda.round_trips FAMILIES FOLDER``: checkpoints written with one
+implementation and read with the other, as JSON: for each family and way, what went wrong.
 
-The modules of the stub hold real weights on the CPU here; nothing is computed with them. ``older`` is the form in which
-a model without TransformerEngine was written once.
+The modules of the stub hold real weights on the CPU here; nothing is computed with them. ``older``
+is the form in which a model without TransformerEngine was written once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def main(families: str, folder: str) -> None:
     for family in sorted(Path(families).iterdir()):
         found[family.name] = {}
         settings = ActorSettings(str(family), bf16=True)
-        parallel.initialise(Rendezvous(0, 1, "127.0.0.1", free_port()), settings, num_virtual_stages=None)
+        parallel.initialise(
+            Rendezvous(0, 1, "127.0.0.1", free_port()), settings, num_virtual_stages=None
+        )
         for written, read in WAYS:
             with tempfile.TemporaryDirectory(dir=folder) as place:
                 found[family.name][f"{written} to {read}"] = outcome(settings, written, read, place)
@@ -64,7 +66,9 @@ def outcome(settings: ActorSettings, written: str, read: str, place: str) -> str
         for tensor in (*chunk.parameters(), *chunk.buffers()):
             tensor.data.normal_()
     with as_it_was(source) if written == "older" else nullcontext():
-        megatron_checkpoint.save_weights(place, chunks=[source], buffer_bytes=settings.save_buffer_bytes)
+        megatron_checkpoint.save_weights(
+            place, chunks=[source], buffer_bytes=settings.save_buffer_bytes
+        )
     try:
         load(target, find_checkpoint(place))
     except (Exception, CheckpointException) as error:  # torch's is no Exception
@@ -76,8 +80,13 @@ def outcome(settings: ActorSettings, written: str, read: str, place: str) -> str
 def build(description: Any, implementation: str) -> Any:
     """The only chunk."""
     has_mtp = bool(description.hf_config.get("num_nextn_predict_layers"))
-    settings = ActorSettings("", bf16=True, transformer_impl=implementation, enable_mtp_training=has_mtp)
-    with mock.patch.object(torch.cuda, "is_available", lambda: True), mock.patch.object(device, "current", on_the_cpu):
+    settings = ActorSettings(
+        "", bf16=True, transformer_impl=implementation, enable_mtp_training=has_mtp
+    )
+    with (
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(device, "current", on_the_cpu),
+    ):
         return build_model(description, settings)[0]
 
 
@@ -106,7 +115,11 @@ def as_it_was(chunk: Any) -> Iterator[None]:
     def older(**options: Any) -> dict[str, Any]:
         state = made(**options)
         _, state = extract_matching_values(
-            state, lambda part: part.key.endswith("_extra_state") and any(norm in part.key for norm in SEPARATE_NORMS)
+            state,
+            lambda part: (
+                part.key.endswith("_extra_state")
+                and any(norm in part.key for norm in SEPARATE_NORMS)
+            ),
         )
         for part in nested_values(state):
             part.key = part.key.replace(NORM_OF_EXPERTS, ONCE)

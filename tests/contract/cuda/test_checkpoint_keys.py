@@ -1,4 +1,6 @@
-"""A checkpoint that was written without TransformerEngine is read with it, and the reverse; an older one by both."""
+"""A checkpoint that was written without TransformerEngine is read with it, and the reverse; an
+older one by both.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ from tests.contract.families import MTP, make_family_config
 
 pytestmark = pytest.mark.timeout(300)
 CONVERTED = ("qwen3", "qwen3-moe", "glm4-0414", "glm4.5-moe", MTP)
-"""Homogeneous layers, layers with experts among dense ones, norms behind linear layers, shared experts, and a layer for
-multi-token prediction."""
+"""Homogeneous layers, layers with experts among dense ones, norms behind linear layers, shared
+experts, and a layer for multi-token prediction.
+"""
 WAYS = (
     "local to transformer_engine", "transformer_engine to local", "older to transformer_engine", "older to local",
     "local to local",
@@ -35,7 +38,9 @@ def test_both_implementations_have_the_same_keys_with_the_same_global_shapes(obs
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_implementations_export_tensors_of_the_same_names_and_shapes(observe, family):
-    """Also of experts that are sharded themselves, whose shards TransformerEngine marks as those of rows."""
+    """Also of experts that are sharded themselves, whose shards TransformerEngine marks as those of
+    rows.
+    """
     for ours, theirs in pairs(observe, family):
         assert ours["exported"]["shapes"] == theirs["exported"]["shapes"]
 

@@ -1,4 +1,6 @@
-"""Megatron's configurations where there is CUDA, with and without TransformerEngine: of every recipe and family."""
+"""Megatron's configurations where there is CUDA, with and without TransformerEngine: of every
+recipe and family.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,18 @@ def test_with_transformer_engine_a_recipe_gets_every_kernel_that_it_asks_for(obs
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_without_it_a_recipe_is_refused_by_flag_or_computes_with_what_megatron_fuses_itself(observe, recipe):
+def test_without_it_a_recipe_is_refused_by_flag_or_computes_with_what_megatron_fuses_itself(
+    observe, recipe
+):
     found = observe("local")["recipes"][recipe]
     if recipe in OF_EXPERTS:
         grouped, permuted = found["error"].splitlines()
         assert grouped.startswith("ConfigError: --moe-grouped-gemm true needs Transformer")
         assert permuted.startswith("--moe-permute-fusion true needs TransformerEngine")
-        assert all("not installed on this node; install it (docs/actor.md) or" in line for line in (grouped, permuted))
+        assert all(
+            "not installed on this node; install it (docs/actor.md) or" in line
+            for line in (grouped, permuted)
+        )
         return
     assert found["implementation"] == "local"
     assert fields(found, "model", "bias_activation_fusion", "apply_rope_fusion") == (True, False)
@@ -44,11 +51,20 @@ def test_without_it_a_recipe_is_refused_by_flag_or_computes_with_what_megatron_f
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("recipe", ON_HOST)
 def test_adam_in_host_memory_needs_no_transformer_engine(observe, implementation, recipe):
-    """The remedy for the kernels is taken; the optimizer is Megatron's hybrid one, laid out as it wants gradients."""
+    """The remedy for the kernels is taken; the optimizer is Megatron's hybrid one, laid out as it
+    wants gradients.
+    """
     found = observe(implementation)["recipes without kernels"][recipe]
     assert "SequentialMLP" in found["modules"] and found["implementation"] == implementation
-    assert fields(found, "optimizer", "optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d") == (True, True)
-    laid_out = ("use_precision_aware_optimizer", "use_distributed_optimizer", "store_param_remainders")
+    assert fields(found, "optimizer", "optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d") == (
+        True,
+        True,
+    )
+    laid_out = (
+        "use_precision_aware_optimizer",
+        "use_distributed_optimizer",
+        "store_param_remainders",
+    )
     assert fields(found, "optimizer", *laid_out) == (True, True, False)
     assert set(found["adam"]) == {"HybridDeviceOptimizer"}
 
@@ -57,10 +73,15 @@ def test_adam_in_host_memory_needs_no_transformer_engine(observe, implementation
 @pytest.mark.parametrize("recipe", ["qwen3_4b", "glm_z1_9b", "tiny"])
 def test_a_recipe_trains_in_bfloat16_and_sums_in_float32(observe, implementation, recipe):
     found = observe(implementation)["recipes"][recipe]
-    assert fields(found, "model", "bf16", "params_dtype", "pipeline_dtype") == (True, *["torch.bfloat16"] * 2)
+    assert fields(found, "model", "bf16", "params_dtype", "pipeline_dtype") == (
+        True,
+        *["torch.bfloat16"] * 2,
+    )
     assert fields(found, "optimizer", "bf16", "params_dtype") == (True, "torch.bfloat16")
     assert fields(found, "ddp", "grad_reduce_in_fp32", "use_distributed_optimizer") == (True, True)
-    assert set(found["adam"]) == {"FusedAdam" if implementation == "transformer_engine" else "AdamW"}
+    assert set(found["adam"]) == {
+        "FusedAdam" if implementation == "transformer_engine" else "AdamW"
+    }
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -72,12 +93,16 @@ def test_every_family_is_built_at_every_layout(observe, implementation, family):
             continue
         kind = name.partition(",")[0]
         rotated = kind == "transformer_engine" and family not in ROTATES_NEIGHBOURS
-        assert fields(found, "model", "bias_activation_fusion", "apply_rope_fusion") == (True, rotated), name
+        assert fields(found, "model", "bias_activation_fusion", "apply_rope_fusion") == (
+            True,
+            rotated,
+        ), name
         assert found["implementation"] == kind
         assert ("TEDotProductAttention" in found["modules"]) == (kind == "transformer_engine")
 
 
-REFUSED = {  # settings of ``observations``: what is said without TransformerEngine, with it; None: it is built
+# settings of ``observations``: what is said without TransformerEngine, with it; None: it is built
+REFUSED = {
     "adam in narrow types": ("--exp-avg-dtype fp8 needs TransformerEngine", None),
     "adam in narrow types, local layers": ("--exp-avg-dtype fp8 needs TransformerEngine", None),
     "experts, every kernel, local layers": (
@@ -85,22 +110,33 @@ REFUSED = {  # settings of ``observations``: what is said without TransformerEng
         "true needs TransformerEngine (its kernel sorts tokens by expert), which --transformer-impl local rules out",
     ),
     "adam on the host": (None, None),
-    "adam on the host, types of its own": ("excludes --optimizer-cpu-offload, whose state is float32",) * 2,
+    "adam on the host, types of its own": (
+        "excludes --optimizer-cpu-offload, whose state is float32",
+    )
+    * 2,
     "the engine": ("--transformer-impl transformer_engine: it is not installed", None),
     "experts, no word of kernels": (None, None),
     "experts, every kernel": ("--moe-permute-fusion true needs TransformerEngine", None),
     "no rope fusion": (None, None),
     "fused rope of halves where neighbours rotate": ("so its logits would be wrong",) * 2,
-    "fused gradients": ("a kernel of Apex (fused_weight_gradient_mlp_cuda), which is not installed",) * 2,
+    "fused gradients": (
+        "a kernel of Apex (fused_weight_gradient_mlp_cuda), which is not installed",
+    )
+    * 2,
     "fp8": ("--fp8 hybrid needs TransformerEngine", None),
     "unfused swiglu": (None, None),
-    "what Megatron refuses": ("TransformerConfig refuses these settings: DeepEP backend is only supported",) * 2,
+    "what Megatron refuses": (
+        "TransformerConfig refuses these settings: DeepEP backend is only supported",
+    )
+    * 2,
 }
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_was_asked_for_is_had_or_refused_in_words_of_the_settings(observe, implementation, name):
+def test_what_was_asked_for_is_had_or_refused_in_words_of_the_settings(
+    observe, implementation, name
+):
     expected = REFUSED[name][IMPLEMENTATIONS[implementation]]
     found = observe(implementation)["settings"][name]
     if expected is None:
@@ -124,6 +160,10 @@ def test_single_settings_reach_megatron(observe):
 def test_what_is_slower_without_transformer_engine_is_said_once_with_its_cost(observe):
     """By the first rank, where nothing was asked for; and not at all where it is there."""
     said = observe("local")["settings"]["experts, no word of kernels"]["warnings"]
-    assert [line for line in said if "--moe-grouped-gemm" in line and "several times slower" in line] == said[:1]
+    assert [
+        line for line in said if "--moe-grouped-gemm" in line and "several times slower" in line
+    ] == said[:1]
     assert [line for line in said if "waits for the GPU" in line] == said[1:]
-    assert observe("transformer_engine")["settings"]["experts, no word of kernels"]["warnings"] == []
+    assert (
+        observe("transformer_engine")["settings"]["experts, no word of kernels"]["warnings"] == []
+    )

@@ -1,7 +1,7 @@
 """Every rank of every recipe at its true layout and size, built on the meta device in this process.
 
-Compared with the planner and with the model that transformers builds of the published config.json. No GPU is needed; a
-visible one would be used by Megatron, so the tests skip then.
+Compared with the planner and with the model that transformers builds of the published config.json.
+No GPU is needed; a visible one would be used by Megatron, so the tests skip then.
 """
 
 from __future__ import annotations
@@ -52,11 +52,15 @@ TINY = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
 AS_GLM45 = {"glm46_355b", "glm47_355b"}
-"""The same layout of the same shape (tests/unit/jobs/test_recipes.py, tests/unit/config/test_models.py)."""
+"""The same layout of the same shape (tests/unit/jobs/test_recipes.py,
+tests/unit/config/test_models.py).
+"""
 RECIPES = sorted({path.stem for path in (JOBS / "recipes").glob("*.toml")} - AS_GLM45)
 
 
-def recipe_config(recipe: str, folder: Path, **changed: dict[str, Any]) -> tuple[Config, Mapping[str, Any]]:
+def recipe_config(
+    recipe: str, folder: Path, **changed: dict[str, Any]
+) -> tuple[Config, Mapping[str, Any]]:
     """The settings of a recipe without its assets, and config.json of its model as published."""
     checkpoint = {"checkpoint": {"hf_checkpoint": str(folder / "model")}}
     if recipe == "tiny":
@@ -81,7 +85,9 @@ def test_all_ranks_of_a_recipe_make_up_its_model(recipe, tmp_path):
     made = rehearse(config, actor_settings(config), hf=hf)
     assert len(made.ranks) == config.actor_world_size
     assert made.problems[:20] == []
-    assert shape_of(config.model.model_dump()) == made.expected.shape, "what `rlpost plan` counts without the folder"
+    assert shape_of(config.model.model_dump()) == made.expected.shape, (
+        "what `rlpost plan` counts without the folder"
+    )
 
 
 MANY_WAYS = {  # layouts that no recipe has: settings of [perf], ranks
@@ -98,7 +104,11 @@ MANY_WAYS = {  # layouts that no recipe has: settings of [perf], ranks
 def test_other_layouts_make_up_the_model_too(case, tmp_path):
     perf, world = MANY_WAYS[case]
     plain = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
-    cluster = {"actor_num_gpus_per_node": world, "num_gpus_per_node": world, "rollout_num_gpus_per_engine": 1}
+    cluster = {
+        "actor_num_gpus_per_node": world,
+        "num_gpus_per_node": world,
+        "rollout_num_gpus_per_engine": 1,
+    }
     config, hf = recipe_config("qwen3_4b", tmp_path, perf=plain | perf, cluster=cluster)
     made = rehearse(config, actor_settings(config), hf=hf)
     assert len(made.ranks) == world
@@ -109,9 +119,14 @@ def test_the_update_plan_in_fp8_is_that_of_an_fp8_model_of_transformers(tmp_path
     """Weights and the scales of their blocks, by name and shape."""
     config, hf = recipe_config("qwen3_4b_fp8", tmp_path)
     settings = actor_settings(config)
-    ranks = {rank: rehearse_rank(settings, description_of(settings), rank=rank, world=8) for rank in (0, 1)}
+    ranks = {
+        rank: rehearse_rank(settings, description_of(settings), rank=rank, world=8)
+        for rank in (0, 1)
+    }
     expected = Expected(config, hf_shape(hf), published(hf, fp8_block=(128, 128)))
-    quantised = {name.removesuffix(SUFFIX) for name in expected.published.tensors if name.endswith(SUFFIX)}
+    quantised = {
+        name.removesuffix(SUFFIX) for name in expected.published.tensors if name.endswith(SUFFIX)
+    }
     assert len(quantised) == 7 * expected.shape.num_layers
     fp8 = BlockFp8(frozenset(quantised), (128, 128))
     plans = update_plans(ranks, config, quantisation=fp8)
@@ -160,7 +175,12 @@ def test_the_layer_for_multi_token_prediction_is_on_the_last_stage(tmp_path):
     config, _ = recipe_config("glm45_355b", tmp_path, model=SMALL, **SIXTEEN, **on)
     made = rehearse(config, actor_settings(config), hf=SMALL_HF)
     assert made.problems == []
-    holders = {rank for rank, facts in made.ranks.items() for one in facts.weights if ".4.eh_proj" in one.name}
+    holders = {
+        rank
+        for rank, facts in made.ranks.items()
+        for one in facts.weights
+        if ".4.eh_proj" in one.name
+    }
     assert holders == set(range(8, 16))
 
 
@@ -193,7 +213,11 @@ def with_weight(made: Rehearsal, rank: int, ending: str, **fields: Any) -> Rehea
     """One weight of a rank, by the end of its name, with other fields."""
     weights = made.ranks[rank].weights
     index = next(number for number, one in enumerate(weights) if one.name.endswith(ending))
-    return changed(made, rank, weights=(*weights[:index], replace(weights[index], **fields), *weights[index + 1 :]))
+    return changed(
+        made,
+        rank,
+        weights=(*weights[:index], replace(weights[index], **fields), *weights[index + 1 :]),
+    )
 
 
 def without(weights: tuple[Weight, ...], part: str) -> tuple[Weight, ...]:
@@ -214,7 +238,9 @@ def lost_expert(made: Rehearsal) -> Rehearsal:
 def lost_layer(made: Rehearsal) -> Rehearsal:
     """On every rank of its stage, so that they agree."""
     for rank in range(8, 16):
-        made = changed(made, rank, weights=without(made.ranks[rank].weights, "layers.3.mlp.router.weight"))
+        made = changed(
+            made, rank, weights=without(made.ranks[rank].weights, "layers.3.mlp.router.weight")
+        )
     return made
 
 
@@ -263,7 +289,9 @@ def idle_holder(made: Rehearsal) -> Rehearsal:
 
 def expert_twice_in_plan(made: Rehearsal) -> Rehearsal:
     plan = made.plans[0]
-    number, bucket = next((n, b) for n, b in enumerate(plan) if any(".experts.1." in name for name in b.names))
+    number, bucket = next(
+        (n, b) for n, b in enumerate(plan) if any(".experts.1." in name for name in b.names)
+    )
     name = next(name for one in plan for name in one.names if ".experts.0." in name)
     again = Bucket(
         tuple(name if ".experts.1." in each else each for each in bucket.names),
@@ -313,14 +341,19 @@ def test_groups_in_another_order_are_reported(tmp_path, monkeypatch):
     form = partial(parallel_state.initialize_model_parallel, order="cp-tp-ep-dp-pp")
     monkeypatch.setattr(parallel_state, "initialize_model_parallel", form)
     found = small(tmp_path).problems
-    assert any("rank 1: its tensor group is (1, 3), the layout requires (0, 1)" in line for line in found), found[:10]
+    assert any(
+        "rank 1: its tensor group is (1, 3), the layout requires (0, 1)" in line for line in found
+    ), found[:10]
 
 
 def test_a_family_that_loses_experts_is_reported(tmp_path, monkeypatch):
     """As if the experts of all ranks were named like those of the first."""
     monkeypatch.setattr(Inventory, "_first_expert", lambda self, expert_rank: 0)
     found = small(tmp_path).problems
-    assert any(line.startswith("rank 15: it lacks model.layers.") and ".experts.4." in line for line in found)
+    assert any(
+        line.startswith("rank 15: it lacks model.layers.") and ".experts.4." in line
+        for line in found
+    )
     assert any(".experts.4." in line and "is in 0 buckets" in line for line in found)
 
 

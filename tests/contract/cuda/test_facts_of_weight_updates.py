@@ -1,4 +1,5 @@
-"""What the code for weight updates takes for granted of the installed SGLang and torch. A test is named for the fact.
+"""What the code for weight updates takes for granted of the installed SGLang and torch. A test is
+named for the fact.
 
 An upgrade that changes a fact fails here and nowhere else on a machine without a GPU.
 """
@@ -34,17 +35,24 @@ def statement_that_sets_cumem() -> ast.If:
     module = ast.parse(source_of_sglang("entrypoints/engine.py"))
     functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
     (function,) = [one for one in functions if one.name == "_set_envs_and_config"]
-    tests = [one for one in function.body if isinstance(one, ast.If) and CUMEM in ast.unparse(one.test)]
+    tests = [
+        one for one in function.body if isinstance(one, ast.If) and CUMEM in ast.unparse(one.test)
+    ]
     assert len(tests) == 1, f"SGLang decides {CUMEM} in {len(tests)} places of _set_envs_and_config"
     return tests[0]
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("given", [{}, {CUMEM: "0"}, {CUMEM: "1"}])
-def test_sglang_sets_nccl_cumem_enable_as_the_trainer_does(symmetric: bool, given: dict[str, str]) -> None:
+def test_sglang_sets_nccl_cumem_enable_as_the_trainer_does(
+    symmetric: bool, given: dict[str, str]
+) -> None:
     """SGLang's own statement is run, with an environment and settings of ours."""
     environ = dict(given)
-    names = {"os": SimpleNamespace(environ=environ), "cfg": SimpleNamespace(enable_symm_mem=symmetric)}
+    names = {
+        "os": SimpleNamespace(environ=environ),
+        "cfg": SimpleNamespace(enable_symm_mem=symmetric),
+    }
     statement = ast.fix_missing_locations(ast.Module([statement_that_sets_cumem()], []))
     exec(compile(statement, "sglang", "exec"), names)
     config = load([], {"sglang": {"sglang_enable_symm_mem": True} if symmetric else {}}).config
@@ -52,14 +60,18 @@ def test_sglang_sets_nccl_cumem_enable_as_the_trainer_does(symmetric: bool, give
 
 
 def test_torch_aborts_a_group_without_waiting_for_it() -> None:
-    """``destroy_process_group`` calls ``shutdown``, which on NCCL first flushes what is under way."""
+    """``destroy_process_group`` calls ``shutdown``, which on NCCL first flushes what is under
+    way.
+    """
     aborting = inspect.getsource(distributed_c10d._abort_process_group)
     assert "pg.abort()" in aborting and "shutdown" not in aborting
     assert "pg.shutdown()" in inspect.getsource(distributed_c10d.destroy_process_group)
 
 
 def test_torch_reads_its_watchdogs_switch_when_a_group_is_made() -> None:
-    """The header says what the variable is called; the constructor is in no header, only its member is."""
+    """The header says what the variable is called; the constructor is in no header, only its member
+    is.
+    """
     headers = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
     text = (headers / "ProcessGroupNCCL.hpp").read_text()
     assert '"TORCH_NCCL_BLOCKING_WAIT"' in text

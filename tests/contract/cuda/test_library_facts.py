@@ -1,7 +1,9 @@
-"""Facts of SGLang, Megatron-core, torch and Ray that our CUDA-only branches rely on, one row a fact.
+"""Facts of SGLang, Megatron-core, torch and Ray that our CUDA-only branches rely on, one row a
+fact.
 
-Each is checked against the installed source, without a GPU, so that an upgrade that changes one fails here with its
-name and the modules of ours to look at. Each is checked once more on a source with that fact changed, and must fail.
+Each is checked against the installed source, without a GPU, so that an upgrade that changes one
+fails here with its name and the modules of ours to look at. Each is checked once more on a source
+with that fact changed, and must fail.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def test_a_library_that_changes_it_is_reported_with_the_modules_that_rely_on_it(
     changed = Source.with_change(*fact.change)
     with pytest.raises(FactChanged) as reported:
         fact.verify(changed)
-    assert not isinstance(reported.value.__cause__, NameError), "the check broke instead of noticing the change"
+    assert not isinstance(reported.value.__cause__, NameError), (
+        "the check broke instead of noticing the change"
+    )
     assert fact.name in str(reported.value)
     assert all(module in str(reported.value) for module in fact.relied_on_by)
 

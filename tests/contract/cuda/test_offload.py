@@ -17,16 +17,22 @@ from tests.contract.samples import STEPS
 
 pytestmark = [
     pytest.mark.timeout(300),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="tells the model from the host by the memory of a CPU"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="tells the model from the host by the memory of a CPU"
+    ),
 ]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "glm4.5-moe"])
 def test_it_trains_to_the_same_bits_as_adam_beside_the_weights(tmp_path, family):
-    """A sharded optimizer on two ranks, and one for experts beside it; what Adam keeps is all on the host's side."""
+    """A sharded optimizer on two ranks, and one for experts beside it; what Adam keeps is all on
+    the host's side.
+    """
     make_family(tmp_path / "model", family)
     layout = {"expert_model_parallel_size": 2} if "moe" in family else {}
-    settings = ActorSettings(str(tmp_path / "model"), bf16=True, lr=1e-3, distributed_timeout_minutes=2, **layout)
+    settings = ActorSettings(
+        str(tmp_path / "model"), bf16=True, lr=1e-3, distributed_timeout_minutes=2, **layout
+    )
     plain = run_ranks(train, 2, settings, steps=STEPS)
     offloaded = run_ranks(train_with_adam_in_host_memory, 2, settings, steps=STEPS)
     for ours, theirs in zip(offloaded, plain, strict=True):
@@ -36,10 +42,16 @@ def test_it_trains_to_the_same_bits_as_adam_beside_the_weights(tmp_path, family)
 
 
 def test_weights_in_float32_are_refused(monkeypatch):
-    """HybridDeviceOptimizer of Megatron-core 0.16.1 gets views of them, which torch's optimizers refuse."""
+    """HybridDeviceOptimizer of Megatron-core 0.16.1 gets views of them, which torch's optimizers
+    refuse.
+    """
     from rlpost.actor.optimizer import optimizer_config
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert optimizer_config(ActorSettings("", optimizer_cpu_offload=True, bf16=None)).optimizer_cpu_offload
-    with pytest.raises(ConfigError, match=r"--optimizer-cpu-offload true needs weights in bfloat16.*--bf16 true"):
+    assert optimizer_config(
+        ActorSettings("", optimizer_cpu_offload=True, bf16=None)
+    ).optimizer_cpu_offload
+    with pytest.raises(
+        ConfigError, match=r"--optimizer-cpu-offload true needs weights in bfloat16.*--bf16 true"
+    ):
         optimizer_config(ActorSettings("", optimizer_cpu_offload=True, bf16=False))

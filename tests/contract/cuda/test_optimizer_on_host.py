@@ -1,4 +1,6 @@
-"""Checkpoints of an optimizer that lies in host memory (``--optimizer-cpu-offload``), which exists only beside CUDA."""
+"""Checkpoints of an optimizer that lies in host memory (``--optimizer-cpu-offload``), which exists
+only beside CUDA.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,32 @@ from tests.contract.samples import STEPS
 pytestmark = pytest.mark.timeout(300)
 
 OFFLOADED = {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}  # as with CUDA
-CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {  # model, ranks, settings, Megatron's own
+CASES: dict[
+    str, tuple[str, int, dict[str, Any], dict[str, Any]]
+] = {  # model, ranks, settings, Megatron's own
     "sharded": ("qwen3", 2, {}, {"optimizer_offload_fraction": 1.0}),
-    "half on the GPU": ("qwen3", 1, {}, {"optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True}),
-    "experts": ("glm4.5-moe", 2, {"expert_model_parallel_size": 2}, {"optimizer_offload_fraction": 1.0}),
+    "half on the GPU": (
+        "qwen3",
+        1,
+        {},
+        {"optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True},
+    ),
+    "experts": (
+        "glm4.5-moe",
+        2,
+        {"expert_model_parallel_size": 2},
+        {"optimizer_offload_fraction": 1.0},
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_optimizer_in_host_memory_resumes_bit_for_bit_from_plain_values(tmp_path: Path, case: str) -> None:
-    """Main weights, moments, the number of steps and the next step's metrics are those of the run that was not
-    stopped; the small file beside the tensors is read without running code from it."""
+def test_an_optimizer_in_host_memory_resumes_bit_for_bit_from_plain_values(
+    tmp_path: Path, case: str
+) -> None:
+    """Main weights, moments, the number of steps and the next step's metrics are those of the run
+    that was not stopped; the small file beside the tensors is read without running code from it.
+    """
     model, num_ranks, layout, own = CASES[case]
     make_family(tmp_path / "model", model)
     settings = ActorSettings(

@@ -1,8 +1,9 @@
 """Where there is CUDA, nothing that computes or is broadcast is left on the CPU.
 
-What stays in host memory on purpose is not built here: Adam's state with ``optimizer_cpu_offload`` (that setting is
-what it says), the reference's weights (``reference.py``: swapped in when needed), the copies of a background save
-(``host_copies.py``: they outlive the step), and the trainer's memory while engines use the GPU (``memory.py``).
+What stays in host memory on purpose is not built here: Adam's state with ``optimizer_cpu_offload``
+(that setting is what it says), the reference's weights (``reference.py``: swapped in when needed),
+the copies of a background save (``host_copies.py``: they outlive the step), and the trainer's
+memory while engines use the GPU (``memory.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def nothing_left(found):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_model_gradients_optimizer_export_and_conversion_of_a_family_are_on_the_gpu(observe, implementation, family):
+def test_model_gradients_optimizer_export_and_conversion_of_a_family_are_on_the_gpu(
+    observe, implementation, family
+):
     found = observe(implementation)["families"][family]
     assert {"converter", "local, one", f"{implementation}, tp"} <= found.keys()
     for each in found.values():
@@ -35,7 +38,11 @@ def test_model_gradients_optimizer_export_and_conversion_of_a_family_are_on_the_
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_trainer_of_a_recipe_is_on_the_gpu_at_its_own_layout(observe, implementation, recipe):
-    table = "recipes without kernels" if recipe in OF_EXPERTS and implementation == "local" else "recipes"
+    table = (
+        "recipes without kernels"
+        if recipe in OF_EXPERTS and implementation == "local"
+        else "recipes"
+    )
     nothing_left(observe(implementation)[table][recipe])
 
 

@@ -16,7 +16,9 @@ from tests.gpu.gpu_ranks import parent_of
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_a_rank_is_no_fork_of_a_process_that_asked_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_is_no_fork_of_a_process_that_asked_for_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fork server imports Megatron, which asks; CUDA then fails in every fork of it."""
     make_family(tmp_path, "qwen3")
     monkeypatch.setattr(torch.version, "cuda", "13.0")

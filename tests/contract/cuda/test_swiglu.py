@@ -1,6 +1,8 @@
-"""SwiGLU as it is fused on CUDA, through Megatron's own backward pass, trains as the unfused one does.
+"""SwiGLU as it is fused on CUDA, through Megatron's own backward pass, trains as the unfused one
+does.
 
-On a CPU its functions are not compiled; the arithmetic is that of the kernel which torch.compile makes of them.
+On a CPU its functions are not compiled; the arithmetic is that of the kernel which torch.compile
+makes of them.
 """
 
 from __future__ import annotations

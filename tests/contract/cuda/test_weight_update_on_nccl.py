@@ -1,4 +1,5 @@
-"""A trainer's broadcasts to engines on a backend with the manners of NCCL: dead peers, deadlines, a second group.
+"""A trainer's broadcasts to engines on a backend with the manners of NCCL: dead peers, deadlines, a
+second group.
 
 The engine is a process of its own that joins as SGLang does and dies, or hangs, where a test says.
 """
@@ -23,7 +24,8 @@ from tests.ports import free_port
 pytestmark = pytest.mark.timeout(60)
 
 NUM_BYTES = 3 << 20
-"""Of a bucket: more than sockets hold, so that a broadcast does not complete unless the peer reads."""
+"""Of a bucket: more than sockets hold, so that a broadcast does not complete unless the peer reads.
+"""
 DEADLINE_S = 8.0  # of joining too, for which a new process imports torch
 FAR_S = 600.0
 SOON_S = 5.0
@@ -69,11 +71,22 @@ def engine(port: int, name: str, num_buckets: int, then: str, results: Any, back
 
 
 def join(port: int, name: str, backend: str) -> Any:
-    from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world, rendezvous
+    from torch.distributed.distributed_c10d import (
+        PrefixStore,
+        _new_process_group_helper,
+        _world,
+        rendezvous,
+    )
 
     store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 1, 2))
     group, _ = _new_process_group_helper(
-        2, 1, [], backend, PrefixStore(name, store), group_name=name, timeout=torch.distributed.default_pg_timeout
+        2,
+        1,
+        [],
+        backend,
+        PrefixStore(name, store),
+        group_name=name,
+        timeout=torch.distributed.default_pg_timeout,
     )
     _world.pg_group_ranks[group] = {0: 0, 1: 1}
     return group
@@ -115,7 +128,9 @@ def trainer(timeout_s: float, backend: str = NAME) -> Broadcast:
     return Broadcast(Buckets(), gathers=True, is_source=True, backend=backend, timeout_s=timeout_s)
 
 
-def connect(broadcast: Broadcast, engines: Engines, name: str, num_buckets: int, then: str = "leave") -> Any:
+def connect(
+    broadcast: Broadcast, engines: Engines, name: str, num_buckets: int, then: str = "leave"
+) -> Any:
     port = free_port()
     process = engines.start(port, name, num_buckets, then, broadcast.backend)
     broadcast.connect("127.0.0.1", port, 1, name)
@@ -127,7 +142,9 @@ def send_all(broadcast: Broadcast, indices: Sequence[int] = range(3)) -> None:
         broadcast.send(index)
 
 
-def assert_a_second_group_takes_everything(broadcast: Broadcast, engines: Engines, name: str) -> None:
+def assert_a_second_group_takes_everything(
+    broadcast: Broadcast, engines: Engines, name: str
+) -> None:
     """What a repair does: leave, connect to engines that were restarted, send all buckets."""
     broadcast.disconnect()
     broadcast.timeout = torch.distributed.default_pg_timeout
@@ -154,7 +171,8 @@ def test_a_dead_engine_fails_the_bucket_at_the_deadline_and_the_trainer_connects
     engines.processes[-1].join()
     started = time.monotonic()
     with pytest.raises(
-        SyncError, match=rf"bucket 2 of 3 \({NUM_BYTES} bytes\).*not completed within {DEADLINE_S:.0f} s"
+        SyncError,
+        match=rf"bucket 2 of 3 \({NUM_BYTES} bytes\).*not completed within {DEADLINE_S:.0f} s",
     ):
         broadcast.send(1)
     assert DEADLINE_S <= time.monotonic() - started < DEADLINE_S + SOON_S
@@ -163,7 +181,9 @@ def test_a_dead_engine_fails_the_bucket_at_the_deadline_and_the_trainer_connects
 
 
 def test_a_failed_bucket_leaves_no_rank_of_the_trainer_alone_in_a_collective(engines):
-    """The other ranks of the stage do not know of the failure: they gather the next bucket, and so must the source."""
+    """The other ranks of the stage do not know of the failure: they gather the next bucket, and so
+    must the source.
+    """
     broadcast = trainer(DEADLINE_S)
     connect(broadcast, engines, "alone", 0, "hang")
     with pytest.raises(SyncError):
@@ -212,14 +232,19 @@ def test_a_group_that_was_given_up_sends_nothing_more(engines):
 
 
 def test_the_watchdog_of_torch_is_left_out_of_this_group_alone(engines, monkeypatch):
-    """It would end the trainer's process when an engine dies; torch reads the variable when a group is made."""
+    """It would end the trainer's process when an engine dies; torch reads the variable when a group
+    is made.
+    """
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     seen = []
     made_before = NcclLike.__init__
     monkeypatch.setattr(
         NcclLike,
         "__init__",
-        lambda *given: (seen.append(os.environ.get("TORCH_NCCL_BLOCKING_WAIT")), made_before(*given))[1],
+        lambda *given: (
+            seen.append(os.environ.get("TORCH_NCCL_BLOCKING_WAIT")),
+            made_before(*given),
+        )[1],
     )
     broadcast = trainer(FAR_S)
     connect(broadcast, engines, "watchdog", 0)

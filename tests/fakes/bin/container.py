@@ -1,15 +1,17 @@
-"""A container on the node's own files: a root of its own, in which the folder that all nodes share is hidden but for
-what is mounted.
+"""A container on the node's own files: a root of its own, in which the folder that all nodes share
+is hidden but for what is mounted.
 
     container.py PLAN COMMAND...           as one task of srun, in place of pyxis; ``enroot`` imports it
     container.py --join PLAN COMMAND...    beside it: pyxis with --container-name alone
 
-An image is a file that begins with ``hsqs`` (squashfs); JSON follows: ``environment`` of the image, ``hides``: the
-folder that is not in it. Environment as measured with pyxis 0.24: the host's, without its language, the image's over it
-but for --container-env; PATH always the image's. Scope as pyxis' default, "global": what is extracted stays.
+An image is a file that begins with ``hsqs`` (squashfs); JSON follows: ``environment`` of the image,
+``hides``: the folder that is not in it. Environment as measured with pyxis 0.24: the host's,
+without its language, the image's over it but for --container-env; PATH always the image's. Scope as
+pyxis' default, "global": what is extracted stays.
 
-As with the real tools, the root of a container is a bind mount of DATA/NAME. That is how its processes are found, and
-where DATA is a bind mount itself they are not (enroot 4.1.2, src/runtime.sh, runtime::list).
+As with the real tools, the root of a container is a bind mount of DATA/NAME. That is how its
+processes are found, and where DATA is a bind mount itself they are not (enroot 4.1.2,
+src/runtime.sh, runtime::list).
 """
 
 import json
@@ -24,7 +26,9 @@ MAGIC = "hsqs"
 LANGUAGE = ("LANG", "LC_ALL", "LANGUAGE")
 IN_ENROOT_CONF = os.environ.get("STANDIN_ENROOT_DATA", "/tmp/enroot-data")
 # pyxis does not read the job's own ENROOT_DATA_PATH.
-DATA = Path(IN_ENROOT_CONF if __name__ == "__main__" else os.environ.get("ENROOT_DATA_PATH", IN_ENROOT_CONF))
+DATA = Path(
+    IN_ENROOT_CONF if __name__ == "__main__" else os.environ.get("ENROOT_DATA_PATH", IN_ENROOT_CONF)
+)
 
 
 def read_image(path):
@@ -42,7 +46,10 @@ def read_image_as_pyxis(path):
     try:
         return read_image(path)
     except SystemExit as error:
-        lines = (f"failed to create container filesystem for image: {path}", "printing enroot log file:")
+        lines = (
+            f"failed to create container filesystem for image: {path}",
+            "printing enroot log file:",
+        )
         lines += (f"    {error.code}", "couldn't start container")
         name = f"slurmstepd-{os.uname().nodename}: error: "
         text = "".join(f"{name}pyxis: {line}\n" for line in lines)
@@ -51,7 +58,9 @@ def read_image_as_pyxis(path):
 
 
 def extract(image, name):
-    """DATA/NAME with the links at the top of the root, as unsquashfs makes them one after the other."""
+    """DATA/NAME with the links at the top of the root, as unsquashfs makes them one after the
+    other.
+    """
     root = DATA / name
     if "/" in name or root.exists():
         sys.exit(f"[ERROR] File already exists: {root}")
@@ -63,7 +72,9 @@ def extract(image, name):
         try:
             (root / entry.name).symlink_to(os.readlink(entry))
         except FileExistsError:
-            sys.exit(f"create_inode: failed to create symlink {root / entry.name}, because File exists")
+            sys.exit(
+                f"create_inode: failed to create symlink {root / entry.name}, because File exists"
+            )
     shutil.copy(image, root / ".image")
 
 
@@ -71,7 +82,9 @@ def running(name, *, as_enroot_finds_it=False):
     """Ids of the processes in a container, the first in ``lsns``' order."""
     below = ""
     if as_enroot_finds_it:
-        point = subprocess.run(["stat", "-c", "%m", DATA], check=True, capture_output=True, text=True).stdout.strip()
+        point = subprocess.run(
+            ["stat", "-c", "%m", DATA], check=True, capture_output=True, text=True
+        ).stdout.strip()
         below = "/" + os.path.relpath(DATA, point) + "/"
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -80,7 +93,9 @@ def running(name, *, as_enroot_finds_it=False):
         except OSError:
             continue
         sources = [fields[3] for fields in map(str.split, lines) if fields[4] == "/"]
-        if any(source == below + name if below else source.endswith("/" + name) for source in sources):
+        if any(
+            source == below + name if below else source.endswith("/" + name) for source in sources
+        ):
             found.append(int(process.name))
     return sorted(found)
 
@@ -89,7 +104,17 @@ def enter(name, mounts, environment, command):
     """Replace this process by the command, in a mount namespace whose root is DATA/NAME."""
     image = read_image(DATA / name / ".image")
     plan = json.dumps({"root": str(DATA / name), "hides": image["hides"], "mounts": mounts})
-    inner = ["unshare", "--mount", "--propagation", "private", "/usr/bin/python3", __file__, "--inside", plan, *command]
+    inner = [
+        "unshare",
+        "--mount",
+        "--propagation",
+        "private",
+        "/usr/bin/python3",
+        __file__,
+        "--inside",
+        plan,
+        *command,
+    ]
     os.execvpe("unshare", inner, environment)
 
 
@@ -135,7 +160,10 @@ def inside(plan, command):
     try:
         os.execvp(command[0], command)
     except OSError as error:  # as slurmstepd does
-        print(f"slurmstepd-{os.uname().nodename}: error: execve(): {command[0]}: {error.strerror}", file=sys.stderr)
+        print(
+            f"slurmstepd-{os.uname().nodename}: error: execve(): {command[0]}: {error.strerror}",
+            file=sys.stderr,
+        )
         sys.exit(error.errno)
 
 

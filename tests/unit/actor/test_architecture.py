@@ -1,4 +1,6 @@
-"""MODEL_ARGS against config.json: a recipe made for another model is found out, with both values."""
+"""MODEL_ARGS against config.json: a recipe made for another model is found out, with both
+values.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from rlpost.errors import ConfigError
 from rlpost.weights.families import family
 
 GLM = {
-    "max_position_embeddings": 131072,  # GLM-4.5-355B-A32B, https://huggingface.co/zai-org/GLM-4.5/blob/main/config.json
+    # GLM-4.5-355B-A32B, https://huggingface.co/zai-org/GLM-4.5/blob/main/config.json
+    "max_position_embeddings": 131072,
     "architectures": ["Glm4MoeForCausalLM"],
     "attention_bias": True,
     "first_k_dense_replace": 3,
@@ -64,7 +67,9 @@ def test_the_arguments_of_a_published_recipe_agree_with_the_published_model():
 def test_every_name_of_the_table_is_compared_or_known_to_say_nothing_about_the_weights():
     from rlpost.actor.architecture import NO_ARCHITECTURE
 
-    assert set(ModelConfig.model_fields) == set(architecture(GLM_FAMILY, GLM)) | set(NO_ARCHITECTURE)
+    assert set(ModelConfig.model_fields) == set(architecture(GLM_FAMILY, GLM)) | set(
+        NO_ARCHITECTURE
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +101,10 @@ def test_a_value_wins_over_config_json_when_it_is_allowed_to_and_no_weight_has_i
     assert problems(with_base, GLM_FAMILY, GLM) == []
     assert overridden(with_base, GLM)["rope_theta"] == 10000
     newer = {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}
-    assert overridden(with_base, newer)["rope_parameters"] == {"rope_theta": 10000, "partial_rotary_factor": 0.5}
+    assert overridden(with_base, newer)["rope_parameters"] == {
+        "rope_theta": 10000,
+        "partial_rotary_factor": 0.5,
+    }
     (problem,) = problems(given(num_layers=92, override_hf_config=["num_layers"]), GLM_FAMILY, GLM)
     assert "cannot be overridden" in problem and "rotary_base" in problem
 
@@ -106,11 +114,15 @@ def test_a_description_says_all_that_differs_and_has_what_was_allowed(tmp_path):
     with pytest.raises(ConfigError) as raised:
         read_description(tmp_path, given(num_layers=46, hidden_size=4096))
     assert len(str(raised.value).splitlines()) == 2
-    described = read_description(tmp_path, given(rotary_base=10000, override_hf_config=["rotary_base"]))
+    described = read_description(
+        tmp_path, given(rotary_base=10000, override_hf_config=["rotary_base"])
+    )
     assert described.rope_theta == 10000
 
 
-@pytest.mark.parametrize("written", ["[0]*3+[1]*2", "([0]*3+[1]*2)", ["[0]*3 + [1,1]"], [0, 0, 0, 1, 1]])
+@pytest.mark.parametrize(
+    "written", ["[0]*3+[1]*2", "([0]*3+[1]*2)", ["[0]*3 + [1,1]"], [0, 0, 0, 1, 1]]
+)
 def test_the_pattern_of_layers_is_read_as_megatron_writes_it(written):
     assert ModelConfig(moe_layer_freq=written).moe_layer_freq == (0, 0, 0, 1, 1)
 

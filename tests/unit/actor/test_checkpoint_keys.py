@@ -1,13 +1,22 @@
-"""Parts of a model are found in a checkpoint under the names of earlier versions, Adam's moments too."""
+"""Parts of a model are found in a checkpoint under the names of earlier versions, Adam's moments
+too.
+"""
 
 import rlpost.actor  # noqa: F401, I001  its stand-in for CUDA comes before Megatron
 import pytest
 import torch
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+)
 
 from rlpost.actor.checkpoint_keys import fitted
 
-NOW, ONCE = "decoder.layers.3.pre_mlp_layernorm.weight", "decoder.layers.3.mlp.linear_fc1.layer_norm_weight"
+NOW, ONCE = (
+    "decoder.layers.3.pre_mlp_layernorm.weight",
+    "decoder.layers.3.mlp.linear_fc1.layer_norm_weight",
+)
 
 
 def tensor(key):

@@ -13,8 +13,9 @@ SCALED_ROPE = "llama3_1_8b"
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_comes_back_from_its_words(name):
-    """Each key that the published file has and the words can say: none says how long a sequence may be, or how a rotary
-    embedding is scaled."""
+    """Each key that the published file has and the words can say: none says how long a sequence may
+    be, or how a rotary embedding is scaled.
+    """
     published = PUBLISHED[name]
     words = architecture(family(published["architectures"][0]), published)
     made = hf_config(words)
@@ -33,6 +34,8 @@ def test_every_architecture_has_the_name_of_its_configuration():
 
 
 def test_what_no_family_has_is_named():
-    words = architecture(family("Qwen3ForCausalLM"), PUBLISHED["qwen3_4b"]) | {"post_mlp_layernorm": True}
+    words = architecture(family("Qwen3ForCausalLM"), PUBLISHED["qwen3_4b"]) | {
+        "post_mlp_layernorm": True
+    }
     with pytest.raises(ConfigError, match=r"nearest is Qwen3ForCausalLM:\n--post-mlp-layernorm"):
         hf_config(words)

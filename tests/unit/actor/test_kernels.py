@@ -1,4 +1,6 @@
-"""On a CPU, where no kernel of TransformerEngine exists, what was asked for is named once and left out."""
+"""On a CPU, where no kernel of TransformerEngine exists, what was asked for is named once and left
+out.
+"""
 
 import logging
 from types import SimpleNamespace

@@ -1,4 +1,6 @@
-"""Log-probs and entropies in chunks, against torch's log_softmax and Categorical and their own gradients."""
+"""Log-probs and entropies in chunks, against torch's log_softmax and Categorical and their own
+gradients.
+"""
 
 import pytest
 import torch
@@ -26,11 +28,15 @@ def logits(monkeypatch):
 
 def rows(index, chunk_size):
     targets = torch.arange(len(index)) % VALID
-    return logprobs.Rows(torch.tensor(index), targets, TEMPERATURE, num_valid=VALID, chunk_size=chunk_size)
+    return logprobs.Rows(
+        torch.tensor(index), targets, TEMPERATURE, num_valid=VALID, chunk_size=chunk_size
+    )
 
 
 def theirs(logits, chosen):
-    distribution = torch.distributions.Categorical(logits=logits[chosen.index_R, :VALID].double() / TEMPERATURE)
+    distribution = torch.distributions.Categorical(
+        logits=logits[chosen.index_R, :VALID].double() / TEMPERATURE
+    )
     return distribution.log_prob(chosen.targets_R), distribution.entropy()
 
 
@@ -38,7 +44,10 @@ def theirs(logits, chosen):
 def test_values_and_gradients_equal_torchs_whatever_the_chunks(logits, chunk_size):
     chosen = rows([9, 2, 3, 0, 7, 10, 5], chunk_size)
     ours, expected = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    found, wanted = logprobs.response_logprobs(ours, chosen, with_entropy=True), theirs(expected, chosen)
+    found, wanted = (
+        logprobs.response_logprobs(ours, chosen, with_entropy=True),
+        theirs(expected, chosen),
+    )
     weights = torch.linspace(-1, 2, 7), torch.linspace(0.5, -3, 7)
     sum((weight * value).sum() for weight, value in zip(weights, found, strict=True)).backward()
     sum((weight * value).sum() for weight, value in zip(weights, wanted, strict=True)).backward()
@@ -63,7 +72,9 @@ def test_without_entropy_the_log_probs_are_the_same_and_their_gradient_too(logit
 def test_a_rank_without_response_tokens_has_a_gradient_of_zeros(logits):
     """So it is with context parallelism, when its part of every sequence is prompt."""
     own = logits.clone().requires_grad_()
-    empty = logprobs.Rows(torch.zeros(0).long(), torch.zeros(0).long(), TEMPERATURE, num_valid=VALID, chunk_size=4)
+    empty = logprobs.Rows(
+        torch.zeros(0).long(), torch.zeros(0).long(), TEMPERATURE, num_valid=VALID, chunk_size=4
+    )
     found, entropy = logprobs.response_logprobs(own, empty, with_entropy=True)
     assert found.shape == entropy.shape == (0,)
     found.sum().backward()
@@ -74,6 +85,8 @@ def test_no_float32_copy_of_all_rows_is_kept_for_the_backward_pass(logits):
     """What autograd holds on to is the logits themselves and two numbers a row."""
     own = logits.bfloat16().requires_grad_()
     held = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: held.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: held.append(tensor) or tensor, lambda tensor: tensor
+    ):
         logprobs.response_logprobs(own, rows(list(range(ROWS)), 2), with_entropy=True)
     assert sum(tensor.numel() for tensor in held if tensor.dtype == torch.float32) == 2 * ROWS

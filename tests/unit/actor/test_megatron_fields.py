@@ -17,7 +17,12 @@ SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
 
 
 def test_each_dataclass_takes_its_own_and_they_win_over_the_trainer_s():
-    options = {"attention_backend": "flash", "moe_z_loss_coeff": 1, "log_num_zeros_in_grad": True, "bucket_size": 3}
+    options = {
+        "attention_backend": "flash",
+        "moe_z_loss_coeff": 1,
+        "log_num_zeros_in_grad": True,
+        "bucket_size": 3,
+    }
     model = configured(TransformerConfig, options)(**SIZES, attention_backend=AttnBackend.unfused)
     assert (model.attention_backend, model.moe_z_loss_coeff) == (AttnBackend.flash, 1.0)
     assert configured(OptimizerConfig, options)().log_num_zeros_in_grad is True
@@ -38,7 +43,10 @@ def test_one_word_of_a_list_is_a_list():
 )
 def test_a_value_of_another_type_is_named_with_what_is_needed(options, words):
     with pytest.raises(ConfigError) as caught:
-        configured(TransformerConfig if "attention_backend" in options else DistributedDataParallelConfig, options)()
+        configured(
+            TransformerConfig if "attention_backend" in options else DistributedDataParallelConfig,
+            options,
+        )()
     assert all(word in str(caught.value) for word in words)
 
 

@@ -20,7 +20,9 @@ def test_values_are_read_from_the_host_while_their_memory_is_given_up():
 
 
 def test_a_copy_in_pieces_is_read_and_put_back_across_their_edges():
-    """No piece is larger than asked for: what is pinned is rounded up to a power of two, piece by piece."""
+    """No piece is larger than asked for: what is pinned is rounded up to a power of two, piece by
+    piece.
+    """
     values = torch.arange(100, dtype=torch.uint8)
     copy = HostCopy(values.clone(), piece_bytes=16)
     for begin, end in [(0, 16), (3, 9), (15, 17), (30, 100), (0, 100), (99, 100)]:

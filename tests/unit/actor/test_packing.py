@@ -25,8 +25,11 @@ def sample_of(prompt: int, response: int, dice: random.Random) -> TrainSample:
     )
 
 
-# Only lengths are drawn one by one, which is what packing looks at; to draw every token took half of the time.
-samples = st.builds(sample_of, st.integers(1, 6), st.integers(1, 6), st.integers().map(random.Random))
+# Only lengths are drawn one by one, which is what packing looks at; to draw every token took half
+# of the time.
+samples = st.builds(
+    sample_of, st.integers(1, 6), st.integers(1, 6), st.integers().map(random.Random)
+)
 micro_batches = st.lists(samples, min_size=1, max_size=5).map(tuple)
 
 
@@ -56,7 +59,9 @@ def test_padding_is_a_sequence_of_its_own_and_less_than_the_multiple(micro_batch
 def test_the_row_before_each_response_token_predicts_it(micro_batch):
     packed = pack(micro_batch)
     assert torch.equal(packed.input_ids[0, packed.response_index + 1], packed.targets)
-    expected = [token for sample in micro_batch for token in sample.token_ids[sample.prompt_length :]]
+    expected = [
+        token for sample in micro_batch for token in sample.token_ids[sample.prompt_length :]
+    ]
     assert packed.targets.tolist() == expected
 
 
@@ -81,7 +86,9 @@ def test_each_response_token_has_what_its_sample_says(micro_batch, multiple_of):
 @given(micro_batches)
 def test_unpacking_gives_each_sample_its_own_values_back(micro_batch):
     packed = pack(micro_batch)
-    assert unpack(packed.rollout_logprobs, packed) == [sample.rollout_logprobs for sample in micro_batch]
+    assert unpack(packed.rollout_logprobs, packed) == [
+        sample.rollout_logprobs for sample in micro_batch
+    ]
 
 
 def test_moving_a_micro_batch_moves_all_its_tensors():
@@ -103,12 +110,17 @@ def test_a_sample_without_prompt_or_response_is_refused(prompt_length):
 
 @given(micro_batches, st.integers(2, 4), st.integers(1, 2))
 def test_context_parallel_ranks_hold_every_position_once_and_equal_work(micro_batch, size, tensor):
-    """Every sequence is split into two chunks per rank, one from each end, to balance causal attention."""
+    """Every sequence is split into two chunks per rank, one from each end, to balance causal
+    attention.
+    """
     multiple = 2 * size
     layouts = [RowLayout(multiple * tensor, multiple, rank, size) for rank in range(size)]
     parts = [pack(micro_batch, layout) for layout in layouts]
     lengths = parts[0].cu_seqlens.diff().tolist()
-    assert all(length % multiple == 0 for length in lengths) and sum(lengths) % (multiple * tensor) == 0
+    assert (
+        all(length % multiple == 0 for length in lengths)
+        and sum(lengths) % (multiple * tensor) == 0
+    )
     for number, length in enumerate(lengths):
         bounds = [sum(lengths[:number]) // size, sum(lengths[: number + 1]) // size]
         held = [part.positions[0, slice(*bounds)].tolist() for part in parts]
@@ -123,13 +135,24 @@ def test_context_parallel_ranks_share_the_response_tokens_of_the_whole(micro_bat
     for rank in range(size):
         part = pack(micro_batch, RowLayout(2 * size, 2 * size, rank, size))
         seen += part.held.tolist()
-        names = ("targets", "sample_index", "sample_lengths", "loss_mask", "advantages", "rollout_logprobs")
-        assert all(torch.equal(getattr(part, name), getattr(whole, name)[part.held]) for name in names)
+        names = (
+            "targets",
+            "sample_index",
+            "sample_lengths",
+            "loss_mask",
+            "advantages",
+            "rollout_logprobs",
+        )
+        assert all(
+            torch.equal(getattr(part, name), getattr(whole, name)[part.held]) for name in names
+        )
         starts = part.cu_seqlens[:-1][part.sample_index] // size
         assert (part.response_index >= starts).all()
         before = [sample.token_ids for sample in micro_batch]
         position = part.positions[0, part.response_index].tolist()
-        after = [before[i][p + 1] for i, p in zip(part.sample_index.tolist(), position, strict=True)]
+        after = [
+            before[i][p + 1] for i, p in zip(part.sample_index.tolist(), position, strict=True)
+        ]
         assert after == part.targets.tolist()
     assert sorted(seen) == list(range(len(whole.targets)))
 

@@ -23,7 +23,9 @@ def test_generators_go_on_where_they_stood(tracker):
     drawn = torch.rand(3)
     tracker.set_states({})
     random_state.restore(held)
-    assert torch.equal(torch.rand(3), drawn) and list(tracker.get_states()) == ["model-parallel-rng"]
+    assert torch.equal(torch.rand(3), drawn) and list(tracker.get_states()) == [
+        "model-parallel-rng"
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other device is a GPU here")
@@ -31,5 +33,7 @@ def test_states_of_a_gpu_are_left_out_without_one(tracker):
     """Megatron would hand them to a generator of another size."""
     tracker.set_states({"model-parallel-rng": torch.get_rng_state()})
     gpu = torch.zeros(16, dtype=torch.uint8)
-    random_state.restore(random_state.collect() | {"cuda": gpu, "megatron": {"model-parallel-rng": gpu}})
+    random_state.restore(
+        random_state.collect() | {"cuda": gpu, "megatron": {"model-parallel-rng": gpu}}
+    )
     assert tracker.get_states()["model-parallel-rng"].shape == torch.get_rng_state().shape

@@ -29,7 +29,9 @@ def sample_of(length: int, num_routed: int, seed: int) -> TrainSample:
         loss_mask=[1] * (length - 1),
         rollout_logprobs=[0.0] * (length - 1),
         advantage=1.0,
-        routes=None if num_routed == 0 else RouteColumn(routes_of(num_routed, dice.randrange(EXPERTS))),
+        routes=None
+        if num_routed == 0
+        else RouteColumn(routes_of(num_routed, dice.randrange(EXPERTS))),
     )
 
 
@@ -47,20 +49,27 @@ def layouts(context: int, tensor: int) -> list[tuple[RowLayout, RouteShape]]:
     """Of all context-parallel and tensor-parallel ranks."""
     multiple = 2 * context if context > 1 else 1
     return [
-        (RowLayout(multiple * tensor, multiple, rank, context), shape(tensor_rank=part, tensor_size=tensor))
+        (
+            RowLayout(multiple * tensor, multiple, rank, context),
+            shape(tensor_rank=part, tensor_size=tensor),
+        )
         for rank in range(context)
         for part in range(tensor)
     ]
 
 
 lengths = st.lists(
-    st.integers(2, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), min_size=1, max_size=4
+    st.integers(2, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))),
+    min_size=1,
+    max_size=4,
 )
 
 
 @given(lengths, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
 def test_each_token_has_its_routes_on_exactly_one_rank_and_padding_has_none(sizes, context, tensor):
-    samples = tuple(sample_of(length, routed, seed) for seed, (length, routed) in enumerate(sizes, start=1))
+    samples = tuple(
+        sample_of(length, routed, seed) for seed, (length, routed) in enumerate(sizes, start=1)
+    )
     found = {}
     for layout, of_rank in layouts(context, tensor):
         routes, is_token = packed_routes(samples, layout, of_rank)
@@ -71,7 +80,11 @@ def test_each_token_has_its_routes_on_exactly_one_rank_and_padding_has_none(size
             assert token not in found
             found[token] = of_token
     for sample in samples:
-        given_routes = torch.zeros(0, LAYERS, TOPK) if sample.routes is None else torch.tensor(sample.routes.array)
+        given_routes = (
+            torch.zeros(0, LAYERS, TOPK)
+            if sample.routes is None
+            else torch.tensor(sample.routes.array)
+        )
         for place, token in enumerate(sample.token_ids):
             if place < len(given_routes):
                 assert torch.equal(found[token], given_routes[place].short())
@@ -91,27 +104,36 @@ def test_marked_tokens_are_unknown_in_both_types():
     for dtype in (np.uint8, np.uint16):
         array = routes_of(3, 0).astype(dtype)
         array[1] = np.iinfo(dtype).max
-        routes, _ = packed_routes((replace(sample_of(3, 0, 1), routes=RouteColumn(array)),), RowLayout(), shape())
+        routes, _ = packed_routes(
+            (replace(sample_of(3, 0, 1), routes=RouteColumn(array)),), RowLayout(), shape()
+        )
         assert (routes == UNKNOWN).flatten(1).all(1).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(
     ("array", "words"),
     [
-        (routes_of(2, 0)[:, :2], "are of 2 layers with 2 experts per token, but the model has 3 MoE layers with 2"),
+        (
+            routes_of(2, 0)[:, :2],
+            "are of 2 layers with 2 experts per token, but the model has 3 MoE layers with 2",
+        ),
         (routes_of(2, 0)[:, :, :1], "3 layers with 1 experts"),
         (routes_of(2, 0) + np.uint8(EXPERTS), "name expert 15, but the model has experts 0 to 7"),
     ],
 )
 def test_routes_of_another_model_are_refused(array, words):
     with pytest.raises(DataError, match=words):
-        packed_routes((replace(sample_of(2, 0, 1), routes=RouteColumn(array)),), RowLayout(), shape())
+        packed_routes(
+            (replace(sample_of(2, 0, 1), routes=RouteColumn(array)),), RowLayout(), shape()
+        )
 
 
 @given(lengths, st.sampled_from([1, 2]), st.randoms(use_true_random=False))
 def test_recorded_routes_return_to_their_tokens_in_other_micro_batches(sizes, context, dice):
     """Known or not before: what was recorded is what is used."""
-    samples = [sample_of(length, routed, seed) for seed, (length, routed) in enumerate(sizes, start=1)]
+    samples = [
+        sample_of(length, routed, seed) for seed, (length, routed) in enumerate(sizes, start=1)
+    ]
     other = dice.sample(samples, len(samples))
     for layout, of_rank in layouts(context, 1):
         recorded = RecordedRoutes()

@@ -23,7 +23,10 @@ def test_the_share_of_differing_tokens_is_reported_in_all_and_by_layer():
 
 def test_the_load_is_that_of_the_busiest_expert_over_the_mean():
     metrics = routing_metrics(COUNTS, [1, 3], topk=2, with_replay=False)
-    assert metrics == {"train/expert_load_max": pytest.approx(2.0), "train/expert_load_mean": pytest.approx(1.5)}
+    assert metrics == {
+        "train/expert_load_max": pytest.approx(2.0),
+        "train/expert_load_mean": pytest.approx(1.5),
+    }
 
 
 def test_nothing_differs_where_no_routes_are_known():

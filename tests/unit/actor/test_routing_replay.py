@@ -43,14 +43,24 @@ def expected_probabilities(name: str, logits: torch.Tensor, experts: torch.Tenso
 
 def replaying(routes: torch.Tensor | None, **options: bool) -> tuple[LayerRouting, Any]:
     """A layer in the forward pass of a micro-batch, and what it reports to."""
-    current = Pass(is_training=True, records=False, index=0, micro_batch=SimpleNamespace(routes=routes), **options)
+    current = Pass(
+        is_training=True,
+        records=False,
+        index=0,
+        micro_batch=SimpleNamespace(routes=routes),
+        **options,
+    )
     replay = SimpleNamespace(current=current, counts=torch.zeros(1, 2 + EXPERTS, dtype=torch.int64))
     return LayerRouting(replay, 0), replay
 
 
-def route(logits: torch.Tensor, name: str, layer: LayerRouting | None) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    logits: torch.Tensor, name: str, layer: LayerRouting | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities and map, [tokens, experts]."""
-    return megatron.topk_routing_with_score_function(logits, TOPK, router_replay=layer, **ROUTERS[name])
+    return megatron.topk_routing_with_score_function(
+        logits, TOPK, router_replay=layer, **ROUTERS[name]
+    )
 
 
 @pytest.mark.parametrize("name", ROUTERS)
@@ -62,7 +72,9 @@ def test_known_tokens_go_to_the_given_experts_with_the_routers_own_probabilities
     own_probabilities, own_goes_to = route(logits, name, None)
 
     given = ROUTES[KNOWN].long()
-    assert torch.equal(goes_to[KNOWN], torch.zeros(len(KNOWN), EXPERTS).scatter(1, given, 1.0).bool())
+    assert torch.equal(
+        goes_to[KNOWN], torch.zeros(len(KNOWN), EXPERTS).scatter(1, given, 1.0).bool()
+    )
     wanted = expected_probabilities(name, logits[KNOWN], given)
     torch.testing.assert_close(probabilities[KNOWN].gather(1, given), wanted)
     unknown = [2, 3]
@@ -70,7 +82,9 @@ def test_known_tokens_go_to_the_given_experts_with_the_routers_own_probabilities
     assert torch.equal(probabilities[unknown], own_probabilities[unknown])
 
     weights = torch.randn(len(KNOWN), TOPK)
-    (ours,) = torch.autograd.grad((probabilities[KNOWN].gather(1, given) * weights).sum(), logits, retain_graph=True)
+    (ours,) = torch.autograd.grad(
+        (probabilities[KNOWN].gather(1, given) * weights).sum(), logits, retain_graph=True
+    )
     (theirs,) = torch.autograd.grad((wanted * weights).sum(), logits)
     torch.testing.assert_close(ours, theirs)
 
@@ -79,7 +93,9 @@ def test_known_tokens_go_to_the_given_experts_with_the_routers_own_probabilities
 
 
 def test_backward_repeats_each_forward_pass_with_its_own_experts_in_their_order():
-    """Two micro-batches are computed before the first is repeated, with weights that have changed."""
+    """Two micro-batches are computed before the first is repeated, with weights that have
+    changed.
+    """
     layer, replay = replaying(ROUTES[:, None])
     first, second = torch.randn(2, len(ROUTES), EXPERTS)
     with torch.no_grad():  # so Megatron computes what it will compute again

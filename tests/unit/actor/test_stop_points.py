@@ -14,7 +14,9 @@ from rlpost.errors import Interrupted, TrainingError
 
 
 def test_the_first_boundary_that_none_has_passed() -> None:
-    assert common_stop_point([StopPoint(3, 1, 4), StopPoint(3, 3, 4), StopPoint(3, 0, 4)]) == StopPoint(3, 3)
+    assert common_stop_point(
+        [StopPoint(3, 1, 4), StopPoint(3, 3, 4), StopPoint(3, 0, 4)]
+    ) == StopPoint(3, 3)
 
 
 def test_who_is_past_its_last_boundary_cannot_be_waited_for_so_all_end_the_pass() -> None:
@@ -31,7 +33,10 @@ def test_ranks_that_have_not_begun_stop_before_they_begin_unless_another_has_beg
     assert common_stop_point([StopPoint(4, 0), StopPoint(3, 2, 4)]) == StopPoint(4, 0)
 
 
-@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5)), min_size=1, max_size=4), st.integers(1, 5))
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5)), min_size=1, max_size=4),
+    st.integers(1, 5),
+)
 def test_the_meeting_place_is_ahead_of_everybody(held: list[tuple[int, int]], length: int) -> None:
     places = [StopPoint(number, min(index, length), length) for number, index in held]
     found = common_stop_point(places)
@@ -41,7 +46,9 @@ def test_the_meeting_place_is_ahead_of_everybody(held: list[tuple[int, int]], le
 
 @pytest.mark.parametrize("seed", range(20))
 def test_ranks_in_any_order_of_events_do_the_same_micro_batches(seed: int) -> None:
-    """Each micro-batch is a barrier, as a collective would be: if one rank did more than another, it would break."""
+    """Each micro-batch is a barrier, as a collective would be: if one rank did more than another,
+    it would break.
+    """
     num_ranks, num_passes, length = 3, 3, 4
     ranks = [StopPoints(deadline_s=20) for _ in range(num_ranks)]
     barriers = [[threading.Barrier(num_ranks) for _ in range(length)] for _ in range(num_passes)]

@@ -11,7 +11,9 @@ ROLLOUT = {"rollout_batch_size": 2, "n_samples_per_prompt": 2}
 
 
 def group(prompt_id, answers):
-    """``answers``: of each a list of (reward, number of tokens, number of them in the loss) a sample."""
+    """``answers``: of each a list of (reward, number of tokens, number of them in the loss) a
+    sample.
+    """
     samples = [
         ScoredSample(
             Sample(
@@ -27,7 +29,9 @@ def group(prompt_id, answers):
 
 
 GROUPS = [
-    group(0, [[(1.0, 4, 3), (1.0, 2, 1), (0.4, 8, 8)], [(0.0, 5, 5)]]),  # the first answer is three samples
+    group(
+        0, [[(1.0, 4, 3), (1.0, 2, 1), (0.4, 8, 8)], [(0.0, 5, 5)]]
+    ),  # the first answer is three samples
     group(1, [[(0.0, 3, 3)], [(1.0, 6, 4), (1.0, 6, 6)]]),
 ]
 
@@ -40,7 +44,9 @@ def config(**grpo):
 def test_each_sample_counts_unless_told_otherwise():
     """An answer of three samples weighs three times: in the baseline and in the loss."""
     samples = rollout_samples(GROUPS, config().grpo)
-    assert [sample.advantage for sample in samples[:4]] == list(grpo_advantages([1.0, 1.0, 0.4, 0.0]))
+    assert [sample.advantage for sample in samples[:4]] == list(
+        grpo_advantages([1.0, 1.0, 0.4, 0.0])
+    )
     assert {(sample.weight, sample.count) for sample in samples} == {(1.0, 1)}
     (ranks,) = make_batches(GROUPS, config())
     assert ranks[0].num_samples == 7
@@ -69,7 +75,9 @@ def test_samples_of_one_answer_are_trained_in_one_step():
 
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus"])
 def test_penalties_of_tokens_are_those_of_the_whole_answer(estimator):
-    """With a KL penalty in the reward: of an answer in parts the same as of the same answer in one sample."""
+    """With a KL penalty in the reward: of an answer in parts the same as of the same answer in one
+    sample.
+    """
     in_parts = [group(0, [[(1.0, 2, 2), (1.0, 3, 3)], [(0.0, 4, 4)]])]
     whole = [group(0, [[(1.0, 5, 5)], [(0.0, 4, 4)]])]
     grpo = config(loss_unit="answer", advantage_estimator=estimator, kl_coef=0.1).grpo
@@ -83,4 +91,6 @@ def test_penalties_of_tokens_are_those_of_the_whole_answer(estimator):
 
 def test_a_group_without_parts_is_the_same_either_way():
     plain = [group(0, [[(1.0, 4, 4)], [(0.0, 2, 2)], [(0.5, 3, 3)]])]
-    assert rollout_samples(plain, config().grpo) == rollout_samples(plain, config(loss_unit="answer").grpo)
+    assert rollout_samples(plain, config().grpo) == rollout_samples(
+        plain, config(loss_unit="answer").grpo
+    )

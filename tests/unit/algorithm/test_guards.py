@@ -8,7 +8,12 @@ from rlpost.algorithm.guards import Bounds, Guards, check_tokens
 from rlpost.errors import TrainingError
 from rlpost.types import TrainBatch, TrainSample
 
-HEALTHY = {"train/ppo_kl": 1e-9, "train/ref_kl": 0.0, "train/rollout_logprob_abs_diff": 0.01, "train/grad_norm": 1.0}
+HEALTHY = {
+    "train/ppo_kl": 1e-9,
+    "train/ref_kl": 0.0,
+    "train/rollout_logprob_abs_diff": 0.01,
+    "train/grad_norm": 1.0,
+}
 
 
 def guards(*, is_fresh=True, **bounds):
@@ -62,7 +67,9 @@ def test_a_spike_of_the_gradient_norm_is_measured_against_the_median_of_the_step
 
 
 def batch(*masks):
-    micro_batches = tuple((TrainSample((1,) * (1 + len(mask)), 1, mask, (0.0,) * len(mask), 1.0),) for mask in masks)
+    micro_batches = tuple(
+        (TrainSample((1,) * (1 + len(mask)), 1, mask, (0.0,) * len(mask), 1.0),) for mask in masks
+    )
     return TrainBatch(micro_batches, num_samples=len(masks), num_tokens=sum(map(sum, masks)))
 
 

@@ -1,4 +1,6 @@
-"""The objective of a token: correction, KL, entropy, functions of the user's own; the same however it is cut up."""
+"""The objective of a token: correction, KL, entropy, functions of the user's own; the same however
+it is cut up.
+"""
 
 import itertools
 import math
@@ -55,7 +57,9 @@ def total(parts, options):
     result = 0.0
     for samples in parts:
         tokens = tokens_of(samples)
-        weights = token_weights(tokens.sample_lengths, **counts, per_token=options.calculate_per_token_loss)
+        weights = token_weights(
+            tokens.sample_lengths, **counts, per_token=options.calculate_per_token_loss
+        )
         result += (policy_objective(tokens, options)[0] * weights * tokens.loss_mask).sum().item()
     return result
 
@@ -78,7 +82,9 @@ def test_the_loss_is_the_same_however_the_samples_are_cut_into_micro_batches(
     )  # fmt: skip
     edges = [0, *sorted(cuts), len(LENGTHS)]
     parts = [order[a:b] for a, b in itertools.pairwise(edges)]
-    assert total(parts, options) == pytest.approx(total([range(len(LENGTHS))], options), rel=1e-5, abs=1e-6)
+    assert total(parts, options) == pytest.approx(
+        total([range(len(LENGTHS))], options), rel=1e-5, abs=1e-6
+    )
 
 
 def test_weights_at_the_bounds_equal_numbers_computed_by_hand():
@@ -101,17 +107,22 @@ def test_levels_are_the_token_its_sequences_product_and_its_geometric_mean():
     first = tokens.loss_mask[:3] * log_ratio[:3]
     assert torch.equal(levels["token"], log_ratio)
     assert levels["sequence"][:3].tolist() == pytest.approx([first.sum().item()] * 3)
-    assert levels["geometric"][0].item() == pytest.approx((first.sum() / tokens.loss_mask[:3].sum()).item())
+    assert levels["geometric"][0].item() == pytest.approx(
+        (first.sum() / tokens.loss_mask[:3].sum()).item()
+    )
 
 
 def test_the_correction_makes_the_gradient_that_of_the_trainers_own_policy():
-    """Over all tokens of a small vocabulary: the expectation under the engines of w x gradient is that under the
-    trainer, when nothing is cut."""
+    """Over all tokens of a small vocabulary: the expectation under the engines of w x gradient is
+    that under the trainer, when nothing is cut.
+    """
     logits = torch.tensor([0.3, -1.0, 0.8, 0.1], requires_grad=True)
     rewards = torch.tensor([1.0, 0.0, -1.0, 2.0])
     trainer, engine = logits.log_softmax(0), torch.tensor([0.1, -0.7, 1.1, 0.0]).log_softmax(0)
     weight, _ = correction_weights((trainer - engine).detach(), mode="truncate", low=0.0, high=1e6)
-    (ours,) = torch.autograd.grad((engine.exp() * weight * rewards * trainer).sum(), logits, retain_graph=True)
+    (ours,) = torch.autograd.grad(
+        (engine.exp() * weight * rewards * trainer).sum(), logits, retain_graph=True
+    )
     (expected,) = torch.autograd.grad((trainer.exp() * rewards).sum(), logits)
     assert torch.allclose(ours, expected, atol=1e-6)
 
@@ -135,19 +146,31 @@ def test_gradients_flow_through_the_current_log_probs_only():
     loss.sum().backward()
     assert tokens.logprobs.grad.abs().sum() > 0
     assert not any(value.requires_grad for value in stats.values())
-    assert {"ppo_kl", "clip_frac_low", "clip_frac_high", "entropy", "ref_kl", "tis_weight", "pg_loss"} <= stats.keys()
+    assert {
+        "ppo_kl",
+        "clip_frac_low",
+        "clip_frac_high",
+        "entropy",
+        "ref_kl",
+        "tis_weight",
+        "pg_loss",
+    } <= stats.keys()
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
 def test_the_divergence_of_an_array_is_that_of_a_tensor(kind):
     ours, reference = torch.tensor([(-1.0, -1.3), (-4.0, -0.1), (-0.2, -0.2), (-19.0, -0.5)]).T
     expected = estimate_kl(ours, reference, kind).tolist()
-    assert kl_values((ours - reference).double().numpy(), kind) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert kl_values((ours - reference).double().numpy(), kind) == pytest.approx(
+        expected, rel=1e-5, abs=1e-6
+    )
 
 
 def test_the_divergence_of_an_array_has_the_bits_of_pythons_own_arithmetic():
     """What a resumed run computes in another process, on another processor, must be the same."""
-    difference = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 8
+    difference = (
+        torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 8
+    )
     cut = [min(max(d, -20.0), 20.0) for d in difference.tolist()]
     k3 = [math.exp(-d) + d - 1 for d in cut]
     expected = {
@@ -169,7 +192,9 @@ def test_a_penalty_in_the_reward_is_summed_where_samples_are_compared_and_stays_
     penalties = [[(0.25, 0.25), (0.0, 0.0)]]
     centred = estimate("grpo", groups, masks, normalize_std=False, penalties=penalties)
     assert centred == [pytest.approx((0.25, -0.25))]
-    (group,) = estimate("reinforce_plus_plus", groups, masks, normalize_std=True, penalties=penalties)
+    (group,) = estimate(
+        "reinforce_plus_plus", groups, masks, normalize_std=True, penalties=penalties
+    )
     returns = torch.tensor([0.5, 0.75, 0.0, 0.0], dtype=torch.float64)
     expected = (returns - returns.mean()) / (returns.var(unbiased=False) + 1e-8).sqrt()
     assert [a for sample in group for a in sample] == pytest.approx(expected.tolist())
@@ -211,7 +236,10 @@ def test_a_loss_of_the_users_own_is_loaded_from_a_file(plugin):
 
 
 def test_advantages_of_the_users_own_are_checked(plugin):
-    assert custom_advantages(f"{plugin}:advantages", [group(1.0, 0.0), group(2.0)], None) == [(0.0, -1.0), (0.0,)]
+    assert custom_advantages(f"{plugin}:advantages", [group(1.0, 0.0), group(2.0)], None) == [
+        (0.0, -1.0),
+        (0.0,),
+    ]
     with pytest.raises(ConfigError, match="got 7 advantages for a response of 2 tokens"):
         custom_advantages(f"{plugin}:by_token", [group(1.0)], None)
     with pytest.raises(ConfigError, match=r"got \[1\] advantages by group for \[2\] samples"):
@@ -224,12 +252,17 @@ def test_advantages_of_the_users_own_are_checked(plugin):
         ("np.array([g.rewards for g in groups])", ((1.0, 0.0),)),
         ("[[np.full(2, r) for r in g.rewards] for g in groups]", (((1.0, 1.0), (0.0, 0.0)),)),
         ("torch.tensor([g.rewards for g in groups])", ((1.0, 0.0),)),
-        ("[torch.tensor([[r, r] for r in g.rewards]) for g in groups]", (((1.0, 1.0), (0.0, 0.0)),)),
+        (
+            "[torch.tensor([[r, r] for r in g.rewards]) for g in groups]",
+            (((1.0, 1.0), (0.0, 0.0)),),
+        ),
     ],
 )
 def test_advantages_of_the_users_own_may_be_arrays_and_tensors(tmp_path, words, made):
     file = tmp_path / "arrays.py"
-    file.write_text(f"import numpy as np, torch\ndef advantages(groups, penalties):\n    return {words}\n")
+    file.write_text(
+        f"import numpy as np, torch\ndef advantages(groups, penalties):\n    return {words}\n"
+    )
     assert tuple(custom_advantages(f"{file}:advantages", [group(1.0, 0.0)], None)) == made
 
 
@@ -237,12 +270,17 @@ def test_advantages_of_the_users_own_may_be_arrays_and_tensors(tmp_path, words, 
 def test_advantages_that_are_no_numbers_are_named(tmp_path, words):
     file = tmp_path / "none.py"
     file.write_text(f"def advantages(groups, penalties):\n    return {words}\n")
-    with pytest.raises(ConfigError, match=r"custom_advantage_function_path = .*none.py:advantages: got .*return for"):
+    with pytest.raises(
+        ConfigError,
+        match=r"custom_advantage_function_path = .*none.py:advantages: got .*return for",
+    ):
         custom_advantages(f"{file}:advantages", [group(1.0, 0.0)], None)
 
 
 def test_a_loss_or_advantage_that_is_wrong_itself_is_an_error_of_the_settings(tmp_path):
-    """Starting again cannot help; the line is that of the user's file, also when torch raises it."""
+    """Starting again cannot help; the line is that of the user's file, also when torch raises
+    it.
+    """
     file = tmp_path / "wrong.py"
     file.write_text(
         "import torch\ndef loss(tokens, settings):\n    return torch.add(tokens.logprobs, '1'), {}\n"
@@ -250,17 +288,24 @@ def test_a_loss_or_advantage_that_is_wrong_itself_is_an_error_of_the_settings(tm
     )
     options = LossSettings(loss_type="custom_loss", custom_loss_function_path=f"{file}:loss")
     with pytest.raises(
-        ConfigError, match=r"custom_loss_function_path = .*wrong.py:loss: TypeError.*wrong.py, line 3\)"
+        ConfigError,
+        match=r"custom_loss_function_path = .*wrong.py:loss: TypeError.*wrong.py, line 3\)",
     ):
         loss_function(options)(tokens_of(range(4)), options)
-    with pytest.raises(ConfigError, match=r"ModuleNotFoundError: No module .*wrong.py, line 5\); mend the function"):
+    with pytest.raises(
+        ConfigError, match=r"ModuleNotFoundError: No module .*wrong.py, line 5\); mend the function"
+    ):
         custom_advantages(f"{file}:advantages", [group(1.0, 0.0)], None)
 
 
 def test_a_function_that_is_not_there_is_named_with_those_that_are(plugin):
-    with pytest.raises(ConfigError, match="has no function lost; it has loss, advantages, by_token, too_few"):
+    with pytest.raises(
+        ConfigError, match="has no function lost; it has loss, advantages, by_token, too_few"
+    ):
         load_function(f"{plugin}:lost", key="custom_loss_function_path")
-    with pytest.raises(ConfigError, match=r"custom_loss_function_path = nowhere\.loss: cannot be imported"):
+    with pytest.raises(
+        ConfigError, match=r"custom_loss_function_path = nowhere\.loss: cannot be imported"
+    ):
         load_function("nowhere.loss", key="custom_loss_function_path")
     assert load_function("math.fsum", key="x") is math.fsum
 

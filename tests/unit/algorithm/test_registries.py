@@ -1,4 +1,6 @@
-"""What a recipe may name is what there is: settings and registries agree, and old names select a loss."""
+"""What a recipe may name is what there is: settings and registries agree, and old names select a
+loss.
+"""
 
 from typing import Any, get_args
 
@@ -23,7 +25,10 @@ def test_every_value_of_a_setting_has_an_entry_and_every_entry_a_value():
     assert choices("advantage_estimator") == ESTIMATORS.keys() | ESTIMATOR_OF.keys()
     assert choices("policy_loss") == POLICY_LOSSES.keys()
     assert choices("loss_type") == LOSSES.keys() | {"custom_loss"}
-    assert set(ESTIMATOR_OF.values()) <= ESTIMATORS.keys() and ESTIMATOR_OF.keys() <= POLICY_LOSSES.keys()
+    assert (
+        set(ESTIMATOR_OF.values()) <= ESTIMATORS.keys()
+        and ESTIMATOR_OF.keys() <= POLICY_LOSSES.keys()
+    )
 
 
 @pytest.mark.parametrize(

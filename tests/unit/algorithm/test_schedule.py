@@ -1,4 +1,6 @@
-"""The schedule of micro-batches: its invariants for whatever comes, and how near it is to the best there can be."""
+"""The schedule of micro-batches: its invariants for whatever comes, and how near it is to the best
+there can be.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,13 @@ def test_each_sample_stands_once_on_some_rank_and_ranks_have_as_many_full_micro_
         max_tokens=LIMIT if by_tokens else None,
         micro_batch_size=3,
         multiple_of=multiple,
-        work=None if break_even is None else [sequence_work(length, break_even) for length in lengths],
+        work=None
+        if break_even is None
+        else [sequence_work(length, break_even) for length in lengths],
     )
-    assert sorted(i for rank in dealt for micro_batch in rank for i in micro_batch) == list(range(len(lengths)))
+    assert sorted(i for rank in dealt for micro_batch in rank for i in micro_batch) == list(
+        range(len(lengths))
+    )
     assert len(dealt) == ranks and len({len(rank) for rank in dealt}) == 1
     assert len(dealt[0]) % multiple == 0
     for micro_batch in itertools.chain.from_iterable(dealt):
@@ -65,9 +71,12 @@ def test_each_sample_stands_once_on_some_rank_and_ranks_have_as_many_full_micro_
 
 
 @given(lengths_of, st.integers(1, 6))
-def test_without_balance_micro_batches_are_filled_and_dealt_in_the_order_of_the_samples(lengths, ranks):
-    """Every micro-batch is in order, and the first samples of those dealt in turn are in order, but for those that were
-    split so that all ranks have as many."""
+def test_without_balance_micro_batches_are_filled_and_dealt_in_the_order_of_the_samples(
+    lengths, ranks
+):
+    """Every micro-batch is in order, and the first samples of those dealt in turn are in order, but
+    for those that were split so that all ranks have as many.
+    """
     lengths = whole(lengths, ranks, 1)
     dealt = schedule(lengths, data_parallel_size=ranks, max_tokens=LIMIT, micro_batch_size=1)
     in_turn = [micro_batch for row in zip(*dealt, strict=True) for micro_batch in row]
@@ -106,7 +115,9 @@ def test_other_micro_batches_of_a_ranks_samples_keep_its_samples_and_the_limit(r
 
 @given(lengths_of)
 def test_no_packing_has_fewer_micro_batches_than_the_bound(lengths):
-    assert lower_bound(lengths, max_tokens=LIMIT) <= len(first_fit(lengths, range(len(lengths)), LIMIT))
+    assert lower_bound(lengths, max_tokens=LIMIT) <= len(
+        first_fit(lengths, range(len(lengths)), LIMIT)
+    )
 
 
 def long_tail(count, seed=1):
@@ -118,12 +129,17 @@ def long_tail(count, seed=1):
 @pytest.mark.parametrize(("count", "ranks"), [(256, 8), (1024, 8), (1024, 32)])
 @pytest.mark.parametrize("limit", [8192, 16_384, 32_768])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_long_tail_has_even_work_in_as_few_micro_batches_as_its_tokens_fill(seed, limit, count, ranks, break_even):
-    """Work even to two percent, and ceil(tokens / limit) micro-batches, in whole rounds of the ranks. Only where those
-    would be full to the last twentieth may each rank have one more."""
+def test_a_long_tail_has_even_work_in_as_few_micro_batches_as_its_tokens_fill(
+    seed, limit, count, ranks, break_even
+):
+    """Work even to two percent, and ceil(tokens / limit) micro-batches, in whole rounds of the
+    ranks. Only where those would be full to the last twentieth may each rank have one more.
+    """
     lengths = long_tail(count, seed)
     work = [sequence_work(length, break_even) for length in lengths]
-    dealt = schedule(lengths, data_parallel_size=ranks, max_tokens=limit, micro_batch_size=1, work=work)
+    dealt = schedule(
+        lengths, data_parallel_size=ranks, max_tokens=limit, micro_batch_size=1, work=work
+    )
     assert worst(work_of(dealt, work)) <= 1.02
     in_order = schedule(lengths, data_parallel_size=ranks, max_tokens=limit, micro_batch_size=1)
     assert worst(work_of(in_order, work)) > worst(work_of(dealt, work))
@@ -137,12 +153,18 @@ def test_micro_batches_of_a_fixed_number_of_samples_have_even_work_too():
     options = dict(data_parallel_size=8, max_tokens=None, micro_batch_size=4)
     dealt = schedule(lengths, **options, work=lengths)
     assert {len(micro_batch) for rank in dealt for micro_batch in rank} == {4}
-    assert worst(work_of(dealt, lengths)) <= 1.02 < worst(work_of(schedule(lengths, **options), lengths))
+    assert (
+        worst(work_of(dealt, lengths))
+        <= 1.02
+        < worst(work_of(schedule(lengths, **options), lengths))
+    )
 
 
 def test_ranks_run_their_heaviest_micro_batches_first_and_so_at_the_same_time():
     lengths = long_tail(512)
-    dealt = schedule(lengths, data_parallel_size=8, max_tokens=None, micro_batch_size=8, work=lengths)
+    dealt = schedule(
+        lengths, data_parallel_size=8, max_tokens=None, micro_batch_size=8, work=lengths
+    )
     for rank in dealt:
         loads = [sum(lengths[i] for i in micro_batch) for micro_batch in rank]
         assert loads == sorted(loads, reverse=True)
@@ -151,13 +173,17 @@ def test_ranks_run_their_heaviest_micro_batches_first_and_so_at_the_same_time():
 def test_a_rank_of_a_few_giants_still_gets_as_many_micro_batches_as_the_others():
     """Even work would leave rank 0 with one sample, fewer than the other needs micro-batches."""
     lengths = [1000, *[60] * 9]
-    dealt = schedule(lengths, data_parallel_size=2, max_tokens=LIMIT, micro_batch_size=1, work=lengths)
+    dealt = schedule(
+        lengths, data_parallel_size=2, max_tokens=LIMIT, micro_batch_size=1, work=lengths
+    )
     assert [len(rank) for rank in dealt] == [5, 5]
 
 
 @pytest.mark.slow
 def test_a_schedule_of_a_hundred_thousand_samples_takes_seconds_at_most():
-    """On an idle machine less than one, see docs/benchmarks.md; the square of the number would take minutes."""
+    """On an idle machine less than one, see docs/benchmarks.md; the square of the number would take
+    minutes.
+    """
     lengths = long_tail(100_000)
     started = time.process_time()
     schedule(lengths, data_parallel_size=32, max_tokens=16_384, micro_batch_size=1, work=lengths)

@@ -1,9 +1,11 @@
-"""A hub on this machine, over HTTP, as far as huggingface_hub's own client asks one; with a real one's accidents.
+"""A hub on this machine, over HTTP, as far as huggingface_hub's own client asks one; with a real
+one's accidents.
 
-Large files are redirected to a second server, as the hub sends them to another host. ``accidents`` maps a file's path
-to what befalls its next downloads: a number cuts the connection after so many bytes, "corrupt" changes a byte, "whole"
-ignores Range (as the real one does where it compresses), "stall" sends 1.5 MB and then nothing until the hub is closed.
-The listing, redirects with Range, and the headers of errors are what the client reads; it sends no HEAD for them.
+Large files are redirected to a second server, as the hub sends them to another host. ``accidents``
+maps a file's path to what befalls its next downloads: a number cuts the connection after so many
+bytes, "corrupt" changes a byte, "whole" ignores Range (as the real one does where it compresses),
+"stall" sends 1.5 MB and then nothing until the hub is closed. The listing, redirects with Range,
+and the headers of errors are what the client reads; it sends no HEAD for them.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class FakeHub:
 
     @contextmanager
     def running(self) -> Iterator[FakeHub]:
-        threads = [threading.Thread(target=server.serve_forever, args=(0.02,)) for server in self._servers]
+        threads = [
+            threading.Thread(target=server.serve_forever, args=(0.02,)) for server in self._servers
+        ]
         for thread in threads:
             thread.start()
         try:
@@ -85,11 +89,17 @@ class _Handler(BaseHTTPRequestHandler):
         hub, path = self.server.hub, unquote(urlparse(self.path).path)
         hub.requests.append((self.server.name, path, dict(self.headers)))
         if self.server.name == "cdn":
-            repository, file = re.fullmatch(r"/((?:models|datasets)/[^/]+/[^/]+)/(.+)", path).groups()
+            repository, file = re.fullmatch(
+                r"/((?:models|datasets)/[^/]+/[^/]+)/(.+)", path
+            ).groups()
             return self._content(hub.repositories[repository][file], file)
         if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
-            return self._answer(401, b'{"error": "who are you"}', {"X-Error-Message": "Invalid credentials"})
-        if found := re.fullmatch(r"/api/((?:models|datasets)/[^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path):
+            return self._answer(
+                401, b'{"error": "who are you"}', {"X-Error-Message": "Invalid credentials"}
+            )
+        if found := re.fullmatch(
+            r"/api/((?:models|datasets)/[^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path
+        ):
             return self._describe(*found.groups())
         if found := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             kind, name, _, file = found.groups()
@@ -99,11 +109,19 @@ class _Handler(BaseHTTPRequestHandler):
     def _describe(self, repository: str, kind: str | None, revision: str | None) -> None:
         files = self.server.hub.repositories.get(repository)
         if files is None or revision not in (None, "main", COMMIT):
-            return self._answer(404, b"{}", {"X-Error-Code": "RepoNotFound" if files is None else "RevisionNotFound"})
+            return self._answer(
+                404,
+                b"{}",
+                {"X-Error-Code": "RepoNotFound" if files is None else "RevisionNotFound"},
+            )
         if kind != "tree":
             name = repository.partition("/")[2]
-            return self._answer(200, json.dumps({"id": name, "sha": COMMIT, "private": False}).encode())
-        return self._answer(200, json.dumps([_entry(path, data) for path, data in files.items()]).encode())
+            return self._answer(
+                200, json.dumps({"id": name, "sha": COMMIT, "private": False}).encode()
+            )
+        return self._answer(
+            200, json.dumps([_entry(path, data) for path, data in files.items()]).encode()
+        )
 
     def _resolve(self, repository: str, file: str) -> None:
         data = self.server.hub.repositories[repository].get(file)
@@ -111,13 +129,19 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
         if len(data) < LARGE:
             return self._content(data, file)
-        return self._answer(302, b"", {"Location": f"{self.server.hub.cdn}/{repository}/{file}?signature=SIGNED"})
+        return self._answer(
+            302, b"", {"Location": f"{self.server.hub.cdn}/{repository}/{file}?signature=SIGNED"}
+        )
 
     def _content(self, data: bytes, file: str) -> None:
         accident, headers = None, {}
         if accidents := self.server.hub.accidents.get(file):
             accident = accidents.pop(0)
-        first = int(found[1]) if (found := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))) else 0
+        first = (
+            int(found[1])
+            if (found := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")))
+            else 0
+        )
         if accident == "whole":
             first = 0
         status, part = (206, data[first:]) if first else (200, data)
@@ -151,5 +175,9 @@ def _entry(path: str, data: bytes) -> dict[str, Any]:
     blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
     entry: dict[str, Any] = {"type": "file", "path": path, "size": len(data), "oid": blob}
     if len(data) >= LARGE:
-        entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
+        entry["lfs"] = {
+            "oid": hashlib.sha256(data).hexdigest(),
+            "size": len(data),
+            "pointerSize": 134,
+        }
     return entry

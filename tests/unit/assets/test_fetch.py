@@ -1,4 +1,6 @@
-"""Fetching, with huggingface_hub's own client, from a hub on this machine: whole or not at all, whatever happens."""
+"""Fetching, with huggingface_hub's own client, from a hub on this machine: whole or not at all,
+whatever happens.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from tests.unit.assets.hub_server import COMMIT, FakeHub
 ROOT = Path(__file__).parents[3]
 TOKEN = "hf_a-token-that-nobody-may-see"
 MODEL = Asset("org/Model", "model")
-CHUNK = 10 << 17  # what the client writes at a time; an eighth of its own, as is everything here, to be quick
+CHUNK = (
+    10 << 17
+)  # what the client writes at a time; an eighth of its own, as is everything here, to be quick
 WEIGHTS = random.Random(1).randbytes(24 << 17)
 SHARD = random.Random(2).randbytes(1 << 17)
 FILES = {
@@ -43,12 +47,21 @@ KEPT = {path: data for path, data in FILES.items() if not path.endswith((".bin",
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "http_proxy", "HTTP_PROXY", "all_proxy"):
+    for name in (
+        "HF_HUB_OFFLINE",
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+        "http_proxy",
+        "HTTP_PROXY",
+        "all_proxy",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", "/nonexistent")
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", CHUNK)
     monkeypatch.setattr("rlpost.assets.fetch.POLL_S", 0.02)
-    with FakeHub({"models/org/Model": dict(FILES), "datasets/org/set": {"set.jsonl": b"{}\n"}}).running() as running:
+    with FakeHub(
+        {"models/org/Model": dict(FILES), "datasets/org/set": {"set.jsonl": b"{}\n"}}
+    ).running() as running:
         monkeypatch.setenv("HF_ENDPOINT", running.endpoint)
         yield running
 
@@ -63,11 +76,17 @@ def get(
     advance: Callable[[int], None] = lambda count: None,
     compare: bool = False,
 ) -> Status:
-    return Fetcher(root, Hub(token, hub.endpoint), workers, 60, report, advance).fetch(MODEL, compare=compare)
+    return Fetcher(root, Hub(token, hub.endpoint), workers, 60, report, advance).fetch(
+        MODEL, compare=compare
+    )
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def assert_whole(folder: Path) -> None:
@@ -94,12 +113,16 @@ def test_a_connection_that_is_cut_within_a_file_continues_there(hub, tmp_path):
     hub.accidents["model-1.safetensors"] = [15 << 17]
     get(hub, tmp_path)
     assert_whole(tmp_path / "Model")
-    assert [asked for asked in hub.downloads("model-1.safetensors") if asked] == [f"bytes={CHUNK}-"] * 2  # hub, cdn
+    assert [asked for asked in hub.downloads("model-1.safetensors") if asked] == [
+        f"bytes={CHUNK}-"
+    ] * 2  # hub, cdn
 
 
 @pytest.mark.slow
 def test_a_fetch_that_was_killed_continues_where_it_was(hub, tmp_path):
-    """Another process takes its lock, asks for the rest of the file, and only then there is a folder of that name."""
+    """Another process takes its lock, asks for the rest of the file, and only then there is a
+    folder of that name.
+    """
     hub.accidents["model-1.safetensors"] = ["stall"]
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[assets]\nhub_models = ["org/Model"]\n')
@@ -107,7 +130,9 @@ def test_a_fetch_that_was_killed_continues_where_it_was(hub, tmp_path):
     small = f"import runpy; from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = {CHUNK}; {tool}"
     command = [sys.executable, "-c", small, str(recipe), "--assets-dir", str(tmp_path)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as first:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as first:
         assert hub.stalled.wait(60)
         until_part(tmp_path / ".fetch/Model/model-1.safetensors", CHUNK)
         first.kill()
@@ -117,7 +142,10 @@ def test_a_fetch_that_was_killed_continues_where_it_was(hub, tmp_path):
     counted: list[int] = []
     get(hub, tmp_path, advance=counted.append)
     assert_whole(tmp_path / "Model")
-    assert hub.downloads("model-1.safetensors")[-1] == f"bytes={CHUNK}-" and sum(counted) <= total - CHUNK
+    assert (
+        hub.downloads("model-1.safetensors")[-1] == f"bytes={CHUNK}-"
+        and sum(counted) <= total - CHUNK
+    )
 
 
 def until_part(path: Path, size: int) -> None:
@@ -144,9 +172,14 @@ def test_a_server_that_cannot_continue_within_a_file_sends_it_whole(hub, tmp_pat
 
 
 def test_a_new_commit_keeps_what_has_not_changed(hub, tmp_path):
-    """Of an interrupted fetch; a file that has changed or gone since does not get into the folder."""
+    """Of an interrupted fetch; a file that has changed or gone since does not get into the
+    folder.
+    """
     hub.accidents["config.json"] = ["corrupt", "corrupt"]
-    hub.repositories["models/org/Model"] |= {"old.txt": b"of the old commit" * 2, "empty": b"not yet" * 9}
+    hub.repositories["models/org/Model"] |= {
+        "old.txt": b"of the old commit" * 2,
+        "empty": b"not yet" * 9,
+    }
     with pytest.raises(AssetError, match="damaged in two downloads"):
         get(hub, tmp_path, workers=1)  # the largest files come first
     assert (tmp_path / ".fetch/Model/old.txt").is_file()
@@ -162,7 +195,8 @@ def test_a_damaged_download_is_repeated_and_twice_is_an_error(hub, tmp_path):
     assert_whole(tmp_path / "Model")
     hub.accidents["config.json"] = ["corrupt", "corrupt"]
     with pytest.raises(
-        AssetError, match=r"config\.json was damaged in two downloads: its digest is git:\w{40}, the hub expects"
+        AssetError,
+        match=r"config\.json was damaged in two downloads: its digest is git:\w{40}, the hub expects",
     ):
         get(hub, tmp_path / "other", workers=1)
     assert not (tmp_path / "other/Model").exists()
@@ -172,7 +206,10 @@ def test_of_two_fetches_at_once_one_downloads_and_the_other_waits(hub, tmp_path)
     hub.accidents["model-1.safetensors"] = [15 << 17]
     lines: list[str] = []
     found: list[Status] = []
-    threads = [threading.Thread(target=lambda: found.append(get(hub, tmp_path, report=lines.append))) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda: found.append(get(hub, tmp_path, report=lines.append)))
+        for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -180,11 +217,15 @@ def test_of_two_fetches_at_once_one_downloads_and_the_other_waits(hub, tmp_path)
     assert [each.is_there for each in found] == [True, True]
     assert_whole(tmp_path / "Model")
     assert len(hub.downloads("model-2.safetensors")) == 2  # hub and cdn, once
-    assert lines == [f"waiting for process {os.getpid()} on {os.uname().nodename}, which fetches Model"]
+    assert lines == [
+        f"waiting for process {os.getpid()} on {os.uname().nodename}, which fetches Model"
+    ]
 
 
 def test_a_lock_of_another_node_holds_as_long_as_its_heartbeat(tmp_path, monkeypatch):
-    """Whether a process of another node lives, nothing else tells; the waiter's own clock counts."""
+    """Whether a process of another node lives, nothing else tells; the waiter's own clock
+    counts.
+    """
     path, lines = tmp_path / "Model.lock", []
     monkeypatch.setattr("rlpost.assets.fetch.STALE_S", 1.5)
     monkeypatch.setattr("rlpost.assets.fetch.BEAT_S", 0.1)
@@ -197,7 +238,9 @@ def test_a_lock_of_another_node_holds_as_long_as_its_heartbeat(tmp_path, monkeyp
             pass
         check()
     assert not path.exists()
-    path.write_text(re.sub("pid=.*", "pid=5", re.sub("host=.*", "host=n07", ours)))  # and no heartbeat
+    path.write_text(
+        re.sub("pid=.*", "pid=5", re.sub("host=.*", "host=n07", ours))
+    )  # and no heartbeat
     with lease(path, 30, lines.append) as check:
         check()
     assert lines == ["waiting for process 5 on n07, which fetches Model"] and not path.exists()
@@ -223,7 +266,9 @@ def test_a_private_repository_needs_a_token_which_no_other_host_sees(hub, tmp_pa
     assert TOKEN not in str(caught.value)
     get(hub, tmp_path, token=TOKEN)
     assert_whole(tmp_path / "Model")
-    assert all("Authorization" not in headers for server, _, headers in hub.requests if server == "cdn")
+    assert all(
+        "Authorization" not in headers for server, _, headers in hub.requests if server == "cdn"
+    )
 
 
 def test_a_name_that_the_hub_does_not_have_is_an_error_with_the_name(hub, tmp_path):
@@ -239,7 +284,9 @@ def test_a_folder_of_somebody_else_is_compared_and_never_touched(hub, tmp_path):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(data)
     (folder / "config.json").write_bytes(b'{"architectures": ["Y"]}')
-    with pytest.raises(AssetError, match=r"is not org/Model at aaaaaaaaaaaa: config\.json: git:.*move it away"):
+    with pytest.raises(
+        AssetError, match=r"is not org/Model at aaaaaaaaaaaa: config\.json: git:.*move it away"
+    ):
         get(hub, tmp_path)
     assert not (folder / RECORD).exists()
     (folder / "config.json").write_bytes(FILES["config.json"])
@@ -269,7 +316,10 @@ RECIPE = '[assets]\nhub_models = ["org/Model"]\nhub_datasets = ["org/set"]\n[clu
 
 def recipe(folder: Path) -> str:
     path = folder / "recipe.toml"
-    path.write_text(RECIPE.format(folder / "assets") + '[checkpoint]\nref_load = "$RLPOST_ASSETS/Model_torch_dist"\n')
+    path.write_text(
+        RECIPE.format(folder / "assets")
+        + '[checkpoint]\nref_load = "$RLPOST_ASSETS/Model_torch_dist"\n'
+    )
     return str(path)
 
 
@@ -282,18 +332,26 @@ def test_the_command_says_sizes_first_and_at_last_what_the_hub_does_not_have(hub
     assert main([recipe(tmp_path)]) == 0
     both = capsys.readouterr()
     assert "3.28M/3.28M [" in both.err
-    assert both.out.splitlines()[-1].startswith(f"not of the hub: ref_load = {tmp_path}/assets/Model_torch_dist")
+    assert both.out.splitlines()[-1].startswith(
+        f"not of the hub: ref_load = {tmp_path}/assets/Model_torch_dist"
+    )
     assert_whole(tmp_path / "assets/Model")
     assert (tmp_path / "assets/set/set.jsonl").read_bytes() == b"{}\n"
     hub.requests.clear()
     assert main([recipe(tmp_path)]) == 0
-    assert "everything is present: no requests to the hub" in capsys.readouterr().out and hub.requests == []
+    assert (
+        "everything is present: no requests to the hub" in capsys.readouterr().out
+        and hub.requests == []
+    )
 
 
 def test_offline_nothing_is_asked_and_what_is_missing_is_named(hub, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main([recipe(tmp_path)]) == 1
-    assert f"{tmp_path}/assets/Model, {tmp_path}/assets/set: missing, and HF_HUB_OFFLINE" in capsys.readouterr().err
+    assert (
+        f"{tmp_path}/assets/Model, {tmp_path}/assets/set: missing, and HF_HUB_OFFLINE"
+        in capsys.readouterr().err
+    )
     (tmp_path / "assets/Model").mkdir(parents=True)
     (tmp_path / "assets/Model/config.json").write_text("{}")
     (tmp_path / "assets/set").mkdir()
@@ -337,7 +395,9 @@ def test_the_hub_cannot_write_outside_of_the_folder(hub, tmp_path):
         get(hub, tmp_path)
 
 
-def test_without_the_hub_s_client_what_is_there_is_still_reported(hub, tmp_path, capsys, monkeypatch):
+def test_without_the_hub_s_client_what_is_there_is_still_reported(
+    hub, tmp_path, capsys, monkeypatch
+):
     """A login node may have no more than what submitting needs."""
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ConfigError, match=r"huggingface_hub.*: pip install"):

@@ -45,7 +45,8 @@ def test_two_repositories_of_one_last_name_are_refused():
 
 
 @pytest.mark.parametrize(
-    "bad", ["X", "a/b/c", "../x/y", "a/..", "https://huggingface.co/a/b", "a/b@", "a/b@../c", "-a/b"]
+    "bad",
+    ["X", "a/b/c", "../x/y", "a/..", "https://huggingface.co/a/b", "a/b@", "a/b@../c", "-a/b"],
 )
 def test_what_is_no_name_of_a_repository_is_refused_on_the_login_node(bad):
     with pytest.raises(ConfigError, match=r"--hub-models .*write ORGANISATION/NAME"):

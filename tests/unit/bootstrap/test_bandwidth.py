@@ -1,4 +1,6 @@
-"""Invariant: every node is measured with each of its neighbours, in as few rounds as may be; all answers arrive."""
+"""Invariant: every node is measured with each of its neighbours, in as few rounds as may be; all
+answers arrive.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def test_every_node_meets_both_neighbours_and_nobody_twice_in_a_round(num_nodes:
     rounds = rounds_of(num_nodes)
     assert len(rounds) == {1: 0, 2: 1}.get(num_nodes, 3 if num_nodes % 2 else 2)
     pairs = {frozenset(pair) for pairs in rounds for pair in pairs}
-    assert pairs == {frozenset({node, (node + 1) % num_nodes}) for node in range(num_nodes)} - {frozenset({0})}
+    assert pairs == {frozenset({node, (node + 1) % num_nodes}) for node in range(num_nodes)} - {
+        frozenset({0})
+    }
     for pairs_of_round in rounds:
         nodes = [node for pair in pairs_of_round for node in pair]
         assert len(nodes) == len(set(nodes))

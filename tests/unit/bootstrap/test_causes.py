@@ -13,7 +13,10 @@ from common.files import tail
     ("log", "words"),
     [
         ("OSError: [Errno 28] No space left on device: '/tmp/r1.0'", "disk is full"),
-        ("Exception: The current node timed out during startup. This could happen because", "overloaded"),
+        (
+            "Exception: The current node timed out during startup. This could happen because",
+            "overloaded",
+        ),
         ("ModuleNotFoundError: No module named 'ray'", "environment or image"),
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0", "memory ran out"),
         ("Killed (OOM)", "memory ran out"),

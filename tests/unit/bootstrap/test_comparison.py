@@ -6,7 +6,12 @@ from bootstrap.preflight.comparison import comparison_table, network_row
 
 
 def row(host: str, **other: str) -> dict[str, str]:
-    return {"interface": "eth0", "address": f"10.0.0.{host[1:]}", "MTU": "9000", "ray": "2.60.0"} | other
+    return {
+        "interface": "eth0",
+        "address": f"10.0.0.{host[1:]}",
+        "MTU": "9000",
+        "ray": "2.60.0",
+    } | other
 
 
 def test_the_odd_one_out_is_marked() -> None:
@@ -31,11 +36,16 @@ def test_of_two_that_differ_both_are_marked() -> None:
 
 
 def test_a_node_that_says_nothing_is_marked_as_such() -> None:
-    assert comparison_table({"n1": row("n1"), "n2": row("n2"), "n3": {}}).splitlines()[3].count("!-") == 3
+    assert (
+        comparison_table({"n1": row("n1"), "n2": row("n2"), "n3": {}}).splitlines()[3].count("!-")
+        == 3
+    )
 
 
 def test_a_row_says_what_was_decided() -> None:
-    ports = tuple(RdmaPort(f"q{n}", state="ACTIVE", link_layer="InfiniBand", rate_gbps=400) for n in range(2))
+    ports = tuple(
+        RdmaPort(f"q{n}", state="ACTIVE", link_layer="InfiniBand", rate_gbps=400) for n in range(2)
+    )
     facts = NetworkFacts((Interface("e", "ether", "up", ("10.0.0.1/24",), (), mtu=9000),), ports)
     assert network_row(facts, detect(facts), {"ray": "2.60.0", "torch": None}) == {
         "interface": "e",

@@ -32,7 +32,9 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     squeue(tmp_path, "N/A")
 
 
-def test_what_slurm_answers_counts_and_else_what_it_told_but_no_longer_than_a_grace_period() -> None:
+def test_what_slurm_answers_counts_and_else_what_it_told_but_no_longer_than_a_grace_period() -> (
+    None
+):
     assert end_after_signal(500.0, 9000.0, now=100, lead_s=60) == 500
     assert end_after_signal(None, 9000.0, now=100, lead_s=60) == 160
     assert end_after_signal(None, 130.0, now=100, lead_s=60) == 130
@@ -46,7 +48,9 @@ def test_a_driver_gets_the_time_until_just_before_the_deadline_but_never_hours()
     assert seconds_for_the_driver(-5, grace_s=1, lead_s=600) == 1
 
 
-@pytest.mark.parametrize("text", ["", "by hand", "[]", '{"deadline": "N/A"}', '{"deadline": null}', "{}"])
+@pytest.mark.parametrize(
+    "text", ["", "by hand", "[]", '{"deadline": "N/A"}', '{"deadline": null}', "{}"]
+)
 def test_a_stop_file_without_a_deadline_has_none(tmp_path: Path, text: str) -> None:
     assert read_deadline(tmp_path / "STOP") is None
     (tmp_path / "STOP").write_text(text)
@@ -56,7 +60,9 @@ def test_a_stop_file_without_a_deadline_has_none(tmp_path: Path, text: str) -> N
 def test_a_deadline_reads_back(tmp_path: Path) -> None:
     write_stop(tmp_path / "STOP", StopMessage("x", 1.5, deadline=200.0))
     assert read_deadline(tmp_path / "STOP") == 200
-    (tmp_path / "STOP").write_text('{"reason": "x", "time": 3, "deadline": "300"}')  # as the batch script writes it
+    (tmp_path / "STOP").write_text(
+        '{"reason": "x", "time": 3, "deadline": "300"}'
+    )  # as the batch script writes it
     assert read_deadline(tmp_path / "STOP") == 300
 
 
@@ -67,8 +73,12 @@ def test_outside_a_job_nobody_knows_an_end(tmp_path: Path) -> None:
     assert asyncio.run(clock.end_after_signal(ask=True)) is None
 
 
-def test_an_end_that_was_moved_is_asked_for_and_one_that_nobody_answers_for_was_told(tmp_path: Path) -> None:
-    clock = JobClock({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "9000"}, lead_s=60, now=lambda: 100.0)
+def test_an_end_that_was_moved_is_asked_for_and_one_that_nobody_answers_for_was_told(
+    tmp_path: Path,
+) -> None:
+    clock = JobClock(
+        {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "9000"}, lead_s=60, now=lambda: 100.0
+    )
     assert asyncio.run(clock.end()) == 9000
     squeue(tmp_path, "4000")
     assert asyncio.run(clock.end()) == 4000
@@ -78,11 +88,17 @@ def test_an_end_that_was_moved_is_asked_for_and_one_that_nobody_answers_for_was_
     assert asyncio.run(clock.end_after_signal(ask=True)) == 160
 
 
-def test_a_run_without_any_signal_stops_itself_before_its_job_ends_and_only_the_head_does(tmp_path: Path) -> None:
-    """The end is told at 1000 s, the clock stands at 950 and the lead is 60; each has a folder of its own."""
+def test_a_run_without_any_signal_stops_itself_before_its_job_ends_and_only_the_head_does(
+    tmp_path: Path,
+) -> None:
+    """The end is told at 1000 s, the clock stands at 950 and the lead is 60; each has a folder of
+    its own.
+    """
 
     async def whole() -> None:
-        clock = JobClock({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1000"}, lead_s=60, now=lambda: 950.0)
+        clock = JobClock(
+            {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1000"}, lead_s=60, now=lambda: 950.0
+        )
         for host in ("node", "head"):
             (tmp_path / host).mkdir()
         node = StopSignals(tmp_path / "node", "n02", clock, is_head=False)
@@ -93,7 +109,11 @@ def test_a_run_without_any_signal_stops_itself_before_its_job_ends_and_only_the_
 
     asyncio.run(whole())
     said = json.loads((tmp_path / "head/STOP").read_text())
-    assert said == {"reason": "the job ends in 60 s and no signal arrived", "time": 950.0, "deadline": 1000.0}
+    assert said == {
+        "reason": "the job ends in 60 s and no signal arrived",
+        "time": 950.0,
+        "deadline": 1000.0,
+    }
     assert not (tmp_path / "node/STOP").exists()
 
 
@@ -105,7 +125,9 @@ def signalled(folder: Path) -> StopSignals:
     return stop
 
 
-def test_a_stop_counts_though_its_file_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stop_counts_though_its_file_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def whole() -> None:
         await asyncio.wait_for(signalled(tmp_path / "gone").requested.wait(), 10)
 
@@ -113,8 +135,12 @@ def test_a_stop_counts_though_its_file_cannot_be_written(tmp_path: Path, caplog:
     assert f"{tmp_path}/gone/STOP cannot be written: No such file" in caplog.text
 
 
-def test_a_folder_that_stalls_does_not_hold_up_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its signs of life come from the same loop: ten seconds without any, and the others would give it up."""
+def test_a_folder_that_stalls_does_not_hold_up_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its signs of life come from the same loop: ten seconds without any, and the others would give
+    it up.
+    """
     begun, over = threading.Event(), threading.Event()
 
     def stalling(*_: object) -> bool:
@@ -158,7 +184,9 @@ def test_a_file_system_that_refuses_for_a_moment_does_not_end_the_watch(
 
 def test_a_job_that_has_time_is_left_alone(tmp_path: Path) -> None:
     async def whole() -> None:
-        clock = JobClock({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "10000"}, lead_s=60, now=lambda: 950.0)
+        clock = JobClock(
+            {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "10000"}, lead_s=60, now=lambda: 950.0
+        )
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(clock.until_due(), 0.1)
 

@@ -1,4 +1,6 @@
-"""Invariant: a full disk is named within seconds with what is full, and what cannot be looked at is never full."""
+"""Invariant: a full disk is named within seconds with what is full, and what cannot be looked at is
+never full.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ MIB = 1 << 20
         ((0, 0, 0, 0), None),  # some FUSE mounts know nothing
     ],
 )
-def test_full_is_what_leaves_no_room_to_write(room: tuple[int, int, int, int], words: str | None) -> None:
+def test_full_is_what_leaves_no_room_to_write(
+    room: tuple[int, int, int, int], words: str | None
+) -> None:
     found = shortage(*room)
     assert found is None if words is None else found is not None and words in found
 
@@ -40,7 +44,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting a file system needs root")
     folder = tmp_path / "small"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode()}")
     yield folder
@@ -57,7 +63,9 @@ def watch(places: tuple[WatchedFolder, ...], seconds: float) -> DiskFull | None:
     return asyncio.run(watching())
 
 
-def test_a_disk_with_room_is_left_alone_and_nothing_stays_in_the_shared_folder(small_disk: Path) -> None:
+def test_a_disk_with_room_is_left_alone_and_nothing_stays_in_the_shared_folder(
+    small_disk: Path,
+) -> None:
     assert watch((WatchedFolder(small_disk, "the run folder", False, 0.0),), 0.3) is None
     assert list(small_disk.iterdir()) == []
 
@@ -69,7 +77,9 @@ def test_a_filled_disk_of_the_node_is_the_node_s_fault(small_disk: Path) -> None
     assert str(found).startswith(f"Ray's temp dir {small_disk} is full: 2 MiB left of 8; ")
 
 
-def test_a_refused_write_counts_though_the_figures_look_well(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_write_counts_though_the_figures_look_well(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As under a quota, which no figure shows: the kernel itself refuses here."""
     monkeypatch.setattr("bootstrap.agent.disks.shortage", lambda *_: None)
     (small_disk / "fill").write_bytes(bytes(8 * MIB))

@@ -1,4 +1,6 @@
-"""Invariant: a node whose task failed before it joined is named in seconds, with its own last words."""
+"""Invariant: a node whose task failed before it joined is named in seconds, with its own last
+words.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,12 @@ srun: Job step aborted
 """
     code, io = "Exited with exit code 127", "Slurmd could not connect IO"
     found = failed_tasks(launch, ["n01", "n02", "n03", "gpu-b1"])
-    assert found == {"n01": io, "n02": code, "n03": code, "gpu-b1": "Communication connection failure"}
+    assert found == {
+        "n01": io,
+        "n02": code,
+        "n03": code,
+        "gpu-b1": "Communication connection failure",
+    }
 
 
 def test_each_missing_host_is_told_once_and_one_that_joined_never(tmp_path: Path) -> None:
@@ -88,7 +95,10 @@ def test_a_node_that_fails_before_it_joins_ends_the_attempt_unless_a_spare_is_th
         if is_lost:
             loss = await agent._lost
             assert loss.exclude == ("n3",)
-            assert loss.cause.startswith(f"n3 failed before it joined: {EXIT_1}") and "broken image" in loss.cause
+            assert (
+                loss.cause.startswith(f"n3 failed before it joined: {EXIT_1}")
+                and "broken image" in loss.cause
+            )
         else:
             while not agent._gathering._absent_hosts().get("n3", "").startswith("n3 failed"):
                 await asyncio.sleep(0.01)

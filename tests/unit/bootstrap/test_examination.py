@@ -1,4 +1,6 @@
-"""Invariant: one table for all nodes of a step; who cannot be compared is named and says why itself; nothing stays."""
+"""Invariant: one table for all nodes of a step; who cannot be compared is named and says why
+itself; nothing stays.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from bootstrap.agent.link import Link
 from bootstrap.agent.options import parse_options
 from bootstrap.agent.rendezvous import NodeReport, Reception
 from bootstrap.check import Check
-from bootstrap.preflight.examination import Examination, NoContactError, examine_all, meeting_folder, with_versions
+from bootstrap.preflight.examination import (
+    Examination,
+    NoContactError,
+    examine_all,
+    meeting_folder,
+    with_versions,
+)
 from bootstrap.preflight.table import Preflight
 
 
@@ -26,7 +34,9 @@ def of_step(rank: int, num_nodes: int) -> Facts:
     return Facts(hosts[rank], rank, hosts, f"x{os.getpid()}", 0, in_slurm=True)
 
 
-def examine(folder: Path, ranks: list[int], num_nodes: int, wait_s: float) -> list[Examination | BaseException | None]:
+def examine(
+    folder: Path, ranks: list[int], num_nodes: int, wait_s: float
+) -> list[Examination | BaseException | None]:
     """Nodes of one step, all on this machine."""
     meeting = meeting_folder(folder, of_step(0, num_nodes), "3")
     orders = parse_options(["--attempt-dir", str(meeting), "--num-gpus", "0", "x"])
@@ -61,7 +71,10 @@ def test_a_variable_that_contradicts_a_host_stands_in_the_table(
     for checks in first.preflight.checks.values():
         (network,) = [check for check in checks if check.name == "network"]
         assert network.level == "WARN"
-        assert "GLOO_SOCKET_IFNAME=nowhere0 is set" in network.found and "this host shows lo" in network.found
+        assert (
+            "GLOO_SOCKET_IFNAME=nowhere0 is set" in network.found
+            and "this host shows lo" in network.found
+        )
         assert "Unset it" in network.found
     assert "localhost WARN network: GLOO_SOCKET_IFNAME=nowhere0" in first.table()
 
@@ -77,7 +90,9 @@ class Deadline(asyncio.Event):
 class PatienceForOne(Reception):
     """The deadline strikes when the first node has come, however long that takes here."""
 
-    def __init__(self, secret: bytes, hosts: Sequence[str], on_joined: Callable[[NodeReport, Link], None]) -> None:
+    def __init__(
+        self, secret: bytes, hosts: Sequence[str], on_joined: Callable[[NodeReport, Link], None]
+    ) -> None:
         def joined(report: NodeReport, link: Link) -> None:
             on_joined(report, link)
             self.complete.set()
@@ -103,7 +118,9 @@ def test_the_first_node_does_not_wait_beyond_its_deadline(tmp_path: Path) -> Non
 
 def test_without_a_shared_folder_a_node_says_what_it_waited_for(tmp_path: Path) -> None:
     (alone,) = examine(tmp_path, [1], 2, 0.1)
-    assert isinstance(alone, NoContactError) and "made by localhost, is not seen from n2" in str(alone)
+    assert isinstance(alone, NoContactError) and "made by localhost, is not seen from n2" in str(
+        alone
+    )
 
 
 def test_an_odd_version_makes_its_host_unfit() -> None:

@@ -20,7 +20,12 @@ def test_the_step_counts_and_not_the_job() -> None:
         "SLURM_RESTART_COUNT": "2",
     }
     facts = read_facts(environ, "whatever")
-    assert (facts.host, facts.head_host, facts.is_head, facts.restart_count) == ("n03", "n02", False, 2)
+    assert (facts.host, facts.head_host, facts.is_head, facts.restart_count) == (
+        "n03",
+        "n02",
+        False,
+        2,
+    )
 
 
 def test_outside_slurm_there_is_one_node() -> None:

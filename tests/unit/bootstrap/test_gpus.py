@@ -1,6 +1,8 @@
-"""Invariant: what NVML, nvidia-smi and the kernel log say of a GPU arrives; what they do not say is None.
+"""Invariant: what NVML, nvidia-smi and the kernel log say of a GPU arrives; what they do not say is
+None.
 
-No GPU is needed: NVIDIA's own bindings call a shared library of ours that answers like libnvidia-ml.
+No GPU is needed: NVIDIA's own bindings call a shared library of ours that answers like
+libnvidia-ml.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import pytest
 from bootstrap.preflight import gpus
 from bootstrap.preflight.gpus import Gpu, parse_nvidia_smi, parse_xids, read_gpus, visible_gpus
 
-# Signatures as in nvml.h. GPU 0 is well, GPU 1 has had an error and lost links, GPU 2 has fallen off the bus.
+# Signatures as in nvml.h. GPU 0 is well, GPU 1 has had an error and lost links, GPU 2 has fallen
+# off the bus.
 FAKE_NVML = r"""
 #include <string.h>
 typedef struct { unsigned int version; unsigned long long total, reserved, free, used; } Memory;
@@ -74,18 +77,26 @@ def build_nvml(folder: Path, init: int) -> str:
         pytest.skip("no C compiler")
     (folder / "nvml.c").write_text(FAKE_NVML)
     output = str(folder / "libnvidia-ml.so.1")
-    subprocess.run([compiler, "-shared", "-fPIC", f"-DINIT={init}", "-o", output, str(folder / "nvml.c")], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", f"-DINIT={init}", "-o", output, str(folder / "nvml.c")],
+        check=True,
+    )
     return str(folder)
 
 
-def test_everything_that_nvml_says_arrives(tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_that_nvml_says_arrives(
+    tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("pynvml")
     monkeypatch.setenv("LD_LIBRARY_PATH", build_nvml(tmp_path, 0))
     reading = read_gpus({})
     assert (reading.source, reading.error) == ("NVML", None)
     assert reading.gpus is not None
     well = Gpu("GPU-a", 4, 0, False, False, "none", 18, "completed", "0000:3b:00")
-    assert reading.gpus[:2] == (well, Gpu("GPU-b", 900, 2, True, False, "reset", 15, "completed", "0000:3c:00"))
+    assert reading.gpus[:2] == (
+        well,
+        Gpu("GPU-b", 900, 2, True, False, "reset", 15, "completed", "0000:3c:00"),
+    )
     assert reading.gpus[2].uuid == "GPU 2" and "lost" in str(reading.gpus[2].problem).lower()
 
 
@@ -112,7 +123,9 @@ def test_bindings_that_know_little_leave_the_rest_unknown(
     pytest.importorskip("pynvml")
     monkeypatch.setenv("LD_LIBRARY_PATH", build_nvml(tmp_path, 0))
     newer = "nvmlMemory_v2 NVML_FI_DEV_GET_GPU_RECOVERY_ACTION c_nvmlGpuFabricInfo_v2_t nvmlDeviceGetRemappedRows"
-    (tmp_path / "sitecustomize.py").write_text(f"import pynvml\nfor n in {newer.split()}: delattr(pynvml, n)\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import pynvml\nfor n in {newer.split()}: delattr(pynvml, n)\n"
+    )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(gpus.__file__).parents[1]}")
     reading = read_gpus({})
     assert reading.gpus is not None
@@ -122,7 +135,9 @@ def test_bindings_that_know_little_leave_the_rest_unknown(
 def test_an_nvml_that_hangs_is_left_behind_though_not_even_kill_ends_it(
     tool: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that waits in the kernel for a broken GPU ends when the GPU answers, and not before."""
+    """A process that waits in the kernel for a broken GPU ends when the GPU answers, and not
+    before.
+    """
     monkeypatch.setattr(gpus, "_READ_S", 0.1)
     slow = tool.parent / "python"
     slow.write_text("#!/bin/sh\nexec sleep 20\n")
@@ -145,7 +160,12 @@ def test_what_nvidia_smi_prints() -> None:
         Gpu("GPU-aa", 12, 0, False, False, bus="0000:3b:00"),
         Gpu("GPU-bb", 40_000, None, True, False, "reset", bus="0001:af:00"),
     )
-    assert parse_nvidia_smi("NVIDIA-SMI has failed because it couldn't communicate with the driver.\n", "", "") == ()
+    assert (
+        parse_nvidia_smi(
+            "NVIDIA-SMI has failed because it couldn't communicate with the driver.\n", "", ""
+        )
+        == ()
+    )
 
 
 def test_errors_of_the_last_day_are_read_from_the_kernel_log() -> None:
@@ -161,7 +181,14 @@ def test_errors_of_the_last_day_are_read_from_the_kernel_log() -> None:
 
 @pytest.mark.parametrize(
     ("variable", "seen"),
-    [(None, "abcd"), ("", "abcd"), ("NoDevFiles", "abcd"), ("2,0", "ca"), ("GPU-b", "b"), ("7", "abcd")],
+    [
+        (None, "abcd"),
+        ("", "abcd"),
+        ("NoDevFiles", "abcd"),
+        ("2,0", "ca"),
+        ("GPU-b", "b"),
+        ("7", "abcd"),
+    ],
 )
 def test_only_the_jobs_own_gpus_are_looked_at(variable: str | None, seen: str) -> None:
     found = [Gpu(f"GPU-{letter}") for letter in "abcd"]

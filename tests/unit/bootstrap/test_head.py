@@ -1,4 +1,6 @@
-"""Invariant: the head goes by the connections that were made, always hears of a stop, and names who is late."""
+"""Invariant: the head goes by the connections that were made, always hears of a stop, and names who
+is late.
+"""
 
 from __future__ import annotations
 
@@ -66,11 +68,15 @@ def test_a_driver_that_does_not_read_does_not_keep_the_head_from_a_stop(
 def test_the_head_keeps_its_fabric_where_its_address_is_on_loopback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A routed fabric without addresses on its wires: the other nodes keep theirs, and NCCL needs it of all."""
+    """A routed fabric without addresses on its wires: the other nodes keep theirs, and NCCL needs
+    it of all.
+    """
     lo = Interface("lo", "loopback", "up", ("127.0.0.1/8", "10.200.0.7/32"))
     facts = NetworkFacts((lo, Interface("eth0", driver="efa")))
     monkeypatch.setattr(head, "local_addresses", lambda: (Address("lo", "10.200.0.7"),))
-    monkeypatch.setattr(head, "logged_network_here", lambda _, ip: (facts, detect(facts, connection_ip=ip)))
+    monkeypatch.setattr(
+        head, "logged_network_here", lambda _, ip: (facts, detect(facts, connection_ip=ip))
+    )
 
     async def scene() -> None:
         agent = agent_of(tmp_path)

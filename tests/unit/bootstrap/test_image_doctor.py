@@ -66,14 +66,24 @@ def test_an_image_with_everything_lacks_nothing():
 
 CASES = [
     ({"python": "3.10.12"}, "python", "FATAL_CONFIG", "3.10.12 .*Python >=3.11 needed"),
-    ({"packages": without("ray")}, "packages", "FATAL_CONFIG", r"without ray\[default\]==2.60.0: build jobs/container"),
+    (
+        {"packages": without("ray")},
+        "packages",
+        "FATAL_CONFIG",
+        r"without ray\[default\]==2.60.0: build jobs/container",
+    ),
     (
         {"packages": GOOD.packages | {"torch": "2.9.1+cu129"}},
         "packages",
         "FATAL_CONFIG",
         r"torch 2.9.1\+cu129 \(torch==2.13.0",
     ),
-    ({"packages": without("sglang-kernel")}, "their needs", "FATAL_CONFIG", "sglang wants sglang-kernel==0.4.7$"),
+    (
+        {"packages": without("sglang-kernel")},
+        "their needs",
+        "FATAL_CONFIG",
+        "sglang wants sglang-kernel==0.4.7$",
+    ),
     ({"commands": {"bash": None}}, "commands", "FATAL_CONFIG", "no bash"),
     ({"commands": GOOD.commands | {"gcc": None}}, "commands", "WARN", "without gcc: .*Triton"),
     (
@@ -85,7 +95,12 @@ CASES = [
     ({"providers": ()}, "RDMA", "FATAL_CONFIG", "no provider for mlx5"),
     ({"rdma_drivers": ("bnxt_en",)}, "RDMA", "FATAL_CONFIG", "no provider for bnxt_re"),
     ({"providers": (), "rdma_drivers": ()}, "RDMA", "WARN", "no provider for mlx5"),
-    ({"nccl": {"/a": "2.28.3", "/b": "2.21.5"}}, "NCCL", "WARN", "which one is loaded depends on LD_LIBRARY_PATH"),
+    (
+        {"nccl": {"/a": "2.28.3", "/b": "2.21.5"}},
+        "NCCL",
+        "WARN",
+        "which one is loaded depends on LD_LIBRARY_PATH",
+    ),
     ({"nccl": {"/a": "2.20.5"}}, "NCCL", "WARN", "NCCL_IB_GID_INDEX"),
     ({"nccl": {}}, "NCCL", "FATAL_CONFIG", "no libnccl"),
     ({"memlock": 65536}, "limits", "FATAL_CONFIG", "memlock 65536"),
@@ -100,17 +115,27 @@ CASES = [
         "PIP_CONSTRAINT=/etc/pip",
     ),
     (
-        {"environment": GOOD.environment | {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_ON_NODE": "8"}},
+        {
+            "environment": GOOD.environment
+            | {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_ON_NODE": "8"}
+        },
         "variables",
         "WARN",
         "CUDA_VISIBLE_DEVICES=0,1: hides GPUs",
     ),
-    ({"environment": GOOD.environment | {"CUDA_VISIBLE_DEVICES": "0"}}, "variables", "WARN", "hides GPUs"),
+    (
+        {"environment": GOOD.environment | {"CUDA_VISIBLE_DEVICES": "0"}},
+        "variables",
+        "WARN",
+        "hides GPUs",
+    ),
     ({"entrypoints": ("/opt/nvidia/nvidia_entrypoint.sh",)}, "entrypoint", "OK", "not run"),
 ]
 
 
-@pytest.mark.parametrize("given", [{"SLURM_GPUS_ON_NODE": "2"}, {"SLURM_STEP_GPUS": "4,5"}, {"SLURM_JOB_GPUS": "4,5"}])
+@pytest.mark.parametrize(
+    "given", [{"SLURM_GPUS_ON_NODE": "2"}, {"SLURM_STEP_GPUS": "4,5"}, {"SLURM_JOB_GPUS": "4,5"}]
+)
 def test_the_gpus_that_slurm_shows_are_not_called_hidden(given):
     """It sets CUDA_VISIBLE_DEVICES for every job that asked for GPUs."""
     environment = {**GOOD.environment, "CUDA_VISIBLE_DEVICES": "0,1", **given}
@@ -122,7 +147,10 @@ def test_findings_go_into_a_file_of_their_own_when_asked(tmp_path, capsys):
     """Standard output of a job is also that of enroot and of setup commands."""
     main(["--cpu", "--json", "--output", str(tmp_path / "findings")])
     assert capsys.readouterr().out == ""
-    assert {row["name"] for row in json.loads((tmp_path / "findings").read_text())} >= {"python", "packages"}
+    assert {row["name"] for row in json.loads((tmp_path / "findings").read_text())} >= {
+        "python",
+        "packages",
+    }
 
 
 @pytest.mark.parametrize(("changed", "what", "level", "said"), CASES)
@@ -152,8 +180,12 @@ BARE = {name: number for name, number in GOOD.packages.items() if name not in TE
         ),
     ],
 )
-def test_transformer_engine_is_lacking_for_settings_that_need_it_and_else_a_warning(packages, said, reasons):
-    findings = check_image(replace(GOOD, packages=packages), PYTHON, WANTED, compiled=COMPILED, te_reasons=reasons)
+def test_transformer_engine_is_lacking_for_settings_that_need_it_and_else_a_warning(
+    packages, said, reasons
+):
+    findings = check_image(
+        replace(GOOD, packages=packages), PYTHON, WANTED, compiled=COMPILED, te_reasons=reasons
+    )
     (found,) = [finding for finding in findings if finding.name == "TransformerEngine"]
     assert found.level == ("FATAL_CONFIG" if reasons else "WARN")
     assert re.search(said, found.found), found.found
@@ -174,14 +206,18 @@ def test_the_pinned_transformer_engine_is_one_that_the_installed_megatron_accept
     theirs = Packaging(read_image({}).te_range)
     (pin,) = COMPILED
     assert theirs.name == pin.name == "transformer-engine"
-    assert [sign for sign, _ in pin.bounds] == ["=="] and theirs.specifier.contains(pin.bounds[0][1])
+    assert [sign for sign, _ in pin.bounds] == ["=="] and theirs.specifier.contains(
+        pin.bounds[0][1]
+    )
 
 
 def test_settings_that_need_it_are_given_to_the_doctor_in_the_image(capsys):
     code = main(["--te-for=--optimizer-cpu-offload,--moe-grouped-gemm"])
     (row,) = [line for line in capsys.readouterr().out.splitlines() if "TransformerEngine" in line]
     assert (
-        code == 1 and row.startswith("FATAL_CONFIG") and "needed for --optimizer-cpu-offload, --moe-grouped-gemm" in row
+        code == 1
+        and row.startswith("FATAL_CONFIG")
+        and "needed for --optimizer-cpu-offload, --moe-grouped-gemm" in row
     )
     assert main(["--compiled"]) == 0
     assert capsys.readouterr().out == f"{COMPILED[0].text}\n"
@@ -189,7 +225,13 @@ def test_settings_that_need_it_are_given_to_the_doctor_in_the_image(capsys):
 
 def test_on_a_node_without_gpus_nothing_of_gpus_is_wanted():
     bare = replace(
-        GOOD, has_gpu_devices=False, libraries={}, providers=(), rdma_drivers=(), nccl={}, needs={"sglang": ("x",)}
+        GOOD,
+        has_gpu_devices=False,
+        libraries={},
+        providers=(),
+        rdma_drivers=(),
+        nccl={},
+        needs={"sglang": ("x",)},
     )
     assert {finding.level for finding in check_image(bare, PYTHON, WANTED, cpu=True)} == {"OK"}
 
@@ -200,22 +242,42 @@ def test_requirements_are_read_as_pip_reads_them(extra):
     for one in requirements(SETUP, [extra]):
         theirs = Packaging(one.text)
         assert canonical(theirs.name) == one.name
-        for candidate in ("0.1", "2.13.0", "2.13.0+cu130", "2.60.0", "7", "15", "100.1.2", *[exact(one)]):
+        for candidate in (
+            "0.1",
+            "2.13.0",
+            "2.13.0+cu130",
+            "2.60.0",
+            "7",
+            "15",
+            "100.1.2",
+            *[exact(one)],
+        ):
             assert one.allows(candidate) == theirs.specifier.contains(candidate), (one, candidate)
 
 
-@pytest.mark.parametrize("line", ["a>=1.2,<2", "a~=1.4.2", "a!=3", "a==2.*", "a>1,<=2.0", "a<0.15,>=0.14.1"])
-@pytest.mark.parametrize("candidate", ["0.14.2", "1.2", "1.4.2", "1.4.9", "1.5", "2.0", "2", "2.3", "3", "3.0.0"])
+@pytest.mark.parametrize(
+    "line", ["a>=1.2,<2", "a~=1.4.2", "a!=3", "a==2.*", "a>1,<=2.0", "a<0.15,>=0.14.1"]
+)
+@pytest.mark.parametrize(
+    "candidate", ["0.14.2", "1.2", "1.4.2", "1.4.9", "1.5", "2.0", "2", "2.3", "3", "3.0.0"]
+)
 def test_bounds_hold_as_for_pip(line, candidate):
     found = parse(line)
-    assert found is not None and found.allows(candidate) == Packaging(line).specifier.contains(candidate)
+    assert found is not None and found.allows(candidate) == Packaging(line).specifier.contains(
+        candidate
+    )
 
 
 def test_this_environment_is_read_as_it_is():
-    """The pins of the CPU stack are met by what the tests run in: `make install` has made it from the same file."""
+    """The pins of the CPU stack are met by what the tests run in: `make install` has made it from
+    the same file.
+    """
     facts = read_image(os.environ)
     assert facts.packages["torch"] == version("torch") and "torch==2.13.0" in facts.needs["sglang"]
-    rows = {finding.name: finding for finding in check_image(facts, PYTHON, wanted_packages(CODE, cpu=True), cpu=True)}
+    rows = {
+        finding.name: finding
+        for finding in check_image(facts, PYTHON, wanted_packages(CODE, cpu=True), cpu=True)
+    }
     assert rows["packages"].level == rows["python"].level == "OK", rows
 
 
@@ -239,20 +301,35 @@ def test_devices_and_providers_are_read_from_the_system_s_files(tmp_path):
     device.mkdir(parents=True)
     (device / "driver").symlink_to(tmp_path / "drivers/mlx5_core")
     facts = read_image({"HOME": "/nonexistent"}, tmp_path)
-    assert facts.providers == ("mlx5",) and facts.rdma_drivers == ("mlx5_core",) and facts.has_gpu_devices
+    assert (
+        facts.providers == ("mlx5",)
+        and facts.rdma_drivers == ("mlx5_core",)
+        and facts.has_gpu_devices
+    )
     assert facts.entrypoints == ("/etc/rc",) and facts.shm_bytes is None
     assert facts.unwritable == ("/nonexistent",)
 
 
 def test_ncclgetversion_s_numbers_are_those_of_nccl_h():
-    assert [nccl_version(number) for number in (2804, 21005, 22304, 22803)] == ["2.8.4", "2.10.5", "2.23.4", "2.28.3"]
+    assert [nccl_version(number) for number in (2804, 21005, 22304, 22803)] == [
+        "2.8.4",
+        "2.10.5",
+        "2.23.4",
+        "2.28.3",
+    ]
 
 
 def test_a_python_without_any_package_can_tell_what_it_lacks(tmp_path):
     """Isolated from all packages: only the standard library is imported, and each pin is named."""
-    base = Path(sysconfig.get_config_var("prefix")) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    base = (
+        Path(sysconfig.get_config_var("prefix"))
+        / "bin"
+        / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    )
     for folder in ("bootstrap", "tools"):
-        shutil.copytree(CODE / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "bench"))
+        shutil.copytree(
+            CODE / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "bench")
+        )
     shutil.copy(CODE / "setup.cfg", tmp_path)
     code = f"import sys; sys.path = [{str(tmp_path)!r}, *[p for p in sys.path if 'site-packages' not in p]];"
     code += "import bootstrap.image.doctor as d; sys.exit(d.main(['--json']))"

@@ -1,4 +1,6 @@
-"""Invariant: nothing that a keeper started is left when the keeper, the command or the agent has ended."""
+"""Invariant: nothing that a keeper started is left when the keeper, the command or the agent has
+ended.
+"""
 
 import asyncio
 import os
@@ -15,7 +17,8 @@ import pytest
 
 from bootstrap.agent.monitor import Kept
 
-# A tree of three, each in a session of its own and deaf to TERM; every process leaves its pid in the folder.
+# A tree of three, each in a session of its own and deaf to TERM; every process leaves its pid in
+# the folder.
 STUBBORN_TREE = """
 import os, pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -50,7 +53,9 @@ def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
 async def keep(*command: str, scratch: str = "") -> Kept:
     nothing = os.open(os.devnull, os.O_RDWR)
     try:
-        return await Kept.start("test", command, environ=os.environ, stdio=(nothing, nothing), scratch=scratch)
+        return await Kept.start(
+            "test", command, environ=os.environ, stdio=(nothing, nothing), scratch=scratch
+        )
     finally:
         os.close(nothing)
 
@@ -62,8 +67,13 @@ async def tree_in(folder: Path, num_processes: int = 3) -> list[psutil.Process]:
 
 
 async def all_gone(processes: list[psutil.Process]) -> bool:
-    """Whether all end. A process that has ended and that init has not looked at yet is none (pidfd_open(2))."""
-    return all(await asyncio.gather(*(asyncio.to_thread(_is_gone, process.pid) for process in processes)))
+    """Whether all end.
+
+    A process that has ended and that init has not looked at yet is none (pidfd_open(2)).
+    """
+    return all(
+        await asyncio.gather(*(asyncio.to_thread(_is_gone, process.pid) for process in processes))
+    )
 
 
 def _is_gone(pid: int) -> bool:
@@ -77,7 +87,9 @@ def _is_gone(pid: int) -> bool:
         os.close(descriptor)
 
 
-@pytest.mark.parametrize(("command", "code"), [(["sh", "-c", "exit 7"], 7), (["sh", "-c", "kill -9 $$"], -9)])
+@pytest.mark.parametrize(
+    ("command", "code"), [(["sh", "-c", "exit 7"], 7), (["sh", "-c", "kill -9 $$"], -9)]
+)
 def test_the_exit_code_is_passed_on(command: list[str], code: int) -> None:
     async def scene() -> None:
         kept = await keep(*command)
@@ -133,7 +145,9 @@ def test_daemons_do_not_outlive_their_command() -> None:
     run(scene)
 
 
-def test_when_the_agent_is_killed_everything_ends_and_the_scratch_folder_goes(tmp_path: Path) -> None:
+def test_when_the_agent_is_killed_everything_ends_and_the_scratch_folder_goes(
+    tmp_path: Path,
+) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     (tmp_path / "impatient_keeper.py").write_text(IMPATIENT_KEEPER)
@@ -153,7 +167,10 @@ asyncio.run(main())
     async def scene() -> None:
         processes = await tree_in(tmp_path)
         (keeper,) = {
-            parent for child in processes for parent in child.parents() if "impatient_keeper" in parent.cmdline()
+            parent
+            for child in processes
+            for parent in child.parents()
+            if "impatient_keeper" in parent.cmdline()
         }
         process.kill()
         assert await all_gone([*processes, keeper])
@@ -165,9 +182,15 @@ asyncio.run(main())
 
 def test_when_the_keeper_is_killed_the_agent_ends_the_rest(tmp_path: Path) -> None:
     async def scene() -> None:
-        kept = await keep("sh", "-c", f"sleep 600 & touch {tmp_path}/pid-$! {tmp_path}/pid-$$; wait")
+        kept = await keep(
+            "sh", "-c", f"sleep 600 & touch {tmp_path}/pid-$! {tmp_path}/pid-$$; wait"
+        )
         processes = await tree_in(tmp_path, 2)
-        keeper = next(parent for parent in processes[0].parents() if "bootstrap.agent.keeper" in parent.cmdline())
+        keeper = next(
+            parent
+            for parent in processes[0].parents()
+            if "bootstrap.agent.keeper" in parent.cmdline()
+        )
         keeper.kill()
         assert await kept.exited == -signal.SIGKILL
         assert await all_gone(processes)

@@ -1,4 +1,6 @@
-"""Invariant: a living peer is never taken for dead, a silent one is, and the kind of end is told apart."""
+"""Invariant: a living peer is never taken for dead, a silent one is, and the kind of end is told
+apart.
+"""
 
 import asyncio
 import socket
@@ -15,9 +17,13 @@ from bootstrap.agent.messages import Codec
 KEY = b"key"
 
 
-async def connected(scene: Callable[[Link, Link], Awaitable[None]], address: str = "127.0.0.1") -> None:
+async def connected(
+    scene: Callable[[Link, Link], Awaitable[None]], address: str = "127.0.0.1"
+) -> None:
     accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
-    server = await asyncio.start_server(lambda r, w: accepted.set_result(Link(r, w, Codec(KEY, "head"))), address, 0)
+    server = await asyncio.start_server(
+        lambda r, w: accepted.set_result(Link(r, w, Codec(KEY, "head"))), address, 0
+    )
     reader, writer = await asyncio.open_connection(address, server.sockets[0].getsockname()[1])
     node, head = Link(reader, writer, Codec(KEY, "node")), await accepted
     async with asyncio.timeout(30):
@@ -45,7 +51,9 @@ def test_signs_of_life_keep_a_quiet_peer_alive_and_are_no_messages() -> None:
 
 
 def test_an_agent_that_stood_still_itself_does_not_take_the_others_for_dead() -> None:
-    """As after the suspension of a job: the deadline is over before what has arrived could be read."""
+    """As after the suspension of a job: the deadline is over before what has arrived could be
+    read.
+    """
 
     async def scene(node: Link, head: Link) -> None:
         node.start_beating()
@@ -77,7 +85,9 @@ def test_a_closed_and_a_broken_connection_speak_for_the_machine() -> None:
         assert not raised.value.node_is_bad
 
     async def broken(node: Link, head: Link) -> None:
-        node._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        node._writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )
         node.close()
         with pytest.raises(LinkLost, match="the connection broke") as raised:
             await head.receive()
@@ -109,7 +119,12 @@ def test_links_over_ipv6_know_their_addresses() -> None:
 
 @pytest.mark.parametrize(
     ("raw", "plain"),
-    [("10.0.0.1", "10.0.0.1"), ("::ffff:10.0.0.1", "10.0.0.1"), ("fe80::1%eth0", "fe80::1"), ("FD00::0:1", "fd00::1")],
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("fe80::1%eth0", "fe80::1"),
+        ("FD00::0:1", "fd00::1"),
+    ],
 )
 def test_addresses_have_one_spelling(raw: str, plain: str) -> None:
     assert plain_ip(raw) == plain

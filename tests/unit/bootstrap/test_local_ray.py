@@ -1,4 +1,5 @@
-"""Invariant: Ray is imported before its order comes, and whoever waits learns at once what is registered or has ended.
+"""Invariant: Ray is imported before its order comes, and whoever waits learns at once what is
+registered or has ended.
 
 Ray is the stub of tests/fakes, run by the real process under a real keeper.
 """
@@ -70,7 +71,9 @@ def test_the_head_learns_of_every_node_that_is_registered(tmp_path: Path, ports:
     run(scene)
 
 
-def test_a_log_that_cannot_be_written_does_not_hide_the_nodes(tmp_path: Path, ports: PortBlock) -> None:
+def test_a_log_that_cannot_be_written_does_not_hide_the_nodes(
+    tmp_path: Path, ports: PortBlock
+) -> None:
     """As on a full disk; Ray itself must not stop at a pipe that nobody reads either."""
 
     async def scene() -> None:
@@ -86,7 +89,9 @@ def test_a_log_that_cannot_be_written_does_not_hide_the_nodes(tmp_path: Path, po
     run(scene)
 
 
-def test_a_node_with_other_gpus_than_it_should_have_is_an_error(tmp_path: Path, ports: PortBlock) -> None:
+def test_a_node_with_other_gpus_than_it_should_have_is_an_error(
+    tmp_path: Path, ports: PortBlock
+) -> None:
     async def scene() -> None:
         head = await prepared(tmp_path)
         head.start(head_at(HEAD, ports), {})
@@ -97,11 +102,16 @@ def test_a_node_with_other_gpus_than_it_should_have_is_an_error(tmp_path: Path, 
     run(scene)
 
 
-def test_what_ray_said_is_in_the_error_when_it_ends_instead(tmp_path: Path, ports: PortBlock) -> None:
+def test_what_ray_said_is_in_the_error_when_it_ends_instead(
+    tmp_path: Path, ports: PortBlock
+) -> None:
     async def scene() -> None:
         head = await prepared(tmp_path)
         head.start(head_at("192.0.2.1", ports), {})  # an address that this machine does not have
-        with pytest.raises(RayError, match=r"(?s)Ray ended by itself \(exit code 1\).*Cannot assign.*not registered"):
+        with pytest.raises(
+            RayError,
+            match=r"(?s)Ray ended by itself \(exit code 1\).*Cannot assign.*not registered",
+        ):
             await head.wait_registered({"192.0.2.1": 2})
         await head.end(None)
 
@@ -125,7 +135,10 @@ def test_what_ray_said_last_is_waited_for_when_its_end_is_known_before(
 def test_a_taken_port_is_found_before_the_order_is_given(tmp_path: Path, ports: PortBlock) -> None:
     async def scene() -> None:
         head = await prepared(tmp_path)
-        with socket.create_server(("", ports.base + 4)), pytest.raises(RayError, match=f"{ports.base + 4}"):
+        with (
+            socket.create_server(("", ports.base + 4)),
+            pytest.raises(RayError, match=f"{ports.base + 4}"),
+        ):
             head.start(head_at(HEAD, ports), {})
         await head.end(None)
 

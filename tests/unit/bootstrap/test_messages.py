@@ -69,7 +69,10 @@ def test_another_secret_is_refused() -> None:
 
 def test_a_frame_of_another_session_is_refused() -> None:
     """A recorded conversation is worthless later, because the head's nonce is in the key."""
-    node, head = Codec(session_key(b"s", "n1", "h1"), "node"), Codec(session_key(b"s", "n1", "h2"), "head")
+    node, head = (
+        Codec(session_key(b"s", "n1", "h1"), "node"),
+        Codec(session_key(b"s", "n1", "h2"), "head"),
+    )
     head.feed(node.pack({"kind": "joined"}))
     with pytest.raises(MessageError):
         head.unpack()

@@ -1,4 +1,6 @@
-"""Invariant: the interface is the one that owns the connection's address; every library is told it in its own way."""
+"""Invariant: the interface is the one that owns the connection's address; every library is told it
+in its own way.
+"""
 
 import socket
 from types import SimpleNamespace
@@ -50,7 +52,9 @@ def test_this_machine_has_a_loopback_address() -> None:
 
 
 def test_an_address_with_a_label_is_known_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``ip address add ... label eth0:1``: the kernel lists it apart, and there is no interface of that name."""
+    """``ip address add ... label eth0:1``: the kernel lists it apart, and there is no interface of
+    that name.
+    """
 
     def address(ip: str, netmask: str) -> SimpleNamespace:
         return SimpleNamespace(family=socket.AF_INET, address=ip, netmask=netmask)
@@ -78,7 +82,9 @@ def test_gloo_takes_a_bare_name_and_nccl_an_exact_one() -> None:
 
 
 def test_what_the_user_has_set_is_left_alone() -> None:
-    assert "NCCL_SOCKET_IFNAME" not in socket_environment("eth0", {"NCCL_SOCKET_IFNAME": "ib"}, "10.0.0.1")
+    assert "NCCL_SOCKET_IFNAME" not in socket_environment(
+        "eth0", {"NCCL_SOCKET_IFNAME": "ib"}, "10.0.0.1"
+    )
 
 
 def test_the_command_prints_what_the_shell_s_variables_contradict(monkeypatch, capsys):

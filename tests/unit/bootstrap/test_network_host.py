@@ -19,7 +19,9 @@ Tree = Callable[[Mapping[str, str]], Path]
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
-    """A root folder of the given files; ``-> TARGET`` as text makes a link. Interfaces have no addresses."""
+    """A root folder of the given files; ``-> TARGET`` as text makes a link. Interfaces have no
+    addresses.
+    """
     monkeypatch.setattr(network_host, "_addresses", lambda name: ([], []))
 
     def plant(files: Mapping[str, str]) -> Path:
@@ -55,14 +57,23 @@ def test_an_rdma_port_is_read_with_its_gids_and_its_place_on_the_bus(tree: Tree)
             f"{HCA}/ports/1/gids/1": "0000:0000:0000:0000:0000:ffff:0a0c:0015",
             f"{HCA}/ports/1/gid_attrs/types/1": "RoCE v2",
             f"{HCA}/ports/1/gid_attrs/ndevs/1": "eth4",
-            f"{HCA}/ports/1/gids/2": "0000:0000:0000:0000:0000:ffff:0a0c:0016",  # of another network namespace
+            # of another network namespace
+            f"{HCA}/ports/1/gids/2": "0000:0000:0000:0000:0000:ffff:0a0c:0016",
             f"{HCA}/ports/1/gids/3": "0000:0000:0000:0000:0000:0000:0000:0000",
         }
     )
     (port,) = parse_facts(network_host.read_document(root)).rdma_ports
-    assert (port.name, port.port, port.state, port.link_layer) == ("mlx5_3", 1, "ACTIVE", "Ethernet")
+    assert (port.name, port.port, port.state, port.link_layer) == (
+        "mlx5_3",
+        1,
+        "ACTIVE",
+        "Ethernet",
+    )
     assert (port.rate_gbps, port.netdev, port.driver, port.numa) == (400, "eth4", "mlx5_core", 1)
-    assert port.pci_path == ("0000:15:01.0", "0000:16:00.0", "0000:17:00.0") and port.pci == port.pci_path[-1]
+    assert (
+        port.pci_path == ("0000:15:01.0", "0000:16:00.0", "0000:17:00.0")
+        and port.pci == port.pci_path[-1]
+    )
     assert [(gid.index, gid.type, gid.addr) for gid in port.gids] == [
         (0, "RoCE_v1", "fe80::a2c:dff:fe00:1"),
         (1, "RoCE_v2", "::ffff:10.12.0.21"),
@@ -88,7 +99,10 @@ def test_a_port_that_is_not_active_is_down(tree: Tree, state: str) -> None:
         ({"type": "1", "iflink": "4", "ifindex": "4"}, "dummy"),
         ({"type": "1", "iflink": "4", "ifindex": "4", "device/vendor": "0x15b3"}, "ether"),
         ({"type": "1", "uevent": "DEVTYPE=macvlan", "iflink": "2", "ifindex": "4"}, "ether"),
-        ({"type": "1", "iflink": "4", "ifindex": "4", "lower_p/master/ifindex": "4"}, "bond"),  # a team
+        (
+            {"type": "1", "iflink": "4", "ifindex": "4", "lower_p/master/ifindex": "4"},
+            "bond",
+        ),  # a team
         ({"type": "512"}, "tun"),
     ],
 )
@@ -98,7 +112,8 @@ def test_the_kind_of_an_interface(tree: Tree, files: dict[str, str], kind: str) 
 
 
 @pytest.mark.parametrize(
-    ("operstate", "flags", "state"), [("up", "0x1003", "up"), ("down", "0x1003", "down"), ("unknown", "0x91", "up")]
+    ("operstate", "flags", "state"),
+    [("up", "0x1003", "up"), ("down", "0x1003", "down"), ("unknown", "0x91", "up")],
 )
 def test_an_interface_without_carrier_detection_is_up_when_its_flag_is(
     tree: Tree, operstate: str, flags: str, state: str
@@ -120,13 +135,19 @@ def test_the_default_route_is_that_of_the_lowest_metric_and_ipv4_before_ipv6(tre
     assert network_host.default_route(root) == "fast"
     equal = "late 00000000 010200C0 0003 0 0 9 00000000 0 0 0\nearly 00000000 010200C0 0003 0 0 9 00000000 0 0 0"
     (root / "proc/net/route").write_text(f"{head}\n{equal}")
-    assert network_host.default_route(root) == "late"  # the kernel takes the first it lists, whatever its name
+    assert (
+        network_host.default_route(root) == "late"
+    )  # the kernel takes the first it lists, whatever its name
     (root / "proc/net/route").write_text(head)
     assert network_host.default_route(root) == "six"
 
 
 def test_gpus_are_counted_by_their_class(tree: Tree) -> None:
-    devices = {"0": ("0x10de", "0x030200"), "1": ("0x10de", "0x030000"), "2": ("0x1a03", "0x030000")}
+    devices = {
+        "0": ("0x10de", "0x030200"),
+        "1": ("0x10de", "0x030000"),
+        "2": ("0x1a03", "0x030000"),
+    }
     devices |= {"3": ("0x1002", "0x120000"), "4": ("0x15b3", "0x020000")}
     files = {f"sys/bus/pci/devices/{name}/vendor": vendor for name, (vendor, _) in devices.items()}
     files |= {f"sys/bus/pci/devices/{name}/class": kind for name, (_, kind) in devices.items()}
@@ -141,7 +162,9 @@ def test_a_missing_kernel_module_and_a_missing_library_are_warned_of(tree: Tree)
     assert "libibverbs" in warnings and "/dev/infiniband" in warnings
 
 
-def test_saved_facts_lead_to_the_same_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_saved_facts_lead_to_the_same_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved = tmp_path / "facts.yaml"
     assert network.main(["--save", str(saved), "--json"]) == 0
     here = json.loads(capsys.readouterr().out)
@@ -155,9 +178,16 @@ def test_saved_facts_lead_to_the_same_answer(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
-    [("- a\n", "list"), ("a: [", "neither YAML nor JSON"), ("schema: netlayout/9\n", "netlayout/9"), (None, "read")],
+    [
+        ("- a\n", "list"),
+        ("a: [", "neither YAML nor JSON"),
+        ("schema: netlayout/9\n", "netlayout/9"),
+        (None, "read"),
+    ],
 )
-def test_a_file_that_is_no_layout_is_named(tmp_path: Path, text: str | None, complaint: str) -> None:
+def test_a_file_that_is_no_layout_is_named(
+    tmp_path: Path, text: str | None, complaint: str
+) -> None:
     path = tmp_path / "x.yaml"
     if text is not None:
         path.write_text(text)
@@ -209,7 +239,12 @@ def test_another_node_of_the_job_shows_the_way(tree: Tree, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     "environ",
-    [{}, {"SLURM_JOB_NODELIST": "n01"}, {"SLURM_JOB_NODELIST": "n[01-"}, {"SLURM_JOB_NODELIST": "n[01,07]"}],
+    [
+        {},
+        {"SLURM_JOB_NODELIST": "n01"},
+        {"SLURM_JOB_NODELIST": "n[01-"},
+        {"SLURM_JOB_NODELIST": "n[01,07]"},
+    ],
 )
 def test_without_a_second_node_that_resolves_there_is_no_peer(
     environ: Mapping[str, str], monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,6 @@
-"""Invariant: detection is right on the layouts of tests/data/netlayouts; neither names nor order carry the answer."""
+"""Invariant: detection is right on the layouts of tests/data/netlayouts; neither names nor order
+carry the answer.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ NOT_REPORTED = {"aws-eks-p6-b200-hostnet": {"rdma"}, "gke-a4-pod-dranet": {"rdma
 
 @each_layout
 def test_every_layout_is_read_right(name: str) -> None:
-    wrong = {key for key, said in netlayouts.score(layout(name)).items() if said[0] != netlayouts.RIGHT}
+    wrong = {
+        key for key, said in netlayouts.score(layout(name)).items() if said[0] != netlayouts.RIGHT
+    }
     assert wrong == NOT_REPORTED.get(name, set())
 
 
@@ -71,8 +75,13 @@ def test_the_address_is_the_right_one_and_a_wrong_interface_is_never_named(name:
 def test_the_environment_is_exact_and_of_one_link_layer(name: str) -> None:
     document = layout(name)
     found = answer(document)
-    env, layers = found["env"], {row["name"]: row.get("link_layer") for row in document.get("rdma_devices") or ()}
-    active = {row["name"] for row in document.get("rdma_devices") or () if row.get("state") == "ACTIVE"}
+    env, layers = (
+        found["env"],
+        {row["name"]: row.get("link_layer") for row in document.get("rdma_devices") or ()},
+    )
+    active = {
+        row["name"] for row in document.get("rdma_devices") or () if row.get("state") == "ACTIVE"
+    }
     assert set(found["env_why"]) == set(env)
     if found["socket_ifname"]:
         assert env["GLOO_SOCKET_IFNAME"] == found["socket_ifname"]
@@ -97,7 +106,9 @@ def test_the_order_of_the_listing_means_nothing(name: str) -> None:
         assert essence(answer(document)) == essence(answer(layout(name)))
 
 
-def renamed(document: Mapping[str, Any], interfaces: Mapping[str, str], hcas: Mapping[str, str]) -> dict[str, Any]:
+def renamed(
+    document: Mapping[str, Any], interfaces: Mapping[str, str], hcas: Mapping[str, str]
+) -> dict[str, Any]:
     """The same host, had its devices other names."""
     made = copy.deepcopy(dict(document))
     for row in made["interfaces"]:
@@ -116,10 +127,16 @@ def test_names_mean_nothing(name: str, how: str) -> None:
     names = []
     for rows in (document["interfaces"], document["rdma_devices"] or ()):
         old = [row["name"] for row in rows]
-        new = dice.sample(old, len(old)) if how == "swapped" else dice.sample([f"q{i}" for i in range(99)], len(old))
+        new = (
+            dice.sample(old, len(old))
+            if how == "swapped"
+            else dice.sample([f"q{i}" for i in range(99)], len(old))
+        )
         names.append(dict(zip(old, new, strict=True)))
     before, after = answer(document), answer(renamed(document, *names))
-    if document["expected"]["socket_ifname"]:  # else there is no evidence, and somebody has to be taken
+    if document["expected"][
+        "socket_ifname"
+    ]:  # else there is no evidence, and somebody has to be taken
         assert after["socket_ifname"] == names[0][before["socket_ifname"]]
         assert after["node_ip"] == before["node_ip"]
     assert set(after["ib_hca"]) == {names[1][hca] for hca in before["ib_hca"]}
@@ -128,7 +145,10 @@ def test_names_mean_nothing(name: str, how: str) -> None:
 
 @each_layout
 def test_what_a_layout_says_of_itself_is_not_read(name: str) -> None:
-    document = {key: layout(name).get(key) for key in ("interfaces", "rdma_devices", "default_route", "gpus")}
+    document = {
+        key: layout(name).get(key)
+        for key in ("interfaces", "rdma_devices", "default_route", "gpus")
+    }
     document["peers"] = {key: text for key, text in layout(name)["peers"].items() if key != "how"}
     document["provider_hints"] = layout(name)["provider_hints"]
     assert answer(document) == answer(layout(name))
@@ -144,16 +164,27 @@ def test_the_command_line_prints_one_object_for_a_file() -> None:
     assert set(public.split()) <= set(found)
 
 
-def test_the_bench_agrees(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bench_agrees(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["netlayouts.py", str(LAYOUTS[0].parent)])
-    monkeypatch.setattr(network_facts, "load_document", lambda path: layout(path.stem))  # reading takes the time
+    monkeypatch.setattr(
+        network_facts, "load_document", lambda path: layout(path.stem)
+    )  # reading takes the time
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "benchmarks/netlayouts.py"), run_name="__main__")
     assert ended.value.code == 1
     table = capsys.readouterr().out
-    assert table.count("WRONG") == sum(map(len, NOT_REPORTED.values())) and f"{len(LAYOUTS)} layouts" in table
+    assert (
+        table.count("WRONG") == sum(map(len, NOT_REPORTED.values()))
+        and f"{len(LAYOUTS)} layouts" in table
+    )
     page = (ROOT / "docs/network.md").read_text()
-    assert not [line for line in table.splitlines() if line.startswith(netlayouts.SCORED) and line not in page]
+    assert not [
+        line
+        for line in table.splitlines()
+        if line.startswith(netlayouts.SCORED) and line not in page
+    ]
 
 
 def test_the_index_of_published_recipes_is_named_where_it_is_wrong():
@@ -161,7 +192,9 @@ def test_the_index_of_published_recipes_is_named_where_it_is_wrong():
     facts = parse_facts(layout("am4-h100-roce-ipv6-linklocal"))
     found = detect(facts, environ={"NCCL_IB_GID_INDEX": "3", "NCCL_IB_TC": "160"})
     (line,) = found.conflict_lines
-    assert "NCCL_IB_GID_INDEX=3 is set" in line and "this host shows 1 " in line and "Unset it" in line
+    assert (
+        "NCCL_IB_GID_INDEX=3 is set" in line and "this host shows 1 " in line and "Unset it" in line
+    )
 
 
 def test_no_recipe_and_no_example_pins_what_a_node_shows_by_itself():

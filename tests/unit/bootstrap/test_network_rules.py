@@ -1,4 +1,6 @@
-"""Each rule of detection alone, on hosts of a few devices; invariant: evidence of a higher kind wins."""
+"""Each rule of detection alone, on hosts of a few devices; invariant: evidence of a higher kind
+wins.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,24 @@ def nic(name: str, *addresses: str, **more: Any) -> Interface:
     """An Ethernet interface that is up, with just these addresses."""
     ipv4 = tuple(text for text in addresses if ":" not in text)
     ipv6 = tuple(text for text in addresses if ":" in text)
-    return Interface(**{"name": name, "type": "ether", "state": "up", "ipv4": ipv4, "ipv6": ipv6, **more})
+    return Interface(
+        **{"name": name, "type": "ether", "state": "up", "ipv4": ipv4, "ipv6": ipv6, **more}
+    )
 
 
-def port(name: str, layer: str | None = "Ethernet", rate: float | None = 400, **more: Any) -> RdmaPort:
-    return RdmaPort(**{"name": name, "state": "ACTIVE", "link_layer": layer, "rate_gbps": rate, **more})
+def port(
+    name: str, layer: str | None = "Ethernet", rate: float | None = 400, **more: Any
+) -> RdmaPort:
+    return RdmaPort(
+        **{"name": name, "state": "ACTIVE", "link_layer": layer, "rate_gbps": rate, **more}
+    )
 
 
 def host(*devices: Interface | RdmaPort, **more: Any) -> NetworkFacts:
     interfaces = tuple(one for one in devices if isinstance(one, Interface))
-    return NetworkFacts((LO, *interfaces), tuple(one for one in devices if isinstance(one, RdmaPort)), **more)
+    return NetworkFacts(
+        (LO, *interfaces), tuple(one for one in devices if isinstance(one, RdmaPort)), **more
+    )
 
 
 def names(found: Detection) -> list[str]:
@@ -37,11 +47,14 @@ MANAGEMENT = nic("m", "10.1.0.5/24", speed_mbps=1_000)
 FAST = nic("f", "10.9.0.5/24", speed_mbps=100_000)
 
 
-# Sockets ------------------------------------------------------------------------------------------------------------
+# Sockets
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_user_outranks_the_connection_and_the_connection_everything_else() -> None:
-    facts = host(MANAGEMENT, FAST, default_route="m", slurm_addr="10.1.0.5", example_peer="10.1.0.6")
+    facts = host(
+        MANAGEMENT, FAST, default_route="m", slurm_addr="10.1.0.5", example_peer="10.1.0.6"
+    )
     assert detect(facts).socket.ifname == "m"
     met = detect(facts, connection_ip="10.9.0.5")
     assert (met.socket.ifname, met.socket.ip) == ("f", "10.9.0.5")
@@ -51,11 +64,17 @@ def test_the_user_outranks_the_connection_and_the_connection_everything_else() -
 
 
 def test_the_address_that_slurm_knows_outranks_routes() -> None:
-    assert detect(host(MANAGEMENT, FAST, default_route="m", slurm_addr="10.9.0.5")).socket.ifname == "f"
+    assert (
+        detect(host(MANAGEMENT, FAST, default_route="m", slurm_addr="10.9.0.5")).socket.ifname
+        == "f"
+    )
 
 
 def test_a_connected_network_of_a_peer_outranks_the_default_route() -> None:
-    assert detect(host(MANAGEMENT, FAST, default_route="m", example_peer="10.9.0.77")).socket.ifname == "f"
+    assert (
+        detect(host(MANAGEMENT, FAST, default_route="m", example_peer="10.9.0.77")).socket.ifname
+        == "f"
+    )
 
 
 def test_the_longest_prefix_towards_a_peer_wins() -> None:
@@ -64,34 +83,58 @@ def test_the_longest_prefix_towards_a_peer_wins() -> None:
 
 
 def test_a_peer_beyond_all_networks_is_reached_by_the_default_route() -> None:
-    assert detect(host(MANAGEMENT, FAST, default_route="m", example_peer="10.77.0.1")).socket.ifname == "m"
+    assert (
+        detect(host(MANAGEMENT, FAST, default_route="m", example_peer="10.77.0.1")).socket.ifname
+        == "m"
+    )
 
 
 def test_of_two_interfaces_in_one_network_the_faster_is_taken_and_the_user_warned() -> None:
-    slow, fast = nic("s", "10.2.0.5/20", speed_mbps=1_000), nic("t", "10.2.2.5/20", speed_mbps=10_000)
+    slow, fast = (
+        nic("s", "10.2.0.5/20", speed_mbps=1_000),
+        nic("t", "10.2.2.5/20", speed_mbps=10_000),
+    )
     found = detect(host(slow, fast, default_route="s", example_peer="10.2.0.6"))
     assert found.socket.ifname == "t" and "one network" in found.socket.warnings[0]
-    by_port = detect(host(replace(slow, speed_mbps=None), nic("u", "10.2.2.6/20"), port("d", rate=25, netdev="u")))
+    by_port = detect(
+        host(
+            replace(slow, speed_mbps=None), nic("u", "10.2.2.6/20"), port("d", rate=25, netdev="u")
+        )
+    )
     assert by_port.socket.ifname == "u"
 
 
 def test_an_overlay_with_single_addresses_is_taken_when_the_peer_is_in_its_range() -> None:
     overlay = nic("v", "100.80.1.2/32", type="tun")
-    found = detect(host(nic("e", "192.168.1.5/24"), overlay, default_route="e", example_peer="100.99.3.4"))
+    found = detect(
+        host(nic("e", "192.168.1.5/24"), overlay, default_route="e", example_peer="100.99.3.4")
+    )
     assert found.socket.ifname == "v" and "not at the speed of the wire" in found.socket.warnings[0]
-    at_home = host(nic("e", "192.168.1.5/24"), overlay, default_route="e", example_peer="192.168.1.6")
+    at_home = host(
+        nic("e", "192.168.1.5/24"), overlay, default_route="e", example_peer="192.168.1.6"
+    )
     assert detect(at_home).socket.ifname == "e"
 
 
 def test_of_cloud_interfaces_with_single_addresses_the_nearest_to_the_peer_is_taken() -> None:
-    facts = host(nic("a", "10.0.1.4/32"), nic("b", "10.0.0.6/32"), nic("c", "10.0.2.4/32"), example_peer="10.0.0.7")
+    facts = host(
+        nic("a", "10.0.1.4/32"),
+        nic("b", "10.0.0.6/32"),
+        nic("c", "10.0.2.4/32"),
+        example_peer="10.0.0.7",
+    )
     assert detect(facts).socket.ifname == "b"
 
 
 def test_a_default_route_to_the_internet_yields_to_a_private_wire() -> None:
     public, private = nic("p", "8.8.4.4/24"), nic("q", "10.3.0.1/16", type="bond")
     assert detect(host(public, private, default_route="p")).socket.ifname == "q"
-    assert detect(host(public, nic("d", "172.17.0.1/16", type="bridge"), default_route="p")).socket.ifname == "p"
+    assert (
+        detect(
+            host(public, nic("d", "172.17.0.1/16", type="bridge"), default_route="p")
+        ).socket.ifname
+        == "p"
+    )
     assert detect(host(public, default_route="p")).socket.ifname == "p"
 
 
@@ -109,11 +152,17 @@ def test_link_local_members_dead_and_virtual_interfaces_are_passed_over() -> Non
 
 
 def test_a_bridge_over_a_wire_is_a_wire() -> None:
-    facts = host(nic("w", "10.50.0.1/24", type="tun"), nic("e", master="b"), nic("b", "10.6.0.1/24", type="bridge"))
+    facts = host(
+        nic("w", "10.50.0.1/24", type="tun"),
+        nic("e", master="b"),
+        nic("b", "10.6.0.1/24", type="bridge"),
+    )
     assert detect(facts).socket.ifname == "b"
 
 
-@pytest.mark.parametrize("other", [nic("d", "172.17.0.1/16", type="bridge"), nic("k", "10.96.0.10/32", type="dummy")])
+@pytest.mark.parametrize(
+    "other", [nic("d", "172.17.0.1/16", type="bridge"), nic("k", "10.96.0.10/32", type="dummy")]
+)
 def test_a_containers_bridge_does_not_hide_the_address_on_loopback(other: Interface) -> None:
     lo = replace(LO, ipv4=("127.0.0.1/8", "10.200.0.7/32"))
     assert detect(NetworkFacts((lo, nic("a", "fe80::1/64"), other))).socket.ifname == "lo"
@@ -130,12 +179,16 @@ def test_an_address_on_loopback_counts_when_the_wires_have_none() -> None:
 
 
 def test_two_hosts_on_a_cable_may_have_link_local_addresses_only() -> None:
-    facts = host(nic("c", "169.254.7.1/16"), MANAGEMENT, default_route="m", example_peer="169.254.7.2")
+    facts = host(
+        nic("c", "169.254.7.1/16"), MANAGEMENT, default_route="m", example_peer="169.254.7.2"
+    )
     assert (detect(facts).socket.ifname, detect(facts).socket.ip) == ("c", "169.254.7.1")
 
 
 def test_a_host_with_ipv6_only_says_so_to_nccl() -> None:
-    found = detect(host(nic("v", "fd00:5::2/64", "fe80::1/64", type="veth"), example_peer="fd00:5::3"))
+    found = detect(
+        host(nic("v", "fd00:5::2/64", "fe80::1/64", type="veth"), example_peer="fd00:5::3")
+    )
     assert (found.socket.ifname, found.socket.ip) == ("v", "fd00:5::2")
     assert found.env["NCCL_SOCKET_FAMILY"] == "AF_INET6" and found.env["NCCL_SOCKET_IFNAME"] == "=v"
 
@@ -148,10 +201,15 @@ def test_the_address_is_the_one_on_the_peers_network_and_no_floating_one() -> No
 
 def test_without_any_interface_nothing_is_named() -> None:
     found = detect(host())
-    assert found.socket.ifname is None and found.socket.warnings and "GLOO_SOCKET_IFNAME" not in found.env
+    assert (
+        found.socket.ifname is None
+        and found.socket.warnings
+        and "GLOO_SOCKET_IFNAME" not in found.env
+    )
 
 
-# RDMA ---------------------------------------------------------------------------------------------------------------
+# RDMA
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_dead_ports_are_left_out_whatever_their_interface_says() -> None:
@@ -167,7 +225,13 @@ def test_dead_ports_are_left_out_whatever_their_interface_says() -> None:
 
 
 def test_of_a_device_with_two_ports_the_living_one_is_used() -> None:
-    found = detect(host(port("a", "InfiniBand"), port("a", "InfiniBand", port=2, state="DOWN"), port("b", rate=25)))
+    found = detect(
+        host(
+            port("a", "InfiniBand"),
+            port("a", "InfiniBand", port=2, state="DOWN"),
+            port("b", rate=25),
+        )
+    )
     assert (found.to_document()["ib_hca"], found.to_document()["ib_hca_exclude"]) == (["a"], ["b"])
     assert found.env["NCCL_IB_HCA"] == "=a:1"
 
@@ -183,7 +247,9 @@ def test_of_a_device_with_two_ports_the_living_one_is_used() -> None:
         ([None], [None] * 8, "roce"),  # the number of GPUs decides
     ],
 )
-def test_one_link_layer_is_kept(infiniband: list[float | None], ethernet: list[float | None], kind: str) -> None:
+def test_one_link_layer_is_kept(
+    infiniband: list[float | None], ethernet: list[float | None], kind: str
+) -> None:
     ports = [port(f"i{n}", "InfiniBand", rate) for n, rate in enumerate(infiniband)]
     ports += [port(f"e{n}", "Ethernet", rate) for n, rate in enumerate(ethernet)]
     found = detect(host(*ports, num_gpus=8))
@@ -210,13 +276,24 @@ def test_the_port_of_the_default_route_is_the_front_end(vendor: str) -> None:
     found = detect(facts)
     assert names(found) == ["b"] and [one.name for one in found.rdma.excluded] == ["a"]
     alone = detect(replace(facts, rdma_ports=facts.rdma_ports[:1]))
-    assert names(alone) == ["a"] and "NCCL_IB_HCA" not in alone.env  # all active ports: NCCL's own choice is right
+    assert (
+        names(alone) == ["a"] and "NCCL_IB_HCA" not in alone.env
+    )  # all active ports: NCCL's own choice is right
 
 
 def test_a_port_under_the_bond_of_the_default_route_is_the_front_end() -> None:
     bond, member = nic("z", "10.1.0.1/24", type="bond"), nic("x", master="z")
     rails = [port(f"r{n}") for n in range(8)]
-    assert len(names(detect(host(bond, member, port("a", netdev="x"), *rails, default_route="z", num_gpus=8)))) == 8
+    assert (
+        len(
+            names(
+                detect(
+                    host(bond, member, port("a", netdev="x"), *rails, default_route="z", num_gpus=8)
+                )
+            )
+        )
+        == 8
+    )
     assert len(names(detect(host(bond, member, port("a", netdev="x"), *rails)))) == 8
 
 
@@ -224,21 +301,48 @@ def test_a_port_under_the_bond_of_the_default_route_is_the_front_end() -> None:
     "stack",
     [
         (nic("z.7", "10.1.0.1/24", type="vlan"), nic("z", type="bond"), nic("x", master="z")),
-        (nic("t", "10.1.0.1/24", type="vlan", parent="z"), nic("z", type="bond"), nic("x", master="z")),
-        (nic("b", "10.1.0.1/24", type="bridge"), nic("z", type="bond", master="b"), nic("x", master="z")),
-        (nic("o", "10.1.0.1/24", type="bond"), nic("z", type="bond", master="o"), nic("x", master="z")),
+        (
+            nic("t", "10.1.0.1/24", type="vlan", parent="z"),
+            nic("z", type="bond"),
+            nic("x", master="z"),
+        ),
+        (
+            nic("b", "10.1.0.1/24", type="bridge"),
+            nic("z", type="bond", master="b"),
+            nic("x", master="z"),
+        ),
+        (
+            nic("o", "10.1.0.1/24", type="bond"),
+            nic("z", type="bond", master="o"),
+            nic("x", master="z"),
+        ),
     ],
     ids=["VLAN on a bond", "VLAN of any name", "bridge over a bond", "bond of bonds"],
 )
 @pytest.mark.parametrize("where", ["x", "z"])
-def test_a_port_at_the_bottom_of_a_stack_is_the_front_end_too(stack: tuple[Interface, ...], where: str) -> None:
+def test_a_port_at_the_bottom_of_a_stack_is_the_front_end_too(
+    stack: tuple[Interface, ...], where: str
+) -> None:
     rail = nic("r", "192.168.0.1/24")
-    found = detect(host(*stack, rail, port("a", netdev=where), port("s", netdev="r"), default_route=stack[0].name))
+    found = detect(
+        host(
+            *stack,
+            rail,
+            port("a", netdev=where),
+            port("s", netdev="r"),
+            default_route=stack[0].name,
+        )
+    )
     assert found.socket.ifname == stack[0].name and names(found) == ["s"]
 
 
 def test_the_only_fast_port_is_kept_though_the_default_route_leaves_through_it() -> None:
-    facts = host(nic("x", "10.1.0.1/24"), port("a", rate=400, netdev="x"), port("b", rate=25), default_route="x")
+    facts = host(
+        nic("x", "10.1.0.1/24"),
+        port("a", rate=400, netdev="x"),
+        port("b", rate=25),
+        default_route="x",
+    )
     assert names(detect(facts)) == ["a"]
 
 
@@ -246,12 +350,18 @@ def test_virtual_functions_count_only_where_there_is_nothing_else() -> None:
     virtual = port("v", sriov_vf=True)
     assert names(detect(host(virtual, port("p")))) == ["p"]
     assert names(detect(host(virtual))) == ["v"]
-    given = port("v", sriov_vf=True, netdev="n")  # a pod has this one; it sees its host's ports, not their interfaces
-    assert names(detect(host(nic("n", "10.3.0.1/24"), given, port("p"), port("q", netdev="elsewhere")))) == ["v"]
+    given = port(
+        "v", sriov_vf=True, netdev="n"
+    )  # a pod has this one; it sees its host's ports, not their interfaces
+    assert names(
+        detect(host(nic("n", "10.3.0.1/24"), given, port("p"), port("q", netdev="elsewhere")))
+    ) == ["v"]
 
 
 def test_ports_whose_interface_is_in_another_namespace_are_left_out_with_a_warning() -> None:
-    """SR-IOV: the container has two virtual functions of a NIC and sees the RDMA devices of all four."""
+    """SR-IOV: the container has two virtual functions of a NIC and sees the RDMA devices of all
+    four.
+    """
     own = [port(f"mlx5_{n}", sriov_vf=True, netdev=f"net{n}") for n in (1, 2)]
     foreign = [port("mlx5_3", sriov_vf=True), port("mlx5_4", sriov_vf=True, netdev="eth4")]
     here = [nic("net1", "10.1.0.5/24"), nic("net2", "10.2.0.5/24")]
@@ -264,10 +374,19 @@ def test_ports_whose_interface_is_in_another_namespace_are_left_out_with_a_warni
 
 
 def test_a_port_with_an_address_of_an_interface_here_is_no_port_of_elsewhere() -> None:
-    """A pod's macvlan over the host's interface: the port's own interface is the host's, its GIDs are also ours."""
+    """A pod's macvlan over the host's interface: the port's own interface is the host's, its GIDs
+    are also ours.
+    """
     gids = (Gid(0, "RoCE_v2", "fe80::1"), Gid(5, "RoCE_v2", "::ffff:10.1.0.5"))
     shared = [port("a", netdev="eth2", gids=gids), port("b", netdev="net2")]
-    found = detect(host(nic("net1", "10.1.0.5/24"), nic("net2", "10.2.0.5/24"), *shared, interfaces_complete=True))
+    found = detect(
+        host(
+            nic("net1", "10.1.0.5/24"),
+            nic("net2", "10.2.0.5/24"),
+            *shared,
+            interfaces_complete=True,
+        )
+    )
     assert names(found) == ["a", "b"] and not found.rdma.warnings
 
 
@@ -278,13 +397,17 @@ def test_a_device_that_never_shows_an_interface_is_no_port_of_elsewhere() -> Non
 
 
 def test_where_all_interfaces_are_elsewhere_the_ports_are_kept_with_a_warning() -> None:
-    found = detect(host(nic("eth0", "172.17.0.2/16"), port("a"), port("b"), interfaces_complete=True))
+    found = detect(
+        host(nic("eth0", "172.17.0.2/16"), port("a"), port("b"), interfaces_complete=True)
+    )
     assert names(found) == ["a", "b"]
     assert any("a, b; kept, for there are no others" in line for line in found.rdma.warnings)
 
 
 def test_infiniband_needs_no_interface() -> None:
-    found = detect(host(nic("eth0", "10.0.0.2/16"), port("a", "InfiniBand"), interfaces_complete=True))
+    found = detect(
+        host(nic("eth0", "10.0.0.2/16"), port("a", "InfiniBand"), interfaces_complete=True)
+    )
     assert names(found) == ["a"] and not found.rdma.warnings
 
 
@@ -296,12 +419,19 @@ def test_storage_ports_of_the_same_kind_and_rate_show_by_their_card() -> None:
 
 
 def test_ports_on_the_switch_of_a_gpu_are_compute() -> None:
-    gpus = tuple(Gpu(0, (f"0000:{n}0:01.0", f"0000:{n}1:00.0", f"0000:{n}3:00.0")) for n in range(4))
-    near = [port(f"n{n}", pci_path=(f"0000:{n}0:01.0", f"0000:{n}1:00.0", f"0000:{n}4:00.0")) for n in range(4)]
+    gpus = tuple(
+        Gpu(0, (f"0000:{n}0:01.0", f"0000:{n}1:00.0", f"0000:{n}3:00.0")) for n in range(4)
+    )
+    near = [
+        port(f"n{n}", pci_path=(f"0000:{n}0:01.0", f"0000:{n}1:00.0", f"0000:{n}4:00.0"))
+        for n in range(4)
+    ]
     far = [port(f"n{n + 4}", pci_path=(f"0000:{n}9:01.0", f"0000:{n}a:00.0")) for n in range(4)]
     assert names(detect(host(*near, *far, num_gpus=4, gpus=gpus))) == ["n0", "n1", "n2", "n3"]
     assert len(names(detect(host(*far, num_gpus=4, gpus=gpus)))) == 4
-    assert len(names(detect(host(*near[1:], *far, num_gpus=4, gpus=gpus)))) == 7  # one GPU would have no port
+    assert (
+        len(names(detect(host(*near[1:], *far, num_gpus=4, gpus=gpus)))) == 7
+    )  # one GPU would have no port
 
 
 def test_ports_on_a_numa_node_without_gpu_are_left_out() -> None:
@@ -329,18 +459,29 @@ def test_rails_with_a_plan_of_their_own_outvote_the_place_where_nodes_meet() -> 
     ("facts", "kind"),
     [
         (host(nic("e", driver="ena"), port("r", None, driver="efa")), "efa"),
-        (host(FAST, port("rdmap86s0", None, None)), "efa"),  # rdma-core: neither InfiniBand nor Ethernet
+        (
+            host(FAST, port("rdmap86s0", None, None)),
+            "efa",
+        ),  # rdma-core: neither InfiniBand nor Ethernet
         (host(FAST, port("rdmap86s0", "Ethernet")), "roce"),
         (host(FAST, port("cxi0", None, None)), "cxi"),
         (host(FAST, hints=("libfabric provider cxi (class cxi)",)), "cxi"),
-        (host(*(nic(f"g{n}", f"10.{n}.0.1/32", driver="gve") for n in range(5)), num_gpus=8), "gpudirect-tcpx"),
-        (host(*(nic(f"g{n}", f"10.{n}.0.1/32", driver="gve") for n in range(2)), num_gpus=8), "none"),
+        (
+            host(*(nic(f"g{n}", f"10.{n}.0.1/32", driver="gve") for n in range(5)), num_gpus=8),
+            "gpudirect-tcpx",
+        ),
+        (
+            host(*(nic(f"g{n}", f"10.{n}.0.1/32", driver="gve") for n in range(2)), num_gpus=8),
+            "none",
+        ),
         (host(nic("i", "10.3.0.1/24", type="infiniband")), "ib"),
         (host(FAST, hints=("no RDMA device although lspci shows mlx5 cards",)), "none"),
         (host(FAST), "none"),
     ],
 )
-def test_fabrics_that_are_no_verbs_are_told_by_driver_or_provider(facts: NetworkFacts, kind: str) -> None:
+def test_fabrics_that_are_no_verbs_are_told_by_driver_or_provider(
+    facts: NetworkFacts, kind: str
+) -> None:
     found = detect(facts)
     assert found.rdma.kind == kind
     assert not any(key.startswith(("NCCL_IB", "UCX")) for key in found.env)
@@ -352,10 +493,14 @@ def test_tcpx_keeps_control_and_data_apart() -> None:
     found = detect(host(*nics, num_gpus=8, default_route="g0"))
     assert found.env["NCCL_GPUDIRECTTCPX_CTRL_DEV"] == "g0"
     assert found.env["NCCL_GPUDIRECTTCPX_SOCKET_IFNAME"] == "g1,g2,g3,g4"
-    assert found.rdma_env.keys() == {"NCCL_GPUDIRECTTCPX_CTRL_DEV", "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME"}
+    assert found.rdma_env.keys() == {
+        "NCCL_GPUDIRECTTCPX_CTRL_DEV",
+        "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME",
+    }
 
 
-# GIDs ---------------------------------------------------------------------------------------------------------------
+# GIDs
+# ---------------------------------------------------------------------------------------------------------------
 
 LINK_LOCAL = (Gid(0, "RoCE_v1", "fe80::1"), Gid(1, "RoCE_v2", "fe80::1"))
 
@@ -363,9 +508,33 @@ LINK_LOCAL = (Gid(0, "RoCE_v1", "fe80::1"), Gid(1, "RoCE_v2", "fe80::1"))
 @pytest.mark.parametrize(
     ("gids", "index", "to_nccl"),
     [
-        ((*LINK_LOCAL, Gid(2, "RoCE_v1", "::ffff:10.0.0.1"), Gid(3, "RoCE_v2", "::ffff:10.0.0.1")), 3, False),
-        ((*LINK_LOCAL, Gid(4, "RoCE_v1", "::ffff:10.0.0.1"), Gid(5, "RoCE v2", "::ffff:10.0.0.1")), 5, False),
-        ((*LINK_LOCAL, Gid(3, "RoCE_v2", "::ffff:169.254.0.1"), Gid(7, "RoCE_v2", "::ffff:10.0.0.1")), 7, False),
+        (
+            (
+                *LINK_LOCAL,
+                Gid(2, "RoCE_v1", "::ffff:10.0.0.1"),
+                Gid(3, "RoCE_v2", "::ffff:10.0.0.1"),
+            ),
+            3,
+            False,
+        ),
+        (
+            (
+                *LINK_LOCAL,
+                Gid(4, "RoCE_v1", "::ffff:10.0.0.1"),
+                Gid(5, "RoCE v2", "::ffff:10.0.0.1"),
+            ),
+            5,
+            False,
+        ),
+        (
+            (
+                *LINK_LOCAL,
+                Gid(3, "RoCE_v2", "::ffff:169.254.0.1"),
+                Gid(7, "RoCE_v2", "::ffff:10.0.0.1"),
+            ),
+            7,
+            False,
+        ),
         ((*LINK_LOCAL, Gid(3, "RoCE_v2", "fd00::1")), 3, True),
         (LINK_LOCAL, 1, True),
     ],
@@ -378,7 +547,9 @@ def test_the_gid_is_read_off_the_table(gids: tuple[Gid, ...], index: int, to_ncc
 
 def test_a_gid_of_the_ports_own_interface_is_preferred() -> None:
     gids = (Gid(3, "RoCE_v2", "::ffff:10.9.9.9"), Gid(13, "RoCE_v2", "::ffff:10.5.0.1"))
-    assert detect(host(nic("x", "10.5.0.1/24"), port("a", netdev="x", gids=gids))).rdma.gid_index == 13
+    assert (
+        detect(host(nic("x", "10.5.0.1/24"), port("a", netdev="x", gids=gids))).rdma.gid_index == 13
+    )
 
 
 def test_gids_that_differ_by_device_are_reported_and_none_is_set() -> None:
@@ -389,29 +560,51 @@ def test_gids_that_differ_by_device_are_reported_and_none_is_set() -> None:
 
 
 def test_without_a_table_the_kernels_order_is_assumed_and_nothing_is_set() -> None:
-    for addresses, index in ((("10.0.0.1/24",), 3), (("fe80::1/64",), 1), (("fd00::1/64", "fe80::1/64"), 3)):
+    for addresses, index in (
+        (("10.0.0.1/24",), 3),
+        (("fe80::1/64",), 1),
+        (("fd00::1/64", "fe80::1/64"), 3),
+    ):
         found = detect(host(nic("x", *addresses), port("a", netdev="x")))
         assert found.rdma.gid_index == index and not any("GID" in key for key in found.env)
 
 
 def test_infiniband_has_no_gid_index() -> None:
-    assert detect(host(port("a", "InfiniBand", gids=(Gid(0, "IB", "fe80::1"),)))).rdma.gid_index is None
+    assert (
+        detect(host(port("a", "InfiniBand", gids=(Gid(0, "IB", "fe80::1"),)))).rdma.gid_index
+        is None
+    )
 
 
-# What the user and the site say -------------------------------------------------------------------------------------
+# What the user and the site say
+# -------------------------------------------------------------------------------------
 
 
 def test_what_the_site_prescribes_is_kept_and_said() -> None:
     facts = host(FAST, port("a", "InfiniBand"), port("b", "InfiniBand", 100))
-    site = {"NCCL_IB_TC": "106", "UCX_TLS": "rc", "NCCL_IB_HCA": "mlx5", "NCCL_SOCKET_IFNAME": "", "PATH": "/bin"}
+    site = {
+        "NCCL_IB_TC": "106",
+        "UCX_TLS": "rc",
+        "NCCL_IB_HCA": "mlx5",
+        "NCCL_SOCKET_IFNAME": "",
+        "PATH": "/bin",
+    }
     found = detect(facts, environ=site)
-    assert found.env["NCCL_IB_TC"] == "106" and found.env["UCX_TLS"] == "rc" and found.env["NCCL_IB_HCA"] == "mlx5"
+    assert (
+        found.env["NCCL_IB_TC"] == "106"
+        and found.env["UCX_TLS"] == "rc"
+        and found.env["NCCL_IB_HCA"] == "mlx5"
+    )
     assert "site" in found.settings["NCCL_IB_HCA"].reason
     assert found.env["NCCL_SOCKET_IFNAME"] == "=f" and "PATH" not in found.env
 
 
 ROCE_PORTS = (
-    port("mlx5_0", netdev="r", gids=(Gid(2, "RoCE_v1", "::ffff:10.5.0.1"), Gid(3, "RoCE_v2", "::ffff:10.5.0.1"))),
+    port(
+        "mlx5_0",
+        netdev="r",
+        gids=(Gid(2, "RoCE_v1", "::ffff:10.5.0.1"), Gid(3, "RoCE_v2", "::ffff:10.5.0.1")),
+    ),
     port("mlx5_1", rate=25),
 )
 
@@ -428,14 +621,18 @@ ROCE_PORTS = (
         ({"UCX_NET_DEVICES": "mlx5_9:1"}, "UCX_NET_DEVICES", "mlx5_0:1,f"),
     ],
 )
-def test_a_value_that_the_host_contradicts_is_kept_and_named(site: dict[str, str], name: str, detected: str) -> None:
+def test_a_value_that_the_host_contradicts_is_kept_and_named(
+    site: dict[str, str], name: str, detected: str
+) -> None:
     facts = host(FAST, nic("r", "10.5.0.1/24"), *ROCE_PORTS)
     found = detect(facts, override="f", environ=site)
     (conflict,) = found.conflicts
     assert (conflict.name, conflict.given, conflict.detected) == (name, site[name], detected)
     assert found.env[name] == site[name], "what the site says still wins"
     line = str(conflict)
-    assert "\n" not in line and all(word in line for word in (f"{name}={site[name]}", detected, conflict.source))
+    assert "\n" not in line and all(
+        word in line for word in (f"{name}={site[name]}", detected, conflict.source)
+    )
     assert found.to_document()["conflicts"] == [line]
 
 

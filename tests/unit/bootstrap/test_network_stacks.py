@@ -1,4 +1,5 @@
-"""Rules for what lies above and below a wire: switches, bonds, virtual machines' NICs; each on a host of a few devices.
+"""Rules for what lies above and below a wire: switches, bonds, virtual machines' NICs; each on a
+host of a few devices.
 
 Invariant: the interface that carries addresses and the port below it are seen as one way out.
 """
@@ -14,20 +15,31 @@ from tests.unit.bootstrap.test_network_rules import FAST, host, names, nic, port
 RAIL = nic("r", "192.168.0.1/24")
 
 
-@pytest.mark.parametrize("driver", ["openvswitch", None], ids=["by driver", "by the datapath's name"])
+@pytest.mark.parametrize(
+    "driver", ["openvswitch", None], ids=["by driver", "by the datapath's name"]
+)
 def test_a_bridge_of_open_vswitch_is_a_wire_and_its_port_the_front_end(driver: str | None) -> None:
     bridge = nic("e", "10.1.0.1/24", type="dummy", driver=driver)
     switch = Interface("ovs-system", "dummy", "down", (), (), driver=driver)
     inner = nic("g", type="vxlan", master="ovs-system")
     facts = host(
-        switch, nic("x", master="ovs-system"), inner, bridge, RAIL, port("a", netdev="x"), port("s", netdev="r")
+        switch,
+        nic("x", master="ovs-system"),
+        inner,
+        bridge,
+        RAIL,
+        port("a", netdev="x"),
+        port("s", netdev="r"),
     )
     found = detect(NetworkFacts(facts.interfaces, facts.rdma_ports, default_route="e"))
     assert found.socket.ifname == "e" and names(found) == ["s"]
     assert not any("speed of the wire" in warning for warning in found.socket.warnings)
     docker = nic("d", "172.17.0.1/16", type="bridge", driver="bridge" if driver else None)
     veth = nic("v", type="veth", master="d")
-    assert detect(host(docker, veth, switch, nic("x", master="ovs-system"), bridge)).socket.ifname == "e"
+    assert (
+        detect(host(docker, veth, switch, nic("x", master="ovs-system"), bridge)).socket.ifname
+        == "e"
+    )
 
 
 def test_members_of_a_vrf_speak_for_themselves() -> None:
@@ -37,7 +49,9 @@ def test_members_of_a_vrf_speak_for_themselves() -> None:
     assert detect(facts, connection_ip="10.0.0.5").socket.ifname == "m"
 
 
-@pytest.mark.parametrize("above", [{"type": "bond"}, {"type": "vlan", "parent": "x"}, {"parent": "x"}])
+@pytest.mark.parametrize(
+    "above", [{"type": "bond"}, {"type": "vlan", "parent": "x"}, {"parent": "x"}]
+)
 def test_the_gid_of_a_bare_port_is_that_of_what_lies_above_it(above: dict[str, str]) -> None:
     """A macvlan, a VLAN or a bond puts its addresses into the table of the port below."""
     top = nic("z", "10.1.0.1/24", **above)
@@ -50,13 +64,19 @@ def test_the_gid_of_a_bare_port_is_that_of_what_lies_above_it(above: dict[str, s
 def test_a_device_that_speaks_roce_v1_only_is_reported() -> None:
     gids = (Gid(0, "RoCE_v1", "fe80::1"), Gid(1, "RoCE_v1", "::ffff:10.0.0.1"))
     found = detect(host(port("a", gids=gids)))
-    assert found.rdma.gid_index == 1 and any("no RoCE v2 GID on a" in text for text in found.rdma.warnings)
+    assert found.rdma.gid_index == 1 and any(
+        "no RoCE v2 GID on a" in text for text in found.rdma.warnings
+    )
 
 
 def test_ways_into_a_routed_fabric_are_all_kept() -> None:
-    """BGP unnumbered: the host's address is on a device of its own, and the kernel shows one of several next hops."""
+    """BGP unnumbered: the host's address is on a device of its own, and the kernel shows one of
+    several next hops.
+    """
     ways = [nic("a", "fe80::1/64"), nic("b", "fe80::2/64")]
-    facts = host(nic("y", "10.200.3.7/32", type="dummy"), *ways, port("p", netdev="a"), port("q", netdev="b"))
+    facts = host(
+        nic("y", "10.200.3.7/32", type="dummy"), *ways, port("p", netdev="a"), port("q", netdev="b")
+    )
     found = detect(NetworkFacts(facts.interfaces, facts.rdma_ports, default_route="a"))
     assert found.socket.ifname == "y" and names(found) == ["p", "q"]
 
@@ -81,12 +101,26 @@ def test_the_accelerated_networking_of_a_virtual_machine_is_no_rdma() -> None:
     synthetic = nic("e", "10.0.0.4/24", driver="hv_netvsc")
     below = nic("x", master="e", sriov_vf=True)
     alone = detect(host(synthetic, below, port("a", rate=50, netdev="x", sriov_vf=True)))
-    assert (alone.rdma.kind, alone.to_document()["ib_hca"]) == ("none", []) and "NCCL_IB_HCA" not in alone.env
+    assert (alone.rdma.kind, alone.to_document()["ib_hca"]) == (
+        "none",
+        [],
+    ) and "NCCL_IB_HCA" not in alone.env
     rails = [port(f"r{n}", "InfiniBand", sriov_vf=True) for n in range(8)]
-    assert len(names(detect(host(synthetic, below, port("a", None, None, netdev="x"), *rails, num_gpus=8)))) == 8
+    assert (
+        len(
+            names(
+                detect(
+                    host(synthetic, below, port("a", None, None, netdev="x"), *rails, num_gpus=8)
+                )
+            )
+        )
+        == 8
+    )
 
 
-def test_virtual_functions_of_the_other_link_layer_are_not_what_physical_ports_make_superfluous() -> None:
+def test_virtual_functions_of_the_other_link_layer_are_not_what_physical_ports_make_superfluous() -> (
+    None
+):
     rails = [port(f"r{n}", "InfiniBand", sriov_vf=True) for n in range(8)]
     assert len(names(detect(host(port("a", rate=100), *rails, num_gpus=8)))) == 8
 
@@ -98,8 +132,13 @@ def test_a_card_is_known_by_all_its_ports_the_dead_ones_too() -> None:
     assert names(detect(host(*rails, *storage, *twins, num_gpus=8))) == [one.name for one in rails]
 
 
-def test_of_two_wires_in_one_network_the_faster_is_taken_though_the_default_route_names_the_other() -> None:
-    slow, fast = nic("s", "192.168.1.5/24", speed_mbps=1_000), nic("t", "192.168.1.6/24", speed_mbps=10_000)
+def test_of_two_wires_in_one_network_the_faster_is_taken_though_the_default_route_names_the_other() -> (
+    None
+):
+    slow, fast = (
+        nic("s", "192.168.1.5/24", speed_mbps=1_000),
+        nic("t", "192.168.1.6/24", speed_mbps=10_000),
+    )
     assert detect(host(slow, fast, default_route="s")).socket.ifname == "t"
     unknown = nic("t", "192.168.1.6/24")
     assert detect(host(nic("s", "192.168.1.5/24"), unknown, default_route="s")).socket.ifname == "s"
@@ -109,14 +148,22 @@ def test_slingshot_carries_the_sockets_unless_peers_are_elsewhere() -> None:
     fabric = nic("h", "10.249.0.4/16", driver="cxi_core")
     management = nic("n", "10.100.0.4/22", speed_mbps=1_000)
     assert detect(host(fabric, management, default_route="n")).socket.ifname == "h"
-    assert detect(host(fabric, management, default_route="n", example_peer="10.100.0.5")).socket.ifname == "n"
+    assert (
+        detect(host(fabric, management, default_route="n", example_peer="10.100.0.5")).socket.ifname
+        == "n"
+    )
 
 
 def test_nine_nics_of_the_cloud_are_tcpxo_when_its_plug_in_is_there() -> None:
     nics = [nic(f"g{n}", f"10.{n}.0.1/32", driver="gve") for n in range(9)]
     assert detect(host(*nics, num_gpus=8, default_route="g0")).rdma.kind == "none"
     found = detect(
-        host(*nics, num_gpus=8, default_route="g0", hints=("GPUDirect-TCPXO plug-in in /var/lib/tcpxo/lib64",))
+        host(
+            *nics,
+            num_gpus=8,
+            default_route="g0",
+            hints=("GPUDirect-TCPXO plug-in in /var/lib/tcpxo/lib64",),
+        )
     )
     assert found.rdma.kind == "gpudirect-tcpx" and found.env["NCCL_FASTRAK_CTRL_DEV"] == "g0"
     assert found.env["NCCL_FASTRAK_IFNAME"] == ",".join(f"g{n}" for n in range(1, 9))

@@ -36,7 +36,9 @@ class BrokenLink:
         """Nothing to close."""
 
 
-def live(folder: Path, monkeypatch: pytest.MonkeyPatch, *orders: dict[str, Any], num_spares: int) -> NodeAgent:
+def live(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *orders: dict[str, Any], num_spares: int
+) -> NodeAgent:
     """The node's life from joining to the end."""
 
     async def joined(_: NodeAgent) -> BrokenLink:
@@ -47,11 +49,15 @@ def live(folder: Path, monkeypatch: pytest.MonkeyPatch, *orders: dict[str, Any],
 
     monkeypatch.setattr(NodeAgent, "_join", joined)
     monkeypatch.setattr(NodeAgent, "_run_ray", runs_ray)
-    options = parse_options([f"--attempt-dir={folder}", "--num-gpus=0", f"--spare-nodes={num_spares}", "--", "x"])
+    options = parse_options(
+        [f"--attempt-dir={folder}", "--num-gpus=0", f"--spare-nodes={num_spares}", "--", "x"]
+    )
 
     async def scene() -> NodeAgent:
         stop = StopSignals(folder, "n2", JobClock({}, lead_s=1), is_head=False)
-        node = NodeAgent(Facts("n2", 1, ("n1", "n2", "n3"), "7", 0, in_slurm=True), options, b"secret", stop)
+        node = NodeAgent(
+            Facts("n2", 1, ("n1", "n2", "n3"), "7", 0, in_slurm=True), options, b"secret", stop
+        )
         await asyncio.wait_for(node.run(), 10)
         return node
 
@@ -60,7 +66,10 @@ def live(folder: Path, monkeypatch: pytest.MonkeyPatch, *orders: dict[str, Any],
 
 @pytest.mark.parametrize(("orders", "num_spares"), [((), 0), ((START,), 1)])
 def test_a_node_that_the_run_needs_says_that_it_lost_the_head(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orders: tuple[dict[str, Any], ...], num_spares: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    orders: tuple[dict[str, Any], ...],
+    num_spares: int,
 ) -> None:
     live(tmp_path, monkeypatch, *orders, num_spares=num_spares)
     assert (tmp_path / "verdict").read_text() == "failed\n"
@@ -76,8 +85,12 @@ def test_a_spare_that_was_cut_off_does_not_end_the_run_of_the_others(
     assert not list(tmp_path.glob("verdict*"))
 
 
-@pytest.mark.parametrize(("said", "kept"), [({"keep_logs": False}, False), ({"keep_logs": True}, True), ({}, True)])
+@pytest.mark.parametrize(
+    ("said", "kept"), [({"keep_logs": False}, False), ({"keep_logs": True}, True), ({}, True)]
+)
 def test_rays_logs_are_kept_unless_the_head_says_that_the_run_did_not_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, bool], kept: bool
 ) -> None:
-    assert live(tmp_path, monkeypatch, START, {"kind": "end", **said}, num_spares=0)._keep_logs is kept
+    assert (
+        live(tmp_path, monkeypatch, START, {"kind": "end", **said}, num_spares=0)._keep_logs is kept
+    )

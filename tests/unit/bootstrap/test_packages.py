@@ -1,4 +1,6 @@
-"""Invariant: two environments have one fingerprint exactly if the same versions of the same packages are installed."""
+"""Invariant: two environments have one fingerprint exactly if the same versions of the same
+packages are installed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Invariant: a job's ports lie in one block below the ephemeral range, and no part of the block overlaps another."""
+"""Invariant: a job's ports lie in one block below the ephemeral range, and no part of the block
+overlaps another.
+"""
 
 import itertools
 import socket
@@ -62,7 +64,9 @@ def test_a_claimed_block_is_not_given_to_another() -> None:
 
 
 def test_a_block_whose_last_connections_wind_down_is_free() -> None:
-    """Who closes first keeps the connection for a minute; a job that comes back within it finds its own block."""
+    """Who closes first keeps the connection for a minute; a job that comes back within it finds its
+    own block.
+    """
     first, claim = claim_block("7", ephemeral_floor(), "127.0.0.2")
     with claim, socket.create_connection(("127.0.0.2", first.rendezvous)) as node:
         taken, _ = claim.accept()
@@ -97,5 +101,8 @@ def test_an_ipv6_address_is_bracketed_before_a_port() -> None:
 @pytest.mark.parametrize("page", ["troubleshooting.md", "bringup.md"])
 def test_the_pages_say_which_ports_a_firewall_has_to_leave_open(page: str) -> None:
     blocks = list(candidate_blocks("1", 32768))
-    first, last = min(block.base for block in blocks), max(block.job_ports.stop - 1 for block in blocks)
+    first, last = (
+        min(block.base for block in blocks),
+        max(block.job_ports.stop - 1 for block in blocks),
+    )
     assert f"{first} to {last}" in (Path(__file__).parents[3] / "docs" / page).read_text()

@@ -1,4 +1,6 @@
-"""Invariant: what cannot be read is never held against a host; what is wrong is named with what to do about it."""
+"""Invariant: what cannot be read is never held against a host; what is wrong is named with what to
+do about it.
+"""
 
 import itertools
 import json
@@ -15,7 +17,15 @@ from bootstrap.preflight.table import Hca, HostFacts, Preflight, Seen, Wanted
 
 WANTED = Wanted(num_gpus=8, object_store_memory=2 * GIB)
 GPUS = tuple(
-    Gpu(f"GPU-{index}", 3, 0, remap_pending=False, remap_failed=False, recovery="none", num_nvlinks=18)
+    Gpu(
+        f"GPU-{index}",
+        3,
+        0,
+        remap_pending=False,
+        remap_failed=False,
+        recovery="none",
+        num_nvlinks=18,
+    )
     for index in range(8)
 )
 HCAS = tuple(Hca(f"mlx5_{index}", True, 400.0) for index in range(8))
@@ -38,9 +48,15 @@ FIT = HostFacts(
 SEEN = Seen(skew_s=0.1, head_ip="10.0.0.1", canary_seen=True, via="10.0.0.2 (eth0)")
 
 
-def gpus(first: Gpu | None = None, *, count: int = 8, error: str | None = None) -> dict[str, object]:
+def gpus(
+    first: Gpu | None = None, *, count: int = 8, error: str | None = None
+) -> dict[str, object]:
     """A change of ``FIT``: as many GPUs, the first of them as given."""
-    return {"gpu_reading": GpuReading((*([first] if first else []), *GPUS[1 if first else 0 : count]), "NVML", error)}
+    return {
+        "gpu_reading": GpuReading(
+            (*([first] if first else []), *GPUS[1 if first else 0 : count]), "NVML", error
+        )
+    }
 
 
 def test_a_fit_host_is_fit() -> None:
@@ -55,19 +71,49 @@ def test_nothing_known_is_nothing_wrong() -> None:
     ("change", "name", "level", "words"),
     [
         (gpus(count=7), "gpus", "EXCLUDE_NODE", "7 by NVML, 8 asked for"),
-        (gpus(count=0, error="NVML does not start"), "gpus", "EXCLUDE_NODE", "8 asked for (NVML does not start)"),
+        (
+            gpus(count=0, error="NVML does not start"),
+            "gpus",
+            "EXCLUDE_NODE",
+            "8 asked for (NVML does not start)",
+        ),
         ({"num_gpus_by_slurm": 4}, "gpus", "EXCLUDE_NODE", "4 by Slurm, 8 asked for"),
-        (gpus(replace(GPUS[0], used_mib=30_000)), "gpu-health", "EXCLUDE_NODE", "GPU-0 has 30000 MiB"),
-        (gpus(replace(GPUS[0], recovery=None, ecc_uncorrected=2)), "gpu-health", "EXCLUDE_NODE", "reset it"),
-        (gpus(replace(GPUS[0], ecc_uncorrected=2)), "gpu-health", "WARN", "2 uncorrected"),  # the driver says it is fit
+        (
+            gpus(replace(GPUS[0], used_mib=30_000)),
+            "gpu-health",
+            "EXCLUDE_NODE",
+            "GPU-0 has 30000 MiB",
+        ),
+        (
+            gpus(replace(GPUS[0], recovery=None, ecc_uncorrected=2)),
+            "gpu-health",
+            "EXCLUDE_NODE",
+            "reset it",
+        ),
+        (
+            gpus(replace(GPUS[0], ecc_uncorrected=2)),
+            "gpu-health",
+            "WARN",
+            "2 uncorrected",
+        ),  # the driver says it is fit
         (gpus(replace(GPUS[0], recovery="reboot")), "gpu-health", "EXCLUDE_NODE", "needs a reboot"),
         (gpus(replace(GPUS[0], remap_pending=True)), "gpu-health", "WARN", "remap"),
         (gpus(replace(GPUS[0], remap_failed=True)), "gpu-health", "EXCLUDE_NODE", "replace it"),
         (gpus(replace(GPUS[0], xids=(13, 79))), "gpu-health", "WARN", "had Xid 79 within"),
         (gpus(replace(GPUS[0], num_nvlinks=17)), "nvlink", "WARN", "GPU-0 has 17 of 18 NVLinks up"),
         (gpus(replace(GPUS[0], num_nvlinks=0)), "nvlink", "EXCLUDE_NODE", "GPU-0 has 0 of 18"),
-        (gpus(replace(GPUS[0], fabric="in progress")), "nvlink", "EXCLUDE_NODE", "nvidia-fabricmanager"),
-        ({"hcas": (replace(HCAS[0], is_active=False),)}, "hcas", "WARN", "no port is active: mlx5_0"),
+        (
+            gpus(replace(GPUS[0], fabric="in progress")),
+            "nvlink",
+            "EXCLUDE_NODE",
+            "nvidia-fabricmanager",
+        ),
+        (
+            {"hcas": (replace(HCAS[0], is_active=False),)},
+            "hcas",
+            "WARN",
+            "no port is active: mlx5_0",
+        ),
         ({"missing_paths": ("/data/model",)}, "mounts", "EXCLUDE_NODE", "/data/model not there"),
         ({"memlock": 8 << 20}, "memlock", "EXCLUDE_NODE", "LimitMEMLOCK=infinity"),
         ({"nofile": 20_000}, "nofile", "WARN", "65535 wanted"),
@@ -78,12 +124,27 @@ def test_nothing_known_is_nothing_wrong() -> None:
         ({"temp_free": 0}, "temp-dir", "EXCLUDE_NODE", "0.00 GiB free in /tmp"),
         ({"temp_free": 5 * GIB}, "temp-dir", "WARN", "5.00 GiB free"),
         ({"taken_ports": (12004,)}, "ports", "EXCLUDE_NODE", "12004 of the job's block"),
-        ({"folder_error": "Read-only file system"}, "folder", "EXCLUDE_NODE", "Read-only file system"),
+        (
+            {"folder_error": "Read-only file system"},
+            "folder",
+            "EXCLUDE_NODE",
+            "Read-only file system",
+        ),
         ({"rename_ms": 2500.0}, "folder", "WARN", "2500.0 ms"),
-        ({"head_ips": ("127.0.1.1",)}, "names", "WARN", "leads to 127.0.1.1, the head is at 10.0.0.1"),
+        (
+            {"head_ips": ("127.0.1.1",)},
+            "names",
+            "WARN",
+            "leads to 127.0.1.1, the head is at 10.0.0.1",
+        ),
         ({"head_ips": ()}, "names", "WARN", "does not resolve"),
         ({"head_ips": None}, "names", "WARN", "in 2 s"),
-        ({"network_conflicts": ("NCCL_IB_GID_INDEX=3 is set; this host shows 1",)}, "network", "WARN", "host shows 1"),
+        (
+            {"network_conflicts": ("NCCL_IB_GID_INDEX=3 is set; this host shows 1",)},
+            "network",
+            "WARN",
+            "host shows 1",
+        ),
         ({"problem": "no such interface"}, "reach", "EXCLUDE_NODE", "no such interface"),
     ],
 )
@@ -111,7 +172,10 @@ def test_locked_memory_is_nobodys_concern_without_rdma() -> None:
 
 def test_facts_survive_the_way_to_the_head() -> None:
     facts = replace(
-        FIT, taken_ports=(1, 2), network_conflicts=("a",), **gpus(replace(GPUS[0], used_mib=None, xids=(79,)))
+        FIT,
+        taken_ports=(1, 2),
+        network_conflicts=("a",),
+        **gpus(replace(GPUS[0], used_mib=None, xids=(79,))),
     )
     assert HostFacts.from_json(json.loads(json.dumps(asdict(facts)))) == facts
 
@@ -152,26 +216,51 @@ def test_a_host_that_is_absent_has_a_row_and_does_not_hide_what_the_others_share
     ("odd", "name", "level", "words"),
     [
         ({"folder_fs": "ext4"}, "mounts", "WARN", "run folder on ext4, elsewhere on nfs4"),
-        ({"hcas": HCAS[:7]}, "hcas", "WARN", "7 active of 400 Gb/s, elsewhere 8 active of 400 Gb/s"),
-        ({"hcas": (replace(HCAS[0], rate_gbps=200.0), *HCAS[1:])}, "hcas", "WARN", "1 active of 200 Gb/s and 7 active"),
-        ({"hcas": (replace(HCAS[0], is_active=False),)}, "hcas", "EXCLUDE_NODE", "no active port, elsewhere 8"),
+        (
+            {"hcas": HCAS[:7]},
+            "hcas",
+            "WARN",
+            "7 active of 400 Gb/s, elsewhere 8 active of 400 Gb/s",
+        ),
+        (
+            {"hcas": (replace(HCAS[0], rate_gbps=200.0), *HCAS[1:])},
+            "hcas",
+            "WARN",
+            "1 active of 200 Gb/s and 7 active",
+        ),
+        (
+            {"hcas": (replace(HCAS[0], is_active=False),)},
+            "hcas",
+            "EXCLUDE_NODE",
+            "no active port, elsewhere 8",
+        ),
         ({"hcas": ()}, "hcas", "EXCLUDE_NODE", "no active port"),
     ],
 )
-def test_the_odd_host_among_several_is_named(odd: Mapping[str, object], name: str, level: str, words: str) -> None:
+def test_the_odd_host_among_several_is_named(
+    odd: Mapping[str, object], name: str, level: str, words: str
+) -> None:
     hosts = {"n1": FIT, "n2": replace(FIT, **odd), "n3": FIT}
     compared = compare_hosts(hosts)
     assert list(compared) == ["n2"]
     (check,) = compared["n2"]
     assert (check.name, check.level) == (name, level) and words in check.found
-    merged = Preflight.of({host: [*check_host(hosts[host], WANTED, SEEN), *compared.get(host, ())] for host in hosts})
+    merged = Preflight.of(
+        {host: [*check_host(hosts[host], WANTED, SEEN), *compared.get(host, ())] for host in hosts}
+    )
     assert f"n2 {level} {name}: " in merged.table()
-    assert len({one.name for one in merged.checks["n2"]}) == len(merged.checks["n2"])  # the worst of a name counts
+    assert len({one.name for one in merged.checks["n2"]}) == len(
+        merged.checks["n2"]
+    )  # the worst of a name counts
 
 
 def test_a_slow_node_is_named_by_its_figure_and_one_without_a_figure_by_its_error() -> None:
     found = check_bandwidth({"n1": 40.0, "n2": 3.0, "n3": "no route to host"}, 20.0)
-    assert [found[host].level for host in ("n1", "n2", "n3")] == ["OK", "EXCLUDE_NODE", "EXCLUDE_NODE"]
+    assert [found[host].level for host in ("n1", "n2", "n3")] == [
+        "OK",
+        "EXCLUDE_NODE",
+        "EXCLUDE_NODE",
+    ]
     assert "3.00 GB/s" in found["n2"].found and "20 wanted" in found["n2"].found
     assert "no route to host" in found["n3"].found
 

@@ -1,4 +1,6 @@
-"""Invariant: looking at this host raises nothing, changes nothing but a canary, and agrees with the kernel."""
+"""Invariant: looking at this host raises nothing, changes nothing but a canary, and agrees with the
+kernel.
+"""
 
 import shutil
 import stat
@@ -18,7 +20,9 @@ def test_what_is_read_is_what_the_kernel_says(tmp_path: Path) -> None:
     assert facts.folder_error is None and facts.rename_ms is not None and facts.rename_ms > 0
     assert facts.num_gpus_by_slurm == 8
     assert facts.head_ips and set(facts.head_ips) <= {"127.0.0.1", "::1"}
-    said = subprocess.run(["df", "--output=fstype", "/tmp"], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        ["df", "--output=fstype", "/tmp"], capture_output=True, text=True, check=True
+    ).stdout
     assert facts.temp_fs == said.split()[-1]
     assert abs((facts.temp_free or 0) - shutil.disk_usage("/tmp").free) < 1 << 30
 
@@ -27,11 +31,15 @@ def test_what_is_read_is_what_the_kernel_says(tmp_path: Path) -> None:
     ("environ", "count"),
     [({}, None), ({"SLURM_GPUS_ON_NODE": "0"}, None), ({"SLURM_GPUS_PER_NODE": "h100:8"}, 8)],
 )
-def test_what_slurm_says_of_gpus(tmp_path: Path, environ: dict[str, str], count: int | None) -> None:
+def test_what_slurm_says_of_gpus(
+    tmp_path: Path, environ: dict[str, str], count: int | None
+) -> None:
     assert read_host(tmp_path, tmp_path, "localhost", environ).num_gpus_by_slurm == count
 
 
-def test_a_folder_that_is_not_there_and_a_name_that_does_not_resolve_are_facts(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_and_a_name_that_does_not_resolve_are_facts(
+    tmp_path: Path,
+) -> None:
     facts = read_host(tmp_path / "none", tmp_path / "none", "no.such.host.invalid", {})
     assert facts.canary is None and "No such file" in str(facts.folder_error)
     assert facts.temp_free is None
@@ -39,13 +47,17 @@ def test_a_folder_that_is_not_there_and_a_name_that_does_not_resolve_are_facts(t
 
 
 def test_a_path_that_the_run_needs_and_is_not_there_is_named(tmp_path: Path) -> None:
-    refused = tmp_path / ("x" * 300)  # stands for a mount that is broken: it cannot even be asked for
+    refused = tmp_path / (
+        "x" * 300
+    )  # stands for a mount that is broken: it cannot even be asked for
     needed = [tmp_path, tmp_path / "model", refused]
     missing = read_host(tmp_path, tmp_path, "localhost", {}, needed).missing_paths
     assert missing == (str(tmp_path / "model"), str(refused))
 
 
-def test_the_doctor_says_so_with_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_says_so_with_its_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--folder", str(tmp_path)]) == 0
     assert "host" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []

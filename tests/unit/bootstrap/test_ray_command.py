@@ -1,4 +1,6 @@
-"""Invariant: Ray is told everything it would otherwise guess, and nothing of the launcher leaks into it."""
+"""Invariant: Ray is told everything it would otherwise guess, and nothing of the launcher leaks
+into it.
+"""
 
 from pathlib import Path
 
@@ -81,7 +83,10 @@ def test_the_secret_is_named_by_its_file_only() -> None:
 
 
 def test_the_end_of_the_job_stays_known() -> None:
-    assert base_environment({"SLURM_JOB_END_TIME": "99"}, FACTS, Path("/s"))["RLPOST_JOB_END_TIME"] == "99"
+    assert (
+        base_environment({"SLURM_JOB_END_TIME": "99"}, FACTS, Path("/s"))["RLPOST_JOB_END_TIME"]
+        == "99"
+    )
 
 
 def test_ray_ends_at_once_when_told_and_uses_the_nodes_interface() -> None:
@@ -99,7 +104,10 @@ def test_the_gcs_answers_ray_status_itself_unless_the_user_says_otherwise() -> N
 
 
 def test_nccl_is_told_when_the_nodes_address_is_ipv6() -> None:
-    assert network_environment({}, ray_node("fd00::1", None), "eth0", {})["NCCL_SOCKET_FAMILY"] == "AF_INET6"
+    assert (
+        network_environment({}, ray_node("fd00::1", None), "eth0", {})["NCCL_SOCKET_FAMILY"]
+        == "AF_INET6"
+    )
 
 
 def test_a_folder_too_long_for_a_socket_is_refused() -> None:

@@ -12,7 +12,15 @@ import pytest
 from bootstrap.agent import rendezvous
 from bootstrap.agent.messages import Codec, hello_key
 from bootstrap.agent.ports import claim_block, ephemeral_floor
-from bootstrap.agent.rendezvous import BringupError, Link, LinkLost, NodeReport, Reception, check_versions, join
+from bootstrap.agent.rendezvous import (
+    BringupError,
+    Link,
+    LinkLost,
+    NodeReport,
+    Reception,
+    check_versions,
+    join,
+)
 from bootstrap.network.here import Address
 
 SECRET = b"the secret of the attempt"
@@ -65,7 +73,9 @@ def test_all_nodes_join_and_talk_both_ways() -> None:
     run(scene())
 
 
-@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x10" + b"x" * 100, b"\xff" * 64])
+@pytest.mark.parametrize(
+    "noise", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x10" + b"x" * 100, b"\xff" * 64]
+)
 def test_a_stranger_gets_no_byte_and_breaks_nothing(noise: bytes) -> None:
     async def scene() -> None:
         reception, port = await opened(("n0", "n1"))
@@ -82,14 +92,18 @@ def test_a_stranger_gets_no_byte_and_breaks_nothing(noise: bytes) -> None:
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 def test_one_listener_takes_nodes_over_ipv4_and_ipv6() -> None:
-    """Addresses come out in their plain spelling: what a node says of itself is what the head sees."""
+    """Addresses come out in their plain spelling: what a node says of itself is what the head
+    sees.
+    """
 
     async def scene() -> None:
         reception = Reception(SECRET, ("n0", "n1", "n2"), lambda report, link: None)
         block, claim = claim_block("77", ephemeral_floor(), "")
         await reception.open(claim)
         for rank, ip in ((1, "127.0.0.1"), (2, "::1")):
-            link = await join(describing(rank), secret=SECRET, candidates=lambda ip=ip: [(ip, block.rendezvous)])
+            link = await join(
+                describing(rank), secret=SECRET, candidates=lambda ip=ip: [(ip, block.rendezvous)]
+            )
             assert link.local_ip == ip
         await reception.complete.wait()
         assert [reception.reports[rank].ip for rank in (1, 2)] == ["127.0.0.1", "::1"]
@@ -143,7 +157,9 @@ def test_a_place_is_given_once() -> None:
         reception, port = await opened(("n0", "n1", "n2"))
         await joining(port, 1)
         second = await joining(port, 1)
-        with pytest.raises(LinkLost, match="the head rejected this node: n1 claims rank 1, which is taken"):
+        with pytest.raises(
+            LinkLost, match="the head rejected this node: n1 claims rank 1, which is taken"
+        ):
             await second.receive()
         assert reception.missing() == ["n2"]
         reception.close()
@@ -155,9 +171,12 @@ def test_a_node_behind_address_translation_is_told_why_it_cannot_join() -> None:
     async def scene() -> None:
         reception, port = await opened(("n0", "n1"))
         elsewhere = NodeReport("n1", 1, 8, {}, "10.0.0.7", "eth0")
-        link = await join(lambda _: elsewhere, secret=SECRET, candidates=lambda: [("127.0.0.1", port)])
+        link = await join(
+            lambda _: elsewhere, secret=SECRET, candidates=lambda: [("127.0.0.1", port)]
+        )
         with pytest.raises(
-            LinkLost, match=r"n1 reports address 10\.0\.0\.7 but connected from 127\.0\.0\.1: address trans"
+            LinkLost,
+            match=r"n1 reports address 10\.0\.0\.7 but connected from 127\.0\.0\.1: address trans",
         ):
             await link.receive()
         assert reception.missing() == ["n1"]
@@ -167,12 +186,16 @@ def test_a_node_behind_address_translation_is_told_why_it_cannot_join() -> None:
 
 
 def test_a_node_passes_over_places_that_are_not_its_head() -> None:
-    """Nobody listens at the first place, something foreign at the second; the third proves to be the head."""
+    """Nobody listens at the first place, something foreign at the second; the third proves to be
+    the head.
+    """
 
     async def scene() -> None:
         reception, port = await opened(("n0", "n1"))
         unused, unused_port = listening()
-        foreign = await asyncio.start_server(lambda reader, writer: writer.write(b"SSH-2.0-OpenSSH\r\n" * 4), port=0)
+        foreign = await asyncio.start_server(
+            lambda reader, writer: writer.write(b"SSH-2.0-OpenSSH\r\n" * 4), port=0
+        )
         foreign_port = foreign.sockets[0].getsockname()[1]
         places = [("127.0.0.1", unused_port), ("127.0.0.1", foreign_port), ("127.0.0.1", port)]
         link = await join(describing(1), secret=SECRET, candidates=lambda: places)
@@ -185,8 +208,12 @@ def test_a_node_passes_over_places_that_are_not_its_head() -> None:
     run(scene())
 
 
-def test_of_places_that_answer_almost_at_once_the_first_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head that stood still serves all that wait; nodes that chose differently would come by different networks."""
+def test_of_places_that_answer_almost_at_once_the_first_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A head that stood still serves all that wait; nodes that chose differently would come by
+    different networks.
+    """
     places = [(f"10.0.0.{number}", 20_000) for number in range(40)]
 
     class ALink(Link):
@@ -215,7 +242,9 @@ def test_of_places_that_answer_almost_at_once_the_first_is_taken(monkeypatch: py
     run(scene())
 
 
-def test_a_name_service_that_hangs_does_not_keep_a_node_from_the_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_service_that_hangs_does_not_keep_a_node_from_the_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     resolve, over = socket.getaddrinfo, threading.Event()
 
     def hanging(host: str, *rest: Any, **more: Any) -> Any:
@@ -230,7 +259,9 @@ def test_a_name_service_that_hangs_does_not_keep_a_node_from_the_addresses(monke
         reception, port = await opened(("n0", "n1"))
         places = [("head", port), ("127.0.0.1", port)]
         try:
-            link = await asyncio.wait_for(join(describing(1), secret=SECRET, candidates=lambda: places), 10)
+            link = await asyncio.wait_for(
+                join(describing(1), secret=SECRET, candidates=lambda: places), 10
+            )
         finally:
             over.set()
         link.close()
@@ -240,8 +271,12 @@ def test_a_name_service_that_hangs_does_not_keep_a_node_from_the_addresses(monke
     run(scene())
 
 
-def test_the_head_is_looked_for_by_name_wherever_it_listens_before_its_addresses(tmp_path: Path) -> None:
-    """The order of the addresses is that of the head's interfaces and says nothing; the name is what Slurm uses."""
+def test_the_head_is_looked_for_by_name_wherever_it_listens_before_its_addresses(
+    tmp_path: Path,
+) -> None:
+    """The order of the addresses is that of the head's interfaces and says nothing; the name is
+    what Slurm uses.
+    """
     head_file = tmp_path / "head.json"
     assert rendezvous.head_candidates("n1", 10_000, head_file) == [("n1", 10_000)]
     addresses = (Address("docker0", "172.17.0.1"), Address("eth0", "10.0.0.1"))

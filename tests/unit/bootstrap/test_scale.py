@@ -1,6 +1,7 @@
 """Invariant: what the head does for a node does not depend on how many others there are.
 
-One real head without Ray (the stub of tests/fakes) and simulated nodes that speak the real protocol.
+One real head without Ray (the stub of tests/fakes) and simulated nodes that speak the real
+protocol.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +16,9 @@ _NODES = (8, 128)
 
 @pytest.mark.slow
 def test_messages_bytes_and_open_sockets_grow_linearly_with_the_nodes(tmp_path: Path) -> None:
-    """Seven messages a node (hello, welcome, joined, the order to try the folder and its answer, start_ray, end), one
-    connection, a report of one size."""
+    """Seven messages a node (hello, welcome, joined, the order to try the folder and its answer,
+    start_ray, end), one connection, a report of one size.
+    """
     small, large = _NODES
     folders = [tmp_path / str(num_nodes) for num_nodes in _NODES]
     for folder in folders:
@@ -26,6 +28,8 @@ def test_messages_bytes_and_open_sockets_grow_linearly_with_the_nodes(tmp_path: 
     for num_nodes in _NODES:
         assert found[num_nodes].num_messages == 7 * (num_nodes - 1)
     added = large - small
-    assert found[large].num_descriptors - found[small].num_descriptors <= added + 2  # the two come and go
+    assert (
+        found[large].num_descriptors - found[small].num_descriptors <= added + 2
+    )  # the two come and go
     per_node = [found[num_nodes].num_bytes / (num_nodes - 1) for num_nodes in _NODES]
     assert abs(per_node[1] - per_node[0]) < 0.05 * per_node[0]

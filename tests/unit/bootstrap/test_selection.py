@@ -1,4 +1,6 @@
-"""Invariant: the cluster has exactly the nodes that were asked for, or the next attempt avoids the bad ones."""
+"""Invariant: the cluster has exactly the nodes that were asked for, or the next attempt avoids the
+bad ones.
+"""
 
 import pytest
 

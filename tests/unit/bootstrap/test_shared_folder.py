@@ -41,11 +41,23 @@ def refuses_folders(descriptor: int) -> None:
         (fcntl, "flock", refuses(errno.ENOLCK), "no locks (No locks available)", "WARN"),
         (os, "fsync", refuses_folders, "no fsync of folders (Invalid argument)", "WARN"),
         (os, "replace", refuses(errno.EPERM), "no rename over a file", "EXCLUDE_NODE"),
-        (os, "replace", lambda *_: None, "no rename over a file (the file was not replaced)", "EXCLUDE_NODE"),
+        (
+            os,
+            "replace",
+            lambda *_: None,
+            "no rename over a file (the file was not replaced)",
+            "EXCLUDE_NODE",
+        ),
     ],
 )
 def test_what_is_refused_is_named_with_what_it_costs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, call: str, act: Any, words: str, level: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    call: str,
+    act: Any,
+    words: str,
+    level: str,
 ) -> None:
     assert lacks(tmp_path) == () and list(tmp_path.iterdir()) == []
     with monkeypatch.context() as patched:
@@ -56,14 +68,26 @@ def test_what_is_refused_is_named_with_what_it_costs(
 
 
 def test_it_stands_in_the_table_of_the_host() -> None:
-    checks = check_host(HostFacts(folder_lacks=("hard links (Operation not permitted)",)), Wanted(0))
+    checks = check_host(
+        HostFacts(folder_lacks=("hard links (Operation not permitted)",)), Wanted(0)
+    )
     assert [check.level for check in checks if check.name == "storage"] == ["WARN"]
 
 
 class Node:
-    """A node in this process: answers orders from the link, with a file system that may be slow or lossy."""
+    """A node in this process: answers orders from the link, with a file system that may be slow or
+    lossy.
+    """
 
-    def __init__(self, folder: Path, host: str, test: FolderTest, *, sees_after_s: float = 0.0, is_lost: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        host: str,
+        test: FolderTest,
+        *,
+        sees_after_s: float = 0.0,
+        is_lost: bool = False,
+    ):
         self.folder, self.host, self.test = folder, host, test
         self.sees_after_s, self.is_lost = sees_after_s, is_lost
         self.work: asyncio.Task[None] | None = None
@@ -100,10 +124,14 @@ def test_nodes_that_share_a_folder_see_each_others_files_and_lose_no_line(tmp_pa
 def test_a_file_that_is_seen_late_is_a_warning_with_what_to_do(tmp_path: Path) -> None:
     found = together(tmp_path, n1={"sees_after_s": 2.5}, n2={})
     assert found["n2"].level == "OK" and found["n1"].level == "WARN"
-    assert "the head's file here is seen after 2.5 s: mount with a lower actimeo" in found["n1"].found
+    assert (
+        "the head's file here is seen after 2.5 s: mount with a lower actimeo" in found["n1"].found
+    )
 
 
-def test_a_node_with_a_folder_of_its_own_sees_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_with_a_folder_of_its_own_sees_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared_folder, "LOOK_S", 0.2)
     (tmp_path / "shared").mkdir()
 
@@ -116,7 +144,9 @@ def test_a_node_with_a_folder_of_its_own_sees_nothing(tmp_path: Path, monkeypatc
     assert found.level == "WARN" and "could not be tried with the others: [Errno 2]" in found.found
 
 
-def test_lines_that_hosts_write_over_each_other_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_hosts_write_over_each_other_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As two clients of NFS do that both know an old end of the file."""
     opened = os.open
 
@@ -141,10 +171,15 @@ def test_nodes_that_do_not_answer_and_a_folder_that_hangs_cost_a_bounded_time(
 
     async def run() -> dict[str, Check]:
         test = FolderTest()
-        links: Any = {"n1": Silent(tmp_path, "n1", test), "n2": Node(tmp_path, "n2", test, is_lost=True)}
+        links: Any = {
+            "n1": Silent(tmp_path, "n1", test),
+            "n2": Node(tmp_path, "n2", test, is_lost=True),
+        }
         return await test.run(tmp_path, links, "n0")
 
     started = time.monotonic()
     found = asyncio.run(run())
     assert time.monotonic() - started < 5
-    assert "no answer within 0 s" in found["n1"].found and "does not acknowledge" in found["n2"].found
+    assert (
+        "no answer within 0 s" in found["n1"].found and "does not acknowledge" in found["n2"].found
+    )

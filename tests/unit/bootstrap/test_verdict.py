@@ -1,4 +1,6 @@
-"""Invariant: whatever happened there is a verdict, and a run comes back only when coming back can help."""
+"""Invariant: whatever happened there is a verdict, and a run comes back only when coming back can
+help.
+"""
 
 import itertools
 import json
@@ -37,13 +39,21 @@ def test_the_table_of_verdicts(outcome: Outcome, word: str) -> None:
 
 
 def test_every_outcome_has_a_verdict_with_a_cause() -> None:
-    codes, errors, losses, stops = (None, 0, 1, 75, 78, -9, -99), (None, "e"), (None, "l"), (True, False)
+    codes, errors, losses, stops = (
+        (None, 0, 1, 75, 78, -9, -99),
+        (None, "e"),
+        (None, "l"),
+        (True, False),
+    )
     for code, error, lost, stop in itertools.product(codes, errors, losses, stops):
         assert decide(Outcome(code, "tail", error, lost, stop)).cause
 
 
 def test_the_cause_is_what_was_lost_and_not_what_the_driver_made_of_it() -> None:
-    assert decide(Outcome(driver_code=1, driver_tail="RaySystemError", lost="n02 is gone")).cause == "n02 is gone"
+    assert (
+        decide(Outcome(driver_code=1, driver_tail="RaySystemError", lost="n02 is gone")).cause
+        == "n02 is gone"
+    )
 
 
 def test_a_failed_driver_is_quoted() -> None:

@@ -37,7 +37,9 @@ class Crash(BaseException):
 
 
 class CrashAt:
-    """Lets ``number`` file operations of the commit protocol happen and ends the process at the next one."""
+    """Lets ``number`` file operations of the commit protocol happen and ends the process at the
+    next one.
+    """
 
     OPERATIONS = ("mkdir", "makedirs", "open", "rename", "replace", "fsync")
 
@@ -83,7 +85,9 @@ class CrashAt:
 
 @pytest.fixture(autouse=True)
 def _no_power_is_cut(monkeypatch):
-    """A process that ends loses nothing that it wrote: where an fsync stands is tested, and not what it takes."""
+    """A process that ends loses nothing that it wrote: where an fsync stands is tested, and not
+    what it takes.
+    """
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -93,7 +97,9 @@ def save_and_prune(folder: Path, step: int, content: str) -> None:
 
 
 def crashes(folder: Path, step: int, number: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Save ``step`` with content "new"; False when it has no file operation of that number to crash at."""
+    """Save ``step`` with content "new"; False when it has no file operation of that number to crash
+    at.
+    """
     with monkeypatch.context() as patch:
         CrashAt(number, patch)
         try:
@@ -103,8 +109,12 @@ def crashes(folder: Path, step: int, number: int, monkeypatch: pytest.MonkeyPatc
     return False
 
 
-def crash_everywhere(root: Path, *, before: list[tuple[int, str]], step: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Save ``step`` with content "new" and crash at each file operation in turn; returns how many there were."""
+def crash_everywhere(
+    root: Path, *, before: list[tuple[int, str]], step: int, monkeypatch: pytest.MonkeyPatch
+) -> int:
+    """Save ``step`` with content "new" and crash at each file operation in turn; returns how many
+    there were.
+    """
     allowed = {before[-1], (step, "new")}
     for number in range(1000):
         folder = root / f"crash_{number}"
@@ -113,8 +123,13 @@ def crash_everywhere(root: Path, *, before: list[tuple[int, str]], step: int, mo
         crashed = crashes(folder, step, number, monkeypatch)
         assert content_of(folder) in allowed, f"after a crash at file operation {number}"
         save_and_prune(folder, step, "new")
-        assert content_of(folder) == (step, "new"), f"when saving again after a crash at file operation {number}"
-        assert sorted(path.name for path in folder.iterdir()) == [protocol.checkpoint_name(step), "latest"]
+        assert content_of(folder) == (step, "new"), (
+            f"when saving again after a crash at file operation {number}"
+        )
+        assert sorted(path.name for path in folder.iterdir()) == [
+            protocol.checkpoint_name(step),
+            "latest",
+        ]
         if not crashed:
             return number
     raise AssertionError("the save never came to its end")
@@ -225,7 +240,9 @@ def test_folders_are_open_to_their_owner_only(tmp_path):
 
 
 def test_a_checkpoint_of_another_program_is_never_replaced(tmp_path):
-    """Megatron-LM names its folders iter_0000020 as well: --save may be where another trainer saved."""
+    """Megatron-LM names its folders iter_0000020 as well: --save may be where another trainer
+    saved.
+    """
     write(tmp_path, 10, "ten")
     theirs = tmp_path / protocol.checkpoint_name(20)
     theirs.mkdir()
@@ -238,7 +255,9 @@ def test_a_checkpoint_of_another_program_is_never_replaced(tmp_path):
 
 @pytest.mark.parametrize("keep_every", [None, 10])
 def test_prune_never_deletes_the_checkpoint_that_was_just_committed(tmp_path, keep_every):
-    """A damaged one of a higher step, of the right sizes: the resume went back behind it, and its step is to come."""
+    """A damaged one of a higher step, of the right sizes: the resume went back behind it, and its
+    step is to come.
+    """
     write(tmp_path, 10, "ten")
     damaged = write(tmp_path, 20, "twenty")
     (damaged / "state.json").write_text("twentY")

@@ -1,4 +1,6 @@
-"""Two attempts at one folder, as real processes: the older one never commits once the newer has claimed it."""
+"""Two attempts at one folder, as real processes: the older one never commits once the newer has
+claimed it.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,12 @@ except Exception as error:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["looks", "does not look"])
 def test_a_zombie_that_saves_as_fast_as_it_can_is_out_when_the_folder_is_claimed(tmp_path, kind):
-    """Whatever instant it is at. What the newer attempt found when it claimed the folder is what it keeps finding, also
-    when the older one never reads OWNER, as if a cache showed it the old one; but for what the older one deletes just
-    then, because it has two that are newer."""
+    """Whatever instant it is at.
+
+    What the newer attempt found when it claimed the folder is what it keeps finding, also when the
+    older one never reads OWNER, as if a cache showed it the old one; but for what the older one
+    deletes just then, because it has two that are newer.
+    """
     moments = random.Random(7)
     for number in range(6):
         folder = tmp_path / str(number)
@@ -68,8 +73,12 @@ def test_a_zombie_that_saves_as_fast_as_it_can_is_out_when_the_folder_is_claimed
         finally:
             zombie.kill()
         end = out.splitlines()[-1]
-        assert end.split()[0] in {"Fenced", "FileNotFoundError", "CheckpointError"}, f"it went on: {end}"
-        assert recoverable(folder, 2) == found[:2], "the older attempt added or took away a checkpoint"
+        assert end.split()[0] in {"Fenced", "FileNotFoundError", "CheckpointError"}, (
+            f"it went on: {end}"
+        )
+        assert recoverable(folder, 2) == found[:2], (
+            "the older attempt added or took away a checkpoint"
+        )
         assert set(recoverable(folder, 100)) <= set(found)
         assert found and newest_committed(folder).path == found[0]
         writing = begin(folder, 10_000, lane=ours.lane)
@@ -84,14 +93,19 @@ def test_the_claim_names_who_has_it_and_a_claim_after_it_wins(tmp_path):
     second = claim(tmp_path, "4 of runs/a")
     second.check()
     with pytest.raises(
-        Fenced, match=r"belongs to attempt 4 of runs/a \(process \d+ on .*; this is attempt 3 of runs/a"
+        Fenced,
+        match=r"belongs to attempt 4 of runs/a \(process \d+ on .*; this is attempt 3 of runs/a",
     ):
         first.check()
     assert not first.lane.exists() and second.lane.is_dir()
 
 
-def test_an_owner_file_that_is_gone_or_damaged_fences_nobody_whose_lane_is_in_place(tmp_path, caplog):
-    """No attempt can have claimed the folder: a claim moves the lane away. A run that is fenced never comes back."""
+def test_an_owner_file_that_is_gone_or_damaged_fences_nobody_whose_lane_is_in_place(
+    tmp_path, caplog
+):
+    """No attempt can have claimed the folder: a claim moves the lane away. A run that is fenced
+    never comes back.
+    """
     ours = claim(tmp_path, "1")
     (tmp_path / "OWNER").unlink()
     ours.check()
@@ -120,7 +134,9 @@ def test_storage_that_fails_is_not_another_attempt(tmp_path, monkeypatch, caplog
 
 
 def test_what_was_renamed_but_not_marked_is_out_of_reach_and_what_is_marked_stays(tmp_path):
-    """The newer attempt begins from what it saw: a marker that is written afterwards must find nothing to stand in."""
+    """The newer attempt begins from what it saw: a marker that is written afterwards must find
+    nothing to stand in.
+    """
     kept = claim(tmp_path, "0")
     for step in (1, 2):
         writing = begin(tmp_path, step, lane=kept.lane)
@@ -140,7 +156,12 @@ def test_leftovers_of_fenced_attempts_are_deleted_after_the_next_commit(tmp_path
     (writing / "shard").write_text("x")
     commit(writing, check=ours.check)
     prune(tmp_path, 1, lane=ours.lane)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [ours.lane.name, "OWNER", "iter_0000001", "latest"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ours.lane.name,
+        "OWNER",
+        "iter_0000001",
+        "latest",
+    ]
 
 
 def commit_and_prune(folder, ours, step):
@@ -158,7 +179,10 @@ def save(folder, ours, step, content):
 def visible(folder):
     """All that is no attempt's own: names and contents."""
     found = (
-        path for top in folder.iterdir() if not top.name.startswith((".writing-", ".deleting-")) for path in tree(top)
+        path
+        for top in folder.iterdir()
+        if not top.name.startswith((".writing-", ".deleting-"))
+        for path in tree(top)
     )
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
@@ -167,9 +191,15 @@ def tree(path):
     return [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
 
 
-@pytest.mark.parametrize("has_the_step", [False, True], ids=["first save of the step", "second save of the step"])
-def test_an_older_attempt_that_wakes_anywhere_in_its_commit_changes_nothing_of_the_newer_one(tmp_path, has_the_step):
-    """It stopped after each call of the system in turn; the newer one has committed the same step meanwhile."""
+@pytest.mark.parametrize(
+    "has_the_step", [False, True], ids=["first save of the step", "second save of the step"]
+)
+def test_an_older_attempt_that_wakes_anywhere_in_its_commit_changes_nothing_of_the_newer_one(
+    tmp_path, has_the_step
+):
+    """It stopped after each call of the system in turn; the newer one has committed the same step
+    meanwhile.
+    """
     for number in range(1, 1000):
         folder = tmp_path / str(number)
         old = claim(folder, "old")
@@ -179,11 +209,15 @@ def test_an_older_attempt_that_wakes_anywhere_in_its_commit_changes_nothing_of_t
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(os, "fsync", lambda descriptor: None)
             paused = PausedThread(number, patched)
-            stopped = paused.run(partial(commit_and_prune, folder, old, 2), expected=(OSError, CheckpointError))
+            stopped = paused.run(
+                partial(commit_and_prune, folder, old, 2), expected=(OSError, CheckpointError)
+            )
             try:
                 new = claim(folder, "new")
                 found = newest_committed(folder).path
-                assert found is not None and found.name == ("iter_0000002" if has_the_step else found.name)
+                assert found is not None and found.name == (
+                    "iter_0000002" if has_the_step else found.name
+                )
                 path = save(folder, new, 2, "new")
                 prune(folder, 1, lane=new.lane, committed=path)
                 before = visible(folder)
@@ -198,7 +232,9 @@ def test_an_older_attempt_that_wakes_anywhere_in_its_commit_changes_nothing_of_t
     raise AssertionError("the commit never came to its end")
 
 
-def test_a_checkpoint_that_stepped_aside_for_one_that_never_came_is_found_and_comes_back(tmp_path, monkeypatch):
+def test_a_checkpoint_that_stepped_aside_for_one_that_never_came_is_found_and_comes_back(
+    tmp_path, monkeypatch
+):
     """Also by who only reads: another run may begin from this folder (--load)."""
     old = claim(tmp_path, "old")
     before = save(tmp_path, old, 2, "before")

@@ -12,7 +12,17 @@ from rlpost.errors import CheckpointError
 from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 
 PARTIAL = Sample(
-    9, 1, (5, 6), (7, 8, 9), (-0.1, -1e-9 / 3, 0.0), "größer\n三", "abort", 4, "42", (1, 1, 0), ((3, 2), (4, 1))
+    9,
+    1,
+    (5, 6),
+    (7, 8, 9),
+    (-0.1, -1e-9 / 3, 0.0),
+    "größer\n三",
+    "abort",
+    4,
+    "42",
+    (1, 1, 0),
+    ((3, 2), (4, 1)),
 )
 WHOLE = Sample(8, 0, (5,), (7,), (-0.25,), "x", "stop", 4)
 BACKLOG = Backlog(
@@ -31,19 +41,24 @@ BACKLOG = Backlog(
 
 
 def test_a_state_survives_its_way_through_json():
-    """To the last bit of every log-prob: what was generated before a preemption is trained after it."""
+    """To the last bit of every log-prob: what was generated before a preemption is trained after
+    it.
+    """
     state = RunState().trained({"train/loss": 0.25}).holding({"offset": 12}, BACKLOG)
     assert RunState.from_json(state.to_json()) == state
 
 
 def test_a_state_is_written_in_pieces_of_one_group():
-    """A call of ``json.dumps`` keeps the interpreter's lock: one for 100,000 groups stopped the event loop for 6 s,
-    from a thread as well."""
+    """A call of ``json.dumps`` keeps the interpreter's lock: one for 100,000 groups stopped the
+    event loop for 6 s, from a thread as well.
+    """
     groups = tuple(SampleGroup(number, (ScoredSample(WHOLE, 1 / 3),) * 4) for number in range(50))
     state = RunState(step=3, cursor={"offset": 12}, backlog=replace(BACKLOG, finished=groups))
     pieces = list(state.json_pieces())
     assert "".join(pieces) == state.to_json()
-    assert json.dumps(json.loads(state.to_json())) == state.to_json(), "the text that earlier versions wrote"
+    assert json.dumps(json.loads(state.to_json())) == state.to_json(), (
+        "the text that earlier versions wrote"
+    )
     assert max(piece.count('"reward"') for piece in pieces) == 4
     assert RunState.from_json("".join(pieces)) == state
 

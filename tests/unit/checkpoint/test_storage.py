@@ -1,5 +1,7 @@
-"""Bad storage, for real where a test may: full, read-only, unreadable, damaged, half seen. The checkpoint before is
-used, or the error says what is wrong; nothing hangs and nothing is lost."""
+"""Bad storage, for real where a test may: full, read-only, unreadable, damaged, half seen.
+
+The checkpoint before is used, or the error says what is wrong; nothing hangs and nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of half a MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", folder], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "none", folder], capture_output=True
+    ).returncode:
         pytest.skip("may not mount a file system here")
     yield folder
     subprocess.run(["umount", folder], check=True)
@@ -65,21 +69,29 @@ def test_a_disk_that_is_full_when_the_manifest_is_written_leaves_the_checkpoint_
         commit(writing)
     assert newest_committed(disk).path == before
     (disk / "other").unlink()
-    assert commit(writing) == newest_committed(disk).path, "it may be committed later, when there is room"
+    assert commit(writing) == newest_committed(disk).path, (
+        "it may be committed later, when there is room"
+    )
 
 
 def test_a_disk_that_became_read_only_is_read_and_said_when_written(disk):
     before = write(disk, 1)
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     assert newest_committed(disk).path == before
-    for attempt in (lambda: begin(disk, 2), lambda: claim(disk, "1"), lambda: prune(disk / ".", 1) or begin(disk, 3)):
+    for attempt in (
+        lambda: begin(disk, 2),
+        lambda: claim(disk, "1"),
+        lambda: prune(disk / ".", 1) or begin(disk, 3),
+    ):
         with pytest.raises(OSError, match="Read-only file system"):
             attempt()
 
 
 @pytest.fixture
 def stranger() -> Iterator[Path]:
-    """A folder that another user may enter; whoever runs the test is that user where ``with`` says so."""
+    """A folder that another user may enter; whoever runs the test is that user where ``with`` says
+    so.
+    """
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
     folder = Path(tempfile.mkdtemp())
@@ -97,14 +109,23 @@ def as_nobody() -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_a_checkpoint_that_may_not_be_read_is_skipped_and_a_folder_that_may_not_is_an_error(stranger):
+def test_a_checkpoint_that_may_not_be_read_is_skipped_and_a_folder_that_may_not_is_an_error(
+    stranger,
+):
     older, newer = write(stranger, 1), write(stranger, 2)
     older.chmod(0o755)
     with as_nobody():
         found = newest_committed(stranger)
-    assert found.path == older and found.skipped[0][0] == newer and "Permission denied" in found.skipped[0][1]
+    assert (
+        found.path == older
+        and found.skipped[0][0] == newer
+        and "Permission denied" in found.skipped[0][1]
+    )
     stranger.chmod(0o700)
-    with as_nobody(), pytest.raises(CheckpointError, match=r"cannot list checkpoints in .*Permission denied"):
+    with (
+        as_nobody(),
+        pytest.raises(CheckpointError, match=r"cannot list checkpoints in .*Permission denied"),
+    ):
         newest_committed(stranger)
 
 
@@ -126,7 +147,10 @@ DAMAGES = {
     "a pipe in its place": lambda path: ((path / "shard").unlink(), os.mkfifo(path / "shard")),
     "a folder in its place": lambda path: ((path / "shard").unlink(), (path / "shard").mkdir()),
     "missing manifest": lambda path: (path / protocol.MANIFEST).unlink(),
-    "a pipe for a manifest": lambda path: ((path / protocol.MANIFEST).unlink(), os.mkfifo(path / protocol.MANIFEST)),
+    "a pipe for a manifest": lambda path: (
+        (path / protocol.MANIFEST).unlink(),
+        os.mkfifo(path / protocol.MANIFEST),
+    ),
     "missing marker": lambda path: (path / protocol.COMMITTED).unlink(),
     "empty marker": lambda path: damage(path, protocol.COMMITTED, ""),
     "marker of noise": lambda path: damage(path, protocol.COMMITTED, b"\xff\xfe\x00"),
@@ -134,7 +158,9 @@ DAMAGES = {
     "half a manifest": lambda path: with_manifest(path, '{"files": {"shard": {"size_b'),
     "a manifest of another kind": lambda path: with_manifest(path, "[1, 2]"),
     "a manifest without files": lambda path: with_manifest(path, "{}"),
-    "a manifest with odd entries": lambda path: with_manifest(path, json.dumps({"files": {"shard": 7}})),
+    "a manifest with odd entries": lambda path: with_manifest(
+        path, json.dumps({"files": {"shard": 7}})
+    ),
     "a manifest with a list": lambda path: with_manifest(path, json.dumps({"files": ["shard"]})),
 }
 
@@ -150,7 +176,9 @@ def test_whatever_is_damaged_the_checkpoint_before_is_used_and_the_reason_said(t
     found = newest_committed(tmp_path)
     assert found.path == older
     ((path, reason),) = found.skipped
-    assert path == newer and any(word in reason for word in ("shard", "MANIFEST", "COMMITTED")), reason
+    assert path == newer and any(word in reason for word in ("shard", "MANIFEST", "COMMITTED")), (
+        reason
+    )
 
 
 def test_a_listing_that_lacks_the_newest_finds_it_by_its_name(tmp_path, monkeypatch):
@@ -158,7 +186,9 @@ def test_a_listing_that_lacks_the_newest_finds_it_by_its_name(tmp_path, monkeypa
     write(tmp_path, 1)
     newer = write(tmp_path, 2)
     real = os.listdir
-    monkeypatch.setattr(protocol.os, "listdir", lambda path: [name for name in real(path) if name != newer.name])
+    monkeypatch.setattr(
+        protocol.os, "listdir", lambda path: [name for name in real(path) if name != newer.name]
+    )
     assert newest_committed(tmp_path) == protocol.Search(newer, ())
 
 
@@ -166,9 +196,13 @@ def test_a_listing_that_names_what_is_gone_leads_to_the_one_before(tmp_path, mon
     older, newer = write(tmp_path, 1), write(tmp_path, 2)
     shutil.rmtree(newer)
     real = os.listdir
-    monkeypatch.setattr(protocol.os, "listdir", lambda path: [*real(path), newer.name, "iter_0000003"])
+    monkeypatch.setattr(
+        protocol.os, "listdir", lambda path: [*real(path), newer.name, "iter_0000003"]
+    )
     found = newest_committed(tmp_path)
-    assert found.path == older and found.skipped == ((newer, "the file latest names it, but it is not there"),)
+    assert found.path == older and found.skipped == (
+        (newer, "the file latest names it, but it is not there"),
+    )
     assert protocol.was_committed(newer)
 
 
@@ -187,7 +221,9 @@ def test_a_folder_that_vanishes_while_it_is_looked_at_is_skipped(tmp_path, monke
 
 
 def test_folders_that_no_save_of_ours_wrote_are_left_alone(tmp_path):
-    """Megatron-LM's checkpoints have the same names; a person may point --save to a folder that has some."""
+    """Megatron-LM's checkpoints have the same names; a person may point --save to a folder that has
+    some.
+    """
     theirs = tmp_path / "iter_0000001"
     theirs.mkdir()
     (theirs / "metadata.json").write_text("{}")

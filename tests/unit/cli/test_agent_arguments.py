@@ -17,12 +17,16 @@ def test_mounts_and_the_threshold_of_bandwidth_reach_the_agents(tmp_path: Path) 
         "container_mounts": ["/data", "/lustre/models:/models:ro"],
     }
     arguments = job_spec(load([], {"cluster": cluster}, base=tmp_path).config).agent_args
-    options = parse_options(["--attempt-dir", str(tmp_path), "--num-gpus", "8", *arguments, "--", "driver"])
+    options = parse_options(
+        ["--attempt-dir", str(tmp_path), "--num-gpus", "8", *arguments, "--", "driver"]
+    )
     assert options.bandwidth_gbps == 12.5
     assert options.needed_paths == (Path("/data"), Path("/models"))
 
 
 def test_nothing_is_measured_and_no_path_needed_unless_asked_for(tmp_path: Path) -> None:
     arguments = job_spec(load([], {}, base=tmp_path).config).agent_args
-    options = parse_options(["--attempt-dir", str(tmp_path), "--num-gpus", "8", *arguments, "--", "driver"])
+    options = parse_options(
+        ["--attempt-dir", str(tmp_path), "--num-gpus", "8", *arguments, "--", "driver"]
+    )
     assert options.bandwidth_gbps is None and options.needed_paths == ()

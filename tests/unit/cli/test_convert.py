@@ -6,7 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlpost.cli.convert import Rank, _prepared, device_of, hf_to_torch_dist, place, spread, torch_dist_to_hf
+from rlpost.cli.convert import (
+    Rank,
+    _prepared,
+    device_of,
+    hf_to_torch_dist,
+    place,
+    spread,
+    torch_dist_to_hf,
+)
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.transformer_engine import needs_transformer_engine
 from tests.unit.cli.projects import make_project
@@ -24,7 +32,13 @@ def log_as_before() -> Iterator[None]:
 
 
 def test_torchrun_says_where_a_process_stands():
-    environ = {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29400"}
+    environ = {
+        "RANK": "5",
+        "WORLD_SIZE": "16",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "29400",
+    }
     assert place(environ | {"SLURM_PROCID": "0"}) == Rank(5, 16, 1, "n1", 29400)
 
 
@@ -67,7 +81,9 @@ def test_layers_are_spread_over_as_many_ranks_as_have_work(num_layers, num_ranks
 
 
 def test_a_conversion_never_writes_over_what_is_there(tmp_path, capsys):
-    """Not even when --output-dir is the model itself, whose weights and config.json have the same names."""
+    """Not even when --output-dir is the model itself, whose weights and config.json have the same
+    names.
+    """
     model = make_project(tmp_path) / "model"
     before = {path.name: path.read_bytes() for path in model.iterdir()}
     origin = ["--input-dir", str(tmp_path / "iter_0000020"), "--origin-hf-dir", str(model)]
@@ -79,7 +95,9 @@ def test_a_conversion_never_writes_over_what_is_there(tmp_path, capsys):
 
 
 def test_a_model_that_is_only_converted_misses_no_kernel(tmp_path, monkeypatch):
-    """--model qwen3_30b_a3b asks for those of TransformerEngine, which a node that converts need not have."""
+    """--model qwen3_30b_a3b asks for those of TransformerEngine, which a node that converts need
+    not have.
+    """
     monkeypatch.setenv("RLPOST_ASSETS", str(make_assets(tmp_path / "assets")))
     config = load(files_of(JOBS / "recipes/qwen3_30b_a3b.toml", {}), {}).config
     assert any(need.is_required for need in needs_transformer_engine(config))

@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize("words", [["--help"], ["check", "tiny", "--print-config"]])
 def test_a_reader_that_has_gone_costs_no_traceback(words):
-    """As with ``| head``: the few lines of one are still in the buffer at its end, the many of the other are not."""
+    """As with ``| head``: the few lines of one are still in the buffer at its end, the many of the
+    other are not.
+    """
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "rlpost", *words]

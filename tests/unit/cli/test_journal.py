@@ -18,7 +18,9 @@ from tests.unit.rollout.test_journal import group
 
 @pytest.fixture
 def run(tmp_path):
-    return create_run_folder(tmp_path / "run", json.dumps({"checkpoint": {"save": str(tmp_path / "saves")}}))
+    return create_run_folder(
+        tmp_path / "run", json.dumps({"checkpoint": {"save": str(tmp_path / "saves")}})
+    )
 
 
 def write(tmp_path):
@@ -37,12 +39,18 @@ def test_every_segment_is_a_line_with_what_it_holds(tmp_path, run, capsys):
     folder, head, first, second, chain = capsys.readouterr().out.splitlines()
     assert folder == str(tmp_path / "saves/journal")
     columns = re.split(r"\s{2,}", head.strip())
-    rows = [dict(zip(columns, re.split(r"\s{2,}", line.strip()), strict=True)) for line in (first, second)]
+    rows = [
+        dict(zip(columns, re.split(r"\s{2,}", line.strip()), strict=True))
+        for line in (first, second)
+    ]
     counts = {"groups": "2", "dropped": "1", "tokens": "11", "batches": "1", "evaluations": "1"}
     assert {key: rows[0][key] for key in counts} == counts
     assert (rows[1]["segment"], rows[1]["from step"], rows[1]["groups"]) == ("1", "1", "0")
     assert (rows[0]["follows on"], rows[1]["follows on"]) == ("-", "segment 0")
-    assert chain == "a resume from step 0 (segment 0) uses 0000000 -> 0000001; groups: 2 (11 tokens), batches: 1"
+    assert (
+        chain
+        == "a resume from step 0 (segment 0) uses 0000000 -> 0000001; groups: 2 (11 tokens), batches: 1"
+    )
 
 
 def test_the_same_for_programs(tmp_path, run, capsys):
@@ -55,7 +63,12 @@ def test_the_same_for_programs(tmp_path, run, capsys):
     }  # fmt: skip
     assert found["segments"][1]["previous"] == 0
     resume = found["resume"]
-    assert (resume["step"], resume["segment"], resume["uses"], resume["problems"]) == (0, 0, [0, 1], [])
+    assert (resume["step"], resume["segment"], resume["uses"], resume["problems"]) == (
+        0,
+        0,
+        [0, 1],
+        [],
+    )
     assert resume["records"] == {"groups": 2, "batches": 1, "evaluations": 1}
 
 
@@ -72,7 +85,9 @@ def test_with_records_each_is_told_and_damage_is_named(tmp_path, run, capsys):
     assert f"{path}: the last" in out and "an incomplete record" in out
 
 
-def test_where_the_chain_ends_and_why_is_said_for_the_checkpoint_that_a_resume_takes(tmp_path, run, capsys):
+def test_where_the_chain_ends_and_why_is_said_for_the_checkpoint_that_a_resume_takes(
+    tmp_path, run, capsys
+):
     write(tmp_path)
     folder = tmp_path / "saves/journal"
     state = RunState(step=1, journal=1)
@@ -89,7 +104,9 @@ def test_where_the_chain_ends_and_why_is_said_for_the_checkpoint_that_a_resume_t
     *_, used, empty, last = capsys.readouterr().out.splitlines()
     assert used == "a resume from step 1 (segment 1) uses 0000001; groups: 0 (0 tokens), batches: 0"
     assert empty.startswith(f"{folder / '0000002.log'}: it is empty")
-    assert last.startswith(f"{folder / '0000003.log'}: follows segment 2, which is missing or damaged")
+    assert last.startswith(
+        f"{folder / '0000003.log'}: follows segment 2, which is missing or damaged"
+    )
 
 
 def test_a_run_without_a_journal_is_told_so(run):

@@ -1,4 +1,6 @@
-"""``--json``: one object on standard output, equal to what the tables say, with the exit code of the table."""
+"""``--json``: one object on standard output, equal to what the tables say, with the exit code of
+the table.
+"""
 
 import json
 import re
@@ -88,9 +90,12 @@ def test_status_list_report_and_compare_show_the_same_goodput(tmp_path, monkeypa
     found = status["goodput"]
     assert found == compared["runs"][1]["goodput"]
     assert found in [one["goodput"] for one in listed]
-    # two nodes of 8 GPUs: two start-ups of 205 s, 25 s to the verdict after a preemption, 11 s after the end
+    # two nodes of 8 GPUs: two start-ups of 205 s, 25 s to the verdict after a preemption, 11 s
+    # after the end
     stepped_s = 50 * STEP_S
-    assert found["gpu_hours"] == pytest.approx(16 * (stepped_s + 2 * 205 + 25 + 11) / 3600, rel=0.02)
+    assert found["gpu_hours"] == pytest.approx(
+        16 * (stepped_s + 2 * 205 + 25 + 11) / 3600, rel=0.02
+    )
     assert found["gpu_hours_by_use"]["start-up"] == pytest.approx(16 * 410 / 3600)
     assert found["queue_s"] == 240 + 900
     share = f"{found['trained_frac']:.0%} of "

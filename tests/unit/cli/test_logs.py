@@ -1,4 +1,6 @@
-"""Logs of many processes in one stream: in order of time, each line with its source, and only what is asked for."""
+"""Logs of many processes in one stream: in order of time, each line with its source, and only what
+is asked for.
+"""
 
 import re
 
@@ -62,7 +64,9 @@ def test_a_level_shows_what_is_that_bad_and_a_traceback_stays_with_its_error(run
 
 def test_a_pattern_is_looked_for_in_whole_records(run, capsys):
     assert "ERROR" in logs(capsys, "--of", "actor-*", "--grep", "File x")
-    assert logs(capsys, "--of", "driver", "--of", "engine-*", "--grep", "step|ready").splitlines() == [
+    assert logs(
+        capsys, "--of", "driver", "--of", "engine-*", "--grep", "step|ready"
+    ).splitlines() == [
         "engine-0-server | [10:00:03] ready",
         "driver          | 10:00:09 INFO step 1/8",
     ]

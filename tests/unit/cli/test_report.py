@@ -22,5 +22,18 @@ def test_a_comparison_lies_in_the_first_run_unless_told_otherwise(tmp_path, caps
     runs = [make_run(tmp_path / name, num_steps=5, preempted_at=()) for name in ("a", "b")]
     assert main(["compare", *(str(run.root) for run in runs)]) == 0
     assert capsys.readouterr().out.strip() == str(runs[0].report / "compare.html")
-    assert main(["compare", "a", "b", "--runs-dir", str(tmp_path), "--out", str(tmp_path / "out/two.html")]) == 0
+    assert (
+        main(
+            [
+                "compare",
+                "a",
+                "b",
+                "--runs-dir",
+                str(tmp_path),
+                "--out",
+                str(tmp_path / "out/two.html"),
+            ]
+        )
+        == 0
+    )
     assert (tmp_path / "out/two.html").read_text() == (runs[0].report / "compare.html").read_text()

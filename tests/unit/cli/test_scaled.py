@@ -49,5 +49,7 @@ def test_a_model_that_is_not_made_yet_is_named_with_the_command_that_makes_it(ve
 def test_print_config_tells_where_scaled_values_come_from(capsys):
     with pytest.raises(SystemExit):
         check.main([GLM, "--scale-down", "--print-config"])
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("hidden_size"))
+    line = next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("hidden_size")
+    )
     assert line.split()[:3] == ["hidden_size", "=", "80"] and "--scale-down" in line

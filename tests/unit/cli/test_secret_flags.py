@@ -1,4 +1,6 @@
-"""A key on a command line is out of it before anybody can look, and in no text that a command prints."""
+"""A key on a command line is out of it before anybody can look, and in no text that a command
+prints.
+"""
 
 import os
 import subprocess
@@ -23,7 +25,9 @@ def test_the_key_goes_from_the_words_into_the_environment(given):
     assert environ == {"WANDB_API_KEY": KEY}
 
 
-@pytest.mark.parametrize("given", [["--wandb-key"], ["--wandb-key", "--nodes", "2"], ["--wandb-key="]])
+@pytest.mark.parametrize(
+    "given", [["--wandb-key"], ["--wandb-key", "--nodes", "2"], ["--wandb-key="]]
+)
 def test_a_flag_without_its_key_is_refused(given):
     with pytest.raises(ConfigError, match="the key is missing"):
         take_keys(given, {})
@@ -36,7 +40,16 @@ def test_the_key_is_shown_as_stars_and_in_no_process_list(tmp_path, module):
     make_project(tmp_path)
     spy = "import atexit, pathlib; atexit.register(lambda: print(pathlib.Path('/proc/self/cmdline').read_bytes()))"
     (tmp_path / "sitecustomize.py").write_text(spy)
-    argv = [sys.executable, "-m", *module, "recipe.toml", "--wandb-key", KEY, "--print-config", "--use-wandb"]
+    argv = [
+        sys.executable,
+        "-m",
+        *module,
+        "recipe.toml",
+        "--wandb-key",
+        KEY,
+        "--print-config",
+        "--use-wandb",
+    ]
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

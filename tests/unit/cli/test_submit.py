@@ -1,4 +1,6 @@
-"""rlpost.submit as a person meets it: a dry run, and bad input refused on the login node with exit code 2."""
+"""rlpost.submit as a person meets it: a dry run, and bad input refused on the login node with exit
+code 2.
+"""
 
 import os
 import subprocess
@@ -35,16 +37,25 @@ def test_a_dry_run_prints_the_whole_script_and_leaves_nothing(project, capsys):
     assert main(["recipe.toml", "--dry-run", "--nodes", "2", "--partition", "low"]) == 0
     script = capsys.readouterr().out
     assert script.startswith("#!/bin/bash\n#SBATCH --job-name=test\n#SBATCH --nodes=2 ")
-    assert "#SBATCH --partition=low" in script and "bootstrap.agent" in script and "rlpost.train" in script
+    assert (
+        "#SBATCH --partition=low" in script
+        and "bootstrap.agent" in script
+        and "rlpost.train" in script
+    )
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert not (project / "runs").exists()
 
 
-def test_a_question_about_the_start_leaves_no_key_with_slurm(project, tmp_path, monkeypatch, capsys):
+def test_a_question_about_the_start_leaves_no_key_with_slurm(
+    project, tmp_path, monkeypatch, capsys
+):
     """sbatch sends its environment with the question as with a job."""
     commands = tmp_path / "bin"
     commands.mkdir()
-    for name, text in (("scontrol", "exit 0"), ("sbatch", f"env >{tmp_path}/seen; echo 'sbatch: Job 7 to start' >&2")):
+    for name, text in (
+        ("scontrol", "exit 0"),
+        ("sbatch", f"env >{tmp_path}/seen; echo 'sbatch: Job 7 to start' >&2"),
+    ):
         (commands / name).write_text(f"#!/bin/sh\n{text}\n")
         (commands / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
@@ -55,33 +66,58 @@ def test_a_question_about_the_start_leaves_no_key_with_slurm(project, tmp_path, 
     assert "hf_secret" not in (tmp_path / "seen").read_text()
 
 
-def test_sbatch_hears_neither_of_an_outer_job_nor_of_defaults_for_what_is_given(project, tmp_path, monkeypatch):
+def test_sbatch_hears_neither_of_an_outer_job_nor_of_defaults_for_what_is_given(
+    project, tmp_path, monkeypatch
+):
     """Variables win over the options of a script."""
     commands = tmp_path / "bin"
     commands.mkdir()
     answers = {"scontrol": "exit 0", "srun": "exit 1", "squeue": "exit 0"}
-    for name, text in {**answers, "sbatch": f"env >{tmp_path}/seen; echo Submitted batch job 7"}.items():
+    for name, text in {
+        **answers,
+        "sbatch": f"env >{tmp_path}/seen; echo Submitted batch job 7",
+    }.items():
         (commands / name).write_text(f"#!/bin/sh\n{text}\n")
         (commands / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
-    own = {"SLURM_JOB_ID": "3", "SLURM_CPUS_PER_TASK": "2", "SRUN_CPUS_PER_TASK": "2", "SLURM_HINT": "nomultithread"}
-    given = {"SBATCH_PARTITION": "debug", "SBATCH_TIMELIMIT": "5", "SBATCH_NO_REQUEUE": "1", "SBATCH_MEM_PER_CPU": "1"}
+    own = {
+        "SLURM_JOB_ID": "3",
+        "SLURM_CPUS_PER_TASK": "2",
+        "SRUN_CPUS_PER_TASK": "2",
+        "SLURM_HINT": "nomultithread",
+    }
+    given = {
+        "SBATCH_PARTITION": "debug",
+        "SBATCH_TIMELIMIT": "5",
+        "SBATCH_NO_REQUEUE": "1",
+        "SBATCH_MEM_PER_CPU": "1",
+    }
     kept = {"SLURM_CONF": "/etc/s.conf", "SBATCH_ACCOUNT": "rl", "SBATCH_EXPORT": "NONE"}
     own |= given
     for name, value in (own | kept).items():
         monkeypatch.setenv(name, value)
     assert main(["recipe.toml", "--partition", "low"]) == 0
-    seen = dict(line.split("=", 1) for line in (tmp_path / "seen").read_text().splitlines() if "=" in line)
+    seen = dict(
+        line.split("=", 1) for line in (tmp_path / "seen").read_text().splitlines() if "=" in line
+    )
     assert not own.keys() & seen.keys() and kept.items() <= seen.items()
     assert os.environ["SLURM_JOB_ID"] == "3"
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "PENDING"])
-def test_a_run_whose_job_is_there_is_not_submitted_again(project, tmp_path, monkeypatch, capsys, state):
-    """The second would replace the code under the first, and drive it out at its next checkpoint."""
+def test_a_run_whose_job_is_there_is_not_submitted_again(
+    project, tmp_path, monkeypatch, capsys, state
+):
+    """The second would replace the code under the first, and drive it out at its next
+    checkpoint.
+    """
     commands = tmp_path / "bin"
     commands.mkdir()
-    answers = {"scontrol": "exit 0", "squeue": f"echo '7|{state}|1:00|N/A|n01|None'", "sbatch": "exit 1"}
+    answers = {
+        "scontrol": "exit 0",
+        "squeue": f"echo '7|{state}|1:00|N/A|n01|None'",
+        "sbatch": "exit 1",
+    }
     for name, text in answers.items():
         (commands / name).write_text(f"#!/bin/sh\n{text}\n")
         (commands / name).chmod(0o755)
@@ -106,7 +142,9 @@ def test_without_a_recipe_it_says_how_to_name_one(project, capsys):
 
 
 def test_flags_alone_are_a_run_as_well(project, capsys):
-    """As scripts of other launchers pass them: no recipe, and the number of nodes follows from who needs them."""
+    """As scripts of other launchers pass them: no recipe, and the number of nodes follows from who
+    needs them.
+    """
     files = ["--hf-checkpoint", "model", "--prompt-data", "prompts.jsonl", "--input-key", "prompt"]
     sizes = ["--actor-num-nodes", "2", "--actor-num-gpus-per-node", "4", "--rollout-num-gpus", "8"]
     batch = ["--rollout-batch-size", "4", "--n-samples-per-prompt", "2"]
@@ -126,11 +164,17 @@ def test_a_container_sees_what_the_recipe_names_or_the_run_is_refused(project, c
     [
         (["--num-rolout", "3"], ["--num-rolout", "--num-rollout"]),
         (["--nodes", "0"], ["--nodes 0: must be 1 or more"]),
-        (["--tensor-model-parallel-size", "3"], ["--tensor-model-parallel-size 3", "2 GPUs", "1 or 2"]),
+        (
+            ["--tensor-model-parallel-size", "3"],
+            ["--tensor-model-parallel-size 3", "2 GPUs", "1 or 2"],
+        ),
         (["--prompt-data", "nowhere.jsonl"], ["nowhere.jsonl"]),
         (["--hf-checkpoint", "nowhere"], ["--hf-checkpoint", "nowhere", "no such folder"]),
         (["--rm-type", "exact"], ["--rm-type", "exact_match"]),
-        (["--sglang-mem-fraction-statik", "1"], ["--sglang-mem-fraction-statik", "--sglang-mem-fraction-static"]),
+        (
+            ["--sglang-mem-fraction-statik", "1"],
+            ["--sglang-mem-fraction-statik", "--sglang-mem-fraction-static"],
+        ),
         (["--job-name", "a'; touch x"], ["--job-name"]),
         (["--time", "soon"], ["time", "soon"]),
     ],
@@ -146,8 +190,12 @@ def test_two_nodes_without_slurm_are_refused_before_anything_is_made(project, ca
     assert not (project / "runs").exists()
 
 
-@pytest.mark.parametrize("given", [["--nodes", "2"], ["--container", "pyxis", "--container-image", "/i.sqsh"]])
-def test_what_this_machine_cannot_run_is_refused_before_its_files_are_looked_for(project, capsys, given):
+@pytest.mark.parametrize(
+    "given", [["--nodes", "2"], ["--container", "pyxis", "--container-image", "/i.sqsh"]]
+)
+def test_what_this_machine_cannot_run_is_refused_before_its_files_are_looked_for(
+    project, capsys, given
+):
     """Nobody should fetch a model for a run that is refused anyway; and no run folder is left."""
     assert main(["recipe.toml", "--local", *given, "--hf-checkpoint", "nowhere"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -174,19 +222,31 @@ def test_a_model_folder_without_a_tokenizer_is_refused(project, capsys):
 
 
 def test_every_problem_is_told_at_once(project, capsys):
-    message = refused(capsys, "--tensor-model-parallel-size", "3", "--prompt-data", "nowhere.jsonl", "--rm-type", "x")
+    message = refused(
+        capsys,
+        "--tensor-model-parallel-size",
+        "3",
+        "--prompt-data",
+        "nowhere.jsonl",
+        "--rm-type",
+        "x",
+    )
     assert len(message.splitlines()) == 3
     assert all(line.startswith("error: ") for line in message.splitlines())
 
 
 def test_the_help_of_train_lists_every_setting():
-    done = subprocess.run([sys.executable, "-m", "rlpost.train", "--help"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "rlpost.train", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0
     assert all(flag(key) in done.stdout for key in fields())
 
 
 def test_train_by_hand_says_what_to_use_instead():
-    done = subprocess.run([sys.executable, "-m", "rlpost.train"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "rlpost.train"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert "rlpost.submit" in done.stderr
 
@@ -198,7 +258,9 @@ def test_the_committed_batch_files_are_those_of_their_recipes():
 
 @pytest.mark.parametrize("target", ["model", "link", ".", "run", "file"])
 def test_an_export_onto_what_is_there_is_refused(project, capsys, target):
-    """An export replaces its whole folder, so it may go to none that an export of this run did not make."""
+    """An export replaces its whole folder, so it may go to none that an export of this run did not
+    make.
+    """
     (project / "link").symlink_to(project / "model")
     (project / "file").touch()
     line = refused(capsys, "--save-hf", target, "--run-folder", "run/a")

@@ -1,4 +1,6 @@
-"""rlpost submit and a batch file of jobs/ choose the same container in the same environment, by the same profile."""
+"""rlpost submit and a batch file of jobs/ choose the same container in the same environment, by the
+same profile.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name)
     monkeypatch.setenv("RLPOST_ASSETS", str(make_assets(tmp_path / "assets")))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rlpost.cli.submit.snapshot_code", lambda project, code: code.symlink_to(project))
+    monkeypatch.setattr(
+        "rlpost.cli.submit.snapshot_code", lambda project, code: code.symlink_to(project)
+    )
     (tmp_path / "image.sqsh").write_text("hsqs")
     return tmp_path
 
@@ -48,19 +52,32 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def has(site: Path, monkeypatch: pytest.MonkeyPatch, *, pyxis: bool, enroot: bool = False) -> None:
     folder = site / f"bin-{pyxis}-{enroot}"
     srun = SRUN.format(help=PYXIS if pyxis else NO_PYXIS, folder=site)
-    monkeypatch.setenv("PATH", commands(folder, **QUIET, srun=srun, **({"enroot": ""} if enroot else {})))
+    monkeypatch.setenv(
+        "PATH", commands(folder, **QUIET, srun=srun, **({"enroot": ""} if enroot else {}))
+    )
 
 
 def step_of(script: Path, site: Path) -> tuple[str, str]:
     """The container in which a script starts its step, and what it said of it."""
-    environ = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_SUBMIT_DIR": str(JOBS.parent)}
+    environ = {
+        **os.environ,
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_SUBMIT_DIR": str(JOBS.parent),
+    }
     environ |= {"RLPOST_RUN_FOLDER": str(site / "run-of-the-file"), "RLPOST_PYTHON": "/usr/bin/env"}
     (site / "words").unlink(missing_ok=True)
     done = subprocess.run(["bash", script], env=environ, capture_output=True, text=True, timeout=20)
     if not (site / "words").exists():
         return f"exit {done.returncode}", done.stderr
     words = (site / "words").read_text()
-    kind = "pyxis" if "--container-image=" in words else "enroot" if "enroot_start.sh" in words else "none"
+    kind = (
+        "pyxis"
+        if "--container-image=" in words
+        else "enroot"
+        if "enroot_start.sh" in words
+        else "none"
+    )
     return kind, done.stderr
 
 
@@ -104,7 +121,11 @@ def test_a_name_in_a_registry_is_imported_once_into_the_cache(backend, site, mon
     """Not by every node for itself, and not once more by the next job."""
     has(site, monkeypatch, pyxis=backend == "pyxis")
     folder = Path(os.environ["PATH"].partition(os.pathsep)[0])
-    enroot = 'echo "$*" >>"' + str(site) + '/imports"; while [ "$1" != --output ]; do shift; done; echo hsqs >"$2"'
+    enroot = (
+        'echo "$*" >>"'
+        + str(site)
+        + '/imports"; while [ "$1" != --output ]; do shift; done; echo hsqs >"$2"'
+    )
     commands(folder, srun=(folder / "srun").read_text().partition("\n")[2], enroot=enroot)
     monkeypatch.setenv("RLPOST_IMAGE", "nvcr.io/nvidia/pytorch:25.01-py3")
     monkeypatch.setenv("RLPOST_IMAGE_CACHE", str(site / "cache"))
@@ -118,7 +139,14 @@ def test_a_name_in_a_registry_is_imported_once_into_the_cache(backend, site, mon
 def test_a_profile_with_pyxis_is_refused_where_there_is_none(site, monkeypatch, capsys) -> None:
     has(site, monkeypatch, pyxis=False)
     make_project(site)
-    words = ["--container", "pyxis", "--container-image", "/i.sqsh", "--container-mounts", str(site)]
+    words = [
+        "--container",
+        "pyxis",
+        "--container-image",
+        "/i.sqsh",
+        "--container-mounts",
+        str(site),
+    ]
     assert main(["recipe.toml", *words, "--run-folder", "run"]) == 2
     assert "this cluster has no pyxis; choose enroot" in capsys.readouterr().err
     assert not (site / "run").exists()
@@ -132,7 +160,14 @@ def test_a_profile_with_pyxis_is_refused_where_there_is_none(site, monkeypatch, 
 def test_a_job_of_such_a_profile_ends_before_its_first_step(site, monkeypatch) -> None:
     make_project(site)
     has(site, monkeypatch, pyxis=True)
-    words = ["--container", "pyxis", "--container-image", "/i.sqsh", "--container-mounts", str(site)]
+    words = [
+        "--container",
+        "pyxis",
+        "--container-image",
+        "/i.sqsh",
+        "--container-mounts",
+        str(site),
+    ]
     assert main(["recipe.toml", *words, "--run-folder", "run"]) == 0
     has(site, monkeypatch, pyxis=False)
     ended, said = step_of(site / "run/job.sbatch", site)
@@ -147,7 +182,10 @@ def test_without_slurm_auto_is_no_container_and_another_is_refused_before_anythi
     has(site, monkeypatch, pyxis=True)
     assert main(["recipe.toml", "--local", "--container", "pyxis", "--run-folder", "run"]) == 2
     assert "--container none" in capsys.readouterr().err and not (site / "run").exists()
-    assert main(["recipe.toml", "--local", "--container", "auto", "--run-folder", "run", "--no-wait"]) == 0
+    assert (
+        main(["recipe.toml", "--local", "--container", "auto", "--run-folder", "run", "--no-wait"])
+        == 0
+    )
     assert json.loads((site / "run/run.json").read_text())["cluster"]["container"] == "none"
 
 

@@ -16,9 +16,15 @@ from rlpost.orchestration import driver
 from tests.unit.cli.projects import make_project
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), FileNotFoundError(2, "none", "words")])
-def test_an_error_of_the_system_that_ends_the_driver_is_told_with_its_place(tmp_path, monkeypatch, caplog, error):
-    """On a login node the first is a reader that has gone, the second a file of the person's: there a line, or none."""
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), FileNotFoundError(2, "none", "words")]
+)
+def test_an_error_of_the_system_that_ends_the_driver_is_told_with_its_place(
+    tmp_path, monkeypatch, caplog, error
+):
+    """On a login node the first is a reader that has gone, the second a file of the person's: there
+    a line, or none.
+    """
 
     def broken(config, run, cluster):
         raise error
@@ -34,7 +40,9 @@ def test_an_error_of_the_system_that_ends_the_driver_is_told_with_its_place(tmp_
 
 @pytest.mark.parametrize("chosen", ["pyxis", "none"])
 def test_in_a_job_what_the_batch_script_mounts_is_there(tmp_path, monkeypatch, capsys, chosen):
-    """A plain batch file mounts the project's folder, where ``make assets`` writes; it tells what it has chosen."""
+    """A plain batch file mounts the project's folder, where ``make assets`` writes; it tells what
+    it has chosen.
+    """
     make_project(tmp_path)
     monkeypatch.chdir(tmp_path)
     driven = []
@@ -43,7 +51,14 @@ def test_in_a_job_what_the_batch_script_mounts_is_there(tmp_path, monkeypatch, c
     monkeypatch.setattr(Cluster, "from_json", lambda line: None)
     monkeypatch.setattr("sys.stdin", io.StringIO("{}\n"))
     monkeypatch.setenv("RLPOST_CONTAINER", chosen)
-    words = ["recipe.toml", "--container", "auto", "--container-image", "/i.sqsh", "--cluster-from-stdin"]
+    words = [
+        "recipe.toml",
+        "--container",
+        "auto",
+        "--container-image",
+        "/i.sqsh",
+        "--cluster-from-stdin",
+    ]
     if chosen == "pyxis":
         assert train.main([*words, "--run-folder", "run"]) == EXIT_CONFIG
         assert "not visible in the container" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Verbs on run folders, without Slurm: which run is meant, what its status says, what is refused."""
+"""Verbs on run folders, without Slurm: which run is meant, what its status says, what is
+refused.
+"""
 
 import json
 import os
@@ -70,21 +72,34 @@ def test_a_run_of_plain_sbatch_has_its_job_in_its_name_and_a_time_stamp_is_none(
 
 
 def test_status_tells_progress_from_the_folder_and_unknown_of_slurm(no_slurm, tmp_path, capsys):
-    """Step, reward, pace and checkpoint come from files; the state is UNKNOWN where nobody can be asked."""
+    """Step, reward, pace and checkpoint come from files; the state is UNKNOWN where nobody can be
+    asked.
+    """
     run = make_run(tmp_path / "runs/a", job_id="12")
     lines = [{"step": 0, "eval/heldout/reward_mean": 0.1}]
-    lines += [{"step": n, "reward/mean": n / 10, "time/step_s": 2.0, "time/tokens_per_s": 50.0} for n in (1, 2, 3)]
+    lines += [
+        {"step": n, "reward/mean": n / 10, "time/step_s": 2.0, "time/tokens_per_s": 50.0}
+        for n in (1, 2, 3)
+    ]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "rew')
     run.ledger.append("committed", step=2, checkpoint="iter_0000002")
     run.new_attempt()
     assert main(["status", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["state"], found["step"], found["num_steps"], found["reward"]) == ("UNKNOWN", 3, 10, 0.3)
+    assert (found["state"], found["step"], found["num_steps"], found["reward"]) == (
+        "UNKNOWN",
+        3,
+        10,
+        0.3,
+    )
     assert (found["eta_s"], found["tokens_per_s"], found["evals"]) == (14.0, 50.0, {"heldout": 0.1})
     assert (found["checkpoint"], found["attempt"]) == ("iter_0000002", "0")
     assert main(["status"]) == 0
     text = capsys.readouterr().out
-    assert all(word in text for word in (str(run.root), "3/10", "UNKNOWN", "there is no squeue here", "0:14"))
+    assert all(
+        word in text
+        for word in (str(run.root), "3/10", "UNKNOWN", "there is no squeue here", "0:14")
+    )
     run.ledger.append("submitted", job_id="local-999999999", nodes=1)
     (run.attempts / "latest/verdict").write_text("failed\n")
     assert main(["status", "--json"]) == 0
@@ -97,11 +112,19 @@ def test_status_and_list_say_why_a_run_ended_whoever_found_it_out(no_slurm, tmp_
     run = make_run(tmp_path / "runs/a", job_id="local-999999999")
     run.new_attempt()
     cause = "n01, n02: the image /x.sqsh does not exist (Exited with exit code 1)\nremedy: correct --container-image"
-    ended = {"verdict": "config", "answer": 78, "reason": "not requeued: a restart would fail in the same way"}
+    ended = {
+        "verdict": "config",
+        "answer": 78,
+        "reason": "not requeued: a restart would fail in the same way",
+    }
     run.ledger.append("verdict", attempt=0, cause=cause, **ended)
     assert main(["status", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["verdict"], found["cause"], found["decision"]) == ("config", cause, ended["reason"])
+    assert (found["verdict"], found["cause"], found["decision"]) == (
+        "config",
+        cause,
+        ended["reason"],
+    )
     assert main(["list"]) == 0
     assert cause.splitlines()[0] in capsys.readouterr().out
     assert main(["status"]) == 0
@@ -113,7 +136,9 @@ def test_status_and_list_say_why_a_run_ended_whoever_found_it_out(no_slurm, tmp_
 
 
 def test_a_job_that_refused_before_its_first_attempt_says_why(tmp_path):
-    """It has no attempt, no verdict and no line in the ledger: its batch script's log has the reason."""
+    """It has no attempt, no verdict and no line in the ledger: its batch script's log has the
+    reason.
+    """
     run = make_run(tmp_path / "a", job_id="7")
     (run.root / "slurm-7.out").write_text("batch: job 7\ncontainer: RLPOST_IMAGE is not set\n")
     status = status_of(run, "7", QueueEntry("7", JobState.FAILED, reason="NonZeroExitCode"))
@@ -134,10 +159,18 @@ def test_half_a_run_has_a_status(no_slurm, tmp_path, capsys):
 
 def test_what_a_run_does_not_allow_is_refused_with_the_reason(no_slurm, tmp_path, capsys):
     make_run(tmp_path / "runs/here", job_id="local-1")
-    for verb, word in (("requeue", "on this machine"), ("cancel", "already ended"), ("tunnel", "has ended")):
+    for verb, word in (
+        ("requeue", "on this machine"),
+        ("cancel", "already ended"),
+        ("tunnel", "has ended"),
+    ):
         assert main([verb, "here"]) == 2
         assert word in capsys.readouterr().err
-    for words, message in ((["exec"], "which command"), (["logs", "here"], "has not started"), (["report"], "no step")):
+    for words, message in (
+        (["exec"], "which command"),
+        (["logs", "here"], "has not started"),
+        (["report"], "no step"),
+    ):
         assert main(words) == 2
         assert message in capsys.readouterr().err
     assert main(["cancle"]) == 2
@@ -164,7 +197,9 @@ def test_a_run_that_nobody_would_start_again_is_not_asked_to_requeue(tmp_path, m
     run = make_run(tmp_path / "run", job_id="7")
     run.run_json.write_text('{"cluster": {"requeue": "never"}}')
     monkeypatch.setattr(runs, "queue", lambda ids: {"7": QueueEntry("7", JobState.RUNNING)})
-    monkeypatch.setattr(control, "ask_to_requeue", lambda job_id: pytest.fail("it would end for good"))
+    monkeypatch.setattr(
+        control, "ask_to_requeue", lambda job_id: pytest.fail("it would end for good")
+    )
     assert main(["requeue", str(run.root)]) == 2
     assert "--requeue never" in capsys.readouterr().err
 
@@ -182,7 +217,11 @@ def test_a_container_is_not_entered_under_a_name_that_is_guessed(no_slurm, tmp_p
 def plain_run(home, *, backend="pyxis"):
     """A run of plain sbatch: job 7, without a snapshot of the code in its folder."""
     run = make_run(home / "runs/tiny-7")
-    cluster = {"container": backend, "container_image": "/images/a.sqsh", "environment": {"HF_HOME": "/models"}}
+    cluster = {
+        "container": backend,
+        "container_image": "/images/a.sqsh",
+        "environment": {"HF_HOME": "/models"},
+    }
     run.run_json.write_text(dump(load([], {"cluster": cluster}).config))
     (home / "bootstrap").mkdir()
     return run
@@ -201,10 +240,16 @@ def test_a_command_in_a_run_of_plain_sbatch_starts_in_the_code_that_it_runs(
         run.ledger.append("attempt", attempt=0, job_id="7", home=str(tmp_path))
     attempt = run.new_attempt()
     seen = []
-    monkeypatch.setattr(attach, "running_job", lambda run, what_for: QueueEntry("7", JobState.RUNNING, nodelist="n1"))
+    monkeypatch.setattr(
+        attach,
+        "running_job",
+        lambda run, what_for: QueueEntry("7", JobState.RUNNING, nodelist="n1"),
+    )
     monkeypatch.setattr(attach, "job_info", lambda job: JobInfo(job, JobState.RUNNING))
     monkeypatch.setattr(
-        subprocess, "run", lambda argv, env: seen.append((argv, env)) or subprocess.CompletedProcess(argv, 0)
+        subprocess,
+        "run",
+        lambda argv, env: seen.append((argv, env)) or subprocess.CompletedProcess(argv, 0),
     )
     assert main(["exec", "--run", str(run.root), "ray", "status"]) == 0
     ((argv, environ),) = seen
@@ -251,7 +296,9 @@ def test_whoever_follows_a_chain_goes_on_with_its_next_job(tmp_path, monkeypatch
 
 def test_a_look_into_an_image_leaves_no_key_with_slurm(tmp_path, monkeypatch, capsys):
     sbatch = tmp_path / "sbatch"
-    sbatch.write_text(f"#!/bin/sh\nenv > {tmp_path}/seen\necho 7\necho fine > {tmp_path}/findings\n")
+    sbatch.write_text(
+        f"#!/bin/sh\nenv > {tmp_path}/seen\necho 7\necho fine > {tmp_path}/findings\n"
+    )
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     for name in KEYS:
@@ -262,8 +309,12 @@ def test_a_look_into_an_image_leaves_no_key_with_slurm(tmp_path, monkeypatch, ca
 
 
 @pytest.mark.parametrize(("findings", "code"), [("[]\n", 0), (None, 1)])
-def test_standard_output_of_a_look_has_the_findings_alone(tmp_path, monkeypatch, capsys, findings, code):
-    """Not what enroot and setup commands said; where nothing was found out, those are shown as messages."""
+def test_standard_output_of_a_look_has_the_findings_alone(
+    tmp_path, monkeypatch, capsys, findings, code
+):
+    """Not what enroot and setup commands said; where nothing was found out, those are shown as
+    messages.
+    """
     made = f"echo '{findings.strip()}' >{tmp_path}/findings" if findings else ":"
     logs = f"echo '[INFO] Extracting squashfs filesystem...' >{tmp_path}/n01.log; echo no image >{tmp_path}/job.out"
     (tmp_path / "sbatch").write_text(f"#!/bin/sh\necho 7\n{logs}\n{made}\nexit {code}\n")
@@ -283,7 +334,10 @@ def test_the_log_of_a_look_lies_where_it_is_read_whatever_the_folder_is_called(t
 
 def test_a_recipe_that_is_a_folder_is_refused_in_one_line(no_slurm, tmp_path, capsys):
     assert main(["check", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path}: cannot be read (Is a directory); give a TOML file\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: {tmp_path}: cannot be read (Is a directory); give a TOML file\n"
+    )
 
 
 def test_the_help_lists_every_verb(capsys):
@@ -307,16 +361,21 @@ def test_a_check_names_every_problem_at_once(tmp_path, monkeypatch, capsys):
     assert main(["check", "recipe.toml", *words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert [word in captured.err for word in ("--tensor-model-parallel-size 3", "--time soon", "--rm-type x")] == [
-        True
-    ] * 3
+    assert [
+        word in captured.err
+        for word in ("--tensor-model-parallel-size 3", "--time soon", "--rm-type x")
+    ] == [True] * 3
 
 
 def test_the_name_of_a_set_of_prompts_stands_apart_from_its_path(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(make_project(tmp_path / "project"))
-    assert main(["check", "recipe.toml", "--eval-prompt-data", "held-out-2026", "prompts.jsonl"]) == 0
+    assert (
+        main(["check", "recipe.toml", "--eval-prompt-data", "held-out-2026", "prompts.jsonl"]) == 0
+    )
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("eval ")]
-    assert line.split(maxsplit=2)[:2] == ["eval", "held-out-2026"] and line.split()[2].startswith("/")
+    assert line.split(maxsplit=2)[:2] == ["eval", "held-out-2026"] and line.split()[2].startswith(
+        "/"
+    )
 
 
 def without_the_stack(tmp_path, *words):
@@ -332,7 +391,9 @@ def without_the_stack(tmp_path, *words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "option"), [(["rlpost", "check"], []), (["rlpost.submit"], ["--dry-run"])])
+@pytest.mark.parametrize(
+    ("command", "option"), [(["rlpost", "check"], []), (["rlpost.submit"], ["--dry-run"])]
+)
 def test_a_recipe_is_checked_without_torch(tmp_path, command, option):
     """Options of Megatron-core and SGLang included, whose names are looked up in their source."""
     given = ["--deterministic-mode", "--sglang-log-level", "error"]
@@ -344,7 +405,8 @@ def test_a_recipe_is_checked_without_torch(tmp_path, command, option):
 def test_settings_are_shown_without_torch(tmp_path, command):
     done = without_the_stack(tmp_path, *command, "recipe.toml", "--nodes", "2", "--print-config")
     assert any(
-        line.startswith("nodes = 2 ") and line.endswith("# the command line") for line in done.stdout.splitlines()
+        line.startswith("nodes = 2 ") and line.endswith("# the command line")
+        for line in done.stdout.splitlines()
     )
 
 
@@ -357,7 +419,12 @@ def test_keys_go_into_one_file_of_the_owner_and_come_out_for_the_driver(tmp_path
     put_away(run, {"HF_TOKEN": "two"})  # submitted again, with one of them
     driver = {"PATH": "/bin"}
     take_out(run, driver)
-    assert driver == {"HF_TOKEN": "two", "WANDB_API_KEY": "a=b c", "SGLANG_API_KEY": "sk", "PATH": "/bin"}
+    assert driver == {
+        "HF_TOKEN": "two",
+        "WANDB_API_KEY": "a=b c",
+        "SGLANG_API_KEY": "sk",
+        "PATH": "/bin",
+    }
     assert without_keys(driver) == {"PATH": "/bin"}
 
 
@@ -372,7 +439,10 @@ def test_what_the_driver_starts_inherits_no_key(tmp_path, monkeypatch):
     for name in KEYS:
         monkeypatch.setenv(name, "secret")
     monkeypatch.setattr(subprocess, "Popen", started_with)
-    for start in (lambda: ServerProcess("router", "router", tmp_path / "log").spawn({}), lambda: _Worker({})):
+    for start in (
+        lambda: ServerProcess("router", "router", tmp_path / "log").spawn({}),
+        lambda: _Worker({}),
+    ):
         with pytest.raises(OSError, match="enough"):
             start()
     assert len(started) == 2
@@ -435,8 +505,14 @@ def test_the_dashboard_is_found_where_ray_has_said_it_is(tmp_path, said, found):
 
 
 def test_a_tunnel_goes_on_to_the_head_only_where_it_has_to():
-    assert tunnel_command("login", "n1", "127.0.0.1", 20002) == "ssh -N -L 8265:127.0.0.1:20002 -J login n1"
-    assert tunnel_command("login", "n1", "192.0.2.2", 17902, 9000) == "ssh -N -L 9000:192.0.2.2:17902 login"
+    assert (
+        tunnel_command("login", "n1", "127.0.0.1", 20002)
+        == "ssh -N -L 8265:127.0.0.1:20002 -J login n1"
+    )
+    assert (
+        tunnel_command("login", "n1", "192.0.2.2", 17902, 9000)
+        == "ssh -N -L 9000:192.0.2.2:17902 login"
+    )
     assert tunnel_command("login", "n1", "fd00::1", 17902) == "ssh -N -L 8265:[fd00::1]:17902 login"
     assert tunnel_command("box", None, "127.0.0.1", 20002) == "ssh -N -L 8265:127.0.0.1:20002 box"
 

@@ -1,4 +1,6 @@
-"""The live page of a run: what it says follows from what it is given, at any width; Slurm is asked rarely."""
+"""The live page of a run: what it says follows from what it is given, at any width; Slurm is asked
+rarely.
+"""
 
 import io
 import itertools
@@ -31,7 +33,9 @@ def text(view, width=100):
 def run(tmp_path_factory):
     run = make_run(tmp_path_factory.mktemp("runs") / "seven-b")
     latest = run.attempts / "latest"
-    (latest / "driver.log").write_text("08:00:00 INFO all is well\n08:00:01 WARNING engine-1 was restarted\n")
+    (latest / "driver.log").write_text(
+        "08:00:00 INFO all is well\n08:00:01 WARNING engine-1 was restarted\n"
+    )
     for number in (0, 1):
         (latest / f"engine-{number}-server.log").write_text("up\n")
     return run
@@ -45,9 +49,20 @@ def view(run):
 
 def test_the_page_says_where_the_run_is(view):
     shown = text(view)
-    for words in ("seven-b  RUNNING", "4711, n[01-02], 1:01:01 left", "240/240", "aime 0.595, math500 0.822"):
+    for words in (
+        "seven-b  RUNNING",
+        "4711, n[01-02], 1:01:01 left",
+        "240/240",
+        "aime 0.595, math500 0.822",
+    ):
         assert words in shown, words
-    for words in ("tokens/s, 100", "generate 67%", "engine-0 0:0", "iter_0000240", "engine-1 was restarted"):
+    for words in (
+        "tokens/s, 100",
+        "generate 67%",
+        "engine-0 0:0",
+        "iter_0000240",
+        "engine-1 was restarted",
+    ):
         assert words in shown, words
     assert "preempted: SIGUSR2" in shown and "all is well" not in shown
     assert "MFU 36%" in shown
@@ -91,7 +106,9 @@ def test_a_run_is_over_when_it_is_done_or_slurm_says_so(view):
     assert not is_over(going)
     assert is_over(replace(going, status=replace(view.status, state="CANCELLED")))
     assert is_over(replace(going, status=replace(view.status, state="UNKNOWN", reason=FORGOTTEN)))
-    assert not is_over(replace(going, status=replace(view.status, state="UNKNOWN", reason="squeue did not answer")))
+    assert not is_over(
+        replace(going, status=replace(view.status, state="UNKNOWN", reason="squeue did not answer"))
+    )
 
 
 def test_a_sparkline_is_as_long_as_there_is_room_and_rises_with_its_values():
@@ -104,7 +121,13 @@ def test_a_phase_takes_its_share_of_the_bar():
     lines = [
         {"step": 0, "time/eval_s": 90.0},
         {"step": 1, "time/step_s": 10.0, "time/generate_s": 6.0, "time/train_s": 3.0},
-        {"step": 2, "time/step_s": 10.0, "time/generate_s": 6.0, "time/train_s": 3.0, "time/eval_s": 2.0},
+        {
+            "step": 2,
+            "time/step_s": 10.0,
+            "time/generate_s": 6.0,
+            "time/train_s": 3.0,
+            "time/eval_s": 2.0,
+        },
     ]
     phases = mean_phases(lines)
     assert phases == {"generate": 6.0, "train": 3.0, "evaluate": 1.0}

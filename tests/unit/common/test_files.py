@@ -27,7 +27,11 @@ def test_a_later_text_replaces_an_earlier_one(tmp_path: Path) -> None:
 
 def test_a_text_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        patch.setattr(
+            os,
+            "fsync",
+            lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")),
+        )
         write_atomic(tmp_path / "verdict", "done")
     assert list(tmp_path.iterdir()) == []
 
@@ -38,7 +42,9 @@ def test_the_tail_of_a_log_and_of_none(tmp_path: Path) -> None:
     assert "cannot be read" in tail(tmp_path / "none")
 
 
-def test_a_link_that_is_answered_twice_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_is_answered_twice_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NFS: the answer was lost, the client asked again, and its own link is there already."""
     link = os.link
 
@@ -49,19 +55,27 @@ def test_a_link_that_is_answered_twice_is_ours(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "link", twice)
     assert write_first(tmp_path / "STOP", "first")
     assert not write_first(tmp_path / "STOP", "second")
-    assert (tmp_path / "STOP").read_text() == "first" and [path.name for path in tmp_path.iterdir()] == ["STOP"]
+    assert (tmp_path / "STOP").read_text() == "first" and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["STOP"]
 
 
-def test_the_first_wins_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_wins_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuses(source: Path, target: Path) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuses)
     assert write_first(tmp_path / "STOP", "first") and not write_first(tmp_path / "STOP", "second")
-    assert (tmp_path / "STOP").read_text() == "first" and [path.name for path in tmp_path.iterdir()] == ["STOP"]
+    assert (tmp_path / "STOP").read_text() == "first" and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["STOP"]
 
 
-def test_a_file_is_replaced_as_a_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_replaced_as_a_whole_or_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "file"
     write_atomic(path, ["one\n", "two\n"])
     assert path.read_text() == "one\ntwo\n"
@@ -76,14 +90,18 @@ def test_a_file_is_replaced_as_a_whole_or_stays_as_it_was(tmp_path: Path, monkey
         patched.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("full")))
         with pytest.raises(OSError, match="full"):
             write_atomic(path, ["three"])
-    assert [entry.name for entry in tmp_path.iterdir()] == ["file"] and path.read_text() == "one\ntwo\n"
+    assert [entry.name for entry in tmp_path.iterdir()] == [
+        "file"
+    ] and path.read_text() == "one\ntwo\n"
 
 
 def test_a_temporary_name_that_a_crash_left_is_used_again(tmp_path: Path) -> None:
     through = tmp_path / "lane"
     through.write_text("half of an earlier text that was longer")
     write_atomic(tmp_path / "file", "whole", mode=0o640, through=through)
-    assert (tmp_path / "file").read_text() == "whole" and list(tmp_path.iterdir()) == [tmp_path / "file"]
+    assert (tmp_path / "file").read_text() == "whole" and list(tmp_path.iterdir()) == [
+        tmp_path / "file"
+    ]
 
 
 def test_readers_other_than_the_owner_need_a_mode(tmp_path: Path) -> None:

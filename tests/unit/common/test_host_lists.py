@@ -31,7 +31,9 @@ def test_no_hosts_are_no_hosts() -> None:
     assert expand("") == ()
 
 
-@pytest.mark.parametrize("text", ["n[1-2", "n1-2]", "n[a-b]", "n[]", "n[3-1]", "a,,b", "a,", ",a", "a b", "n[0-99999]"])
+@pytest.mark.parametrize(
+    "text", ["n[1-2", "n1-2]", "n[a-b]", "n[]", "n[3-1]", "a,,b", "a,", ",a", "a b", "n[0-99999]"]
+)
 def test_a_broken_host_list_is_shown(text: str) -> None:
     with pytest.raises(HostListError) as refusal:
         expand(text)

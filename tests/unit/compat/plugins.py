@@ -17,21 +17,27 @@ TOOL_MARK = "?"
 
 
 async def search(args, sample: Sample, sampling_params) -> Sample:
-    """Turns of the model until it stops asking; a tool answers between them. Text goes to the engine."""
+    """Turns of the model until it stops asking; a tool answers between them. Text goes to the
+    engine.
+    """
     state = GenerateState(args)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     prompt_ids = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
     sample.tokens, sample.loss_mask, sample.tool_calls = list(prompt_ids), [], 0
     for _ in range(3):
         params = {**sampling_params, "stop": [TOOL_MARK]}
-        output = await post(url, {"text": sample.prompt + sample.response, "sampling_params": params})
+        output = await post(
+            url, {"text": sample.prompt + sample.response, "sampling_params": params}
+        )
         meta = output["meta_info"]
         if meta["finish_reason"]["type"] == "abort":
             sample.status = Sample.Status.ABORTED
             return sample
         ids = [token for _, token, _ in meta["output_token_logprobs"]]
         log_probs = [log_prob for log_prob, _, _ in meta["output_token_logprobs"]]
-        sample.append_response_tokens(args, tokens=ids, log_probs=log_probs, meta_info=meta, text=output["text"])
+        sample.append_response_tokens(
+            args, tokens=ids, log_probs=log_probs, meta_info=meta, text=output["text"]
+        )
         if not output["text"].endswith(TOOL_MARK):
             break
         found = "[42]"
@@ -45,7 +51,11 @@ async def search(args, sample: Sample, sampling_params) -> Sample:
 async def reads_routes(args, sample, sampling_params):
     """Asks for the experts that the engine chose, as slime's own rollout does."""
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
-    payload = {"text": sample.prompt, "sampling_params": sampling_params, "return_routed_experts": True}
+    payload = {
+        "text": sample.prompt,
+        "sampling_params": sampling_params,
+        "return_routed_experts": True,
+    }
     output = await post(url, payload)
     meta = output["meta_info"]
     ids = [token for _, token, _ in meta["output_token_logprobs"]]
@@ -64,7 +74,10 @@ async def without_logprobs(args, sample, sampling_params, evaluation=False):
     state = GenerateState(args)
     output = await post(
         f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate",
-        {"input_ids": state.tokenizer(sample.prompt)["input_ids"], "sampling_params": sampling_params},
+        {
+            "input_ids": state.tokenizer(sample.prompt)["input_ids"],
+            "sampling_params": sampling_params,
+        },
     )
     ids = state.tokenizer.encode(output["text"])
     sample.tokens = [*state.tokenizer.encode(sample.prompt), *ids]
@@ -111,7 +124,9 @@ _connections = None
 
 
 async def judged_together(args, samples, **kwargs):
-    """A reward model that keeps what it opened in the first call, which belongs to an event loop."""
+    """A reward model that keeps what it opened in the first call, which belongs to an event
+    loop.
+    """
     global _connections
     if _connections is None:
         _connections = asyncio.Semaphore(1)
@@ -163,7 +178,9 @@ def nonzero_std(args, samples: list[Sample], **kwargs):
 def keeps_hard_ones(args, samples, **kwargs):
     hard = all(sample.metadata["level"] > 1 and sample.prompt for sample in samples)
     values = [sample.get_reward_value(args) for sample in samples]
-    return DynamicFilterOutput(keep=hard, reason=f"easy_{values[0]}", keep_when_insufficient=values[0] > 0)
+    return DynamicFilterOutput(
+        keep=hard, reason=f"easy_{values[0]}", keep_when_insufficient=values[0] > 0
+    )
 
 
 def newest_first(args, rollout_id, buffer, num_samples):

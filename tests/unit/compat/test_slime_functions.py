@@ -81,19 +81,26 @@ def writing(
 
     async def whole() -> Any:
         address = RouterAddress(engine.url, KEY, (), 4)
-        async with serving(engine), Connection(replace(address, url=engine.url), routes=routes) as connection:
+        async with (
+            serving(engine),
+            Connection(replace(address, url=engine.url), routes=routes) as connection,
+        ):
             args = Arguments(settings_of(config))
             args.connected(engine.url, KEY)
             function = generate_function(plugin(name), args, evaluation=evaluation)
             score = InlineGrader(lambda text, label, metadata: 1.0)
-            grader = SlimeGrader(score, wanted=None, takes_given=True, reward_key=config.rollout.reward_key)
+            grader = SlimeGrader(
+                score, wanted=None, takes_given=True, reward_key=config.rollout.reward_key
+            )
             writer = GroupWriter(connection, SAMPLING, n=n, grader=grader, function=function)
             return await writer.write(Unfinished(PROMPT))
 
     return asyncio.run(whole())
 
 
-def says(*texts: str, version: str = "2", reason: str = "stop") -> Callable[[dict[str, Any]], dict[str, Any]]:
+def says(
+    *texts: str, version: str = "2", reason: str = "stop"
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
     left = list(texts)
 
     def reply(body: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +121,9 @@ def graded(name: str, *samples: Sample, prompt: Prompt = PROMPT, **rollout: Any)
     return asyncio.run(run())
 
 
-def test_a_search_in_several_turns_has_mask_logprobs_version_and_what_it_left_for_its_reward() -> None:
+def test_a_search_in_several_turns_has_mask_logprobs_version_and_what_it_left_for_its_reward() -> (
+    None
+):
     engine = FakeEngine(answer=says("a?", "bc", version="7"))
     group = writing(engine, "search")
     (scored,) = group.samples
@@ -144,7 +153,9 @@ def test_tokens_of_new_weights_have_their_own_version() -> None:
 
 def test_the_routes_of_a_search_are_those_of_the_first_request_that_read_a_token() -> None:
     """The tool's words are left to the trainer, though the second request read them."""
-    (scored,) = writing(Mixture(("a?", "stop", 2), ("bc", "stop", 3)), "search", routes=FORM).samples
+    (scored,) = writing(
+        Mixture(("a?", "stop", 2), ("bc", "stop", 3)), "search", routes=FORM
+    ).samples
     assert bytes(scored.sample.response_ids) == b"a?[42]bc"
     assert versions(scored.sample) == [2, 2, 3, None, None, None, None, 3]
     assert shown(PROMPT, scored.sample, siblings=2).rollout_routed_experts.shape == (8, 3, 2)
@@ -152,7 +163,11 @@ def test_the_routes_of_a_search_are_those_of_the_first_request_that_read_a_token
 
 def test_a_function_that_asks_for_routes_reads_them_as_from_slimes_engines() -> None:
     (scored,) = writing(Mixture(("abc", "stop", 2)), "reads_routes", routes=FORM).samples
-    assert scored.sample.extra["routes_shape"] == [3, 5, 2]  # prompt and answer without the last token, all layers
+    assert scored.sample.extra["routes_shape"] == [
+        3,
+        5,
+        2,
+    ]  # prompt and answer without the last token, all layers
     assert versions(scored.sample) == [2, 2, 2]
     with pytest.raises(ConfigError, match="needs --use-rollout-routing-replay true"):
         writing(Mixture(("abc", "stop", 2)), "reads_routes")
@@ -174,7 +189,9 @@ def test_an_answer_that_new_weights_cut_is_resumed_within_one_post() -> None:
 
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_logprobs_that_a_plugin_did_not_ask_for_are_those_of_the_engine(evaluation: bool) -> None:
-    (scored,) = writing(FakeEngine(answer=says("xyz")), "without_logprobs", evaluation=evaluation).samples
+    (scored,) = writing(
+        FakeEngine(answer=says("xyz")), "without_logprobs", evaluation=evaluation
+    ).samples
     assert scored.sample.rollout_logprobs == (-0.5, -1.0, -1.5)
     assert scored.sample.extra["metadata"]["evaluation"] is evaluation
 
@@ -183,17 +200,26 @@ def test_several_samples_of_an_answer_keep_the_rewards_that_the_function_gave() 
     group = writing(FakeEngine(answer=says("ab")), "rewarded_itself", reward_key="score")
     assert group.rewards == (0.25, 0.75)
     assert [each.sample.index for each in group.samples] == [0, 0]
-    assert [sum(each.sample.mask) for each in group.samples] == [2, 0], "remove_sample leaves it out of the loss"
-    with pytest.raises(ConfigError, match="--reward-key is not set: a reward is an object with the keys score, why"):
+    assert [sum(each.sample.mask) for each in group.samples] == [2, 0], (
+        "remove_sample leaves it out of the loss"
+    )
+    with pytest.raises(
+        ConfigError, match="--reward-key is not set: a reward is an object with the keys score, why"
+    ):
         writing(FakeEngine(answer=says("ab")), "rewarded_itself")
 
 
 def test_a_halted_rollout_begins_the_answer_again() -> None:
-    """As a preemption does: the engine is aborted, the plug-in returns ABORTED, and nothing of it is trained."""
+    """As a preemption does: the engine is aborted, the plug-in returns ABORTED, and nothing of it
+    is trained.
+    """
     engine = FakeEngine()
 
     async def whole() -> Any:
-        async with serving(engine), Connection(RouterAddress(engine.url, KEY, (engine.url,), 4)) as connection:
+        async with (
+            serving(engine),
+            Connection(RouterAddress(engine.url, KEY, (engine.url,), 4)) as connection,
+        ):
             args = Arguments(settings_of(settings()))
             args.connected(engine.url, KEY)
             function = generate_function(plugin("search"), args)
@@ -211,7 +237,9 @@ def test_an_answer_that_a_plugin_always_gives_up_ends_the_run() -> None:
 
 
 def test_what_is_no_sample_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"returned 'Q' for prompt 3; it must return a Sample or a list"):
+    with pytest.raises(
+        ConfigError, match=r"returned 'Q' for prompt 3; it must return a Sample or a list"
+    ):
         writing(FakeEngine(), "no_sample")
 
 
@@ -220,7 +248,9 @@ def test_a_payload_that_engines_are_not_asked_for_is_refused() -> None:
         engines.request_params({"input_ids": [1], "image_data": ["x"]})
 
 
-def test_a_post_to_a_tool_is_retried_and_does_not_carry_the_key_of_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_post_to_a_tool_is_retried_and_does_not_carry_the_key_of_the_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(engines, "PAUSE_S", 0.0)
     seen: list[Any] = []
 
@@ -239,7 +269,10 @@ def test_a_post_to_a_tool_is_retried_and_does_not_carry_the_key_of_the_engines(m
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         host, port = runner.addresses[0][:2]
         try:
-            async with serving(router), Connection(RouterAddress(router.url, KEY, (router.url,), 4)) as connection:
+            async with (
+                serving(router),
+                Connection(RouterAddress(router.url, KEY, (router.url,), 4)) as connection,
+            ):
                 with engines.reachable(engines.Engines(connection, Bytes(), PROMPT, 0)):
                     return await engines.post(f"http://{host}:{port}/search", {"query": "x"})
         finally:
@@ -252,7 +285,10 @@ def test_a_post_to_a_tool_is_retried_and_does_not_carry_the_key_of_the_engines(m
 def test_a_reward_that_is_an_object_counts_under_its_key() -> None:
     right, wrong = answer(r"\boxed{42}"), answer(r"\boxed{41}", index=1, extra={"tool_calls": 3})
     assert graded("tool_reward", right, wrong, reward_key="score") == [1.0, pytest.approx(-0.7)]
-    with pytest.raises(ConfigError, match=r"--reward-key acct: a reward is an object with the keys score, acc, pred"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--reward-key acct: a reward is an object with the keys score, acc, pred",
+    ):
         graded("tool_reward", right, reward_key="acct")
 
 
@@ -262,11 +298,16 @@ def test_an_async_reward_of_all_answers_keeps_its_event_loop() -> None:
 
 
 def test_a_reward_of_slime_may_call_the_rewards_by_name() -> None:
-    assert graded("by_type", answer("42"), answer("41", index=1), rm_type="exact_match") == [31.0, 30.0]
+    assert graded("by_type", answer("42"), answer("41", index=1), rm_type="exact_match") == [
+        31.0,
+        30.0,
+    ]
 
 
 def test_a_label_that_is_an_object_is_one_for_a_reward() -> None:
-    prompt = replace(PROMPT, label='{"target": ["x"]}', metadata={"reward_model": {"target": ["x"]}})
+    prompt = replace(
+        PROMPT, label='{"target": ["x"]}', metadata={"reward_model": {"target": ["x"]}}
+    )
     assert graded("from_object", answer("x"), answer("y", index=1), prompt=prompt) == [1.0, 0.0]
 
 
@@ -274,7 +315,10 @@ def test_a_label_that_is_an_object_is_one_for_a_reward() -> None:
     ("name", "said"),
     [
         ("wants_images", "sample.multimodal_inputs: rlpost trains on text alone"),
-        ("wants_a_setting", "args.rolout_batch_size: this run has no such setting; did you mean 'rollout_batch_size'"),
+        (
+            "wants_a_setting",
+            "args.rolout_batch_size: this run has no such setting; did you mean 'rollout_batch_size'",
+        ),
         ("lacks_a_package", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
         ("nonzero_std", "add --group-rm, or use"),
     ],
@@ -284,7 +328,9 @@ def test_a_reward_that_asks_for_what_is_not_here_ends_the_run_at_once(name: str,
         graded(name, answer("a"))
 
 
-def test_a_reward_that_always_raises_a_type_error_is_an_error_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_that_always_raises_a_type_error_is_an_error_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One answer may cause one; if all do, starting again cannot help."""
     monkeypatch.setattr(grading, "MAX_FAILURES_IN_A_ROW", 4)
     with pytest.raises(ConfigError, match=r"4 consecutive gradings failed.*TypeError"):
@@ -292,7 +338,9 @@ def test_a_reward_that_always_raises_a_type_error_is_an_error_of_the_settings(mo
 
 
 def group(*rewards: float) -> SampleGroup:
-    return SampleGroup(3, tuple(ScoredSample(answer("a", index=at), reward) for at, reward in enumerate(rewards)))
+    return SampleGroup(
+        3, tuple(ScoredSample(answer("a", index=at), reward) for at, reward in enumerate(rewards))
+    )
 
 
 def filtering(name: str, **rollout: Any) -> Callable[[SampleGroup], bool]:
@@ -300,7 +348,9 @@ def filtering(name: str, **rollout: Any) -> Callable[[SampleGroup], bool]:
     config = settings(**rollout)
     wanted = group_filter(plugin(name), Arguments(settings_of(config)))
     inline = InlineGrader(lambda text, label, metadata: 1.0)
-    grader = SlimeGrader(inline, wanted=wanted, takes_given=True, reward_key=config.rollout.reward_key)
+    grader = SlimeGrader(
+        inline, wanted=wanted, takes_given=True, reward_key=config.rollout.reward_key
+    )
     asyncio.run(grader.grade(PROMPT, [answer("a")]))
     return wanted
 
@@ -323,12 +373,20 @@ def test_a_filter_reads_prompt_and_metadata_and_says_when_to_keep_a_group_all_th
 
 async def _show(wanted: Any, prompt: Prompt) -> None:
     inline = InlineGrader(lambda text, label, metadata: 1.0)
-    await SlimeGrader(inline, wanted=wanted, takes_given=True, reward_key=None).grade(prompt, [answer("a")])
+    await SlimeGrader(inline, wanted=wanted, takes_given=True, reward_key=None).grade(
+        prompt, [answer("a")]
+    )
 
 
-@pytest.mark.parametrize(("name", "kept"), [("check_reward_nonzero_std", True), ("pop_first", None)])
-def test_filters_of_slime_itself_can_be_called_by_a_plugin(name: str, kept: bool | None, tmp_path: Path) -> None:
-    module = {"pop_first": "slime.rollout.data_source"}.get(name, "slime.rollout.filter_hub.dynamic_sampling_filters")
+@pytest.mark.parametrize(
+    ("name", "kept"), [("check_reward_nonzero_std", True), ("pop_first", None)]
+)
+def test_filters_of_slime_itself_can_be_called_by_a_plugin(
+    name: str, kept: bool | None, tmp_path: Path
+) -> None:
+    module = {"pop_first": "slime.rollout.data_source"}.get(
+        name, "slime.rollout.filter_hub.dynamic_sampling_filters"
+    )
     (tmp_path / "mine.py").write_text(f"from {module} import {name} as mine\n")
     args = Arguments(settings_of(settings()))
     if kept is None:
@@ -341,7 +399,9 @@ def test_filters_of_slime_itself_can_be_called_by_a_plugin(name: str, kept: bool
 
 def test_a_buffer_filter_sees_where_a_group_began_and_chooses_among_those_that_wait() -> None:
     waiting = [
-        Unfinished(replace(PROMPT, prompt_id=at), (answer("a", version=version, finish_reason="abort"),))
+        Unfinished(
+            replace(PROMPT, prompt_id=at), (answer("a", version=version, finish_reason="abort"),)
+        )
         for at, version in ((10, 1), (11, 2), (12, 3), (13, 2))
     ]
     first = buffer_filter(plugin("newest_first"), Arguments(settings_of(settings())))
@@ -352,7 +412,9 @@ def test_a_buffer_filter_sees_where_a_group_began_and_chooses_among_those_that_w
 
 
 def test_a_resumed_answer_says_which_rollout_began_it() -> None:
-    """Under slime's name, in rewards and filters as in a buffer filter; not where one rollout wrote all of it."""
+    """Under slime's name, in rewards and filters as in a buffer filter; not where one rollout wrote
+    all of it.
+    """
     one = Sample(3, 0, (81,), (5, 6), (-1.0, -1.0), "x", "stop", 4)
     resumed = replace(one, version_spans=((2, 1), (4, 1)))
     assert shown(PROMPT, resumed, siblings=2).metadata == {"level": 2, "start_rollout_id": 2}
@@ -368,9 +430,13 @@ def test_settings_have_slimes_names_and_cannot_be_changed() -> None:
     args.mine = 1
     args.rollout_batch_size = 4  # as it is
     assert (args.mine, getattr(args, "unheard_of", "none")) == (1, "none")
-    with pytest.raises(ConfigError, match="a function cannot change a setting; start with --rollout-batch-size"):
+    with pytest.raises(
+        ConfigError, match="a function cannot change a setting; start with --rollout-batch-size"
+    ):
         args.rollout_batch_size = 5
-    with pytest.raises(AttributeError, match=r"args\.sglang_router_ip: only generate functions reach the engines"):
+    with pytest.raises(
+        AttributeError, match=r"args\.sglang_router_ip: only generate functions reach the engines"
+    ):
         _ = args.sglang_router_ip
     args.connected("http://10.0.0.1:3000", KEY)
     assert (args.sglang_router_ip, args.sglang_router_port) == ("10.0.0.1", 3000)
@@ -386,7 +452,9 @@ def test_what_is_wrong_with_a_function_of_ones_own_is_an_error_of_the_settings(
     (tmp_path / "mine.py").write_text(
         f"def drop(group):\n    return {fault}\n\n{kind}def answer(builder, prompt, sampling):\n    {fault}\n"
     )
-    with pytest.raises(ConfigError, match=r"mine.py:drop: \w+Error: .*mine.py, line 2\); mend the function"):
+    with pytest.raises(
+        ConfigError, match=r"mine.py:drop: \w+Error: .*mine.py, line 2\); mend the function"
+    ):
         group_filter(f"{tmp_path}/mine.py:drop")(group(1.0))
     function = generate_function(f"{tmp_path}/mine.py:answer")
 

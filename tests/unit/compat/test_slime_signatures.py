@@ -1,4 +1,6 @@
-"""Which interface a function has is read from its source and from the object alike, and anything else is refused."""
+"""Which interface a function has is read from its source and from the object alike, and anything
+else is refused.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ CASES: list[tuple[Kind, str, str | None]] = [
 
 
 @pytest.mark.parametrize(("kind", "signature", "found"), CASES)
-def test_an_interface_is_told_by_its_signature(kind: Kind, signature: str, found: str | None) -> None:
+def test_an_interface_is_told_by_its_signature(
+    kind: Kind, signature: str, found: str | None
+) -> None:
     source = f"from __future__ import annotations\ndef function{signature}: ..."
     node = ast.parse(source).body[1]
     assert isinstance(node, ast.FunctionDef)
@@ -88,7 +92,11 @@ def config(container: str = "none", **rollout: object) -> Config:
             "def f(buffer): ...",
             "use (waiting, num_groups), or slime's (args, rollout_id, buf",
         ),
-        ("custom_rm_path", "async def f(sample): ...", "f(sample) cannot be called; use (prompt, sample), or"),
+        (
+            "custom_rm_path",
+            "async def f(sample): ...",
+            "f(sample) cannot be called; use (prompt, sample), or",
+        ),
         (
             "custom_rm_path",
             "def f(args, samples, **kwargs): ...",
@@ -120,7 +128,9 @@ def test_a_function_that_cannot_be_called_is_refused_on_the_login_node(
     assert said in line
 
 
-def test_a_module_of_the_path_is_read_too_and_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_of_the_path_is_read_too_and_nothing_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "generate_with_tool.py").write_text("raise SystemExit\ndef generate(args): ...\n")
     monkeypatch.chdir(tmp_path)
     (line,) = function_problems(config(custom_generate_function_path="generate_with_tool.generate"))
@@ -157,7 +167,12 @@ def test_a_misspelt_filter_of_slime_is_refused() -> None:
 
 def test_rollout_functions_of_slime_are_settings_here_and_others_are_refused() -> None:
     whole = "slime.rollout.{}".format
-    assert whole_rollout_problems(config(rollout_function_path=whole("sglang_rollout.generate_rollout"))) == []
+    assert (
+        whole_rollout_problems(
+            config(rollout_function_path=whole("sglang_rollout.generate_rollout"))
+        )
+        == []
+    )
     sft = config(rollout_function_path=whole("sft_rollout.generate_rollout"))
     assert (
         "corresponds to --loss-type sft_loss, but --loss-type policy_loss; use --loss-type sft_loss"
@@ -166,12 +181,17 @@ def test_rollout_functions_of_slime_are_settings_here_and_others_are_refused() -
     given = {"rollout_function_path": whole("fully_async_rollout.generate_rollout_fully_async")}
     assert whole_rollout_problems(config(**given, rollout_mode="fully_async")) == []
     (line,) = whole_rollout_problems(config(rollout_function_path="mine.generate_rollout"))
-    assert "--rollout-function-path mine.generate_rollout: replacing the whole rollout is not supported" in line
+    assert (
+        "--rollout-function-path mine.generate_rollout: replacing the whole rollout is not supported"
+        in line
+    )
     assert "use --custom-generate-function-path" in line
 
 
 def test_every_name_that_plugins_may_import_is_there() -> None:
-    """In an interpreter of its own, as the driver imports them; and with an installed slime none of ours is used."""
+    """In an interpreter of its own, as the driver imports them; and with an installed slime none of
+    ours is used.
+    """
     wanted = [(module, name) for module, known in names.PROVIDED.items() for name in known]
     code = (
         "from importlib import import_module\nfrom rlpost.compat.slime import modules\nmodules.install()\n"
@@ -186,13 +206,18 @@ def test_every_name_that_plugins_may_import_is_there() -> None:
 
 def test_the_page_lists_the_names_that_there_are() -> None:
     page = (ROOT / "docs/extending.md").read_text()
-    rows = [f"| `{module}` | {', '.join(f'`{name}`' for name in known)} |" for module, known in names.PROVIDED.items()]
+    rows = [
+        f"| `{module}` | {', '.join(f'`{name}`' for name in known)} |"
+        for module, known in names.PROVIDED.items()
+    ]
     assert "\n".join(rows) in page
 
 
 def test_a_plugin_may_import_what_lies_beside_it(tmp_path: Path) -> None:
     (tmp_path / "beside_a_plugin.py").write_text("SCORE = 3.0\n")
-    (tmp_path / "mine.py").write_text("from beside_a_plugin import SCORE\ndef f(args, sample): return SCORE\n")
+    (tmp_path / "mine.py").write_text(
+        "from beside_a_plugin import SCORE\ndef f(args, sample): return SCORE\n"
+    )
     assert load_function(f"{tmp_path}/mine.py:f", key="key")(None, None) == 3.0
 
 
@@ -200,7 +225,11 @@ def test_a_clone_beside_the_recipe_is_no_installed_slime(tmp_path: Path) -> None
     (tmp_path / "slime/docs").mkdir(parents=True)
     code = "from rlpost.compat.slime import modules; print(modules.sample_class().__module__, modules.is_installed())"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT)},
     )
     assert done.stdout.split() == ["rlpost.compat.slime.sample", "False"], done.stderr
 
@@ -216,7 +245,9 @@ def test_an_installed_slime_is_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.delitem(sys.modules, name)
     assert modules.is_installed()
     found = modules.sample_class()
-    assert found.__module__ == "slime.utils.types" and Path(inspect.getfile(found)).parent == package
+    assert (
+        found.__module__ == "slime.utils.types" and Path(inspect.getfile(found)).parent == package
+    )
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'slime\.rollout'"):
         __import__("slime.rollout.sglang_rollout")
     for name in [name for name in sys.modules if name.partition(".")[0] == "slime"]:

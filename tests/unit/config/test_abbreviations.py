@@ -1,4 +1,6 @@
-"""Names of other programs for our settings: none hides an option of its own, and each remedy exists."""
+"""Names of other programs for our settings: none hides an option of its own, and each remedy
+exists.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_no_name_is_a_flag_or_an_option_of_megatron_and_each_stands_for_flags_th
     assert {flag for each in ABBREVIATIONS.values() for flag in each} <= ours | OF_COMMANDS
 
 
-def test_an_abbreviation_is_refused_where_megatron_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abbreviation_is_refused_where_megatron_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Else it would pass for an option of Megatron-core until the node is asked."""
     monkeypatch.setattr(pass_through, "option_names", lambda: None)
     monkeypatch.setattr(flags, "option_names", lambda: None)

@@ -10,7 +10,12 @@ from rlpost.config.load import load
 
 def config(**groups):
     base = {
-        "cluster": {"nodes": 1, "num_gpus_per_node": 4, "actor_num_gpus_per_node": 2, "rollout_num_gpus": 2},
+        "cluster": {
+            "nodes": 1,
+            "num_gpus_per_node": 4,
+            "actor_num_gpus_per_node": 2,
+            "rollout_num_gpus": 2,
+        },
         "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 2},
     }
     for group, values in groups.items():
@@ -20,18 +25,30 @@ def config(**groups):
 
 def test_settings_that_fit_have_no_problems():
     good = config(perf={"tensor_model_parallel_size": 2, "sequence_parallel": True})
-    assert layout_problems(good) == batch_problems(good) == eval_problems(good) == debug_problems(good) == []
+    assert (
+        layout_problems(good)
+        == batch_problems(good)
+        == eval_problems(good)
+        == debug_problems(good)
+        == []
+    )
 
 
 @pytest.mark.parametrize(
     ("groups", "words"),
     [
-        ({"perf": {"tensor_model_parallel_size": 3}}, ["--tensor-model-parallel-size 3", "2 GPUs", "use 1 or 2"]),
+        (
+            {"perf": {"tensor_model_parallel_size": 3}},
+            ["--tensor-model-parallel-size 3", "2 GPUs", "use 1 or 2"],
+        ),
         (
             {"cluster": {"actor_num_nodes": 2}},
             ["--actor-num-nodes 2", "--nodes 1", "use --nodes 2 or --actor-num-nodes 1"],
         ),
-        ({"cluster": {"actor_num_gpus_per_node": 8}}, ["--actor-num-gpus-per-node 8", "--num-gpus-per-node 4"]),
+        (
+            {"cluster": {"actor_num_gpus_per_node": 8}},
+            ["--actor-num-gpus-per-node 8", "--num-gpus-per-node 4"],
+        ),
         (
             {"cluster": {"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}},
             ["--rollout-num-gpus 3 is not a multiple of", "use --rollout-num-gpus 2 or 4"],
@@ -43,11 +60,19 @@ def test_settings_that_fit_have_no_problems():
         ({"perf": {"sequence_parallel": True}}, ["--sequence-parallel true", "2 or more"]),
         (
             {"perf": {"tensor_model_parallel_size": 2, "context_parallel_size": 2}},
-            ["TP 2 x CP 2 = 4 GPUs, but the trainer has 2", "use --nodes 2, ", "--context-parallel-size 1"],
+            [
+                "TP 2 x CP 2 = 4 GPUs, but the trainer has 2",
+                "use --nodes 2, ",
+                "--context-parallel-size 1",
+            ],
         ),
         (
             {"perf": {"expert_model_parallel_size": 4}},
-            ["--expert-model-parallel-size 4", "the 2 GPUs of a pipeline", "use --expert-model-parallel-size 1 or 2"],
+            [
+                "--expert-model-parallel-size 4",
+                "the 2 GPUs of a pipeline",
+                "use --expert-model-parallel-size 1 or 2",
+            ],
         ),
         (
             {"perf": {"num_layers_per_virtual_pipeline_stage": 1}},
@@ -55,13 +80,25 @@ def test_settings_that_fit_have_no_problems():
         ),
         (
             {"perf": {"decoder_last_pipeline_num_layers": 1}},
-            ["--pipeline-model-parallel-size 2 or more", "use --decoder-last-pipeline-num-layers none"],
+            [
+                "--pipeline-model-parallel-size 2 or more",
+                "use --decoder-last-pipeline-num-layers none",
+            ],
         ),
-        ({"perf": {"recompute_granularity": "full"}}, ["--recompute-method uniform --recompute-num-layers 1"]),
-        ({"perf": {"recompute_num_layers": 1}}, ["--recompute-num-layers 1 needs --recompute-granularity full"]),
+        (
+            {"perf": {"recompute_granularity": "full"}},
+            ["--recompute-method uniform --recompute-num-layers 1"],
+        ),
+        (
+            {"perf": {"recompute_num_layers": 1}},
+            ["--recompute-num-layers 1 needs --recompute-granularity full"],
+        ),
         (
             {"perf": {"overlap_param_gather": True}},
-            ["--use-distributed-optimizer and --overlap-grad-reduce", "add --overlap-grad-reduce true"],
+            [
+                "--use-distributed-optimizer and --overlap-grad-reduce",
+                "add --overlap-grad-reduce true",
+            ],
         ),
         (
             {"perf": {"log_probs_max_tokens_per_gpu": 8}},
@@ -90,7 +127,10 @@ def test_a_layout_that_does_not_fit_is_named_with_its_numbers(groups, words):
             ["9 samples", "2 data-parallel ranks", "use --rollout-batch-size 2 or 4, "],
         ),
         ({"perf": {"use_dynamic_batch_size": True}}, ["--max-tokens-per-gpu 8192"]),
-        ({"rollout": {"n_samples_per_prompt": 1}}, ["--n-samples-per-prompt 1", "grpo compares", "2 or more"]),
+        (
+            {"rollout": {"n_samples_per_prompt": 1}},
+            ["--n-samples-per-prompt 1", "grpo compares", "2 or more"],
+        ),
         ({"grpo": {"kl_loss_coef": 0.1}}, ["--kl-loss-coef 0.1", "--use-kl-loss true"]),
     ],
 )
@@ -109,7 +149,9 @@ def test_model_sizes_that_tensor_parallelism_does_not_divide_are_named():
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 96}
     (problem,) = model_problems(config(perf={"tensor_model_parallel_size": 2}), sizes)
     assert "num_key_value_heads = 1" in problem
-    (problem,) = model_problems(config(perf={"tensor_model_parallel_size": 2}), {"intermediate_size": 97})
+    (problem,) = model_problems(
+        config(perf={"tensor_model_parallel_size": 2}), {"intermediate_size": 97}
+    )
     assert "intermediate_size = 97" in problem
 
 
@@ -133,11 +175,18 @@ def test_any_vocabulary_is_padded_for_tensor_parallelism():
         (
             {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 6},
             {},
-            ["5 less --decoder-first-pipeline-num-layers 6", "use --decoder-first-pipeline-num-layers 1, 2, 3 or 4"],
+            [
+                "5 less --decoder-first-pipeline-num-layers 6",
+                "use --decoder-first-pipeline-num-layers 1, 2, 3 or 4",
+            ],
         ),
         ({"expert_model_parallel_size": 2}, {}, ["the model has no experts"]),
         ({"expert_model_parallel_size": 2}, {"num_experts": 3}, ["num_experts = 3"]),
-        ({"expert_tensor_parallel_size": 2}, {"num_experts": 4, "moe_intermediate_size": 9}, ["moe_intermediate_size"]),
+        (
+            {"expert_tensor_parallel_size": 2},
+            {"num_experts": 4, "moe_intermediate_size": 9},
+            ["moe_intermediate_size"],
+        ),
     ],
 )
 def test_a_layout_that_does_not_fit_the_model_is_named_with_its_numbers(perf, sizes, words):

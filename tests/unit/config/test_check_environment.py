@@ -1,4 +1,6 @@
-"""Variables that NCCL would ignore or take for something harmful are refused early; recipes are portable."""
+"""Variables that NCCL would ignore or take for something harmful are refused early; recipes are
+portable.
+"""
 
 from __future__ import annotations
 
@@ -79,13 +81,17 @@ def test_no_script_carries_one_either(path):
 
 def test_the_fabric_is_told_from_what_belongs_to_a_model():
     fabric = "NCCL_IB_TIMEOUT NCCL_IB_HCA NCCL_NET_GDR_LEVEL NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME FI_PROVIDER UCX_TLS"
-    assert all(FABRIC.fullmatch(name) for name in [*fabric.split(), "NCCL_P2P_LEVEL", "NCCL_PXN_DISABLE"])
+    assert all(
+        FABRIC.fullmatch(name) for name in [*fabric.split(), "NCCL_P2P_LEVEL", "NCCL_PXN_DISABLE"]
+    )
     generic = "NCCL_NVLS_ENABLE NCCL_DEBUG NCCL_CUMEM_ENABLE CUDA_DEVICE_MAX_CONNECTIONS TORCH_NCCL_BLOCKING_WAIT"
     assert not [name for name in generic.split() if FABRIC.fullmatch(name)]
 
 
 def test_variables_of_recipe_profile_and_command_line_add_up(tmp_path):
-    """A profile that names its HCAs takes nothing else from a recipe, and a word for debugging nothing from either."""
+    """A profile that names its HCAs takes nothing else from a recipe, and a word for debugging
+    nothing from either.
+    """
     site = tmp_path / "site.toml"
     site.write_text("[cluster.environment]\nNCCL_IB_HCA = 'mlx5'\nNCCL_IB_TC = '106'\n")
     files = files_of(JOBS / "recipes/glm45_355b.toml", {"cluster": str(site)})

@@ -1,4 +1,6 @@
-"""Functions of a user's files are looked for on the login node, in files that are read and never run."""
+"""Functions of a user's files are looked for on the login node, in files that are read and never
+run.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ raise SystemExit("not to be run")
 """
 
 
-@pytest.mark.parametrize("name", ["score", "generate", "spare", "made", "np", "Callable", "nothing_that_is_installed"])
+@pytest.mark.parametrize(
+    "name", ["score", "generate", "spare", "made", "np", "Callable", "nothing_that_is_installed"]
+)
 def test_what_a_file_names_is_there(tmp_path, name):
     (tmp_path / "mine.py").write_text(CODE)
     assert function_problems(reward(f"{tmp_path}/mine.py:{name}")) == []
@@ -38,7 +42,9 @@ def test_what_a_file_names_is_there(tmp_path, name):
 def test_what_it_does_not_name_is_a_problem_that_says_what_there_is(tmp_path, name):
     (tmp_path / "mine.py").write_text(CODE)
     (problem,) = function_problems(reward(f"{tmp_path}/mine.py:{name}"))
-    assert problem.startswith(f"--custom-rm-path {tmp_path}/mine.py:{name}: the file has no function {name}")
+    assert problem.startswith(
+        f"--custom-rm-path {tmp_path}/mine.py:{name}: the file has no function {name}"
+    )
     assert "it has Callable, generate, made, nothing_that_is_installed, np, score, spare" in problem
     assert ("did you mean 'score'?" in problem) == (name == "scores")
 
@@ -47,7 +53,10 @@ def test_a_file_that_is_missing_or_broken_is_named_and_a_module_is_left_to_the_n
     (tmp_path / "broken.py").write_text("def score(:\n")
     (tmp_path / "star.py").write_text("from elsewhere import *\n")
     assert "gone.py:f: no such file" in function_problems(reward(f"{tmp_path}/gone.py:f"))[0]
-    assert "not valid Python: invalid syntax" in function_problems(reward(f"{tmp_path}/broken.py:score"))[0]
+    assert (
+        "not valid Python: invalid syntax"
+        in function_problems(reward(f"{tmp_path}/broken.py:score"))[0]
+    )
     assert function_problems(reward(f"{tmp_path}/star.py:anything")) == []
     assert function_problems(reward("package.of_the_nodes.score")) == []
 
@@ -75,8 +84,16 @@ def decorated(): pass
         ("dynamic_sampling_filter_path", "any_number", None),
         ("dynamic_sampling_filter_path", "decorated", None),
         ("dynamic_sampling_filter_path", "slimes", None),
-        ("dynamic_sampling_filter_path", "two", "two(waiting, num_groups) cannot be called; use (group)"),
-        ("dynamic_sampling_filter_path", "named", "named(group, *, threshold) cannot be called; use (group)"),
+        (
+            "dynamic_sampling_filter_path",
+            "two",
+            "two(waiting, num_groups) cannot be called; use (group)",
+        ),
+        (
+            "dynamic_sampling_filter_path",
+            "named",
+            "named(group, *, threshold) cannot be called; use (group)",
+        ),
         ("buffer_filter_path", "two", None),
         ("buffer_filter_path", "one", "one(group) cannot be called; use (waiting, num_groups)"),
         ("buffer_filter_path", "slimes_buffer", None),
@@ -89,9 +106,13 @@ def decorated(): pass
         ),
     ],
 )
-def test_a_function_that_cannot_be_called_with_what_it_is_given_is_a_problem(tmp_path, key, name, words):
+def test_a_function_that_cannot_be_called_with_what_it_is_given_is_a_problem(
+    tmp_path, key, name, words
+):
     (tmp_path / "mine.py").write_text(FUNCTIONS)
-    found = function_problems(Config.model_validate({"rollout": {key: f"{tmp_path}/mine.py:{name}"}}))
+    found = function_problems(
+        Config.model_validate({"rollout": {key: f"{tmp_path}/mine.py:{name}"}})
+    )
     if words is None:
         assert found == []
     else:
@@ -101,7 +122,11 @@ def test_a_function_that_cannot_be_called_with_what_it_is_given_is_a_problem(tmp
 
 def test_functions_of_an_evaluation_set_are_looked_for_too(tmp_path):
     (tmp_path / "mine.py").write_text(CODE)
-    keys = [key for key, field in EvalSet.model_fields.items() if _has(field, FunctionPath.__metadata__[0])]
+    keys = [
+        key
+        for key, field in EvalSet.model_fields.items()
+        if _has(field, FunctionPath.__metadata__[0])
+    ]
     file = tmp_path / "sets.toml"
     lines = [f'{key} = "{tmp_path}/mine.py:lost"' for key in keys]
     file.write_text("\n".join(["[[datasets]]", 'name = "a"', 'path = "a.jsonl"', *lines]))
@@ -113,7 +138,11 @@ def test_functions_of_an_evaluation_set_are_looked_for_too(tmp_path):
 
 def test_every_setting_that_names_a_function_is_looked_at():
     (marker,) = FunctionPath.__metadata__
-    named = {(group, key) for key, group in fields().items() if _has(groups()[group].model_fields[key], marker)}
+    named = {
+        (group, key)
+        for key, group in fields().items()
+        if _has(groups()[group].model_fields[key], marker)
+    }
     assert named == {(group, key) for group, key, _ in SETTINGS}
 
 

@@ -11,7 +11,9 @@ from rlpost.errors import ConfigError
 def problems(**observe):
     cluster = {"actor_num_nodes": 1, "actor_num_gpus_per_node": 2}
     return observe_problems(
-        Config.model_validate({"rollout": {"num_rollout": 20}, "cluster": cluster, "observe": observe})
+        Config.model_validate(
+            {"rollout": {"num_rollout": 20}, "cluster": cluster, "observe": observe}
+        )
     )
 
 

@@ -7,7 +7,9 @@ from rlpost.config.load import load
 
 
 def config(perf=None, **optimizer):
-    return load([], {"optimizer": optimizer, "perf": perf or {}, "rollout": {"num_rollout": 10}}).config
+    return load(
+        [], {"optimizer": optimizer, "perf": perf or {}, "rollout": {"num_rollout": 10}}
+    ).config
 
 
 def test_the_settings_of_published_recipes_have_no_problems():
@@ -30,20 +32,32 @@ def test_the_settings_of_published_recipes_have_no_problems():
     [
         ({"min_lr": 1.0}, ["--min-lr 1 is above --lr 1e-06"]),
         ({"lr_warmup_init": 1.0}, ["--lr-warmup-init 1 is above --lr 1e-06"]),
-        ({"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1}, ["--lr-warmup-iters 2 and --lr-warmup-fraction 0.1"]),
+        (
+            {"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1},
+            ["--lr-warmup-iters 2 and --lr-warmup-fraction 0.1"],
+        ),
         (
             {"lr_decay_style": "cosine", "lr_warmup_iters": 10},
             ["warm-up of 10", "the 10 optimizer steps", "such as --lr-warmup-iters 1"],
         ),
         ({"lr_decay_style": "WSD"}, ["needs --lr-wsd-decay-iters"]),
-        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 11}, ["--lr-wsd-decay-iters 11", "the 10 optimizer steps"]),
-        ({"end_weight_decay": 0.1}, ["--end-weight-decay 0.1 needs --weight-decay-incr-style linear or cosine"]),
+        (
+            {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 11},
+            ["--lr-wsd-decay-iters 11", "the 10 optimizer steps"],
+        ),
+        (
+            {"end_weight_decay": 0.1},
+            ["--end-weight-decay 0.1 needs --weight-decay-incr-style linear or cosine"],
+        ),
         (
             {"weight_decay_incr_style": "linear", "end_weight_decay": 0.001},
             ["--start-weight-decay 0.01 to --end-weight-decay 0.001"],
         ),
         ({"overlap_cpu_optimizer_d2h_h2d": True}, ["needs --optimizer-cpu-offload"]),
-        ({"exp_avg_dtype": "bf16"}, ["--exp-avg-dtype bf16", "--use-precision-aware-optimizer true"]),
+        (
+            {"exp_avg_dtype": "bf16"},
+            ["--exp-avg-dtype bf16", "--use-precision-aware-optimizer true"],
+        ),
         (
             {"use_precision_aware_optimizer": True, "perf": {"use_distributed_optimizer": False}},
             ["use --use-distributed-optimizer true"],
@@ -53,8 +67,15 @@ def test_the_settings_of_published_recipes_have_no_problems():
             ["--optimizer-cpu-offload true needs --use-distributed-optimizer"],
         ),
         (
-            {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"},
-            ["--exp-avg-dtype bf16 with --optimizer-cpu-offload true", "use --exp-avg-dtype fp32 or"],
+            {
+                "optimizer_cpu_offload": True,
+                "use_precision_aware_optimizer": True,
+                "exp_avg_dtype": "bf16",
+            },
+            [
+                "--exp-avg-dtype bf16 with --optimizer-cpu-offload true",
+                "use --exp-avg-dtype fp32 or",
+            ],
         ),
     ],
 )

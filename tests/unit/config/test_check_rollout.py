@@ -23,20 +23,29 @@ def config(**groups: object):
 @pytest.mark.parametrize(
     ("groups", "key"),
     [
-        ({"rollout": {"rollout_batch_size": 8, "over_sampling_batch_size": 7}}, "--over-sampling-batch-size 7 is less"),
+        (
+            {"rollout": {"rollout_batch_size": 8, "over_sampling_batch_size": 7}},
+            "--over-sampling-batch-size 7 is less",
+        ),
         (
             {"rollout": {"over_sampling_batch_size": 7, "rollout_mode": "fully_async"}},
             "--over-sampling-batch-size 7 has no",
         ),
         ({"rollout": {"max_staleness": 2}}, "--max-staleness 2 has no effect"),
         ({"rollout": {"mask_offpolicy_in_partial_rollout": True}}, "add --partial-rollout true"),
-        ({"rollout": {"rollout_mode": "one_step_off"}, "cluster": {"colocate": True}}, "with --colocate true"),
+        (
+            {"rollout": {"rollout_mode": "one_step_off"}, "cluster": {"colocate": True}},
+            "with --colocate true",
+        ),
         ({"debug": {"debug_train_only": True}}, "add --load-debug-rollout-data"),
         (
             {"debug": {"debug_rollout_only": True, "load_debug_rollout_data": "{rollout_id}"}},
             "--debug-rollout-only true",
         ),
-        ({"eval": {"eval_config": "a.toml", "eval_prompt_data": ["a.jsonl"]}}, "use --eval-config none"),
+        (
+            {"eval": {"eval_config": "a.toml", "eval_prompt_data": ["a.jsonl"]}},
+            "use --eval-config none",
+        ),
     ],
 )
 def test_a_contradiction_is_named(groups: dict[str, dict[str, object]], key: str) -> None:
@@ -58,8 +67,14 @@ def test_engines_of_somebody_else_take_no_gpus_of_the_run_and_share_none() -> No
 def test_what_fits_is_no_problem(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text('datasets = [{name = "a", path = "a.jsonl"}]')
-    rollout = {"rollout_mode": "fully_async", "max_staleness": 2, "mask_offpolicy_in_partial_rollout": True}
-    settings = config(rollout=rollout, debug={"debug_rollout_only": True}, eval={"eval_config": str(file)})
+    rollout = {
+        "rollout_mode": "fully_async",
+        "max_staleness": 2,
+        "mask_offpolicy_in_partial_rollout": True,
+    }
+    settings = config(
+        rollout=rollout, debug={"debug_rollout_only": True}, eval={"eval_config": str(file)}
+    )
     assert [*rollout_problems(settings), *debug_problems(settings), *eval_problems(settings)] == []
 
 
@@ -86,13 +101,20 @@ eval:
 
 
 @pytest.mark.parametrize(("name", "text"), [("sets.toml", TOML), ("sets.yaml", YAML)])
-def test_sets_come_from_a_file_with_settings_of_their_own(tmp_path: Path, name: str, text: str) -> None:
+def test_sets_come_from_a_file_with_settings_of_their_own(
+    tmp_path: Path, name: str, text: str
+) -> None:
     file = tmp_path / name
     file.write_text(text)
     given = {"temperature": 0.6, "n_samples_per_eval_prompt": 4}
     assert eval_sets(EvalConfig(eval_config=str(file))) == (
         EvalSet(name="aime24", path=str(tmp_path / "aime.jsonl"), **given),
-        EvalSet(name="gsm8k", path="/data/gsm8k.parquet@[0:100]", rm_type="gsm8k", **given | {"temperature": 0.0}),
+        EvalSet(
+            name="gsm8k",
+            path="/data/gsm8k.parquet@[0:100]",
+            rm_type="gsm8k",
+            **given | {"temperature": 0.0},
+        ),
     )
 
 
@@ -105,7 +127,10 @@ def test_sets_come_from_a_file_with_settings_of_their_own(tmp_path: Path, name: 
             '[[datasets]]\nname = "a"\npath = "b"\ntemperatur = 1',
             "unknown key 'temperatur'; did you mean 'temperature'",
         ),
-        ('[[datasets]]\nname = "a"\npath = "b"\ntop_p = 2', "top_p = 2: Input should be less than or equal to 1"),
+        (
+            '[[datasets]]\nname = "a"\npath = "b"\ntop_p = 2',
+            "top_p = 2: Input should be less than or equal to 1",
+        ),
         ('[[datasets]]\nname = "a"\npath = "b"\n' * 2, "two datasets are called 'a'"),
         ("[", "not valid TOML"),
         ("other = 1\n[[datasets]]\n", "unknown key 'other'"),
@@ -113,7 +138,9 @@ def test_sets_come_from_a_file_with_settings_of_their_own(tmp_path: Path, name: 
         ('[[datasets]]\nname = "a"\npath = "b"\ntop_k = 0', "top_k = 0: .*-1 for off"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_cannot_be_used_is_named_with_the_reason(
+    tmp_path: Path, text: str, message: str
+) -> None:
     file = tmp_path / "sets.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=f"sets.toml.*{message}"):

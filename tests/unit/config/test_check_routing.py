@@ -1,4 +1,6 @@
-"""Routing replay: settings of the trainer, the model and the engines that conflict with it are refused."""
+"""Routing replay: settings of the trainer, the model and the engines that conflict with it are
+refused.
+"""
 
 import pytest
 
@@ -28,11 +30,26 @@ def test_both_flags_together_and_neither_are_accepted():
         (
             {"moe_router_fusion": True},
             {"use_routing_replay": True},
-            ["--moe-router-fusion true with --use-routing-replay true", "use --use-routing-replay false"],
+            [
+                "--moe-router-fusion true with --use-routing-replay true",
+                "use --use-routing-replay false",
+            ],
         ),
-        ({"cuda_graph_impl": "local"}, BOTH, ["--cuda-graph-impl local", "--use-rollout-routing-replay false"]),
-        ({"moe_expert_capacity_factor": 1.5}, BOTH, ["--moe-expert-capacity-factor 1.5", "drops tokens"]),
-        ({}, BOTH | {"loss_type": "sft_loss"}, ["--loss-type sft_loss", "no engine routes the tokens"]),
+        (
+            {"cuda_graph_impl": "local"},
+            BOTH,
+            ["--cuda-graph-impl local", "--use-rollout-routing-replay false"],
+        ),
+        (
+            {"moe_expert_capacity_factor": 1.5},
+            BOTH,
+            ["--moe-expert-capacity-factor 1.5", "drops tokens"],
+        ),
+        (
+            {},
+            BOTH | {"loss_type": "sft_loss"},
+            ["--loss-type sft_loss", "no engine routes the tokens"],
+        ),
     ],
 )
 def test_options_of_megatron_that_prevent_replay_are_refused_with_a_remedy(megatron, grpo, words):
@@ -42,7 +59,10 @@ def test_options_of_megatron_that_prevent_replay_are_refused_with_a_remedy(megat
 
 def test_a_model_without_experts_is_refused():
     (problem,) = routing_model_problems(config(use_routing_replay=True), DENSE)
-    assert problem == "--use-routing-replay true: the model has no experts; use --use-routing-replay false"
+    assert (
+        problem
+        == "--use-routing-replay true: the model has no experts; use --use-routing-replay false"
+    )
 
 
 def engine_config(replay=True, **sglang):
@@ -58,7 +78,10 @@ def engine_config(replay=True, **sglang):
         ({"sglang_disaggregation_mode": "decode"}, "--sglang-disaggregation-mode decode"),
         ({"sglang_enable_two_batch_overlap": True}, "--sglang-enable-two-batch-overlap true"),
         ({"sglang_tokenizer_worker_num": 2}, "--sglang-tokenizer-worker-num 2"),
-        ({"sglang_moe_runner_backend": "flashinfer_trtllm"}, "--sglang-moe-runner-backend flashinfer_trtllm"),
+        (
+            {"sglang_moe_runner_backend": "flashinfer_trtllm"},
+            "--sglang-moe-runner-backend flashinfer_trtllm",
+        ),
         ({"rollout_external_engine_addrs": ["a:1"]}, "--rollout-external-engine-addrs a:1"),
     ],
 )
@@ -73,9 +96,13 @@ def test_settings_of_engines_that_lose_routes_are_refused_with_a_remedy(settings
 
 def test_other_settings_of_engines_are_accepted():
     assert not routing_problems(engine_config())
-    assert not routing_problems(engine_config(sglang_moe_runner_backend="triton", sglang_disable_radix_cache=True))
+    assert not routing_problems(
+        engine_config(sglang_moe_runner_backend="triton", sglang_disable_radix_cache=True)
+    )
 
 
 def test_the_server_argument_for_routes_is_set_by_rlpost():
-    with pytest.raises(ConfigError, match="this follows from --use-rollout-routing-replay; leave it out"):
+    with pytest.raises(
+        ConfigError, match="this follows from --use-rollout-routing-replay; leave it out"
+    ):
         check_server_args({"enable_return_routed_experts": True})

@@ -14,7 +14,12 @@ def problems(sync, **groups):
 
 @pytest.mark.parametrize(
     "fine",
-    [{}, {"update_weight_transport": "disk"}, DELTA, {**DELTA, "update_weight_local_checkpoint_dir": "/dev/shm"}],
+    [
+        {},
+        {"update_weight_transport": "disk"},
+        DELTA,
+        {**DELTA, "update_weight_local_checkpoint_dir": "/dev/shm"},
+    ],
 )
 def test_what_goes_together_has_no_problem(fine):
     assert problems(fine) == []
@@ -23,7 +28,11 @@ def test_what_goes_together_has_no_problem(fine):
 @pytest.mark.parametrize(
     ("sync", "groups", "words"),
     [
-        ({"update_weight_mode": "delta"}, {}, ["--update-weight-mode delta", "use --update-weight-transport disk"]),
+        (
+            {"update_weight_mode": "delta"},
+            {},
+            ["--update-weight-mode delta", "use --update-weight-transport disk"],
+        ),
         (DELTA, {"cluster": {"colocate": True}}, ["--update-weight-mode delta", "--colocate true"]),
         (
             {"update_weight_transport": "disk", "update_weight_local_checkpoint_dir": "/dev/shm"},

@@ -7,14 +7,20 @@ from rlpost.config.load import load
 
 
 def problems(*mounts, container="pyxis", **groups):
-    cluster = {"container": container, "container_image": "/i.sqsh", "container_mounts": list(mounts)}
+    cluster = {
+        "container": container,
+        "container_image": "/i.sqsh",
+        "container_mounts": list(mounts),
+    }
     return container_problems(load([], {"cluster": cluster, **groups}).config)
 
 
 MODEL = {"checkpoint": {"hf_checkpoint": "/shared/models/m"}}
 
 
-@pytest.mark.parametrize("mount", ["/shared", "/shared/models:ro", "/shared/models:/shared/models:ro", "/x:/shared"])
+@pytest.mark.parametrize(
+    "mount", ["/shared", "/shared/models:ro", "/shared/models:/shared/models:ro", "/x:/shared"]
+)
 def test_a_path_below_the_target_of_a_mount_is_seen(mount):
     assert problems(mount, **MODEL) == []
 
@@ -51,7 +57,9 @@ def test_prompts_evaluation_sets_and_options_of_engines_are_looked_at():
 
 def test_the_run_folder_and_the_code_are_mounted_without_being_listed():
     """A plain batch file mounts the project, where ``make assets`` writes, and its run folder."""
-    config = load([], {"cluster": {"container": "pyxis", "container_image": "/i.sqsh"}, **MODEL}).config
+    config = load(
+        [], {"cluster": {"container": "pyxis", "container_image": "/i.sqsh"}, **MODEL}
+    ).config
     assert container_problems(config, ("/shared", "/runs/a")) == []
     (problem,) = container_problems(config, ("/shared/other", "/runs/a"))
     assert "--hf-checkpoint /shared/models/m" in problem
@@ -77,7 +85,9 @@ def test_a_file_of_sets_that_cannot_be_used_does_not_hide_the_rest():
         ({"python": "python3.12", "container": "none"}, False),
     ],
 )
-def test_an_interpreter_by_name_is_noted_where_the_login_shell_of_a_container_chooses_it(cluster, is_noted):
+def test_an_interpreter_by_name_is_noted_where_the_login_shell_of_a_container_chooses_it(
+    cluster, is_noted
+):
     values = {"container": "enroot", "container_image": "/i.sqsh", **cluster}
     note = interpreter_note(load([], {"cluster": values}).config)
     assert (note is not None) == is_noted

@@ -1,4 +1,6 @@
-"""What a run is made of and the environment of its driver lacks: told before Ray is up, with exit code 78."""
+"""What a run is made of and the environment of its driver lacks: told before Ray is up, with exit
+code 78.
+"""
 
 import io
 from importlib.machinery import PathFinder
@@ -48,7 +50,9 @@ def test_a_missing_package_is_named_if_the_run_needs_it(monkeypatch, missing, gr
     assert "make install" in lines[0]
 
 
-def test_an_image_without_megatron_ends_the_run_and_is_not_tried_again(tmp_path, monkeypatch, capsys):
+def test_an_image_without_megatron_ends_the_run_and_is_not_tried_again(
+    tmp_path, monkeypatch, capsys
+):
     """Exit code 78 is the verdict config, which is not requeued."""
     lacking(monkeypatch, "megatron")
     cluster = {"container": "enroot", "container_image": "/images/a.sqsh"}
@@ -56,5 +60,7 @@ def test_an_image_without_megatron_ends_the_run_and_is_not_tried_again(tmp_path,
     monkeypatch.setattr("sys.stdin", io.StringIO("no cluster is read"))
     assert train.main(["--cluster-from-stdin", "--run-folder", str(run.root)]) == EXIT_CONFIG
     said = capsys.readouterr().err
-    assert "megatron-core is not installed" in said and "of container_image = /images/a.sqsh" in said
+    assert (
+        "megatron-core is not installed" in said and "of container_image = /images/a.sqsh" in said
+    )
     assert "rlpost doctor --image" in said

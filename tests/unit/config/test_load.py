@@ -35,29 +35,49 @@ def test_flags_win_over_files_and_later_files_over_earlier_ones(tmp_path):
     recipe = write(tmp_path, "[cluster]\nnodes = 2\npartition = 'a'\n[optimizer]\nlr = 1e-5\n")
     cluster = write(tmp_path, "[cluster]\npartition = 'b'\ntime = '1:00:00'\n", "cluster.toml")
     loaded = load([recipe, cluster], given("--nodes", "4")[1])
-    assert (loaded.config.cluster.nodes, loaded.config.cluster.partition, loaded.config.optimizer.lr) == (4, "b", 1e-5)
+    assert (
+        loaded.config.cluster.nodes,
+        loaded.config.cluster.partition,
+        loaded.config.optimizer.lr,
+    ) == (4, "b", 1e-5)
     assert loaded.origins["cluster.nodes"] == "the command line"
     assert loaded.origins["cluster.partition"] == str(cluster)
     assert "cluster.account" not in loaded.origins
 
 
 def test_none_takes_back_what_an_earlier_file_said(tmp_path):
-    recipe = write(tmp_path, "[cluster]\npartition = 'a'\n[eval]\neval_interval = 20\n[checkpoint]\nsave = 'x'\n")
+    recipe = write(
+        tmp_path,
+        "[cluster]\npartition = 'a'\n[eval]\neval_interval = 20\n[checkpoint]\nsave = 'x'\n",
+    )
     cluster = write(tmp_path, "[cluster]\npartition = 'none'\n", "cluster.toml")
     loaded = load([recipe, cluster], given("--eval-interval", "none", "--save", "none")[1])
     config = loaded.config
-    assert (config.cluster.partition, config.eval.eval_interval, config.checkpoint.save) == (None, None, None)
+    assert (config.cluster.partition, config.eval.eval_interval, config.checkpoint.save) == (
+        None,
+        None,
+        None,
+    )
     assert loaded.origins["cluster.partition"] == str(cluster)
     assert re.search("# eval_interval is not set +# the command line", resolved(loaded))
 
 
 def test_every_setting_that_is_empty_by_default_takes_none_and_those_with_a_value_of_that_name_keep_it():
-    empty = {key: group for key, group in flags.fields().items() if getattr(getattr(Config(), group), key) is None}
+    empty = {
+        key: group
+        for key, group in flags.fields().items()
+        if getattr(getattr(Config(), group), key) is None
+    }
     assert {"eval_interval", "partition", "offload_train", "bf16", "save_hf"} < empty.keys()
     own = "moe_router_load_balancing_type"
-    config = load([], given(*(word for key in empty for word in (flags.flag(key), "none")))[1]).config
+    config = load(
+        [], given(*(word for key in empty for word in (flags.flag(key), "none")))[1]
+    ).config
     assert getattr(config.model, own) == "none"
-    assert config.model_copy(update={"model": config.model.model_copy(update={own: None})}) == load([], {}).config
+    assert (
+        config.model_copy(update={"model": config.model.model_copy(update={own: None})})
+        == load([], {}).config
+    )
     assert load([], given("--container", "none")[1]).config.cluster.container == "none"
     assert "--lr none: must be a number" in refusal("--lr", "none")
 
@@ -66,7 +86,9 @@ def test_every_leaf_of_the_tree_is_a_flag_of_its_own_name_with_help():
     text = flags.parser("test", "").format_help()
     for key, group in flags.fields().items():
         assert flags.flag(key) in text
-        assert flags.groups()[group].model_fields[key].description, f"{group}.{key} has no help text"
+        assert flags.groups()[group].model_fields[key].description, (
+            f"{group}.{key} has no help text"
+        )
 
 
 def test_no_key_stands_in_two_groups():
@@ -88,13 +110,16 @@ def test_a_bad_value_is_named_with_its_key_its_flag_its_origin_and_what_is_neede
 
 def test_a_misspelt_flag_gets_a_suggestion():
     with pytest.raises(
-        ConfigError, match="--n-sample-per-prompt: unknown setting; did you mean '--n-samples-per-prompt'"
+        ConfigError,
+        match="--n-sample-per-prompt: unknown setting; did you mean '--n-samples-per-prompt'",
     ):
         given("--n-sample-per-prompt", "8")
 
 
 def test_who_writes_no_before_a_switch_is_told_how_it_is_turned_off():
-    with pytest.raises(ConfigError, match="--no-colocate: unknown setting; to turn it off write '--colocate false'"):
+    with pytest.raises(
+        ConfigError, match="--no-colocate: unknown setting; to turn it off write '--colocate false'"
+    ):
         given("--no-colocate")
     with pytest.raises(ConfigError, match=r"--no-lr: unknown setting; --help lists every setting"):
         given("--no-lr")
@@ -134,9 +159,8 @@ def test_relative_paths_become_absolute_and_absolute_ones_stay(tmp_path):
 
 
 def test_options_for_sglang_itself_pass_through_with_their_types():
-    words = (
-        "--sglang-mem-fraction-static 0.7 --sglang-enable-x --sglang-cuda-graph-bs 1 2 4 --sglang-tool-call-parser=q"
-    )
+    words = "--sglang-mem-fraction-static 0.7 --sglang-enable-x --sglang-cuda-graph-bs 1 2 4"
+    words += " --sglang-tool-call-parser=q"
     config = load([], given(*words.split(), "--nodes", "2")[1]).config
     expected = {
         "mem_fraction_static": 0.7,
@@ -150,12 +174,17 @@ def test_options_for_sglang_itself_pass_through_with_their_types():
 
 def test_a_switch_may_be_given_a_value_to_turn_it_off_again(tmp_path):
     recipe = write(tmp_path, "[perf]\nsequence_parallel = true\n")
-    assert load([recipe], given("--sequence-parallel", "false")[1]).config.perf.sequence_parallel is False
+    assert (
+        load([recipe], given("--sequence-parallel", "false")[1]).config.perf.sequence_parallel
+        is False
+    )
     assert load([], given("--sequence-parallel")[1]).config.perf.sequence_parallel is True
 
 
 def test_a_dumped_tree_reads_back_equal():
-    config = load([], given("--sglang-foo", "1", "--eval-prompt-data", "a", "b", "--eps-clip-high", "0.28")[1]).config
+    config = load(
+        [], given("--sglang-foo", "1", "--eval-prompt-data", "a", "b", "--eps-clip-high", "0.28")[1]
+    ).config
     assert parse_dump(dump(config)) == config
     assert json.loads(dump(config))["grpo"]["eps_clip_high"] == 0.28
 
@@ -170,9 +199,15 @@ def test_every_shipped_recipe_and_cluster_loads():
 
 def test_the_folder_of_assets_may_begin_with_a_variable_of_the_site(monkeypatch):
     monkeypatch.setenv("SCRATCH", "/scratch/me")
-    groups = {"cluster": {"assets_dir": "$SCRATCH/hub"}, "checkpoint": {"hf_checkpoint": "$RLPOST_ASSETS/Qwen3-4B"}}
+    groups = {
+        "cluster": {"assets_dir": "$SCRATCH/hub"},
+        "checkpoint": {"hf_checkpoint": "$RLPOST_ASSETS/Qwen3-4B"},
+    }
     found = load([], groups).config
-    assert (found.checkpoint.hf_checkpoint, found.cluster.assets_dir) == ("/scratch/me/hub/Qwen3-4B", "/scratch/me/hub")
+    assert (found.checkpoint.hf_checkpoint, found.cluster.assets_dir) == (
+        "/scratch/me/hub/Qwen3-4B",
+        "/scratch/me/hub",
+    )
     assert variable_problems(found) == []
 
 
@@ -181,7 +216,9 @@ def test_a_folder_of_the_profile_whose_variable_is_not_set_is_named(key, monkeyp
     """Else a folder of that very name would be made."""
     monkeypatch.delenv("SCRATCH", raising=False)
     (problem,) = variable_problems(load([], {"cluster": {key: "$SCRATCH/x"}}).config)
-    assert problem.startswith(f"$SCRATCH is not set, and {flags.flag(key)} begins with it; export SCRATCH=")
+    assert problem.startswith(
+        f"$SCRATCH is not set, and {flags.flag(key)} begins with it; export SCRATCH="
+    )
 
 
 def test_a_variable_of_any_path_is_named_and_a_word_that_ends_answers_is_none(monkeypatch):
@@ -190,7 +227,11 @@ def test_a_variable_of_any_path_is_named_and_a_word_that_ends_answers_is_none(mo
     groups = {
         "rollout": {"prompt_data": [f"{here}@[0:8]"], "rollout_stop": ["$END"]},
         "eval": {"eval_prompt_data": ["held_out", here]},
-        "cluster": {"container_image": here, "container": "pyxis", "container_mounts": [f"{here}:/data"]},
+        "cluster": {
+            "container_image": here,
+            "container": "pyxis",
+            "container_mounts": [f"{here}:/data"],
+        },
         "sglang": {"sglang_download_dir": here},
     }
     (problem,) = variable_problems(load([], groups).config)
@@ -207,15 +248,28 @@ def test_a_variable_of_any_path_is_named_and_a_word_that_ends_answers_is_none(mo
 
 def test_a_variable_that_is_set_has_its_value_in_options_of_sglang_too(monkeypatch):
     monkeypatch.setenv("RLPOST_ASSETS", "/hub")
-    groups = {"sglang": {"sglang_speculative_draft_model_path": "$RLPOST_ASSETS/draft", "sglang_dtype": "auto"}}
+    groups = {
+        "sglang": {
+            "sglang_speculative_draft_model_path": "$RLPOST_ASSETS/draft",
+            "sglang_dtype": "auto",
+        }
+    }
     found = load([], groups).config
-    assert found.sglang.server_args == {"speculative_draft_model_path": "/hub/draft", "dtype": "auto"}
+    assert found.sglang.server_args == {
+        "speculative_draft_model_path": "/hub/draft",
+        "dtype": "auto",
+    }
     assert variable_problems(found) == []
 
 
 def test_a_relative_folder_of_assets_makes_an_absolute_mount(tmp_path):
     """A container's mounts begin with the same variable as the paths."""
-    groups = {"cluster": {"assets_dir": "hub", "container_mounts": ["$RLPOST_ASSETS", "$RLPOST_ASSETS:/data:ro"]}}
+    groups = {
+        "cluster": {
+            "assets_dir": "hub",
+            "container_mounts": ["$RLPOST_ASSETS", "$RLPOST_ASSETS:/data:ro"],
+        }
+    }
     found = load([], groups, base=tmp_path).config.cluster
     assert found.container_mounts == (f"{tmp_path}/hub", f"{tmp_path}/hub:/data:ro")
     assert found.assets_dir == f"{tmp_path}/hub"

@@ -1,4 +1,6 @@
-"""jobs/models: what each file says agrees with config.json of the published checkpoint, so far as that matters."""
+"""jobs/models: what each file says agrees with config.json of the published checkpoint, so far as
+that matters.
+"""
 
 from pathlib import Path
 
@@ -107,7 +109,9 @@ def test_another_model_s_config_is_told_apart():
 
 def test_a_recipe_names_its_model_and_cluster_in_place_of_the_table(tmp_path):
     """Defaults < model < recipe < cluster < flags."""
-    (tmp_path / "mine.toml").write_text("[model]\nnum_layers = 3\n[cluster]\npartition = 'm'\n[optimizer]\nlr = 1e-5\n")
+    (tmp_path / "mine.toml").write_text(
+        "[model]\nnum_layers = 3\n[cluster]\npartition = 'm'\n[optimizer]\nlr = 1e-5\n"
+    )
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("model = 'mine.toml'\ncluster = 'local'\n[optimizer]\nlr = 2e-5\n")
     files = files_of(recipe, {})

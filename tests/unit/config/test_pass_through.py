@@ -1,4 +1,6 @@
-"""Options of SGLang and Megatron-core on the command line and in files: by name, with their types, typos refused."""
+"""Options of SGLang and Megatron-core on the command line and in files: by name, with their types,
+typos refused.
+"""
 
 import sys
 
@@ -47,8 +49,10 @@ def test_fields_of_megatron_are_those_of_its_dataclasses():
 
 
 def test_options_keep_their_types_and_the_last_of_two_counts():
-    found = config("--moe-z-loss-coeff 1e-3 --deterministic-mode --bucket-size 7 --bucket-size 9 --nodes 2 "
-                   "--recompute-modules mlp moe --cp-comm-type=p2p --ddp-bucket-size 11 --fp8-wgrad false")  # fmt: skip
+    found = config(
+        "--moe-z-loss-coeff 1e-3 --deterministic-mode --bucket-size 7 --bucket-size 9 --nodes 2 "
+        "--recompute-modules mlp moe --cp-comm-type=p2p --ddp-bucket-size 11 --fp8-wgrad false"
+    )
     assert found.megatron.options == {
         "moe_z_loss_coeff": 1e-3, "deterministic_mode": True, "bucket_size": 11, "recompute_modules": ["mlp", "moe"],
         "cp_comm_type": "p2p", "fp8_wgrad": False,
@@ -60,7 +64,9 @@ def test_options_keep_their_types_and_the_last_of_two_counts():
 def test_a_file_gives_the_same(tmp_path):
     (tmp_path / "a.toml").write_text("[megatron]\nmoe_z_loss_coeff = 1e-3\n")
     assert load([tmp_path / "a.toml"], {}).config.megatron.options == {"moe_z_loss_coeff": 1e-3}
-    (tmp_path / "a.toml").write_text("[megatron]\nmoe_z_loss_coef = 1e-3\ntensor_model_parallel_size = 2\n")
+    (tmp_path / "a.toml").write_text(
+        "[megatron]\nmoe_z_loss_coef = 1e-3\ntensor_model_parallel_size = 2\n"
+    )
     text = refusal(load, [tmp_path / "a.toml"], {})
     assert "unknown key 'moe_z_loss_coef' in [megatron]; did you mean 'moe_z_loss_coeff'" in text
     assert "it belongs in [perf]" in text
@@ -72,13 +78,17 @@ def test_a_flag_that_is_nobody_s_is_refused_with_the_nearest_of_all():
 
 
 def test_what_follows_from_our_settings_is_refused_with_them():
-    text = refusal(check_installed, config("--num-layers-in-first-pipeline-stage 3 --sglang-port 1"))
+    text = refusal(
+        check_installed, config("--num-layers-in-first-pipeline-stage 3 --sglang-port 1")
+    )
     assert "--decoder-first-pipeline-num-layers" in text and "--sglang-port" in text
     assert "the trainer's loss" in refusal(check_installed, config("--moe-z-loss-coeff 1e-3"))
 
 
 def test_what_nothing_here_reads_is_refused_and_may_be_switched_off():
-    text = refusal(check_installed, config("--masked-softmax-fusion --cross-entropy-fusion-impl te"))
+    text = refusal(
+        check_installed, config("--masked-softmax-fusion --cross-entropy-fusion-impl te")
+    )
     softmax, entropy = text.splitlines()
     assert softmax.startswith("--masked-softmax-fusion true: has no effect")
     assert entropy.startswith("--cross-entropy-fusion-impl te: has no effect")
@@ -87,7 +97,9 @@ def test_what_nothing_here_reads_is_refused_and_may_be_switched_off():
     assert megatron_options.NO_EFFECT.keys() <= megatron_options.option_names()
 
 
-def test_without_megatron_its_options_wait_for_the_node_and_typos_of_ours_do_not(no_megatron, monkeypatch):
+def test_without_megatron_its_options_wait_for_the_node_and_typos_of_ours_do_not(
+    no_megatron, monkeypatch
+):
     found = config("--moe-input-jitter-ep 1")
     assert found.megatron.options == {"moe_input_jitter_ep": 1}
     assert "did you mean '--num-rollout'" in refusal(config, "--num-rolout 1")

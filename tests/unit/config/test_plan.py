@@ -23,12 +23,18 @@ DENSE = Shape(hidden=8, ffn=16, heads=4, groups=2, head_dim=2, vocab=30, sparse=
 
 
 def config(nodes=1, **groups):
-    cluster = {"actor_num_nodes": nodes, "actor_num_gpus_per_node": 8, "colocate": True} | groups.pop("cluster", {})
+    cluster = {
+        "actor_num_nodes": nodes,
+        "actor_num_gpus_per_node": 8,
+        "colocate": True,
+    } | groups.pop("cluster", {})
     return load([], {"cluster": cluster, **groups}).config
 
 
 def test_parameters_of_a_small_model_are_those_of_its_matrices():
-    """QKV 8 x 16, output 8 x 8, MLP 3 x 8 x 16, two norms a layer; two embeddings; the last norm."""
+    """QKV 8 x 16, output 8 x 8, MLP 3 x 8 x 16, two norms a layer; two embeddings; the last
+    norm.
+    """
     layer = 8 * 16 + 8 * 8 + 3 * 8 * 16 + 2 * 8
     assert DENSE.parameters == Parameters(4 * layer + 2 * 30 * 8 + 8)
     assert replace(DENSE, tied=True).parameters == Parameters(4 * layer + 30 * 8 + 8)
@@ -43,7 +49,9 @@ def test_stages_and_tensor_parallel_ranks_share_the_matrices_and_not_the_norms()
 
 
 def test_experts_are_cut_by_sizes_of_their_own():
-    shape = replace(DENSE, sparse=(False, True, True, True), num_experts=8, expert_ffn=4, shared_ffn=4, topk=2)
+    shape = replace(
+        DENSE, sparse=(False, True, True, True), num_experts=8, expert_ffn=4, shared_ffn=4, topk=2
+    )
     held = rank_parameters(shape, Layout(world=8, tensor=2, expert=4, expert_tensor=1), 0)
     assert held.expert == 3 * 2 * 3 * 8 * 4
     assert shape.parameters.expert == 4 * held.expert
@@ -51,8 +59,13 @@ def test_experts_are_cut_by_sizes_of_their_own():
 
 def test_the_layer_for_multi_token_prediction_is_one_more_on_the_last_stage():
     """Like the last layer, and 2 x 8 x 8 of a matrix that joins two states, and three norms."""
-    shape = replace(DENSE, sparse=(False, True, True, True), num_experts=8, expert_ffn=4, shared_ffn=4, topk=2)
-    layout, more = Layout(world=8, tensor=2, pipeline=2, expert=2, expert_tensor=1), replace(shape, mtp=True)
+    shape = replace(
+        DENSE, sparse=(False, True, True, True), num_experts=8, expert_ffn=4, shared_ffn=4, topk=2
+    )
+    layout, more = (
+        Layout(world=8, tensor=2, pipeline=2, expert=2, expert_tensor=1),
+        replace(shape, mtp=True),
+    )
     assert rank_parameters(more, layout, 0) == rank_parameters(shape, layout, 0)
     without, held = (rank_parameters(one, layout, 1) for one in (shape, more))
     assert held.expert - without.expert == 4 * 3 * 8 * 4
@@ -87,25 +100,31 @@ def test_layers_go_to_stages_as_megatron_deals_them(layout, expected):
 
 
 def test_a_model_without_a_size_is_named():
-    with pytest.raises(ConfigError, match=r"model.hidden_size, model.vocab_size: not known.*--model"):
+    with pytest.raises(
+        ConfigError, match=r"model.hidden_size, model.vocab_size: not known.*--model"
+    ):
         shape_of({"num_layers": 2, "ffn_hidden_size": 8, "num_attention_heads": 2})
 
 
 def test_bytes_of_a_parameter_follow_the_precision():
-    """2 + 4 + 12 in bfloat16 (ZeRO's 16 and a float32 gradient), 4 + 4 + 8 in float32; a plain optimizer is whole."""
+    """2 + 4 + 12 in bfloat16 (ZeRO's 16 and a float32 gradient), 4 + 4 + 8 in float32; a plain
+    optimizer is whole.
+    """
     perf = {"use_distributed_optimizer": False}
     held, host = held_memory(config(perf=perf), Layout(8), Parameters(1000))
     assert (held, host) == (RankMemory(2000, 4000, 12000), 0)
-    assert held_memory(config(perf=perf | {"bf16": False}), Layout(8), Parameters(1000))[0] == RankMemory(
-        4000, 4000, 8000
-    )
+    assert held_memory(config(perf=perf | {"bf16": False}), Layout(8), Parameters(1000))[
+        0
+    ] == RankMemory(4000, 4000, 8000)
     narrow = perf | {"accumulate_allreduce_grads_in_fp32": False}
     assert held_memory(config(perf=narrow), Layout(8), Parameters(1000))[0].gradients == 2000
 
 
 def test_a_distributed_optimizer_is_spread_over_the_ranks_that_hold_the_same_weights():
     """8 ranks: the dense part of TP 2 is on 4 of them, the experts of EP 4 on 2."""
-    held, _ = held_memory(config(), Layout(8, tensor=2, expert=4, expert_tensor=1), Parameters(dense=400, expert=2000))
+    held, _ = held_memory(
+        config(), Layout(8, tensor=2, expert=4, expert_tensor=1), Parameters(dense=400, expert=2000)
+    )
     assert held == RankMemory(2 * 2400, 4 * 2400, 12 * (400 // 4 + 2000 // 2))
 
 
@@ -122,7 +141,10 @@ def test_recomputing_keeps_one_input_a_layer_and_one_layer():
     assert stage_bytes(DENSE, Layout(), one, 0) == 4 * layer + norm
     full = replace(one, recompute="full", method="uniform")
     assert stage_bytes(DENSE, Layout(), full, 0) == 4 * 10 * 8 * 2 + layer + norm
-    assert stage_bytes(DENSE, Layout(), replace(full, num_recomputed=2), 0) == 2 * 10 * 8 * 2 + 2 * layer + norm
+    assert (
+        stage_bytes(DENSE, Layout(), replace(full, num_recomputed=2), 0)
+        == 2 * 10 * 8 * 2 + 2 * layer + norm
+    )
     some = replace(full, method="block", num_recomputed=3)
     assert stage_bytes(DENSE, Layout(), some, 0) == 3 * 10 * 8 * 2 + 2 * layer + norm
 
@@ -142,7 +164,10 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
 
 def test_logits_are_kept_with_their_gradient_and_chunks_in_float32():
     shape = replace(DENSE, vocab=30)
-    assert logits_bytes(shape, Layout(2, tensor=2), Pass(tokens=10), 4) == 2 * 10 * 15 * 2 + 3 * 4 * 15 * 4 + 10 * 8 * 2
+    assert (
+        logits_bytes(shape, Layout(2, tensor=2), Pass(tokens=10), 4)
+        == 2 * 10 * 15 * 2 + 3 * 4 * 15 * 4 + 10 * 8 * 2
+    )
 
 
 def planned(name, *, gpus=None, memory=80 * GB, **groups):
@@ -162,7 +187,9 @@ def test_every_recipe_fits_gpus_of_80_gb(name):
     assert made.problems == ()
     assert all(phase.total > 2 * GB for phase in made.phases)
     assert [phase.name for phase in made.phases] == (
-        ["train", "synchronise", "generate"] if made.config.cluster.colocate else ["train", "generate"]
+        ["train", "synchronise", "generate"]
+        if made.config.cluster.colocate
+        else ["train", "generate"]
     )
 
 
@@ -172,36 +199,53 @@ def test_the_large_recipe_does_not_fit_with_its_optimizer_on_the_gpu_and_the_nea
     assert [line.split(":")[0] for line in made.problems] == ["train"]
     near = nearest(made.config, suggest(made.config, made.shape, gpu_bytes=80 * GB))
     assert near is not None and near.config.optimizer.optimizer_cpu_offload
-    assert (near.estimate.layout.tensor, near.estimate.layout.pipeline, near.estimate.layout.expert) == (8, 4, 16)
+    assert (
+        near.estimate.layout.tensor,
+        near.estimate.layout.pipeline,
+        near.estimate.layout.expert,
+    ) == (8, 4, 16)
     assert plan.flags_of(near, made.config) == "--optimizer-cpu-offload true"
 
 
 def test_a_checkpoint_without_the_optimizer_is_the_weights():
     parameters = planned("glm45_355b").shape.parameters.total
-    assert planned("glm45_355b", checkpoint={"no_save_optim": True}).checkpoint_bytes == 2 * parameters
+    assert (
+        planned("glm45_355b", checkpoint={"no_save_optim": True}).checkpoint_bytes == 2 * parameters
+    )
     assert planned("glm45_355b").checkpoint_bytes == 14 * parameters
 
 
 def test_a_checkpoint_passes_through_a_bounded_buffer_a_rank():
-    """64 ranks write 14 bytes a parameter, the fullest a little more than its share; the node's host memory grows by
-    the buffers alone."""
+    """64 ranks write 14 bytes a parameter, the fullest a little more than its share; the node's
+    host memory grows by the buffers alone.
+    """
     narrow = planned("glm45_355b", checkpoint={"save_buffer_gb": 2.0})
     wide = planned("glm45_355b", checkpoint={"save_buffer_gb": 8.0})
     share = narrow.checkpoint_bytes / 64
     assert share < narrow.checkpoint_bytes_per_rank < 1.2 * share
     assert (narrow.save_buffer_bytes, wide.save_buffer_bytes) == (2 * GB, 8 * GB)
     assert wide.host_bytes_per_node - narrow.host_bytes_per_node == 8 * 6 * GB
-    assert "16.0 GB a node" in plan.save_words(narrow, 300.0) and "--save-buffer-gb" in plan.save_words(narrow, 300.0)
+    assert "16.0 GB a node" in plan.save_words(
+        narrow, 300.0
+    ) and "--save-buffer-gb" in plan.save_words(narrow, 300.0)
     small = planned("qwen3_4b", checkpoint={"save_buffer_gb": 100.0})
     assert small.save_buffer_bytes == small.checkpoint_bytes_per_rank < 100 * GB
 
 
 def test_fp8_engines_take_half_the_matrices_and_whole_embeddings():
-    """Qwen3-4B has 3.63e9 elements in matrices of FP8 (a block of 128 x 128 has a scale) and an embedding of 0.39e9."""
+    """Qwen3-4B has 3.63e9 elements in matrices of FP8 (a block of 128 x 128 has a scale) and an
+    embedding of 0.39e9.
+    """
     narrow, wide = planned("qwen3_4b_fp8"), planned("qwen3_4b")
     matrices = 36 * (2 * 2560 * 128 * (32 + 8) + 3 * 2560 * 9728)
-    assert wide.update.total_bytes - narrow.update.total_bytes == matrices - 4 * matrices // (128 * 128)
-    assert 0.5 * wide.engine.weights + 151936 * 2560 / 2 < narrow.engine.weights < 0.56 * wide.engine.weights
+    assert wide.update.total_bytes - narrow.update.total_bytes == matrices - 4 * matrices // (
+        128 * 128
+    )
+    assert (
+        0.5 * wide.engine.weights + 151936 * 2560 / 2
+        < narrow.engine.weights
+        < 0.56 * wide.engine.weights
+    )
     assert narrow.engine.kv_cache > wide.engine.kv_cache
 
 
@@ -210,7 +254,9 @@ def test_the_plan_of_an_update_says_bytes_buckets_requests_and_memory():
     made = planned("glm45_355b")
     Console(file=shown, width=110).print(plan.table(made, plan.Speed()))
     text = " ".join(shown.getvalue().split())
-    assert "weight update 705.6 GB to each of 2 engines a step: 173 buckets of at most 4.3 GB" in text
+    assert (
+        "weight update 705.6 GB to each of 2 engines a step: 173 buckets of at most 4.3 GB" in text
+    )
     assert "346 requests that the driver relays; 12.8 GB of a GPU for buckets" in text
     assert ("buffers", made.update.gpu_bytes) in made.phases[1].parts
 
@@ -237,15 +283,30 @@ def test_a_size_that_is_none_is_refused(bad):
         plan.parse_size(bad)
 
 
-WIDE = {"hidden_size": 8192, "ffn_hidden_size": 28672, "num_attention_heads": 64, "num_query_groups": 8}
-LLAMA70 = WIDE | {"num_layers": 80, "vocab_size": 128256, "untie_embeddings_and_output_weights": True}
+WIDE = {
+    "hidden_size": 8192,
+    "ffn_hidden_size": 28672,
+    "num_attention_heads": 64,
+    "num_query_groups": 8,
+}
+LLAMA70 = WIDE | {
+    "num_layers": 80,
+    "vocab_size": 128256,
+    "untie_embeddings_and_output_weights": True,
+}
 LLAMA13 = LLAMA70 | {
     "hidden_size": 5120, "ffn_hidden_size": 13824, "num_attention_heads": 40, "num_query_groups": 40,
     "num_layers": 40, "vocab_size": 32000,
 }  # fmt: skip
-MISTRAL = LLAMA70 | {"hidden_size": 12288, "num_attention_heads": 96, "num_layers": 88, "vocab_size": 32768}
+MISTRAL = LLAMA70 | {
+    "hidden_size": 12288,
+    "num_attention_heads": 96,
+    "num_layers": 88,
+    "vocab_size": 32768,
+}
 HOST = {"optimizer_cpu_offload": True}
-# (parameters, settings of the model or its name, GPUs, TP, PP, EP, optimizer): the guideline that users are given.
+# (parameters, settings of the model or its name, GPUs, TP, PP, EP, optimizer): the guideline that
+# users are given.
 SCALING = [
     (8e9, "llama3_1_8b", 8, (2, 1, 1), {}),
     (13e9, LLAMA13, 8, (2, 1, 1), {}),
@@ -259,9 +320,11 @@ SCALING = [
 
 @pytest.mark.parametrize(("size", "model", "gpus", "layout", "optimizer"), SCALING)
 def test_the_usual_layouts_for_a_model_s_size_fit(size, model, gpus, layout, optimizer):
-    """7-13B on 8 GPUs TP 2; 30-70B on 16-32 TP 4 PP 2; 100-200B on 32-64 TP 8 PP 4; 300B+ on 64 TP 8 PP 4 EP 16.
+    """7-13B on 8 GPUs TP 2; 30-70B on 16-32 TP 4 PP 2; 100-200B on 32-64 TP 8 PP 4; 300B+ on 64 TP
+    8 PP 4 EP 16.
 
-    Where 18 bytes a parameter do not fit, the optimizer is in host memory, which the guideline leaves out.
+    Where 18 bytes a parameter do not fit, the optimizer is in host memory, which the guideline
+    leaves out.
     """
     tensor, pipeline, expert = layout
     sizes = {
@@ -287,7 +350,10 @@ def test_suggestions_fit_divide_and_come_best_first():
     choices = suggest(made.config, made.shape, gpu_bytes=80 * GB)
     assert len(choices) > 3
     assert [choice.cost for choice in choices] == sorted(choice.cost for choice in choices)
-    assert all(choice.estimate.problems == () and layout_problems(choice.config) == [] for choice in choices)
+    assert all(
+        choice.estimate.problems == () and layout_problems(choice.config) == []
+        for choice in choices
+    )
     assert len({choice.words for choice in choices}) == len(choices)
     assert all(0 <= bubble(choice.estimate) < 1 for choice in choices)
 
@@ -300,7 +366,13 @@ def shown(*words: str) -> tuple[int, str]:
     console = Console(file=out, width=plan.WIDTH)
     wants = "--suggest" in words
     code = plan.show(
-        console, made, shape, gpu_bytes=memory, engine_width=2, speed=plan.Speed(), wants_suggestions=wants
+        console,
+        made,
+        shape,
+        gpu_bytes=memory,
+        engine_width=2,
+        speed=plan.Speed(),
+        wants_suggestions=wants,
     )
     return code, out.getvalue()
 
@@ -310,6 +382,10 @@ def test_the_plan_says_what_fits_and_what_does_not(monkeypatch):
     code, text = shown("qwen3_4b.toml")
     assert code == 0 and text.rstrip().endswith("fits") and "TP 2 x PP 1 x CP 1 x DP 4" in text
     code, text = shown("qwen3_4b.toml", "24GB")
-    assert code == plan.EXIT_NO_FIT and "does not fit: train" in text and "the nearest layout that fits: TP" in text
+    assert (
+        code == plan.EXIT_NO_FIT
+        and "does not fit: train" in text
+        and "the nearest layout that fits: TP" in text
+    )
     code, text = shown("qwen3_4b.toml", "24GB", "--suggest")
     assert code == 0 and "at its peak" in text

@@ -26,7 +26,9 @@ def test_a_divergence_that_weighs_nothing_is_told_with_its_price():
     # every rank has the whole model in bfloat16: 2 bytes x 2 copies x 2 ranks
     assert host_bytes(measured, DENSE) == DENSE.parameters.total * 2 * 2 * 2
     assert size_text(host_bytes(measured, DENSE)) in note
-    assert "25% of the training time" in note and "train/ref_kl" in note and "--use-kl-loss no" in note
+    assert (
+        "25% of the training time" in note and "train/ref_kl" in note and "--use-kl-loss no" in note
+    )
     assert "host memory" not in reference_note(measured, None)
 
 
@@ -44,7 +46,11 @@ def test_one_that_weighs_something_or_is_not_there_is_not(grpo):
 
 
 def test_recomputation_and_more_steps_make_its_part_smaller():
-    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    recomputed = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
     assert training_share(config()) == 1 / 4
     assert training_share(config(perf=recomputed)) == 1 / 5
     assert training_share(config(perf=recomputed, rollout={"num_steps_per_rollout": 4})) == 1 / 6

@@ -32,7 +32,9 @@ def test_the_optimum_is_that_of_dalys_figures(mtbf_min, published_min):
 
 @pytest.mark.parametrize(("save_s", "mtbf_s"), [(1, 1e6), (60, 36_000), (300, 3600), (600, 2000)])
 def test_no_other_interval_has_a_shorter_expected_time(save_s, mtbf_s):
-    """Poisson failures: a segment of work w and its save take M (exp((w + d) / M) - 1) on average."""
+    """Poisson failures: a segment of work w and its save take M (exp((w + d) / M) - 1) on
+    average.
+    """
 
     def expected(work_s):
         return mtbf_s * math.expm1((work_s + save_s) / mtbf_s) / work_s
@@ -47,7 +49,9 @@ def test_a_save_that_takes_longer_than_failures_allow_is_spaced_by_the_failures(
 
 
 def test_generation_is_in_the_journal_so_only_training_counts_as_lost():
-    """Steps of 100 s with 25 s of training: failures are as harmful as ones a fourth as frequent."""
+    """Steps of 100 s with 25 s of training: failures are as harmful as ones a fourth as
+    frequent.
+    """
     settings = config(cluster={"actor_num_nodes": 4, "nodes": 4, "node_mtbf_hours": 400.0})
     half, all_of_it = (
         save_interval(settings, checkpoint_bytes=80e9, times=StepTimes(100.0, train_s, "given"))
@@ -79,13 +83,23 @@ def test_without_the_time_of_a_step_the_interval_is_a_time_and_nothing_is_noted(
 
 @pytest.mark.parametrize(
     ("interval", "cause"),
-    [(1, "goes to saves"), (25, None), (100, None), (300, None), (1000, "goes to training that a failure repeats")],
+    [
+        (1, "goes to saves"),
+        (25, None),
+        (100, None),
+        (300, None),
+        (1000, "goes to training that a failure repeats"),
+    ],
 )
 def test_an_interval_far_off_is_noted_and_another_is_not(interval, cause):
-    """64 nodes that fail every 6400 h, a save of 40 s, steps of 60 s of training alone: best every 89 steps."""
+    """64 nodes that fail every 6400 h, a save of 40 s, steps of 60 s of training alone: best every
+    89 steps.
+    """
     cluster = {"actor_num_nodes": 64, "nodes": 64, "node_mtbf_hours": 6400.0}
     given = config(cluster=cluster, checkpoint={"save_interval": interval})
-    best = save_interval(given, checkpoint_bytes=1.0, times=StepTimes(60.0, 60.0, "measured in a", save_s=40.0))
+    best = save_interval(
+        given, checkpoint_bytes=1.0, times=StepTimes(60.0, 60.0, "measured in a", save_s=40.0)
+    )
     assert best.steps == 89
     note = interval_note(given, best)
     assert (note is None) == (cause is None), note
@@ -98,7 +112,9 @@ def test_no_interval_means_the_end_of_the_run():
     cluster = {"actor_num_nodes": 64, "nodes": 64}
     times = StepTimes(600.0, 600.0, "measured", save_s=40.0)
     long, short = (config(cluster=cluster, rollout={"num_rollout": steps}) for steps in (3000, 20))
-    assert "is not given" in interval_note(long, save_interval(long, checkpoint_bytes=1.0, times=times))
+    assert "is not given" in interval_note(
+        long, save_interval(long, checkpoint_bytes=1.0, times=times)
+    )
     assert interval_note(short, save_interval(short, checkpoint_bytes=1.0, times=times)) is None
 
 
@@ -120,14 +136,18 @@ def earlier_run(folder, name, *, step_s, save_s, recipe, **cluster):
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_plan_and_check_use_what_an_earlier_run_of_the_recipe_measured(tmp_path, monkeypatch, capsys):
+def test_plan_and_check_use_what_an_earlier_run_of_the_recipe_measured(
+    tmp_path, monkeypatch, capsys
+):
     recipe = make_project(tmp_path) / "recipe.toml"
     monkeypatch.chdir(tmp_path)
     words = ["recipe.toml", "--save-interval", "1", "--num-rollout", "100"]
     assert check_main(words) == 0
     assert "note" not in capsys.readouterr().out
     earlier_run(tmp_path, "test-20260101-000000", step_s=10.0, save_s=30.0, recipe=recipe)
-    earlier_run(tmp_path, "test-other-size", step_s=1.0, save_s=0.1, recipe=recipe, rollout_num_gpus=1)
+    earlier_run(
+        tmp_path, "test-other-size", step_s=1.0, save_s=0.1, recipe=recipe, rollout_num_gpus=1
+    )
     assert check_main(words) == 0, "a note refuses nothing"
     said = capsys.readouterr().out
     assert "--save-interval 1: about 3" in said and "goes to saves" in said
@@ -144,7 +164,9 @@ def test_plan_and_check_use_what_an_earlier_run_of_the_recipe_measured(tmp_path,
     assert f"--save-interval {measured['steps']} (" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("words", [("--step-s", "0"), ("--train-s", "3"), ("--step-s", "2", "--train-s", "3")])
+@pytest.mark.parametrize(
+    "words", [("--step-s", "0"), ("--train-s", "3"), ("--step-s", "2", "--train-s", "3")]
+)
 def test_times_that_are_none_are_refused(words, tmp_path, monkeypatch):
     make_project(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -52,8 +52,16 @@ def small(name: str, ranks: int) -> Scaled:
 def test_a_recipe_in_small_has_nothing_wrong(name, ranks):
     """Arithmetic, and the model against a config.json of its family that is made from its words."""
     made = small(name, ranks).config
-    hf = hf_config({key: value for key, value in made.model.model_dump().items() if value is not None})
-    assert layout_problems(made) == batch_problems(made) == rollout_problems(made) == algorithm_problems(made) == []
+    hf = hf_config(
+        {key: value for key, value in made.model.model_dump().items() if value is not None}
+    )
+    assert (
+        layout_problems(made)
+        == batch_problems(made)
+        == rollout_problems(made)
+        == algorithm_problems(made)
+        == []
+    )
     assert model_problems(made, hf) == []
     assert 1 <= made.actor_world_size <= ranks and made.num_nodes == 1
     assert 1 <= made.num_engines <= 2
@@ -62,19 +70,26 @@ def test_a_recipe_in_small_has_nothing_wrong(name, ranks):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_algorithm_and_rollout_are_the_recipe_s(name):
-    """Every setting of every table but those that shrink, and those that go with the model, is untouched."""
+    """Every setting of every table but those that shrink, and those that go with the model, is
+    untouched.
+    """
     before, after = recipe(name), small(name, 2).config
     for group in Config.model_fields:
         old, new = dict(getattr(before, group)), dict(getattr(after, group))
         changed = {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
         assert changed <= SHRINKS.get(group, set()), group
     assert after.num_steps_per_rollout == before.num_steps_per_rollout
-    assert (after.cluster.colocate, after.offload_train) == (before.cluster.colocate, before.offload_train)
+    assert (after.cluster.colocate, after.offload_train) == (
+        before.cluster.colocate,
+        before.offload_train,
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_model_in_small_has_the_features_of_its_family(name):
-    """The same architecture; dense layers before sparse ones, grouped queries, some of many experts."""
+    """The same architecture; dense layers before sparse ones, grouped queries, some of many
+    experts.
+    """
     before, after = recipe(name).model, small(name, 4).config.model
     large, little = (
         hf_config({key: value for key, value in each.model_dump().items() if value is not None})
@@ -82,7 +97,10 @@ def test_a_model_in_small_has_the_features_of_its_family(name):
     )
     assert large["architectures"] == little["architectures"]
     said = [architecture(family(each["architectures"][0]), each) for each in (large, little)]
-    switches = [{key: value for key, value in each.items() if isinstance(value, bool | str)} for each in said]
+    switches = [
+        {key: value for key, value in each.items() if isinstance(value, bool | str)}
+        for each in said
+    ]
     assert switches[0] == switches[1]
     assert said[0]["rotary_percent"] == said[1]["rotary_percent"]
     assert after.num_query_groups < after.num_attention_heads
@@ -123,7 +141,9 @@ def test_lengths_have_one_factor_and_batches_another():
 
 
 def test_what_a_person_gives_stays():
-    config = recipe("qwen3_4b", rollout={"rollout_batch_size": "16"}, checkpoint={"hf_checkpoint": "/mine"})
+    config = recipe(
+        "qwen3_4b", rollout={"rollout_batch_size": "16"}, checkpoint={"hf_checkpoint": "/mine"}
+    )
     kept = {"rollout.rollout_batch_size", "checkpoint.hf_checkpoint"}
     made = scale_down(config, config.model.model_dump(), ranks=2, kept=kept).config
     assert made.rollout.rollout_batch_size == 16 and made.checkpoint.hf_checkpoint == "/mine"
@@ -140,7 +160,9 @@ def test_changes_are_told_with_both_values():
 
 def test_engines_of_fp8_have_a_folder_of_their_own_and_training_begins_from_the_other():
     made = small("qwen3_4b_fp8", 2).config.checkpoint
-    assert Path(made.hf_checkpoint).name == "model-FP8" and Path(made.ref_load or "").name == "model"
+    assert (
+        Path(made.hf_checkpoint).name == "model-FP8" and Path(made.ref_load or "").name == "model"
+    )
 
 
 def test_a_model_that_is_small_already_is_kept_with_its_prompts():
@@ -149,7 +171,10 @@ def test_a_model_that_is_small_already_is_kept_with_its_prompts():
              "num_query_groups": 4, "kv_channels": 16, "vocab_size": 64}  # fmt: skip
     made = scale_down(config, words, ranks=2).config
     assert made.checkpoint == config.checkpoint
-    assert made.rollout.prompt_data == config.rollout.prompt_data and made.rollout.rm_type == config.rollout.rm_type
+    assert (
+        made.rollout.prompt_data == config.rollout.prompt_data
+        and made.rollout.rm_type == config.rollout.rm_type
+    )
 
 
 def test_what_cannot_be_scaled_is_named():

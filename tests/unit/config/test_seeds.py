@@ -1,7 +1,9 @@
-"""Command lines of published GRPO recipes, flag for flag as their scripts pass them, mean here what they mean there.
+"""Command lines of published GRPO recipes, flag for flag as their scripts pass them, mean here what
+they mean there.
 
-``tests/data/seeds/*.args`` holds the arrays of those scripts, as bash would read them. Each is parsed by the real
-command line of ``python -m rlpost.train``, and each flag is looked up in the resolved settings.
+``tests/data/seeds/*.args`` holds the arrays of those scripts, as bash would read them. Each is
+parsed by the real command line of ``python -m rlpost.train``, and each flag is looked up in the
+resolved settings.
 """
 
 import os
@@ -119,7 +121,9 @@ def words_of(name):
     """The words of a file, as bash makes them out of an array."""
     script = f"words=(\n{(SEEDS / name).with_suffix('.args').read_text()}\n)\nprintf '%s\\0' \"${{words[@]}}\""
     environ = {**os.environ, "OVER_SAMPLING_BS": "64", "WANDB_KEY": KEY}
-    done = subprocess.run(["bash", "-fc", script], env=environ, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-fc", script], env=environ, capture_output=True, text=True, check=True
+    )
     return done.stdout.split("\0")[:-1]
 
 
@@ -149,7 +153,9 @@ def test_every_file_has_its_meanings():
 
 @pytest.mark.parametrize("name", MEANT)
 def test_a_command_line_of_the_recipes_means_here_what_it_means_there(name):
-    """Every flag is accepted and sets the key of its name, without a recipe, and nothing else is set."""
+    """Every flag is accepted and sets the key of its name, without a recipe, and nothing else is
+    set.
+    """
     environ = {}
     words = take_keys(words_of(name), environ)
     given, config = resolved(words)
@@ -164,7 +170,9 @@ def test_a_command_line_of_the_recipes_means_here_what_it_means_there(name):
     [("model-qwen3-4b", "qwen3-4b-decoupled", 1, 2), ("model-glm4-9b", "glm-z1-9b", 1, 1)],
 )
 def test_a_whole_recipe_fits_the_nodes_that_it_needs(model, recipe, num_nodes, data_parallel_size):
-    """Arrays one behind the other, as the scripts pass them; nobody says how many nodes the job has."""
+    """Arrays one behind the other, as the scripts pass them; nobody says how many nodes the job
+    has.
+    """
     _, config = resolved([*words_of(model), *words_of(recipe)])
     assert (config.num_nodes, config.data_parallel_size) == (num_nodes, data_parallel_size)
     assert layout_problems(config) == []

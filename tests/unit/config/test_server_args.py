@@ -1,4 +1,6 @@
-"""Settings of SGLang's own: typed as its command line types them, refused on the login node when it would refuse."""
+"""Settings of SGLang's own: typed as its command line types them, refused on the login node when it
+would refuse.
+"""
 
 import importlib.metadata
 import json
@@ -58,13 +60,19 @@ def typed(*words):
         ("--sglang-cuda-graph-bs 8", {"cuda_graph_bs_decode": [8]}),
         ("--sglang-bucket-e2e-request-latency 1 2.5", {"bucket_e2e_request_latency": [1.0, 2.5]}),
         ("--sglang-log-requests-level 3", {"log_requests_level": 3}),
-        ("--sglang-data-parallel-size 4 --sglang-enable-dp-attention", {"dp_size": 4, "enable_dp_attention": True}),
+        (
+            "--sglang-data-parallel-size 4 --sglang-enable-dp-attention",
+            {"dp_size": 4, "enable_dp_attention": True},
+        ),
         ("--sglang-model-checksum", {"model_checksum": ""}),
         ("--sglang-custom-weight-loader", {"custom_weight_loader": []}),
         ("--sglang-page-size none", {}),
         ("--sglang-hicache-host-memory-fraction none", {"hicache_host_memory_fraction": None}),
         ("--sglang-grammar-backend none", {"grammar_backend": "none"}),
-        ('--sglang-cuda-graph-config {"decode":{"max_bs":8}}', {"cuda_graph_config": {"decode": {"max_bs": 8}}}),
+        (
+            '--sglang-cuda-graph-config {"decode":{"max_bs":8}}',
+            {"cuda_graph_config": {"decode": {"max_bs": 8}}},
+        ),
     ],
 )
 def test_a_value_has_the_type_that_sglang_gives_it(words, meant):
@@ -125,7 +133,11 @@ def test_a_file_takes_the_same_path(tmp_path):
     with pytest.raises(ConfigError) as caught:
         check_server_args(given.given_server_args)
     fraction, page, level = str(caught.value).splitlines()
-    assert fraction.endswith("use 0.7") and "--sglang-page-size 1.5" in page and "cannot be unset" in level
+    assert (
+        fraction.endswith("use 0.7")
+        and "--sglang-page-size 1.5" in page
+        and "cannot be unset" in level
+    )
     assert given.server_args["max_total_tokens"] == 16_000
     assert given.server_args["mm_process_config"] == {"image": {"max_pixels": 4}}
 
@@ -167,9 +179,16 @@ def test_every_default_of_sglang_passes():
 def test_the_table_knows_more_than_names():
     """What the checks rest on, spelled out for a few fields of each kind."""
     args = TABLE.args
-    assert (args["mem_fraction_static"].kind, args["mem_fraction_static"].may_be_none) == ("float", True)
+    assert (args["mem_fraction_static"].kind, args["mem_fraction_static"].may_be_none) == (
+        "float",
+        True,
+    )
     assert args["max_total_tokens"].suffixes
-    assert args["cuda_graph_bs_decode"].is_list and args["lora_target_modules"].is_list and args["lora_paths"].is_list
+    assert (
+        args["cuda_graph_bs_decode"].is_list
+        and args["lora_target_modules"].is_list
+        and args["lora_paths"].is_list
+    )
     assert "hermes" in args["tool_call_parser"].choices, "a registry that SGLang computes"
     assert args["elastic_ep_backend"].may_be_none
     assert args["custom_sigquit_handler"].kind == args["stat_loggers"].kind == OPAQUE
@@ -182,7 +201,15 @@ def test_the_source_says_what_the_copy_says():
     read = source_args(SGLANG)
     assert read.keys() == TABLE.args.keys()
     for name, arg in TABLE.args.items():
-        for fact in ("kind", "is_list", "may_be_none", "may_be_empty", "suffixes", "const", "aliases"):
+        for fact in (
+            "kind",
+            "is_list",
+            "may_be_none",
+            "may_be_empty",
+            "suffixes",
+            "const",
+            "aliases",
+        ):
             assert getattr(read[name], fact) == getattr(arg, fact), (name, fact)
         assert read[name].default in (None, arg.default), name
 
@@ -237,7 +264,9 @@ def test_the_copy_is_of_the_pinned_version():
 
 def test_a_check_of_a_recipe_refuses_values_too(tmp_path, monkeypatch):
     monkeypatch.chdir(make_project(tmp_path))
-    values = flags.parse(flags.parser("test", ""), ["--sglang-mem-fraction-static", "70", "--sglang-dp-size", "2"])[1]
+    values = flags.parse(
+        flags.parser("test", ""), ["--sglang-mem-fraction-static", "70", "--sglang-dp-size", "2"]
+    )[1]
     with pytest.raises(ConfigError, match=r"--sglang-mem-fraction-static 70: .*; use 0.7"):
         check(load([Path("recipe.toml")], values).config)
     check(load([Path("recipe.toml")], {}).config)

@@ -22,9 +22,17 @@ def test_what_is_printed_is_a_recipe_that_gives_the_same_settings(tmp_path):
 
 
 def test_every_setting_is_printed_once_with_its_origin(tmp_path):
-    (tmp_path / "a.toml").write_text("[cluster]\njob_name = 'a'\nnodes = 2\n[sglang]\nsglang_x = true\n")
-    lines = resolved(load([tmp_path / "a.toml"], {"cluster": {"nodes": "4"}}, base=tmp_path)).splitlines()
-    origins = {line.removeprefix("# ").split()[0]: line.rpartition("  # ")[2] for line in lines if "  # " in line}
+    (tmp_path / "a.toml").write_text(
+        "[cluster]\njob_name = 'a'\nnodes = 2\n[sglang]\nsglang_x = true\n"
+    )
+    lines = resolved(
+        load([tmp_path / "a.toml"], {"cluster": {"nodes": "4"}}, base=tmp_path)
+    ).splitlines()
+    origins = {
+        line.removeprefix("# ").split()[0]: line.rpartition("  # ")[2]
+        for line in lines
+        if "  # " in line
+    }
     assert set(origins) == {*fields(), "sglang_x"}
     assert origins["nodes"] == "the command line"
     assert origins["job_name"] == origins["sglang_x"] == str(tmp_path / "a.toml")
@@ -42,7 +50,9 @@ def test_an_origin_cannot_begin_a_line_of_its_own(tmp_path):
         | st.integers(-(2**63), 2**63 - 1)
         | st.booleans()
         | st.floats(),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+        ),
         max_leaves=6,
     )
 )

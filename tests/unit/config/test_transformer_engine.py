@@ -1,4 +1,6 @@
-"""What a run needs TransformerEngine for is known from its settings, and refused where it is known not to be there."""
+"""What a run needs TransformerEngine for is known from its settings, and refused where it is known
+not to be there.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -24,7 +26,11 @@ ROTATION = "--no-rope-fusion false"
 
 def test_a_dense_model_needs_nothing_and_is_slower_without_one_kernel():
     assert needed() == ([], [ROTATION])
-    assert needed(model={"no_rope_fusion": True}) == needed(model={"rotary_interleaved": True}) == ([], [])
+    assert (
+        needed(model={"no_rope_fusion": True})
+        == needed(model={"rotary_interleaved": True})
+        == ([], [])
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,14 +81,19 @@ def test_an_environment_for_gpus_without_it_is_refused_on_the_login_node(recipe,
     """Where it is the nodes' own, without a container; one for a CPU alone is not asked."""
     config = load(files_of(JOBS / "recipes" / f"{recipe}.toml", {}), {}).config
     real = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0" if name == "torch" else real(name))
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "2.13.0" if name == "torch" else real(name)
+    )
     if recipe == "qwen3_4b":
         return check.check_installed(config)
     with pytest.raises(ConfigError) as caught:
         check.check_installed(config)
     grouped, permuted = str(caught.value).splitlines()
     assert grouped.startswith("--moe-grouped-gemm true needs TransformerEngine")
-    assert "not installed in this environment; install it (docs/actor.md) or give --moe-permute-fusion f" in permuted
+    assert (
+        "not installed in this environment; install it (docs/actor.md) or give --moe-permute-fusion f"
+        in permuted
+    )
     monkeypatch.undo()
     check.check_installed(config)
 
@@ -91,12 +102,20 @@ def test_where_it_is_installed_nothing_is_said_unless_local_layers_are_asked_for
     """Its Adam is had with local layers too."""
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: real("json" if "engine" in name else name))
-    adam = {"optimizer_cpu_offload": False, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: real("json" if "engine" in name else name)
+    )
+    adam = {
+        "optimizer_cpu_offload": False,
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "bf16",
+    }
     recipe = files_of(JOBS / "recipes/glm45_355b.toml", {})
     check.check_installed(load(recipe, {"optimizer": adam}).config)
     with pytest.raises(ConfigError) as caught:
-        check.check_installed(load(recipe, {"optimizer": adam, "perf": {"transformer_impl": "local"}}).config)
+        check.check_installed(
+            load(recipe, {"optimizer": adam, "perf": {"transformer_impl": "local"}}).config
+        )
     grouped, permuted = str(caught.value).splitlines()
     assert "--moe-grouped-gemm" in grouped and "which --transformer-impl local rules out" in grouped
     assert "--moe-permute-fusion" in permuted

@@ -15,7 +15,10 @@ RECIPE = JOBS / "recipes/qwen3_4b.toml"
 
 
 def test_a_setting_is_spelled_as_it_is_typed() -> None:
-    config = load([], {"cluster": {"exclude": ["a", "b"], "environment": {"A": "1"}}, "optimizer": {"lr": 2e-6}}).config
+    config = load(
+        [],
+        {"cluster": {"exclude": ["a", "b"], "environment": {"A": "1"}}, "optimizer": {"lr": 2e-6}},
+    ).config
     keys = ("exclude", "environment", "lr", "colocate", "partition")
     assert [spelled(config, key) for key in keys] == [
         "--exclude a b",
@@ -37,13 +40,19 @@ def test_values_of_a_file_and_defaults_are_marked_and_those_of_flags_and_remedie
 
 def test_a_value_that_begins_like_another_is_not_marked() -> None:
     loaded = load([RECIPE], {})
-    assert with_origins("use --rollout-batch-size 320", loaded.config, loaded.origins).endswith(" 320")
+    assert with_origins("use --rollout-batch-size 320", loaded.config, loaded.origins).endswith(
+        " 320"
+    )
 
 
-def test_the_check_marks_them_when_it_is_told_the_origins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_check_marks_them_when_it_is_told_the_origins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("RLPOST_ASSETS", str(tmp_path))
     loaded = load([RECIPE], {"rollout": {"global_batch_size": "64"}})
-    with pytest.raises(ConfigError, match=r"--num-steps-per-rollout 1 \(jobs/recipes/qwen3_4b\.toml\)"):
+    with pytest.raises(
+        ConfigError, match=r"--num-steps-per-rollout 1 \(jobs/recipes/qwen3_4b\.toml\)"
+    ):
         check(loaded.config, origins=loaded.origins)
 
 

@@ -7,13 +7,17 @@ from typing import Any
 
 
 def letters(content: Any, tools: Any = None) -> tuple[str, tuple[int, ...]]:
-    text = content if isinstance(content, str) else "".join(message["content"] for message in content)
+    text = (
+        content if isinstance(content, str) else "".join(message["content"] for message in content)
+    )
     text += "" if tools is None else f"[{len(tools)} tools]"
     return text, tuple(ord(letter) for letter in text)
 
 
 def write(path: Path, *lines: object) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
     return path
 
 

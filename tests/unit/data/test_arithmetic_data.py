@@ -19,21 +19,34 @@ def test_every_pair_is_in_one_of_the_two_files_with_its_sum(tmp_path: Path) -> N
     make(tmp_path)
     assert check_prompt_file(tmp_path / "train.jsonl", PromptFields("prompt", "label")) == 2300
     assert check_prompt_file(tmp_path / "heldout.jsonl", PromptFields("prompt", "label")) == 200
-    lines = [line for name in ("train", "heldout") for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+    lines = [
+        line
+        for name in ("train", "heldout")
+        for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()
+    ]
     problems = [json.loads(line) for line in lines]
-    pairs = [tuple(map(int, problem["prompt"].removeprefix("Q:").removesuffix("=").split("+"))) for problem in problems]
+    pairs = [
+        tuple(map(int, problem["prompt"].removeprefix("Q:").removesuffix("=").split("+")))
+        for problem in problems
+    ]
     assert len(set(pairs)) == len(pairs) == 2500
-    assert all(problem["label"] == str(sum(pair)) for problem, pair in zip(problems, pairs, strict=True))
+    assert all(
+        problem["label"] == str(sum(pair)) for problem, pair in zip(problems, pairs, strict=True)
+    )
 
 
 def test_a_second_call_changes_nothing(tmp_path: Path) -> None:
     make(tmp_path)
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()}
     assert make(tmp_path).count("already there") == 2
-    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()} == before
+    assert {
+        path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()
+    } == before
 
 
-def test_prompts_of_somebody_are_left_alone_and_those_of_another_seed_are_not(tmp_path: Path) -> None:
+def test_prompts_of_somebody_are_left_alone_and_those_of_another_seed_are_not(
+    tmp_path: Path,
+) -> None:
     make(tmp_path)
     before = (tmp_path / "train.jsonl").read_bytes()
     make(tmp_path, "--seed", "1")

@@ -1,4 +1,6 @@
-"""Every prompt comes exactly once an epoch, and a cursor taken up again goes on as if nothing had happened."""
+"""Every prompt comes exactly once an epoch, and a cursor taken up again goes on as if nothing had
+happened.
+"""
 
 import json
 import random
@@ -19,7 +21,9 @@ def make_set(folder: Path, size: int) -> PromptSet:
     return PromptSet(numbered(folder / f"{size}.jsonl", size), tokenize=letters)
 
 
-@given(size=st.integers(1, 200), epoch=st.integers(0, 50), seed=st.integers(), shuffle=st.booleans())
+@given(
+    size=st.integers(1, 200), epoch=st.integers(0, 50), seed=st.integers(), shuffle=st.booleans()
+)
 def test_an_epoch_has_every_position_once(size: int, epoch: int, seed: int, shuffle: bool) -> None:
     order = epoch_order(size, epoch, shuffle=shuffle, seed=seed)
     assert sorted(order) == list(range(size))
@@ -27,7 +31,11 @@ def test_an_epoch_has_every_position_once(size: int, epoch: int, seed: int, shuf
 
 
 def test_epochs_and_seeds_differ() -> None:
-    orders = [tuple(epoch_order(50, epoch, shuffle=True, seed=seed)) for epoch in range(3) for seed in range(3)]
+    orders = [
+        tuple(epoch_order(50, epoch, shuffle=True, seed=seed))
+        for epoch in range(3)
+        for seed in range(3)
+    ]
     assert len(set(orders)) == 9
 
 
@@ -41,7 +49,9 @@ def test_the_order_is_that_of_pythons_own_sort(size: int, epoch: int, seed: int)
     """What checkpoints of earlier versions were made with."""
     draw = random.Random(f"{seed}/{epoch}").random
     keys = [draw() for _ in range(size)]
-    assert list(epoch_order(size, epoch, shuffle=True, seed=seed)) == sorted(range(size), key=keys.__getitem__)
+    assert list(epoch_order(size, epoch, shuffle=True, seed=seed)) == sorted(
+        range(size), key=keys.__getitem__
+    )
 
 
 def test_equal_keys_stay_in_order_of_position(monkeypatch) -> None:
@@ -52,12 +62,15 @@ def test_equal_keys_stay_in_order_of_position(monkeypatch) -> None:
     monkeypatch.setattr("rlpost.data.cursor.random.Random", Coarse)
     draw = Coarse("1/0").random
     keys = [draw() for _ in range(500)]
-    assert list(epoch_order(500, 0, shuffle=True, seed=1)) == sorted(range(500), key=keys.__getitem__)
+    assert list(epoch_order(500, 0, shuffle=True, seed=1)) == sorted(
+        range(500), key=keys.__getitem__
+    )
 
 
 def test_the_order_of_an_epoch_takes_few_bytes_a_prompt() -> None:
-    """As a list of Python's integers, 36 bytes each, the order of 10 million prompts held 400 MB, and 1 GB for a
-    moment."""
+    """As a list of Python's integers, 36 bytes each, the order of 10 million prompts held 400 MB,
+    and 1 GB for a moment.
+    """
     size = 100_000
     epoch_order(10, 0, shuffle=True, seed=1)  # imports
     tracemalloc.start()
@@ -73,7 +86,9 @@ def test_the_order_of_an_epoch_takes_few_bytes_a_prompt() -> None:
 
 @settings(max_examples=30)
 @given(takes=st.lists(st.integers(0, 25), max_size=8), cut=st.integers(0, 8), shuffle=st.booleans())
-def test_a_cursor_taken_up_again_goes_on(tmp_path_factory, takes: list[int], cut: int, shuffle: bool) -> None:
+def test_a_cursor_taken_up_again_goes_on(
+    tmp_path_factory, takes: list[int], cut: int, shuffle: bool
+) -> None:
     prompts = make_set(tmp_path_factory.getbasetemp(), 7)
     whole = PromptCursor(prompts, shuffle=shuffle, seed=3)
     expected = [whole.take(n) for n in takes]
@@ -90,7 +105,9 @@ def test_a_cursor_taken_up_again_goes_on(tmp_path_factory, takes: list[int], cut
 
 
 @pytest.mark.parametrize("weights", [(), (1.0,)])
-def test_a_copy_goes_its_own_way_from_the_same_place(tmp_path: Path, weights: tuple[float, ...]) -> None:
+def test_a_copy_goes_its_own_way_from_the_same_place(
+    tmp_path: Path, weights: tuple[float, ...]
+) -> None:
     cursor = PromptCursor(make_set(tmp_path, 5), shuffle=True, seed=1, weights=weights)
     cursor.take(3)
     other = cursor.copy()
@@ -113,7 +130,10 @@ def test_another_size_of_the_file_is_refused(tmp_path: Path) -> None:
 
 
 def mixed(folder: Path, *sizes: int) -> PromptSet:
-    files = [numbered(folder / f"{name}.jsonl", size, name) for name, size in zip("abc", sizes, strict=False)]
+    files = [
+        numbered(folder / f"{name}.jsonl", size, name)
+        for name, size in zip("abc", sizes, strict=False)
+    ]
     return PromptSet(files, tokenize=letters)
 
 
@@ -123,7 +143,9 @@ def test_several_files_without_weights_are_one_after_the_other(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (3, 1), (0.7, 0.2, 0.1), (5, 1e-3)])
-def test_files_come_in_their_shares_at_any_moment_and_each_in_whole_epochs(tmp_path: Path, weights) -> None:
+def test_files_come_in_their_shares_at_any_moment_and_each_in_whole_epochs(
+    tmp_path: Path, weights
+) -> None:
     sizes = (3, 5, 4)[: len(weights)]
     prompts = PromptCursor(mixed(tmp_path, *sizes), shuffle=True, seed=4, weights=weights).take(60)
     assert [prompt.prompt_id for prompt in prompts] == list(range(60))
@@ -140,7 +162,9 @@ def test_files_come_in_their_shares_at_any_moment_and_each_in_whole_epochs(tmp_p
 
 @settings(max_examples=30)
 @given(takes=st.lists(st.integers(0, 9), max_size=8), cut=st.integers(0, 8), shuffle=st.booleans())
-def test_a_weighted_cursor_taken_up_again_goes_on(tmp_path_factory, takes: list[int], cut: int, shuffle: bool) -> None:
+def test_a_weighted_cursor_taken_up_again_goes_on(
+    tmp_path_factory, takes: list[int], cut: int, shuffle: bool
+) -> None:
     prompts = mixed(tmp_path_factory.getbasetemp(), 3, 5)
     options = {"shuffle": shuffle, "seed": 3, "weights": (0.3, 0.7)}
     whole = PromptCursor(prompts, **options)
@@ -151,7 +175,9 @@ def test_a_weighted_cursor_taken_up_again_goes_on(tmp_path_factory, takes: list[
     assert got + [second.take(n) for n in takes[cut:]] == expected
 
 
-def test_weights_that_do_not_go_with_the_files_or_the_checkpoint_are_refused(tmp_path: Path) -> None:
+def test_weights_that_do_not_go_with_the_files_or_the_checkpoint_are_refused(
+    tmp_path: Path,
+) -> None:
     prompts = mixed(tmp_path, 2, 2)
     with pytest.raises(DataError, match="3 weights for 2 files"):
         PromptCursor(prompts, weights=(1, 1, 1))
@@ -171,7 +197,9 @@ def test_a_state_of_before_there_were_weights_is_understood(tmp_path: Path) -> N
 
 
 def test_what_is_skipped_leaves_a_gap_in_the_ids_and_is_counted(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", {"input": "ab"}, "no json", {"input": "far too long"}, {"input": "cd"})
+    path = write(
+        tmp_path / "p.jsonl", {"input": "ab"}, "no json", {"input": "far too long"}, {"input": "cd"}
+    )
     prompts = PromptSet(path, tokenize=letters, max_prompt_len=4, skip_bad=True)
     cursor = PromptCursor(prompts)
     first = cursor.take(1)
@@ -187,7 +215,9 @@ def test_what_is_skipped_leaves_a_gap_in_the_ids_and_is_counted(tmp_path: Path) 
 
 
 def test_when_all_would_be_skipped_the_run_ends(tmp_path: Path) -> None:
-    prompts = PromptSet(numbered(tmp_path / "p.jsonl", 3, "long"), tokenize=letters, max_prompt_len=2)
+    prompts = PromptSet(
+        numbered(tmp_path / "p.jsonl", 3, "long"), tokenize=letters, max_prompt_len=2
+    )
     with pytest.raises(DataError, match="--rollout-max-prompt-len"):
         PromptCursor(prompts).take(1)
     with pytest.raises(DataError, match="all 3 rows"):

@@ -44,7 +44,9 @@ def test_files_count_in_their_order(file, tmp_path):
     assert data_fingerprint([file, other]) != data_fingerprint([other, file])
 
 
-def test_of_a_large_file_size_head_tail_and_blocks_between_count_and_little_is_read(tmp_path, monkeypatch):
+def test_of_a_large_file_size_head_tail_and_blocks_between_count_and_little_is_read(
+    tmp_path, monkeypatch
+):
     path, size = tmp_path / "large.jsonl", (8 << 30) + 12345  # without blocks on the disk
     path.touch()
     os.truncate(path, size)
@@ -63,12 +65,16 @@ def test_of_a_large_file_size_head_tail_and_blocks_between_count_and_little_is_r
         return found != before
 
     assert changed(0) and changed(size - 1) and changed(size // (NUM_BLOCKS - 1) + BLOCK_BYTES // 2)
-    assert not changed(BLOCK_BYTES)  # between two blocks: this is what the digests of single prompts are for
+    assert not changed(
+        BLOCK_BYTES
+    )  # between two blocks: this is what the digests of single prompts are for
     os.truncate(path, size + 1)
     assert data_fingerprint([path]) != before
     blocks = []
     real = fingerprint._blocks
-    monkeypatch.setattr(fingerprint, "_blocks", lambda *given: (blocks.append(b) or b for b in real(*given)))
+    monkeypatch.setattr(
+        fingerprint, "_blocks", lambda *given: (blocks.append(b) or b for b in real(*given))
+    )
     data_fingerprint([path])
     assert sum(map(len, blocks)) == NUM_BLOCKS * BLOCK_BYTES == 16 << 20
 

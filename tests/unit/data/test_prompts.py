@@ -1,4 +1,6 @@
-"""Prompt files: what is wrong is named with file, line and a way out; what is right is read by position."""
+"""Prompt files: what is wrong is named with file, line and a way out; what is right is read by
+position.
+"""
 
 import json
 import subprocess
@@ -24,7 +26,10 @@ FIELDS = PromptFields("prompt", "label")
     [
         ('{"prompt": "Q", ', "not JSON"),
         ("[1, 2]", "list instead of a JSON object"),
-        ({"question": "Q", "label": "A"}, "no key 'prompt'; it has 'question', 'label'. Set --input-key"),
+        (
+            {"question": "Q", "label": "A"},
+            "no key 'prompt'; it has 'question', 'label'. Set --input-key",
+        ),
         ({"prompt": "Q"}, "no key 'label'"),
         ({"prompt": 7, "label": "A"}, "'prompt' is int"),
         ({"prompt": "", "label": "A"}, "'prompt' is empty"),
@@ -34,7 +39,9 @@ FIELDS = PromptFields("prompt", "label")
         ({"prompt": "Q", "label": True}, "'label' is bool"),
     ],
 )
-def test_a_broken_line_is_named_with_file_and_line(tmp_path: Path, line: object, wanted: str) -> None:
+def test_a_broken_line_is_named_with_file_and_line(
+    tmp_path: Path, line: object, wanted: str
+) -> None:
     path = write(tmp_path / "p.jsonl", GOOD, "", line, GOOD)
     with pytest.raises(DataError) as error:
         check_prompt_file(path, FIELDS)
@@ -62,15 +69,25 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         check_prompt_file(tmp_path / "nowhere.jsonl", FIELDS)
 
 
-def test_every_position_is_its_line_whatever_the_alphabet_and_the_blank_lines(tmp_path: Path) -> None:
+def test_every_position_is_its_line_whatever_the_alphabet_and_the_blank_lines(
+    tmp_path: Path,
+) -> None:
     texts = ["eins", "zwei größer", "三", "four"]
     path = tmp_path / "p.jsonl"
-    path.write_text("\n\n".join(json.dumps({"prompt": t, "label": i}, ensure_ascii=False) for i, t in enumerate(texts)))
+    path.write_text(
+        "\n\n".join(
+            json.dumps({"prompt": t, "label": i}, ensure_ascii=False) for i, t in enumerate(texts)
+        )
+    )
     prompts = PromptSet(path, tokenize=letters, fields=FIELDS)
     assert check_prompt_file(path, FIELDS) == len(prompts) == 4
     for position in (3, 0, 2, 1):
         prompt = prompts.prompt(position, prompt_id=position + 40)
-        assert (prompt.prompt_id, prompt.text, prompt.label) == (position + 40, texts[position], str(position))
+        assert (prompt.prompt_id, prompt.text, prompt.label) == (
+            position + 40,
+            texts[position],
+            str(position),
+        )
         assert prompt.token_ids == letters(texts[position])[1]
 
 
@@ -95,7 +112,10 @@ def test_the_check_needs_nothing_heavy(tmp_path: Path) -> None:
 def test_a_bad_line_can_be_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "p.jsonl", GOOD, "{", GOOD)
     assert check_prompt_file(path, FIELDS, skip_bad=True) == 2
-    assert f"1 of 3 rows are invalid and are skipped; the first: {path}, line 2: not JSON" in caplog.text
+    assert (
+        f"1 of 3 rows are invalid and are skipped; the first: {path}, line 2: not JSON"
+        in caplog.text
+    )
     with pytest.raises(DataError, match=r"line 2: .*\(--bad-prompts skip skips such lines\)"):
         check_prompt_file(path, FIELDS)
     with pytest.raises(DataError, match="none of 1 rows is a valid prompt"):
@@ -104,7 +124,15 @@ def test_a_bad_line_can_be_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize(
     ("ends", "wanted"),
-    [("1:3", "12"), (":2", "01"), ("3:", "34"), ("-2:", "34"), (":-3", "01"), (":", "01234"), ("0:99", "01234")],
+    [
+        ("1:3", "12"),
+        (":2", "01"),
+        ("3:", "34"),
+        ("-2:", "34"),
+        (":-3", "01"),
+        (":", "01234"),
+        ("0:99", "01234"),
+    ],
 )
 def test_a_slice_of_a_file_is_as_in_python(tmp_path: Path, ends: str, wanted: str) -> None:
     prompts = PromptSet(f"{numbered(tmp_path / 'p.jsonl', 5)}@[{ends}]", tokenize=letters)
@@ -124,10 +152,15 @@ def test_a_slice_that_is_none_or_empty_is_refused(tmp_path: Path) -> None:
 
 def test_metadata_and_tools_have_keys_of_their_own(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
-    rows = [{**GOOD, "extra": {"rm_type": "f1"}, "tools": tools, "page": 3}, {**GOOD, "extra": "{}", "tools": None}]
+    rows = [
+        {**GOOD, "extra": {"rm_type": "f1"}, "tools": tools, "page": 3},
+        {**GOOD, "extra": "{}", "tools": None},
+    ]
     rows.append({**GOOD, "extra": None})
     fields = PromptFields("prompt", "label", "extra", "tools")
-    first, second, third = PromptSet(write(tmp_path / "p.jsonl", *rows), tokenize=letters, fields=fields).all()
+    first, second, third = PromptSet(
+        write(tmp_path / "p.jsonl", *rows), tokenize=letters, fields=fields
+    ).all()
     assert (first.text, first.metadata) == ("Q[1 tools]", {"rm_type": "f1", "tools": tools})
     assert (second.text, second.metadata) == ("Q", {}) == (third.text, third.metadata)
     for wrong, wanted in (
@@ -140,7 +173,10 @@ def test_metadata_and_tools_have_keys_of_their_own(tmp_path: Path) -> None:
 
 def test_tools_without_the_chat_template_are_found_out_by_the_check(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
-    path, fields = write(tmp_path / "p.jsonl", GOOD, {**GOOD, "tools": tools}), PromptFields("prompt", tool_key="tools")
+    path, fields = (
+        write(tmp_path / "p.jsonl", GOOD, {**GOOD, "tools": tools}),
+        PromptFields("prompt", tool_key="tools"),
+    )
     assert check_prompt_file(path, fields) == 2
     with pytest.raises(DataError, match="line 2: 'tools' has tools; add --apply-chat-template"):
         check_prompt_file(path, fields, apply_chat_template=False)
@@ -148,7 +184,10 @@ def test_tools_without_the_chat_template_are_found_out_by_the_check(tmp_path: Pa
 
 def test_messages_of_openai_are_understood(tmp_path: Path) -> None:
     messages = [
-        {"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}],
+        },
         {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}], "name": None},
         {"role": "tool", "content": "3"},
     ]
@@ -173,14 +212,21 @@ def test_messages_of_openai_are_understood(tmp_path: Path) -> None:
 
 def test_parquet_gives_the_same_prompts_as_json_lines(tmp_path: Path) -> None:
     rows = [
-        {"prompt": [{"role": "user", "content": f"größer {i}"}], "label": i / 2, "extra": {"page": i}} for i in range(7)
+        {
+            "prompt": [{"role": "user", "content": f"größer {i}"}],
+            "label": i / 2,
+            "extra": {"page": i},
+        }
+        for i in range(7)
     ]
     one = PromptSet(write(tmp_path / "p.jsonl", *rows), tokenize=letters, fields=FIELDS)
     for group in (1, 3, 100):
         path = write_parquet(tmp_path / f"{group}.parquet", rows, group)
         assert PromptSet(path, tokenize=letters, fields=FIELDS).all() == one.all()
         assert check_prompt_file(path, FIELDS) == 7
-    assert PromptSet([f"{path}@[5:]", tmp_path / "p.jsonl"], tokenize=letters, fields=FIELDS).sizes == (2, 7)
+    assert PromptSet(
+        [f"{path}@[5:]", tmp_path / "p.jsonl"], tokenize=letters, fields=FIELDS
+    ).sizes == (2, 7)
 
 
 def test_a_bad_row_of_parquet_is_named_and_what_is_no_parquet_too(tmp_path: Path) -> None:
@@ -232,33 +278,51 @@ def test_a_large_file_is_not_loaded(tmp_path: Path, kind: str, size: int) -> Non
         from pyarrow import parquet
 
         table = pyarrow.Table.from_pylist([row] * 1000)
-        with parquet.ParquetWriter(path, table.schema, compression=None, use_dictionary=False) as writer:
+        with parquet.ParquetWriter(
+            path, table.schema, compression=None, use_dictionary=False
+        ) as writer:
             for _ in range(size // 10):
                 writer.write_table(table)
     assert path.stat().st_size > 0.9 * size * 10**6
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True
+    )
     count, grown = map(int, done.stdout.split())
     assert count == size * 100
     assert grown < size * 10**6 / 3, f"{grown / 10**6:.0f} MB for a file of {size} MB"
 
 
 @pytest.mark.parametrize(
-    ("prompt", "context", "longest"), [(None, None, None), (7, None, 7), (None, 10, 9), (7, 10, 7), (12, 10, 9)]
+    ("prompt", "context", "longest"),
+    [(None, None, None), (7, None, 7), (None, 10, 9), (7, 10, 7), (12, 10, 9)],
 )
-def test_a_prompt_leaves_room_for_an_answer(prompt: int | None, context: int | None, longest: int | None) -> None:
+def test_a_prompt_leaves_room_for_an_answer(
+    prompt: int | None, context: int | None, longest: int | None
+) -> None:
     """An answer without a token could be neither trained nor told how old it is."""
-    assert longest_prompt(RolloutConfig(rollout_max_prompt_len=prompt, rollout_max_context_len=context)) == longest
+    assert (
+        longest_prompt(
+            RolloutConfig(rollout_max_prompt_len=prompt, rollout_max_context_len=context)
+        )
+        == longest
+    )
 
 
-def test_a_full_disk_for_the_rows_of_parquet_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_for_the_rows_of_parquet_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_parquet(tmp_path / "p.parquet", [GOOD])
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda: open("/dev/full", "r+b", buffering=0))  # noqa: SIM115
-    with pytest.raises(DataError, match=rf"{path}: .* has not enough space for its rows as text; set TMPDIR"):
+    with pytest.raises(
+        DataError, match=rf"{path}: .* has not enough space for its rows as text; set TMPDIR"
+    ):
         PromptSet(path, tokenize=letters)
 
 
 @pytest.mark.parametrize("metadata_key", [None, "extra"])
-def test_a_label_that_is_an_object_is_its_text_and_stays_an_object_in_the_metadata(tmp_path, metadata_key):
+def test_a_label_that_is_an_object_is_its_text_and_stays_an_object_in_the_metadata(
+    tmp_path, metadata_key
+):
     label = {"target": ["größer", 7]}
     path = write(tmp_path / "p.jsonl", {"prompt": "Q", "label": label, "extra": {"level": 1}})
     fields = PromptFields("prompt", "label", metadata_key)

@@ -20,7 +20,9 @@ def tokenizer(folder, template=TEMPLATE, **template_kwargs):
     vocab = {letter: i for i, letter in enumerate("?abcdefghijklmnopqrstuvwxyz[]|;")}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="?"))
     core.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?", eos_token=";", chat_template=template)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token="?", eos_token=";", chat_template=template
+    )
     made.save_pretrained(folder)
     return SupervisedTokenizer(folder, apply_chat_template=True, template_kwargs=template_kwargs)
 
@@ -74,5 +76,7 @@ def test_arguments_of_the_chat_template_count_in_conversations_too(tmp_path):
 def test_a_conversation_that_the_chat_template_refuses_is_bad_data(tmp_path):
     template = "{{ raise_exception('roles must alternate') if messages|length > 1 }}" + TEMPLATE
     turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
-    with pytest.raises(DataError, match="the chat template rejects the messages: roles must alternate"):
+    with pytest.raises(
+        DataError, match="the chat template rejects the messages: roles must alternate"
+    ):
         tokenizer(tmp_path, template)(turns)

@@ -8,9 +8,8 @@ import pytest
 from rlpost.data.tokenizer import PromptTokenizer, check_tokenizer_folder, eos_token_ids
 from rlpost.errors import ConfigError, DataError
 
-TEMPLATE = (
-    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-)
+MESSAGES = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+TEMPLATE = MESSAGES + "{% if add_generation_prompt %}>{% endif %}"
 
 
 @pytest.fixture
@@ -21,7 +20,9 @@ def folder(tmp_path: Path) -> Path:
     vocab = {letter: i for i, letter in enumerate("?abcdefghijklmnopqrstuvwxyz[]>")}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="?"))
     core.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?", chat_template=TEMPLATE).save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token="?", chat_template=TEMPLATE
+    ).save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -36,7 +37,10 @@ def test_the_chat_template_takes_a_string_or_messages(folder: Path) -> None:
     assert text == "[user]abc>"
     assert len(ids) == len(text)
     assert tokenize([{"role": "user", "content": "abc"}]) == (text, ids)
-    assert tokenize([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])[0] == "[system]x[user]y>"
+    assert (
+        tokenize([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])[0]
+        == "[system]x[user]y>"
+    )
 
 
 def test_the_chat_template_gets_tools_and_further_arguments(folder: Path) -> None:

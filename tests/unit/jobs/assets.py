@@ -1,4 +1,6 @@
-"""A folder of assets as a site has it after downloading: models by their published config.json, without weights."""
+"""A folder of assets as a site has it after downloading: models by their published config.json,
+without weights.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ MODELS = {
     "Qwen3-235B-A22B": "qwen3_235b_a22b",
     "tiny": "qwen3_4b",
 }
-FP8 = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+FP8 = {
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+}
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 

@@ -1,4 +1,6 @@
-"""The image's Dockerfile, read as docker reads it: one place for versions, no secrets, nothing that moves."""
+"""The image's Dockerfile, read as docker reads it: one place for versions, no secrets, nothing that
+moves.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ SECRET = re.compile(r"token|secret|passw|api_?key|credential", re.IGNORECASE)
 
 def instructions() -> list[tuple[str, str]]:
     """(instruction, its words) with comments gone and continued lines joined."""
-    lines = [line for line in DOCKERFILE.read_text().splitlines() if not line.lstrip().startswith("#")]
+    lines = [
+        line for line in DOCKERFILE.read_text().splitlines() if not line.lstrip().startswith("#")
+    ]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     found = [line.split(maxsplit=1) for line in joined.splitlines() if line.strip()]
     return [(word, rest) for word, rest in found]
@@ -35,8 +39,12 @@ def arguments(kind: str) -> list[str]:
 
 
 def moves(image: str) -> bool:
-    """Whether a name may stand for another image tomorrow: no digest, and no tag or the tag latest."""
-    return "@sha256:" not in image and (":" not in image.rpartition("/")[2] or image.endswith(":latest"))
+    """Whether a name may stand for another image tomorrow: no digest, and no tag or the tag
+    latest.
+    """
+    return "@sha256:" not in image and (
+        ":" not in image.rpartition("/")[2] or image.endswith(":latest")
+    )
 
 
 def test_only_instructions_that_are_known_here_stand_in_it():
@@ -48,10 +56,14 @@ def test_the_base_is_named_by_a_version_which_is_that_of_the_pinned_sglang():
     """And so is every image that its comments and the pages name."""
     base = next(rest.removeprefix("BASE=") for rest in arguments("ARG") if rest.startswith("BASE="))
     assert not moves(base)
-    pinned = next(str(one.specifier) for one in map(Requirement, extras()["gpu"]) if one.name == "sglang")
+    pinned = next(
+        str(one.specifier) for one in map(Requirement, extras()["gpu"]) if one.name == "sglang"
+    )
     assert base == f"lmsysorg/sglang:v{pinned.removeprefix('==')}"
     uri(base)  # as enroot import takes it
-    named = re.findall(r"\b(?:nvidia/cuda|lmsysorg/sglang|slimerl/slime)[:@][\w.:@-]+\w", DOCKERFILE.read_text())
+    named = re.findall(
+        r"\b(?:nvidia/cuda|lmsysorg/sglang|slimerl/slime)[:@][\w.:@-]+\w", DOCKERFILE.read_text()
+    )
     named += re.findall(r"\b(?:nvidia/cuda|lmsysorg/sglang|slimerl/slime)[:@][\w.:@-]+\w", page())
     assert len(named) > 2 and not [image for image in named if moves(image)]
 
@@ -63,7 +75,10 @@ def page() -> str:
 def extras() -> dict[str, list[str]]:
     """setup.cfg by setuptools, which did not write our reader."""
     options = read_configuration(ROOT / "setup.cfg")["options"]
-    return {name: [*options["install_requires"], *lines] for name, lines in options["extras_require"].items()}
+    return {
+        name: [*options["install_requires"], *lines]
+        for name, lines in options["extras_require"].items()
+    }
 
 
 PACKAGES = {
@@ -76,7 +91,9 @@ ELSEWHERE = {"hostname", "sh", "df", "nvidia-smi", "ray"}  # of every image, of 
 
 def test_the_commands_that_the_pages_advise_are_installed():
     text = (ROOT / "docs/troubleshooting.md").read_text()
-    advised = {match[1] for match in re.finditer(r"`rlpost exec (?:--node \w+ )?(?:-- )?([\w-]+)", text)}
+    advised = {
+        match[1] for match in re.finditer(r"`rlpost exec (?:--node \w+ )?(?:-- )?([\w-]+)", text)
+    }
     assert {"ping", "iperf3", "ethtool", "ibstat"} <= advised
     assert advised <= PACKAGES.keys() | ELSEWHERE
     installed = next(run for run in arguments("RUN") if "apt-get install" in run).split()
@@ -84,14 +101,28 @@ def test_the_commands_that_the_pages_advise_are_installed():
 
 
 def test_what_is_installed_is_what_setup_cfg_pins_and_megatron():
-    """The list that the image installs and that the doctor checks, against setuptools' reading of the same file."""
-    words = shlex.split(next(run for run in arguments("RUN") if "--requirements" in run).partition(">")[0])
-    default = next(shlex.split(rest.partition("=")[2])[0] for rest in arguments("ARG") if rest.startswith("EXTRAS="))
-    assert words[:4] == ["python3", "-m", "bootstrap.image.doctor", "--requirements"] and words[4:] == ["${EXTRAS}"]
+    """The list that the image installs and that the doctor checks, against setuptools' reading of
+    the same file.
+    """
+    words = shlex.split(
+        next(run for run in arguments("RUN") if "--requirements" in run).partition(">")[0]
+    )
+    default = next(
+        shlex.split(rest.partition("=")[2])[0]
+        for rest in arguments("ARG")
+        if rest.startswith("EXTRAS=")
+    )
+    assert words[:4] == ["python3", "-m", "bootstrap.image.doctor", "--requirements"] and words[
+        4:
+    ] == ["${EXTRAS}"]
     command = [sys.executable, *words[1:4], *default.split()]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    printed = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     wanted = {*extras()["gpu"], *extras()["wandb"], *extras()["tensorboard"]}
-    assert {str(Requirement(line)) for line in printed} == {str(Requirement(line)) for line in wanted} | {megatron()}
+    assert {str(Requirement(line)) for line in printed} == {
+        str(Requirement(line)) for line in wanted
+    } | {megatron()}
 
 
 def megatron() -> str:
@@ -103,13 +134,18 @@ def megatron() -> str:
 
 
 def test_transformer_engine_is_compiled_by_default_after_torch_and_against_it():
-    """Without build isolation, which would take another torch; left out only when that is asked for."""
+    """Without build isolation, which would take another torch; left out only when that is asked
+    for.
+    """
     defaults = dict(rest.split("=", 1) for rest in arguments("ARG"))
     assert defaults["COMPILED"] == "te"
     runs = arguments("RUN")
     (index,) = (index for index, run in enumerate(runs) if "--no-build-isolation" in run)
     assert any("-r requirements.txt" in run for run in runs[:index]), "torch is there by then"
-    assert "bootstrap.image.doctor --compiled > compiled.txt" in runs[index] and "setuptools wheel" in runs[index]
+    assert (
+        "bootstrap.image.doctor --compiled > compiled.txt" in runs[index]
+        and "setuptools wheel" in runs[index]
+    )
     assert "--no-build-isolation -r compiled.txt" in runs[index]
 
 
@@ -128,7 +164,11 @@ def test_an_empty_argument_leaves_it_out(compiled, installs, tmp_path):
 
 def test_transformer_engine_is_in_no_other_extra():
     """What a login node or a machine without a GPU installs never pulls it."""
-    named = [name for name, lines in extras().items() if any("transformer-engine" in line for line in lines)]
+    named = [
+        name
+        for name, lines in extras().items()
+        if any("transformer-engine" in line for line in lines)
+    ]
     assert named == ["te"]
 
 
@@ -145,7 +185,11 @@ def test_no_secret_comes_into_it():
 
 def test_lists_of_apt_are_fetched_used_and_removed_in_one_layer():
     (run,) = (run for run in arguments("RUN") if "apt-get" in run)
-    assert "apt-get update" in run and "--no-install-recommends" in run and run.endswith("rm -rf /var/lib/apt/lists/*")
+    assert (
+        "apt-get update" in run
+        and "--no-install-recommends" in run
+        and run.endswith("rm -rf /var/lib/apt/lists/*")
+    )
     packages = re.search(r"--no-install-recommends(.*?)&&", run)[1].split()
     assert packages == sorted(packages)
 
@@ -176,11 +220,16 @@ def test_what_is_copied_is_there_and_nothing_else_is_sent_to_docker():
 
 
 def test_what_is_copied_suffices_to_check_the_image(tmp_path):
-    """The last layer's command, with those files alone; it finds this CPU machine's stack wanting as a GPU's."""
+    """The last layer's command, with those files alone; it finds this CPU machine's stack wanting
+    as a GPU's.
+    """
     for source in copied():
         (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / source).write_bytes((ROOT / source).read_bytes())
-    assert arguments("RUN")[-1] == "python3 -m bootstrap.image.doctor ${COMPILED:+--te-for=COMPILED=te}"
+    assert (
+        arguments("RUN")[-1]
+        == "python3 -m bootstrap.image.doctor ${COMPILED:+--te-for=COMPILED=te}"
+    )
     command = [sys.executable, "-m", "bootstrap.image.doctor", "--te-for=COMPILED=te"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode in (0, 1) and "packages" in done.stdout, done.stderr

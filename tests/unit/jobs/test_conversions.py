@@ -1,4 +1,6 @@
-"""jobs/convert_*.sbatch: one for each converted model that a recipe names, made from the same files as its run."""
+"""jobs/convert_*.sbatch: one for each converted model that a recipe names, made from the same files
+as its run.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,26 @@ RECIPES = sorted(path for path in (JOBS / "recipes").glob("*.toml") if path.stem
 
 def options(script: str) -> list[str]:
     """Words of the #SBATCH lines."""
-    return [word for line in re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE) for word in shlex.split(line)]
+    return [
+        word
+        for line in re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE)
+        for word in shlex.split(line)
+    ]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_what_a_recipe_begins_from_is_made_by_one_of_them(recipe, monkeypatch):
-    """From the weights of the folder of the same name, and of BF16: not from those that engines use."""
+    """From the weights of the folder of the same name, and of BF16: not from those that engines
+    use.
+    """
     monkeypatch.delenv("RLPOST_ASSETS", raising=False)
     wanted = load(files_of(recipe, {}), {}).config.checkpoint.ref_load
-    (script,) = (text for text in (path.read_text() for path in SCRIPTS) if f'save="{wanted}"' in text)
-    assert f'--hf-checkpoint "{wanted.removesuffix("_torch_dist")}" ' in script and "FP8" not in script
+    (script,) = (
+        text for text in (path.read_text() for path in SCRIPTS) if f'save="{wanted}"' in text
+    )
+    assert (
+        f'--hf-checkpoint "{wanted.removesuffix("_torch_dist")}" ' in script and "FP8" not in script
+    )
 
 
 def test_the_largest_take_two_nodes_and_the_others_one():
@@ -59,14 +71,18 @@ def test_a_script_passes_bash_and_shellcheck_and_is_not_warned_of_its_end(path):
 
 
 def run(script: str, tmp_path: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a script with stand-ins for srun and scontrol: srun writes its words, and what the tool would write."""
+    """Run a script with stand-ins for srun and scontrol: srun writes its words, and what the tool
+    would write.
+    """
     commands = tmp_path / "bin"
     commands.mkdir(exist_ok=True)
     (commands / "scontrol").write_text("#!/bin/bash\nprintf 'n01\\nn02\\n'\n")
     written = 'for save; do :; done; mkdir -p "$save"; exit "${CODE:-0}"'
     has_pyxis = '[ "$1" = --help ] && echo --container-image && exit'
     (commands / "enroot").write_text("#!/bin/bash\n")
-    (commands / "srun").write_text(f'#!/bin/bash\n{has_pyxis}\nprintf "%s\\n" "$@" >>"$WORDS"\n{written}\n')
+    (commands / "srun").write_text(
+        f'#!/bin/bash\n{has_pyxis}\nprintf "%s\\n" "$@" >>"$WORDS"\n{written}\n'
+    )
     for path in commands.iterdir():
         path.chmod(0o755)
     (tmp_path / "bootstrap").mkdir(exist_ok=True)
@@ -75,9 +91,15 @@ def run(script: str, tmp_path: Path, **environ: str) -> subprocess.CompletedProc
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True, exist_ok=True)
     python.touch(0o755)
-    given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[01-02]", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    given = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[01-02]",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+    }
     given |= {"PATH": f"{commands}:{os.environ['PATH']}", "WORDS": str(tmp_path / "words")}
-    return subprocess.run(["bash"], input=script, env=given | environ, capture_output=True, text=True)
+    return subprocess.run(
+        ["bash"], input=script, env=given | environ, capture_output=True, text=True
+    )
 
 
 def test_a_job_without_its_site_says_what_is_missing_and_ends_for_good(tmp_path):
@@ -87,7 +109,9 @@ def test_a_job_without_its_site_says_what_is_missing_and_ends_for_good(tmp_path)
 
 
 def test_the_folder_gets_its_name_when_all_is_written(tmp_path):
-    script = render_conversion(JobSpec(nodes=2, num_gpus_per_node=4), str(tmp_path / "x y_torch_dist"))
+    script = render_conversion(
+        JobSpec(nodes=2, num_gpus_per_node=4), str(tmp_path / "x y_torch_dist")
+    )
     failed = run(script, tmp_path, CODE="3")
     assert failed.returncode == 1 and "not converted (exit 3)" in failed.stdout
     assert not list(tmp_path.glob("x y_torch_dist*"))
@@ -101,7 +125,8 @@ def test_the_folder_gets_its_name_when_all_is_written(tmp_path):
     words = (tmp_path / "words").read_text().splitlines()
     at = words.index("bash")
     assert (
-        words[at + 2 : at + 5] == [f"{tmp_path}/.venv/bin/python", "4", "n01"] and 20_000 <= int(words[at + 5]) < 30_000
+        words[at + 2 : at + 5] == [f"{tmp_path}/.venv/bin/python", "4", "n01"]
+        and 20_000 <= int(words[at + 5]) < 30_000
     )
     (tmp_path / "words").unlink()
     assert run(script, tmp_path).returncode == 0 and not (tmp_path / "words").exists()
@@ -115,7 +140,14 @@ HOSTILE = JobSpec(
 
 @pytest.mark.parametrize(
     ("backend", "chosen"),
-    [(None, ""), ("pyxis", "pyxis"), ("enroot", ""), ("auto", "pyxis"), ("auto", "enroot"), ("auto", "none")],
+    [
+        (None, ""),
+        ("pyxis", "pyxis"),
+        ("enroot", ""),
+        ("auto", "pyxis"),
+        ("auto", "enroot"),
+        ("auto", "none"),
+    ],
 )
 def test_words_reach_the_tool_as_they_are_and_run_nothing(backend, chosen, tmp_path):
     container = Container(backend, "/i.sqsh", ("/models",)) if backend else None

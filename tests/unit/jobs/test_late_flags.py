@@ -1,4 +1,6 @@
-"""Flags of [cluster] after a batch file's name: the script itself refuses each that is part of its text."""
+"""Flags of [cluster] after a batch file's name: the script itself refuses each that is part of its
+text.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ OTHER: dict[str, Any] = {
     "nodes": 3,
 }
 GIVEN = {"nodes": 2, "container": "enroot", "container_image": "a/b:c", "ray_dashboard": True}
-ONLY_FOR_SUBMIT = {"runs_dir", "python"}  # a batch file finds its run folder and its interpreter by variables
+ONLY_FOR_SUBMIT = {
+    "runs_dir",
+    "python",
+}  # a batch file finds its run folder and its interpreter by variables
 
 
 def script(**values: Any) -> str:
@@ -89,7 +94,16 @@ def test_each_is_refused_in_every_form_with_its_remedy(key: str, form: str) -> N
 
 
 def test_flags_of_the_training_pass(tmp_path: Path) -> None:
-    words = ["--num-rollout", "3", "--colocate", "--lr=1e-6", "--actor-num-nodes", "2", "--save", "a b; $(touch x)"]
+    words = [
+        "--num-rollout",
+        "3",
+        "--colocate",
+        "--lr=1e-6",
+        "--actor-num-nodes",
+        "2",
+        "--save",
+        "a b; $(touch x)",
+    ]
     done = subprocess.run(["bash", SCRIPT, *words], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "") and list(tmp_path.iterdir()) == []
 

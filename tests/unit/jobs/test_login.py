@@ -1,4 +1,6 @@
-"""``./jobs/NAME.sbatch`` on a login node: everything that can be wrong is found there, then it submits itself."""
+"""``./jobs/NAME.sbatch`` on a login node: everything that can be wrong is found there, then it
+submits itself.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +54,22 @@ def call(home: Path, tmp_path: Path) -> Call:
     """Call a batch file as a person on a login node does, from another folder."""
 
     def do(
-        name: str, *words: str, srun: str = NO_PYXIS, answer: str = "", code: int = 0, **environ: str
+        name: str,
+        *words: str,
+        srun: str = NO_PYXIS,
+        answer: str = "",
+        code: int = 0,
+        **environ: str,
     ) -> subprocess.CompletedProcess[str]:
         sbatch = SBATCH.format(answer=answer or ":", code=code, folder=tmp_path)
         path = commands(tmp_path / "bin", srun=srun, sbatch=sbatch)
         script = home / "jobs" / f"{name}.sbatch"
         return subprocess.run(
-            [script, *words], env={"PATH": path, **environ}, capture_output=True, text=True, cwd=tmp_path
+            [script, *words],
+            env={"PATH": path, **environ},
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
         )
 
     return do
@@ -69,7 +80,9 @@ def submitted(tmp_path: Path) -> list[str] | None:
     return path.read_text().splitlines() if path.exists() else None
 
 
-def test_what_has_nothing_wrong_is_submitted_with_its_flags(call: Call, home: Path, tmp_path: Path, assets) -> None:
+def test_what_has_nothing_wrong_is_submitted_with_its_flags(
+    call: Call, home: Path, tmp_path: Path, assets
+) -> None:
     done = call("qwen3_4b", "--num-rollout", "3", "--save", "a b", RLPOST_ASSETS=str(assets))
     assert done.returncode == 0 and done.stdout == "Submitted batch job 7\n", done
     file = f"{home}/jobs/qwen3_4b.sbatch"
@@ -97,17 +110,26 @@ def test_all_that_is_missing_is_named_at_once(call: Call, tmp_path: Path) -> Non
 def test_an_image_must_be_one_where_it_can_be_seen(call: Call, tmp_path: Path, assets) -> None:
     site = {"srun": PYXIS, "RLPOST_ASSETS": str(assets)}
     missing = call("qwen3_4b", **site, RLPOST_IMAGE=f"{tmp_path}/nowhere.sqsh")
-    assert missing.returncode == 78 and f"image {tmp_path}/nowhere.sqsh: no such file" in missing.stderr
+    assert (
+        missing.returncode == 78
+        and f"image {tmp_path}/nowhere.sqsh: no such file" in missing.stderr
+    )
     (tmp_path / "text.sqsh").write_text("<html>404")
     broken = call("qwen3_4b", **site, RLPOST_IMAGE=f"{tmp_path}/text.sqsh")
     assert broken.returncode == 78 and "not a squashfs file" in broken.stderr
     (tmp_path / "image.sqsh").write_text("hsqs")
-    for image in (f"{tmp_path}/image.sqsh", "/on/each/node.sqsh", "nvcr.io/nvidia/pytorch:25.01-py3"):
+    for image in (
+        f"{tmp_path}/image.sqsh",
+        "/on/each/node.sqsh",
+        "nvcr.io/nvidia/pytorch:25.01-py3",
+    ):
         assert call("qwen3_4b", **site, RLPOST_IMAGE=image).returncode == 0, image
 
 
 @pytest.mark.parametrize("name", ["qwen3_4b", "convert_qwen3_4b"])
-def test_models_that_were_not_fetched_are_named_without_an_environment_too(call: Call, name: str, tmp_path) -> None:
+def test_models_that_were_not_fetched_are_named_without_an_environment_too(
+    call: Call, name: str, tmp_path
+) -> None:
     done = call(name, RLPOST_ASSETS=f"{tmp_path}/none")
     assert done.returncode == 78 and submitted(tmp_path) is None
     assert f"{tmp_path}/none/Qwen3-4B does not exist; rlpost fetch" in done.stderr
@@ -118,7 +140,9 @@ def test_a_file_that_a_flag_replaces_is_not_looked_for(call: Call, tmp_path: Pat
     assert "--hf-checkpoint" in done.stderr and "--prompt-data" not in done.stderr
 
 
-def test_with_the_environment_the_settings_are_checked_in_full(call: Call, home: Path, tmp_path: Path, assets) -> None:
+def test_with_the_environment_the_settings_are_checked_in_full(
+    call: Call, home: Path, tmp_path: Path, assets
+) -> None:
     make_environment(home)
     wrong = call("qwen3_4b", "--tensor-model-parallel-size", "3", RLPOST_ASSETS=str(assets))
     assert wrong.returncode == 78 and "--tensor-model-parallel-size 3" in wrong.stderr, wrong
@@ -140,11 +164,15 @@ def test_a_host_without_slurm_says_where_to_call_it(home: Path, tmp_path: Path, 
     commands(tmp_path / "bin", python3=f'exec {sys.executable} "$@"')
     for name in ("bash", "dirname", "date", "grep", "hostname"):
         (tmp_path / "bin" / name).symlink_to(shutil.which(name) or "")
-    done = subprocess.run([home / "jobs/qwen3_4b.sbatch"], env=environ, capture_output=True, text=True)
+    done = subprocess.run(
+        [home / "jobs/qwen3_4b.sbatch"], env=environ, capture_output=True, text=True
+    )
     assert done.returncode == 78 and "sbatch is not on the PATH of this host" in done.stderr, done
 
 
-def test_a_profile_that_says_pyxis_is_refused_on_a_cluster_without_it(call: Call, home: Path, assets) -> None:
+def test_a_profile_that_says_pyxis_is_refused_on_a_cluster_without_it(
+    call: Call, home: Path, assets
+) -> None:
     profile = home / "pyxis.toml"
     profile.write_text("[cluster]\ncontainer = 'pyxis'\ncontainer_image = '/nowhere/i.sqsh'\n")
     config = load(files_of(JOBS / "recipes/qwen3_4b.toml", {"cluster": str(profile)}), {}).config

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-# Renders every job where nothing but the standard library, pydantic and what that needs can be imported.
+# Renders every job where nothing but the standard library, pydantic and what that needs can be
+# imported.
 LIGHT = """
 import runpy, sys
 ALLOWED = {"pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection"}
@@ -34,14 +35,18 @@ runpy.run_path("tools/make_jobs.py", run_name="__main__")
 
 
 def test_every_job_is_rendered_without_the_training_stack() -> None:
-    done = subprocess.run([sys.executable, "-c", LIGHT], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True
+    )
     assert done.returncode == 0, done.stderr.decode()
 
 
 def test_make_jobs_installs_no_training_stack() -> None:
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
-    said = subprocess.run(["make", "-n", "jobs"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        ["make", "-n", "jobs"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert "tools/make_jobs.py" in said and "install.sh" not in said
 
 
@@ -82,4 +87,6 @@ def test_an_environment_that_has_all_is_used(checkout: Path) -> None:
     python.parent.mkdir(parents=True)
     python.write_text("#!/bin/bash\n")
     python.chmod(0o755)
-    assert settings_python(checkout) == ".venv/bin/python" and not (checkout / ".venv-jobs").exists()
+    assert (
+        settings_python(checkout) == ".venv/bin/python" and not (checkout / ".venv-jobs").exists()
+    )

@@ -1,4 +1,6 @@
-"""The recipes of jobs/: each loads, has nothing wrong, makes its batch script, and says what was published."""
+"""The recipes of jobs/: each loads, has nothing wrong, makes its batch script, and says what was
+published.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", LARGE)
 def test_a_recipe_has_nothing_wrong(name, assets, monkeypatch):
-    """Arithmetic, the model against its published config.json, prompts, rewards, options of SGLang and Megatron."""
+    """Arithmetic, the model against its published config.json, prompts, rewards, options of SGLang
+    and Megatron.
+    """
     config = read(name, assets, monkeypatch)
     check(config)
     assert config.num_nodes == NODES.get(name, 1)
@@ -101,13 +105,18 @@ def test_a_recipe_without_its_assets_says_which_variable_is_missing(name, monkey
     with pytest.raises(ConfigError) as caught:
         check(config)
     (line,) = str(caught.value).splitlines()
-    assert line.startswith("$RLPOST_ASSETS is not set") and "--assets-dir" in line and "--prompt-data" in line
+    assert (
+        line.startswith("$RLPOST_ASSETS is not set")
+        and "--assets-dir" in line
+        and "--prompt-data" in line
+    )
 
 
 def test_assets_dir_is_the_variable(assets, monkeypatch):
     monkeypatch.setenv("RLPOST_ASSETS", "/elsewhere")
     config = load(
-        files_of(JOBS / "recipes/qwen3_4b.toml", {"cluster": "site"}), {"cluster": {"assets_dir": str(assets)}}
+        files_of(JOBS / "recipes/qwen3_4b.toml", {"cluster": "site"}),
+        {"cluster": {"assets_dir": str(assets)}},
     ).config
     assert config.checkpoint.hf_checkpoint == str(assets / "Qwen3-4B")
     assert config.eval_sets == (("aime-2024", str(assets / "aime-2024/aime-2024.jsonl")),)
@@ -122,7 +131,10 @@ def script(name: str) -> str:
 def test_the_batch_script_of_a_recipe_fits_a_page_and_passes_bash(name):
     text = script(name)
     assert len(text.splitlines()) <= 80
-    assert f"#SBATCH --nodes={NODES.get(name, 1)} " in text and f"jobs/recipes/{name}.toml --cluster site" in text
+    assert (
+        f"#SBATCH --nodes={NODES.get(name, 1)} " in text
+        and f"jobs/recipes/{name}.toml --cluster site" in text
+    )
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
@@ -146,7 +158,10 @@ def test_a_job_says_what_is_missing_of_its_site_and_ends_for_good(given, missing
         "SLURM_SUBMIT_DIR": str(tmp_path),
     }
     done = subprocess.run(
-        ["bash", str(JOBS / "glm45_355b.sbatch")], env=environ | given, capture_output=True, text=True
+        ["bash", str(JOBS / "glm45_355b.sbatch")],
+        env=environ | given,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 78
     assert f"not set: {missing};" in done.stderr
@@ -180,7 +195,17 @@ def test_a_plan_is_made_from_the_command_line(assets, monkeypatch, capsys):
     assert plan.main([recipe, "--gpus", "16", "--gpu-memory", "141GB"]) == 0
     assert "16 GPUs: TP 2 x PP 1 x CP 1 x DP 8" in capsys.readouterr().out
     assert (
-        plan.main([recipe, "--gpu-memory", "20GB", "--tensor-model-parallel-size", "1", "--sequence-parallel", "no"])
+        plan.main(
+            [
+                recipe,
+                "--gpu-memory",
+                "20GB",
+                "--tensor-model-parallel-size",
+                "1",
+                "--sequence-parallel",
+                "no",
+            ]
+        )
         == 2
     )
     assert "does not fit: train" in capsys.readouterr().out
@@ -190,17 +215,23 @@ def test_a_plan_is_made_from_the_command_line(assets, monkeypatch, capsys):
 
 def test_a_config_without_a_size_is_named(assets, monkeypatch, tmp_path):
     config = read("qwen3_4b", assets, monkeypatch)
-    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 2}')
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 2}'
+    )
     broken = config.model_copy(
         update={"checkpoint": config.checkpoint.model_copy(update={"hf_checkpoint": str(tmp_path)})}
     )
-    with pytest.raises(ConfigError, match=r"config\.json has no 'hidden_size', which every Qwen3ForCausalLM has"):
+    with pytest.raises(
+        ConfigError, match=r"config\.json has no 'hidden_size', which every Qwen3ForCausalLM has"
+    ):
         plan.model_of(broken)
 
 
 def test_the_page_of_recipes_is_that_of_the_recipes(monkeypatch):
     monkeypatch.delenv("RLPOST_ASSETS", raising=False)
-    assert (JOBS.parent / "docs/recipes.md").read_text() == recipes_page(), "docs/recipes.md is old; run make docs"
+    assert (JOBS.parent / "docs/recipes.md").read_text() == recipes_page(), (
+        "docs/recipes.md is old; run make docs"
+    )
 
 
 def said(config: Config, key: str) -> Any:
@@ -209,7 +240,9 @@ def said(config: Config, key: str) -> Any:
 
 
 def compared(name: str, config: Config) -> list[tuple[str, Any, Any, str]]:
-    """(key, what the sources say, what the recipe says, why it differs) for each key that the sources name."""
+    """(key, what the sources say, what the recipe says, why it differs) for each key that the
+    sources name.
+    """
     published: dict[str, Any] = {}
     for source in SOURCES[name]:
         published |= resolved(without(words_of(source), {"--wandb-key"}))[0]
@@ -222,14 +255,18 @@ def compared(name: str, config: Config) -> list[tuple[str, Any, Any, str]]:
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_recipe_says_what_was_published_or_why_not(name, monkeypatch):
-    """Every flag of the published command lines is in the recipe with its value; a difference has a reason."""
+    """Every flag of the published command lines is in the recipe with its value; a difference has a
+    reason.
+    """
     config = read(name, Path("/root"), monkeypatch)
     rows = compared(name, config)
     assert len(rows) > 20
     assert [row for row in rows if row[3] == "?"] == []
 
 
-def test_the_table_of_recipes_against_what_was_published(golden: Callable[[str, str], None], monkeypatch):
+def test_the_table_of_recipes_against_what_was_published(
+    golden: Callable[[str, str], None], monkeypatch
+):
     lines = ["| recipe | setting | published | here | why |", "|---|---|---|---|---|"]
     for name in SOURCES:
         for key, published, ours, why in compared(name, read(name, Path("/root"), monkeypatch)):
@@ -238,23 +275,37 @@ def test_the_table_of_recipes_against_what_was_published(golden: Callable[[str, 
 
 
 def test_qwen3_235b_is_laid_out_as_nemo_rl_published_it(monkeypatch):
-    """NeMo-RL v0.6: 128 H100, training [TP 2, CP 2, EP 16, PP 8], generation TP 16, 16 prompts x 32 answers of 8192."""
+    """NeMo-RL v0.6: 128 H100, training [TP 2, CP 2, EP 16, PP 8], generation TP 16, 16 prompts x 32
+    answers of 8192.
+    """
     config = read("qwen3_235b_a22b", Path("/root"), monkeypatch)
     perf, rollout = config.perf, config.rollout
     assert (perf.tensor_model_parallel_size, perf.context_parallel_size) == (2, 2)
     assert (perf.expert_model_parallel_size, perf.pipeline_model_parallel_size) == (16, 8)
-    assert (perf.decoder_first_pipeline_num_layers, perf.decoder_last_pipeline_num_layers) == (11, 11)
+    assert (perf.decoder_first_pipeline_num_layers, perf.decoder_last_pipeline_num_layers) == (
+        11,
+        11,
+    )
     assert (config.model.num_layers - 2 * 11) % 6 == 0
     assert config.cluster.rollout_num_gpus_per_engine == 16 and config.samples_per_rollout == 512
     assert rollout.rollout_max_prompt_len + rollout.rollout_max_response_len == 8192
-    made = estimate(config, plan.model_of(config)[0], gpu_bytes=plan.parse_size("80GB"), engine_width=2)
+    made = estimate(
+        config, plan.model_of(config)[0], gpu_bytes=plan.parse_size("80GB"), engine_width=2
+    )
     assert not made.problems and not config.optimizer.optimizer_cpu_offload
 
 
 @pytest.mark.parametrize("name", ["glm46_355b", "glm47_355b"])
 def test_later_glm_recipes_differ_from_glm45_in_the_model_alone(name, monkeypatch):
-    first, later = (read(each, Path("/root"), monkeypatch).model_dump() for each in ("glm45_355b", name))
-    named = {(group, key) for group in first for key in first[group] if first[group][key] != later[group][key]}
+    first, later = (
+        read(each, Path("/root"), monkeypatch).model_dump() for each in ("glm45_355b", name)
+    )
+    named = {
+        (group, key)
+        for group in first
+        for key in first[group]
+        if first[group][key] != later[group][key]
+    }
     assert named == {
         ("cluster", "job_name"),
         ("checkpoint", "hf_checkpoint"),
@@ -265,16 +316,33 @@ def test_later_glm_recipes_differ_from_glm45_in_the_model_alone(name, monkeypatc
 
 
 def test_what_the_sources_get_wrong_is_right_here(monkeypatch):
-    """The product of sizes has no EP in it; 160 experts, not 32; 6 bytes a parameter would not need offloading."""
+    """The product of sizes has no EP in it; 160 experts, not 32; 6 bytes a parameter would not need
+    offloading.
+    """
     config = read("glm45_355b", Path("/root"), monkeypatch)
     assert config.model_parallel_size == config.actor_world_size == 64
-    assert config.model.num_experts == 160 and config.model.num_experts % config.perf.expert_model_parallel_size == 0
+    assert (
+        config.model.num_experts == 160
+        and config.model.num_experts % config.perf.expert_model_parallel_size == 0
+    )
     assert config.model.num_layers % config.perf.pipeline_model_parallel_size == 0
     assert config.samples_per_rollout // config.num_steps_per_rollout == 256
 
 
 @pytest.mark.parametrize(
-    "bad", ["$(touch x)", "$lower/x", "$A b", "${A}", "$A;touch x", "`x`", "$A:$(x)", "$A:rel", ":/x", "$Ax"]
+    "bad",
+    [
+        "$(touch x)",
+        "$lower/x",
+        "$A b",
+        "${A}",
+        "$A;touch x",
+        "`x`",
+        "$A:$(x)",
+        "$A:rel",
+        ":/x",
+        "$Ax",
+    ],
 )
 def test_nothing_but_a_variable_s_name_reaches_the_shell(bad):
     with pytest.raises(SpecError, match="container_mounts"):
@@ -284,6 +352,8 @@ def test_nothing_but_a_variable_s_name_reaches_the_shell(bad):
 
 
 def test_variables_of_a_container_are_named_once():
-    made = Container("enroot", "$RLPOST_IMAGE", ("$RLPOST_ASSETS/models:/models:ro", "$RLPOST_ASSETS", "/data"))
+    made = Container(
+        "enroot", "$RLPOST_IMAGE", ("$RLPOST_ASSETS/models:/models:ro", "$RLPOST_ASSETS", "/data")
+    )
     assert made.variables == ("RLPOST_IMAGE", "RLPOST_ASSETS")
     assert made.targets == ("/models", "$RLPOST_ASSETS", "/data")

@@ -10,13 +10,19 @@ from rlpost.metrics.memory import gpu_used_fracs, machine, most, process_gb
 
 
 def kernel_gb(pid):
-    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
+    (line,) = [
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("VmRSS")
+    ]
     return int(line.split()[1]) * 1024 / 1e9
 
 
 def test_a_process_counts_with_all_it_started():
     code = "import sys; held = b'x' * 200_000_000; print(len(held), flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
         child.stdout.readline()
         assert process_gb(child.pid) == pytest.approx(kernel_gb(child.pid), rel=0.05)
         assert process_gb(child.pid) > 0.2

@@ -36,7 +36,9 @@ def test_rewinding_forgets_later_steps_and_a_torn_last_line(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
     writer.rewind(2)
     writer.write(3, {"x": 9.0})
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": s, "x": x} for s, x in enumerate((0.0, 0.5, 1.0, 9.0))]
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        {"step": s, "x": x} for s, x in enumerate((0.0, 0.5, 1.0, 9.0))
+    ]
 
 
 def test_rewinding_before_anything_was_written_is_fine(tmp_path):
@@ -45,7 +47,9 @@ def test_rewinding_before_anything_was_written_is_fine(tmp_path):
 
 
 def test_a_rewound_file_stays_rewound_when_the_machine_goes_down(tmp_path, monkeypatch):
-    """Its content is on disk before it takes the name, and the folder that holds the name afterwards."""
+    """Its content is on disk before it takes the name, and the folder that holds the name
+    afterwards.
+    """
     done = []
 
     def fsync(descriptor):
@@ -53,7 +57,9 @@ def test_a_rewound_file_stays_rewound_when_the_machine_goes_down(tmp_path, monke
 
     monkeypatch.setattr(os, "fsync", fsync)
     rename = os.rename
-    monkeypatch.setattr(os, "rename", lambda path, target: done.append("renamed") or rename(path, target))
+    monkeypatch.setattr(
+        os, "rename", lambda path, target: done.append("renamed") or rename(path, target)
+    )
     MetricsWriter(tmp_path / "metrics.jsonl").rewind(0)
     assert done == ["file", "renamed", "folder"]
 
@@ -84,9 +90,18 @@ def test_a_damaged_line_is_left_out_and_named_and_no_other(tmp_path, name, caplo
 def test_lines_that_stand_there_twice_are_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(
-        "".join(json.dumps({"step": step, "at": at}) + "\n" for at, step in enumerate([0, 1, 2, 3, 1, 2, 4]))
+        "".join(
+            json.dumps({"step": step, "at": at}) + "\n"
+            for at, step in enumerate([0, 1, 2, 3, 1, 2, 4])
+        )
     )
-    assert [(line["step"], line["at"]) for line in read_metrics(path)] == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 6)]
+    assert [(line["step"], line["at"]) for line in read_metrics(path)] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (4, 6),
+    ]
 
 
 def test_numbers_read_back_exactly(tmp_path):
@@ -97,7 +112,14 @@ def test_numbers_read_back_exactly(tmp_path):
 
 def test_a_progress_line_says_where_the_run_is_and_when_it_will_be_done():
     line = progress_line(15, 60, LINE, steps_done=5, elapsed_s=10.0)
-    for part in ("step 15/60", "reward 0.500", "eval/heldout 0.875", "1,234 tok/s", "0.75 s", "eta 1:30"):
+    for part in (
+        "step 15/60",
+        "reward 0.500",
+        "eval/heldout 0.875",
+        "1,234 tok/s",
+        "0.75 s",
+        "eta 1:30",
+    ):
         assert part in line, line
 
 
@@ -106,11 +128,15 @@ def test_durations_read_like_a_clock():
 
 
 def test_only_rewards_of_evaluations_count_as_such():
-    assert eval_rewards({**LINE, "eval/heldout/truncated_frac": 0.0}) == ["eval/heldout/reward_mean"]
+    assert eval_rewards({**LINE, "eval/heldout/truncated_frac": 0.0}) == [
+        "eval/heldout/reward_mean"
+    ]
 
 
 class Ownership:
-    """Whose the run is, as ``check`` of an attempt sees it: it may be asked just before another one takes over."""
+    """Whose the run is, as ``check`` of an attempt sees it: it may be asked just before another one
+    takes over.
+    """
 
     def __init__(self):
         self.newest = 0
@@ -124,8 +150,12 @@ class Ownership:
 
 
 @pytest.mark.parametrize("what", ["begins", "goes on"])
-def test_an_older_attempt_that_wakes_anywhere_changes_nothing_of_the_newer_ones_file(tmp_path, what):
-    """Whether it hangs while it makes its file or while it appends; the newer one finishes the run meanwhile."""
+def test_an_older_attempt_that_wakes_anywhere_changes_nothing_of_the_newer_ones_file(
+    tmp_path, what
+):
+    """Whether it hangs while it makes its file or while it appends; the newer one finishes the run
+    meanwhile.
+    """
     for number in range(1, 100):
         path, owner = tmp_path / f"{number}.jsonl", Ownership()
         before = MetricsWriter(path)
@@ -136,7 +166,11 @@ def test_an_older_attempt_that_wakes_anywhere_changes_nothing_of_the_newer_ones_
             if what == "goes on":
                 old.rewind(3)
             paused = PausedThread(number, patched)
-            act = partial(old.write, 4, {"by": "old"}) if what == "goes on" else partial(old.rewind, 1)
+            act = (
+                partial(old.write, 4, {"by": "old"})
+                if what == "goes on"
+                else partial(old.rewind, 1)
+            )
             stopped = paused.run(act, expected=(OSError, Fenced))
             try:
                 owner.newest = 1
@@ -172,7 +206,9 @@ def test_a_file_that_a_person_removed_is_made_again(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("call", ["write", "fsync"])
-def test_a_line_that_cannot_be_written_is_written_with_the_next_one(tmp_path, monkeypatch, caplog, number, call):
+def test_a_line_that_cannot_be_written_is_written_with_the_next_one(
+    tmp_path, monkeypatch, caplog, number, call
+):
     async def run():
         writer = MetricsWriter(tmp_path / "metrics.jsonl")
         await writer.begin(0)
@@ -186,7 +222,9 @@ def test_a_line_that_cannot_be_written_is_written_with_the_next_one(tmp_path, mo
         writer.close()
 
     asyncio.run(run())
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": step, "x": step} for step in range(1, 5)]
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        {"step": step, "x": step} for step in range(1, 5)
+    ]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4, "no half line is left"
 
 

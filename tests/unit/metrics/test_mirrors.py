@@ -1,5 +1,6 @@
-"""TensorBoard and Prometheus: read back with TensorBoard's own reader, scraped over HTTP and parsed by Prometheus's own
-parser."""
+"""TensorBoard and Prometheus: read back with TensorBoard's own reader, scraped over HTTP and parsed
+by Prometheus's own parser.
+"""
 
 import socket
 import sys
@@ -55,7 +56,9 @@ def test_tensorboards_own_reader_finds_every_step_once_after_a_resume(tmp_path):
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert found.Tags()["scalars"] == ["reward/mean", "train/loss"]
     values = [(event.step, event.value) for event in found.Scalars("reward/mean")]
-    assert values == [(line["step"], line["reward/mean"]) for line in read_metrics(tmp_path / "metrics.jsonl")]
+    assert values == [
+        (line["step"], line["reward/mean"]) for line in read_metrics(tmp_path / "metrics.jsonl")
+    ]
     assert [step for step, _ in values] == list(range(9))
 
 
@@ -65,8 +68,19 @@ def test_prometheus_reads_the_newest_line_and_only_with_the_token():
     try:
         assert scrape(server.port) == ""
         server.write(6, {"reward/mean": 0.1})
-        server.write(7, {"reward/mean": 0.25, "eval/aime/pass@8": 0.5, "eval/math/pass@8": 0.75, "train/my-own": 1.0})
-        families = {family.name: family for family in parser.text_string_to_metric_families(scrape(server.port))}
+        server.write(
+            7,
+            {
+                "reward/mean": 0.25,
+                "eval/aime/pass@8": 0.5,
+                "eval/math/pass@8": 0.75,
+                "train/my-own": 1.0,
+            },
+        )
+        families = {
+            family.name: family
+            for family in parser.text_string_to_metric_families(scrape(server.port))
+        }
         samples = {
             (sample.name, sample.labels.get("set")): (sample.value, sample.labels["run"])
             for family in families.values()
@@ -80,7 +94,11 @@ def test_prometheus_reads_the_newest_line_and_only_with_the_token():
             ("rlpost_train_my_own", None): (1.0, 'a "run"'),
         }
         assert families["rlpost_reward_mean"].documentation == "mean reward of all responses"
-        for token, path, code in ((None, "/metrics", 401), ("wrong", "/metrics", 401), (TOKEN, "/", 404)):
+        for token, path, code in (
+            (None, "/metrics", 401),
+            ("wrong", "/metrics", 401),
+            (TOKEN, "/", 404),
+        ):
             with pytest.raises(urllib.error.HTTPError) as refused:
                 scrape(server.port, token, path)
             assert refused.value.code == code
@@ -100,7 +118,9 @@ def test_a_port_that_is_taken_is_an_error_of_the_settings():
         first.close()
 
 
-@pytest.mark.parametrize(("word", "package"), [("tensorboard", "tensorboard"), ("prometheus", "prometheus_client")])
+@pytest.mark.parametrize(
+    ("word", "package"), [("tensorboard", "tensorboard"), ("prometheus", "prometheus_client")]
+)
 def test_a_missing_package_is_named_with_its_setting(tmp_path, monkeypatch, word, package):
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
@@ -126,7 +146,9 @@ def test_the_job_serves_at_its_last_port_with_its_secret(tmp_path):
     (tmp_path / "secret").write_text(TOKEN + "\n")
     job = Cluster("127.0.0.1:1", str(tmp_path), (), port_base=port - 99, port_count=100)
     with mirrors(config(use_prometheus=True), tmp_path, job) as also:
-        MetricsWriter(tmp_path / "m", also=also, always={"run/num_attempts": 3}).write(1, {"reward/mean": 0.5})
+        MetricsWriter(tmp_path / "m", also=also, always={"run/num_attempts": 3}).write(
+            1, {"reward/mean": 0.5}
+        )
         page = scrape(port)
     assert f'rlpost_run_num_attempts{{run="{tmp_path.name}"}} 3.0' in page
     assert read_metrics(tmp_path / "m") == [{"step": 1, "reward/mean": 0.5, "run/num_attempts": 3}]

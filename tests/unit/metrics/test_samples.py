@@ -9,7 +9,10 @@ from rlpost.types import Sample, SampleGroup, ScoredSample
 
 def group(prompt_id, rewards):
     samples = [
-        ScoredSample(Sample(prompt_id, n, (104, 105), (n,), (-0.5,), f"answer {n}", "stop", 0, label="x"), reward)
+        ScoredSample(
+            Sample(prompt_id, n, (104, 105), (n,), (-0.5,), f"answer {n}", "stop", 0, label="x"),
+            reward,
+        )
         for n, reward in enumerate(rewards)
     ]
     return SampleGroup(prompt_id, tuple(samples))
@@ -44,12 +47,16 @@ def test_a_long_run_keeps_a_bounded_number_of_steps_and_a_resume_keeps_each_once
     for step in range(21, 31):
         writer.write(step, [group(step, (0.0, 1.0))])
     writer.close()
-    assert [line["step"] for line in read_metrics(tmp_path / "samples.jsonl")] == list(range(1, 31, 3))
+    assert [line["step"] for line in read_metrics(tmp_path / "samples.jsonl")] == list(
+        range(1, 31, 3)
+    )
 
 
 def test_the_writer_of_metrics_shows_the_groups_of_a_step(tmp_path):
     shown = []
-    MetricsWriter(tmp_path / "m", show=lambda step, groups: shown.append((step, groups))).show(3, ["g"])
+    MetricsWriter(tmp_path / "m", show=lambda step, groups: shown.append((step, groups))).show(
+        3, ["g"]
+    )
     MetricsWriter(tmp_path / "m").show(3, ["g"])
     assert shown == [(3, ["g"])]
 
@@ -59,5 +66,8 @@ def test_answers_that_cannot_be_written_end_no_run(tmp_path, caplog, monkeypatch
     writer = SampleWriter(tmp_path / "gone", num_steps=3, decode=decode)
     writer.write(1, [group(1, (0.0, 1.0))])
     writer.close()
-    assert "samples.jsonl" in caplog.text and "No such file or directory; put the folder back" in caplog.text
+    assert (
+        "samples.jsonl" in caplog.text
+        and "No such file or directory; put the folder back" in caplog.text
+    )
     assert "1 writes are lost: their steps are missing from it" in caplog.text

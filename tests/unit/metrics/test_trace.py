@@ -1,4 +1,6 @@
-"""Traces: spans become rows in which nothing crosses, on one clock, whatever the clocks of the processes say."""
+"""Traces: spans become rows in which nothing crosses, on one clock, whatever the clocks of the
+processes say.
+"""
 
 import json
 import threading
@@ -70,7 +72,13 @@ def test_the_document_has_every_process_on_the_drivers_clock_within_the_chosen_t
     driver = ProcessSpans("driver", [("step", "main", 100.0, 104.0), ("step", "main", 90.0, 95.0)])
     actor = ProcessSpans("actor-0", [("train_step", "main", 1101.0, 1103.0)], ahead_s=1000.0)
     document = json.loads(json.dumps(trace([driver, actor], begin=100.0, end=105.0)))
-    names = {e["pid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"}
+    names = {
+        e["pid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"
+    }
     assert names == {1: "driver", 2: "actor-0"}
-    assert [(e["name"], e["ts"], e["dur"]) for e in complete(document, 1)] == [("step", 0, 4_000_000)]
-    assert [(e["name"], e["ts"], e["dur"]) for e in complete(document, 2)] == [("train_step", 1_000_000, 2_000_000)]
+    assert [(e["name"], e["ts"], e["dur"]) for e in complete(document, 1)] == [
+        ("step", 0, 4_000_000)
+    ]
+    assert [(e["name"], e["ts"], e["dur"]) for e in complete(document, 2)] == [
+        ("train_step", 1_000_000, 2_000_000)
+    ]

@@ -28,7 +28,9 @@ def test_a_run_made_anew_under_the_same_name_is_another_run(folder):
     assert run_id(folder) != first
 
 
-@pytest.mark.parametrize("settings", [WandbConfig(), WandbConfig(use_wandb=True, wandb_mode="disabled")])
+@pytest.mark.parametrize(
+    "settings", [WandbConfig(), WandbConfig(use_wandb=True, wandb_mode="disabled")]
+)
 def test_where_it_is_off_the_package_is_not_touched(folder, monkeypatch, settings):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it is an error
     with mirrored(settings, folder, {}) as also:
@@ -37,5 +39,8 @@ def test_where_it_is_off_the_package_is_not_touched(folder, monkeypatch, setting
 
 def test_a_missing_package_is_named_with_its_setting(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"--use-wandb.*pip install wandb"), mirrored(OFFLINE, folder, {}):
+    with (
+        pytest.raises(ConfigError, match=r"--use-wandb.*pip install wandb"),
+        mirrored(OFFLINE, folder, {}),
+    ):
         pass

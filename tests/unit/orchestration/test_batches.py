@@ -1,4 +1,6 @@
-"""From groups to batches: every sample once, with its own group's advantage and the global denominators."""
+"""From groups to batches: every sample once, with its own group's advantage and the global
+denominators.
+"""
 
 from dataclasses import replace
 
@@ -15,7 +17,16 @@ from rlpost.types import Sample, SampleGroup, ScoredSample
 def group(prompt_id, rewards, length=3, finish="stop"):
     samples = tuple(
         ScoredSample(
-            Sample(prompt_id, i, (1, 2), tuple(range(10, 10 + length + i)), (-0.5,) * (length + i), "", finish, 0),
+            Sample(
+                prompt_id,
+                i,
+                (1, 2),
+                tuple(range(10, 10 + length + i)),
+                (-0.5,) * (length + i),
+                "",
+                finish,
+                0,
+            ),
             reward,
         )
         for i, reward in enumerate(rewards)
@@ -34,14 +45,24 @@ def config(**groups):
 def test_every_sample_is_trained_once_with_the_denominators_of_its_step():
     groups = [group(i, [1.0, 0.0]) for i in range(4)]
     steps = make_batches(
-        groups, config(rollout={"rollout_batch_size": 4, "n_samples_per_prompt": 2, "num_steps_per_rollout": 2})
+        groups,
+        config(
+            rollout={"rollout_batch_size": 4, "n_samples_per_prompt": 2, "num_steps_per_rollout": 2}
+        ),
     )
     assert len(steps) == 2
     for ranks in steps:
         assert len(ranks) == 2
-        samples = [sample for batch in ranks for micro_batch in batch.micro_batches for sample in micro_batch]
+        samples = [
+            sample
+            for batch in ranks
+            for micro_batch in batch.micro_batches
+            for sample in micro_batch
+        ]
         assert len(samples) == 4 == ranks[0].num_samples
-        assert {batch.num_tokens for batch in ranks} == {sum(sample.response_length for sample in samples)}
+        assert {batch.num_tokens for batch in ranks} == {
+            sum(sample.response_length for sample in samples)
+        }
         assert sorted(sample.advantage for sample in samples) == pytest.approx(
             [-0.70710578, -0.70710578, 0.70710578, 0.70710578]
         )
@@ -50,8 +71,17 @@ def test_every_sample_is_trained_once_with_the_denominators_of_its_step():
 @pytest.mark.parametrize("num_steps", [1, 2, 4])
 def test_any_number_of_samples_is_trained_once_in_as_many_steps(num_steps):
     """A function of the user's own makes as many of a prompt as it likes."""
-    rollout = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "num_steps_per_rollout": num_steps}
-    groups = [group(0, [1.0, 0.0, 0.5]), group(1, [1.0, 0.0]), group(2, [0.0] * 5 + [1.0]), group(3, [1.0, 0.0])]
+    rollout = {
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 2,
+        "num_steps_per_rollout": num_steps,
+    }
+    groups = [
+        group(0, [1.0, 0.0, 0.5]),
+        group(1, [1.0, 0.0]),
+        group(2, [0.0] * 5 + [1.0]),
+        group(3, [1.0, 0.0]),
+    ]
     steps = make_batches(groups, config(rollout=rollout))
     assert len(steps) == num_steps and sum(ranks[0].num_samples for ranks in steps) == 13
     trained = []
@@ -60,7 +90,9 @@ def test_any_number_of_samples_is_trained_once_in_as_many_steps(num_steps):
         assert len(first) == len(second) and all((*first, *second))
         counting = [sample for one in (*first, *second) for sample in one if any(sample.loss_mask)]
         assert len(counting) == ranks[0].num_samples
-        assert {batch.num_tokens for batch in ranks} == {sum(sum(sample.loss_mask) for sample in counting)}
+        assert {batch.num_tokens for batch in ranks} == {
+            sum(sum(sample.loss_mask) for sample in counting)
+        }
         trained += counting
     lengths = sorted(len(scored.sample.response_ids) for one in groups for scored in one.samples)
     assert sorted(sample.response_length for sample in trained) == lengths
@@ -69,33 +101,53 @@ def test_any_number_of_samples_is_trained_once_in_as_many_steps(num_steps):
 def test_advantages_are_relative_to_the_own_group_only():
     steps = make_batches([group(0, [5.0, 5.0]), group(1, [0.0, 1.0])], config())
     samples = [s for batch in steps[0] for m in batch.micro_batches for s in m]
-    assert sorted(s.advantage for s in samples) == pytest.approx([-0.70710578, 0.0, 0.0, 0.70710578])
+    assert sorted(s.advantage for s in samples) == pytest.approx(
+        [-0.70710578, 0.0, 0.0, 0.70710578]
+    )
 
 
-@pytest.mark.parametrize(("estimator", "expected"), [("rloo", [-1.0, 1.0]), ("reinforce_plus_plus_baseline", None)])
+@pytest.mark.parametrize(
+    ("estimator", "expected"), [("rloo", [-1.0, 1.0]), ("reinforce_plus_plus_baseline", None)]
+)
 def test_the_estimator_of_the_settings_makes_the_advantages(estimator, expected):
     settings = config(grpo={"advantage_estimator": estimator})
     steps = make_batches([group(0, [0.0, 1.0]), group(1, [0.0, 1.0])], settings)
-    found = sorted({round(s.advantage, 6) for batch in steps[0] for m in batch.micro_batches for s in m})
-    assert found == expected if expected else sum(found) != 0 and len(found) == 2  # whitened by tokens, not samples
+    found = sorted(
+        {round(s.advantage, 6) for batch in steps[0] for m in batch.micro_batches for s in m}
+    )
+    assert (
+        found == expected if expected else sum(found) != 0 and len(found) == 2
+    )  # whitened by tokens, not samples
 
 
 def test_an_answer_without_a_reward_is_in_neither_the_baseline_nor_the_loss():
-    """Its grading was lost, so its group has one sample less, and the step's denominators are smaller."""
+    """Its grading was lost, so its group has one sample less, and the step's denominators are
+    smaller.
+    """
     of_four = group(0, [1.0, 0.0, 1.0, 1.0])
     of_three = SampleGroup(0, of_four.samples[:3])
     rollout = {"rollout_batch_size": 2, "n_samples_per_prompt": 4}
     (ranks,) = make_batches([of_three, group(1, [1.0, 0.0, 0.0, 0.0])], config(rollout=rollout))
-    trained = [sample for batch in ranks for micro_batch in batch.micro_batches for sample in micro_batch]
+    trained = [
+        sample for batch in ranks for micro_batch in batch.micro_batches for sample in micro_batch
+    ]
     counting = [sample for sample in trained if any(sample.loss_mask)]
     assert ranks[0].num_samples == len(counting) == 7
-    assert ranks[0].num_tokens == sum(sample.response_length for sample in counting) == 3 + 4 + 5 + 3 + 4 + 5 + 6
+    assert (
+        ranks[0].num_tokens
+        == sum(sample.response_length for sample in counting)
+        == 3 + 4 + 5 + 3 + 4 + 5 + 6
+    )
     expected = [*grpo_advantages([1.0, 0.0, 1.0]), *grpo_advantages([1.0, 0.0, 0.0, 0.0])]
     assert sorted(sample.advantage for sample in counting) == sorted(expected)
 
 
 def test_an_interleaved_pipeline_gets_micro_batches_in_whole_rounds():
-    perf = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1, "micro_batch_size": 3}
+    perf = {
+        "pipeline_model_parallel_size": 2,
+        "num_layers_per_virtual_pipeline_stage": 1,
+        "micro_batch_size": 3,
+    }
     (ranks,) = make_batches([group(i, [0.0, 1.0]) for i in range(4)], config(perf=perf))
     assert [len(batch.micro_batches) for batch in ranks] == [4]
 
@@ -109,13 +161,21 @@ def test_rollout_metrics_are_those_of_the_samples():
 
 
 def test_log_prob_passes_have_groups_of_their_own_when_they_have_their_own_limit():
-    """The samples of each rank once, in fewer micro-batches than are trained; the same number on both ranks."""
-    limits = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 8, "log_probs_max_tokens_per_gpu": 24}
+    """The samples of each rank once, in fewer micro-batches than are trained; the same number on
+    both ranks.
+    """
+    limits = {
+        "use_dynamic_batch_size": True,
+        "max_tokens_per_gpu": 8,
+        "log_probs_max_tokens_per_gpu": 24,
+    }
     (ranks,) = make_batches([group(i, [0.0, 1.0]) for i in range(4)], config(perf=limits))
     for batch in ranks:
         samples = [sample for micro_batch in batch.micro_batches for sample in micro_batch]
         assert sorted(i for one in batch.log_prob_groups for i in one) == list(range(len(samples)))
-        assert all(sum(len(samples[i].token_ids) for i in one) <= 24 for one in batch.log_prob_groups)
+        assert all(
+            sum(len(samples[i].token_ids) for i in one) <= 24 for one in batch.log_prob_groups
+        )
         assert len(batch.log_prob_groups) < len(batch.micro_batches)
     assert len({len(batch.log_prob_groups) for batch in ranks}) == 1
     (ranks,) = make_batches([group(i, [0.0, 1.0]) for i in range(4)], config())
@@ -123,7 +183,10 @@ def test_log_prob_passes_have_groups_of_their_own_when_they_have_their_own_limit
 
 
 def test_with_balance_data_ranks_have_even_work_and_without_it_their_samples_in_turn():
-    groups = [group(0, [0.0, 1.0], length=40), *(group(i, [0.0, 1.0], length=20 // i) for i in range(1, 4))]
+    groups = [
+        group(0, [0.0, 1.0], length=40),
+        *(group(i, [0.0, 1.0], length=20 // i) for i in range(1, 4)),
+    ]
 
     def tokens(balance):
         (ranks,) = make_batches(groups, config(perf={"balance_data": balance}), break_even=100.0)
@@ -133,14 +196,18 @@ def test_with_balance_data_ranks_have_even_work_and_without_it_their_samples_in_
 
 
 def test_context_parallel_padding_counts_against_the_limit():
-    """Sequences of 5 and 6 tokens are padded to 8 when two ranks cut them in four: only two fit into 2 x 9."""
+    """Sequences of 5 and 6 tokens are padded to 8 when two ranks cut them in four: only two fit
+    into 2 x 9.
+    """
     perf = {"context_parallel_size": 2, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 9}
     (ranks,) = make_batches([group(i, [0.0, 1.0]) for i in range(4)], config(perf=perf))
     assert [[len(m) for m in batch.micro_batches] for batch in ranks] == [[2, 2, 2, 2]]
 
 
 def test_long_sequences_weigh_more_by_what_the_models_own_attention_costs():
-    """Qwen2.5-7B: 7.07e9 parameters beside the embedding, 28 layers of 3584 wide attention; with experts those used."""
+    """Qwen2.5-7B: 7.07e9 parameters beside the embedding, 28 layers of 3584 wide attention; with
+    experts those used.
+    """
     qwen = dict(
         architectures=["Qwen2ForCausalLM"],
         hidden_size=3584,
@@ -149,18 +216,26 @@ def test_long_sequences_weigh_more_by_what_the_models_own_attention_costs():
         num_key_value_heads=4,
         vocab_size=152064,
     )
-    assert model_break_even(qwen | {"intermediate_size": 18944}) == pytest.approx(7.07e9 / (28 * 3584), rel=1e-2)
+    assert model_break_even(qwen | {"intermediate_size": 18944}) == pytest.approx(
+        7.07e9 / (28 * 3584), rel=1e-2
+    )
     sparse = qwen | dict(architectures=["Qwen3MoeForCausalLM"], norm_topk_prob=True)
-    sparse |= dict(intermediate_size=1, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=18944 // 8)
+    sparse |= dict(
+        intermediate_size=1, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=18944 // 8
+    )
     assert model_break_even(sparse) == pytest.approx(7.07e9 / (28 * 3584), rel=1e-2)
 
 
 def with_routes(given, *, num_unknown=0):
-    """The same group with routes of 3 layers and 2 experts for all tokens but the last, the first unknown ones."""
+    """The same group with routes of 3 layers and 2 experts for all tokens but the last, the first
+    unknown ones.
+    """
     samples = []
     for scored in given.samples:
         length = len(scored.sample.prompt_ids) + len(scored.sample.response_ids) - 1
-        array = np.random.default_rng(scored.sample.index).integers(0, 200, (length, 3, 2), dtype=np.uint8)
+        array = np.random.default_rng(scored.sample.index).integers(
+            0, 200, (length, 3, 2), dtype=np.uint8
+        )
         array[:num_unknown] = 255
         samples.append(replace(scored, sample=replace(scored.sample, routes=RouteColumn(array))))
     return replace(given, samples=tuple(samples))
@@ -170,7 +245,9 @@ def test_routes_reach_the_trainer_with_their_sample():
     groups = [with_routes(group(i, [1.0, 0.0])) for i in range(4)]
     wanted = {scored.sample.routes for each in groups for scored in each.samples}
     (ranks,) = make_batches(groups, config())
-    samples = [sample for batch in ranks for micro_batch in batch.micro_batches for sample in micro_batch]
+    samples = [
+        sample for batch in ranks for micro_batch in batch.micro_batches for sample in micro_batch
+    ]
     assert {sample.routes for sample in samples} == wanted
     assert all(len(sample.routes) == len(sample.token_ids) - 1 for sample in samples)
 
@@ -178,5 +255,7 @@ def test_routes_reach_the_trainer_with_their_sample():
 def test_metrics_say_what_routes_cost_and_how_many_are_missing():
     metrics = rollout_metrics([with_routes(group(0, [1.0, 0.0]), num_unknown=1)])
     assert metrics["rollout/routes_bytes_per_token"] == 6
-    assert metrics["rollout/routes_unknown_frac"] == pytest.approx(2 / 9)  # prompts of 2, answers of 3 and 4 tokens
+    assert metrics["rollout/routes_unknown_frac"] == pytest.approx(
+        2 / 9
+    )  # prompts of 2, answers of 3 and 4 tokens
     assert "rollout/routes_bytes_per_token" not in rollout_metrics([group(0, [1.0, 0.0])])

@@ -1,4 +1,6 @@
-"""Commits in the background: seen only when every file is there, one at a time, a failure told and survived."""
+"""Commits in the background: seen only when every file is there, one at a time, a failure told and
+survived.
+"""
 
 import asyncio
 import threading
@@ -80,7 +82,9 @@ def test_it_is_committed_as_soon_as_it_is_written_without_being_asked(tmp_path):
     asyncio.run(run())
 
 
-def test_a_save_that_is_due_while_another_is_written_is_put_off_and_owed_not_waited_for(tmp_path, caplog):
+def test_a_save_that_is_due_while_another_is_written_is_put_off_and_owed_not_waited_for(
+    tmp_path, caplog
+):
     async def run():
         made, committed = checkpoints(tmp_path)
         first, second = Disk(), Disk()
@@ -121,7 +125,9 @@ def test_a_hanging_storage_is_waited_for_until_the_deadline_and_named(tmp_path):
     asyncio.run(run())
 
 
-def test_a_storage_that_hangs_while_files_are_flushed_is_waited_for_no_longer(tmp_path, monkeypatch):
+def test_a_storage_that_hangs_while_files_are_flushed_is_waited_for_no_longer(
+    tmp_path, monkeypatch
+):
     from rlpost.orchestration import checkpoints as module
 
     answers = threading.Event()
@@ -149,8 +155,12 @@ def test_a_storage_that_hangs_while_files_are_flushed_is_waited_for_no_longer(tm
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), CheckpointError("cannot be looked for")])
-def test_a_commit_that_cannot_be_written_into_the_ledger_is_one_all_the_same(tmp_path, caplog, in_background, error):
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), CheckpointError("cannot be looked for")]
+)
+def test_a_commit_that_cannot_be_written_into_the_ledger_is_one_all_the_same(
+    tmp_path, caplog, in_background, error
+):
     def full(step, path):
         raise error
 
@@ -179,7 +189,11 @@ def test_a_failure_in_the_background_leaves_the_commit_before_it_and_is_told(tmp
         assert await made.settle()
         await made.start(RunState(step=2), bad.write, bad.finish)
         assert not await made.settle() and made.is_owed
-        assert made.newest()[1].step == 1 and "committing step 2 failed" in caplog.text and "disk full" in caplog.text
+        assert (
+            made.newest()[1].step == 1
+            and "committing step 2 failed" in caplog.text
+            and "disk full" in caplog.text
+        )
         await made.start(RunState(step=3), again.write, again.finish)
         assert await made.settle() and committed == [1, 3]
         assert await made.settle(), "nothing is left to settle"
@@ -201,7 +215,9 @@ def test_a_save_that_is_waited_for_raises(tmp_path):
 
 
 def test_a_save_that_fails_is_owed_until_one_succeeds(tmp_path):
-    """Also when nobody waited for it: the last save of the run must not be taken for one that is there."""
+    """Also when nobody waited for it: the last save of the run must not be taken for one that is
+    there.
+    """
 
     async def run():
         made, _ = checkpoints(tmp_path)
@@ -214,7 +230,11 @@ def test_a_save_that_fails_is_owed_until_one_succeeds(tmp_path):
         assert made.is_owed and not await made.settle()
         await made.commit(RunState(step=2), fill)
         assert not made.is_owed and await made.settle()
-        assert made.last.step == 2 and made.last.num_bytes > 0 and made.last.blocking_s == made.last.total_s
+        assert (
+            made.last.step == 2
+            and made.last.num_bytes > 0
+            and made.last.blocking_s == made.last.total_s
+        )
 
     asyncio.run(run())
 
@@ -239,7 +259,9 @@ def test_what_cannot_be_deleted_does_not_undo_a_commit(tmp_path, caplog, monkeyp
     assert committed == [1, 2] and not made.is_owed and "could not be deleted" in caplog.text
 
 
-def test_load_serves_where_save_has_nothing_yet_and_the_beginning_where_neither_has(tmp_path, caplog):
+def test_load_serves_where_save_has_nothing_yet_and_the_beginning_where_neither_has(
+    tmp_path, caplog
+):
     own, other = tmp_path / "own", tmp_path / "other"
     made, _ = checkpoints(own, load=str(other))
     assert made.newest() == (None, RunState(pending={})) and "--ref-load" in caplog.text
@@ -265,14 +287,18 @@ def test_another_model_is_refused_and_other_mathematics_are_named(tmp_path, capl
     with pytest.raises(ConfigError, match=r"num_hidden_layers: 2 -> 4"):
         checkpoints(tmp_path, of({"num_hidden_layers": 4}))[0].newest()
     held = Provenance.from_json((tmp_path / "iter_0000003/provenance.json").read_text())
-    assert held.wandb_run_id == "abc" and held.hash == of(eps_clip=0.2).hash != of(eps_clip=0.3).hash
+    assert (
+        held.wandb_run_id == "abc" and held.hash == of(eps_clip=0.2).hash != of(eps_clip=0.3).hash
+    )
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_stops_instead_of_beginning_anew(tmp_path):
     made, _ = checkpoints(tmp_path)
     save(made, 1)
     (tmp_path / "iter_0000001" / "tensors").write_text("x")
-    with pytest.raises(CheckpointError, match=r"iter_0000001: tensors has 1 bytes.*choose another --save"):
+    with pytest.raises(
+        CheckpointError, match=r"iter_0000001: tensors has 1 bytes.*choose another --save"
+    ):
         made.newest()
     (tmp_path / "iter_0000001" / "COMMITTED").unlink()
     (tmp_path / "latest").unlink()
@@ -290,7 +316,9 @@ def test_a_newer_attempt_takes_the_folder_and_the_older_one_says_so(tmp_path):
         new.claim("1 of runs/a")
         assert new.newest()[1].step == 1
         disk.go_on.set()
-        with pytest.raises(Fenced, match=r"belongs to attempt 1 of runs/a .*this is attempt 0 of runs/a"):
+        with pytest.raises(
+            Fenced, match=r"belongs to attempt 1 of runs/a .*this is attempt 0 of runs/a"
+        ):
             await old.settle()
         with pytest.raises(Fenced):
             await old.commit(RunState(step=3), fill)
@@ -304,7 +332,9 @@ def test_a_newer_attempt_takes_the_folder_and_the_older_one_says_so(tmp_path):
 def test_a_folder_that_cannot_be_written_to_is_named_before_anything_starts(tmp_path):
     (tmp_path / "file").write_text("")
     made, _ = checkpoints(tmp_path / "file" / "checkpoints")
-    with pytest.raises(CheckpointError, match=r"--save .*file/checkpoints: no checkpoint can be written"):
+    with pytest.raises(
+        CheckpointError, match=r"--save .*file/checkpoints: no checkpoint can be written"
+    ):
         made.claim("0")
 
 

@@ -1,7 +1,9 @@
-"""The real loop, collector and journal, killed without a word at every place, until it has finished.
+"""The real loop, collector and journal, killed without a word at every place, until it has
+finished.
 
-What a crash leaves is the last checkpoint and the journal's files. Answers follow from weights and prompt, so a run
-that was killed must end with the weights and the metrics of one that was not; and nobody writes the same group twice.
+What a crash leaves is the last checkpoint and the journal's files. Answers follow from weights and
+prompt, so a run that was killed must end with the weights and the metrics of one that was not; and
+nobody writes the same group twice.
 """
 
 import random
@@ -22,7 +24,9 @@ class Killed(BaseException):
 
 
 class Mortal(FakeStages):
-    """Dies when it passes a place for the n-th time; counts what is written and what is evaluated."""
+    """Dies when it passes a place for the n-th time; counts what is written and what is
+    evaluated.
+    """
 
     def __init__(self, dies_at=None):
         super().__init__()
@@ -117,7 +121,9 @@ def test_a_run_killed_anywhere_ends_as_if_nothing_had_happened(tmp_path, untouch
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_run_killed_again_and_again_trains_every_prompt_once(tmp_path, untouched, mode, seed):
-    """Beside a training it depends on the clock which weights write a prompt; there, that is not compared."""
+    """Beside a training it depends on the clock which weights write a prompt; there, that is not
+    compared.
+    """
     rng = random.Random(seed)
     deaths = [(rng.choice(PLACES), rng.randint(1, 6)) for _ in range(8)]
     attempts = lives(tmp_path, deaths, rollout_mode=mode)
@@ -153,7 +159,9 @@ def test_what_was_filtered_or_skipped_is_neither_written_nor_counted_again(tmp_p
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_row_that_is_skipped_is_counted_once_wherever_a_run_is_killed(tmp_path, mode, place):
-    """Batches are taken while prompts beyond them are fetched: rows skipped there belong to the batch taken then."""
+    """Batches are taken while prompts beyond them are fetched: rows skipped there belong to the
+    batch taken then.
+    """
     for count in range(1, 8):
         folder = tmp_path / str(count)
         folder.mkdir()
@@ -169,13 +177,17 @@ def test_an_evaluation_is_made_once_whatever_dies_afterwards(tmp_path):
 
 
 def test_steps_that_are_trained_again_need_no_engine(tmp_path):
-    """Three batches are in the journal; after the first weights the engines get those of the third step, not before."""
+    """Three batches are in the journal; after the first weights the engines get those of the third
+    step, not before.
+    """
     last = lives(tmp_path, [("train", 3)])[-1]
     assert last.versions[1:] == [0, 3, 4, 5, 6]
 
 
 def test_a_saved_state_makes_what_came_before_it_superfluous(tmp_path):
-    """This run saves at steps 3 and 6: each begins a segment, and nothing is left to be done after the last."""
+    """This run saves at steps 3 and 6: each begins a segment, and nothing is left to be done after
+    the last.
+    """
     lives(tmp_path, [])
     found = segments(tmp_path / "journal")
     assert [segment.header.step for segment in found] == [0, 3, 6]
@@ -183,7 +195,9 @@ def test_a_saved_state_makes_what_came_before_it_superfluous(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_a_journal_that_is_cut_off_or_damaged_anywhere_costs_work_and_nothing_else(tmp_path, untouched, seed):
+def test_a_journal_that_is_cut_off_or_damaged_anywhere_costs_work_and_nothing_else(
+    tmp_path, untouched, seed
+):
     rng = random.Random(seed)
     stages = Mortal(("train", 6))
     with pytest.raises(Killed):

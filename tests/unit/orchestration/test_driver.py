@@ -29,7 +29,9 @@ ENDS = [
 ]
 
 
-def test_a_stop_that_a_full_disk_keeps_out_of_the_ledger_is_one_all_the_same(tmp_path, monkeypatch, caplog):
+def test_a_stop_that_a_full_disk_keeps_out_of_the_ledger_is_one_all_the_same(
+    tmp_path, monkeypatch, caplog
+):
     config = load([], {"rollout": {"num_rollout": 3}}).config
     run = create_run_folder(tmp_path / "run", dump(config))
 
@@ -39,7 +41,10 @@ def test_a_stop_that_a_full_disk_keeps_out_of_the_ledger_is_one_all_the_same(tmp
 
     monkeypatch.setattr(driver, "_attempt", attempt)
     monkeypatch.setattr(driver, "try_to_write_report", lambda run: None)
-    assert driver.drive(config, run, Cluster("10.0.0.1:6379", str(tmp_path), (), 20000, 100)) == EXIT_PREEMPTED
+    assert (
+        driver.drive(config, run, Cluster("10.0.0.1:6379", str(tmp_path), (), 20000, 100))
+        == EXIT_PREEMPTED
+    )
     assert "could not be written to the ledger: preempted" in caplog.text
 
 
@@ -62,8 +67,12 @@ def test_every_end_of_an_attempt_has_its_exit_code_and_a_report(error, code, tmp
     assert ("preempted: SIGUSR2" in page) == isinstance(error, Preempted)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE])
-def test_storage_that_fails_ends_an_attempt_with_words_and_not_with_a_traceback(tmp_path, monkeypatch, caplog, number):
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE]
+)
+def test_storage_that_fails_ends_an_attempt_with_words_and_not_with_a_traceback(
+    tmp_path, monkeypatch, caplog, number
+):
     config = load([], {"rollout": {"num_rollout": 3}}).config
     run = create_run_folder(tmp_path / "run", dump(config))
 
@@ -78,8 +87,12 @@ def test_storage_that_fails_ends_an_attempt_with_words_and_not_with_a_traceback(
 
 
 @pytest.mark.parametrize(("owner", "is_ours"), [(3, True), (4, True), (5, False)])
-def test_a_stop_of_an_attempt_after_which_a_newer_one_began_is_not_in_the_ledger(tmp_path, monkeypatch, owner, is_ours):
-    """Attempt 4 is stopped; an owner that is older means that it had no time to claim the folder."""
+def test_a_stop_of_an_attempt_after_which_a_newer_one_began_is_not_in_the_ledger(
+    tmp_path, monkeypatch, owner, is_ours
+):
+    """Attempt 4 is stopped; an owner that is older means that it had no time to claim the
+    folder.
+    """
     config = load([], {"rollout": {"num_rollout": 3}}).config
     run = create_run_folder(tmp_path / "run", dump(config))
     claim(run.checkpoints, f"{owner} of {run.root}")
@@ -105,7 +118,10 @@ def test_a_report_that_hangs_does_not_keep_an_attempt_from_its_end(tmp_path, mon
     monkeypatch.setattr(driver, "LAST_REPORT_S", 0.1)
     monkeypatch.setattr(driver, "try_to_write_report", lambda run: answers.wait(20))
     try:
-        assert driver.drive(config, run, Cluster("10.0.0.1:6379", str(tmp_path), (), 20000, 100)) == EXIT_DONE
+        assert (
+            driver.drive(config, run, Cluster("10.0.0.1:6379", str(tmp_path), (), 20000, 100))
+            == EXIT_DONE
+        )
     finally:
         answers.set()
     assert "the report was not written" in caplog.text
@@ -149,7 +165,9 @@ class Reading:
 
 
 def test_a_stop_does_not_wait_for_prompts_that_are_being_read(tmp_path, monkeypatch):
-    """An index of 10 million rows on a slow file system takes minutes; a preempted run has seconds."""
+    """An index of 10 million rows on a slow file system takes minutes; a preempted run has
+    seconds.
+    """
     data = tmp_path / "data.jsonl"
     data.write_text('{"input": "1 + 1"}\n')
     rollout = {"prompt_data": [str(data)], "num_rollout": 3}
@@ -167,7 +185,9 @@ def test_a_stop_does_not_wait_for_prompts_that_are_being_read(tmp_path, monkeypa
         assert driver.drive(config, run, cluster) == EXIT_PREEMPTED
         started = next(entry for entry in run.ledger.read() if entry["event"] == "started")
         assert started["gpus"] == {"per_node": 8, "trainer": 8, "engines": 1}
-        assert started["again"] == {"steps": 2, "step_s": 40.5}, "earlier attempts trained them, none saved them"
+        assert started["again"] == {"steps": 2, "step_s": 40.5}, (
+            "earlier attempts trained them, none saved them"
+        )
         assert not stages.released.is_set(), "the run waited for its prompts"
     finally:
         giving_up.cancel()

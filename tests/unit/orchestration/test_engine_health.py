@@ -1,4 +1,6 @@
-"""Engines that fail are restarted, given the current weights and only then admitted; who shares GPUs takes turns."""
+"""Engines that fail are restarted, given the current weights and only then admitted; who shares
+GPUs takes turns.
+"""
 
 import asyncio
 from pathlib import Path
@@ -75,7 +77,9 @@ class FakeWeights:
 
 
 def watch_over(fleet, *, failures=0, are_stuck=False, stop=None, **cluster):
-    config = load([], {"cluster": cluster, "sglang": {"rollout_health_check_interval": INTERVAL_S}}).config
+    config = load(
+        [], {"cluster": cluster, "sglang": {"rollout_health_check_interval": INTERVAL_S}}
+    ).config
     weights = FakeWeights(fleet, failures, are_stuck=are_stuck)
     return EngineHealth(config, fleet, weights, stop=stop or StopRequest(Path("/nowhere")))
 
@@ -103,7 +107,9 @@ def test_an_engine_that_dies_while_generating_comes_back_with_the_current_weight
 
 
 def test_one_that_dies_after_a_training_and_before_the_update_comes_back_with_what_the_trainer_has_by_its_own_name():
-    """One step off policy the last groups are awaited then: they would say that the older weights wrote them."""
+    """One step off policy the last groups are awaited then: they would say that the older weights
+    wrote them.
+    """
     fleet = FakeFleet()
     watch = watch_over(fleet)
 
@@ -121,21 +127,34 @@ def test_one_that_dies_after_a_training_and_before_the_update_comes_back_with_wh
 
 def test_an_update_that_fails_is_made_again_with_the_sick_engine_restarted():
     fleet = FakeFleet(sick={1})
-    asyncio.run(watch_over(fleet, failures=1).update(7, pause="abort", before=nothing, ready=nothing))
+    asyncio.run(
+        watch_over(fleet, failures=1).update(7, pause="abort", before=nothing, ready=nothing)
+    )
     assert fleet.log == ["update 7 abort", *REPAIR_OF_1, "update 7 abort", "admit 1"]
 
 
 def test_engines_that_wait_for_good_in_a_broken_broadcast_are_restarted_with_the_sick_one():
-    """On NCCL a broadcast that lost a peer never ends, and a server that waits in it still answers."""
+    """On NCCL a broadcast that lost a peer never ends, and a server that waits in it still
+    answers.
+    """
     fleet = FakeFleet(sick={1})
     watch = watch_over(fleet, failures=1, are_stuck=True)
     asyncio.run(watch.update(7, pause="abort", before=nothing, ready=nothing))
     everyone = ["dismiss 0", "dismiss 1", "restart 0", "restart 1"]
-    assert fleet.log == ["update 7 abort", *everyone, "connect", "update 7 abort", "admit 0", "admit 1"]
+    assert fleet.log == [
+        "update 7 abort",
+        *everyone,
+        "connect",
+        "update 7 abort",
+        "admit 0",
+        "admit 1",
+    ]
 
 
 def test_engines_that_die_together_are_dismissed_and_admitted_together():
-    """One after the other, 64 engines of a rack that lost its power would take minutes to leave the router."""
+    """One after the other, 64 engines of a rack that lost its power would take minutes to leave the
+    router.
+    """
 
     class Slow(FakeFleet):
         """A dismissal ends when all have begun; the router checks new engines once a second."""
@@ -171,7 +190,9 @@ def test_engines_that_die_together_are_dismissed_and_admitted_together():
 def test_an_update_that_fails_though_all_engines_answer_is_an_error():
     fleet = FakeFleet()
     with pytest.raises(SyncError):
-        asyncio.run(watch_over(fleet, failures=1).update(7, pause="abort", before=nothing, ready=nothing))
+        asyncio.run(
+            watch_over(fleet, failures=1).update(7, pause="abort", before=nothing, ready=nothing)
+        )
     assert fleet.log == ["update 7 abort"]
 
 
@@ -195,12 +216,16 @@ def test_an_engine_on_shared_gpus_is_taken_out_at_once_and_comes_back_with_the_n
 def test_an_engine_that_was_dismissed_elsewhere_is_restarted_before_the_next_update():
     fleet = FakeFleet()
     fleet.dismissed = {1}
-    asyncio.run(watch_over(fleet, colocate=True).update(3, pause="abort", before=nothing, ready=nothing))
+    asyncio.run(
+        watch_over(fleet, colocate=True).update(3, pause="abort", before=nothing, ready=nothing)
+    )
     assert fleet.log == ["restart 1", "connect", "update 3 abort", "admit 1"]
 
 
 def test_an_engine_that_dies_once_it_has_the_weights_is_restarted_and_the_trainer_comes_back_to_send_them():
-    """On shared GPUs the trainer has left by then, and the engine is found dead when it is to take its memory again."""
+    """On shared GPUs the trainer has left by then, and the engine is found dead when it is to take
+    its memory again.
+    """
     fleet = FakeFleet()
 
     async def before():
@@ -212,7 +237,9 @@ def test_an_engine_that_dies_once_it_has_the_weights_is_restarted_and_the_traine
             await fleet.dismiss(1)
             raise SyncError("engine 1 does not flush its cache")
 
-    asyncio.run(watch_over(fleet, colocate=True).update(3, pause="abort", before=before, ready=ready))
+    asyncio.run(
+        watch_over(fleet, colocate=True).update(3, pause="abort", before=before, ready=ready)
+    )
     first = ["send's turn", "update 3 abort", "generate's turn", "dismiss 1"]
     again = ["send's turn", "restart 1", "connect", "update 3 abort", "generate's turn", "admit 1"]
     assert fleet.log == first + again
@@ -230,7 +257,9 @@ def test_generation_ends_with_the_error_when_no_engine_can_come_back():
 
 
 def test_engines_that_die_when_the_run_has_to_leave_do_not_make_a_failure_of_its_stop(tmp_path):
-    """A preemption may end them first; the block is cutting off what they wrote, and saves it then."""
+    """A preemption may end them first; the block is cutting off what they wrote, and saves it
+    then.
+    """
     fleet = FakeFleet(sick={0, 1})
     watch = watch_over(fleet, colocate=True, stop=StopRequest(tmp_path / "STOP"))
 
@@ -289,7 +318,9 @@ class SlowRestart(FakeFleet):
 
 
 def test_a_repair_under_way_when_the_block_ends_is_finished():
-    """Torn, it would leave an engine that starts, and a second start on the same port with the next update."""
+    """Torn, it would leave an engine that starts, and a second start on the same port with the next
+    update.
+    """
     fleet = SlowRestart(sick={1})
     asyncio.run(asyncio.wait_for(generate_until_restart(fleet, watch_over(fleet)), timeout=20))
     assert fleet.log[-1] == "admit 1"
@@ -341,13 +372,18 @@ class FakeActors:
 @pytest.mark.parametrize("turn", ["train", "send", "generate"])
 def test_at_each_turn_only_what_it_needs_is_on_the_gpus(turn):
     trainer = {"train": {"weights", "grads", "optimizer"}, "send": {"weights"}, "generate": set()}
-    engines_away = {"train": {"kv_cache", "cuda_graph", "weights"}, "send": {"kv_cache", "cuda_graph"}}
+    engines_away = {
+        "train": {"kv_cache", "cuda_graph", "weights"},
+        "send": {"kv_cache", "cuda_graph"},
+    }
 
     async def run():
         fleet = FakeFleet()
         actors = FakeActors(fleet.log)
         turns = Offload(load([], {"cluster": {"colocate": True}}).config, ActorGroup(actors), fleet)
-        for each in ("generate", "train", "send", "generate", "train", "send")[: 4 if turn == "generate" else 6]:
+        for each in ("generate", "train", "send", "generate", "train", "send")[
+            : 4 if turn == "generate" else 6
+        ]:
             await getattr(turns, each)()
             if each == turn:
                 assert actors.here == trainer[each]
@@ -363,11 +399,16 @@ def test_a_checkpoint_between_generations_finds_the_trainer_here_and_leaves_all_
         turns = Offload(load([], {"cluster": {"colocate": True}}).config, ActorGroup(actors), fleet)
         await turns.generate()
         async with turns.save():
-            assert actors.here == {"weights", "optimizer"} and fleet.released == {"kv_cache", "cuda_graph"}
+            assert actors.here == {"weights", "optimizer"} and fleet.released == {
+                "kv_cache",
+                "cuda_graph",
+            }
         assert actors.here == set() and fleet.released == set() and fleet.log[-1] == "resume"
         async with turns.save(is_last=True):
             pass
-        assert actors.here == {"weights", "optimizer"}, "a run that leaves has no time to bring the engines back"
+        assert actors.here == {"weights", "optimizer"}, (
+            "a run that leaves has no time to bring the engines back"
+        )
 
     asyncio.run(run())
 

@@ -1,4 +1,6 @@
-"""An engine that has died or hangs is dismissed at whatever it is asked next; the others do what they were asked."""
+"""An engine that has died or hangs is dismissed at whatever it is asked next; the others do what
+they were asked.
+"""
 
 import asyncio
 import threading
@@ -79,7 +81,9 @@ async def info(request):
 
 
 async def engine(asked):
-    """An engine that says yes to everything and writes down what it was asked; returns what ends it."""
+    """An engine that says yes to everything and writes down what it was asked; returns what ends
+    it.
+    """
     app = web.Application()
 
     async def answer(request):
@@ -100,14 +104,18 @@ async def fleet_of(runners, folder, **settings):
     cluster = Cluster("127.0.0.1:1", str(folder), (Node("n0", "127.0.0.1", "lo", 2),), 20000, 100)
     config = load([], {"cluster": {"colocate": True, **settings}}).config
     placement = Placement((), tuple((Slot("n0", "127.0.0.1", 1),) for _ in runners))
-    ports = Ports(tuple(runner.addresses[0][1] for runner in runners), (1,) * len(runners), 2, 3, 4, ())
+    ports = Ports(
+        tuple(runner.addresses[0][1] for runner in runners), (1,) * len(runners), 2, 3, 4, ()
+    )
     fleet = Fleet(config, cluster, placement, ports)
     await fleet.start([""] * len(runners))
     return fleet
 
 
 def asked_of_two(work, folder):
-    """What two engines were asked, and the fleet: the second one dies after it gave up its memory."""
+    """What two engines were asked, and the fleet: the second one dies after it gave up its
+    memory.
+    """
 
     async def run():
         asked = [], []
@@ -124,16 +132,26 @@ def asked_of_two(work, folder):
     return asyncio.run(run())
 
 
-def test_an_engine_that_died_with_its_memory_released_is_dismissed_when_it_is_to_take_it_again(tmp_path):
+def test_an_engine_that_died_with_its_memory_released_is_dismissed_when_it_is_to_take_it_again(
+    tmp_path,
+):
     fleet, asked = asked_of_two(lambda fleet: fleet.restore_memory("weights"), tmp_path)
     assert fleet.dismissed == {1} and [group.stopped for group in FakeGroup.made] == [0, 1]
     assert FakeRouter.made[0].urls == {fleet.addresses[0].url}
-    assert asked[0][-1] == "/resume_memory_occupation" and "/resume_memory_occupation" not in asked[1]
-    assert fleet.is_released("kv_cache") and not fleet.is_released("weights"), "of the one that lives"
+    assert (
+        asked[0][-1] == "/resume_memory_occupation" and "/resume_memory_occupation" not in asked[1]
+    )
+    assert fleet.is_released("kv_cache") and not fleet.is_released("weights"), (
+        "of the one that lives"
+    )
 
 
-def test_an_engine_that_hangs_instead_of_giving_up_its_memory_is_dismissed_and_a_refusal_is_an_error(tmp_path):
-    """A process that is ended gives up its memory; settings under which none can give it up have to be mended."""
+def test_an_engine_that_hangs_instead_of_giving_up_its_memory_is_dismissed_and_a_refusal_is_an_error(
+    tmp_path,
+):
+    """A process that is ended gives up its memory; settings under which none can give it up have to
+    be mended.
+    """
 
     async def answers(how):
         app = web.Application()
@@ -191,7 +209,9 @@ class Busy:
 
 @pytest.mark.parametrize("ask", ["health", "abort", "versions"])
 def test_of_hundreds_of_engines_a_bounded_number_is_asked_at_a_time(ask, tmp_path):
-    """Each request has a socket; all engines at once would be as many in one moment of the event loop."""
+    """Each request has a socket; all engines at once would be as many in one moment of the event
+    loop.
+    """
     busy, num_engines = Busy(), 3 * MAX_AT_ONCE + 5
 
     async def run():
@@ -219,7 +239,9 @@ def test_of_hundreds_of_engines_a_bounded_number_is_asked_at_a_time(ask, tmp_pat
     assert 2 < busy.most <= MAX_AT_ONCE
 
 
-def test_an_engine_that_ends_before_the_router_has_reached_it_is_named_at_once(tmp_path, monkeypatch):
+def test_an_engine_that_ends_before_the_router_has_reached_it_is_named_at_once(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(engines, "ALIVE_POLL_S", 0.01)
 
     async def run():
@@ -258,7 +280,9 @@ def test_new_weights_abort_answers_whose_routes_a_retraction_would_replace(tmp_p
 
 
 @pytest.mark.parametrize("replay", [False, True])
-def test_engines_are_started_to_return_routes_where_these_are_replayed(tmp_path, monkeypatch, replay):
+def test_engines_are_started_to_return_routes_where_these_are_replayed(
+    tmp_path, monkeypatch, replay
+):
     made = []
 
     class Workers:

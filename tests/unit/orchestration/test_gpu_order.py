@@ -1,4 +1,6 @@
-"""Ranks are dealt by the GPUs of their workers before they set up, and engines get the GPUs of their ranks."""
+"""Ranks are dealt by the GPUs of their workers before they set up, and engines get the GPUs of
+their ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ SETTINGS = {
 
 
 class Actors:
-    """Four workers with a GPU each, as Ray started them; writes down who was set up as which rank."""
+    """Four workers with a GPU each, as Ray started them; writes down who was set up as which
+    rank.
+    """
 
     def __init__(self, gpus: list[str]) -> None:
         self.workers = list(gpus)
@@ -75,7 +79,9 @@ def test_rank_and_engine_follow_the_gpu(gpus, ranks, of_engines, tmp_path, monke
     monkeypatch.setattr(startup, "Training", lambda *given, **more: None)
     monkeypatch.setattr(engines, "WorkerGroup", Group)
     monkeypatch.setattr(Group, "made", [])
-    cluster = SimpleNamespace(attempt_dir=str(tmp_path), secret="s", nodes=[SimpleNamespace(ip="10.0.0.0")])
+    cluster = SimpleNamespace(
+        attempt_dir=str(tmp_path), secret="s", nodes=[SimpleNamespace(ip="10.0.0.0")]
+    )
 
     async def start() -> None:
         group = ActorGroup(actors)
@@ -97,5 +103,7 @@ def test_rank_and_engine_follow_the_gpu(gpus, ranks, of_engines, tmp_path, monke
 )
 def test_a_rank_knows_where_its_gpu_stands(visible, position, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(device, "read_local_gpus", lambda: (LocalGpu(-1, "GPU-aa"), LocalGpu(-1, "GPU-bb")))
+    monkeypatch.setattr(
+        device, "read_local_gpus", lambda: (LocalGpu(-1, "GPU-aa"), LocalGpu(-1, "GPU-bb"))
+    )
     assert device.position() == position

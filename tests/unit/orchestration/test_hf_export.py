@@ -1,5 +1,6 @@
-"""The Hugging Face folder beside a checkpoint: whole or not there, never what ends a run, never over what is not its
-own."""
+"""The Hugging Face folder beside a checkpoint: whole or not there, never what ends a run, never
+over what is not its own.
+"""
 
 import asyncio
 import os
@@ -32,7 +33,9 @@ def made_run(tmp_path, name="run"):
 
 
 def export(template, step, write, *, run, **folders):
-    settings = CheckpointConfig(save_hf=str(template), **{key: str(path) for key, path in folders.items()})
+    settings = CheckpointConfig(
+        save_hf=str(template), **{key: str(path) for key, path in folders.items()}
+    )
     asyncio.run(HuggingFaceExport(settings, run).export(step, write))
 
 
@@ -68,7 +71,9 @@ def test_a_run_whose_folder_was_moved_still_knows_its_export(tmp_path):
     assert (tmp_path / "newest/config.json").read_text() == "second"
 
 
-@pytest.mark.parametrize("error", [CheckpointError("no room"), OSError(28, "No space left on device")])
+@pytest.mark.parametrize(
+    "error", [CheckpointError("no room"), OSError(28, "No space left on device")]
+)
 def test_a_failure_is_logged_and_leaves_nothing_that_looks_like_a_model(tmp_path, caplog, error):
     async def fail(folder):
         raise error

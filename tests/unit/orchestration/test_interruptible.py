@@ -1,4 +1,6 @@
-"""A stop within a pass, with threads in place of ranks: the protocol of driver and actors together."""
+"""A stop within a pass, with threads in place of ranks: the protocol of driver and actors
+together.
+"""
 
 import asyncio
 import json
@@ -15,7 +17,9 @@ from rlpost.orchestration.preemption import EXIT_S, StopRequest
 
 
 class Ranks:
-    """Each computes in a thread of its own: as many micro-batches as it was given, each some milliseconds long."""
+    """Each computes in a thread of its own: as many micro-batches as it was given, each some
+    milliseconds long.
+    """
 
     def __init__(self, delays_s, stop_file, stop_after=None):
         self.stop_points = [StopPoints(deadline_s=20) for _ in delays_s]
@@ -26,7 +30,10 @@ class Ranks:
 
     async def compute(self, length):
         loop = asyncio.get_running_loop()
-        work = [loop.run_in_executor(self.pool, self._pass, rank, length) for rank in range(len(self.delays_s))]
+        work = [
+            loop.run_in_executor(self.pool, self._pass, rank, length)
+            for rank in range(len(self.delays_s))
+        ]
         return list(await asyncio.gather(*work))
 
     async def hold(self):
@@ -61,7 +68,9 @@ def stop(tmp_path):
 
 def make(ranks, stop, length, *, may_leave=True):
     calls = InterruptibleCalls(ranks, stop)
-    return asyncio.run(calls.make(partial(ranks.compute, length), what="train_step", may_leave=may_leave))
+    return asyncio.run(
+        calls.make(partial(ranks.compute, length), what="train_step", may_leave=may_leave)
+    )
 
 
 def test_without_a_request_nobody_is_asked_anything(tmp_path, stop):
@@ -74,7 +83,8 @@ def test_ranks_of_different_speed_do_equally_much_of_a_pass_that_is_left(tmp_pat
     ranks = Ranks([0.05, 0.02, 0.04], tmp_path / "STOP", stop_after=2)
     with pytest.raises(Preempted, match="between two micro-batches"):
         make(ranks, stop, 1000)
-    ranks.pool.shutdown()  # the last to arrive are not waited for: what is asked of them next comes after it anyway
+    # the last to arrive are not waited for: what is asked of them next comes after it anyway
+    ranks.pool.shutdown()
     assert 2 < ranks.done[0] == ranks.done[1] == ranks.done[2] < 1000
     assert len(ranks.held) == 1
 
@@ -96,8 +106,12 @@ def test_a_call_that_may_not_be_left_ends_or_its_state_is_unknown(tmp_path, stop
 
 
 @pytest.mark.parametrize("is_near", [True, False])
-def test_a_stop_finds_the_journal_when_a_rank_hangs_and_in_time_for_it(tmp_path, monkeypatch, is_near):
-    """What the ranks hold is unknown then; as a failure the attempt would save nothing and count as one."""
+def test_a_stop_finds_the_journal_when_a_rank_hangs_and_in_time_for_it(
+    tmp_path, monkeypatch, is_near
+):
+    """What the ranks hold is unknown then; as a failure the attempt would save nothing and count as
+    one.
+    """
 
     class Hung:
         async def compute(self):

@@ -1,7 +1,9 @@
-"""One damaged file of a journal of many segments: the run comes back, and never trains a batch at another step.
+"""One damaged file of a journal of many segments: the run comes back, and never trains a batch at
+another step.
 
-The real loop, collector and journal. Saves are put off, as slow storage does to --async-save: each begins a segment
-and none is committed, so that a crash leaves a chain of segments that all follow on the beginning of the run.
+The real loop, collector and journal. Saves are put off, as slow storage does to --async-save: each
+begins a segment and none is committed, so that a crash leaves a chain of segments that all follow
+on the beginning of the run.
 """
 
 import random
@@ -24,11 +26,16 @@ from tests.unit.rollout.test_journal_chain import damage as damage_a_file
 
 MODES = ["sync", "one_step_off", "fully_async"]
 NUM_STEPS = 5  # until the kill
-NUM_SEGMENTS = 1 + NUM_STEPS  # that of the first attempt, then one with each state; the batch of step s is in s + 1
+NUM_SEGMENTS = (
+    1 + NUM_STEPS
+)  # that of the first attempt, then one with each state; the batch of step s is in s + 1
 
 
 class PutOff(Mortal):
-    """No checkpoint is ever committed. ``ages`` are those of all groups that are trained, in steps."""
+    """No checkpoint is ever committed.
+
+    ``ages`` are those of all groups that are trained, in steps.
+    """
 
     def __init__(self, dies_at=None):
         super().__init__(dies_at)
@@ -88,12 +95,23 @@ def swap(path):
     other.write_bytes(ours)
 
 
-DAMAGE = [flip_header, flip_record, cut_in_half, cut_between_records, empty, delete, duplicate, swap]
+DAMAGE = [
+    flip_header,
+    flip_record,
+    cut_in_half,
+    cut_between_records,
+    empty,
+    delete,
+    duplicate,
+    swap,
+]
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """By mode: the folder of a run that was killed in its fifth step, and what it had written, by prompt."""
+    """By mode: the folder of a run that was killed in its fifth step, and what it had written, by
+    prompt.
+    """
 
     @cache
     def of(mode):
@@ -114,7 +132,9 @@ def untouched(tmp_path_factory):
 
 
 def resumed(folder, mode, **changed):
-    """The run once more from its beginning; no engine's answer is trained before or too long after its weights."""
+    """The run once more from its beginning; no engine's answer is trained before or too long after
+    its weights.
+    """
     stages = PutOff()
     run(folder, stages, RunState(pending={}), rollout_mode=mode, **changed)
     bound = {"sync": 0, "one_step_off": 1, "fully_async": 1}[mode]
@@ -127,7 +147,11 @@ def resumed(folder, mode, **changed):
 def batches(folder):
     """Steps and prompts of all batches that were taken."""
     records = [record for segment in segments(folder / "journal") for record in segment.records]
-    return [(record.meta["step"], record.meta["prompt_ids"]) for record in records if record.kind == BATCH]
+    return [
+        (record.meta["step"], record.meta["prompt_ids"])
+        for record in records
+        if record.kind == BATCH
+    ]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -168,7 +192,9 @@ def test_one_damaged_file_costs_what_follows_on_it_and_nothing_else(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_that_was_damaged_is_resumed_again_from_what_it_has_regenerated(tmp_path, killed, mode):
+def test_a_run_that_was_damaged_is_resumed_again_from_what_it_has_regenerated(
+    tmp_path, killed, mode
+):
     """What does not belong any more must not stand before what happened since."""
     folder = shutil.copytree(killed(mode), tmp_path / "run")
     empty(folder / "journal/0000002.log")
@@ -185,11 +211,15 @@ class Changed(Prompts):
 
     def prompt(self, position, prompt_id):
         found = super().prompt(position, prompt_id)
-        return found if position != 3 or found is None else replace(found, text="asks something else")
+        return (
+            found if position != 3 or found is None else replace(found, text="asks something else")
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("prompts", [lambda bad: Prompts((3,)), Changed], ids=["became bad", "changed"])
+@pytest.mark.parametrize(
+    "prompts", [lambda bad: Prompts((3,)), Changed], ids=["became bad", "changed"]
+)
 def test_answers_to_a_row_that_changed_are_not_used_and_the_run_goes_on(
     tmp_path, killed, monkeypatch, caplog, mode, prompts
 ):
@@ -205,7 +235,8 @@ def test_answers_to_a_row_that_changed_are_not_used_and_the_run_goes_on(
     intact = [prompts for _, prompts in before if max(prompts) < third]
     assert stages.seen[: 4 * len(intact)] == [prompt for prompts in intact for prompt in prompts]
     assert (
-        f"prompt {third}, which reads differently now: --prompt-data or the tokenizer has changed" in caplog.text
+        f"prompt {third}, which reads differently now: --prompt-data or the tokenizer has changed"
+        in caplog.text
         or (f"a group of prompt {third}, for which the run does not wait" in caplog.text)
     )
     assert "To generate again: groups:" in caplog.text
@@ -216,7 +247,9 @@ def cursor():
 
 
 def test_a_batch_of_another_step_is_never_trained(tmp_path, killed, caplog):
-    """Segments of format 1 cannot show that one between them is missing; the run's own bookkeeping can."""
+    """Segments of format 1 cannot show that one between them is missing; the run's own bookkeeping
+    can.
+    """
     folder = shutil.copytree(killed("sync"), tmp_path / "run")
     as_format_1(folder / "journal")
     delete(folder / "journal/0000002.log")
@@ -251,8 +284,12 @@ class Sometimes(PutOff):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(6))
-def test_a_run_whose_journal_is_damaged_after_every_crash_comes_to_its_end(tmp_path, untouched, mode, seed):
-    """It resumes now and then from the checkpoint before the newest, as if that were damaged as well."""
+def test_a_run_whose_journal_is_damaged_after_every_crash_comes_to_its_end(
+    tmp_path, untouched, mode, seed
+):
+    """It resumes now and then from the checkpoint before the newest, as if that were damaged as
+    well.
+    """
     rng = random.Random(f"{mode} {seed}")
     committed = [(RunState(pending={}), "")]
     for dies_at in [*((rng.choice(PLACES_TO_DIE), rng.randint(1, 6)) for _ in range(4)), None]:
@@ -264,7 +301,9 @@ def test_a_run_whose_journal_is_damaged_after_every_crash_comes_to_its_end(tmp_p
             run(tmp_path, stages, state, saved=len(committed) > 1, rollout_mode=mode)
         assert all(0 <= age <= (mode != "sync") for age in stages.ages)
         committed += stages.committed
-        damage_a_file(tmp_path / "journal", rng.choice(KINDS), rng.randrange(99), rng.randrange(9999))
+        damage_a_file(
+            tmp_path / "journal", rng.choice(KINDS), rng.randrange(99), rng.randrange(9999)
+        )
     assert [line["step"] for line in comparable(tmp_path)] == list(range(7))
     if mode == "sync":
         assert (stages.weights, comparable(tmp_path)) == untouched

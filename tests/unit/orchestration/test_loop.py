@@ -1,4 +1,6 @@
-"""The real loop with stages in this process: order, preemption at every stage, and a resume that changes nothing."""
+"""The real loop with stages in this process: order, preemption at every stage, and a resume that
+changes nothing.
+"""
 
 import asyncio
 import hashlib
@@ -42,7 +44,10 @@ class Prompts:
 
 
 class FakeEngines:
-    """Write answers that follow from weights and prompt. In turn the event loop runs, so that groups overlap."""
+    """Write answers that follow from weights and prompt.
+
+    In turn the event loop runs, so that groups overlap.
+    """
 
     def __init__(self, stages):
         self.stages, self.connection, self.halted = stages, self, False
@@ -54,10 +59,17 @@ class FakeEngines:
             if self.halted:
                 return entry
         rewards = [
-            int(hashlib.sha256(f"{self.stages.weights}{prompt.prompt_id}{i}".encode()).hexdigest(), 16) % 2
+            int(
+                hashlib.sha256(f"{self.stages.weights}{prompt.prompt_id}{i}".encode()).hexdigest(),
+                16,
+            )
+            % 2
             for i in (0, 1)
         ]
-        samples = [Sample(prompt.prompt_id, i, (1,), (2, 3), (-0.1, -0.2), "", "stop", version) for i in (0, 1)]
+        samples = [
+            Sample(prompt.prompt_id, i, (1,), (2, 3), (-0.1, -0.2), "", "stop", version)
+            for i in (0, 1)
+        ]
         return SampleGroup(prompt.prompt_id, tuple(map(ScoredSample, samples, map(float, rewards))))
 
     async def halt(self, running, *, must_leave):
@@ -69,7 +81,9 @@ class FakeEngines:
 
 
 class Watched(Collector):
-    """The real source of batches; a stop may be requested when the n-th batch is asked for, with some groups done."""
+    """The real source of batches; a stop may be requested when the n-th batch is asked for, with
+    some groups done.
+    """
 
     def __init__(self, stages, *given, **named):
         super().__init__(*given, **named)
@@ -87,7 +101,9 @@ class Watched(Collector):
 
 
 class FakeStages:
-    """Weights are a hash of all that was trained, in order; ``stop_at`` requests a stop in the n-th call of a stage."""
+    """Weights are a hash of all that was trained, in order; ``stop_at`` requests a stop in the n-th
+    call of a stage.
+    """
 
     def __init__(self, stop=None, stop_at=None):
         self.weights, self.saved, self.versions, self.seen, self.staleness = "", None, [], [], []
@@ -140,14 +156,21 @@ def config(**rollout):
     return load(
         [],
         {
-            "rollout": {"num_rollout": 6, "rollout_batch_size": 4, "n_samples_per_prompt": 2, **rollout},
+            "rollout": {
+                "num_rollout": 6,
+                "rollout_batch_size": 4,
+                "n_samples_per_prompt": 2,
+                **rollout,
+            },
             "eval": {"eval_interval": 2, "eval_prompt_data": ["heldout", "x"]},
             "checkpoint": {"save_interval": 3},
         },
     ).config
 
 
-def run(folder, stages, state, saved=False, wanted=lambda group: True, bad=(), loop_lag=None, **rollout):
+def run(
+    folder, stages, state, saved=False, wanted=lambda group: True, bad=(), loop_lag=None, **rollout
+):
     prompts = Prompts(bad)
     cursor = PromptCursor(prompts, shuffle=True, seed=1)
     if state.cursor:
@@ -163,9 +186,23 @@ def run(folder, stages, state, saved=False, wanted=lambda group: True, bad=(), l
         choices = Choices(ahead=ahead, wanted=wanted, counters=prompts.counters)
         engines = FakeEngines(stages)
         rollouts = Watched(
-            stages, buffer, cursor, engines, choices=choices, stop_requested=stop.requested, journal=journal
+            stages,
+            buffer,
+            cursor,
+            engines,
+            choices=choices,
+            stop_requested=stop.requested,
+            journal=journal,
         )
-        loop = Loop(stages, settings, rollouts=rollouts, journal=journal, metrics=metrics, stop=stop, loop_lag=loop_lag)
+        loop = Loop(
+            stages,
+            settings,
+            rollouts=rollouts,
+            journal=journal,
+            metrics=metrics,
+            stop=stop,
+            loop_lag=loop_lag,
+        )
         return await loop.run(state, saved=saved)
 
     try:
@@ -208,7 +245,9 @@ STOPS = [
 
 
 @pytest.mark.parametrize("stop_at", STOPS, ids=lambda stop: f"{stop[0]}-{stop[1]}")
-def test_a_stop_in_any_stage_and_a_resume_give_the_same_weights_and_metrics(tmp_path, untouched, stop_at):
+def test_a_stop_in_any_stage_and_a_resume_give_the_same_weights_and_metrics(
+    tmp_path, untouched, stop_at
+):
     stop = tmp_path / "STOP"
     first = FakeStages(stop, stop_at)
     with pytest.raises(Preempted):
@@ -237,7 +276,9 @@ def untouched_with_losses(tmp_path_factory):
 
 
 @pytest.mark.parametrize("stop_at", STOPS, ids=lambda stop: f"{stop[0]}-{stop[1]}")
-def test_what_was_filtered_and_skipped_before_a_stop_is_counted_once(tmp_path, untouched_with_losses, stop_at):
+def test_what_was_filtered_and_skipped_before_a_stop_is_counted_once(
+    tmp_path, untouched_with_losses, stop_at
+):
     stop, losses = tmp_path / "STOP", {"wanted": neither_third_nor_fourth, "bad": (2, 7)}
     first = FakeStages(stop, stop_at)
     with pytest.raises(Preempted):
@@ -254,7 +295,9 @@ def test_what_was_filtered_and_skipped_before_a_stop_is_counted_once(tmp_path, u
         assert sum(line.get(f"rollout/{name}", 0) for line in lines) > 6
 
 
-def test_a_crash_without_a_save_goes_on_from_the_last_checkpoint_without_a_double_line(tmp_path, untouched):
+def test_a_crash_without_a_save_goes_on_from_the_last_checkpoint_without_a_double_line(
+    tmp_path, untouched
+):
     class Crash(FakeStages):
         async def train(self, groups):
             if len(self.seen) == 16:
@@ -274,7 +317,9 @@ def test_a_crash_without_a_save_goes_on_from_the_last_checkpoint_without_a_doubl
 
 
 @pytest.mark.parametrize("succeeds", [True, False])
-def test_the_last_save_is_waited_for_and_made_again_if_it_failed_in_the_background(tmp_path, succeeds):
+def test_the_last_save_is_waited_for_and_made_again_if_it_failed_in_the_background(
+    tmp_path, succeeds
+):
     stages = FakeStages()
     stages.background_succeeds = succeeds
     run(tmp_path, stages, RunState(pending={}))
@@ -282,10 +327,15 @@ def test_the_last_save_is_waited_for_and_made_again_if_it_failed_in_the_backgrou
 
 
 @pytest.mark.parametrize(
-    "error", [CheckpointError("the storage hangs"), OSError("no space left"), RlpostError("an actor died")]
+    "error",
+    [CheckpointError("the storage hangs"), OSError("no space left"), RlpostError("an actor died")],
 )
-def test_a_stop_whose_save_fails_is_a_stop_all_the_same_and_the_journal_serves(tmp_path, untouched, error):
-    """Else the attempt would count as a failure, and what the journal holds might not outlive the machine."""
+def test_a_stop_whose_save_fails_is_a_stop_all_the_same_and_the_journal_serves(
+    tmp_path, untouched, error
+):
+    """Else the attempt would count as a failure, and what the journal holds might not outlive the
+    machine.
+    """
 
     class Refused(FakeStages):
         async def save(self, state, *, wait):
@@ -326,7 +376,11 @@ def test_a_journal_that_could_not_be_written_to_its_end_is_not_told_as_saved(
 
     stops = []
     monkeypatch.setattr(Journal, "durable", durable)
-    monkeypatch.setitem(globals(), "StopRequest", lambda path, real=StopRequest: stops.append(real(path)) or stops[0])
+    monkeypatch.setitem(
+        globals(),
+        "StopRequest",
+        lambda path, real=StopRequest: stops.append(real(path)) or stops[0],
+    )
     with pytest.raises(Preempted):
         run(tmp_path, Refused(tmp_path / "STOP", ("train", 5)), RunState(pending={}))
     assert stops[0].left_with == left_with
@@ -350,7 +404,9 @@ def test_a_finished_run_started_again_does_nothing(tmp_path, untouched):
 
 
 def test_a_state_reads_back_equal():
-    state = RunState(step=3, cursor={"epoch": 1, "offset": 2, "num_prompts": 10}, pending={"a": 0.1})
+    state = RunState(
+        step=3, cursor={"epoch": 1, "offset": 2, "num_prompts": 10}, pending={"a": 0.1}
+    )
     assert RunState.from_json(state.to_json()) == state
     assert replace(state, pending=None) == state.settled()
 
@@ -367,7 +423,9 @@ def assert_nothing_was_lost(trained, state, batches):
 
 
 @pytest.mark.parametrize("mode", ASYNC)
-def test_while_a_batch_is_trained_the_next_is_generated_and_is_at_most_one_version_old(tmp_path, mode):
+def test_while_a_batch_is_trained_the_next_is_generated_and_is_at_most_one_version_old(
+    tmp_path, mode
+):
     stages = FakeStages()
     state = run(tmp_path, stages, RunState(pending={}), rollout_mode=mode)
     assert stages.versions == [0, 1, 2, 3, 4, 5, 6]
@@ -392,7 +450,15 @@ def test_the_line_of_every_step_says_how_late_the_event_loop_was(tmp_path):
     lags = iter([0.25, 0.5, 0.125, 1.5, 0.0, 0.75])
     run(tmp_path, FakeStages(), RunState(pending={}), loop_lag=lambda: next(lags))
     lines = read_metrics(tmp_path / "metrics.jsonl")
-    assert [line.get("driver/loop_lag_s") for line in lines] == [None, 0.25, 0.5, 0.125, 1.5, 0.0, 0.75]
+    assert [line.get("driver/loop_lag_s") for line in lines] == [
+        None,
+        0.25,
+        0.5,
+        0.125,
+        1.5,
+        0.0,
+        0.75,
+    ]
 
 
 def test_more_staleness_means_more_that_is_generated_ahead(tmp_path):
@@ -417,4 +483,12 @@ def test_a_stop_and_a_resume_lose_nothing_beside_a_training(tmp_path, mode, stop
     end = run(tmp_path, second, RunState.from_json(state.to_json()), saved=True, rollout_mode=mode)
     assert_nothing_was_lost(first.seen + second.seen, end, 6)
     assert max(second.staleness, default=0) <= 1
-    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]

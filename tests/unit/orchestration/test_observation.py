@@ -1,4 +1,6 @@
-"""What is measured of a step: pace from its phases, operations of the model, what waits, and who does not answer."""
+"""What is measured of a step: pace from its phases, operations of the model, what waits, and who
+does not answer.
+"""
 
 import asyncio
 import json
@@ -37,12 +39,16 @@ def config(**tables):
 
 
 def groups(length=10):
-    sample = Sample(0, 0, tuple(range(4)), tuple(range(length - 4)), (-1.0,) * (length - 4), "", "stop", 0)
+    sample = Sample(
+        0, 0, tuple(range(4)), tuple(range(length - 4)), (-1.0,) * (length - 4), "", "stop", 0
+    )
     return [SampleGroup(0, (ScoredSample(sample, 1.0),) * 2)]
 
 
 class Actors:
-    """Two ranks that remember what they were asked; ``is_dead``: none answers what is asked beside its work."""
+    """Two ranks that remember what they were asked; ``is_dead``: none answers what is asked beside
+    its work.
+    """
 
     def __init__(self, *, is_dead=False):
         self.asked, self.is_dead = [], is_dead
@@ -68,7 +74,9 @@ class Actors:
 
 def observation(tmp_path, checkpoints=None, **observe):
     checkpoints = checkpoints or SimpleNamespace(last=None)
-    return Observation(config(observe=observe), HF, checkpoints=checkpoints, traces=tmp_path / "traces")
+    return Observation(
+        config(observe=observe), HF, checkpoints=checkpoints, traces=tmp_path / "traces"
+    )
 
 
 async def train(look, step, train_s=2.0):
@@ -79,11 +87,16 @@ async def train(look, step, train_s=2.0):
         await look.around(groups(), training())
         with span("update weights"):
             pass
-    return await look.measured(step, {"time/step_s": 4.0, "time/train_s": train_s, "rollout/num_tokens": 80})
+    return await look.measured(
+        step, {"time/step_s": 4.0, "time/train_s": train_s, "rollout/num_tokens": 80}
+    )
 
 
 def test_pace_is_tokens_a_gpu_and_what_part_of_a_step_is_waited():
-    found = pace({"time/step_s": 4.0, "time/train_s": 1.0, "time/generate_s": 2.0, "rollout/num_tokens": 80}, config())
+    found = pace(
+        {"time/step_s": 4.0, "time/train_s": 1.0, "time/generate_s": 2.0, "rollout/num_tokens": 80},
+        config(),
+    )
     assert found == {
         "time/tokens_per_s_per_gpu": 5.0,
         "time/trainer_waits_frac": 0.75,
@@ -94,17 +107,27 @@ def test_pace_is_tokens_a_gpu_and_what_part_of_a_step_is_waited():
 
 @pytest.mark.slow
 def test_operations_are_those_that_torch_counts_in_a_forward_pass_three_times(tmp_path):
-    """Compared with torch's own counter over transformers' model of the same shape, its attention computed in full."""
+    """Compared with torch's own counter over transformers' model of the same shape, its attention
+    computed in full.
+    """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     length = 128
-    model = Qwen3ForCausalLM(Qwen3Config(**{key: value for key, value in HF.items() if key != "architectures"}))
+    model = Qwen3ForCausalLM(
+        Qwen3Config(**{key: value for key, value in HF.items() if key != "architectures"})
+    )
     counter = FlopCounterMode(display=False)
-    with counter, torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    with (
+        counter,
+        torch.no_grad(),
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    ):
         model(torch.zeros(1, length, dtype=torch.long))
-    attention = 2 * 2 * HF["num_hidden_layers"] * 64 * length**2  # scores and values, of all pairs; half are masked
+    attention = (
+        2 * 2 * HF["num_hidden_layers"] * 64 * length**2
+    )  # scores and values, of all pairs; half are masked
     causal = counter.get_total_flops() - attention / 2
     assert Flops(config(), HF).of(groups(length)) == pytest.approx(2 * 3 * causal, rel=0.01)
 
@@ -123,7 +146,9 @@ def test_a_line_tells_what_sync_and_checkpoint_took_and_each_checkpoint_once(tmp
 
     async def run():
         look = observation(tmp_path, checkpoints)
-        await look.attach(ActorGroup(Actors()), None, SimpleNamespace(num_bytes=1000, changed_frac=0.02))
+        await look.attach(
+            ActorGroup(Actors()), None, SimpleNamespace(num_bytes=1000, changed_frac=0.02)
+        )
         first = await train(look, 1)
         checkpoints.last = SaveTimes(1, 0.25, 2.5, 4000)
         return first, await train(look, 2), await train(look, 3)
@@ -133,13 +158,21 @@ def test_a_line_tells_what_sync_and_checkpoint_took_and_each_checkpoint_once(tmp
     assert first["memory/actor_gb"] == 2.5 and first["memory/driver_gb"] > 0.01
     assert first["sync/weights_bytes"] == 1000 and first["sync/changed_frac"] == 0.02
     assert 0 <= first["sync/update_s"] < 1
-    assert first["perf/mfu_frac"] == pytest.approx(first["perf/train_tflops_per_gpu"])  # of a peak of 1 TFLOP/s
+    assert first["perf/mfu_frac"] == pytest.approx(
+        first["perf/train_tflops_per_gpu"]
+    )  # of a peak of 1 TFLOP/s
     saved = {key: value for key, value in second.items() if key.startswith("checkpoint/")}
-    assert saved == {"checkpoint/blocking_s": 0.25, "checkpoint/total_s": 2.5, "checkpoint/written_bytes": 4000}
+    assert saved == {
+        "checkpoint/blocking_s": 0.25,
+        "checkpoint/total_s": 2.5,
+        "checkpoint/written_bytes": 4000,
+    }
     assert not [key for line in (first, third) for key in line if key.startswith("checkpoint/")]
 
 
-def test_an_actor_that_does_not_answer_is_missing_from_the_line_and_the_run_goes_on(tmp_path, caplog):
+def test_an_actor_that_does_not_answer_is_missing_from_the_line_and_the_run_goes_on(
+    tmp_path, caplog
+):
     async def run():
         look = observation(tmp_path)
         await look.attach(ActorGroup(Actors(is_dead=True)), None, None)
@@ -166,7 +199,10 @@ def test_chosen_steps_are_traced_with_what_follows_them_and_no_others(tmp_path):
     events = json.loads(path.read_text())["traceEvents"]
     names = [event["name"] for event in events if event["ph"] == "X" and event["pid"] == 1]
     assert names == ["step", "update weights", "save 2", "step", "update weights", "save 3"]
-    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"driver", "actor-0"}
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
+        "driver",
+        "actor-0",
+    }
 
 
 def test_a_run_that_ends_within_the_chosen_steps_leaves_the_trace_of_what_there_was(tmp_path):
@@ -183,7 +219,10 @@ def test_a_run_that_ends_within_the_chosen_steps_leaves_the_trace_of_what_there_
 
 def test_the_profiler_runs_over_its_steps_and_ends_with_the_run(tmp_path):
     async def run(num_steps):
-        look, actors = observation(tmp_path, profile=True, profile_step_start=2, profile_step_end=4), Actors()
+        look, actors = (
+            observation(tmp_path, profile=True, profile_step_start=2, profile_step_end=4),
+            Actors(),
+        )
         await look.attach(ActorGroup(actors), None, None)
         for step in range(1, num_steps + 1):
             await train(look, step)
@@ -201,7 +240,11 @@ def test_a_run_that_has_to_leave_does_not_wait_for_a_profile(tmp_path, caplog, m
 
     class Hung(Actors):
         async def call(self, method, *arguments):
-            return await (asyncio.Event().wait() if method == "profiling.end" else super().call(method, *arguments))
+            return await (
+                asyncio.Event().wait()
+                if method == "profiling.end"
+                else super().call(method, *arguments)
+            )
 
     async def left():
         raise Preempted("between two micro-batches of the last step to profile")
@@ -233,12 +276,16 @@ def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, caplog):
 
 
 def test_an_attempt_counts_those_before_it():
-    events = [{"event": name} for name in ("submitted", "started", "preempted", "started", "committed")]
+    events = [
+        {"event": name} for name in ("submitted", "started", "preempted", "started", "committed")
+    ]
     assert run_metrics(events) == {"run/num_attempts": 2, "run/num_preemptions": 1}
 
 
 def test_an_answer_that_goes_round_at_its_end_is_repetitive_and_prose_is_not():
-    prose = " ".join(f"step {n}: {n} plus {n * 7 % 13} is {n + n * 7 % 13}, so we go on" for n in range(80))
+    prose = " ".join(
+        f"step {n}: {n} plus {n * 7 % 13} is {n + n * 7 % 13}, so we go on" for n in range(80)
+    )
     assert not is_repetitive(prose)
     assert is_repetitive(prose + "wait, let me check that again. " * 200)
     assert not is_repetitive("ab" * 50)
@@ -246,6 +293,9 @@ def test_an_answer_that_goes_round_at_its_end_is_repetitive_and_prose_is_not():
 
 
 def test_steps_after_the_checkpoint_are_trained_again_and_an_evaluation_takes_no_step():
-    lines = [{"step": 0, "time/eval_s": 9.0}, *({"step": step, "time/step_s": 10.0 + step} for step in (1, 2, 3))]
+    lines = [
+        {"step": 0, "time/eval_s": 9.0},
+        *({"step": step, "time/step_s": 10.0 + step} for step in (1, 2, 3)),
+    ]
     assert steps_again(lines, step=1) == {"steps": 2, "step_s": 25.0}
     assert steps_again(lines, step=3) == steps_again([], step=0) == {"steps": 0, "step_s": 0}

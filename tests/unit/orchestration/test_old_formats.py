@@ -1,8 +1,10 @@
-"""A run whose journal and state were written by an older program ends as one that was never interrupted.
+"""A run whose journal and state were written by an older program ends as one that was never
+interrupted.
 
-``tests/data/old_formats`` has what two programs left of a run killed in the training of its sixth step: that of journal
-format 1, and that of format 2, which wrote states with a JSON number per token. To record another one, run this module
-as a script with the older program's modules on the path.
+``tests/data/old_formats`` has what two programs left of a run killed in the training of its sixth
+step: that of journal format 1, and that of format 2, which wrote states with a JSON number per
+token. To record another one, run this module as a script with the older program's modules on the
+path.
 """
 
 import hashlib
@@ -38,7 +40,9 @@ class Stages(FakeStages):
         found = await super().train(groups)
         if len(self.seen) == 4 * (self.dies_in or -1):
             raise Killed
-        values = [[plain(scored.sample), scored.reward] for group in groups for scored in group.samples]
+        values = [
+            [plain(scored.sample), scored.reward] for group in groups for scored in group.samples
+        ]
         self.weights = hashlib.sha256((self.weights + json.dumps(values)).encode()).hexdigest()
         return found | {"train/loss": int(self.weights[:4], 16) / 1e4}
 
@@ -59,14 +63,18 @@ def plain(sample):
 
 
 def answer(prompt, index):
-    """The same for any weights, so that the order of events does not matter; log-probs are float32 numbers."""
+    """The same for any weights, so that the order of events does not matter; log-probs are float32
+    numbers.
+    """
     length = 3 + (prompt.prompt_id + index) % 4
     return Sample(
         prompt.prompt_id,
         index,
         prompt.token_ids,
         tuple(100000 + prompt.prompt_id * 10 + at for at in range(length)),
-        tuple(-float.fromhex("0x1.99999ap-4") * 2**at for at in range(length)),  # 0.1 in float32, 0.2, 0.4
+        tuple(
+            -float.fromhex("0x1.99999ap-4") * 2**at for at in range(length)
+        ),  # 0.1 in float32, 0.2, 0.4
         "Grüße\u2028" * index,
         "stop",
         0,
@@ -90,7 +98,9 @@ async def write(self, entry):
         if self.halted:
             return Unfinished(prompt, (answer(prompt, 0),))
     self.stages.written.append(prompt.prompt_id)
-    return SampleGroup(prompt.prompt_id, tuple(ScoredSample(answer(prompt, i), i + 0.25) for i in (0, 1)))
+    return SampleGroup(
+        prompt.prompt_id, tuple(ScoredSample(answer(prompt, i), i + 0.25) for i in (0, 1))
+    )
 
 
 def interrupted(folder):
@@ -109,7 +119,9 @@ def test_a_run_of_an_older_program_is_resumed_as_if_nothing_had_happened(tmp_pat
     shutil.copytree(RECORDED / program, tmp_path / "old")
     record = json.loads((tmp_path / "old/saved.json").read_text())
     state = RunState.from_json(record["state"])
-    assert state.step == 3 and len(state.backlog.finished) > 0, "it has answers of both the journal and the state"
+    assert state.step == 3 and len(state.backlog.finished) > 0, (
+        "it has answers of both the journal and the state"
+    )
 
     resumed = Stages()
     resumed.weights = record["weights"]
@@ -133,4 +145,6 @@ if __name__ == "__main__":
     target.mkdir()
     FakeEngines.write = write
     state, weights = interrupted(target)
-    (target / "saved.json").write_text(json.dumps({"state": state.to_json(), "weights": weights}, indent=1) + "\n")
+    (target / "saved.json").write_text(
+        json.dumps({"state": state.to_json(), "weights": weights}, indent=1) + "\n"
+    )

@@ -19,12 +19,20 @@ def test_ranks_fill_nodes_in_order_and_engines_spread():
     settings = config(nodes=2, num_gpus_per_node=4, actor_num_gpus_per_node=2, rollout_num_gpus=2)
     placement = place(offers(4, 4), settings)
     assert [slot.ip for slot in placement.actors] == ["10.0.0.0"] * 2 + ["10.0.0.1"] * 2
-    assert [[part.ip for part in parts] for parts in placement.engines] == [["10.0.0.0"], ["10.0.0.1"]]
+    assert [[part.ip for part in parts] for parts in placement.engines] == [
+        ["10.0.0.0"],
+        ["10.0.0.1"],
+    ]
     assert placement.ranks_of_engines == ((), ())
 
 
 def test_one_node_holds_everything_when_it_can():
-    settings = config(num_gpus_per_node=4, actor_num_gpus_per_node=2, rollout_num_gpus=2, rollout_num_gpus_per_engine=2)
+    settings = config(
+        num_gpus_per_node=4,
+        actor_num_gpus_per_node=2,
+        rollout_num_gpus=2,
+        rollout_num_gpus_per_engine=2,
+    )
     placement = place(offers(4), settings)
     assert len(placement.actors) == 2
     assert [[part.num_gpus for part in parts] for parts in placement.engines] == [[2]]
@@ -49,7 +57,11 @@ def test_an_engine_larger_than_a_node_takes_whole_nodes_that_do_not_train():
 )
 def test_colocated_engines_share_the_gpus_of_the_ranks_in_their_order(per_engine, ranks, parts):
     settings = config(
-        colocate=True, nodes=2, num_gpus_per_node=2, actor_num_gpus_per_node=2, rollout_num_gpus_per_engine=per_engine
+        colocate=True,
+        nodes=2,
+        num_gpus_per_node=2,
+        actor_num_gpus_per_node=2,
+        rollout_num_gpus_per_engine=per_engine,
     )
     placement = place(offers(2, 2), settings)
     assert placement.ranks_of_engines == ranks
@@ -59,7 +71,9 @@ def test_colocated_engines_share_the_gpus_of_the_ranks_in_their_order(per_engine
             assert {placement.actors[rank].node_id for rank in part.shared_with} == {part.node_id}
 
 
-@pytest.mark.parametrize(("gpus", "word"), [((1, 4), "2 nodes with 2 GPUs to train"), ((2, 2), "2 engines of 1 GPUs")])
+@pytest.mark.parametrize(
+    ("gpus", "word"), [((1, 4), "2 nodes with 2 GPUs to train"), ((2, 2), "2 engines of 1 GPUs")]
+)
 def test_too_few_gpus_are_an_error_with_a_table(gpus, word):
     settings = config(nodes=2, actor_num_gpus_per_node=2, rollout_num_gpus=2)
     with pytest.raises(PlacementError, match=word) as caught:
@@ -90,10 +104,18 @@ def test_all_ports_are_different_and_inside_the_block():
 
 
 def test_engines_whose_processes_talk_over_tcp_have_room_behind_their_meeting_place():
-    """SGLang takes the six ports behind it: no other service, and no other engine, has one of them."""
+    """SGLang takes the six ports behind it: no other service, and no other engine, has one of
+    them.
+    """
     ports = service_ports(20000, 100, engines=ON_ONE_NODE, num_stages=2, over_tcp=True)
     derived = [meeting + behind for meeting in ports.engine_groups for behind in range(1, 7)]
-    named = [*ports.engines, *ports.engine_groups, ports.router, ports.router_metrics, ports.actor_group]
+    named = [
+        *ports.engines,
+        *ports.engine_groups,
+        ports.router,
+        ports.router_metrics,
+        ports.actor_group,
+    ]
     named += ports.sync_groups
     assert len({*named, *derived}) == len(named) + len(derived)
 
@@ -107,7 +129,13 @@ def test_a_block_that_is_too_small_is_refused():
 def test_the_block_of_a_job_has_ports_for_512_engines_on_64_nodes(over_tcp):
     engines = engines_on(*([number % 64] for number in range(512)))
     ports = service_ports(20600, 400, engines=engines, num_stages=16, over_tcp=over_tcp)
-    numbers = [*ports.engines, *ports.engine_groups, ports.router, ports.router_metrics, *ports.sync_groups]
+    numbers = [
+        *ports.engines,
+        *ports.engine_groups,
+        ports.router,
+        ports.router_metrics,
+        *ports.sync_groups,
+    ]
     assert min(numbers) >= 20600 and max(numbers) < 21000
     places = [(parts[0].ip, port) for parts, port in zip(engines, ports.engines, strict=True)]
     assert len(set(places)) == 512, "two engines listen at the same address"
@@ -118,7 +146,9 @@ def test_engines_of_several_nodes_share_no_port_on_any_of_them():
     ports = service_ports(20000, 100, engines=engines, num_stages=1)
     used = [
         (part.ip, port)
-        for parts, of_engine in zip(engines, zip(ports.engines, ports.engine_groups, strict=True), strict=True)
+        for parts, of_engine in zip(
+            engines, zip(ports.engines, ports.engine_groups, strict=True), strict=True
+        )
         for part in parts
         for port in of_engine
     ]
@@ -141,7 +171,9 @@ def test_ranks_follow_the_gpus_of_their_node_whichever_worker_ray_gave_them_to()
         assert placement.actors[rank].node_id == placement.actors[worker].node_id
 
 
-@pytest.mark.parametrize("positions", [[None] * 8, [0, None, 2, 3, 0, 1, 2, 3], [0, 0, 0, 0, 0, 0, 0, 0]])
+@pytest.mark.parametrize(
+    "positions", [[None] * 8, [0, None, 2, 3, 0, 1, 2, 3], [0, 0, 0, 0, 0, 0, 0, 0]]
+)
 def test_a_node_whose_gpus_are_not_told_apart_keeps_its_order(positions):
     assert order_by_gpu(colocated(per_engine=1).actors, positions) == tuple(range(8))
 
@@ -159,8 +191,12 @@ def test_gpus_that_do_not_begin_at_zero_are_sorted_too():
 
 @pytest.mark.parametrize("per_engine", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", [str, "GPU-{:04x}".format])
-def test_an_engine_gets_the_gpus_of_the_ranks_that_share_with_it_in_the_order_of_the_bus(per_engine, name):
-    """As the stages put it together: the order of the workers, then each engine's list by its ranks."""
+def test_an_engine_gets_the_gpus_of_the_ranks_that_share_with_it_in_the_order_of_the_bus(
+    per_engine, name
+):
+    """As the stages put it together: the order of the workers, then each engine's list by its
+    ranks.
+    """
     placement = colocated(per_engine)
     positions = [2, 0, 3, 1, 1, 3, 2, 0]  # of the workers, as Ray started them
     order = order_by_gpu(placement.actors, positions)

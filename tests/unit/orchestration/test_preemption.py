@@ -47,9 +47,15 @@ def stop_at(tmp_path, now, text):
     return stop
 
 
-def test_the_time_that_is_left_is_counted_to_the_deadline_and_the_time_that_passed_from_the_signal(tmp_path):
+def test_the_time_that_is_left_is_counted_to_the_deadline_and_the_time_that_passed_from_the_signal(
+    tmp_path,
+):
     stop = StopRequest(tmp_path / "STOP", clock=lambda: 130.0)
-    assert stop.time_left_s() is None and stop.seconds_from_signal() is None and not stop.is_nearly_over()
+    assert (
+        stop.time_left_s() is None
+        and stop.seconds_from_signal() is None
+        and not stop.is_nearly_over()
+    )
     stop = stop_at(tmp_path, 130.0, '{"reason": "USR2", "time": 100, "deadline": "200"}')
     assert (stop.time_left_s(), stop.seconds_from_signal()) == (70.0, 30.0)
     assert not stop.is_nearly_over()
@@ -79,7 +85,9 @@ def test_a_checkpoint_is_saved_when_it_fits_before_the_deadline_and_else_the_jou
         (100, HalfTrained("x"), "journal"),
     ],
 )
-def test_what_is_saved_is_remembered_and_weights_between_two_steps_never_are(tmp_path, now, request_, saved):
+def test_what_is_saved_is_remembered_and_weights_between_two_steps_never_are(
+    tmp_path, now, request_, saved
+):
     stop = stop_at(tmp_path, now, '{"reason": "x", "deadline": 200}')
     assert stop.left_with is None
     assert stop.leave_with(request_) == saved == stop.left_with
@@ -122,7 +130,9 @@ def test_a_file_system_that_does_not_answer_for_a_moment_requests_nothing(tmp_pa
     assert stop.requested()
 
 
-def test_a_request_that_cannot_be_read_for_a_moment_is_one_and_its_deadline_is_read_later(tmp_path, monkeypatch):
+def test_a_request_that_cannot_be_read_for_a_moment_is_one_and_its_deadline_is_read_later(
+    tmp_path, monkeypatch
+):
     stop = stop_at(tmp_path, 130.0, '{"reason": "USR2", "time": 100, "deadline": 200}')
     (tmp_path / "STOP").rename(tmp_path / "away")
     with monkeypatch.context() as patched:
@@ -159,7 +169,9 @@ NO_CONNECTION = SimpleNamespace(routes=None)
 
 
 def test_a_slow_grading_is_ended_by_a_request_and_its_answers_are_kept(tmp_path):
-    """The group comes back unfinished with every answer complete, so that a resume only grades it."""
+    """The group comes back unfinished with every answer complete, so that a resume only grades
+    it.
+    """
     stop = StopRequest(tmp_path / "STOP")
 
     class Slow:
@@ -170,7 +182,9 @@ def test_a_slow_grading_is_ended_by_a_request_and_its_answers_are_kept(tmp_path)
     async def answer(builder, prompt, sampling):
         return Sample(prompt.prompt_id, builder.index, (1,), (2, 3), (-0.1, -0.2), "", "stop", 0)
 
-    writer = GroupWriter(NO_CONNECTION, SamplingParams(8), n=2, grader=StoppableGrader(Slow(), stop), function=answer)
+    writer = GroupWriter(
+        NO_CONNECTION, SamplingParams(8), n=2, grader=StoppableGrader(Slow(), stop), function=answer
+    )
     entry = asyncio.run(writer.write(Unfinished(Prompt(7, "p", (1,), "label"))))
     assert isinstance(entry, Unfinished)
     assert [sample.finish_reason for sample in entry.samples] == ["stop", "stop"]
@@ -180,7 +194,11 @@ def test_a_slow_grading_is_ended_by_a_request_and_its_answers_are_kept(tmp_path)
             return [1.0 for _ in samples]
 
     later = StoppableGrader(Quick(), StopRequest(tmp_path / "none"))
-    group = asyncio.run(GroupWriter(NO_CONNECTION, SamplingParams(8), n=2, grader=later, function=answer).write(entry))
+    group = asyncio.run(
+        GroupWriter(NO_CONNECTION, SamplingParams(8), n=2, grader=later, function=answer).write(
+            entry
+        )
+    )
     assert group.rewards == (1.0, 1.0)
 
 
@@ -216,7 +234,9 @@ def test_a_request_that_was_not_seen_for_long_counts_from_when_it_was_written(tm
     (tmp_path / "STOP").write_text('{"reason": "USR2", "time": 1005, "deadline": 1105}')
     for clock in (wall, steady):
         clock.now += 60
-    assert stop.time_left_s() == pytest.approx(45) and stop.seconds_from_signal() == pytest.approx(55)
+    assert stop.time_left_s() == pytest.approx(45) and stop.seconds_from_signal() == pytest.approx(
+        55
+    )
 
 
 def test_a_folder_that_hangs_does_not_hold_up_who_polls(tmp_path, monkeypatch):

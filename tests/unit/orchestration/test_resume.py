@@ -1,6 +1,8 @@
-"""Moments at which a stop is awkward, and a resume that gives the same weights, metrics and order of prompts.
+"""Moments at which a stop is awkward, and a resume that gives the same weights, metrics and order
+of prompts.
 
-The real loop, collector, buffer, journal and prompt cursor; stages of ``test_loop`` in this process.
+The real loop, collector, buffer, journal and prompt cursor; stages of ``test_loop`` in this
+process.
 """
 
 import json
@@ -16,7 +18,9 @@ TIME = {"checkpoint": "N/A", "journal": 1}  # a deadline that nobody knows; one 
 
 
 class Stopping(FakeStages):
-    """A stop is requested at the end of the n-th call of a stage, which itself goes through: the loop finds it."""
+    """A stop is requested at the end of the n-th call of a stage, which itself goes through: the
+    loop finds it.
+    """
 
     def __init__(self, stop, stop_in, saved="checkpoint"):
         super().__init__()
@@ -41,14 +45,22 @@ def resume(folder, first, **rollout):
     state, weights = first.saved or (RunState(pending={}), "")
     second = FakeStages()
     second.weights = weights
-    run(folder, second, RunState.from_json(state.to_json()), saved=first.saved is not None, **rollout)
+    run(
+        folder,
+        second,
+        RunState.from_json(state.to_json()),
+        saved=first.saved is not None,
+        **rollout,
+    )
     return second
 
 
 @pytest.mark.parametrize("saved", TIME)
 @pytest.mark.parametrize("batch_size", [5, 10])
 def test_at_the_boundary_of_an_epoch(tmp_path, saved, batch_size):
-    """Ten prompts: the cursor stands behind the last of an epoch, and the next epoch is not shuffled yet."""
+    """Ten prompts: the cursor stands behind the last of an epoch, and the next epoch is not
+    shuffled yet.
+    """
     whole, lines = undisturbed(tmp_path / "whole", rollout_batch_size=batch_size)
     first = Stopping(tmp_path / "STOP", ("evaluate", 2), saved)  # after step 2
     with pytest.raises(Preempted):
@@ -80,7 +92,9 @@ def test_before_the_first_step(tmp_path, saved):
 
 @pytest.mark.parametrize("stop_in", [("train", 6), ("sync", 6), ("evaluate", 4)])
 def test_after_the_last_step_nothing_is_left_to_stop(tmp_path, stop_in):
-    """A request that comes when everything is trained does not make a run of one attempt a run of two."""
+    """A request that comes when everything is trained does not make a run of one attempt a run of
+    two.
+    """
     whole, lines = undisturbed(tmp_path / "whole")
     first = Stopping(tmp_path / "STOP", stop_in)
     run(tmp_path, first, RunState(pending={}))

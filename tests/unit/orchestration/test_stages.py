@@ -36,7 +36,9 @@ MODES = {
 
 
 class Workers:
-    """Ranks, engines, weights and graders at once: every call succeeds, closing is noted, some calls fail."""
+    """Ranks, engines, weights and graders at once: every call succeeds, closing is noted, some
+    calls fail.
+    """
 
     def __init__(self, name: str, log: list[str], fails: tuple[str, ...] = ()) -> None:
         self._name, self._log, self._fails = name, log, fails
@@ -58,15 +60,22 @@ class Workers:
         return answer
 
 
-def made(mode: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, fails: tuple[str, ...]) -> tuple[Any, list[str]]:
+def made(
+    mode: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, fails: tuple[str, ...]
+) -> tuple[Any, list[str]]:
     """The stages of a mode on workers of which those calls fail, and what they close."""
     log: list[str] = []
     for module in (stages, debug_modes):
         monkeypatch.setattr(module, "Fleet", lambda *_: Workers("fleet", log, fails))
-    monkeypatch.setattr(stages, "WeightCoordinator", lambda *_, **__: Workers("weights", log, fails))
+    monkeypatch.setattr(
+        stages, "WeightCoordinator", lambda *_, **__: Workers("weights", log, fails)
+    )
     stand_ins = {"connect": lambda cluster: [], "place": lambda *_: Placement((SLOT,), ((SLOT,),))}
     stand_ins |= {"service_ports": lambda *_, **__: Ports((), (), 0, 0, 0, (0,))}
-    stand_ins |= {"WorkerGroup": lambda *_, **__: Workers("actors", log, fails), "Training": lambda *_, **__: None}
+    stand_ins |= {
+        "WorkerGroup": lambda *_, **__: Workers("actors", log, fails),
+        "Training": lambda *_, **__: None,
+    }
     stand_ins |= {"order_by_gpu": lambda *_: [0]}
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(startup, name, stand_in)
@@ -76,9 +85,13 @@ def made(mode: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, fails: tup
     (folder / "model").mkdir()
     for name in ("config.json", "generation_config.json"):
         (folder / "model" / name).write_text(json.dumps(MODEL))
-    config = load([], {"checkpoint": {"hf_checkpoint": str(folder / "model")}, **MODES[mode][0]}).config
+    config = load(
+        [], {"checkpoint": {"hf_checkpoint": str(folder / "model")}, **MODES[mode][0]}
+    ).config
     cluster = Cluster("10.0.0.1:1", str(folder / "run/attempts/0"), (), 20000, 100)
-    checkpoints = Checkpoints(config.checkpoint, folder / "checkpoints", committed=lambda step, path: None)
+    checkpoints = Checkpoints(
+        config.checkpoint, folder / "checkpoints", committed=lambda step, path: None
+    )
     stop = StopRequest(folder / "STOP")
     return make_stages(config, cluster, checkpoints=checkpoints, stop=stop), log
 

@@ -18,7 +18,9 @@ HEALTHY = {"train/ppo_kl": 0.0, "train/grad_norm": 1.0, "train/rollout_logprob_a
 
 
 class Actors:
-    """Two pipeline stages of one data-parallel rank; only the last has log-probs: old ones -1, reference ones -2."""
+    """Two pipeline stages of one data-parallel rank; only the last has log-probs: old ones -1,
+    reference ones -2.
+    """
 
     def __init__(self, metrics=HEALTHY):
         self.metrics = metrics
@@ -41,7 +43,15 @@ class Actors:
         self.calls.append((method, [(batch.reference,) for (batch,) in arguments]))
         value = {"compute_logprobs": -1.0, "compute_ref_logprobs": -2.0}[method]
         batch = arguments[-1][0].reference
-        return [None, Stored([[self.of_sample(value, sample) for sample in micro] for micro in batch.micro_batches])]
+        return [
+            None,
+            Stored(
+                [
+                    [self.of_sample(value, sample) for sample in micro]
+                    for micro in batch.micro_batches
+                ]
+            ),
+        ]
 
     def of_sample(self, value, sample):
         return FloatColumn([value] * sample.response_length)
@@ -65,7 +75,8 @@ def groups():
         return Sample(prompt, index, (1, 2), ids, (-1.0,) * len(ids), "", "stop", 0, loss_mask=mask)
 
     return [
-        SampleGroup(prompt, tuple(ScoredSample(sample(prompt, i), float(i)) for i in range(2))) for prompt in range(2)
+        SampleGroup(prompt, tuple(ScoredSample(sample(prompt, i), float(i)) for i in range(2)))
+        for prompt in range(2)
     ]
 
 
@@ -74,12 +85,18 @@ def train(actors, *, num_steps=1, is_fresh=True, stop=None, **grpo):
         {
             "cluster": {"actor_num_nodes": 1, "actor_num_gpus_per_node": 2},
             "perf": {"pipeline_model_parallel_size": 2},
-            "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "num_steps_per_rollout": num_steps},
+            "rollout": {
+                "rollout_batch_size": 2,
+                "n_samples_per_prompt": 2,
+                "num_steps_per_rollout": num_steps,
+            },
             "grpo": grpo,
         }
     )
     stop = stop or StopRequest(Path("/nowhere"))
-    training = Training(config, ActorGroup(actors), [0, 0], stop=stop, is_fresh=is_fresh, break_even=1e9)
+    training = Training(
+        config, ActorGroup(actors), [0, 0], stop=stop, is_fresh=is_fresh, break_even=1e9
+    )
     return asyncio.run(training.train(groups()))
 
 
@@ -95,14 +112,24 @@ def test_one_step_a_rollout_needs_no_log_probs_and_several_take_theirs_before_th
 
 @pytest.mark.parametrize("num_steps", [1, 2])
 def test_a_penalty_in_the_reward_reaches_the_right_sample(num_steps):
-    """KL (k1) is 1 a token: a sample of n trained tokens loses n x 0.1 of its reward, which is its index."""
+    """KL (k1) is 1 a token: a sample of n trained tokens loses n x 0.1 of its reward, which is its
+    index.
+    """
     actors = Actors()
-    metrics = train(actors, num_steps=num_steps, kl_coef=0.1, kl_loss_type="k1", disable_grpo_std_normalization=True)
+    metrics = train(
+        actors,
+        num_steps=num_steps,
+        kl_coef=0.1,
+        kl_loss_type="k1",
+        disable_grpo_std_normalization=True,
+    )
     samples = actors.trained()
     difference = (1 - 0.2) - (0 - 0.1)
     expected = {2: -difference / 2, 3: difference / 2}
     assert len(samples) == 4
-    assert [s.advantage for s in samples] == pytest.approx([expected[s.response_length] for s in samples])
+    assert [s.advantage for s in samples] == pytest.approx(
+        [expected[s.response_length] for s in samples]
+    )
     assert metrics["train/reward_kl"] == pytest.approx(1.0)
 
 
@@ -112,7 +139,9 @@ def test_returns_to_go_are_one_advantage_a_token():
     samples = actors.trained()
     assert all(len(s.advantages) == s.response_length for s in samples)
     longest = max(samples, key=lambda sample: sample.response_length)
-    assert longest.advantages[0] == longest.advantages[1] < longest.advantages[2], "later tokens have less before them"
+    assert longest.advantages[0] == longest.advantages[1] < longest.advantages[2], (
+        "later tokens have less before them"
+    )
 
 
 def test_warnings_are_logged_and_errors_end_the_run(caplog):
@@ -147,7 +176,9 @@ class Stopping(Actors):
                 await asyncio.sleep(60)
 
 
-@pytest.mark.parametrize("stop_in", [("compute_logprobs", 1), ("compute_logprobs", 2), ("compute_ref_logprobs", 2)])
+@pytest.mark.parametrize(
+    "stop_in", [("compute_logprobs", 1), ("compute_logprobs", 2), ("compute_ref_logprobs", 2)]
+)
 def test_a_stop_before_the_first_optimizer_step_leaves_before_the_next_pass(tmp_path, stop_in):
     actors = Stopping(tmp_path / "STOP", stop_in)
     with pytest.raises(Preempted) as found:
@@ -158,7 +189,9 @@ def test_a_stop_before_the_first_optimizer_step_leaves_before_the_next_pass(tmp_
 
 
 def test_a_stop_after_the_first_optimizer_step_lets_the_others_follow_when_there_is_time(tmp_path):
-    """Between two steps of a rollout the weights belong to no state that a resume could start from."""
+    """Between two steps of a rollout the weights belong to no state that a resume could start
+    from.
+    """
     actors = Stopping(tmp_path / "STOP", ("train_step", 1))
     train(actors, num_steps=2, stop=StopRequest(tmp_path / "STOP"))
     assert len(actors.named("train_step")) == 2

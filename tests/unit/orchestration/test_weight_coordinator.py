@@ -1,4 +1,6 @@
-"""Weight updates through the coordinator: a stop between two buckets, broken broadcasts, folders and copies."""
+"""Weight updates through the coordinator: a stop between two buckets, broken broadcasts, folders
+and copies.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -67,10 +69,18 @@ class Actors:
 
     def __init__(self, stop_file: Path, *, backend: str = "gloo") -> None:
         self.stop_file, self.begun, self.ended = stop_file, [], []
-        self.answers = {"buckets.plan": [BUCKETS], "sync_stage": [0], "broadcast.backend": [backend]}
+        self.answers = {
+            "buckets.plan": [BUCKETS],
+            "sync_stage": [0],
+            "broadcast.backend": [backend],
+        }
 
     async def call(self, method, *arguments):
-        return await self.transfer(method, *arguments) if method in MOVES else self.answers.get(method, [None])
+        return (
+            await self.transfer(method, *arguments)
+            if method in MOVES
+            else self.answers.get(method, [None])
+        )
 
     async def call_each(self, method, arguments):
         return [None] * len(arguments)
@@ -119,7 +129,9 @@ ON_ITS_GPU = ((Slot("n0", "10.0.0.1", 1, (0,)),),)
 def test_the_bucket_under_way_arrives_and_none_is_begun_after_it(engines, settings, tmp_path):
     actors = Actors(tmp_path / "STOP")
     with pytest.raises(Preempted):
-        asyncio.run(updated(coordinator(actors, tmp_path / "weights", engines=engines, **settings), 7))
+        asyncio.run(
+            updated(coordinator(actors, tmp_path / "weights", engines=engines, **settings), 7)
+        )
     assert len(actors.begun) == len(actors.ended) == 2
 
 
@@ -169,8 +181,12 @@ def test_engines_leave_a_broken_broadcast_by_themselves_on_gloo(tmp_path):
         ({"sglang_enable_symm_mem": True}, {"NCCL_CUMEM_ENABLE": "0"}, "1"),
     ],
 )
-def test_the_trainer_imports_memory_of_its_peers_as_the_engines_do(sglang, given, wanted, tmp_path, monkeypatch):
-    """The same rule as in SGLang (tests/contract/cuda), in the environment that the actors' workers get."""
+def test_the_trainer_imports_memory_of_its_peers_as_the_engines_do(
+    sglang, given, wanted, tmp_path, monkeypatch
+):
+    """The same rule as in SGLang (tests/contract/cuda), in the environment that the actors' workers
+    get.
+    """
     config = load([], {"sglang": sglang}).config
     assert nccl_environment(config, given) == {"NCCL_CUMEM_ENABLE": wanted}
     envs = []
@@ -179,7 +195,9 @@ def test_the_trainer_imports_memory_of_its_peers_as_the_engines_do(sglang, given
     for key, value in given.items():
         monkeypatch.setenv(key, value)
     cluster = Cluster("10.0.0.1:1", str(tmp_path), (), 20000, 100)
-    startup.Startup(config, cluster, stop=StopRequest(tmp_path / "STOP")).actor_workers(Placement((ACTOR, ACTOR), ()))
+    startup.Startup(config, cluster, stop=StopRequest(tmp_path / "STOP")).actor_workers(
+        Placement((ACTOR, ACTOR), ())
+    )
     assert [env["NCCL_CUMEM_ENABLE"] for env in envs] == [wanted] * 2
 
 
@@ -193,7 +211,9 @@ def test_a_folder_of_weights_is_not_begun(tmp_path):
 
 
 class Copies:
-    """A group of workers that hold a copy of the weights each; notes what it was made of and what it was asked."""
+    """A group of workers that hold a copy of the weights each; notes what it was made of and what
+    it was asked.
+    """
 
     made: ClassVar[list["Copies"]] = []
     dead = False
@@ -257,13 +277,17 @@ def test_a_folder_on_every_host_is_one_a_node_with_engines_and_the_runs_own(tmp_
 
 @pytest.mark.parametrize("mode", ["full", "delta"])
 def test_in_a_folder_that_others_use_too_only_the_runs_own_files_go(tmp_path, monkeypatch, mode):
-    """--update-weight-disk-dir may hold a folder version-2 of somebody's, or the files of another run."""
+    """--update-weight-disk-dir may hold a folder version-2 of somebody's, or the files of another
+    run.
+    """
     shared = tmp_path / "scratch"
     theirs = [".version-0000001", "copy", "version-0000001", "version-2"]
     for name in theirs:
         (shared / name).mkdir(parents=True)
         (shared / name / "model.safetensors").write_text("somebody's")
-    one, actors, _ = delta_sync(tmp_path, monkeypatch, update_weight_disk_dir=str(shared), update_weight_mode=mode)
+    one, actors, _ = delta_sync(
+        tmp_path, monkeypatch, update_weight_disk_dir=str(shared), update_weight_mode=mode
+    )
     asyncio.run(updated(one, 1))
     assert {path.parent.parent for copies in Copies.made for path in copies.folders} <= {shared}
     assert {Path(words[0]).parent.parent for words in actors.wanted} == {shared}

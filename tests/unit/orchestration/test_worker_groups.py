@@ -1,4 +1,5 @@
-"""Each method that a group calls by name exists in the class that runs in its workers, and takes what it is given.
+"""Each method that a group calls by name exists in the class that runs in its workers, and takes
+what it is given.
 
 Read from the source: importing the actor would load torch and Megatron-core.
 """
@@ -53,14 +54,21 @@ def methods(group: type) -> list[str]:
     return [name for name in vars(group) if not name.startswith("_") and name not in NOT_CALLS]
 
 
-CASES = [pytest.param(group, name, id=f"{group.__name__}.{name}") for group in RUNS for name in methods(group)]
+CASES = [
+    pytest.param(group, name, id=f"{group.__name__}.{name}")
+    for group in RUNS
+    for name in methods(group)
+]
 
 
 @pytest.mark.parametrize(("group", "name"), CASES)
 def test_a_method_called_by_name_exists_and_takes_these_arguments(group: type, name: str) -> None:
     recorder = Recorder()
     method = getattr(group(recorder), name)
-    given = {parameter.name: _example(parameter) for parameter in inspect.signature(method).parameters.values()}
+    given = {
+        parameter.name: _example(parameter)
+        for parameter in inspect.signature(method).parameters.values()
+    }
     many = [value for key, value in given.items() if key == "parts"]
     keywords = {key: value for key, value in given.items() if key != "parts"}
     asyncio.run(method(*(many[0] if many else ()), **keywords))
@@ -81,20 +89,27 @@ def _example(parameter: inspect.Parameter) -> Any:
 
 
 def _target(file: str, class_name: str, dotted: str) -> ast.AST:
-    """What ``dotted`` names in a class: a function, a property's, or an attribute that its methods assign."""
+    """What ``dotted`` names in a class: a function, a property's, or an attribute that its methods
+    assign.
+    """
     path = ROOT / file
     tree = ast.parse(path.read_text())
     found = _class(tree, class_name)
     first, _, rest = dotted.partition(".")
     if not rest:
-        named = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == first]
+        named = [
+            node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == first
+        ]
         return named[0] if named else _assigned(found, first)
     value = _assigned(found, first)
-    assert isinstance(value, ast.Call) and isinstance(value.func, ast.Name), f"{class_name}.{first} is made of a class"
+    assert isinstance(value, ast.Call) and isinstance(value.func, ast.Name), (
+        f"{class_name}.{first} is made of a class"
+    )
     module = next(
         node.module
         for node in tree.body
-        if isinstance(node, ast.ImportFrom) and any(alias.name == value.func.id for alias in node.names)
+        if isinstance(node, ast.ImportFrom)
+        and any(alias.name == value.func.id for alias in node.names)
     )
     return _target(f"{module.replace('.', '/')}.py", value.func.id, rest)
 
@@ -107,10 +122,18 @@ def _assigned(found: ast.ClassDef, attribute: str) -> ast.AST:
     """The value that a method assigns to ``self.attribute``."""
     for node in ast.walk(found):
         targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
         )
         for target in targets:
-            if isinstance(target, ast.Attribute) and target.attr == attribute and node.value is not None:
+            if (
+                isinstance(target, ast.Attribute)
+                and target.attr == attribute
+                and node.value is not None
+            ):
                 return node.value
     raise AssertionError(f"{found.name} has no {attribute}")
 
@@ -119,10 +142,16 @@ def _check_arguments(function: ast.FunctionDef, num_arguments: int, names: froze
     arguments = function.args
     most = len(arguments.args) - 1  # without self
     least = most - len(arguments.defaults)
-    assert arguments.vararg or least <= num_arguments <= most, f"{function.name} takes {least} to {most} arguments"
-    assert names <= {one.arg for one in (*arguments.args, *arguments.kwonlyargs)}, f"{function.name}: {names}"
+    assert arguments.vararg or least <= num_arguments <= most, (
+        f"{function.name} takes {least} to {most} arguments"
+    )
+    assert names <= {one.arg for one in (*arguments.args, *arguments.kwonlyargs)}, (
+        f"{function.name}: {names}"
+    )
     needed = {
-        one.arg for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None
+        one.arg
+        for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if default is None
     }
     assert needed <= names, f"{function.name} needs {needed - names}"
 
@@ -133,7 +162,11 @@ def test_no_other_module_calls_a_worker_by_name() -> None:
     for path in (ROOT / "rlpost").rglob("*.py"):
         if path.name in ("worker_groups.py", "workers.py"):
             continue
-        found += [f"{path.name}:{node.lineno}" for node in ast.walk(ast.parse(path.read_text())) if _is_by_name(node)]
+        found += [
+            f"{path.name}:{node.lineno}"
+            for node in ast.walk(ast.parse(path.read_text()))
+            if _is_by_name(node)
+        ]
     assert not found
 
 

@@ -48,13 +48,17 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
 def group(folder: Path) -> WorkerGroup:
     slots = [Slot("00" * 28, "10.0.0.1", 1)] * NUM_WORKERS
     names = [f"actor-{rank}" for rank in range(NUM_WORKERS)]
-    return WorkerGroup([object] * NUM_WORKERS, slots, names=names, log_dir=folder, envs=[{}] * NUM_WORKERS)
+    return WorkerGroup(
+        [object] * NUM_WORKERS, slots, names=names, log_dir=folder, envs=[{}] * NUM_WORKERS
+    )
 
 
 def test_a_call_that_is_cancelled_while_it_is_submitted_reaches_every_worker(
     made: list[Worker], tmp_path: Path
 ) -> None:
-    """Ranks meet in collectives: one that never heard of a call would wait for the others in the next one."""
+    """Ranks meet in collectives: one that never heard of a call would wait for the others in the
+    next one.
+    """
 
     async def run() -> None:
         actors = group(tmp_path)
@@ -69,18 +73,26 @@ def test_a_call_that_is_cancelled_while_it_is_submitted_reaches_every_worker(
     assert [worker.heard for worker in made] == [[("first",), ("second",)]] * NUM_WORKERS
 
 
-def test_calls_made_together_reach_all_workers_in_one_order(made: list[Worker], tmp_path: Path) -> None:
+def test_calls_made_together_reach_all_workers_in_one_order(
+    made: list[Worker], tmp_path: Path
+) -> None:
     async def run() -> list[list[int]]:
         actors = group(tmp_path)
-        return await asyncio.gather(actors.call("m", "a"), actors.call_aside("m", "b"), actors.call("m", "c"))
+        return await asyncio.gather(
+            actors.call("m", "a"), actors.call_aside("m", "b"), actors.call("m", "c")
+        )
 
     results = asyncio.run(run())
     assert [worker.heard for worker in made] == [[("a",), ("b",), ("c",)]] * NUM_WORKERS
     assert results == [[number] * NUM_WORKERS for number in (1, 2, 3)]
 
 
-def test_a_stored_argument_is_given_to_ray_as_its_reference(made: list[Worker], tmp_path: Path) -> None:
-    """Ray gives the worker the value of a reference that is an argument, and leaves one within an argument alone."""
+def test_a_stored_argument_is_given_to_ray_as_its_reference(
+    made: list[Worker], tmp_path: Path
+) -> None:
+    """Ray gives the worker the value of a reference that is an argument, and leaves one within an
+    argument alone.
+    """
 
     async def run() -> None:
         await group(tmp_path).call_each("m", [(Stored("reference"), None)] * NUM_WORKERS)

@@ -17,7 +17,12 @@ HOSTILE = '</script><img src=http://example.com/x onerror=alert(1)><b>bold</b> &
 
 
 def make_run(
-    root: Path, *, num_steps: int = 240, preempted_at: tuple[int, ...] = (70, 150), seed: int = 0, **settings: object
+    root: Path,
+    *,
+    num_steps: int = 240,
+    preempted_at: tuple[int, ...] = (70, 150),
+    seed: int = 0,
+    **settings: object,
 ) -> RunFolder:
     """A finished run on two nodes, with an answer of HOSTILE text in it."""
     values = {"rollout": {"num_rollout": num_steps}, "cluster": {"nodes": 2, "job_name": "seven-b"}}
@@ -50,11 +55,21 @@ def _line(step: int, num_steps: int, rng: random.Random) -> dict[str, float]:
     done = step / num_steps
     line: dict[str, float] = {"step": step}
     if step % 20 == 0:
-        line |= {"eval/aime/reward_mean": 0.12 + 0.5 * (1 - math.exp(-3 * done)), "time/eval_s": 30 + rng.random()}
-        line |= {"eval/math500/reward_mean": 0.41 + 0.42 * (1 - math.exp(-4 * done)), "eval/aime/pass@8": 0.4}
+        line |= {
+            "eval/aime/reward_mean": 0.12 + 0.5 * (1 - math.exp(-3 * done)),
+            "time/eval_s": 30 + rng.random(),
+        }
+        line |= {
+            "eval/math500/reward_mean": 0.41 + 0.42 * (1 - math.exp(-4 * done)),
+            "eval/aime/pass@8": 0.4,
+        }
     if step == 0:
         return line
-    times = {"generate": 55 + 12 * done + rng.gauss(0, 4), "train": 28 + rng.gauss(0, 1), "sync": 3 + rng.random()}
+    times = {
+        "generate": 55 + 12 * done + rng.gauss(0, 4),
+        "train": 28 + rng.gauss(0, 1),
+        "sync": 3 + rng.random(),
+    }
     total = sum(times.values()) + 1
     length = 900 + 1900 * done + rng.gauss(0, 60)
     return line | {
@@ -73,7 +88,10 @@ def _line(step: int, num_steps: int, rng: random.Random) -> dict[str, float]:
         "train/clip_frac_low": 0.003 + rng.random() * 0.001,
         "train/clip_frac_high": 0.006 + rng.random() * 0.002,
         "train/rollout_logprob_abs_diff": 0.011 + rng.random() * 0.002,
-        "train/grad_norm": 0.4 + 0.3 * math.exp(-4 * done) + abs(rng.gauss(0, 0.05)) + (2.0 if step == 61 else 0.0),
+        "train/grad_norm": 0.4
+        + 0.3 * math.exp(-4 * done)
+        + abs(rng.gauss(0, 0.05))
+        + (2.0 if step == 61 else 0.0),
         "train/lr": 1e-6 * min(1.0, step / 10),
         **{f"time/{name}_s": value for name, value in times.items()},
         "time/step_s": total,
@@ -100,7 +118,14 @@ def _write_ledger(run: RunFolder, num_steps: int, preempted_at: tuple[int, ...])
 
     say(0, "submitted", job_id="4711", nodes=2)
     for attempt, last in enumerate((*preempted_at, num_steps)):
-        say(900 if attempt else 240, "attempt", attempt=attempt, job_id="4711", nodes="n[01-02]", image=None)
+        say(
+            900 if attempt else 240,
+            "attempt",
+            attempt=attempt,
+            job_id="4711",
+            nodes="n[01-02]",
+            image=None,
+        )
         say(25, "started", attempt=str(attempt), step=saved, nodes=["n01", "n02"])
         say(180, "ready", attempt=str(attempt), step=saved)
         for step in range(saved + 1, last + 1):
@@ -121,7 +146,15 @@ def _write_ledger(run: RunFolder, num_steps: int, preempted_at: tuple[int, ...])
                 exclude=[],
             )
     say(2, "done", step=num_steps, weights="ab" * 32)
-    say(9, "verdict", attempt=len(preempted_at), verdict="done", cause="the driver ended with 0", answer=0, reason="")
+    say(
+        9,
+        "verdict",
+        attempt=len(preempted_at),
+        verdict="done",
+        cause="the driver ended with 0",
+        answer=0,
+        reason="",
+    )
     run.ledger.path.write_text("".join(json.dumps(event) + "\n" for event in events))
 
 

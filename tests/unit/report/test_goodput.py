@@ -31,8 +31,13 @@ def measured(events, lines, *, layout=FOUR_COLOCATED, until_s=99_999):
 def attempt(begin_s, number, *, step, ready_s=None, started_s=None, **started):
     """An attempt that is up 30 s after its begin and ready at ``ready_s``."""
     made = [(begin_s, "attempt", {"attempt": number, "num_nodes": 1})]
-    made.append((started_s or begin_s + 30, "started", {"attempt": str(number), "step": step, **started}))
-    return [*made, *([(ready_s, "ready", {"attempt": str(number), "step": step})] if ready_s else [])]
+    made.append(
+        (started_s or begin_s + 30, "started", {"attempt": str(number), "step": step, **started})
+    )
+    return [
+        *made,
+        *([(ready_s, "ready", {"attempt": str(number), "step": step})] if ready_s else []),
+    ]
 
 
 def verdict(at_s, number, word, answer):
@@ -40,8 +45,10 @@ def verdict(at_s, number, word, answer):
 
 
 def test_a_run_that_is_preempted_once():
-    """Attempt 0: 90 s start-up, steps 1 to 7 of 100 s, a save of 20 s, 90 s to its end. Attempt 1, 300 s later: 60 s
-    start-up, steps 8 to 10, saves of 10 s, 30 s of other work."""
+    """Attempt 0: 90 s start-up, steps 1 to 7 of 100 s, a save of 20 s, 90 s to its end.
+
+    Attempt 1, 300 s later: 60 s start-up, steps 8 to 10, saves of 10 s, 30 s of other work.
+    """
     events = ledger(
         (0, "submitted", {"job_id": "1"}),
         *attempt(100, 0, step=0, ready_s=190),
@@ -57,15 +64,19 @@ def test_a_run_that_is_preempted_once():
     # 900 s and 400 s on four GPUs
     assert found.gpu_hours == pytest.approx(1300 / 900)
     by_use = {use: hours * 900 for use, hours in found.gpu_hours_by_use.items()}
-    assert by_use == pytest.approx({"trained": 1000, "start-up": 150, "saving": 30, "recovery": 90, "other": 30})
+    assert by_use == pytest.approx(
+        {"trained": 1000, "start-up": 150, "saving": 30, "recovery": 90, "other": 30}
+    )
     assert found.trained_frac == pytest.approx(10 / 13)
     assert found.queue_s == 100 + 300
     assert found.cost is None
 
 
 def test_a_crash_charges_the_steps_that_are_trained_again_to_the_attempt_that_lost_them():
-    """Attempt 0 saves step 2, finishes steps 3 to 5 (300 s) and dies in the sixth, 70 s later. Attempt 1 trains 3 to 6:
-    from the journal 3 to 5 take 40 s each, step 6 takes 100 s."""
+    """Attempt 0 saves step 2, finishes steps 3 to 5 (300 s) and dies in the sixth, 70 s later.
+
+    Attempt 1 trains 3 to 6: from the journal 3 to 5 take 40 s each, step 6 takes 100 s.
+    """
     events = ledger(
         (0, "submitted", {}),
         *attempt(0, 0, step=0, ready_s=100),
@@ -77,7 +88,9 @@ def test_a_crash_charges_the_steps_that_are_trained_again_to_the_attempt_that_lo
     )
     found = measured(events, [*steps(1, 2, 100.0), *steps(3, 5, 40.0), *steps(6, 6, 100.0)])
     by_use = {use: hours * 900 for use, hours in found.gpu_hours_by_use.items()}
-    assert by_use == pytest.approx({"trained": 420, "repeated": 300, "start-up": 160, "saving": 10, "recovery": 70})
+    assert by_use == pytest.approx(
+        {"trained": 420, "repeated": 300, "start-up": 160, "saving": 10, "recovery": 70}
+    )
     assert found.gpu_hours == pytest.approx((680 + 280) / 900)
     assert found.queue_s == 20
 
@@ -114,14 +127,18 @@ def test_what_still_runs_counts_until_now():
     by_use = {use: hours * 900 for use, hours in found.gpu_hours_by_use.items()}
     # the step in progress is not trained yet
     assert by_use == pytest.approx({"trained": 300, "start-up": 100, "evaluation": 50, "other": 50})
-    waiting = measured([*running, *ledger(verdict(600, 0, "requeue", "again"))], lines, until_s=1000)
+    waiting = measured(
+        [*running, *ledger(verdict(600, 0, "requeue", "again"))], lines, until_s=1000
+    )
     assert waiting.gpu_hours == found.gpu_hours and waiting.queue_s == 100 + 400
     cancelled = [*running, *ledger(verdict(600, 0, "requeue", "again"), (700, "cancelled", {}))]
     assert measured(cancelled, lines, until_s=1000).queue_s == 100 + 100
 
 
 def test_halves_that_wait_for_each_other_and_spare_nodes_are_not_trained_time():
-    """Two nodes of four GPUs and a spare: four train for 40 s of a step of 100 s, two generate for 50 s of it."""
+    """Two nodes of four GPUs and a spare: four train for 40 s of a step of 100 s, two generate for
+    50 s of it.
+    """
     layout = Layout(gpus_per_node=4, num_nodes=3, trainer=4, engines=2, gpu_hour_price=2.5)
     events = ledger(
         (0, "attempt", {"attempt": 0, "num_nodes": 3}),
@@ -129,22 +146,32 @@ def test_halves_that_wait_for_each_other_and_spare_nodes_are_not_trained_time():
         (0, "ready", {"attempt": "0", "step": 0}),
         (3600, "done", {}),
     )
-    lines = steps(1, 36, 100.0, **{"time/trainer_waits_frac": 0.6, "time/generation_waited_frac": 0.5})
+    lines = steps(
+        1, 36, 100.0, **{"time/trainer_waits_frac": 0.6, "time/generation_waited_frac": 0.5}
+    )
     found = measured(events, lines, layout=layout)
     # hours of an hour on 12 GPUs: waiting 4 x 0.6 + 2 x 0.5, 6 GPUs without a role
-    assert found.gpu_hours_by_use == pytest.approx({"trained": 2.6, "waiting": 3.4, "unassigned": 6.0})
+    assert found.gpu_hours_by_use == pytest.approx(
+        {"trained": 2.6, "waiting": 3.4, "unassigned": 6.0}
+    )
     assert found.cost == pytest.approx(30.0)
     assert found.line == (
         "22% of 12.0 GPU h trained steps; unassigned 50% (6.0 GPU h), waiting 28% (3.4 GPU h); cost 30.00, trained 6.50"
     )
     asynchronous = Layout(gpus_per_node=4, num_nodes=3, trainer=4, engines=2, is_synchronous=False)
-    assert measured(events, lines, layout=asynchronous).gpu_hours_by_use["waiting"] == pytest.approx(2.4)
+    assert measured(events, lines, layout=asynchronous).gpu_hours_by_use[
+        "waiting"
+    ] == pytest.approx(2.4)
 
 
 def test_gpus_of_an_attempt_are_its_own_after_a_resume_with_other_nodes():
     events = ledger(
         (0, "attempt", {"attempt": 0, "num_nodes": 2}),
-        (0, "started", {"attempt": "0", "step": 0, "gpus": {"per_node": 2, "trainer": 4, "engines": 4}}),
+        (
+            0,
+            "started",
+            {"attempt": "0", "step": 0, "gpus": {"per_node": 2, "trainer": 4, "engines": 4}},
+        ),
         (0, "ready", {"attempt": "0"}),
         (900, "verdict", {"attempt": 0, "verdict": "requeue", "answer": 75}),
         (5000, "submitted", {}),
@@ -158,7 +185,9 @@ def test_gpus_of_an_attempt_are_its_own_after_a_resume_with_other_nodes():
 
 
 def test_an_old_ledger_has_the_nodes_of_run_json_and_the_saves_of_the_metrics():
-    config = load([], {"cluster": {"nodes": 2, "num_gpus_per_node": 4, "spare_nodes": 1, "gpu_hour_price": 3}}).config
+    config = load(
+        [], {"cluster": {"nodes": 2, "num_gpus_per_node": 4, "spare_nodes": 1, "gpu_hour_price": 3}}
+    ).config
     layout = Layout.of_settings(json.loads(dump(config)))
     assert (layout.gpus_per_node, layout.num_nodes, layout.gpu_hour_price) == (4, 3, 3.0)
     events = ledger(
@@ -174,7 +203,9 @@ def test_an_old_ledger_has_the_nodes_of_run_json_and_the_saves_of_the_metrics():
     assert found.gpu_hours_by_use["saving"] == pytest.approx(12 * 30 / 3600)
 
 
-@pytest.mark.parametrize("settings", [{}, {"cluster": {"nodes": "many"}}, {"cluster": {"no_such_setting": 1}}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"cluster": {"nodes": "many"}}, {"cluster": {"no_such_setting": 1}}]
+)
 def test_without_settings_that_can_be_read_nothing_is_claimed(settings):
     assert Layout.of_settings(settings) is None
     events = ledger(*attempt(0, 0, step=0, ready_s=50))

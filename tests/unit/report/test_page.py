@@ -1,4 +1,6 @@
-"""The page of a run: everything is on it, nothing of the run can act on it, and half a run has one as well."""
+"""The page of a run: everything is on it, nothing of the run can act on it, and half a run has one
+as well.
+"""
 
 import json
 import re
@@ -20,7 +22,9 @@ VOID = {"meta", "link", "input", "br", "img"}
 
 
 class Reader(HTMLParser):
-    """Elements, their attributes and their text; asserts that every element is closed where it should be."""
+    """Elements, their attributes and their text; asserts that every element is closed where it
+    should be.
+    """
 
     def __init__(self, page):
         super().__init__()
@@ -59,15 +63,30 @@ def test_everything_a_person_asks_for_is_on_the_page(page):
     text = " ".join(read.text)
     titles = {attrs["aria-label"] for tag, attrs in read.elements if tag == "svg"}
     assert titles >= {"Reward", "Answer length", "Entropy", "KL", "Throughput", "Phases of a step"}
-    for word in ("240 / 240", "attempts, 2 preempted", "preempted: SIGUSR2", "mlx5_0,mlx5_1", "rlpost requeue", "done"):
+    for word in (
+        "240 / 240",
+        "attempts, 2 preempted",
+        "preempted: SIGUSR2",
+        "mlx5_0,mlx5_1",
+        "rlpost requeue",
+        "done",
+    ):
         assert word in text, word
-    marks = [attrs["class"] for tag, attrs in read.elements if attrs.get("class", "").startswith("mark")]
-    assert (marks.count("mark preempted"), marks.count("mark committed"), marks.count("mark done")) == (2, 14, 1)
+    marks = [
+        attrs["class"] for tag, attrs in read.elements if attrs.get("class", "").startswith("mark")
+    ]
+    assert (
+        marks.count("mark preempted"),
+        marks.count("mark committed"),
+        marks.count("mark done"),
+    ) == (2, 14, 1)
     assert "rollout.num_rollout" in text and "What is" in text
 
 
 def test_the_page_brings_all_it_needs(page):
-    """No element names another file, and the policy forbids what an element could not be seen to do."""
+    """No element names another file, and the policy forbids what an element could not be seen to
+    do.
+    """
     for tag, attrs in Reader(page).elements:
         for name in ("src", "href", "action", "data", "poster", "srcset"):
             assert attrs.get(name, "#").startswith(("#", "data:,")), (tag, attrs)
@@ -84,7 +103,11 @@ def test_what_a_model_says_stays_text(page):
 
 
 def test_a_plot_has_the_values_of_the_metrics(run, page):
-    plots = {a["aria-label"]: json.loads(a["data-plot"]) for tag, a in Reader(page).elements if "data-plot" in a}
+    plots = {
+        a["aria-label"]: json.loads(a["data-plot"])
+        for tag, a in Reader(page).elements
+        if "data-plot" in a
+    }
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     curves = {curve["label"]: curve["points"] for curve in plots["Reward"]["curves"]}
     assert curves["aime"] == [
@@ -94,14 +117,23 @@ def test_a_plot_has_the_values_of_the_metrics(run, page):
     ]
     saved = {curve["label"]: curve["points"] for curve in plots["Checkpoint"]["curves"]}
     assert saved["that training waited"] == [[step, 1.5] for step in range(1, 241, 20)]
-    assert {curve["label"] for curve in plots["Memory"]["curves"]} == {"engine", "actor", "actor on its GPU, at most"}
+    assert {curve["label"] for curve in plots["Memory"]["curves"]} == {
+        "engine",
+        "actor",
+        "actor on its GPU, at most",
+    }
     assert {"Model FLOPs utilisation", "Weight sync", "Memory in use", "Throughput"} <= plots.keys()
     spike = max(plots["Gradient norm"]["curves"][0]["points"], key=lambda point: point[1])
     assert spike[0] == 61
 
 
 def test_settings_stand_beside_their_defaults_and_keys_are_left_out():
-    found = compared({"rollout": {"num_rollout": 9}, "cluster": {"environment": {"HF_TOKEN": "secret", "A": "b"}}})
+    found = compared(
+        {
+            "rollout": {"num_rollout": 9},
+            "cluster": {"environment": {"HF_TOKEN": "secret", "A": "b"}},
+        }
+    )
     assert Setting("rollout.num_rollout", "9", "1") in found
     assert "secret" not in str(found) and '"A": "b"' in str(found)
 
@@ -121,7 +153,13 @@ def test_half_a_run_has_a_page(tmp_path, torn):
     (run.attempts / "0").mkdir(parents=True)
     (run.attempts / "latest").symlink_to("0")
     run.report.mkdir()
-    for name in ("run.json", "metrics.jsonl", "ledger.jsonl", "attempts/0/preflight.json", "report/samples.jsonl"):
+    for name in (
+        "run.json",
+        "metrics.jsonl",
+        "ledger.jsonl",
+        "attempts/0/preflight.json",
+        "report/samples.jsonl",
+    ):
         (run.root / name).write_text(torn)
     Reader(report_page(read_facts(run)))
 
@@ -148,14 +186,18 @@ def test_a_report_that_cannot_be_written_does_not_end_a_run(tmp_path, caplog):
     assert "no report this time" in caplog.text
 
 
-def test_a_page_that_hangs_in_storage_does_not_keep_a_run_from_its_end(tmp_path, monkeypatch, caplog):
+def test_a_page_that_hangs_in_storage_does_not_keep_a_run_from_its_end(
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr(write, "PATIENCE_S", 0.01)
     with write._writing:
         try_to_write_report(RunFolder(tmp_path))
     assert "still being written" in caplog.text
 
 
-def test_a_page_is_written_beside_the_training_and_all_who_ask_meanwhile_get_one_more(tmp_path, monkeypatch):
+def test_a_page_is_written_beside_the_training_and_all_who_ask_meanwhile_get_one_more(
+    tmp_path, monkeypatch
+):
     writers, may_end, begun = [], threading.Event(), threading.Event()
 
     def write(run):
@@ -179,13 +221,24 @@ def test_a_page_is_written_beside_the_training_and_all_who_ask_meanwhile_get_one
 
 
 def test_recorded_groups_are_shown_where_no_answers_were_kept(tmp_path):
-    sample = {"prompt_id": 3, "text": "forty-two", "response_ids": [1, 2], "finish_reason": "stop", "label": "42"}
-    group = {"prompt_id": 3, "samples": [{"sample": sample, "reward": reward} for reward in (0.5, 0.0, 1.0)]}
+    sample = {
+        "prompt_id": 3,
+        "text": "forty-two",
+        "response_ids": [1, 2],
+        "finish_reason": "stop",
+        "label": "42",
+    }
+    group = {
+        "prompt_id": 3,
+        "samples": [{"sample": sample, "reward": reward} for reward in (0.5, 0.0, 1.0)],
+    }
     for number in (1, 12):
         (tmp_path / f"r{number}.jsonl").write_text(json.dumps(group) + "\n{torn\n")
     run = RunFolder(tmp_path / "run")
     run.root.mkdir()
-    run.run_json.write_text(json.dumps({"debug": {"save_debug_rollout_data": str(tmp_path / "r{rollout_id}.jsonl")}}))
+    run.run_json.write_text(
+        json.dumps({"debug": {"save_debug_rollout_data": str(tmp_path / "r{rollout_id}.jsonl")}})
+    )
     found = read_facts(run).samples
     assert [(one["step"], one["reward"], one["num_tokens"]) for one in found] == [
         (12, 1.0, 2),
@@ -206,7 +259,9 @@ def test_runs_are_compared_by_one_curve_each_and_by_the_settings_that_differ(run
     other = make_run(tmp_path / "other", num_steps=100, preempted_at=(), seed=1)
     read = Reader(compare_page([read_facts(run), read_facts(other)]))
     plots = {
-        attrs["aria-label"]: json.loads(attrs["data-plot"]) for tag, attrs in read.elements if "data-plot" in attrs
+        attrs["aria-label"]: json.loads(attrs["data-plot"])
+        for tag, attrs in read.elements
+        if "data-plot" in attrs
     }
     for title, plot in plots.items():
         assert [curve["label"] for curve in plot["curves"]] == ["seven-b", "other"], title
@@ -216,6 +271,8 @@ def test_runs_are_compared_by_one_curve_each_and_by_the_settings_that_differ(run
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path):
-    runs = [make_run(tmp_path / folder / "same", num_steps=3, preempted_at=()) for folder in ("a", "b")]
+    runs = [
+        make_run(tmp_path / folder / "same", num_steps=3, preempted_at=()) for folder in ("a", "b")
+    ]
     read = Reader(compare_page([read_facts(run) for run in runs]))
     assert str(tmp_path / "a/same") in read.text and str(tmp_path / "b/same") in read.text

@@ -51,7 +51,9 @@ def test_ticks_cover_the_range_in_equal_round_steps(offset, width):
     assert found[0] <= low + slack and found[-1] >= high - slack
     assert 2 <= len(found) <= 7
     step = (found[-1] - found[0]) / (len(found) - 1)
-    assert float(f"{step:.0e}") == pytest.approx(step, rel=1e-6), "one digit, so that labels are short"
+    assert float(f"{step:.0e}") == pytest.approx(step, rel=1e-6), (
+        "one digit, so that labels are short"
+    )
     assert f"{step:.0e}"[0] in "125"
 
 
@@ -65,4 +67,9 @@ def test_numbers_and_times_are_short():
     assert [short(x) for x in (0, 0.25, -12.0, 1234.0, 2.5e6, 3e-5, 3.4e-4)] == [
         *("0", "0.25", "-12", "1.23k", "2.5M", "3e-5", "3.4e-4")
     ]
-    assert [duration_text(x) for x in (0.25, 75, 3725, 190000)] == ["0.25 s", "1 min 15 s", "1 h 2 min", "2 d 4 h"]
+    assert [duration_text(x) for x in (0.25, 75, 3725, 190000)] == [
+        "0.25 s",
+        "1 min 15 s",
+        "1 h 2 min",
+        "2 d 4 h",
+    ]

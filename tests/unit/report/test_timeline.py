@@ -51,7 +51,11 @@ def test_every_second_of_a_run_is_spent_on_one_thing():
         ("starting", 130, 150, "1"),
         ("training", 150, 210, "1"),
     ]
-    assert sum(told.spent_s(doing) for doing in ("waiting", "starting", "training", "ending")) == told.end_s == 210
+    assert (
+        sum(told.spent_s(doing) for doing in ("waiting", "starting", "training", "ending"))
+        == told.end_s
+        == 210
+    )
     assert [(mark.kind, mark.at_s) for mark in told.marks] == [
         ("committed", 90),
         ("preempted", 95),
@@ -65,13 +69,26 @@ def test_what_is_under_way_lasts_until_now():
     told = timeline(PREEMPTED, BEGIN + timedelta(seconds=170))
     assert spans(told)[-1] == ("training", 150, 170, "1")
     first, second = told.attempts
-    assert (first.name, first.nodes, first.startup_s, first.first_step, first.last_saved) == ("0", "n01, n02", 40, 0, 7)
+    assert (first.name, first.nodes, first.startup_s, first.first_step, first.last_saved) == (
+        "0",
+        "n01, n02",
+        40,
+        0,
+        7,
+    )
     assert (first.lasted_s, first.ended) == (90, "preempted: TERM; comes back")
-    assert (second.first_step, second.last_saved, second.lasted_s, second.ended) == (7, None, 40, "")
+    assert (second.first_step, second.last_saved, second.lasted_s, second.ended) == (
+        7,
+        None,
+        40,
+        "",
+    )
 
 
 def test_a_failure_that_does_not_come_back_ends_the_time():
-    end = ledger((160, "verdict", {"attempt": 1, "verdict": "config", "cause": "no such model", "answer": 2}))
+    end = ledger(
+        (160, "verdict", {"attempt": 1, "verdict": "config", "cause": "no such model", "answer": 2})
+    )
     told = timeline(PREEMPTED + end, BEGIN + timedelta(days=1))
     assert told.end_s == 160
     assert told.marks[-1].kind == "failed"

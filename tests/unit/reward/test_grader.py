@@ -1,4 +1,6 @@
-"""Graders: whatever an answer does to its grading, the event loop goes on and the other answers get their reward."""
+"""Graders: whatever an answer does to its grading, the event loop goes on and the other answers get
+their reward.
+"""
 
 import asyncio
 import time
@@ -53,7 +55,9 @@ def using(config: Config, work: Callable[[Grader], Coroutine[Any, Any, Any]]) ->
 
 @pytest.mark.slow
 def test_hostile_mathematics_costs_its_own_reward_and_nobodys_time() -> None:
-    """A tower of powers runs into the limit; meanwhile the event loop turns and the others are graded."""
+    """A tower of powers runs into the limit; meanwhile the event loop turns and the others are
+    graded.
+    """
     given = [
         rf"</think>\boxed{{{text}}}"
         for text in ("9**9**9", r"\frac{1}{2}", "(" * 60 + "2" + ")" * 60, "0.5", "9" * 9999)
@@ -91,7 +95,9 @@ def test_every_way_to_fail_is_a_reward_of_0_and_counted(monkeypatch: pytest.Monk
 
 
 def test_a_grading_that_was_lost_is_no_reward_at_all() -> None:
-    """Its process was killed, a server that it needs is down, a sandbox is gone: nobody knows whether it was right."""
+    """Its process was killed, a server that it needs is down, a sandbox is gone: nobody knows
+    whether it was right.
+    """
     texts = ("fine", "killed", "refused", "lost", "pipe", "fine")
 
     async def work(made: Grader) -> tuple[Any, Any]:
@@ -113,7 +119,9 @@ def test_a_process_that_is_killed_while_it_waits_costs_no_answer() -> None:
 
 
 def test_a_group_whose_grading_is_lost_has_no_reward() -> None:
-    config = settings(custom_rm_path="tests.unit.reward.user_rewards.ranks_or_killed", group_rm=True)
+    config = settings(
+        custom_rm_path="tests.unit.reward.user_rewards.ranks_or_killed", group_rm=True
+    )
     assert using(config, lambda made: made.grade(prompt(), samples("a", "killed"))) == [None, None]
 
 
@@ -129,7 +137,9 @@ def test_what_a_grading_has_started_ends_with_it(tmp_path: Path) -> None:
 def test_a_reward_that_fails_on_every_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_FAILURES_IN_A_ROW", 5)
     config = settings(custom_rm_path=f"{USER}:always_wrong", reward_workers=1)
-    with pytest.raises(RolloutError, match=r"5 consecutive gradings failed.*ZeroDivisionError: a bug"):
+    with pytest.raises(
+        RolloutError, match=r"5 consecutive gradings failed.*ZeroDivisionError: a bug"
+    ):
         using(config, lambda made: made.grade(prompt(), samples(*"abcdefgh")))
 
 
@@ -161,15 +171,25 @@ def test_closing_ends_what_still_hangs() -> None:
         ({"custom_rm_path": GROUP, "group_rm": True}, [0, 1]),
     ],
 )
-def test_a_users_function_scores_one_answer_or_a_group(given: dict[str, Any], wanted: list[float]) -> None:
-    assert using(settings(**given), lambda made: made.grade(prompt("bonus"), samples("a", "abc"))) == wanted
+def test_a_users_function_scores_one_answer_or_a_group(
+    given: dict[str, Any], wanted: list[float]
+) -> None:
+    assert (
+        using(settings(**given), lambda made: made.grade(prompt("bonus"), samples("a", "abc")))
+        == wanted
+    )
 
 
 def test_a_users_function_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.py:f: no such file"):
         make_grader(settings(custom_rm_path="/nowhere.py:f"))
-    with pytest.raises(ConfigError, match=r"cannot be loaded.*has no function missing; it has .*slow_length"):
-        using(settings(custom_rm_path=f"{USER}:missing"), lambda made: made.grade(prompt(), samples("a")))
+    with pytest.raises(
+        ConfigError, match=r"cannot be loaded.*has no function missing; it has .*slow_length"
+    ):
+        using(
+            settings(custom_rm_path=f"{USER}:missing"),
+            lambda made: made.grade(prompt(), samples("a")),
+        )
 
 
 @pytest.mark.slow
@@ -179,7 +199,9 @@ def test_a_prompt_may_name_its_own_reward() -> None:
         return [await made.grade(each, samples("42", r"so \boxed{42}")) for each in given]
 
     assert using(settings(rm_type="exact_match"), work) == [[1, 0], [1, 1], [0, 1]]
-    with pytest.raises(DataError, match=r"prompt 7: 'rm_type' .*no such reward; did you mean 'gsm8k'"):
+    with pytest.raises(
+        DataError, match=r"prompt 7: 'rm_type' .*no such reward; did you mean 'gsm8k'"
+    ):
         using(settings(), lambda made: made.grade(prompt(rm_type="gsm8"), samples("")))
     with pytest.raises(DataError, match=r"needs .*--rm-url"):
         using(settings(), lambda made: made.grade(prompt(rm_type="remote_rm"), samples("")))
@@ -194,12 +216,16 @@ def test_a_prompt_may_name_its_own_reward() -> None:
         ({"group_rm": True}, "needs --custom-rm-path"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(given: dict[str, Any], wanted: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(
+    given: dict[str, Any], wanted: str
+) -> None:
     with pytest.raises(ConfigError, match=wanted):
         make_grader(settings(**given))
 
 
-def test_a_file_of_a_reward_is_found_from_the_folder_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_a_reward_is_found_from_the_folder_of_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(USER.parent)
     config = load([], {"rollout": {"custom_rm_path": "user_rewards.py:length"}}).config
     assert config.rollout.custom_rm_path == f"{USER}:length"
@@ -234,9 +260,13 @@ class Server:
 def ask(server: Server, answers: Sequence[str] = ("answer",), *, timeout_s: float = 20) -> Any:
     async def run() -> Any:
         async with server as url:
-            made = make_grader(settings(rm_type="remote_rm", rm_url=url, rm_url_timeout_s=timeout_s))
+            made = make_grader(
+                settings(rm_type="remote_rm", rm_url=url, rm_url_timeout_s=timeout_s)
+            )
             try:
-                return await made.grade(prompt("L", page=3, day=date(2026, 1, 2)), samples(*answers))
+                return await made.grade(
+                    prompt("L", page=3, day=date(2026, 1, 2)), samples(*answers)
+                )
             finally:
                 await made.close()
 
@@ -248,10 +278,14 @@ def test_a_reward_model_is_asked_over_http(text: str) -> None:
     server = Server((200, text))
     assert ask(server) == [0.25]
     metadata = {"page": 3, "day": "2026-01-02"}
-    assert server.bodies == [{"prompt": "question", "response": "answer", "label": "L", "metadata": metadata}]
+    assert server.bodies == [
+        {"prompt": "question", "response": "answer", "label": "L", "metadata": metadata}
+    ]
 
 
-def test_who_waits_for_his_turn_at_a_slow_reward_model_has_all_his_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_his_turn_at_a_slow_reward_model_has_all_his_time_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(remote, "MAX_CONNECTIONS", 1)
     server = Server((200, "1"), slow_s=0.3)
     assert ask(server, "abcdef", timeout_s=1.7) == [1, 1, 1, 1, 1, 1]
@@ -271,9 +305,14 @@ def test_a_busy_reward_model_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     ("answer", "wanted"),
-    [((404, "no such page"), "answered 404: no such page"), ((200, "good"), "'good'; it must return a number")],
+    [
+        ((404, "no such page"), "answered 404: no such page"),
+        ((200, "good"), "'good'; it must return a number"),
+    ],
 )
-def test_an_answer_that_will_not_change_is_an_error_at_once(answer: tuple[int, str], wanted: str) -> None:
+def test_an_answer_that_will_not_change_is_an_error_at_once(
+    answer: tuple[int, str], wanted: str
+) -> None:
     server = Server(answer)
     with pytest.raises(RolloutError, match=wanted):
         ask(server)
@@ -297,7 +336,9 @@ def test_a_reward_model_that_is_away_scores_nothing_and_is_named(
 def test_a_reward_model_that_is_away_for_good_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(module, "MAX_FAILURES_IN_A_ROW", 4)
-    with pytest.raises(RolloutError, match=r"4 consecutive gradings failed.*is unavailable.*/score answered 503"):
+    with pytest.raises(
+        RolloutError, match=r"4 consecutive gradings failed.*is unavailable.*/score answered 503"
+    ):
         ask(Server((503, "")), "abcde", timeout_s=0.2)
 
 

@@ -1,4 +1,6 @@
-"""The number that an answer ends in; on real problems of the data set (the head of its test split)."""
+"""The number that an answer ends in; on real problems of the data set (the head of its test
+split).
+"""
 
 import json
 from itertools import product

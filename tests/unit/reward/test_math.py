@@ -1,7 +1,7 @@
 r"""Answers in mathematics: which are the same as the label and which are not.
 
-The verdicts of ``deepscaler`` and ``dapo`` are those of the graders that the recipes were published with; where one of
-theirs is plainly wrong, ours differs and the case says so.
+The verdicts of ``deepscaler`` and ``dapo`` are those of the graders that the recipes were published
+with; where one of theirs is plainly wrong, ours differs and the case says so.
 """
 
 import time
@@ -49,7 +49,9 @@ def test_the_last_box_with_its_inner_braces(response: str, content: str | None) 
         (r"</think>\boxed{42", "42", 0),
     ],
 )
-def test_deepscaler_grades_the_box_behind_the_thoughts(response: str, label: str | None, reward: int) -> None:
+def test_deepscaler_grades_the_box_behind_the_thoughts(
+    response: str, label: str | None, reward: int
+) -> None:
     assert deepscaler(response, label, {}) == reward
 
 
@@ -110,10 +112,14 @@ OTHER = [
     (r"\text{B}", "C"),
     ("2x", "x"),
     (r"\begin{pmatrix}1&2\\3&5\end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
-    ("12345678901234567891", "12345678901234567890"),  # the published grader compares them as floats
+    (
+        "12345678901234567891",
+        "12345678901234567890",
+    ),  # the published grader compares them as floats
     ("", "5"),
     ("{}", "5"),
-    # More than one \text{ ...}: the data set's own code takes no unit off, so nothing of it is cut away.
+    # More than one \text{ ...}: the data set's own code takes no unit off, so nothing of it is cut
+    # away.
     ("3", r"3 \text{ or } 5 \text{ or } 7"),
     (r"42 \text{ or } 41 \text{ or } 43", "42"),
     (r"2\text{ hours }30\text{ minutes}", r"2\text{ hours }15\text{ minutes}"),
@@ -164,7 +170,11 @@ def test_the_plain_form_of_the_math_data_set(answer: str, form: str) -> None:
         (r"\boxed{42}", "42", -1),
         ("42", "42", -1),
         ("Answer: 42" + " filler" * 60, "42", -1),  # only the end is looked at
-        (r"Answer: \frac34", r"\frac{3}{4}", 1),  # a label that is no number: the published grader crashes
+        (
+            r"Answer: \frac34",
+            r"\frac{3}{4}",
+            1,
+        ),  # a label that is no number: the published grader crashes
         ("Answer: 3.5", "3.5", 1),  # and it takes this one for 3
         ("Answer: 3", "3.5", -1),
         (r"Answer: $\frac{1}{2}$", "1/2", 1),
@@ -175,11 +185,17 @@ def test_the_plain_form_of_the_math_data_set(answer: str, form: str) -> None:
         ("Answer: 0.5", r"\frac{1}{2}", 1),
         (r"Answer: \frac{1}{3}", r"\frac{1}{2}", -1),
         (r"Answer: \frac{1}{0}", r"\frac{1}{2}", -1),
-        (r"Answer: \frac{84}{2}", "42", -1),  # as the published grader: a whole number is to be worked out
+        (
+            r"Answer: \frac{84}{2}",
+            "42",
+            -1,
+        ),  # as the published grader: a whole number is to be worked out
         ("Answer: 42", None, -1),
     ],
 )
-def test_dapo_is_1_or_minus_1_by_the_last_answer_line(response: str, label: str | None, reward: int) -> None:
+def test_dapo_is_1_or_minus_1_by_the_last_answer_line(
+    response: str, label: str | None, reward: int
+) -> None:
     assert dapo(response, label, {}) == reward
 
 
@@ -233,7 +249,11 @@ def test_dapo_evens_out_the_spelling(answer: str, spelling: str) -> None:
         (r"\boxed{2\,50}", "250", 0),
         (r"\boxed{\text{C}}", "C", 1),
         (r"\boxed{3\frac12}", "7/2", 1),
-        (r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}}", r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", 1),
+        (
+            r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}}",
+            r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}",
+            1,
+        ),
         (r"\boxed{1.5\times10^3}", "1500", 1),
         (r"\boxed{2^{10}}", "1024", 1),
         (r"\boxed{90^\circ}", "90", 1),
@@ -252,5 +272,7 @@ def test_dapo_evens_out_the_spelling(answer: str, spelling: str) -> None:
         (r"\boxed{42}", None, 0),
     ],
 )
-def test_math_compares_what_math_verify_finds(response: str, label: str | None, reward: int) -> None:
+def test_math_compares_what_math_verify_finds(
+    response: str, label: str | None, reward: int
+) -> None:
     assert math(response, label, {}) == reward

@@ -17,7 +17,9 @@ from rlpost.reward.registry import REWARDS, is_isolated, reward_function
         ("38", None, 0.0),
     ],
 )
-def test_exact_match_compares_all_but_outer_white_space(response: str, label: str | None, reward: float) -> None:
+def test_exact_match_compares_all_but_outer_white_space(
+    response: str, label: str | None, reward: float
+) -> None:
     assert reward_function("exact_match")(response, label, {}) == reward
 
 
@@ -42,7 +44,12 @@ def test_an_unknown_reward_is_refused_with_those_there_are() -> None:
         ("boxed_gsm8k", "1200", "1200", 0.0),
         ("boxed_dapo", r"\boxed{42}", "42", 1.0),
         ("boxed_dapo", "Answer: 42", "42", -1.0),
-        ("boxed_deepscaler", r"\boxed{\dfrac{1}{2}}", "0.5", 1.0),  # without any mark of the answer's start
+        (
+            "boxed_deepscaler",
+            r"\boxed{\dfrac{1}{2}}",
+            "0.5",
+            1.0,
+        ),  # without any mark of the answer's start
         ("boxed_math", r"$1$, no: \boxed{2}", "2", 1.0),
         ("boxed_math", "$2$", "2", 0.0),
     ],

@@ -49,7 +49,9 @@ FOUR = {"choices": ["alpha", "beta", "gamma", "delta"]}
         ("The answer is B.", None, {}, 0),
     ],
 )
-def test_the_chosen_letter_or_text(response: str, label: str | None, metadata: dict[str, Any], reward: int) -> None:
+def test_the_chosen_letter_or_text(
+    response: str, label: str | None, metadata: dict[str, Any], reward: int
+) -> None:
     assert gpqa(response, label, metadata) == reward
 
 
@@ -79,12 +81,37 @@ def test_f1_of_the_words(response: str, label: str | None, reward: float) -> Non
 
 FOLLOWED = [
     ("keywords:existence", {"keywords": ["Fox", "c++"]}, "a fox writes C++", "a fox"),
-    ("keywords:frequency", {"keyword": "fox", "frequency": 2, "relation": "at least"}, "fox Fox", "fox"),
+    (
+        "keywords:frequency",
+        {"keyword": "fox", "frequency": 2, "relation": "at least"},
+        "fox Fox",
+        "fox",
+    ),
     ("keywords:forbidden_words", {"forbidden_words": ["dog"]}, "dogs", "a Dog"),
-    ("keywords:letter_frequency", {"letter": "e", "let_frequency": 3, "let_relation": "less than"}, "eE", "eee"),
-    ("language:response_language", {"language": "de"}, "Das ist ein ganz normaler Satz.", "This is a sentence."),
-    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "at least"}, "Dr. No! Yes.", "Dr. No."),
-    ("length_constraints:number_words", {"num_words": 3, "relation": "less than"}, "two words", "now three words"),
+    (
+        "keywords:letter_frequency",
+        {"letter": "e", "let_frequency": 3, "let_relation": "less than"},
+        "eE",
+        "eee",
+    ),
+    (
+        "language:response_language",
+        {"language": "de"},
+        "Das ist ein ganz normaler Satz.",
+        "This is a sentence.",
+    ),
+    (
+        "length_constraints:number_sentences",
+        {"num_sentences": 2, "relation": "at least"},
+        "Dr. No! Yes.",
+        "Dr. No.",
+    ),
+    (
+        "length_constraints:number_words",
+        {"num_words": 3, "relation": "less than"},
+        "two words",
+        "now three words",
+    ),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "one\n***\ntwo", "one\n\ntwo"),
     (
         "length_constraints:nth_paragraph_first_word",
@@ -92,11 +119,26 @@ FOLLOWED = [
         "One.\n\nThen, two.",
         "One.\n\nNow two.",
     ),
-    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[name] of [town]", "[name]"),
-    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Bye.\nP. S. more", "Bye.\nPS more"),
+    (
+        "detectable_content:number_placeholders",
+        {"num_placeholders": 2},
+        "[name] of [town]",
+        "[name]",
+    ),
+    (
+        "detectable_content:postscript",
+        {"postscript_marker": "P.S."},
+        "Bye.\nP. S. more",
+        "Bye.\nPS more",
+    ),
     ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n- b", "* a\n* b\n- c"),
     ("detectable_format:constrained_response", {}, "My answer is no.", "no"),
-    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*a* and *b*", "*a* and **"),
+    (
+        "detectable_format:number_highlighted_sections",
+        {"num_highlights": 2},
+        "*a* and *b*",
+        "*a* and **",
+    ),
     (
         "detectable_format:multiple_sections",
         {"section_spliter": "Part", "num_sections": 2},
@@ -115,14 +157,28 @@ FOLLOWED = [
         "A BIG-ONE x",
         "A x",
     ),
-    ("change_case:english_capital", {}, "THIS IS AN ENGLISH SENTENCE", "This is an English sentence"),
-    ("change_case:english_lowercase", {}, "this is an english sentence", "dies ist ein deutscher satz"),
+    (
+        "change_case:english_capital",
+        {},
+        "THIS IS AN ENGLISH SENTENCE",
+        "This is an English sentence",
+    ),
+    (
+        "change_case:english_lowercase",
+        {},
+        "this is an english sentence",
+        "dies ist ein deutscher satz",
+    ),
     ("punctuation:no_comma", {}, "none", "one, two"),
 ]
 
 
-@pytest.mark.parametrize(("name", "arguments", "good", "bad"), FOLLOWED, ids=[case[0] for case in FOLLOWED])
-def test_an_instruction_is_followed_or_not(name: str, arguments: dict[str, Any], good: str, bad: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "arguments", "good", "bad"), FOLLOWED, ids=[case[0] for case in FOLLOWED]
+)
+def test_an_instruction_is_followed_or_not(
+    name: str, arguments: dict[str, Any], good: str, bad: str
+) -> None:
     metadata = {"instruction_id_list": [name], "kwargs": [{**arguments, "unused": None}]}
     assert ifeval(good, None, metadata) == 1
     assert ifeval(bad, None, metadata) == 0
@@ -134,7 +190,10 @@ def test_every_instruction_of_ifeval_has_a_case() -> None:
 
 
 def test_all_instructions_must_be_followed_and_nothing_follows_none() -> None:
-    metadata = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, {}]}
+    metadata = {
+        "instruction_id_list": ["punctuation:no_comma", "startend:quotation"],
+        "kwargs": [{}, {}],
+    }
     assert ifeval('"both"', None, metadata) == 1
     assert ifeval("one", None, metadata) == 0
     assert ifeval(" ", None, {"instruction_id_list": ["punctuation:no_comma"]}) == 0
@@ -145,7 +204,10 @@ def test_all_instructions_must_be_followed_and_nothing_follows_none() -> None:
     ("metadata", "wanted"),
     [
         ({}, "instruction_id_list"),
-        ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]}, "'kwargs' of equal length"),
+        (
+            {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]},
+            "'kwargs' of equal length",
+        ),
         ({"instruction_id_list": ["punctuation:no_commas"]}, "did you mean 'punctuation:no_comma'"),
     ],
 )

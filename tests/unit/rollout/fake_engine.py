@@ -1,6 +1,8 @@
-"""An SGLang engine (or router) that only talks: it keeps a log of what it was asked and answers in SGLang's shapes.
+"""An SGLang engine (or router) that only talks: it keeps a log of what it was asked and answers in
+SGLang's shapes.
 
-The shapes are those that a real server of 0.5.23 gave; ``tests/contract/test_sglang.py`` asks a real one.
+The shapes are those that a real server of 0.5.23 gave; ``tests/contract/test_sglang.py`` asks a
+real one.
 """
 
 from __future__ import annotations
@@ -53,9 +55,13 @@ class FakeEngine:
             return web.json_response({"model_path": "tiny", "weight_version": self.version})
         if path == "server_info":
             settings = {"api_key": KEY, "tp_size": 1}
-            return web.json_response({**settings, "launch_command": KEY, "internal_states": [settings]})
+            return web.json_response(
+                {**settings, "launch_command": KEY, "internal_states": [settings]}
+            )
         if path == "weights_checker":
-            return web.json_response({"success": True, "ranks": [{"checksums": {"w": "0a"}, "per_gpu_checksum": "1"}]})
+            return web.json_response(
+                {"success": True, "ranks": [{"checksums": {"w": "0a"}, "per_gpu_checksum": "1"}]}
+            )
         if path in ("abort_request", "flush_cache"):
             return web.Response(text="")
         return web.json_response({"success": True, "message": "Success"})
@@ -83,7 +89,9 @@ class FakeEngine:
         return generated(ids, version=self.version, text=" ".join(map(str, ids)))
 
 
-def generated(ids: list[int], *, version: str = "0", text: str = "", reason: str = "stop") -> dict[str, Any]:
+def generated(
+    ids: list[int], *, version: str = "0", text: str = "", reason: str = "stop"
+) -> dict[str, Any]:
     return {
         "text": text,
         "output_ids": ids,
@@ -92,7 +100,9 @@ def generated(ids: list[int], *, version: str = "0", text: str = "", reason: str
             "finish_reason": {"type": reason},
             "prompt_tokens": 3,
             "weight_version": version,
-            "output_token_logprobs": [[-0.5 * (at + 1), token, None] for at, token in enumerate(ids)],
+            "output_token_logprobs": [
+                [-0.5 * (at + 1), token, None] for at, token in enumerate(ids)
+            ],
             "completion_tokens": len(ids),
         },
     }

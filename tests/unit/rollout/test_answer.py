@@ -1,4 +1,6 @@
-"""Engines' answers: from JSON to columns, exactly, off the event loop, and what a sample of them takes in memory."""
+"""Engines' answers: from JSON to columns, exactly, off the event loop, and what a sample of them
+takes in memory.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def body_of(made: dict[str, Any], separators: tuple[str, str] = COMPACT) -> byte
 @settings(max_examples=200, deadline=None)
 @given(
     tokens=st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-1e6, 0)), max_size=20),
-    text=st.lists(st.one_of(st.sampled_from(TRICKY), st.text(st.characters(codec="utf-8"))), max_size=4).map("".join),
+    text=st.lists(
+        st.one_of(st.sampled_from(TRICKY), st.text(st.characters(codec="utf-8"))), max_size=4
+    ).map("".join),
     separators=st.sampled_from([COMPACT, SPACED]),
     of_token=st.sampled_from([None, "]]", "a,null],["]),
 )
@@ -44,7 +48,9 @@ def test_an_answer_is_read_exactly_however_its_json_is_written(
 ) -> None:
     ids, logprobs = [token for token, _ in tokens], [logprob for _, logprob in tokens]
     made = generated(ids, version="4", text=text)
-    made["meta_info"]["output_token_logprobs"] = [[value, token, of_token] for token, value in tokens]
+    made["meta_info"]["output_token_logprobs"] = [
+        [value, token, of_token] for token, value in tokens
+    ]
     made["meta_info"]["note"] = text  # behind the list
     answer = parse(body_of(made, separators))
     assert answer.token_ids == ids
@@ -83,7 +89,9 @@ def test_a_token_without_a_log_prob_is_refused(separators: tuple[str, str]) -> N
         parse(body_of(made, separators))
 
 
-def test_answers_are_parsed_in_another_thread_than_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_parsed_in_another_thread_than_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     threads = []
 
     def watched(*given: Any) -> Any:
@@ -96,7 +104,9 @@ def test_answers_are_parsed_in_another_thread_than_the_event_loop(monkeypatch: p
         engine = FakeEngine()
         async with serving(engine), Connection(RouterAddress(engine.url, KEY, (), 4)) as connection:
             sampling = SamplingParams(max_new_tokens=3).to_sglang()
-            return await asyncio.gather(*(connection.generate("p", [1, 2, at], sampling) for at in range(3)))
+            return await asyncio.gather(
+                *(connection.generate("p", [1, 2, at], sampling) for at in range(3))
+            )
 
     answers = asyncio.run(whole())
     assert [answer.token_ids for answer in answers] == [(0, 2, 1), (1, 2, 1), (2, 2, 1)]
@@ -107,7 +117,11 @@ def test_answers_are_parsed_in_another_thread_than_the_event_loop(monkeypatch: p
 def test_a_sample_holds_eight_bytes_a_token_and_its_text(length: int, most_bytes: float) -> None:
     """A tuple of Python numbers took 68 bytes a token beside the text."""
     made = generated([100000 + at for at in range(length)], text="word" * length)
-    body, prompt, sampling = body_of(made), Prompt(0, "p", (1, 2)), SamplingParams(max_new_tokens=length)
+    body, prompt, sampling = (
+        body_of(made),
+        Prompt(0, "p", (1, 2)),
+        SamplingParams(max_new_tokens=length),
+    )
 
     class Prepared:
         routes = None

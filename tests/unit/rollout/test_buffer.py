@@ -1,4 +1,6 @@
-"""Every prompt fetched is trained, filtered or still in the buffer, once; whatever happens, in whatever order."""
+"""Every prompt fetched is trained, filtered or still in the buffer, once; whatever happens, in
+whatever order.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,17 @@ def answer(prompt_id: int, *versions: int, cut: bool = False) -> Sample:
     spans = tuple((version, 1) for version in versions) if len(versions) > 1 else ()
     tokens = tuple(range(len(versions)))
     reason = "abort" if cut else "stop"
-    return Sample(prompt_id, 0, (1,), tokens, (-0.5,) * len(tokens), "", reason, versions[-1], version_spans=spans)
+    return Sample(
+        prompt_id,
+        0,
+        (1,),
+        tokens,
+        (-0.5,) * len(tokens),
+        "",
+        reason,
+        versions[-1],
+        version_spans=spans,
+    )
 
 
 def group(prompt_id: int, *versions: int) -> SampleGroup:
@@ -101,7 +113,9 @@ def test_what_is_lent_for_training_is_in_the_backlog_until_it_is_trained() -> No
     assert buffer.backlog() == Backlog(num_fetched=2, num_trained=2, newest_id=1)
 
 
-def test_what_was_counted_before_a_preemption_is_in_the_line_of_its_step_and_what_the_preemption_did_is_not() -> None:
+def test_what_was_counted_before_a_preemption_is_in_the_line_of_its_step_and_what_the_preemption_did_is_not() -> (
+    None
+):
     undisturbed = opened(Rules(batch_size=2, start_size=2, num_steps=9))
     start(undisturbed, range(2))
     undisturbed.finished(group(0, 0), wanted=False)
@@ -126,7 +140,9 @@ def test_what_was_counted_before_a_preemption_is_in_the_line_of_its_step_and_wha
     assert undisturbed.counts() == resumed.counts()
 
 
-def test_a_batch_that_was_given_back_leaves_what_was_counted_for_the_next_one_to_the_next_one() -> None:
+def test_a_batch_that_was_given_back_leaves_what_was_counted_for_the_next_one_to_the_next_one() -> (
+    None
+):
     buffer = opened(Rules(batch_size=1, start_size=2, num_steps=9))
     start(buffer, range(2))
     buffer.finished(group(0, 0), wanted=False)
@@ -142,7 +158,9 @@ def test_a_batch_that_was_given_back_leaves_what_was_counted_for_the_next_one_to
     assert again.take() == [group(3, 0)] and again.counts()["rollout/num_filtered"] == 1
 
 
-def test_no_more_groups_are_under_way_than_can_be_trained_in_time_and_none_beyond_the_last_step() -> None:
+def test_no_more_groups_are_under_way_than_can_be_trained_in_time_and_none_beyond_the_last_step() -> (
+    None
+):
     buffer = opened(Rules(batch_size=2, start_size=2, num_steps=3, max_staleness=1))
     assert buffer.capacity() == 4
     start(buffer, range(4))
@@ -163,7 +181,9 @@ def test_no_more_groups_are_under_way_than_can_be_trained_in_time_and_none_beyon
 
 
 def test_a_batch_waits_for_a_straggler_that_would_be_too_old_afterwards() -> None:
-    """Without it the batch would be there, but group 2 began with version 0 and may be trained at version 1 at last."""
+    """Without it the batch would be there, but group 2 began with version 0 and may be trained at
+    version 1 at last.
+    """
     buffer = opened(Rules(batch_size=2, start_size=2, num_steps=9, max_staleness=1))
     start(buffer, range(4))
     for prompt_id in (0, 1):
@@ -180,8 +200,14 @@ def test_a_batch_waits_for_a_straggler_that_would_be_too_old_afterwards() -> Non
 
 
 def test_after_a_resume_with_a_stricter_bound_what_is_too_old_is_not_trained() -> None:
-    held = Backlog((group(0, 1), group(1, 4)), (Unfinished(prompt(2), (answer(2, 1, cut=True),)),), 3, 0, 0, 2)
-    buffer = opened(Rules(batch_size=1, start_size=1, num_steps=9, max_staleness=1, keep_partial=True), held, step=5)
+    held = Backlog(
+        (group(0, 1), group(1, 4)), (Unfinished(prompt(2), (answer(2, 1, cut=True),)),), 3, 0, 0, 2
+    )
+    buffer = opened(
+        Rules(batch_size=1, start_size=1, num_steps=9, max_staleness=1, keep_partial=True),
+        held,
+        step=5,
+    )
     assert buffer.started(2) == Unfinished(prompt(2))
     assert [g.prompt_id for g in buffer.take() or ()] == [1]
     assert buffer.counts()["rollout/wasted_tokens"] == 2
@@ -208,7 +234,9 @@ def test_a_prompt_that_is_fetched_again_is_refused() -> None:
 
 
 class World:
-    """Engines, a trainer and a preemption that draw what happens next; it writes down what became of each prompt."""
+    """Engines, a trainer and a preemption that draw what happens next; it writes down what became
+    of each prompt.
+    """
 
     def __init__(self, rules: Rules, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -230,14 +258,17 @@ class World:
     def fill(self) -> None:
         self.buffer.is_open = True
         while (room := self.buffer.capacity()) > 0:
-            entries = self.buffer.waiting[:room] or self.buffer.fetched([prompt(self.cursor + i) for i in range(room)])
+            entries = self.buffer.waiting[:room] or self.buffer.fetched(
+                [prompt(self.cursor + i) for i in range(room)]
+            )
             self.cursor = max(self.cursor, *(entry.prompt.prompt_id + 1 for entry in entries))
             for entry in entries:
                 entry = self.buffer.started(entry.prompt.prompt_id)
                 versions = [
                     v
                     for sample in entry.samples
-                    for v, n in sample.version_spans or [(sample.policy_version, 1)] * len(sample.response_ids)
+                    for v, n in sample.version_spans
+                    or [(sample.policy_version, 1)] * len(sample.response_ids)
                     for _ in range(n)
                 ]
                 self.running[entry.prompt.prompt_id] = [*versions, self.buffer.version]
@@ -319,7 +350,9 @@ class Counted:
 def test_what_happens_to_one_group_looks_at_no_other(max_staleness: int | None) -> None:
     """With 100,000 groups in the backlog a look at all of them for each event takes hours."""
     count = 300
-    buffer = opened(Rules(batch_size=10, start_size=count, num_steps=count, max_staleness=max_staleness))
+    buffer = opened(
+        Rules(batch_size=10, start_size=count, num_steps=count, max_staleness=max_staleness)
+    )
     start(buffer, range(count))
     groups = [Counted(prompt_id, 0) for prompt_id in range(count)]
     for each in groups:
@@ -336,16 +369,22 @@ def test_what_happens_to_one_group_looks_at_no_other(max_staleness: int | None) 
 def test_the_oldest_groups_come_first_and_of_equal_age_the_first_to_be_complete(
     versions: list[int], max_staleness: int, num_running: int
 ) -> None:
-    """The batch, and whether there is one, against the definition: sort all, then check every deadline."""
+    """The batch, and whether there is one, against the definition: sort all, then check every
+    deadline.
+    """
     size, step = 4, 4
     buffer = RolloutBuffer(Rules(size, size, 100, max_staleness), NOTHING, step=step)
     start(buffer, range(len(versions) + num_running))  # all of these began at version ``step``
     for prompt_id in random.Random(len(versions)).sample(range(len(versions)), len(versions)):
         buffer.finished(group(prompt_id, versions[prompt_id]), wanted=True)
-    kept = [each for each in buffer.backlog().finished if each.oldest_version >= step - max_staleness]
+    kept = [
+        each for each in buffer.backlog().finished if each.oldest_version >= step - max_staleness
+    ]
     ordered = sorted(kept, key=lambda each: each.oldest_version)
     left = sorted([each.oldest_version for each in ordered[size:]] + [step] * num_running)
-    in_time = all(count <= (version + max_staleness - step) * size for count, version in enumerate(left, 1))
+    in_time = all(
+        count <= (version + max_staleness - step) * size for count, version in enumerate(left, 1)
+    )
     expected = None
     if len(ordered) >= size and (in_time or not num_running):
         expected = sorted(each.prompt_id for each in ordered[:size])

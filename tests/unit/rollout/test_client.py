@@ -40,14 +40,20 @@ def test_an_engine_that_hangs_is_one_that_died_and_the_deadline_is_named() -> No
     async def late() -> None:
         engine = FakeEngine(holds=asyncio.Event())
         async with serving(engine) as (url,):
-            await EngineClient(url, KEY, timeout_s=0.2).request("POST", "/generate", {"input_ids": [1]})
+            await EngineClient(url, KEY, timeout_s=0.2).request(
+                "POST", "/generate", {"input_ids": [1]}
+            )
 
     with pytest.raises(EngineDied, match="not answered after 0 s"):
         asyncio.run(late())
 
 
-def test_an_engine_that_no_longer_listens_and_never_answers_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As SGLang does when it gets TERM while its scheduler owes it an answer; one that is slow is waited for."""
+def test_an_engine_that_no_longer_listens_and_never_answers_has_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As SGLang does when it gets TERM while its scheduler owes it an answer; one that is slow is
+    waited for.
+    """
     monkeypatch.setattr(client, "LISTENING_POLL_S", 0.05)
 
     async def asked() -> tuple[bool, float]:
@@ -67,7 +73,9 @@ def test_an_engine_that_no_longer_listens_and_never_answers_has_died(monkeypatch
         is_waited_for = not asking.done()
         server.close()
         closed_at = time.monotonic()
-        with pytest.raises(EngineDied, match=r"POST /flush_cache has no answer, and the server no longer listens"):
+        with pytest.raises(
+            EngineDied, match=r"POST /flush_cache has no answer, and the server no longer listens"
+        ):
             await asking
         return is_waited_for, time.monotonic() - closed_at
 

@@ -1,4 +1,6 @@
-"""The real collector, writer and connection, engines that only talk: filters, surplus, partial answers, stops."""
+"""The real collector, writer and connection, engines that only talk: filters, surplus, partial
+answers, stops.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import pytest
 
 from rlpost.compat.slime.arguments import Arguments
 from rlpost.compat.slime.filters import SlimeFilter
-from rlpost.compat.slime.filters import check_reward_nonzero_std_with_fallback as slimes_with_fallback
+from rlpost.compat.slime.filters import (
+    check_reward_nonzero_std_with_fallback as slimes_with_fallback,
+)
 from rlpost.errors import ConfigError, DataError, Preempted, RolloutError
 from rlpost.reward.grader import InlineGrader
 from rlpost.rollout import connection
@@ -52,9 +56,11 @@ class Counter:
 
 
 class LongTail(FakeEngine):
-    """Prompts of ``slow`` are written a token a tick until they are aborted; all others are answered at once.
+    """Prompts of ``slow`` are written a token a tick until they are aborted; all others are
+    answered at once.
 
-    The token of a slow answer is the number of tokens before it, so that a gap or a repetition shows.
+    The token of a slow answer is the number of tokens before it, so that a gap or a repetition
+    shows.
     """
 
     def __init__(self, slow: Callable[[int], bool], **fields: Any) -> None:
@@ -76,7 +82,9 @@ class LongTail(FakeEngine):
         if reason == "abort":
             await self.aborted.wait()
         self.under_way -= 1
-        return web.json_response(generated(ids, version=self.version, text="".join(map(str, ids)), reason=reason))
+        return web.json_response(
+            generated(ids, version=self.version, text="".join(map(str, ids)), reason=reason)
+        )
 
     async def handle(self, request: Any) -> Any:
         if request.path == "/abort_request":
@@ -94,12 +102,21 @@ async def collecting(
 ) -> Any:
     """Run ``work`` with a collector whose cursor stands behind the backlog."""
     n, stop = more.pop("n", 2), more.pop("stop_requested", lambda: False)
-    async with serving(engine), Connection(RouterAddress(engine.url, KEY, (engine.url,), 64)) as connection:
-        grader = InlineGrader(more.pop("score", lambda text, label, metadata: float(text[:1] == label[:1])))
+    async with (
+        serving(engine),
+        Connection(RouterAddress(engine.url, KEY, (engine.url,), 64)) as connection,
+    ):
+        grader = InlineGrader(
+            more.pop("score", lambda text, label, metadata: float(text[:1] == label[:1]))
+        )
         writer = GroupWriter(connection, SAMPLING, n=n, grader=grader)
         buffer = RolloutBuffer(rules, backlog, step=more.pop("step", 0))
         collector = Collector(
-            buffer, Counter(backlog.newest_id + 1), writer, choices=Choices(**more), stop_requested=stop
+            buffer,
+            Counter(backlog.newest_id + 1),
+            writer,
+            choices=Choices(**more),
+            stop_requested=stop,
         )
         async with asyncio.timeout(30):
             return await work(collector, buffer)
@@ -135,12 +152,20 @@ class LosingGrader(InlineGrader):
         return [None if sample.index in is_lost else float(sample.index) for sample in samples]
 
 
-def test_a_prompt_whose_gradings_are_lost_is_replaced_by_the_next_also_after_a_crash(tmp_path: Any) -> None:
-    """Prompt 1 is given up; one answer of prompt 2 is left out. The journal gives the same batch and counts again."""
+def test_a_prompt_whose_gradings_are_lost_is_replaced_by_the_next_also_after_a_crash(
+    tmp_path: Any,
+) -> None:
+    """Prompt 1 is given up; one answer of prompt 2 is left out.
+
+    The journal gives the same batch and counts again.
+    """
 
     async def batch(grader: Any) -> tuple[list[SampleGroup], Any, int]:
         engine = FakeEngine(answer=lambda body: generated([1, 1], text="x"))
-        async with serving(engine), Connection(RouterAddress(engine.url, KEY, (engine.url,), 64)) as connection:
+        async with (
+            serving(engine),
+            Connection(RouterAddress(engine.url, KEY, (engine.url,), 64)) as connection,
+        ):
             writer = GroupWriter(connection, SAMPLING, n=3, grader=grader)
             choices = Choices(counters=writer.counters, wanted=check_reward_nonzero_std)
             journal = Journal.resume(tmp_path, 0, step=0, settings="same")
@@ -158,9 +183,14 @@ def test_a_prompt_whose_gradings_are_lost_is_replaced_by_the_next_also_after_a_c
             return groups, collector.counts(), engine.log.count("generate")
 
     groups, counts, num_requests = asyncio.run(batch(LosingGrader(lambda *_: 0.0)))
-    assert [(group.prompt_id, group.rewards) for group in groups] == [(2, (1.0, 2.0)), (3, (0.0, 1.0, 2.0))]
+    assert [(group.prompt_id, group.rewards) for group in groups] == [
+        (2, (1.0, 2.0)),
+        (3, (0.0, 1.0, 2.0)),
+    ]
     again = MAX_GENERATIONS  # times that the answers to prompt 1 were thrown away
-    assert counts["rollout/num_regenerated"] == again and counts["rollout/wasted_tokens"] == again * 6
+    assert (
+        counts["rollout/num_regenerated"] == again and counts["rollout/wasted_tokens"] == again * 6
+    )
     assert counts["rollout/num_filtered"] == 1 and num_requests == 3 * (again + 2)
     assert asyncio.run(batch(None)) == (groups, counts, 0)
 
@@ -169,8 +199,14 @@ def test_a_filter_that_drops_nearly_everything_is_said(caplog: pytest.LogCapture
     async def work(collector: Collector, buffer: RolloutBuffer) -> None:
         assert ids(await collector.batch()) == [40]
 
-    asyncio.run(collecting(FakeEngine(), work, Rules(1, 1, 9), wanted=lambda group: group.prompt_id == 40))
-    said = [record.getMessage() for record in caplog.records if record.name == "rlpost.rollout.collector"]
+    asyncio.run(
+        collecting(FakeEngine(), work, Rules(1, 1, 9), wanted=lambda group: group.prompt_id == 40)
+    )
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "rlpost.rollout.collector"
+    ]
     assert [int(line.split(" groups")[0].split()[-1]) for line in said] == [8, 16, 32]
 
 
@@ -191,14 +227,21 @@ def test_surplus_groups_are_trained_in_the_next_step_without_being_generated_aga
 
 @pytest.mark.parametrize(
     "choose",
-    [lambda waiting, n: [*waiting[:1], *waiting[:1]], lambda waiting, n: [Unfinished(Prompt(99, "no", (1,)))]],
+    [
+        lambda waiting, n: [*waiting[:1], *waiting[:1]],
+        lambda waiting, n: [Unfinished(Prompt(99, "no", (1,)))],
+    ],
     ids=["twice", "another"],
 )
 def test_a_buffer_filter_that_returns_what_does_not_wait_is_named(choose: Any) -> None:
-    held = Backlog(unfinished=tuple(Unfinished(p) for p in Counter().take(2)), num_fetched=2, newest_id=1)
+    held = Backlog(
+        unfinished=tuple(Unfinished(p) for p in Counter().take(2)), num_fetched=2, newest_id=1
+    )
 
     async def work(collector: Collector, buffer: RolloutBuffer) -> None:
-        with pytest.raises(ConfigError, match=r"--buffer-filter-path: .*prompt_id=(0|99),.*each once"):
+        with pytest.raises(
+            ConfigError, match=r"--buffer-filter-path: .*prompt_id=(0|99),.*each once"
+        ):
             await collector.batch()
 
     asyncio.run(collecting(FakeEngine(), work, Rules(2, 2, 9), held, first=choose))
@@ -206,14 +249,18 @@ def test_a_buffer_filter_that_returns_what_does_not_wait_is_named(choose: Any) -
 
 @pytest.mark.parametrize("keep_partial", [True, False])
 def test_an_answer_that_was_cut_off_goes_on_where_it_was_or_begins_anew(keep_partial: bool) -> None:
-    """Prompt 0 is slow: cut off in step 0 after 3 tokens, gone on with by version 1 up to the limit of 8."""
+    """Prompt 0 is slow: cut off in step 0 after 3 tokens, gone on with by version 1 up to the limit
+    of 8.
+    """
 
     async def work(collector: Collector, buffer: RolloutBuffer) -> SampleGroup:
         assert ids(await collector.batch()) == [1, 2]
         collector.trained()
         (waiting,) = buffer.waiting
         assert waiting.prompt.prompt_id == 0
-        assert [sample.response_ids for sample in waiting.samples] == ([(0, 1, 2)] * 2 if keep_partial else [])
+        assert [sample.response_ids for sample in waiting.samples] == (
+            [(0, 1, 2)] * 2 if keep_partial else []
+        )
         engine.version = "1"
         collector.synced(1)
         engine.slow = lambda prompt_id: prompt_id > 1000
@@ -224,7 +271,9 @@ def test_an_answer_that_was_cut_off_goes_on_where_it_was_or_begins_anew(keep_par
     def finish(body: dict[str, Any]) -> dict[str, Any]:
         before = len(body["input_ids"]) - 2
         made = list(range(before, before + body["sampling_params"]["max_new_tokens"]))
-        return generated(made, version=engine.version, text="".join(map(str, made)), reason="length")
+        return generated(
+            made, version=engine.version, text="".join(map(str, made)), reason="length"
+        )
 
     engine = LongTail(lambda prompt_id: prompt_id == 0, answer=finish)
     group = asyncio.run(collecting(engine, work, Rules(2, 3, 9, keep_partial=keep_partial)))
@@ -246,14 +295,19 @@ def test_tokens_of_older_weights_can_be_left_out_of_the_loss() -> None:
         engine.slow = lambda prompt_id: False
         return (await collector.batch())[0]
 
-    engine = LongTail(lambda prompt_id: prompt_id == 0, answer=lambda body: generated([9] * 2, version=engine.version))
+    engine = LongTail(
+        lambda prompt_id: prompt_id == 0,
+        answer=lambda body: generated([9] * 2, version=engine.version),
+    )
     rules = Rules(1, 2, 9, keep_partial=True)
     group = asyncio.run(collecting(engine, work, rules, mask_older=True))
     assert [scored.sample.mask for scored in group.samples] == [(0, 0, 0, 1, 1)] * 2
 
 
 def test_an_engine_that_pauses_for_new_weights_does_not_end_an_answer() -> None:
-    """An abort that nobody here asked for: the answer is gone on with at once, in spans of versions."""
+    """An abort that nobody here asked for: the answer is gone on with at once, in spans of
+    versions.
+    """
     first = {"at": True}
 
     def answer(body: dict[str, Any]) -> dict[str, Any]:
@@ -299,7 +353,9 @@ def test_a_stop_keeps_what_is_finished_and_a_resume_goes_on_from_there() -> None
     assert again.log.count("generate") == 2
 
 
-def test_a_run_that_has_to_leave_does_not_wait_for_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_has_to_leave_does_not_wait_for_an_engine_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(connection, "LEAVE_S", 0.1)
     monkeypatch.setattr(connection, "ABORT_AGAIN_S", 0.05)
     stop = asyncio.Event()
@@ -318,7 +374,9 @@ def test_a_run_that_has_to_leave_does_not_wait_for_an_engine_that_hangs(monkeypa
     assert sorted(entry.prompt.prompt_id for entry in backlog.unfinished) == [0, 1]
 
 
-def test_nor_when_the_stop_comes_while_what_is_left_over_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_when_the_stop_comes_while_what_is_left_over_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(connection, "LEAVE_S", 0.1)
     monkeypatch.setattr(connection, "ABORT_AGAIN_S", 0.05)
     stop = asyncio.Event()
@@ -353,7 +411,9 @@ def test_a_resume_with_a_stricter_bound_generates_in_place_of_what_is_too_old_no
     assert len(backlog.finished) >= 2
 
     async def resumed(collector: Collector, buffer: RolloutBuffer) -> None:
-        assert min(ids(await collector.batch())) > max(group.prompt_id for group in backlog.finished)
+        assert min(ids(await collector.batch())) > max(
+            group.prompt_id for group in backlog.finished
+        )
         assert collector.counts()["rollout/num_filtered"] == len(backlog.finished)
         await collector.stop()
 
@@ -410,7 +470,9 @@ def test_the_paths_of_other_trainers_name_our_filters() -> None:
     assert group_filter(f"{path}_with_fallback") is check_reward_nonzero_std_with_fallback
 
 
-OF_SLIME = SlimeFilter(slimes_with_fallback, Arguments({"n_samples_per_prompt": 2, "reward_key": None}))
+OF_SLIME = SlimeFilter(
+    slimes_with_fallback, Arguments({"n_samples_per_prompt": 2, "reward_key": None})
+)
 
 
 @pytest.mark.parametrize("wanted", [check_reward_nonzero_std_with_fallback, OF_SLIME])
@@ -449,7 +511,10 @@ def test_recorded_batches_are_replayed_for_their_own_prompts_only(tmp_path: Any)
             found.append(ids(await source.batch()))
             source.trained()
             source.synced(step + 1)
-        assert source.in_hand() == ({"offset": 4}, Backlog(num_fetched=4, num_trained=4, newest_id=3))
+        assert source.in_hand() == (
+            {"offset": 4},
+            Backlog(num_fetched=4, num_trained=4, newest_id=3),
+        )
         assert source.counts()["rollout/num_held"] == 0
         return found
 

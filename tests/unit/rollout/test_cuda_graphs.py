@@ -1,6 +1,8 @@
-"""Colocated engines give up the memory of their CUDA graphs; a value of the user's stays, a contradiction is refused.
+"""Colocated engines give up the memory of their CUDA graphs; a value of the user's stays, a
+contradiction is refused.
 
-The last part holds the facts of the installed SGLang that this rests on: an upgrade that changes one fails by its name.
+The last part holds the facts of the installed SGLang that this rests on: an upgrade that changes
+one fails by its name.
 """
 
 from __future__ import annotations
@@ -18,14 +20,22 @@ from rlpost.check import check
 from rlpost.config.load import load
 from rlpost.errors import ConfigError
 from rlpost.rollout import server
-from rlpost.rollout.cuda_graphs import PREFILL, VARIABLE, GraphSettings, graph_problems, graph_settings
+from rlpost.rollout.cuda_graphs import (
+    PREFILL,
+    VARIABLE,
+    GraphSettings,
+    graph_problems,
+    graph_settings,
+)
 from rlpost.rollout.server_args import server_arg_names
 
 KNOWN = frozenset({PREFILL, "enable_memory_saver"})
 SAVER = {"enable_memory_saver": True}
 
 
-def started_with(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+def started_with(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
+) -> tuple[dict[str, str], dict[str, Any]]:
     """Environment and ServerArgs of an engine on CUDA, up to the point where SGLang takes over."""
     import os
 
@@ -103,7 +113,9 @@ def test_a_backend_of_the_user_s_whose_graphs_can_be_released_is_kept(given):
 
 
 def test_sizes_alone_choose_no_backend():
-    made = graph_settings(SAVER | {"cuda_graph_config": {"prefill": {"max_bs": 64}}}, {}, known=KNOWN)
+    made = graph_settings(
+        SAVER | {"cuda_graph_config": {"prefill": {"max_bs": 64}}}, {}, known=KNOWN
+    )
     assert made.server_args == {PREFILL: "disabled"}
 
 
@@ -116,14 +128,22 @@ def test_an_sglang_without_the_setting_is_left_alone():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"sglang_" + PREFILL: "breakable"}, ["--sglang-cuda-graph-backend-prefill breakable", "full or disabled"]),
-        ({"sglang_cuda_graph_backend_decode": "breakable"}, ["--sglang-cuda-graph-backend-decode breakable"]),
+        (
+            {"sglang_" + PREFILL: "breakable"},
+            ["--sglang-cuda-graph-backend-prefill breakable", "full or disabled"],
+        ),
+        (
+            {"sglang_cuda_graph_backend_decode": "breakable"},
+            ["--sglang-cuda-graph-backend-decode breakable"],
+        ),
         ({"sglang_debug_cuda_graph": True}, ["--sglang-debug-cuda-graph"]),
     ],
 )
 def test_a_contradiction_is_refused_on_the_login_node(flags, words):
     environment = {VARIABLE: "1"}
-    config = load([], {"cluster": {"colocate": True, "environment": environment}, "sglang": flags}).config
+    config = load(
+        [], {"cluster": {"colocate": True, "environment": environment}, "sglang": flags}
+    ).config
     with pytest.raises(ConfigError) as caught:
         check(config)
     (line,) = [line for line in str(caught.value).splitlines() if VARIABLE in line]
@@ -143,10 +163,15 @@ def test_a_word_that_sglang_would_take_for_no_is_named():
     assert f"{VARIABLE}=yes" in problem and "use 1 or 0" in problem
 
 
-# Facts of the installed SGLang ---------------------------------------------------------------------------------------
+# Facts of the installed SGLang
+# ---------------------------------------------------------------------------------------
 
 FOUND = importlib.util.find_spec("sglang")
-SRT = Path(FOUND.submodule_search_locations[0]) / "srt" if FOUND and FOUND.submodule_search_locations else None
+SRT = (
+    Path(FOUND.submodule_search_locations[0]) / "srt"
+    if FOUND and FOUND.submodule_search_locations
+    else None
+)
 BACKENDS = "model_executor/runner_backend"
 needs_sglang = pytest.mark.skipif(SRT is None, reason="SGLang is not installed")
 
@@ -157,12 +182,18 @@ def source(path: str) -> ast.Module:
 
 
 def init_of(path: str, name: str) -> ast.FunctionDef:
-    (made,) = [node for node in source(path).body if isinstance(node, ast.ClassDef) and node.name == name]
-    return next(node for node in made.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    (made,) = [
+        node for node in source(path).body if isinstance(node, ast.ClassDef) and node.name == name
+    ]
+    return next(
+        node for node in made.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+    )
 
 
 def takes_the_variable(function: ast.FunctionDef) -> bool:
-    """Whether the memory saver is created with ``enable_memory_saver and get_bool_env_var(VARIABLE)``."""
+    """Whether the memory saver is created with ``enable_memory_saver and
+    get_bool_env_var(VARIABLE)``.
+    """
     conditions = [
         ast.unparse(keyword.value)
         for node in ast.walk(function)
@@ -185,7 +216,9 @@ def test_fact_the_variable_is_off_by_default():
 
 @needs_sglang
 def test_fact_full_graphs_are_in_releasable_memory_with_the_variable_alone():
-    assert takes_the_variable(init_of(f"{BACKENDS}/full_cuda_graph_backend.py", "FullCudaGraphBackend"))
+    assert takes_the_variable(
+        init_of(f"{BACKENDS}/full_cuda_graph_backend.py", "FullCudaGraphBackend")
+    )
 
 
 @needs_sglang
@@ -193,7 +226,9 @@ def test_fact_breakable_graphs_raise_with_the_variable():
     made = init_of(f"{BACKENDS}/breakable_cuda_graph_backend.py", "BreakableCudaGraphBackend")
     assert takes_the_variable(made)
     guards = [node for node in made.body if isinstance(node, ast.If)]
-    raised = [ast.unparse(node) for guard in guards for node in guard.body if isinstance(node, ast.Raise)]
+    raised = [
+        ast.unparse(node) for guard in guards for node in guard.body if isinstance(node, ast.Raise)
+    ]
     assert len(raised) == 1 and "NotImplementedError" in raised[0] and "memory saver" in raised[0]
 
 

@@ -47,7 +47,9 @@ def test_the_order_is_pause_begin_receive_end_flush_check_resume() -> None:
             *("end_weight_update", "flush_cache", "model_info", "continue_generation"),
         ]
         assert engine.version == "7"
-    first, second = (body for path, body in zip(engine.log, engine.bodies, strict=True) if path == TAKE)
+    first, second = (
+        body for path, body in zip(engine.log, engine.bodies, strict=True) if path == TAKE
+    )
     assert first["names"] == ["a", "b"]
     assert first["shapes"] == [[2, 3], [4]]
     assert first["dtypes"] == ["float32", "bfloat16"]
@@ -65,7 +67,9 @@ def test_an_engine_without_sessions_is_updated_without_them() -> None:
     assert old.log[-1] == new.log[-1] == "continue_generation"
 
 
-@pytest.mark.parametrize("path", ["pause_generation", "begin_weight_update", TAKE, "end_weight_update", "flush_cache"])
+@pytest.mark.parametrize(
+    "path", ["pause_generation", "begin_weight_update", TAKE, "end_weight_update", "flush_cache"]
+)
 def test_an_engine_that_refuses_is_named_and_none_resumes(path: str) -> None:
     good, bad = FakeEngine(), FakeEngine(refuses=path)
     with pytest.raises(SyncError) as error:
@@ -85,7 +89,9 @@ def test_a_refusal_ends_the_wait_for_a_broadcast_that_cannot_complete() -> None:
             ended.append(index)
 
     with pytest.raises(SyncError, match=TAKE):
-        asyncio.run(asyncio.wait_for(update([FakeEngine(), FakeEngine(refuses=TAKE)], never), timeout=20))
+        asyncio.run(
+            asyncio.wait_for(update([FakeEngine(), FakeEngine(refuses=TAKE)], never), timeout=20)
+        )
     assert ended == [0]
 
 
@@ -113,10 +119,14 @@ def test_ranks_of_the_group_follow_the_gpus_of_the_engines() -> None:
 
     async def connect(engines: list[FakeEngine]) -> None:
         async with serving(*engines) as urls:
-            addresses = [EngineAddress(url, num_gpus) for url, num_gpus in zip(urls, (2, 1, 4), strict=True)]
+            addresses = [
+                EngineAddress(url, num_gpus) for url, num_gpus in zip(urls, (2, 1, 4), strict=True)
+            ]
             whole = WeightUpdate(addresses, api_key=KEY)
             mover = BroadcastMover(BUCKETS, note, group_name="g")
-            await mover.connect(whole.receivers, [("10.0.0.1", 4444), ("10.0.0.2", 4445)], backend="gloo")
+            await mover.connect(
+                whole.receivers, [("10.0.0.1", 4444), ("10.0.0.2", 4445)], backend="gloo"
+            )
             await whole.leave_groups("g", 2)
 
     async def note(index: int) -> None:
@@ -126,10 +136,20 @@ def test_ranks_of_the_group_follow_the_gpus_of_the_engines() -> None:
     asyncio.run(connect(engines))
     assert [engine.bodies[0]["rank_offset"] for engine in engines] == [1, 3, 4]
     assert {engine.bodies[0]["world_size"] for engine in engines} == {8}
-    assert engines[0].log == ["init_weights_update_group"] * 2 + ["destroy_weights_update_group"] * 2
+    assert (
+        engines[0].log == ["init_weights_update_group"] * 2 + ["destroy_weights_update_group"] * 2
+    )
     first, second = engines[0].bodies[:2]
-    assert (first["master_address"], first["master_port"], first["group_name"]) == ("10.0.0.1", 4444, "g-0")
-    assert (second["master_address"], second["master_port"], second["group_name"]) == ("10.0.0.2", 4445, "g-1")
+    assert (first["master_address"], first["master_port"], first["group_name"]) == (
+        "10.0.0.1",
+        4444,
+        "g-0",
+    )
+    assert (second["master_address"], second["master_port"], second["group_name"]) == (
+        "10.0.0.2",
+        4445,
+        "g-1",
+    )
 
 
 def test_a_bucket_travels_in_the_group_of_its_stage() -> None:
@@ -138,11 +158,17 @@ def test_a_bucket_travels_in_the_group_of_its_stage() -> None:
     async def move(engine: FakeEngine) -> None:
         async with serving(engine) as urls:
             whole = WeightUpdate([EngineAddress(urls[0])], api_key=KEY)
-            await whole.update(1, BroadcastMover(buckets, lambda index: asyncio.sleep(0), group_name="g"))
+            await whole.update(
+                1, BroadcastMover(buckets, lambda index: asyncio.sleep(0), group_name="g")
+            )
 
     engine = FakeEngine()
     asyncio.run(move(engine))
-    taken = [body["group_name"] for path, body in zip(engine.log, engine.bodies, strict=True) if path == TAKE]
+    taken = [
+        body["group_name"]
+        for path, body in zip(engine.log, engine.bodies, strict=True)
+        if path == TAKE
+    ]
     assert taken == ["g-0", "g-1"]
 
 
@@ -162,9 +188,15 @@ def test_each_engine_gets_the_handles_of_the_ranks_on_its_gpus() -> None:
     asyncio.run(move(engines))
     assert shared == [0, 1]
     for engine, ranks in zip(engines, ((0, 1), (2, 3)), strict=True):
-        taken = [body for path, body in zip(engine.log, engine.bodies, strict=True) if "from_tensor" in path]
+        taken = [
+            body
+            for path, body in zip(engine.log, engine.bodies, strict=True)
+            if "from_tensor" in path
+        ]
         for index, body in enumerate(taken):
-            assert body["serialized_named_tensors"] == [f"bucket {index} of rank {rank}" for rank in ranks]
+            assert body["serialized_named_tensors"] == [
+                f"bucket {index} of rank {rank}" for rank in ranks
+            ]
             assert body["load_format"] == "flattened_bucket"
         assert [body["weight_version"] for body in taken] == [None, "3"]
 
@@ -185,7 +217,9 @@ def test_a_bucket_is_gathered_while_the_engines_load_the_one_before_it_and_none_
         return [str(index)]
 
     async def move() -> None:
-        receiver = Receiver(EngineAddress("http://engine"), Receiving("http://engine", KEY, timeout_s=5))
+        receiver = Receiver(
+            EngineAddress("http://engine"), Receiving("http://engine", KEY, timeout_s=5)
+        )
         await SharingMover(BUCKETS * 2, share, ranks_of=((0,),)).move([receiver], 3)
 
     shared = [asyncio.Event() for _ in range(4)]
@@ -210,14 +244,22 @@ def test_through_files_no_session_is_opened_and_the_version_goes_along() -> None
     engine = FakeEngine()
     asyncio.run(move(engine))
     assert engine.log == [
-        *("pause_generation", "update_weights_from_disk", "flush_cache", "model_info", "continue_generation"),
+        *(
+            "pause_generation",
+            "update_weights_from_disk",
+            "flush_cache",
+            "model_info",
+            "continue_generation",
+        ),
     ]
     assert engine.bodies[1]["model_path"] == "/shared/version-5" and engine.version == "5"
 
 
 @pytest.fixture
 def changes():
-    """A mover with two copies, what it wrote, and the problems that the copies will have, one an attempt."""
+    """A mover with two copies, what it wrote, and the problems that the copies will have, one an
+    attempt.
+    """
     written, problems = [], []
 
     async def write(version: int, whole: bool) -> None:
@@ -241,7 +283,11 @@ def test_the_first_update_is_whole_and_the_engine_reads_the_copy(changes) -> Non
     engine = FakeEngine()
     asyncio.run(go_to(engine, mover, 1, 2, 3))
     assert written == [(1, True), (2, False), (3, False)]
-    read = [body for path, body in zip(engine.log, engine.bodies, strict=True) if path == "update_weights_from_disk"]
+    read = [
+        body
+        for path, body in zip(engine.log, engine.bodies, strict=True)
+        if path == "update_weights_from_disk"
+    ]
     assert {body["model_path"] for body in read} == {"/local/copy"} and engine.version == "3"
 
 
@@ -276,7 +322,9 @@ def test_an_engine_that_cannot_read_is_given_all_weights_next(changes) -> None:
 
 
 def test_requests_under_way_may_wait_out_an_update() -> None:
-    """Retracted requests are computed anew with the new weights; what follows the weights comes before the resume."""
+    """Retracted requests are computed anew with the new weights; what follows the weights comes
+    before the resume.
+    """
     order = []
 
     async def ready() -> None:

@@ -1,4 +1,6 @@
-"""Servers too old for a run are named with what they lack; what can be done without is found out."""
+"""Servers too old for a run are named with what they lack; what can be done without is found
+out.
+"""
 
 import logging
 
@@ -37,13 +39,18 @@ def test_every_server_that_is_too_old_is_named_with_what_is_missing():
         check_servers(versions, needed=["weight updates", "updates amid answers"])
     first, second = str(error.value).splitlines()
     assert first == "engine http://a runs SGLang 0.5.16; 0.5.17 or newer is needed"
-    assert second.startswith("engine http://b runs SGLang 0.5.18, which lacks answers that wait in the engine")
+    assert second.startswith(
+        "engine http://b runs SGLang 0.5.18, which lacks answers that wait in the engine"
+    )
     assert second.endswith("from 0.5.21 on")
 
 
 def test_what_is_newer_than_all_that_was_tried_serves_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
-        check_servers({"http://a": "0.7.0", "http://b": "main", "http://c": "0.5.21"}, needed=["weight updates"])
+        check_servers(
+            {"http://a": "0.7.0", "http://b": "main", "http://c": "0.5.21"},
+            needed=["weight updates"],
+        )
     newer, unreadable = (record.message for record in caplog.records)
     assert "http://a runs SGLang 0.7.0" in newer and "0.5.23" in newer
     assert "http://b" in unreadable

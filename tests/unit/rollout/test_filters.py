@@ -64,7 +64,11 @@ def test_one_of_ours_is_called_with_the_group_alone():
     ("load", "function", "words"),
     [
         (group_filter, of_nobody, r"use \(group\), or slime's \(args, samples, \*\*kwargs\)"),
-        (buffer_filter, buffer_of_slime, r"use \(waiting, num_groups\), or slime's \(args, rollout_id, buffer"),
+        (
+            buffer_filter,
+            buffer_of_slime,
+            r"use \(waiting, num_groups\), or slime's \(args, rollout_id, buffer",
+        ),
         (
             generate_function,
             ours,
@@ -72,7 +76,9 @@ def test_one_of_ours_is_called_with_the_group_alone():
         ),
     ],
 )
-def test_a_function_that_cannot_be_called_so_is_refused_before_anything_starts(load, function, words):
+def test_a_function_that_cannot_be_called_so_is_refused_before_anything_starts(
+    load, function, words
+):
     """Not when the first group is there, as an error that looks as if a retry could mend it."""
     with pytest.raises(ConfigError, match=words):
         load(named(function))

@@ -1,4 +1,6 @@
-"""The plugin that lets SGLang compute in FP8 on a CPU, against the weights that the blocks stand for."""
+"""The plugin that lets SGLang compute in FP8 on a CPU, against the weights that the blocks stand
+for.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,15 @@ def test_sglang_finds_the_plugin_by_its_entry_point():
 
 
 def test_without_cuda_an_engine_shares_its_work_by_tensor_parallelism_alone():
-    given = {"tp_size": 2, "enable_dp_attention": True, "dp_size": 2, "ep_size": 2, "moe_dense_tp_size": 1}
+    given = {
+        "tp_size": 2,
+        "enable_dp_attention": True,
+        "dp_size": 2,
+        "ep_size": 2,
+        "moe_dense_tp_size": 1,
+    }
     assert engine_arguments(given, has_cuda=True) == given
     made = engine_arguments(given, has_cuda=False)
-    assert made["tp_size"] == 2 and {name: made[name] for name in ONLY_ON_CUDA} == dict(ONLY_ON_CUDA)
+    assert made["tp_size"] == 2 and {name: made[name] for name in ONLY_ON_CUDA} == dict(
+        ONLY_ON_CUDA
+    )

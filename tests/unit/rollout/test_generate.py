@@ -36,10 +36,14 @@ def router(engine: FakeEngine, concurrency: int = 64) -> RouterAddress:
     return RouterAddress(engine.url, KEY, (engine.url,), concurrency, patience_s=0.5)
 
 
-async def run(engine: FakeEngine, given: list[Prompt], *, n: int = 3, concurrency: int = 64, **more) -> Any:
+async def run(
+    engine: FakeEngine, given: list[Prompt], *, n: int = 3, concurrency: int = 64, **more
+) -> Any:
     async with serving(engine):
         options = {"grader": InlineGrader(score), "stop_requested": lambda: False, **more}
-        return await generate_groups(given, SAMPLING, n=n, router=router(engine, concurrency), **options)
+        return await generate_groups(
+            given, SAMPLING, n=n, router=router(engine, concurrency), **options
+        )
 
 
 def test_groups_are_complete_ordered_and_scored() -> None:
@@ -101,7 +105,9 @@ def test_a_stop_before_the_start_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize("status", [503, 499], ids=["no engine", "aborted before it began"])
-def test_a_request_that_nobody_began_is_made_again(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+def test_a_request_that_nobody_began_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
     monkeypatch.setattr(connection, "FIRST_PAUSE_S", 0.001)
     engine = FakeEngine(unavailable=3, unavailable_status=status)
     assert len(asyncio.run(run(engine, prompts(1), n=1))) == 1
@@ -116,7 +122,9 @@ def test_tries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.log.count("generate") > 3
 
 
-def test_the_time_that_an_engine_took_to_write_is_not_taken_off_the_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_that_an_engine_took_to_write_is_not_taken_off_the_patience(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A long answer whose engine dies is asked for again as patiently as a short one."""
     monkeypatch.setattr(connection, "FIRST_PAUSE_S", 0.01)
 
@@ -136,7 +144,12 @@ def test_nobody_there_is_said_in_the_end(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(RolloutError, match=r"127\.0\.0\.1:9: prompt 1, .*does not answer"):
         asyncio.run(
             generate_groups(
-                prompts(1), SAMPLING, n=1, router=nowhere, grader=InlineGrader(score), stop_requested=lambda: False
+                prompts(1),
+                SAMPLING,
+                n=1,
+                router=nowhere,
+                grader=InlineGrader(score),
+                stop_requested=lambda: False,
             )
         )
 
@@ -144,11 +157,16 @@ def test_nobody_there_is_said_in_the_end(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("answer", "wanted"),
     [
-        (generated([], reason="abort"), "aborted prompt 3, sample 0 100 times before the first token"),
+        (
+            generated([], reason="abort"),
+            "aborted prompt 3, sample 0 100 times before the first token",
+        ),
         (generated([1], version="default"), "version 'default'"),
     ],
 )
-def test_an_answer_that_cannot_be_trained_on_is_refused(answer: dict[str, Any], wanted: str) -> None:
+def test_an_answer_that_cannot_be_trained_on_is_refused(
+    answer: dict[str, Any], wanted: str
+) -> None:
     with pytest.raises(RolloutError, match=wanted):
         asyncio.run(run(FakeEngine(answer=lambda body: answer), prompts(3), n=1))
 
@@ -159,7 +177,9 @@ def test_an_answer_of_somebody_else_is_named(kind: str) -> None:
         async def generate(self, body: dict[str, Any]) -> Any:
             return web.Response(text="<html>", content_type=kind)
 
-    with pytest.raises(RolloutError, match=r"router http://.*: prompt 3, sample 0 .*without a valid answer"):
+    with pytest.raises(
+        RolloutError, match=r"router http://.*: prompt 3, sample 0 .*without a valid answer"
+    ):
         asyncio.run(run(Proxy(), prompts(3), n=1))
 
 
@@ -174,7 +194,9 @@ def test_one_failure_aborts_the_others() -> None:
     assert engine.log.count("generate") < 50
 
 
-def test_nothing_is_left_for_the_event_loop_to_complain_about(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_left_for_the_event_loop_to_complain_about(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Neither a stop nor many failures at once leave an error that nobody asked for."""
 
     async def stopped() -> None:
@@ -184,21 +206,29 @@ def test_nothing_is_left_for_the_event_loop_to_complain_about(caplog: pytest.Log
     with pytest.raises(Preempted):
         asyncio.run(stopped())
     with pytest.raises(RolloutError):
-        asyncio.run(run(FakeEngine(answer=lambda body: generated([1], version="bad")), prompts(1, 2)))
+        asyncio.run(
+            run(FakeEngine(answer=lambda body: generated([1], version="bad")), prompts(1, 2))
+        )
     gc.collect()
     assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_evaluation_is_the_mean_over_all_samples() -> None:
     def answer(body: dict[str, Any]) -> dict[str, Any]:
-        return generated([1] * 4, text="right") if body["input_ids"][0] == 1 else generated([1] * 8, reason="length")
+        return (
+            generated([1] * 4, text="right")
+            if body["input_ids"][0] == 1
+            else generated([1] * 8, reason="length")
+        )
 
     async def evaluated() -> dict[str, float]:
         engine = FakeEngine(answer=answer)
         grader = InlineGrader(lambda text, label, metadata: float(text == "right"))
         async with serving(engine), Connection(router(engine)) as connection:
             return await evaluate(
-                GroupWriter(connection, SAMPLING, n=2, grader=grader), prompts(0, 1, 2, 3), lambda: False
+                GroupWriter(connection, SAMPLING, n=2, grader=grader),
+                prompts(0, 1, 2, 3),
+                lambda: False,
             )
 
     means = {"reward_mean": 0.25, "response_length_mean": 7.0, "truncated_frac": 0.75}
@@ -222,7 +252,9 @@ class Losing:
         pass
 
 
-def written(lost: Callable[[int, Sample], bool], *, n: int) -> tuple[Any, list[Mapping[str, float]], int]:
+def written(
+    lost: Callable[[int, Sample], bool], *, n: int
+) -> tuple[Any, list[Mapping[str, float]], int]:
     """One group, what its writer counted when it was asked twice, and the requests it took."""
 
     async def work() -> tuple[Any, list[Mapping[str, float]], int]:
@@ -241,8 +273,12 @@ def test_an_answer_whose_grading_was_lost_is_left_out_of_its_group() -> None:
     assert group.rewards == (1.0, 1.0) and num_requests == 3
 
 
-@pytest.mark.parametrize(("n", "num_lost", "again"), [(4, 2, 0), (4, 3, 1), (4, 4, 1), (2, 1, 1), (1, 0, 0), (1, 1, 1)])
-def test_a_group_with_fewer_than_two_answers_left_is_generated_again(n: int, num_lost: int, again: int) -> None:
+@pytest.mark.parametrize(
+    ("n", "num_lost", "again"), [(4, 2, 0), (4, 3, 1), (4, 4, 1), (2, 1, 1), (1, 0, 0), (1, 1, 1)]
+)
+def test_a_group_with_fewer_than_two_answers_left_is_generated_again(
+    n: int, num_lost: int, again: int
+) -> None:
     """A group of one never had more."""
     found = written(lambda turn, sample: turn == 0 and sample.index < num_lost, n=n)
     group, (counted, after), num_requests = found
@@ -259,7 +295,9 @@ def test_a_prompt_whose_gradings_are_always_lost_is_given_up() -> None:
 
 
 def with_sandbox(is_lost: Callable[[int, int], bool], *, n: int) -> tuple[Any, Mapping[str, float]]:
-    """A group of a function whose sandbox is gone in some of its calls, by index and by the number of the call."""
+    """A group of a function whose sandbox is gone in some of its calls, by index and by the number
+    of the call.
+    """
     calls = itertools.count()
 
     async def function(builder: Any, prompt: Prompt, sampling: SamplingParams) -> Sample:
@@ -289,7 +327,9 @@ def test_an_answer_whose_sandbox_is_gone_is_left_out_too() -> None:
 
 def test_sandboxes_that_are_all_gone_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "MAX_LOST_IN_A_ROW", 5)
-    with pytest.raises(RolloutError, match="5 consecutive answers were lost; the last: the sandbox is gone"):
+    with pytest.raises(
+        RolloutError, match="5 consecutive answers were lost; the last: the sandbox is gone"
+    ):
         with_sandbox(lambda index, call: True, n=4)
 
 
@@ -300,7 +340,11 @@ def test_evaluation_leaves_out_what_was_not_graded() -> None:
             writer = GroupWriter(connection, SAMPLING, n=4, grader=Losing(lost))
             return await evaluate(writer, prompts(0, 1, 2), lambda: False)
 
-    found = asyncio.run(evaluated(lambda turn, sample: sample.prompt_id == 0 or sample.prompt_id == sample.index == 1))
+    found = asyncio.run(
+        evaluated(
+            lambda turn, sample: sample.prompt_id == 0 or sample.prompt_id == sample.index == 1
+        )
+    )
     assert found["reward_mean"] == 1 and [found[f"pass@{k}"] for k in (1, 2, 4)] == [1, 1, 1]
     with pytest.raises(RolloutError, match="gradings of all 3 prompts were lost"):
         asyncio.run(evaluated(lambda turn, sample: True))
@@ -308,20 +352,35 @@ def test_evaluation_leaves_out_what_was_not_graded() -> None:
 
 def test_pass_at_k_is_the_share_of_draws_with_a_right_answer() -> None:
     """Against all subsets, written out."""
-    for num_samples, num_right, k in [(5, 2, 1), (5, 2, 2), (6, 1, 3), (4, 0, 2), (4, 4, 4), (7, 3, 5)]:
-        draws = list(itertools.combinations([True] * num_right + [False] * (num_samples - num_right), k))
-        assert pass_at_k(num_samples, num_right, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+    for num_samples, num_right, k in [
+        (5, 2, 1),
+        (5, 2, 2),
+        (6, 1, 3),
+        (4, 0, 2),
+        (4, 4, 4),
+        (7, 3, 5),
+    ]:
+        draws = list(
+            itertools.combinations([True] * num_right + [False] * (num_samples - num_right), k)
+        )
+        assert pass_at_k(num_samples, num_right, k) == pytest.approx(
+            sum(map(any, draws)) / len(draws)
+        )
 
 
 def test_groups_that_start_together_do_not_hold_the_event_loop() -> None:
-    """1,024 groups of 8 began in one turn of the loop, which took 4 s: nothing else ran meanwhile."""
+    """1,024 groups of 8 began in one turn of the loop, which took 4 s: nothing else ran
+    meanwhile.
+    """
     begun, most_in_a_turn = 0, 0
 
     async def function(builder: Any, prompt: Prompt, sampling: SamplingParams) -> Sample:
         nonlocal begun
         begun += 1
         await asyncio.sleep(0.01)
-        return Sample(prompt.prompt_id, builder.index, prompt.token_ids, (1,), (-0.5,), "", "stop", 0)
+        return Sample(
+            prompt.prompt_id, builder.index, prompt.token_ids, (1,), (-0.5,), "", "stop", 0
+        )
 
     async def watch() -> None:
         nonlocal most_in_a_turn
@@ -331,11 +390,17 @@ def test_groups_that_start_together_do_not_hold_the_event_loop() -> None:
             most_in_a_turn, before = max(most_in_a_turn, begun - before), begun
 
     async def whole() -> None:
-        writer = GroupWriter(NO_CONNECTION, SAMPLING, n=2, grader=InlineGrader(score), function=function)  # type: ignore
+        writer = GroupWriter(
+            NO_CONNECTION, SAMPLING, n=2, grader=InlineGrader(score), function=function
+        )  # type: ignore
         watching = asyncio.create_task(watch())
-        groups = await asyncio.gather(*(writer.write(Unfinished(prompt)) for prompt in prompts(*range(100))))
+        groups = await asyncio.gather(
+            *(writer.write(Unfinished(prompt)) for prompt in prompts(*range(100)))
+        )
         await watching
-        assert [group.prompt_id for group in groups if isinstance(group, SampleGroup)] == list(range(100))
+        assert [group.prompt_id for group in groups if isinstance(group, SampleGroup)] == list(
+            range(100)
+        )
 
     asyncio.run(whole())
     assert most_in_a_turn <= 2, "answers of one group alone"

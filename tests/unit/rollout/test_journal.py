@@ -1,4 +1,6 @@
-"""The journal's files: what is written reads back equal, whatever is cut off, damaged, shared or full."""
+"""The journal's files: what is written reads back equal, whatever is cut off, damaged, shared or
+full.
+"""
 
 import asyncio
 import errno
@@ -38,9 +40,21 @@ def group(prompt_id, *lengths):
     def sample(index, length):
         logprobs = tuple(-rng.expovariate(1.0) for _ in range(length))
         ids = tuple(rng.randrange(2**31 - 1) for _ in range(length))
-        return Sample(prompt_id, index, (1, 2, prompt_id), ids, logprobs, "é" * length, "stop", 3, label="\ud8004")
+        return Sample(
+            prompt_id,
+            index,
+            (1, 2, prompt_id),
+            ids,
+            logprobs,
+            "é" * length,
+            "stop",
+            3,
+            label="\ud8004",
+        )
 
-    return SampleGroup(prompt_id, tuple(ScoredSample(sample(*each), 0.1 * each[0]) for each in enumerate(lengths)))
+    return SampleGroup(
+        prompt_id, tuple(ScoredSample(sample(*each), 0.1 * each[0]) for each in enumerate(lengths))
+    )
 
 
 def resumed(folder, base=0, step=0, settings="s", **named):
@@ -60,7 +74,10 @@ def replayed(journal):
     """What again() gives until nothing is left, as (kind, what it is about)."""
     found = []
     while records := list(journal.again()):
-        found += [(r.kind, r.meta["prompt_id"] if r.kind == GROUP else r.meta["prompt_ids"]) for r in records]
+        found += [
+            (r.kind, r.meta["prompt_id"] if r.kind == GROUP else r.meta["prompt_ids"])
+            for r in records
+        ]
     return found
 
 
@@ -75,7 +92,15 @@ def test_a_group_reads_back_equal_to_the_last_bit(tmp_path_factory, lengths, mas
     samples = tuple(
         ScoredSample(
             Sample(
-                7, i, (1,), (5,) * n, (logprob,) * n, "text", "length", 2, loss_mask=(i % 2,) * n if masked else None
+                7,
+                i,
+                (1,),
+                (5,) * n,
+                (logprob,) * n,
+                "text",
+                "length",
+                2,
+                loss_mask=(i % 2,) * n if masked else None,
             ),
             reward=logprob,
         )
@@ -103,7 +128,11 @@ def test_what_happened_after_a_state_is_given_again_in_order_and_once(tmp_path):
         (GROUP, 0, False),
         (GROUP, 1, True),
     ]
-    assert first[3].meta == {"step": 0, "prompt_ids": [1, 2], "counts": {"rollout/num_filtered": 1.0}}
+    assert first[3].meta == {
+        "step": 0,
+        "prompt_ids": [1, 2],
+        "counts": {"rollout/num_filtered": 1.0},
+    }
     assert journal.evaluation(1) == {"eval/x": 0.5} and journal.evaluation(0) is None
     assert replayed(journal) == [(GROUP, 3)]
     assert replayed(journal) == []
@@ -122,8 +151,19 @@ def test_a_state_begins_a_segment_with_what_still_waits_and_the_batch_that_is_no
     later = begin(journal, 1)
     journal.finished(group(9), wanted=True)
     journal.close()
-    assert replayed(resumed(tmp_path, number, 1)) == [(GROUP, 1), (BATCH, [1]), (GROUP, 2), (BATCH, [2]), (GROUP, 9)]
-    assert replayed(resumed(tmp_path, later, 1)) == [(BATCH, [1]), (GROUP, 2), (BATCH, [2]), (GROUP, 9)]
+    assert replayed(resumed(tmp_path, number, 1)) == [
+        (GROUP, 1),
+        (BATCH, [1]),
+        (GROUP, 2),
+        (BATCH, [2]),
+        (GROUP, 9),
+    ]
+    assert replayed(resumed(tmp_path, later, 1)) == [
+        (BATCH, [1]),
+        (GROUP, 2),
+        (BATCH, [2]),
+        (GROUP, 9),
+    ]
 
 
 def test_a_state_that_was_not_committed_in_the_end_leaves_no_gap(tmp_path):
@@ -135,7 +175,11 @@ def test_a_state_that_was_not_committed_in_the_end_leaves_no_gap(tmp_path):
     journal.finished(group(2), wanted=True)
     journal.close()
     assert replayed(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1), (GROUP, 2)]
-    assert replayed(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1), (GROUP, 2)]  # also from what the first one wrote
+    assert replayed(resumed(tmp_path)) == [
+        (GROUP, 0),
+        (GROUP, 1),
+        (GROUP, 2),
+    ]  # also from what the first one wrote
 
 
 def test_with_a_commit_all_segments_go_that_no_kept_checkpoint_needs(tmp_path):
@@ -226,8 +270,12 @@ def test_an_attempt_that_is_still_alive_disturbs_nobody_and_ends_at_its_next_sta
 
 
 @pytest.mark.parametrize("has_links", [True, False])
-def test_an_older_attempt_that_takes_the_next_number_costs_its_owner_nothing(tmp_path, monkeypatch, has_links):
-    """Between listing and creation, in the resume of the newer attempt; what the older one writes there is not used."""
+def test_an_older_attempt_that_takes_the_next_number_costs_its_owner_nothing(
+    tmp_path, monkeypatch, has_links
+):
+    """Between listing and creation, in the resume of the newer attempt; what the older one writes
+    there is not used.
+    """
     real = segment_writer.create
     if not has_links:
         monkeypatch.setattr(os, "link", no_hard_links)
@@ -283,7 +331,10 @@ def test_when_every_number_is_taken_the_run_goes_on_without_a_journal_until_the_
         patched.setattr(segment_writer, "create", taken)
         journal = owning(tmp_path, 0)
     assert not journal.is_written
-    assert f"0000016.log and the {segment_writer.MAX_TAKEN} files before it were created" in caplog.text
+    assert (
+        f"0000016.log and the {segment_writer.MAX_TAKEN} files before it were created"
+        in caplog.text
+    )
     number = begin(journal, 1)
     journal.finished(group(0), wanted=True)
     journal.close()
@@ -292,7 +343,9 @@ def test_when_every_number_is_taken_the_run_goes_on_without_a_journal_until_the_
 
 @pytest.fixture
 def held(monkeypatch):
-    """Calls of a function of ``os`` that do not return before the end of the test, or before ``go_on``."""
+    """Calls of a function of ``os`` that do not return before the end of the test, or before
+    ``go_on``.
+    """
 
     class Held:
         def __init__(self):
@@ -324,7 +377,9 @@ async def ticks(coroutine):
     return count
 
 
-def test_a_write_that_hangs_holds_what_waits_for_it_and_not_the_event_loop(tmp_path, monkeypatch, held, caplog):
+def test_a_write_that_hangs_holds_what_waits_for_it_and_not_the_event_loop(
+    tmp_path, monkeypatch, held, caplog
+):
     """What a crash takes from the queue then has not happened for the next attempt."""
     monkeypatch.setattr(segment_writer, "DEADLINE_S", 0.3)
     journal = resumed(tmp_path)
@@ -348,7 +403,9 @@ def test_a_write_that_hangs_holds_what_waits_for_it_and_not_the_event_loop(tmp_p
     assert replayed(resumed(tmp_path)) in (written, written[:1])
 
 
-def test_the_records_that_wait_for_a_write_are_bounded_in_memory(tmp_path, monkeypatch, held, caplog):
+def test_the_records_that_wait_for_a_write_are_bounded_in_memory(
+    tmp_path, monkeypatch, held, caplog
+):
     monkeypatch.setattr(segment_writer, "MAX_PENDING_BYTES", 2**20)
     journal = resumed(tmp_path)
     held.hold("write")
@@ -391,7 +448,9 @@ def test_an_end_of_the_replay_is_written_off_the_event_loop(tmp_path, held):
 
 
 @pytest.mark.parametrize("call", ["mkdir", "listdir", "stat", "link", "fsync"])
-def test_a_start_on_storage_that_hangs_ends_within_a_deadline_and_says_where(tmp_path, monkeypatch, held, call):
+def test_a_start_on_storage_that_hangs_ends_within_a_deadline_and_says_where(
+    tmp_path, monkeypatch, held, call
+):
     monkeypatch.setattr(segment_writer, "DEADLINE_S", 1.0)
     resumed(tmp_path / "save/journal").close()
     folder = tmp_path / ("new/journal" if call == "mkdir" else "save/journal")
@@ -401,7 +460,10 @@ def test_a_start_on_storage_that_hangs_ends_within_a_deadline_and_says_where(tmp
     async def run():
         await ticks(Journal.open(folder, 0, step=0, settings="s"))
 
-    with pytest.raises(CheckpointError, match=rf"{folder} was not .* within 1 s: .*; repair the storage or the mount"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{folder} was not .* within 1 s: .*; repair the storage or the mount",
+    ):
         asyncio.run(run())
     assert held.begun.is_set()
 
@@ -429,13 +491,17 @@ def test_a_large_journal_has_more_time_while_it_is_opened(tmp_path, monkeypatch,
 
 
 def test_a_full_disk_ends_the_journal_until_the_next_state_and_not_the_run(tmp_path, caplog):
-    """The limit of a file's size stands for the disk's: the kernel refuses a write in the middle of a record."""
+    """The limit of a file's size stands for the disk's: the kernel refuses a write in the middle of
+    a record.
+    """
     journal = resumed(tmp_path)
     journal.finished(group(0, 50), wanted=True)
     durable(journal)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "0000000.log").stat().st_size + 100, hard))
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, ((tmp_path / "0000000.log").stat().st_size + 100, hard)
+    )
     try:
         journal.finished(group(1, 50), wanted=True)
         durable(journal)
@@ -450,7 +516,9 @@ def test_a_full_disk_ends_the_journal_until_the_next_state_and_not_the_run(tmp_p
     journal.finished(group(3), wanted=True)
     journal.close()
     assert replayed(resumed(tmp_path, number, 1)) == [(GROUP, 3)]
-    assert replayed(resumed(tmp_path)) == [(GROUP, 0)]  # the state of number 1 may not have been committed
+    assert replayed(resumed(tmp_path)) == [
+        (GROUP, 0)
+    ]  # the state of number 1 may not have been committed
 
 
 def test_one_fsync_serves_all_that_was_appended_before_it(tmp_path, monkeypatch):
@@ -473,7 +541,9 @@ def test_one_fsync_serves_all_that_was_appended_before_it(tmp_path, monkeypatch)
 def test_a_new_segment_waits_only_for_what_is_not_on_disk_yet(tmp_path, monkeypatch):
     first, synced, real = str(tmp_path / "0000000.log"), [], os.fsync
     journal = resumed(tmp_path)
-    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), real(file)))
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), real(file))
+    )
     journal.finished(group(0), wanted=True)
     durable(journal)
     begin(journal, 1)

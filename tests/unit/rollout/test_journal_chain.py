@@ -1,4 +1,6 @@
-"""What is used of a journal is exactly what provably follows, whatever a run did and whichever file is damaged."""
+"""What is used of a journal is exactly what provably follows, whatever a run did and whichever file
+is damaged.
+"""
 
 import errno
 import io
@@ -19,7 +21,10 @@ from rlpost.rollout.journal_format import BATCH, FORMAT, GROUP, HEADER, read_seg
 from tests.unit.rollout.test_journal import begin, durable, group, resumed
 
 OPERATIONS = st.lists(
-    st.tuples(st.sampled_from(["group", "group", "batch", "again", "begin", "crash", "compact"]), st.integers(0, 3)),
+    st.tuples(
+        st.sampled_from(["group", "group", "batch", "again", "begin", "crash", "compact"]),
+        st.integers(0, 3),
+    ),
     min_size=10,
     max_size=50,
 )
@@ -27,7 +32,9 @@ DAMAGE = ["flip", "cut", "empty", "delete", "duplicate", "swap"]
 
 
 class Life:
-    """A run and its crashes; each state of it with the events that have to be found again after it."""
+    """A run and its crashes; each state of it with the events that have to be found again after
+    it.
+    """
 
     def __init__(self, folder):
         self.folder, self.num_groups, self.step, self.in_training = folder, 0, 0, None
@@ -68,7 +75,9 @@ class Life:
         self.states.append((begin(self.journal, step), step, events))
 
     def crash(self, choice):
-        """And a resume, sometimes from the state before, because the newest was not committed or is damaged."""
+        """And a resume, sometimes from the state before, because the newest was not committed or is
+        damaged.
+        """
         self.journal.close()
         if choice == 0 and len(self.states) > 1:
             self.states.pop()
@@ -131,7 +140,9 @@ def test_what_is_used_is_a_prefix_of_what_happened(tmp_path_factory, operations,
         for record in journal.waiting:
             if record.kind == GROUP:
                 assert record.group() == group(record.meta["prompt_id"], 2)
-        journal.finished(group(10**6, 1), wanted=True)  # and from here on the run continues, also after another crash
+        journal.finished(
+            group(10**6, 1), wanted=True
+        )  # and from here on the run continues, also after another crash
         journal.close()
         assert waiting(resumed(copy, base, step)) == [*used, (GROUP, 10**6)]
 
@@ -149,7 +160,9 @@ def four_segments(folder):
 
 
 def test_an_older_checkpoint_finds_what_a_resume_from_a_newer_one_wrote(tmp_path):
-    """The newer checkpoint is damaged only afterwards: a resume from it had continued the journal by then."""
+    """The newer checkpoint is damaged only afterwards: a resume from it had continued the journal
+    by then.
+    """
     first = resumed(tmp_path)
     first.finished(group(0), wanted=True)
     number = begin(first, 1)
@@ -173,7 +186,9 @@ def as_format_1(folder):
 
 
 def old_header(header):
-    return {name: getattr(header, name) for name in ("number", "base", "step", "settings", "unbroken")}
+    return {
+        name: getattr(header, name) for name in ("number", "base", "step", "settings", "unbroken")
+    }
 
 
 def test_a_journal_of_format_1_is_resumed_and_continued_in_the_new_format(tmp_path):
@@ -200,15 +215,21 @@ def test_in_format_1_what_follows_on_a_damaged_record_is_not_used(tmp_path, numb
 
 
 def test_a_record_is_valid_only_in_its_place(tmp_path):
-    """Both are as they were written, with their lengths and checksums; only their order has changed."""
+    """Both are as they were written, with their lengths and checksums; only their order has
+    changed.
+    """
     journal = resumed(tmp_path)
     for prompt_id in range(3):
         journal.finished(group(prompt_id, 4), wanted=True)
     journal.close()
     path = tmp_path / "0000000.log"
     data = path.read_bytes()
-    first, second, third = ((each.offset, each.offset + each.size) for each in read_segment(path).records)
-    path.write_bytes(data[: first[0]] + data[slice(*second)] + data[slice(*first)] + data[slice(*third)])
+    first, second, third = (
+        (each.offset, each.offset + each.size) for each in read_segment(path).records
+    )
+    path.write_bytes(
+        data[: first[0]] + data[slice(*second)] + data[slice(*first)] + data[slice(*third)]
+    )
     assert waiting(resumed(tmp_path)) == []
 
 
@@ -227,13 +248,17 @@ def test_with_other_prompt_data_nothing_is_used_and_its_cost_is_said(tmp_path, c
     assert waiting(resumed(tmp_path, data="11 rows")) == [(GROUP, 0)]
     assert caplog.text == ""
     assert waiting(resumed(tmp_path, data="13 rows")) == []
-    assert "0000001.log: the files of --prompt-data have changed since; it is not used" in caplog.text
+    assert (
+        "0000001.log: the files of --prompt-data have changed since; it is not used" in caplog.text
+    )
     assert "groups: 1 (7 tokens)" in caplog.text
     assert waiting(resumed(tmp_path, data="13 rows")) == []
 
 
 def test_settings_that_changed_in_between_end_what_is_used(tmp_path):
-    """The run went on with others from its second state; a fallback to its first state uses what came before."""
+    """The run went on with others from its second state; a fallback to its first state uses what
+    came before.
+    """
     first = resumed(tmp_path)
     first.finished(group(0), wanted=True)
     number = begin(first, 1)
@@ -294,16 +319,23 @@ def test_a_segment_that_cannot_be_read_ends_what_is_used(tmp_path, failing, numb
     failing(path, 0 if where == "header" else read_segment(path).records[-1].offset)
     used = waiting(resumed(tmp_path))
     assert used == events[: 2 * number + (0 if where == "header" else 1)]
-    assert f"{path}: it cannot be read beyond byte" in caplog.text and "Input/output error" in caplog.text
+    assert (
+        f"{path}: it cannot be read beyond byte" in caplog.text
+        and "Input/output error" in caplog.text
+    )
 
 
-def test_a_record_that_cannot_be_read_any_more_ends_the_attempt_in_words_and_the_next_one_returns(tmp_path, failing):
+def test_a_record_that_cannot_be_read_any_more_ends_the_attempt_in_words_and_the_next_one_returns(
+    tmp_path, failing
+):
     events = four_segments(tmp_path)
     journal = resumed(tmp_path)
     path = tmp_path / "0000004.log"
     failing(path, journal.waiting[2].offset)
     assert [record.key for record in journal.again()] == [(GROUP, 0), (BATCH, 0)]
-    with pytest.raises(CheckpointError, match=r"0000004\.log: the record at byte \d+ cannot be read: .*attempt"):
+    with pytest.raises(
+        CheckpointError, match=r"0000004\.log: the record at byte \d+ cannot be read: .*attempt"
+    ):
         [record.group() for record in journal.again()]
     journal.close()
     assert waiting(resumed(tmp_path)) == events[:2]
@@ -332,13 +364,17 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
 # File systems without hard links, and with answers that get lost.
 
 
-def test_a_link_that_was_made_though_its_answer_says_that_the_file_is_there_is_ones_own(tmp_path, monkeypatch):
+def test_a_link_that_was_made_though_its_answer_says_that_the_file_is_there_is_ones_own(
+    tmp_path, monkeypatch
+):
     """NFS repeats a request whose answer was lost; the server has done it by then."""
     real = os.link
 
     def repeated(source, target):
         real(source, target)
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(source), None, str(target))
+        raise FileExistsError(
+            errno.EEXIST, os.strerror(errno.EEXIST), str(source), None, str(target)
+        )
 
     with monkeypatch.context() as patched:
         patched.setattr(segment_file.os, "link", repeated)
@@ -388,7 +424,9 @@ def test_a_crash_without_hard_links_between_name_and_content_costs_nothing(tmp_p
 def test_files_that_are_being_made_have_names_of_their_process_alone(tmp_path, monkeypatch):
     """Two hosts of a shared file system have the same process ids."""
     names, real = [], os.link
-    monkeypatch.setattr(segment_file.os, "link", lambda a, b: (names.append(os.path.basename(a)), real(a, b)))
+    monkeypatch.setattr(
+        segment_file.os, "link", lambda a, b: (names.append(os.path.basename(a)), real(a, b))
+    )
     for host in ("first/host", "second", "second"):
         monkeypatch.setattr(segment_file.socket, "gethostname", lambda host=host: host)
         resumed(tmp_path / str(len(names))).close()

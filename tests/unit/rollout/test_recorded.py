@@ -15,7 +15,10 @@ TEXT = "größer\n三\u2028\x85\x0c\ud800"
 
 def group(prompt_id: int, text: str = TEXT) -> SampleGroup:
     samples = [
-        Sample(prompt_id, i, (1, 2), (3, 4), (-0.1, -1e-9 / 3), text, "length", 7, "x" if i else None) for i in range(2)
+        Sample(
+            prompt_id, i, (1, 2), (3, 4), (-0.1, -1e-9 / 3), text, "length", 7, "x" if i else None
+        )
+        for i in range(2)
     ]
     return SampleGroup(prompt_id, tuple(ScoredSample(sample, 1 / 3) for sample in samples))
 
@@ -28,7 +31,10 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert read_groups(template, 12) == groups
     assert [file.name for file in path.parent.iterdir()] == ["step_12.jsonl"]
     path.write_text(
-        "".join(json.dumps(group_record(each), ensure_ascii=False) + "\n" for each in [group(0, "三\u2028")])
+        "".join(
+            json.dumps(group_record(each), ensure_ascii=False) + "\n"
+            for each in [group(0, "三\u2028")]
+        )
     )
     assert read_groups(template, 12) == [group(0, "三\u2028")], "as files before had it"
 
@@ -49,7 +55,12 @@ def test_a_missing_step_and_a_broken_line_are_named(tmp_path: Path) -> None:
     (tmp_path / "4.jsonl").write_bytes(b"")
     with pytest.raises(DataError, match=r"4\.jsonl, line 1: not a recorded group"):
         read_groups(template, 4)
-    for broken in ("{", '{"prompt_id": 1}', "[1]", '{"prompt_id": 1, "samples": [{"sample": {}, "reward": 1}]}'):
+    for broken in (
+        "{",
+        '{"prompt_id": 1}',
+        "[1]",
+        '{"prompt_id": 1, "samples": [{"sample": {}, "reward": 1}]}',
+    ):
         path.write_text(path.read_text().split("\n")[0] + "\n" + broken + "\n")
         with pytest.raises(DataError, match=r"3\.jsonl, line 2: not a recorded group"):
             read_groups(template, 3)

@@ -1,4 +1,6 @@
-"""What an answer holds after turns of the model, tools between them, cuts and new weights: one entry a token each."""
+"""What an answer holds after turns of the model, tools between them, cuts and new weights: one
+entry a token each.
+"""
 
 from __future__ import annotations
 
@@ -34,26 +36,36 @@ class Bytes:
 
 
 def drafting(
-    engine: FakeEngine, work: Callable[[ResponseBuilder], Awaitable[Any]], so_far: Sample | None = None, **more: Any
+    engine: FakeEngine,
+    work: Callable[[ResponseBuilder], Awaitable[Any]],
+    so_far: Sample | None = None,
+    **more: Any,
 ) -> Any:
     sampling = SamplingParams(**{"max_new_tokens": 20, "stop": ("!",), **more})
 
     async def whole() -> Any:
-        async with serving(engine), Connection(RouterAddress(engine.url, KEY, (engine.url,), 4)) as connection:
-            return await work(ResponseBuilder(connection, PROMPT, sampling, codec=Bytes(), so_far=so_far))
+        async with (
+            serving(engine),
+            Connection(RouterAddress(engine.url, KEY, (engine.url,), 4)) as connection,
+        ):
+            return await work(
+                ResponseBuilder(connection, PROMPT, sampling, codec=Bytes(), so_far=so_far)
+            )
 
     return asyncio.run(whole())
 
 
 def says(*answers: tuple[str, str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Answers in turn: (text, reason, what it stopped at); a string that it stopped at is in the ids, not the text."""
+    """Answers in turn: (text, reason, what it stopped at); a string that it stopped at is in the
+    ids, not the text.
+    """
     left = list(answers)
 
     def answer(body: dict[str, Any]) -> dict[str, Any]:
         text, reason, matched = left.pop(0)
-        ids = list((text + matched if isinstance(matched, str) else text).encode()) + [matched] * isinstance(
-            matched, int
-        )
+        ids = list((text + matched if isinstance(matched, str) else text).encode()) + [
+            matched
+        ] * isinstance(matched, int)
         made = generated(ids, version="2", text=text, reason=reason)
         made["meta_info"]["finish_reason"]["matched"] = matched
         return made
@@ -134,15 +146,20 @@ def test_an_answer_cut_in_the_middle_of_a_character_has_its_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rest", "reason"), [("op>cd", "length"), ("op>cd</st", "abort"), ("op>cd</stop>", "stop"), ("op>", "length")]
+    ("rest", "reason"),
+    [("op>cd", "length"), ("op>cd</st", "abort"), ("op>cd</stop>", "stop"), ("op>", "length")],
 )
-def test_a_stop_that_a_cut_went_through_ends_the_answer_where_it_would_have_ended(rest: str, reason: str) -> None:
+def test_a_stop_that_a_cut_went_through_ends_the_answer_where_it_would_have_ended(
+    rest: str, reason: str
+) -> None:
     """No engine sees such a one: each looks at what it wrote itself."""
 
     def answer(body: dict[str, Any]) -> dict[str, Any]:
         if len(engine.bodies) == 1:
             return generated(list(b"ab</st"), version="2", text="ab</st", reason="abort")
-        made = generated(list(rest.encode()), version="3", text=rest.removesuffix("</stop>"), reason=reason)
+        made = generated(
+            list(rest.encode()), version="3", text=rest.removesuffix("</stop>"), reason=reason
+        )
         made["meta_info"]["finish_reason"]["matched"] = "</stop>" if reason == "stop" else None
         return made
 
@@ -153,7 +170,11 @@ def test_a_stop_that_a_cut_went_through_ends_the_answer_where_it_would_have_ende
 
     engine = FakeEngine(answer=answer)
     sample = drafting(engine, work)
-    assert (bytes(sample.response_ids), sample.text, sample.finish_reason) == (b"ab</stop>", "ab", "stop")
+    assert (bytes(sample.response_ids), sample.text, sample.finish_reason) == (
+        b"ab</stop>",
+        "ab",
+        "stop",
+    )
     assert (len(sample.rollout_logprobs), len(sample.mask)) == (9, 9)
     assert sample.version_spans == ((2, 6), (3, 3)) and len(engine.bodies) == 2
 
@@ -172,7 +193,11 @@ def test_a_stop_behind_a_cut_is_the_engine_s_own() -> None:
 
     engine = FakeEngine(answer=answer)
     sample = drafting(engine, work)
-    assert (bytes(sample.response_ids), sample.text, sample.finish_reason) == (b"abc</stop>", "abc", "stop")
+    assert (bytes(sample.response_ids), sample.text, sample.finish_reason) == (
+        b"abc</stop>",
+        "abc",
+        "stop",
+    )
 
 
 def test_an_answer_that_was_full_when_it_was_cut_off_is_not_asked_for_again() -> None:
@@ -184,7 +209,11 @@ def test_an_answer_that_was_full_when_it_was_cut_off_is_not_asked_for_again() ->
 
     engine = FakeEngine()
     sample = drafting(engine, work, so_far=so_far)
-    assert (sample.finish_reason, sample.response_ids, engine.log) == ("length", so_far.response_ids, [])
+    assert (sample.finish_reason, sample.response_ids, engine.log) == (
+        "length",
+        so_far.response_ids,
+        [],
+    )
 
 
 def test_versions_are_told_by_spans_or_by_the_one_at_the_end() -> None:
@@ -196,7 +225,9 @@ def test_versions_are_told_by_spans_or_by_the_one_at_the_end() -> None:
 
 
 def test_a_tool_that_speaks_first_has_the_version_of_the_model_s_first_word() -> None:
-    """Else the answer would count as older than anything, and be thrown away where age is bounded."""
+    """Else the answer would count as older than anything, and be thrown away where age is
+    bounded.
+    """
 
     async def work(builder: ResponseBuilder) -> Sample:
         builder.insert("xy")
@@ -223,7 +254,9 @@ def test_a_request_that_was_aborted_in_the_queue_has_nothing_in_it() -> None:
 
 
 def test_the_tokens_of_a_tool_stay_out_when_those_of_older_weights_leave() -> None:
-    sample = Sample(0, 0, (1,), (5, 6, 7, 8), (-0.1,) * 4, "", "stop", 3, None, (1, 0, 1, 0), ((2, 2), (3, 2)))
+    sample = Sample(
+        0, 0, (1,), (5, 6, 7, 8), (-0.1,) * 4, "", "stop", 3, None, (1, 0, 1, 0), ((2, 2), (3, 2))
+    )
     assert without_older(sample).mask == (0, 0, 1, 0)
 
 
@@ -235,12 +268,16 @@ def test_a_function_that_does_not_return_an_answer_is_named(returned: Any) -> No
     grader = InlineGrader(lambda text, label, metadata: 1.0)
     connection = Connection(RouterAddress("http://127.0.0.1:9", KEY, (), 4))
     writer = GroupWriter(connection, SAMPLING, n=2, grader=grader, function=forgets)
-    with pytest.raises(ConfigError, match=r"--custom-generate-function-path: .* for prompt 3; it has to return"):
+    with pytest.raises(
+        ConfigError, match=r"--custom-generate-function-path: .* for prompt 3; it has to return"
+    ):
         asyncio.run(writer.write(Unfinished(PROMPT)))
 
 
 def test_a_function_that_writes_nothing_is_named_before_the_trainer_stumbles_over_it() -> None:
-    async def says_nothing(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> Sample:
+    async def says_nothing(
+        builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams
+    ) -> Sample:
         return builder.sample()
 
     grader = InlineGrader(lambda text, label, metadata: 1.0)
@@ -251,13 +288,18 @@ def test_a_function_that_writes_nothing_is_named_before_the_trainer_stumbles_ove
 
 
 def test_a_function_may_make_several_samples_of_one_call() -> None:
-    async def two(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> list[Sample]:
+    async def two(
+        builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams
+    ) -> list[Sample]:
         await builder.write()
         return [builder.sample(), builder.sample()]
 
     async def whole() -> SampleGroup | Unfinished:
         engine = FakeEngine()
-        async with serving(engine), Connection(RouterAddress(engine.url, KEY, (engine.url,), 4)) as connection:
+        async with (
+            serving(engine),
+            Connection(RouterAddress(engine.url, KEY, (engine.url,), 4)) as connection,
+        ):
             grader = InlineGrader(lambda text, label, metadata: 1.0)
             writer = GroupWriter(connection, SAMPLING, n=2, grader=grader, function=two)
             return await writer.write(Unfinished(PROMPT))

@@ -53,7 +53,9 @@ def encoded(version: int, positions: range, form: RouteFormat = FORM) -> str:
 
 
 class Mixture(FakeEngine):
-    """Answers in turn with (text, reason, version), and with the routes that its present weights give all tokens."""
+    """Answers in turn with (text, reason, version), and with the routes that its present weights
+    give all tokens.
+    """
 
     def __init__(self, *answers: tuple[str, str, int], knows_start: bool = True) -> None:
         super().__init__(answer=self.next_answer)
@@ -71,12 +73,18 @@ class Mixture(FakeEngine):
 
 
 def writing(
-    engine: FakeEngine, work: Callable[[ResponseBuilder], Any], so_far: Sample | None = None, routes: Any = FORM
+    engine: FakeEngine,
+    work: Callable[[ResponseBuilder], Any],
+    so_far: Sample | None = None,
+    routes: Any = FORM,
 ) -> Sample:
     sampling = SamplingParams(max_new_tokens=20)
 
     async def whole() -> Sample:
-        async with serving(engine), Connection(RouterAddress(engine.url, KEY, (), 4), routes=routes) as connection:
+        async with (
+            serving(engine),
+            Connection(RouterAddress(engine.url, KEY, (), 4), routes=routes) as connection,
+        ):
             builder = ResponseBuilder(connection, PROMPT, sampling, codec=Bytes(), so_far=so_far)
             await work(builder)
             return builder.sample()
@@ -109,7 +117,9 @@ def test_an_answer_has_the_routes_of_all_tokens_but_the_last() -> None:
 @pytest.mark.parametrize("knows_start", [True, False])
 def test_an_answer_cut_by_new_weights_keeps_the_routes_of_the_old_ones(knows_start: bool) -> None:
     """The engine returns the routes of the first tokens again, as the new weights give them."""
-    engine = Mixture(("hel", "abort", 1), ("lo!", "abort", 2), ("end", "stop", 3), knows_start=knows_start)
+    engine = Mixture(
+        ("hel", "abort", 1), ("lo!", "abort", 2), ("end", "stop", 3), knows_start=knows_start
+    )
     sample = writing(engine, write)
     assert sample.version_spans == ((1, 3), (2, 3), (3, 3))
     assert versions(sample) == [1] * 5 + [2] * 3 + [3] * 3
@@ -137,7 +147,9 @@ def test_a_partial_answer_goes_on_after_a_restart_with_its_routes() -> None:
 
 def test_a_partial_answer_without_routes_is_routed_by_the_trainer() -> None:
     partial = Sample(3, 0, PROMPT.token_ids, tuple(b"hel"), (-0.5,) * 3, "hel", "abort", 1)
-    assert versions(writing(Mixture(("lo", "stop", 2)), write, so_far=partial)) == [None] * 5 + [2] * 2
+    assert (
+        versions(writing(Mixture(("lo", "stop", 2)), write, so_far=partial)) == [None] * 5 + [2] * 2
+    )
 
 
 def test_the_words_of_a_tool_are_routed_by_the_trainer() -> None:
@@ -149,7 +161,12 @@ def test_the_words_of_a_tool_are_routed_by_the_trainer() -> None:
 
     sample = writing(Mixture(("a=", "stop", 1), ("so", "stop", 2)), work)
     assert bytes(sample.response_ids) == b"a=42so9"
-    assert versions(sample) == [1] * 4 + [2, None, None, 2]  # "=" was first read by the second request
+    assert versions(sample) == [1] * 4 + [
+        2,
+        None,
+        None,
+        2,
+    ]  # "=" was first read by the second request
 
 
 def test_a_tool_that_speaks_before_the_model_has_no_routes() -> None:
@@ -169,7 +186,9 @@ def test_a_stop_that_spans_an_abort_truncates_the_routes() -> None:
     assert versions(sample) == [1] * 5 + [2] * 2
 
 
-def test_an_answer_that_an_engine_wrote_with_two_versions_has_lost_the_routes_of_the_first() -> None:
+def test_an_answer_that_an_engine_wrote_with_two_versions_has_lost_the_routes_of_the_first() -> (
+    None
+):
     """SGLang recomputes what it retracts, and with it the routes."""
     engine = Mixture(("hello", "stop", 2))
     made = engine.next_answer
@@ -211,16 +230,29 @@ def test_without_a_format_nothing_is_asked_for() -> None:
     ("change", "words"),
     [
         (lambda meta: meta.pop("routed_experts"), "returned no routes of experts"),
-        (lambda meta: meta.update(routed_experts=encoded(1, range(3))), "routes of 3 tokens instead of 7"),
-        (lambda meta: meta.update(routed_experts=base64.b64encode(bytes(44)).decode()), "11 experts, which are not 5"),
-        (lambda meta: meta.update(routed_experts=base64.b64encode(bytes(7 * 40)).decode()), "one expert twice"),
         (
-            lambda meta: meta.update(routed_experts=base64.b64encode(np.full(70, 40, np.int32).tobytes()).decode()),
+            lambda meta: meta.update(routed_experts=encoded(1, range(3))),
+            "routes of 3 tokens instead of 7",
+        ),
+        (
+            lambda meta: meta.update(routed_experts=base64.b64encode(bytes(44)).decode()),
+            "11 experts, which are not 5",
+        ),
+        (
+            lambda meta: meta.update(routed_experts=base64.b64encode(bytes(7 * 40)).decode()),
+            "one expert twice",
+        ),
+        (
+            lambda meta: meta.update(
+                routed_experts=base64.b64encode(np.full(70, 40, np.int32).tobytes()).decode()
+            ),
             r"returned expert 40 \(smallest 40\) of 40",
         ),
     ],
 )
-def test_routes_that_cannot_be_those_of_the_answer_are_refused(change: Callable[[Any], Any], words: str) -> None:
+def test_routes_that_cannot_be_those_of_the_answer_are_refused(
+    change: Callable[[Any], Any], words: str
+) -> None:
     engine = Mixture(("hello", "stop", 1))
     made = engine.next_answer
 
@@ -252,7 +284,9 @@ def test_glm_4_5_takes_712_bytes_a_token() -> None:
     assert form.bytes_per_token == form.unknown(1).array.nbytes == 712
 
 
-def received_by_the_server(pieces: list[bytes], path: str = "/generate") -> tuple[bytes, dict[bytes, bytes], list[str]]:
+def received_by_the_server(
+    pieces: list[bytes], path: str = "/generate"
+) -> tuple[bytes, dict[bytes, bytes], list[str]]:
     seen: list[str] = []
     parts: list[bytes] = []
     headers: dict[bytes, bytes] = {}
@@ -267,7 +301,10 @@ def received_by_the_server(pieces: list[bytes], path: str = "/generate") -> tupl
             parts.append(message["body"])
 
     last = len(pieces) - 1
-    queue = [{"type": "http.request", "body": body, "more_body": at < last} for at, body in enumerate(pieces)]
+    queue = [
+        {"type": "http.request", "body": body, "more_body": at < last}
+        for at, body in enumerate(pieces)
+    ]
     queue.append({"type": "http.disconnect"})
 
     async def receive() -> Any:
@@ -316,7 +353,9 @@ def answered(body: bytes, request: bytes) -> tuple[bytes, dict[bytes, bytes]]:
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    asyncio.run(RouteRequests(app)({"type": "http", "path": "/generate", "headers": []}, receive, send))
+    asyncio.run(
+        RouteRequests(app)({"type": "http", "path": "/generate", "headers": []}, receive, send)
+    )
     headers = {name.lower(): value for name, value in sent[0]["headers"]}
     return b"".join(message.get("body", b"") for message in sent[1:]), headers
 

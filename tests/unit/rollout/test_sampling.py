@@ -28,7 +28,15 @@ def test_evaluation_sets_or_inherits_each_value() -> None:
     greedy = eval_sampling(plain, evaluation, ROLLOUT, (1,))
     assert (greedy.temperature, greedy.max_new_tokens, greedy.top_p) == (0.0, 5, 0.5)
     assert (greedy.top_k, greedy.stop, greedy.stop_token_ids) == (20, ("\n",), (1, 4, 9))
-    special = EvalSet(name="a", path="b", temperature=0.3, max_response_len=7, stop=(), stop_token_ids=(3,), top_k=-1)
+    special = EvalSet(
+        name="a",
+        path="b",
+        temperature=0.3,
+        max_response_len=7,
+        stop=(),
+        stop_token_ids=(3,),
+        top_k=-1,
+    )
     own = eval_sampling(special, evaluation, ROLLOUT, (1,))
     assert own == SamplingParams(7, 0.3, 0.5, -1, (), (1, 3))
 

@@ -1,4 +1,6 @@
-"""Servers: settings are checked by name, the key stays out of sight, nothing outlives its parent."""
+"""Servers: settings are checked by name, the key stays out of sight, nothing outlives its
+parent.
+"""
 
 import http.server
 import json
@@ -94,7 +96,12 @@ def test_an_engine_that_is_late_is_stopped(tmp_path: Path) -> None:
 
 
 def test_a_router_starts_stops_and_names_engines_it_cannot_reach(tmp_path: Path) -> None:
-    router = Router(policy="round_robin", api_key=KEY, log_path=tmp_path / "router.log", metrics_port=free_port())
+    router = Router(
+        policy="round_robin",
+        api_key=KEY,
+        log_path=tmp_path / "router.log",
+        metrics_port=free_port(),
+    )
     nobody = f"http://127.0.0.1:{free_port()}"
     try:
         router.start("127.0.0.1", free_port(), deadline_s=60)
@@ -111,7 +118,9 @@ class Anything(http.server.BaseHTTPRequestHandler):
     """Healthy, and a model."""
 
     def do_GET(self) -> None:
-        body = json.dumps({"model_path": "m", "tp_size": 1, "dp_size": 1, "served_model_name": "m"}).encode()
+        body = json.dumps(
+            {"model_path": "m", "tp_size": 1, "dp_size": 1, "served_model_name": "m"}
+        ).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -122,11 +131,15 @@ class Anything(http.server.BaseHTTPRequestHandler):
         """Quiet."""
 
 
-def test_engines_are_reached_past_the_proxy_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_are_reached_past_the_proxy_of_a_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It stands in the environment of users, for downloads, and knows no node of the cluster."""
     for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
-    router = Router(policy="round_robin", api_key=KEY, log_path=tmp_path / "log", metrics_port=free_port())
+    router = Router(
+        policy="round_robin", api_key=KEY, log_path=tmp_path / "log", metrics_port=free_port()
+    )
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Anything) as engine:
         threading.Thread(target=engine.serve_forever, daemon=True).start()
         try:
@@ -152,7 +165,9 @@ def test_a_server_does_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> N
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as parent:
         try:
             assert parent.stdout is not None
-            started = select.poll()  # not select.select: a process that runs many tests may hold more than 1024 files
+            started = (
+                select.poll()
+            )  # not select.select: a process that runs many tests may hold more than 1024 files
             started.register(parent.stdout, select.POLLIN)
             assert started.poll(90_000), "the router did not start"
             pid = int(parent.stdout.readline())
@@ -164,14 +179,19 @@ def test_a_server_does_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> N
 
 
 def test_settings_of_older_recipes_reach_the_installed_sglang_under_its_names():
-    """``--sglang-cuda-graph-bs`` of published recipes; and a single value where SGLang wants a list."""
+    """``--sglang-cuda-graph-bs`` of published recipes; and a single value where SGLang wants a
+    list.
+    """
     check_server_args({"cuda_graph_bs": [1, 2, 4]})
     assert to_server_args({"cuda_graph_bs": [1, 2, 4], "tp_size": 2}) == {
         "cuda_graph_bs_decode": [1, 2, 4],
         "tp_size": 2,
     }
     assert to_server_args({"cuda_graph_bs": 8}) == {"cuda_graph_bs_decode": [8]}
-    assert to_server_args({"lora_target_modules": "q_proj", "log_level": "error"})["log_level"] == "error"
+    assert (
+        to_server_args({"lora_target_modules": "q_proj", "log_level": "error"})["log_level"]
+        == "error"
+    )
 
 
 def test_a_router_that_is_cut_off_in_an_answer_does_not_answer() -> None:
@@ -193,13 +213,17 @@ def test_a_router_that_is_cut_off_in_an_answer_does_not_answer() -> None:
         answering.join()
 
 
-def test_a_process_that_not_even_a_kill_ends_is_named_after_a_while(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_process_that_not_even_a_kill_ends_is_named_after_a_while(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     server_process = process.ServerProcess("router", "router x", tmp_path / "log")
     server_process.spawn({})
     with monkeypatch.context() as patched:
         patched.setattr(process, "KILL_WAIT_S", 0.05)
         patched.setattr(process.os, "killpg", lambda group, number: None)
-        with pytest.raises(RolloutError, match=rf"router x: process {server_process.pid} is still there"):
+        with pytest.raises(
+            RolloutError, match=rf"router x: process {server_process.pid} is still there"
+        ):
             server_process.stop()
     server_process.stop()
     assert not server_process.alive()

@@ -29,7 +29,9 @@ def group(prompt):
 
 def source(cursor, backlog, step=0):
     rules = Rules(batch_size=3, start_size=3, num_steps=4, max_staleness=None, keep_partial=False)
-    return Supervised(RolloutBuffer(rules, backlog, step=step), cursor, group, stop_requested=lambda: False)
+    return Supervised(
+        RolloutBuffer(rules, backlog, step=step), cursor, group, stop_requested=lambda: False
+    )
 
 
 def test_a_source_that_is_stopped_anywhere_goes_on_with_the_next_prompts():

@@ -1,4 +1,6 @@
-"""Stand-ins for the commands of a cluster: which containers it has, and a Slurm that takes jobs or refuses them."""
+"""Stand-ins for the commands of a cluster: which containers it has, and a Slurm that takes jobs or
+refuses them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ NO_PYXIS = 'case $* in *--help*) echo "  --chdir=PATH" ;; esac'
 
 
 def commands(folder: Path, **texts: str) -> str:
-    """A PATH with commands of this text before the system's, which has neither enroot nor a pyxis of its own."""
+    """A PATH with commands of this text before the system's, which has neither enroot nor a pyxis
+    of its own.
+    """
     folder.mkdir(exist_ok=True)
     for name, text in {"srun": NO_PYXIS, **texts}.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")

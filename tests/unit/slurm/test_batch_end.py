@@ -1,4 +1,6 @@
-"""How a batch script ends when Slurm is slow, silent or says no: the script itself, with stand-ins for Slurm's."""
+"""How a batch script ends when Slurm is slow, silent or says no: the script itself, with stand-ins
+for Slurm's.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from slurm.render import render_sbatch
 from slurm.spec import JobSpec
 
 ROOT = Path(__file__).parents[3]
-# srun leaves the agents' verdict; squeue is silent so often, then says STATE; whatever else is called writes its words.
+# srun leaves the agents' verdict; squeue is silent so often, then says STATE; whatever else is
+# called writes its words.
 STAND_INS = {
     "srun": """echo "srun $*" >>called
 [ -e run/attempts/latest/verdict ] && exit
@@ -36,24 +39,47 @@ echo "$STATE"
 }
 
 
-def run(folder: Path, *, container: Container | None = None, **given: object) -> tuple[int, list[str], str]:
+def run(
+    folder: Path, *, container: Container | None = None, **given: object
+) -> tuple[int, list[str], str]:
     """Exit code, the commands that were called, and the log."""
     commands = folder / "bin"
     commands.mkdir()
     for name, text in STAND_INS.items():
         (commands / name).write_text(f"#!/bin/bash\ncd {folder}\n{text}\n")
         (commands / name).chmod(0o755)
-    spec = JobSpec(home=str(ROOT), python=sys.executable, run_folder=str(folder / "run"), container=container)
-    environ = {"VERDICT": "requeue", "STATE": "RUNNING", "SILENT": "0", "LINGERS": "0", "LEFT": "", "SIGNALLED": ""}
+    spec = JobSpec(
+        home=str(ROOT), python=sys.executable, run_folder=str(folder / "run"), container=container
+    )
+    environ = {
+        "VERDICT": "requeue",
+        "STATE": "RUNNING",
+        "SILENT": "0",
+        "LINGERS": "0",
+        "LEFT": "",
+        "SIGNALLED": "",
+    }
     environ |= {name.upper(): str(value) for name, value in given.items()}
-    environ |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n01", "PATH": f"{commands}:{os.environ['PATH']}"}
+    environ |= {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n01",
+        "PATH": f"{commands}:{os.environ['PATH']}",
+    }
     (folder / "job.sbatch").write_text(render_sbatch(spec))
     with (folder / "log").open("w") as log:  # a file: srun outlives the script
         done = subprocess.run(
-            ["bash", folder / "job.sbatch"], env=environ, stdout=log, stderr=subprocess.STDOUT, timeout=60
+            ["bash", folder / "job.sbatch"],
+            env=environ,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            timeout=60,
         )
     called = (folder / "called").read_text().splitlines()
-    return done.returncode, [line for line in called if "squeue" not in line], (folder / "log").read_text()
+    return (
+        done.returncode,
+        [line for line in called if "squeue" not in line],
+        (folder / "log").read_text(),
+    )
 
 
 def test_a_controller_that_is_restarting_costs_no_run(tmp_path: Path) -> None:
@@ -67,7 +93,9 @@ def test_a_job_that_slurm_ends_is_not_requeued(tmp_path: Path) -> None:
     assert "job state is COMPLETING" in log
 
 
-def test_a_cancelled_job_that_was_requeued_all_the_same_ends_before_it_begins(tmp_path: Path) -> None:
+def test_a_cancelled_job_that_was_requeued_all_the_same_ends_before_it_begins(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "run").mkdir()
     Ledger(tmp_path / "run/ledger.jsonl").append("cancelled", job_id="7")
     code, called, log = run(tmp_path)
@@ -76,7 +104,9 @@ def test_a_cancelled_job_that_was_requeued_all_the_same_ends_before_it_begins(tm
 
 
 def test_an_srun_that_lingers_costs_no_run_whose_time_is_nearly_over(tmp_path: Path) -> None:
-    """Agents leave their verdict ten seconds before the end, whatever hangs; after the end nothing can be requeued."""
+    """Agents leave their verdict ten seconds before the end, whatever hangs; after the end nothing
+    can be requeued.
+    """
     _, called, log = run(tmp_path, left=7, lingers=10)
     assert called[1:] == ["scontrol requeue 7"], log
 
@@ -99,5 +129,9 @@ def test_a_container_is_removed_in_the_time_that_is_left(tmp_path: Path) -> None
         folder = tmp_path / f"left-{left}"
         folder.mkdir()
         _, called, log = run(folder, left=left, container=Container("enroot", str(image)))
-        given = [int(line.split()[1]) for line in called if line.startswith("timeout") and line.endswith("srun")]
+        given = [
+            int(line.split()[1])
+            for line in called
+            if line.startswith("timeout") and line.endswith("srun")
+        ]
         assert len(given) == 1 and seconds - 3 <= given[0] <= seconds, log

@@ -1,6 +1,8 @@
-"""Why an attempt ended before its agents: decided on the texts that pyxis, enroot, bash, Python and srun produce.
+"""Why an attempt ended before its agents: decided on the texts that pyxis, enroot, bash, Python and
+srun produce.
 
-Invariants: only what every host shows, and what cannot pass by itself, ends a job for good; no secret is quoted.
+Invariants: only what every host shows, and what cannot pass by itself, ends a job for good; no
+secret is quoted.
 """
 
 from __future__ import annotations
@@ -53,9 +55,12 @@ NO_CODE = (
     "/usr/bin/python3: Error while finding module specification for 'bootstrap.agent' "
     "(ModuleNotFoundError: No module named 'bootstrap')\n"
 )
-OLD_PYTHON = (
-    '  File "/home/u/bootstrap/agent/__main__.py", line 3\n    match word:\n          ^\nSyntaxError: invalid syntax\n'
-)
+OLD_PYTHON = """\
+  File "/home/u/bootstrap/agent/__main__.py", line 3
+    match word:
+          ^
+SyntaxError: invalid syntax
+"""
 SETUP = "pip: bad option\nsetup command failed: pip install -r /models/more.txt\n"
 SETUP_OFFLINE = """\
 WARNING: Retrying (Retry(total=0)) after connection broken by NewConnectionError: [Errno -3] Temporary failure in \
@@ -90,7 +95,9 @@ def both(words: str, how: str = EXIT_1) -> Finding:
         (SETUP, "pip install -r /models/more.txt", "--setup-commands"),
     ],
 )
-def test_what_every_host_will_meet_again_is_not_tried_again(words: str, named: str, remedy: str) -> None:
+def test_what_every_host_will_meet_again_is_not_tried_again(
+    words: str, named: str, remedy: str
+) -> None:
     """The hosts, what it is, the remedy and the program's own last line."""
     finding = both(words)
     headline, advice, _ = finding.cause.split("\n", 2)
@@ -115,7 +122,9 @@ def test_a_preemption_during_the_setup_commands_is_no_fault_of_theirs(how: str) 
 
 
 def test_only_the_last_lines_of_a_log_tell_why_it_ended() -> None:
-    installed = "".join(f"Requirement already satisfied: package-{number}\n" for number in range(40))
+    installed = "".join(
+        f"Requirement already satisfied: package-{number}\n" for number in range(40)
+    )
     assert both(NO_PSUTIL + installed + "Segmentation fault\n").verdict == "failed"
 
 
@@ -129,8 +138,14 @@ def test_one_bad_host_is_avoided_and_does_not_end_the_job() -> None:
 
 
 def test_a_host_that_shows_nothing_keeps_the_job_alive() -> None:
-    """Of three one was lost by Slurm itself: no host but those that fail for good may be counted."""
-    ends = {"n01": HostEnd(EXIT_1, SETUP), "n02": HostEnd(EXIT_1, SETUP), "n03": HostEnd("Killed", "")}
+    """Of three one was lost by Slurm itself: no host but those that fail for good may be
+    counted.
+    """
+    ends = {
+        "n01": HostEnd(EXIT_1, SETUP),
+        "n02": HostEnd(EXIT_1, SETUP),
+        "n03": HostEnd("Killed", ""),
+    }
     finding = explain(ends, "")
     assert finding is not None and finding.verdict == "failed"
     assert "n01, n02: the setup command" in finding.cause and "n03: the task ended" in finding.cause
@@ -144,8 +159,16 @@ def test_agents_that_had_begun_are_no_early_failure() -> None:
 @pytest.mark.parametrize(
     ("launch", "verdict", "said"),
     [
-        ("srun: unrecognized option '--container-image=/x.sqsh'\nTry \"srun --help\"\n", "config", "has no pyxis"),
-        ("srun: error: Unable to create step for job 5: Socket timed out on send/recv\n", "failed", "timed out"),
+        (
+            "srun: unrecognized option '--container-image=/x.sqsh'\nTry \"srun --help\"\n",
+            "config",
+            "has no pyxis",
+        ),
+        (
+            "srun: error: Unable to create step for job 5: Socket timed out on send/recv\n",
+            "failed",
+            "timed out",
+        ),
         (
             "enroot import docker://r.org#rl/train:9 failed (exit 1):\n"
             "[ERROR] URL https://r.org/v2/rl/train/manifests/9 returned error code: 404 Not Found\n",
@@ -158,11 +181,21 @@ def test_agents_that_had_begun_are_no_early_failure() -> None:
             "failed",
             "503",
         ),
-        ("enroot import docker://r.org#a failed (exit 6):\ncurl: (6) Could not resolve host: r.org", "failed", "r.org"),
-        ("no enroot on this host to import r.org/a; import it where there is one\n", "config", "no enroot"),
+        (
+            "enroot import docker://r.org#a failed (exit 6):\ncurl: (6) Could not resolve host: r.org",
+            "failed",
+            "r.org",
+        ),
+        (
+            "no enroot on this host to import r.org/a; import it where there is one\n",
+            "config",
+            "no enroot",
+        ),
     ],
 )
-def test_a_step_that_never_was_is_explained_by_srun_or_the_import(launch: str, verdict: str, said: str) -> None:
+def test_a_step_that_never_was_is_explained_by_srun_or_the_import(
+    launch: str, verdict: str, said: str
+) -> None:
     finding = explain({"n01": HostEnd(), "n02": HostEnd()}, launch)
     assert finding is not None
     assert finding.verdict == verdict and said in finding.cause and finding.exclude == ()
@@ -170,7 +203,11 @@ def test_a_step_that_never_was_is_explained_by_srun_or_the_import(launch: str, v
 
 def test_pyxis_may_speak_through_srun_alone() -> None:
     """Where the log of a task could not even be opened."""
-    launch = PYXIS_MOUNT + PYXIS_MOUNT.replace("n01", "n02") + f"srun: error: n[01-02]: tasks 0-1: {EXIT_1}\n"
+    launch = (
+        PYXIS_MOUNT
+        + PYXIS_MOUNT.replace("n01", "n02")
+        + f"srun: error: n[01-02]: tasks 0-1: {EXIT_1}\n"
+    )
     finding = explain({"n01": HostEnd(EXIT_1), "n02": HostEnd(EXIT_1)}, launch)
     assert finding is not None
     assert finding.verdict == "config" and "/nowhere/models" in finding.cause
@@ -234,7 +271,9 @@ def test_the_evidence_of_an_attempt_is_read_and_its_verdict_left(tmp_path: Path)
         (attempt / f"agent-{host}.log").write_text(words)
     finding = find_cause(tmp_path, attempt, "n[01-02]")
     assert finding.verdict == "config" and "login *** ***" in finding.cause
-    assert find_cause(tmp_path, attempt, "") == finding, "without the ledger's list: the hosts that left something"
+    assert find_cause(tmp_path, attempt, "") == finding, (
+        "without the ledger's list: the hosts that left something"
+    )
     leave_verdict(attempt, finding)
     assert (attempt / "verdict").read_text() == "config\n"
     assert json.loads((attempt / "verdict.json").read_text())["cause"] == finding.cause
@@ -257,7 +296,10 @@ def test_where_the_next_attempt_begins_is_told_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/journal/0.log").write_text("x")
     assert "from the beginning, with what the journal holds" in resume_point(tmp_path, [])
     committed = {"event": "committed", "step": 20, "checkpoint": "iter_0000020"}
-    assert resume_point(tmp_path, [committed]) == "it resumes from checkpoint iter_0000020 and the journal"
+    assert (
+        resume_point(tmp_path, [committed])
+        == "it resumes from checkpoint iter_0000020 and the journal"
+    )
     elsewhere = tmp_path / "elsewhere"
     (tmp_path / "run.json").write_text(json.dumps({"checkpoint": {"save": str(elsewhere)}}))
     assert resume_point(tmp_path, [committed]) == "it resumes from checkpoint iter_0000020"

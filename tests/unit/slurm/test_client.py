@@ -1,4 +1,6 @@
-"""Orders that Slurm does not take are errors that say why; what Slurm really answers is held by tests/cluster."""
+"""Orders that Slurm does not take are errors that say why; what Slurm really answers is held by
+tests/cluster.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,9 @@ IMAGE = "/images/a.sqsh"
         ({"mounts": ("/$HOME",)}, "container_mounts"),
     ],
 )
-def test_a_container_that_cannot_be_asked_for_is_refused(values: dict[str, Any], field: str) -> None:
+def test_a_container_that_cannot_be_asked_for_is_refused(
+    values: dict[str, Any], field: str
+) -> None:
     with pytest.raises(SpecError, match=f"^{field}: "):
         Container(**{"backend": "pyxis", "image": IMAGE, **values})
 
@@ -52,11 +54,18 @@ def test_mounts_are_one_list_for_pyxis_and_one_option_each_for_enroot() -> None:
     container = Container("pyxis", IMAGE, ("/a", "/b:/c:ro", "/d:/e:rw"))
     assert pyxis_options(container).count("--container-mounts=") == 1
     assert ",/a:/a,/b:/c:ro,/d:/e" in pyxis_options(container)
-    assert '"/a:/a:x-create=auto,rbind" "/b:/c:x-create=auto,rbind,ro" "/d:/e:x-create=' in enroot_command(container)
+    assert (
+        '"/a:/a:x-create=auto,rbind" "/b:/c:x-create=auto,rbind,ro" "/d:/e:x-create='
+        in enroot_command(container)
+    )
 
 
-def test_in_a_container_the_interpreter_is_the_images_and_on_the_host_the_systems(tmp_path: Path) -> None:
-    spec = completed(JobSpec(container=Container("pyxis", IMAGE)), RunFolder(tmp_path), home=tmp_path)
+def test_in_a_container_the_interpreter_is_the_images_and_on_the_host_the_systems(
+    tmp_path: Path,
+) -> None:
+    spec = completed(
+        JobSpec(container=Container("pyxis", IMAGE)), RunFolder(tmp_path), home=tmp_path
+    )
     assert spec.python == "python3"
     assert "supervise() { python3 -m" in render_sbatch(spec)
     with pytest.raises(SpecError, match=r"^python: "):
@@ -89,23 +98,43 @@ def test_without_slurm_a_container_is_refused_rather_than_left_out(tmp_path: Pat
         ("max_stalled_attempts", 0),
     ],
 )
-def test_profile_values_that_slurm_or_the_shell_would_misread_are_refused(field: str, value: Any) -> None:
+def test_profile_values_that_slurm_or_the_shell_would_misread_are_refused(
+    field: str, value: Any
+) -> None:
     with pytest.raises(SpecError, match=f"^{field}: "):
         JobSpec(**{field: value})
 
 
 def test_the_profile_is_what_slurm_is_asked_for() -> None:
-    spec = JobSpec(nodes=4, spare_nodes=2, qos="q", reservation="r", constraint="(a|b)&c*2", exclude=("n[1-2]", "m3"))
+    spec = JobSpec(
+        nodes=4,
+        spare_nodes=2,
+        qos="q",
+        reservation="r",
+        constraint="(a|b)&c*2",
+        exclude=("n[1-2]", "m3"),
+    )
     asked = options(render_sbatch(spec))
-    assert {"--nodes=6", "--qos=q", "--reservation=r", "--constraint=(a|b)&c*2", "--exclude=n[1-2],m3"} <= set(asked)
+    assert {
+        "--nodes=6",
+        "--qos=q",
+        "--reservation=r",
+        "--constraint=(a|b)&c*2",
+        "--exclude=n[1-2],m3",
+    } <= set(asked)
     assert {"--exclusive", "--mem=0", "--requeue"} <= set(asked)
     asked = options(render_sbatch(JobSpec(exclusive=False, requeue="never")))
     assert not {"--exclusive", "--mem=0", "--requeue"} & set(asked) and "--no-requeue" in asked
 
 
 def test_the_jobs_of_a_chain_wait_for_their_own_run_alone(tmp_path: Path) -> None:
-    """Singleton goes by the job's name: the same for every job of a run, another for another run."""
+    """Singleton goes by the job's name: the same for every job of a run, another for another
+    run.
+    """
     spec = JobSpec(job_name="rl", requeue="chain")
-    names = [completed(spec, RunFolder(tmp_path / run), home=tmp_path).job_name for run in ("a", "a", "b")]
+    names = [
+        completed(spec, RunFolder(tmp_path / run), home=tmp_path).job_name
+        for run in ("a", "a", "b")
+    ]
     assert names[0] == names[1] != names[2] and names[0].startswith("rl-")
     assert "--dependency=singleton" in options(render_sbatch(spec))

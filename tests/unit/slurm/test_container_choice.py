@@ -1,4 +1,6 @@
-"""Which container a job gets (``slurm/container.sh``), and that settings on a login node read the variable alike."""
+"""Which container a job gets (``slurm/container.sh``), and that settings on a login node read the
+variable alike.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_the_variable_wins_over_what_the_cluster_has_in_the_job_and_in_the_setti
     assert load([], {"cluster": {"container": "pyxis"}}).config.cluster.container == "pyxis"
 
 
-def test_a_profile_that_names_a_container_wins_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_that_names_a_container_wins_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster(monkeypatch, tmp_path, srun=PYXIS)
     monkeypatch.setenv("RLPOST_CONTAINER", "none")
     assert choose("pyxis", IMAGE) == (
@@ -64,7 +68,9 @@ def test_a_profile_that_names_a_container_wins_and_says_so(tmp_path: Path, monke
     )
 
 
-def test_a_word_that_is_no_choice_is_refused_by_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_that_is_no_choice_is_refused_by_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster(monkeypatch, tmp_path)
     monkeypatch.setenv("RLPOST_CONTAINER", "docker")
     needed = "RLPOST_CONTAINER=docker is not a choice; use pyxis, enroot or none"
@@ -74,19 +80,23 @@ def test_a_word_that_is_no_choice_is_refused_by_both(tmp_path: Path, monkeypatch
         load([], {"cluster": {"container": "auto"}})
 
 
-def test_an_image_is_needed_for_a_container_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_is_needed_for_a_container_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster(monkeypatch, tmp_path)
     assert choose("auto", "")[0] == "none"
     cluster(monkeypatch, tmp_path, enroot="")
     with pytest.raises(SpecError) as refused:
         choose("auto", "", ["HOME", "RLPOST_NOWHERE"])
     assert "export RLPOST_IMAGE=/path/image.sqsh" in str(refused.value)
-    assert "RLPOST_CONTAINER=none" in str(refused.value) and "not set: RLPOST_IMAGE RLPOST_NOWHERE;" in str(
+    assert "RLPOST_CONTAINER=none" in str(
         refused.value
-    )
+    ) and "not set: RLPOST_IMAGE RLPOST_NOWHERE;" in str(refused.value)
 
 
-def test_a_relative_path_is_not_taken_for_a_name_in_a_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_is_not_taken_for_a_name_in_a_registry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster(monkeypatch, tmp_path, enroot="")
     for image in ("images/a.sqsh", "./a"):
         with pytest.raises(SpecError, match=f"RLPOST_IMAGE={image}: .* absolute path"):
@@ -107,7 +117,9 @@ def test_without_pyxis_it_is_refused_before_any_step(
         choose(backend, IMAGE)
 
 
-def test_a_login_node_may_lack_the_enroot_that_the_nodes_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_login_node_may_lack_the_enroot_that_the_nodes_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster(monkeypatch, tmp_path)
     assert choose("enroot", IMAGE)[0] == "enroot"
     monkeypatch.setenv("SLURM_JOB_ID", "7")

@@ -1,7 +1,8 @@
-"""What runs on a node around its container: start, command beside the agent, removal, against the stand-in for enroot.
+"""What runs on a node around its container: start, command beside the agent, removal, against the
+stand-in for enroot.
 
-The stand-in makes a root of its own in a mount namespace, so this needs root; what is held on every machine is in
-test_container.py and test_step.py.
+The stand-in makes a root of its own in a mount namespace, so this needs root; what is held on every
+machine is in test_container.py and test_step.py.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Node:
         for made in (self.shared, self.bin):
             made.mkdir(exist_ok=True)
         variables = {"PATH": "/usr/bin:/bin", "IMAGE": "yes"}
-        self.image.write_text("hsqs" + json.dumps({"environment": variables, "hides": str(self.shared)}))
+        self.image.write_text(
+            "hsqs" + json.dumps({"environment": variables, "hides": str(self.shared)})
+        )
         self.command("sleep", "exec /bin/sleep 0.01")
         self.queue(JOB)
 
@@ -68,7 +71,12 @@ class Node:
 
     def start(self, command: str) -> subprocess.Popen[str]:
         """Begin an agent that is this shell command."""
-        words = ["bash", str(ROOT / "slurm/enroot_start.sh"), str(self.image), f"rlpost_{JOB}_{self.restart}"]
+        words = [
+            "bash",
+            str(ROOT / "slurm/enroot_start.sh"),
+            str(self.image),
+            f"rlpost_{JOB}_{self.restart}",
+        ]
         mounts = [f"{self.shared}:{self.shared}:x-create=auto,rbind"]
         process = subprocess.Popen(
             [*words, *mounts, "--", "env", "MARK=of the run", "sh", "-c", command],
@@ -82,16 +90,24 @@ class Node:
         return process
 
     def run(self, *words: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(words, env=self.environ(path), capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            words, env=self.environ(path), capture_output=True, text=True, timeout=60
+        )
 
-    def remove(self, backend: str = "enroot", path: str | None = None) -> subprocess.CompletedProcess[str]:
+    def remove(
+        self, backend: str = "enroot", path: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
         script = str(ROOT / "slurm/enroot_remove.sh")
         return self.run("bash", script, backend, f"rlpost_{JOB}_{self.restart}", path=path)
 
     def step(self, *command: str) -> subprocess.CompletedProcess[str]:
         """What ``rlpost exec`` makes the node do: the words after srun's own."""
         inside = Inside(
-            self.shared, ROOT, Container("enroot", str(self.image)), self.restart, (("RAY_AUTH_MODE", "t"),)
+            self.shared,
+            ROOT,
+            Container("enroot", str(self.image)),
+            self.restart,
+            (("RAY_AUTH_MODE", "t"),),
         )
         argv = step_argv(JOB, command, nodes=[self.name], inside=inside)
         return self.run(*argv[argv.index("bash") :])
@@ -126,17 +142,25 @@ def until_up(process: subprocess.Popen[str]) -> None:
 
 
 def test_two_nodes_start_where_their_data_folder_is_one(node: Node, tmp_path: Path) -> None:
-    """The same name on both gave: create_inode: failed to create symlink .../bin, because File exists."""
+    """The same name on both gave: create_inode: failed to create symlink .../bin, because File
+    exists.
+    """
     other = Node(tmp_path, "n02", data=node.data)
     agents = [node.start("echo up; exec sleep 60"), other.start("echo up; exec sleep 60")]
     node.started += other.started
     for agent in agents:
         until_up(agent)
     assert node.containers() == {f"rlpost_{JOB}_0_n01", f"rlpost_{JOB}_0_n02"}
-    again = Node(tmp_path, "n01", data=node.data, restart=1)  # requeued: n02 is still in use, as n01 is
+    again = Node(
+        tmp_path, "n01", data=node.data, restart=1
+    )  # requeued: n02 is still in use, as n01 is
     until_up(again.start("echo up; exec sleep 60"))
     node.started += again.started
-    assert node.containers() == {f"rlpost_{JOB}_0_n01", f"rlpost_{JOB}_0_n02", f"rlpost_{JOB}_1_n01"}
+    assert node.containers() == {
+        f"rlpost_{JOB}_0_n01",
+        f"rlpost_{JOB}_0_n02",
+        f"rlpost_{JOB}_1_n01",
+    }
     for agent in agents:
         agent.kill()
         agent.wait()
@@ -147,7 +171,9 @@ def test_two_nodes_start_where_their_data_folder_is_one(node: Node, tmp_path: Pa
 def test_a_command_runs_with_the_environment_of_the_agent_although_the_data_is_a_bind_mount(
     node: Node, tmp_path: Path
 ) -> None:
-    """``enroot list -f`` knows no process then; nor is it a later process, with its own variables, that is joined."""
+    """``enroot list -f`` knows no process then; nor is it a later process, with its own variables,
+    that is joined.
+    """
     real = tmp_path / "real"
     for folder in (real, node.data):
         folder.mkdir()
@@ -157,16 +183,28 @@ def test_a_command_runs_with_the_environment_of_the_agent_although_the_data_is_a
         done = node.step("sh", "-c", "echo $MARK, $IMAGE, $RAY_AUTH_MODE, $PWD; ls /rc")
         assert (done.stdout, done.stderr) == (f"of the run, yes, t, {ROOT}\n/rc\n", "")
         elsewhere = Node(tmp_path, "n02", data=node.data).step("true")
-        assert elsewhere.returncode == 1 and f"container rlpost_{JOB}_0_n02 runs on n02" in elsewhere.stderr
+        assert (
+            elsewhere.returncode == 1
+            and f"container rlpost_{JOB}_0_n02 runs on n02" in elsewhere.stderr
+        )
     finally:
         subprocess.run(["umount", "--lazy", node.data], check=True)
 
 
 STALE = ("rlpost_4_0_n01", "rlpost_44_2_n01", f"rlpost_{JOB}_0_n01")
-OF_OTHERS = ("rlpost_3_0_n01", "rlpost_4_0_n02", "rlpost_4_0_n010", "mine", "rlpost_4_0_n01_x", "pyxis_rlpost_4_0")
+OF_OTHERS = (
+    "rlpost_3_0_n01",
+    "rlpost_4_0_n02",
+    "rlpost_4_0_n010",
+    "mine",
+    "rlpost_4_0_n01_x",
+    "pyxis_rlpost_4_0",
+)
 
 
-def test_what_cancelled_jobs_left_goes_at_the_next_start_on_the_node(node: Node, tmp_path: Path) -> None:
+def test_what_cancelled_jobs_left_goes_at_the_next_start_on_the_node(
+    node: Node, tmp_path: Path
+) -> None:
     """Of jobs that have left the queue and of this one; not what is in use, and no other node's."""
     node.leave(*STALE, *OF_OTHERS)
     node.queue("3", JOB)
@@ -185,8 +223,12 @@ def test_a_container_in_use_stays_whatever_the_queue_says(node: Node, tmp_path: 
 
 
 @pytest.mark.parametrize("answer", ["exit 1", "echo 3", ":", "exec /bin/sleep 60"])
-def test_where_slurm_gives_no_answer_only_the_jobs_own_leftovers_go(node: Node, answer: str) -> None:
-    """An error, and answers that lack this very job; one that hangs is waited for with a timeout."""
+def test_where_slurm_gives_no_answer_only_the_jobs_own_leftovers_go(
+    node: Node, answer: str
+) -> None:
+    """An error, and answers that lack this very job; one that hangs is waited for with a
+    timeout.
+    """
     node.leave(*STALE)
     node.command("squeue", answer)
     node.command("timeout", '[ "$1" -le 10 ] && shift && exec /usr/bin/timeout 0.5 "$@"')
@@ -216,13 +258,23 @@ def test_the_files_of_a_living_agent_are_not_removed(node: Node) -> None:
     done = node.remove()
     assert done.returncode == 1 and f"still runs in the container rlpost_{JOB}_0_n01" in done.stderr
     assert node.containers() == {f"rlpost_{JOB}_0_n01"}
-    node.command("sleep", f"kill -9 {agent.pid}; exec /bin/sleep 0.2")  # it ends while the removal waits
+    node.command(
+        "sleep", f"kill -9 {agent.pid}; exec /bin/sleep 0.2"
+    )  # it ends while the removal waits
     assert node.remove().returncode == 0
     assert node.containers() == set()
 
 
-def test_what_pyxis_leaves_in_its_global_scope_goes_with_that_of_jobs_that_are_over(node: Node) -> None:
-    node.leave(f"pyxis_rlpost_{JOB}_0", "pyxis_rlpost_4_0", "pyxis_rlpost_3_0", "rlpost_4_0_n01", "pyxis_mine")
+def test_what_pyxis_leaves_in_its_global_scope_goes_with_that_of_jobs_that_are_over(
+    node: Node,
+) -> None:
+    node.leave(
+        f"pyxis_rlpost_{JOB}_0",
+        "pyxis_rlpost_4_0",
+        "pyxis_rlpost_3_0",
+        "rlpost_4_0_n01",
+        "pyxis_mine",
+    )
     node.queue("3", JOB)
     script = node.bin / "enroot"  # pyxis ignores the job's ENROOT_DATA_PATH
     script.write_text(
@@ -242,11 +294,15 @@ def test_after_pyxis_nothing_that_enroot_lacks_is_an_error(node: Node, enroot: s
 
 
 def test_a_second_container_on_the_same_files_says_so(tmp_path: Path) -> None:
-    """Words that pyxis gets after its options: beside the agents in one mount namespace, or in another."""
+    """Words that pyxis gets after its options: beside the agents in one mount namespace, or in
+    another.
+    """
     container = Container("pyxis", "/images/a.sqsh")
     argv = step_argv(JOB, ["echo", "a b"], nodes=["n1"], inside=Inside(tmp_path, ROOT, container))
     words = argv[argv.index("sh") :]
-    agent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "-m", "bootstrap.agent"])
+    agent = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)", "-m", "bootstrap.agent"]
+    )
     try:
         deadline = time.monotonic() + 10
         while b"bootstrap.agent" not in Path(f"/proc/{agent.pid}/cmdline").read_bytes():

@@ -18,7 +18,11 @@ import pytest
 from slurm.image import ImageError, describe, ensure, key, uri
 
 ROOT = Path(__file__).parents[3]
-NAME, URI, TEXT = "registry.site.org/rl/train:1.2", "docker://registry.site.org#rl/train:1.2", "hsqs" + "x" * 1000
+NAME, URI, TEXT = (
+    "registry.site.org/rl/train:1.2",
+    "docker://registry.site.org#rl/train:1.2",
+    "hsqs" + "x" * 1000,
+)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +62,9 @@ def test_of_many_jobs_one_imports_and_all_get_the_whole_image(registry: Path) ->
     command = [sys.executable, "-m", "slurm.image", NAME, "--cache", str(cache)]
 
     def ask(_: int) -> str:
-        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            command, cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     with ThreadPoolExecutor(4) as jobs:
         paths = set(jobs.map(ask, range(4)))
@@ -86,7 +92,9 @@ def test_what_the_registry_says_is_shown_and_nothing_is_published(registry: Path
 
 def test_without_enroot_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ImageError, match=r"enroot import --output FILE.sqsh docker://a.*--container-image"):
+    with pytest.raises(
+        ImageError, match=r"enroot import --output FILE.sqsh docker://a.*--container-image"
+    ):
         ensure("a", tmp_path)
 
 
@@ -105,7 +113,9 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two
 
 @pytest.fixture
 def open_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """As ``registry``, in a folder that every user can read; each start of pytest closes its own."""
+    """As ``registry``, in a folder that every user can read; each start of pytest closes its
+    own.
+    """
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="rlpost-images-") as folder:
         Path(folder).chmod(0o755)
         (Path(folder) / "images.json").write_text(json.dumps({URI: TEXT}))
@@ -139,10 +149,16 @@ def ask_as(user: int, registry: Path, *, umask: int = 0o077) -> subprocess.Compl
 
 @needs_root
 @pytest.mark.parametrize(
-    ("mode", "image", "lock"), [(0o2770, 0o640, 0o660), (0o1777, 0o644, 0o666), (0o700, 0o600, 0o600)]
+    ("mode", "image", "lock"),
+    [(0o2770, 0o640, 0o660), (0o1777, 0o644, 0o666), (0o700, 0o600, 0o600)],
 )
-def test_a_cache_is_shared_as_its_folder_is(open_registry: Path, mode: int, image: int, lock: int) -> None:
-    """Under the umask of the batch script. Who imports first owns the files; others read them, and may lock."""
+def test_a_cache_is_shared_as_its_folder_is(
+    open_registry: Path, mode: int, image: int, lock: int
+) -> None:
+    """Under the umask of the batch script.
+
+    Who imports first owns the files; others read them, and may lock.
+    """
     cache = open_registry / "cache"
     cache.mkdir()
     os.chown(cache, USER, USER)
@@ -160,7 +176,9 @@ def test_a_cache_is_shared_as_its_folder_is(open_registry: Path, mode: int, imag
 
 @needs_root
 def test_what_is_found_needs_no_right_to_write(open_registry: Path) -> None:
-    """A site's folder, which an administrator fills; the lock of an earlier import is the administrator's alone."""
+    """A site's folder, which an administrator fills; the lock of an earlier import is the
+    administrator's alone.
+    """
     cache = open_registry / "cache"
     ensure(NAME, cache)
     cache.chmod(0o755)
@@ -176,12 +194,17 @@ def test_what_is_found_needs_no_right_to_write(open_registry: Path) -> None:
 def test_a_miss_where_one_may_not_write_says_so(open_registry: Path) -> None:
     (open_registry / "cache").mkdir(mode=0o755)
     done = ask_as(USER, open_registry)
-    assert done.returncode == 1 and f"does not contain {NAME}, and user {USER} cannot write to it" in done.stderr
+    assert (
+        done.returncode == 1
+        and f"does not contain {NAME}, and user {USER} cannot write to it" in done.stderr
+    )
     assert "--image-cache" in done.stderr
 
 
 @needs_root
-def test_an_image_that_its_owner_did_not_share_is_named_and_shared_when_the_owner_comes(open_registry: Path) -> None:
+def test_an_image_that_its_owner_did_not_share_is_named_and_shared_when_the_owner_comes(
+    open_registry: Path,
+) -> None:
     """As versions before left them: 0600 whatever the folder."""
     cache = open_registry / "cache"
     ensure(NAME, cache)

@@ -1,4 +1,6 @@
-"""A run without Slurm, through submitit's LocalExecutor, with an agent that only leaves verdicts."""
+"""A run without Slurm, through submitit's LocalExecutor, with an agent that only leaves
+verdicts.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def home(tmp_path: Path) -> Path:
 
 def start(tmp_path: Path, home: Path, behaviour: str) -> tuple[RunFolder, LocalJob[str]]:
     run = create_run_folder(tmp_path / "run", "{}")
-    spec = JobSpec(num_gpus_per_node=2, gpu_request="none", driver_args=(behaviour,), python=sys.executable)
+    spec = JobSpec(
+        num_gpus_per_node=2, gpu_request="none", driver_args=(behaviour,), python=sys.executable
+    )
     job_id = submit(spec, run, home=home, where="local")
     return run, LocalJob(run.submitit, job_id.removeprefix("local-"))
 
@@ -75,7 +79,9 @@ def test_a_signal_to_a_local_run_becomes_a_stop_request(tmp_path: Path, home: Pa
     assert job.result() == "requeue"
     said = json.loads((attempt / "STOP").read_text())
     assert "SIGTERM" in said["reason"]
-    assert said["deadline"] - said["time"] == pytest.approx(4 * 3600, abs=60), "until the time limit"
+    assert said["deadline"] - said["time"] == pytest.approx(4 * 3600, abs=60), (
+        "until the time limit"
+    )
 
 
 @pytest.mark.slow
@@ -88,8 +94,13 @@ def test_a_local_run_without_verdict_fails_and_names_its_folder(tmp_path: Path, 
 @pytest.mark.slow
 def test_a_debugged_run_is_over_when_submit_returns(tmp_path, home) -> None:
     run = create_run_folder(tmp_path / "run", "{}")
-    spec = JobSpec(num_gpus_per_node=2, gpu_request="none", driver_args=("done",), python=sys.executable)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)}
+    spec = JobSpec(
+        num_gpus_per_node=2, gpu_request="none", driver_args=("done",), python=sys.executable
+    )
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+    }
     try:
         assert submit(spec, run, home=home, where="debug") == f"local-{os.getpid()}"
     finally:
@@ -109,4 +120,8 @@ def test_several_nodes_need_slurm(tmp_path: Path) -> None:
 
 def test_the_agent_of_a_local_run_sees_no_scheduler() -> None:
     inherited = {"SLURM_JOB_ID": "1", "SUBMITIT_EXECUTOR": "local", "PATH": "/bin"}
-    assert local_environment(inherited, "/h") == {"PATH": "/bin", "PYTHONPATH": "/h", "RLPOST_HOME": "/h"}
+    assert local_environment(inherited, "/h") == {
+        "PATH": "/bin",
+        "PYTHONPATH": "/h",
+        "RLPOST_HOME": "/h",
+    }

@@ -1,4 +1,6 @@
-"""The pages on profiles, containers and preemption say what is so: their settings load, their commands are known."""
+"""The pages on profiles, containers and preemption say what is so: their settings load, their
+commands are known.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,25 @@ def test_the_settings_on_a_page_load(page: Path) -> None:
 def test_the_keys_in_tables_are_settings(page: Path) -> None:
     named = re.findall(r"^\| ((?:`\w+`[, ]*)+) \|", page.read_text(), re.MULTILINE)
     keys = [key for cell in named for key in re.findall(r"`(\w+)`", cell)]
-    other = {"done", "config", "requeue", "failed", "submitted", "attempt", "started", "ready", "committed"}
+    other = {
+        "done",
+        "config",
+        "requeue",
+        "failed",
+        "submitted",
+        "attempt",
+        "started",
+        "ready",
+        "committed",
+    }
     assert set(keys) - other - {"preempted", "verdict", "chained", "cancelled"} <= set(fields())
 
 
 def test_the_commands_on_the_pages_are_understood() -> None:
     """Those of rlpost are parsed as they stand, files included; the image's own prints its help."""
-    commands = [line[2:] for page in PAGES for text in blocks(page, "console") for line in text.splitlines()]
+    commands = [
+        line[2:] for page in PAGES for text in blocks(page, "console") for line in text.splitlines()
+    ]
     assert len(commands) == 3
     submit, image, scancel = (shlex.split(command) for command in commands)
     made = parser("test", "")
@@ -52,7 +66,11 @@ def test_the_commands_on_the_pages_are_understood() -> None:
     assert submit[:3] == ["python", "-m", "rlpost.submit"] and namespace.dry_run
     load(files_of(ROOT / namespace.recipe, {"cluster": namespace.cluster}), {})
     usage = subprocess.run(
-        [sys.executable, *image[1:3], "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, *image[1:3], "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert all(word in usage.stdout for word in image if word.startswith("--"))
     assert scancel == ["scancel", "--batch", "--signal=USR2", "JOBID"]

@@ -44,10 +44,16 @@ def squeue(tmp_path, monkeypatch, text):
 
 
 def test_a_forgotten_job_is_over_and_a_silent_controller_ends_nothing(tmp_path, monkeypatch):
-    squeue(tmp_path, monkeypatch, "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    squeue(
+        tmp_path, monkeypatch, "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    )
     entry = queue(["7"])["7"]
     assert (entry.state, entry.reason, entry.is_over) == (JobState.UNKNOWN, FORGOTTEN, True)
-    squeue(tmp_path, monkeypatch, "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    squeue(
+        tmp_path,
+        monkeypatch,
+        "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1",
+    )
     entry = queue(["7"])["7"]
     assert (entry.state, entry.is_over) == (JobState.UNKNOWN, False)
     assert "Unable to contact slurm controller" in entry.reason
@@ -69,4 +75,8 @@ def test_many_jobs_are_one_command_and_what_is_no_id_is_not_asked(tmp_path, monk
     monkeypatch.setattr(module, "_command", answer)
     found = queue(["1", "2", "; rm -rf"])
     assert [argv[0] for argv in commands] == ["squeue"] and "--jobs=1,2" in commands[0]
-    assert [str(found[job].state) for job in ("1", "2", "; rm -rf")] == ["RUNNING", "UNKNOWN", "UNKNOWN"]
+    assert [str(found[job].state) for job in ("1", "2", "; rm -rf")] == [
+        "RUNNING",
+        "UNKNOWN",
+        "UNKNOWN",
+    ]

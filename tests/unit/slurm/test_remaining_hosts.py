@@ -1,4 +1,6 @@
-"""Whether a job fits into what its excluded hosts leave: on texts of scontrol and sinfo, and on commands that hang."""
+"""Whether a job fits into what its excluded hosts leave: on texts of scontrol and sinfo, and on
+commands that hang.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_a_job_that_would_wait_for_good_is_told_by_its_hosts(
         assert "--resume" in said and "attempts/*/exclude" in said
 
 
-@pytest.mark.parametrize(("job", "nodes"), [("", NODES), (JOB, ""), ("JobId=7 NumNodes=2", NODES[:0])])
+@pytest.mark.parametrize(
+    ("job", "nodes"), [("", NODES), (JOB, ""), ("JobId=7 NumNodes=2", NODES[:0])]
+)
 def test_where_slurm_says_nothing_nothing_is_claimed(job: str, nodes: str) -> None:
     assert describe_shortage(job, nodes, ["n01", "n02", "n03"]) is None
 
@@ -51,7 +55,11 @@ def test_slurm_is_asked_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.M
     for name, text in scripts.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SINFO_FORMAT": "%P"}
+    environ = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SINFO_FORMAT": "%P",
+    }
     monkeypatch.setenv("PATH", environ["PATH"])
     assert "has 1 of the 2 nodes" in (why_too_few(["n02"], environ) or "")
     assert why_too_few([], environ) is None

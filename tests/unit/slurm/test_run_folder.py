@@ -54,7 +54,9 @@ def test_other_settings_do_not_take_over_a_run_and_are_named(tmp_path: Path) -> 
 def test_resume_goes_on_under_the_new_settings(tmp_path: Path) -> None:
     create_run_folder(tmp_path / "a", SETTINGS)
     other = json.dumps({"seed": 2})
-    assert json.loads(create_run_folder(tmp_path / "a", other, resume=True).run_json.read_text()) == {"seed": 2}
+    assert json.loads(
+        create_run_folder(tmp_path / "a", other, resume=True).run_json.read_text()
+    ) == {"seed": 2}
 
 
 @pytest.mark.parametrize("name", ["thesis.tex", "attempts"])
@@ -66,7 +68,9 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path, name: str) -> Non
 
 
 def test_a_folder_code_that_no_run_made_is_not_entered_even_with_resume(tmp_path: Path) -> None:
-    """A snapshot replaces RUN/code whole; --run-folder may name a project of somebody's by mistake."""
+    """A snapshot replaces RUN/code whole; --run-folder may name a project of somebody's by
+    mistake.
+    """
     (tmp_path / "code").mkdir()
     (tmp_path / "code/thesis.py").write_text("years")
     with pytest.raises(RunFolderError, match=r"holds code and no run\.json"):
@@ -132,7 +136,10 @@ def test_a_line_that_another_host_wrote_over_is_written_again(tmp_path, monkeypa
     """O_APPEND of two clients of NFS: both write where the file ended when they opened it."""
     ledger = Ledger(tmp_path / "ledger.jsonl")
     ledger.append("submitted")
-    write, others = os.write, [b'{"time": "2026-01-01T00:00:00+00:00", "event": "verdict", "attempt": 7}\n']
+    write, others = (
+        os.write,
+        [b'{"time": "2026-01-01T00:00:00+00:00", "event": "verdict", "attempt": 7}\n'],
+    )
 
     def with_another(descriptor, data):
         before = os.fstat(descriptor).st_size
@@ -155,10 +162,15 @@ def test_lines_of_many_processes_are_all_there(tmp_path):
     )
     path = tmp_path / "ledger.jsonl"
     command = [sys.executable, "-c", code, str(path)]
-    running = [subprocess.Popen([*command, str(by)], cwd=Path(__file__).parents[3]) for by in range(3)]
+    running = [
+        subprocess.Popen([*command, str(by)], cwd=Path(__file__).parents[3]) for by in range(3)
+    ]
     assert [process.wait(60) for process in running] == [0, 0, 0]
     found = [(entry["by"], entry["n"]) for entry in Ledger(path).read()]
-    assert sorted(found) == [(str(by), n) for by in range(3) for n in range(40)] and not Ledger(path).damage()
+    assert (
+        sorted(found) == [(str(by), n) for by in range(3) for n in range(40)]
+        and not Ledger(path).damage()
+    )
 
 
 def test_a_file_system_without_locks_has_a_ledger(tmp_path, monkeypatch):

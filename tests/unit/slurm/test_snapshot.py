@@ -15,7 +15,9 @@ from slurm.snapshot import snapshot_code
 
 def git(folder: Path, *arguments: str) -> None:
     identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
+    subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True
+    )
 
 
 def files(folder: Path) -> dict[str, str]:
@@ -25,7 +27,9 @@ def files(folder: Path) -> dict[str, str]:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A commit, then changes on top of it: one file changed, one deleted, one new, one ignored, one odd name."""
+    """A commit, then changes on top of it: one file changed, one deleted, one new, one ignored, one
+    odd name.
+    """
     project = tmp_path / "project"
     (project / "pkg").mkdir(parents=True)
     git(project, "init", "-q")
@@ -67,7 +71,9 @@ def test_a_second_snapshot_replaces_the_first_and_never_holds_the_run(checkout: 
     assert files(target)["pkg/a.py"] == "newer"
 
 
-def test_a_job_that_starts_meanwhile_finds_the_whole_code(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_starts_meanwhile_finds_the_whole_code(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To remove the code of the last submission takes seconds on a shared file system."""
     target = checkout / "runs/x/code"
     snapshot_code(checkout, target)
@@ -80,7 +86,9 @@ def test_a_job_that_starts_meanwhile_finds_the_whole_code(checkout: Path, monkey
 
     monkeypatch.setattr(shutil, "rmtree", slow)
     snapshot_code(checkout, target)
-    assert set(seen) == {4} and [path.name for path in target.parent.iterdir() if path.is_dir()] == ["code"]
+    assert set(seen) == {4} and [
+        path.name for path in target.parent.iterdir() if path.is_dir()
+    ] == ["code"]
 
 
 def test_a_clean_checkout_is_called_clean(checkout: Path) -> None:

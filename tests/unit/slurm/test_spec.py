@@ -16,13 +16,26 @@ HOSTILE = "a'; touch x"
 
 def options(script: str) -> list[str]:
     """What the script asks sbatch for."""
-    lines = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    lines = [
+        line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")
+    ]
     return [word for line in lines for word in shlex.split(line)]
 
 
 @pytest.mark.parametrize(
     "field",
-    ["job_name", "partition", "account", "time", "home", "python", "run_folder", "output", "driver_args", "agent_args"],
+    [
+        "job_name",
+        "partition",
+        "account",
+        "time",
+        "home",
+        "python",
+        "run_folder",
+        "output",
+        "driver_args",
+        "agent_args",
+    ],
 )
 @pytest.mark.parametrize("text", ["/a\n#SBATCH --wrap=x", "/a\0", "/a\r", "/a\x1b[2J", "/a\u2028b"])
 def test_no_value_can_begin_a_new_line(field: str, text: str) -> None:
@@ -65,7 +78,14 @@ def test_a_refusal_names_the_field_and_what_it_takes(field: str, value: Any, par
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("10", 600), ("10:30", 630), ("01:00:05", 3605), ("1-0", 86400), ("1-2:30", 95400), ("2-00:00:01", 172801)],
+    [
+        ("10", 600),
+        ("10:30", 630),
+        ("01:00:05", 3605),
+        ("1-0", 86400),
+        ("1-2:30", 95400),
+        ("2-00:00:01", 172801),
+    ],
 )
 def test_a_time_limit_is_read_in_every_form_of_sbatch(text: str, seconds: int) -> None:
     assert JobSpec(time=text).time_limit_s == seconds
@@ -74,7 +94,9 @@ def test_a_time_limit_is_read_in_every_form_of_sbatch(text: str, seconds: int) -
 def test_hostile_paths_and_arguments_stay_one_word() -> None:
     """What the shell reads back from the script is what the spec holds."""
     arguments = (HOSTILE, "$(touch x)", "`x`", '"', "", "#", "*")
-    spec = JobSpec(driver_args=arguments, agent_args=(HOSTILE,), home=f"/{HOSTILE}", output=f"/{HOSTILE}.out")
+    spec = JobSpec(
+        driver_args=arguments, agent_args=(HOSTILE,), home=f"/{HOSTILE}", output=f"/{HOSTILE}.out"
+    )
     script = render_sbatch(spec)
     command = script[script.index("srun --") : script.index("srun_pid=")]
     words = shlex.split(command.replace("\\\n", " "))
@@ -86,7 +108,8 @@ def test_hostile_paths_and_arguments_stay_one_word() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "line"), [("gres", "--gres=gpu:4"), ("gpus-per-node", "--gpus-per-node=4"), ("none", None)]
+    ("request_", "line"),
+    [("gres", "--gres=gpu:4"), ("gpus-per-node", "--gpus-per-node=4"), ("none", None)],
 )
 def test_gpus_are_asked_for_as_the_site_wants(request_: Any, line: str | None) -> None:
     script = render_sbatch(JobSpec(gpu_request=request_, num_gpus_per_node=4))

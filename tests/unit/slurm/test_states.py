@@ -23,7 +23,9 @@ def test_a_job_is_read_from_one_line() -> None:
     assert parse_job(PENDING) == JobInfo("13", JobState.PENDING, 1, "BeginTime", "", 0)
 
 
-@pytest.mark.parametrize("text", ["", "slurm_load_jobs error: Invalid job id specified\n", "JobState=NEWFANGLED"])
+@pytest.mark.parametrize(
+    "text", ["", "slurm_load_jobs error: Invalid job id specified\n", "JobState=NEWFANGLED"]
+)
 def test_what_is_not_understood_is_unknown_and_not_over(text: str) -> None:
     state = parse_job(text).state
     assert state is JobState.UNKNOWN
@@ -32,7 +34,11 @@ def test_what_is_not_understood_is_unknown_and_not_over(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "state"),
-    [("CANCELLED by 0", JobState.CANCELLED), ("RUNNING+", JobState.RUNNING), ("NODE_FAIL\n", JobState.NODE_FAIL)],
+    [
+        ("CANCELLED by 0", JobState.CANCELLED),
+        ("RUNNING+", JobState.RUNNING),
+        ("NODE_FAIL\n", JobState.NODE_FAIL),
+    ],
 )
 def test_states_are_read_as_every_command_writes_them(text: str, state: JobState) -> None:
     assert parse_state(text) is state

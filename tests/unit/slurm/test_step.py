@@ -1,4 +1,7 @@
-"""The srun that enters a job. Whether it does is held by tests/cluster/test_verbs.py, without containers."""
+"""The srun that enters a job.
+
+Whether it does is held by tests/cluster/test_verbs.py, without containers.
+"""
 
 from pathlib import Path
 
@@ -12,14 +15,25 @@ RUN, CODE = Path("/runs/a"), Path("/runs/a/code")
 
 
 def options(argv):
-    return {word.partition("=")[0]: word.partition("=")[2] for word in argv if word.startswith("--")}
+    return {
+        word.partition("=")[0]: word.partition("=")[2] for word in argv if word.startswith("--")
+    }
 
 
 def test_a_step_names_its_nodes_for_it_would_get_one_otherwise():
     argv = step_argv("5", ["nvidia-smi", "-L"], nodes=["n1", "n2"], inside=Inside(RUN, CODE))
-    assert {"--jobid=5", "--overlap", "--nodes=2", "--ntasks=2", "--nodelist=n1,n2", "--label"} <= set(argv)
+    assert {
+        "--jobid=5",
+        "--overlap",
+        "--nodes=2",
+        "--ntasks=2",
+        "--nodelist=n1,n2",
+        "--label",
+    } <= set(argv)
     assert argv[-3:] == ["--chdir=/runs/a/code", "nvidia-smi", "-L"]
-    assert "--label" not in step_argv("5", ["bash"], nodes=["n1"], inside=Inside(RUN, CODE), terminal=True)
+    assert "--label" not in step_argv(
+        "5", ["bash"], nodes=["n1"], inside=Inside(RUN, CODE), terminal=True
+    )
     with pytest.raises(JobError):
         step_argv("5", ["bash"], nodes=[], inside=Inside(RUN, CODE))
 
@@ -45,7 +59,9 @@ def test_a_step_has_the_variables_of_the_agents_whatever_the_image_sets(backend)
 
 
 def test_enroot_is_entered_on_the_node_by_the_name_of_this_start():
-    """The script is that of the run's code; it adds the node to the name (test_enroot_scripts.py)."""
+    """The script is that of the run's code; it adds the node to the name
+    (test_enroot_scripts.py).
+    """
     inside = Inside(RUN, CODE, Container("enroot", "/images/a.sqsh"), 1)
     argv = step_argv("5", ["echo", "a b"], nodes=["n1"], inside=inside)
     assert argv[-5:] == ["bash", "/runs/a/code/slurm/enroot_exec.sh", "rlpost_5_1", "echo", "a b"]

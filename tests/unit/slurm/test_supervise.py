@@ -1,4 +1,6 @@
-"""What follows from an attempt: decided purely, then through the command line as the batch script calls it."""
+"""What follows from an attempt: decided purely, then through the command line as the batch script
+calls it.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,15 @@ def code(ending: Ending, *entries: dict[str, Any]) -> int | None:
 
 
 @pytest.mark.parametrize(("verdict", "expected"), [("done", 0), ("config", 78)])
-def test_done_and_wrong_settings_are_final_whatever_the_budgets(verdict: str, expected: int) -> None:
+def test_done_and_wrong_settings_are_final_whatever_the_budgets(
+    verdict: str, expected: int
+) -> None:
     assert code(Ending(verdict, code=1)) == expected
 
 
-@pytest.mark.parametrize(("verdict", "expected"), [("requeue", 75), ("failed", 3), ("none", 3), ("gibberish", 3)])
+@pytest.mark.parametrize(
+    ("verdict", "expected"), [("requeue", 75), ("failed", 3), ("none", 3), ("gibberish", 3)]
+)
 def test_after_term_and_where_forbidden_nothing_comes_back(verdict: str, expected: int) -> None:
     """A cancelled run stays cancelled; the exit code is that of the ending."""
     assert code(Ending(verdict, code=3)) is None
@@ -47,7 +53,9 @@ def test_a_run_that_was_cancelled_comes_back_only_when_it_is_submitted_again() -
     assert code(Ending("requeue"), SUBMITTED, cancelled, SUBMITTED) is None
 
 
-def test_the_next_job_of_a_chain_is_taken_back_when_the_run_was_cancelled_meanwhile(tmp_path: Path) -> None:
+def test_the_next_job_of_a_chain_is_taken_back_when_the_run_was_cancelled_meanwhile(
+    tmp_path: Path,
+) -> None:
     """Between the decision to start again and the line that names the next job."""
     (tmp_path / "scancel").write_text(f"#!/bin/sh\necho $1 >>{tmp_path}/taken\n")
     (tmp_path / "scancel").chmod(0o755)
@@ -59,21 +67,51 @@ def test_the_next_job_of_a_chain_is_taken_back_when_the_run_was_cancelled_meanwh
     assert (tmp_path / "taken").read_text() == "9\n"
 
 
-def test_a_job_that_was_cancelled_while_it_was_requeued_does_not_start_again(tmp_path: Path) -> None:
+def test_a_job_that_was_cancelled_while_it_was_requeued_does_not_start_again(
+    tmp_path: Path,
+) -> None:
     """The job of a new submission does, though its line may still be missing."""
     Ledger(tmp_path / "ledger.jsonl").append("cancelled", job_id="7")
-    words = ("-m", "slurm.supervise", "start", "--run-folder", str(tmp_path), "--attempt", "1", "--job")
-    ended, begun = (subprocess.run([sys.executable, *words, job], cwd=ROOT, capture_output=True) for job in "78")
+    words = (
+        "-m",
+        "slurm.supervise",
+        "start",
+        "--run-folder",
+        str(tmp_path),
+        "--attempt",
+        "1",
+        "--job",
+    )
+    ended, begun = (
+        subprocess.run([sys.executable, *words, job], cwd=ROOT, capture_output=True) for job in "78"
+    )
     assert (ended.returncode, begun.returncode) == (75, 0)
     assert b"job 7 was cancelled" in ended.stderr
 
 
-def test_an_attempt_records_how_many_nodes_are_allocated_where_slurm_says_it(tmp_path: Path) -> None:
+def test_an_attempt_records_how_many_nodes_are_allocated_where_slurm_says_it(
+    tmp_path: Path,
+) -> None:
     for job, number in (("7", {"SLURM_JOB_NUM_NODES": "3"}), ("8", {})):
-        words = ("-m", "slurm.supervise", "start", "--run-folder", str(tmp_path), "--attempt", "1", "--job", job)
-        environment = {key: value for key, value in os.environ.items() if key != "SLURM_JOB_NUM_NODES"} | number
+        words = (
+            "-m",
+            "slurm.supervise",
+            "start",
+            "--run-folder",
+            str(tmp_path),
+            "--attempt",
+            "1",
+            "--job",
+            job,
+        )
+        environment = {
+            key: value for key, value in os.environ.items() if key != "SLURM_JOB_NUM_NODES"
+        } | number
         subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, check=True)
-    assert [entry.get("num_nodes") for entry in Ledger(tmp_path / "ledger.jsonl").read()] == [3, None]
+    assert [entry.get("num_nodes") for entry in Ledger(tmp_path / "ledger.jsonl").read()] == [
+        3,
+        None,
+    ]
 
 
 def test_a_failure_never_exits_with_zero() -> None:
@@ -104,20 +142,28 @@ def test_a_run_that_makes_no_progress_ends_at_the_third_attempt() -> None:
 
 
 def test_attempts_without_a_verdict_count_as_standing_still() -> None:
-    """Their batch host died; a new submission starts the count anew but knows the old checkpoints."""
+    """Their batch host died; a new submission starts the count anew but knows the old
+    checkpoints.
+    """
     assert stalled_attempts([ATTEMPT, ATTEMPT]) == 2
     assert stalled_attempts([ATTEMPT, committed(5), SUBMITTED, ATTEMPT, committed(5)]) == 1
     assert stalled_attempts([ATTEMPT, committed(5), SUBMITTED, ATTEMPT, committed(6)]) == 0
 
 
-def test_whoever_removes_checkpoints_and_submits_again_makes_progress_from_where_the_run_begins() -> None:
+def test_whoever_removes_checkpoints_and_submits_again_makes_progress_from_where_the_run_begins() -> (
+    None
+):
     def started(step: int) -> dict[str, Any]:
         return {"event": "started", "step": step}
 
     before = [ATTEMPT, started(0), committed(90), SUBMITTED, ATTEMPT, started(30)]
     assert stalled_attempts([*before, committed(40)]) == 0
-    assert stalled_attempts([*before, ATTEMPT, started(30), committed(30)]) == 2, "from there on as always"
-    assert stalled_attempts([ATTEMPT, committed(90), ATTEMPT, started(60), committed(90)]) == 1, "nobody did: damaged"
+    assert stalled_attempts([*before, ATTEMPT, started(30), committed(30)]) == 2, (
+        "from there on as always"
+    )
+    assert stalled_attempts([ATTEMPT, committed(90), ATTEMPT, started(60), committed(90)]) == 1, (
+        "nobody did: damaged"
+    )
 
 
 def test_a_job_that_begins_before_its_submission_is_written_down_counts() -> None:
@@ -126,7 +172,9 @@ def test_a_job_that_begins_before_its_submission_is_written_down_counts() -> Non
     assert stalled_attempts([*early, {"event": "attempt", "job_id": "8"}]) == 2
 
 
-def test_bad_hosts_of_all_attempts_are_collected_and_nonsense_is_left_out(tmp_path: Path, capsys: Any) -> None:
+def test_bad_hosts_of_all_attempts_are_collected_and_nonsense_is_left_out(
+    tmp_path: Path, capsys: Any
+) -> None:
     for number, text in enumerate(["n02\n\n", "n01\n$(touch x)\nn02\n", ""]):
         folder = tmp_path / "attempts" / str(number)
         folder.mkdir(parents=True)
@@ -136,12 +184,27 @@ def test_bad_hosts_of_all_attempts_are_collected_and_nonsense_is_left_out(tmp_pa
 
 
 def supervise(run: Path, *words: str, environ: dict[str, str] | None = None) -> str:
-    command = [sys.executable, "-m", "slurm.supervise", *words, "--run-folder", str(run), "--attempt", "0"]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, env=environ).stdout
+    command = [
+        sys.executable,
+        "-m",
+        "slurm.supervise",
+        *words,
+        "--run-folder",
+        str(run),
+        "--attempt",
+        "0",
+    ]
+    return subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True, env=environ
+    ).stdout
 
 
-def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes, image and code (which is where) at the start; verdict, cause, answer and bad hosts at the end."""
+def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes, image and code (which is where) at the start; verdict, cause, answer and bad hosts at
+    the end.
+    """
     attempt = tmp_path / "attempts/0"
     attempt.mkdir(parents=True)
     (tmp_path / "code.json").write_text('{"commit": "abc", "is_dirty": true}')
@@ -152,7 +215,10 @@ def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(tmp_path: Path, m
     image = f"/images/sha256-{'0' * 64}.sqsh"
     assert supervise(tmp_path, "start", "--job", "7", "--nodes", "n[01-02]", "--image", image) == ""
     limits = ("--max-preemptions", "1", "--max-failures", "1", "--max-stalled-attempts", "2")
-    assert supervise(tmp_path, "end", "--code", "1", *limits, "--exclude", "n[07-08]") == "again n[07-08],n02\n"
+    assert (
+        supervise(tmp_path, "end", "--code", "1", *limits, "--exclude", "n[07-08]")
+        == "again n[07-08],n02\n"
+    )
     start, end = Ledger(tmp_path / "ledger.jsonl").read()
     del start["time"], end["time"]
     assert start == {
@@ -208,7 +274,9 @@ def begun(run: Path, nodes: str, logs: dict[str, str], launch: str) -> Path:
 
 
 def test_what_fails_everywhere_before_the_agents_ends_the_job_at_once(tmp_path: Path) -> None:
-    """Verdict config, exit 78; the cause stands in the ledger, the log and the files of the attempt."""
+    """Verdict config, exit 78; the cause stands in the ledger, the log and the files of the
+    attempt.
+    """
     image = "[ERROR] Invalid image format: /images/rl.sqsh\n"
     launch = "srun: error: n[01-02]: tasks 0-1: Exited with exit code 1\n"
     attempt = begun(tmp_path, "n[01-02]", {"n01": image, "n02": image}, launch)
@@ -219,9 +287,14 @@ def test_what_fails_everywhere_before_the_agents_ends_the_job_at_once(tmp_path: 
         text=True,
     )
     assert done.stdout == "78\n"
-    assert "cause: n01, n02: the image /images/rl.sqsh is damaged" in done.stderr and "remedy:" in done.stderr
+    assert (
+        "cause: n01, n02: the image /images/rl.sqsh is damaged" in done.stderr
+        and "remedy:" in done.stderr
+    )
     entry = Ledger(tmp_path / "ledger.jsonl").read()[-1]
-    assert (entry["verdict"], entry["answer"]) == ("config", 78) and "/images/rl.sqsh" in entry["cause"]
+    assert (entry["verdict"], entry["answer"]) == ("config", 78) and "/images/rl.sqsh" in entry[
+        "cause"
+    ]
     assert (attempt / "verdict").read_text() == "config\n"
 
 
@@ -252,12 +325,17 @@ def test_a_cancelled_attempt_is_blamed_on_nobody(tmp_path: Path) -> None:
     assert Ledger(tmp_path / "ledger.jsonl").read()[-1]["verdict"] == "none"
 
 
-def test_a_job_that_its_excluded_hosts_leave_no_room_for_ends_with_their_names(tmp_path: Path) -> None:
+def test_a_job_that_its_excluded_hosts_leave_no_room_for_ends_with_their_names(
+    tmp_path: Path,
+) -> None:
     """Slurm would hold it in BadConstraints for good."""
     attempt = begun(tmp_path, "n[01-02]", {}, "")
     (attempt / "exclude").write_text("n02\n")
     (attempt / "verdict").write_text("failed\n")
-    answers = {"scontrol": "echo JobId=7 Partition=batch NumNodes=2", "sinfo": r'printf "n01|x\nn02|x\n"'}
+    answers = {
+        "scontrol": "echo JobId=7 Partition=batch NumNodes=2",
+        "sinfo": r'printf "n01|x\nn02|x\n"',
+    }
     for name, text in answers.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -285,4 +363,6 @@ def test_an_attempt_that_had_time_for_the_journal_alone_counts_by_the_step_it_re
 
     assert stalled_attempts([ATTEMPT, committed(3), ATTEMPT, left(5, "journal")]) == 0
     assert stalled_attempts([ATTEMPT, committed(3), ATTEMPT, left(5, "nothing")]) == 1
-    assert stalled_attempts([ATTEMPT, left(5, "journal"), ATTEMPT, left(5, "journal")]) == 1, "no farther than before"
+    assert stalled_attempts([ATTEMPT, left(5, "journal"), ATTEMPT, left(5, "journal")]) == 1, (
+        "no farther than before"
+    )

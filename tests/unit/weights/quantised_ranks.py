@@ -1,4 +1,6 @@
-"""Ranks that hold shards of one small mixture of experts, as plain modules; each gathers it in FP8 and tells."""
+"""Ranks that hold shards of one small mixture of experts, as plain modules; each gathers it in FP8
+and tells.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,25 @@ SHAPES = {
     "decoder.layers.0.mlp.linear_fc1.weight": (2 * FFN, HIDDEN),
     "decoder.layers.0.mlp.linear_fc2.weight": (HIDDEN, FFN),
     "decoder.layers.1.mlp.router.weight": (4, HIDDEN),
-    **{f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc1.weight": (2 * 192, HIDDEN) for e in range(4)},
-    **{f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc2.weight": (HIDDEN, 192) for e in range(4)},
+    **{
+        f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc1.weight": (2 * 192, HIDDEN)
+        for e in range(4)
+    },
+    **{
+        f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc2.weight": (HIDDEN, 192)
+        for e in range(4)
+    },
     "decoder.final_layernorm.weight": (HIDDEN,),
     "output_layer.weight": (256, HIDDEN),
 }
-CUT = {"linear_qkv": 0, "linear_proj": 1, "linear_fc1": 0, "linear_fc2": 1, "word_embeddings": 0, "output_layer": 0}
+CUT = {
+    "linear_qkv": 0,
+    "linear_proj": 1,
+    "linear_fc1": 0,
+    "linear_fc2": 1,
+    "word_embeddings": 0,
+    "output_layer": 0,
+}
 UNQUANTISED = ("embed_tokens", "lm_head", "norm", "mlp.gate.weight")
 
 
@@ -62,7 +77,9 @@ def hugging_face() -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for name in SHAPES:
         rule = to_hugging_face(name, RULES)
-        tensors |= dict(zip(rule.hugging_face, layouts.split(full(name), rule.layout, DIMS), strict=True))
+        tensors |= dict(
+            zip(rule.hugging_face, layouts.split(full(name), rule.layout, DIMS), strict=True)
+        )
     return tensors
 
 
@@ -113,31 +130,42 @@ def _register(root: torch.nn.Module, name: str, tensor: torch.Tensor, dim: int |
 
 
 def run(rank: int, port: int, cases: Sequence[Case], results: Any) -> None:
-    """For each case gather everything in FP8; put what came, and the bytes that this rank gave to collectives."""
+    """For each case gather everything in FP8; put what came, and the bytes that this rank gave to
+    collectives.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD
+    )
     everyone, alone = dist.group.WORLD, [dist.new_group([one]) for one in range(WORLD)][rank]
     pick = lambda size: everyone if size > 1 else alone  # noqa: E731
     given, blocks = count_bytes(), quantisation()
     for case in cases:
         groups = Groups(pick(case.tensor), alone, pick(case.expert), pick(case.pipeline))
         chunks = [model(rank, case)]
-        inventory = Inventory(chunks, family=family("Qwen3MoeForCausalLM"), dims=DIMS, groups=groups, tied=False)
+        inventory = Inventory(
+            chunks, family=family("Qwen3MoeForCausalLM"), dims=DIMS, groups=groups, tied=False
+        )
         exporter = Exporter(inventory)
         given.update(all_gather=0, broadcast=0, quantised=0)
         found: dict[str, Any] = {}
         wanted = not (case.only_first and rank)
         for bucket in exporter.plan(10**9, quantisation=blocks):
             tensors = exporter.gather(bucket, quantisation=blocks, wanted=wanted)
-            found |= {name: (str(t.dtype), t.contiguous().view(torch.uint8).numpy()) for name, t in tensors.items()}
+            found |= {
+                name: (str(t.dtype), t.contiguous().view(torch.uint8).numpy())
+                for name, t in tensors.items()
+            }
         results.put((case.name, rank, found, dict(given)))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def count_bytes() -> dict[str, int]:
-    """From now on: what this rank gives to gathers and broadcasts, and how many elements it quantises."""
+    """From now on: what this rank gives to gathers and broadcasts, and how many elements it
+    quantises.
+    """
     given = {"all_gather": 0, "broadcast": 0, "quantised": 0}
     quantise = quantised_gather.quantise
 

@@ -8,7 +8,9 @@ from rlpost.weights.trainer_side import Broadcast
 
 
 class FakeBuckets:
-    """One bucket on each of two stages, then one more on the first; each holds its own number, and the update's."""
+    """One bucket on each of two stages, then one more on the first; each holds its own number, and
+    the update's.
+    """
 
     stages = (0, 1, 0)
     update = 1
@@ -68,7 +70,9 @@ def test_a_source_that_cannot_send_gathers_the_next_bucket_with_the_other_ranks_
     broadcast.send(0)
     gathered = []
     gather = broadcast.buckets.gather
-    broadcast.buckets.gather = lambda index, **how: (gathered.append(index), gather(index, **how))[1]
+    broadcast.buckets.gather = lambda index, **how: (gathered.append(index), gather(index, **how))[
+        1
+    ]
     broadcast.buckets.stages = (0, 1, 1)
     broadcast.group.fails = True
     with pytest.raises(SyncError, match=r"bucket 2 of 3 \(1 bytes\).*an engine takes no part"):

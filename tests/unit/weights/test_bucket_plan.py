@@ -29,5 +29,7 @@ def test_a_bucket_is_as_large_as_few_requests_need_and_memory_and_the_user_allow
 
 
 def test_weights_are_dealt_in_order_and_no_bucket_is_of_two_stages_or_too_large():
-    weights = [Travelling(stage, size) for stage, size in [(1, 4), (0, 3), (0, 3), (0, 9), (1, 2), (0, 1)]]
+    weights = [
+        Travelling(stage, size) for stage, size in [(1, 4), (0, 3), (0, 3), (0, 9), (1, 2), (0, 1)]
+    ]
     assert deal(weights, 6) == [[1, 2], [3], [5], [0, 4]]

@@ -24,7 +24,9 @@ def pairs(draw):
     high = 256 ** np.dtype(kind).itemsize
     old = source.integers(0, high, size).astype(kind)
     special = np.array([NAN % high, OTHER_NAN % high, MINUS_ZERO % high, 0])
-    drawn = np.where(source.random(size) < 0.5, source.integers(0, high, size), source.choice(special, size))
+    drawn = np.where(
+        source.random(size) < 0.5, source.integers(0, high, size), source.choice(special, size)
+    )
     return old, np.where(source.random(size) < density, drawn, old).astype(kind)
 
 
@@ -35,7 +37,9 @@ def test_a_change_applied_to_the_old_is_the_new_bit_by_bit(pair):
     old, new = pair
     header, data = encode(old, new)
     assert len(data) == header.num_bytes <= new.nbytes
-    assert header.num_changed == (np.count_nonzero(old != new) if header.how != "whole" else len(new))
+    assert header.num_changed == (
+        np.count_nonzero(old != new) if header.how != "whole" else len(new)
+    )
     assert bool(len(data)) == bool((old != new).any())
     made = old.copy()
     apply(made, header, data)
@@ -67,12 +71,16 @@ def test_without_an_old_tensor_of_the_same_kind_all_travels():
 
 
 def test_words_are_the_bytes_of_the_tensor():
-    tensor = torch.tensor([[1.0, -0.0], [float("nan"), 3.0]], dtype=torch.bfloat16).t()  # not contiguous
+    tensor = torch.tensor(
+        [[1.0, -0.0], [float("nan"), 3.0]], dtype=torch.bfloat16
+    ).t()  # not contiguous
     assert words_of(tensor).tolist() == [0x3F80, NAN, MINUS_ZERO, 0x4040]
 
 
 class Trainer:
-    """Weights that are not cut, each in a bucket of its own: what ``LastSent`` asks of an exporter."""
+    """Weights that are not cut, each in a bucket of its own: what ``LastSent`` asks of an
+    exporter.
+    """
 
     inventory = None
 
@@ -91,7 +99,11 @@ class Trainer:
 
     def export(self, exporter, folder):
         folder.mkdir(parents=True)
-        tensors = {name: tensor for bucket in exporter.plan(1) for name, tensor in exporter.gather(bucket).items()}
+        tensors = {
+            name: tensor
+            for bucket in exporter.plan(1)
+            for name, tensor in exporter.gather(bucket).items()
+        }
         save_file({**tensors, "not.trained": torch.ones(3)}, folder / "model.safetensors")
 
 
@@ -109,7 +121,10 @@ def sent(tmp_path):
 def assert_equal(trainer, copy):
     found = load_file(copy.folder / "model.safetensors")
     assert found.pop("not.trained").tolist() == [1.0, 1.0, 1.0]
-    as_bytes = [{name: words_of(one).tobytes() for name, one in each.items()} for each in (found, trainer.weights)]
+    as_bytes = [
+        {name: words_of(one).tobytes() for name, one in each.items()}
+        for each in (found, trainer.weights)
+    ]
     assert as_bytes[0] == as_bytes[1]
 
 
@@ -173,7 +188,9 @@ def wrong_checksum(folder):
     (folder / MANIFEST).write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize("damage", [damaged_data, cut_data, wrong_gaps, cut_manifest, wrong_checksum])
+@pytest.mark.parametrize(
+    "damage", [damaged_data, cut_data, wrong_gaps, cut_manifest, wrong_checksum]
+)
 def test_a_damaged_delta_is_told_and_all_weights_mend_the_copy(sent, tmp_path, damage):
     trainer, half, copy = sent
     trainer.weights["a"].view(-1)[::211] *= -1
@@ -216,5 +233,7 @@ def test_a_disk_that_fails_is_told_after_every_gather(tmp_path):
     trainer.gather = lambda bucket, on_all_stages=True: gathered.append(bucket) or gather(bucket)
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
-        LastSent(trainer, bucket_bytes=1, writes=True).write_delta(tmp_path / "file" / "version-1", 1)
+        LastSent(trainer, bucket_bytes=1, writes=True).write_delta(
+            tmp_path / "file" / "version-1", 1
+        )
     assert len(gathered) == 2

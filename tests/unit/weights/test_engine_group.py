@@ -8,9 +8,11 @@ from rlpost.weights.engine_group import EngineGroup
 
 
 def test_only_the_aborting_thread_drops_a_group_that_is_left(monkeypatch):
-    """gloo's destructor waits for the broadcast under way: in the trainer's thread it would wait for a dead engine.
+    """gloo's destructor waits for the broadcast under way: in the trainer's thread it would wait
+    for a dead engine.
 
-    The aborting thread ends before ``leave`` goes on here, which is the order that once stopped a trainer.
+    The aborting thread ends before ``leave`` goes on here, which is the order that once stopped a
+    trainer.
     """
     dropped_in = []
 

@@ -1,4 +1,6 @@
-"""Files of weights, written by safetensors and transformers: what is wrong with one is said before a job starts."""
+"""Files of weights, written by safetensors and transformers: what is wrong with one is said before
+a job starts.
+"""
 
 import json
 import os
@@ -47,8 +49,14 @@ def test_a_copy_that_was_broken_off_is_named_with_what_is_missing(sharded):
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
     missing, short = file_problems(sharded)
-    assert "1 of 2 files of weights are missing, model-0.safetensors first; fetch the model again" in missing
-    assert short == f"{file}: has {len(whole) - 1} bytes instead of {len(whole)} (by its header); fetch the model again"
+    assert (
+        "1 of 2 files of weights are missing, model-0.safetensors first; fetch the model again"
+        in missing
+    )
+    assert (
+        short
+        == f"{file}: has {len(whole) - 1} bytes instead of {len(whole)} (by its header); fetch the model again"
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 8, b"version https://git-lfs"])
@@ -87,10 +95,15 @@ def test_a_file_that_is_its_owners_alone_is_named_with_what_to_ask_for():
                 os._exit(0)
         os.close(theirs)
         with open(ours) as said:
-            assert said.read() == f"{folder / SINGLE}: cannot be read: Permission denied; ask its owner for chmod a+r"
+            assert (
+                said.read()
+                == f"{folder / SINGLE}: cannot be read: Permission denied; ask its owner for chmod a+r"
+            )
         os.wait()
 
 
 def test_nothing_heavy_is_loaded_to_say_so():
-    program = "import sys, rlpost.weights.files; assert not {'torch', 'safetensors'} & set(sys.modules)"
+    program = (
+        "import sys, rlpost.weights.files; assert not {'torch', 'safetensors'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -7,7 +7,10 @@ from rlpost.weights.trainer_side import FlatMemory
 
 def test_the_bytes_are_the_tensors_one_after_another_in_memory_that_is_kept():
     memory = FlatMemory()
-    first = [torch.arange(6, dtype=torch.float32).view(2, 3).T, torch.tensor([1.5, -2.0], dtype=torch.bfloat16)]
+    first = [
+        torch.arange(6, dtype=torch.float32).view(2, 3).T,
+        torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    ]
     flat = memory.filled(first)
     assert flat.dtype == torch.uint8 and len(flat) == 6 * 4 + 2 * 2
     assert torch.equal(flat[:24].view(torch.float32), first[0].flatten())

@@ -1,4 +1,7 @@
-"""Handles to the trainer's memory. Invariant: SGLang reads what torch writes, but for the device's name."""
+"""Handles to the trainer's memory.
+
+Invariant: SGLang reads what torch writes, but for the device's name.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ from rlpost.weights.quantise import FP8
 def test_the_device_of_a_handle_is_named_by_its_uuid_and_nothing_else_changes() -> None:
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     handle = trainer_side.with_uuid(tuple(names), lambda name: f"UUID of {name}")
-    assert [one for one, name in zip(handle, names, strict=True) if one != name] == ["UUID of storage_device"]
+    assert [one for one, name in zip(handle, names, strict=True) if one != name] == [
+        "UUID of storage_device"
+    ]
 
 
 def test_sglang_expects_the_uuid_at_that_place() -> None:
@@ -41,11 +46,17 @@ class Buckets:
 
     def __init__(self) -> None:
         values = (torch.arange(15) / 3).view(5, 3)
-        made = {"scale": torch.tensor([[0.5]]), "b": torch.arange(3, dtype=torch.bfloat16), "a": values.to(FP8)}
+        made = {
+            "scale": torch.tensor([[0.5]]),
+            "b": torch.arange(3, dtype=torch.bfloat16),
+            "a": values.to(FP8),
+        }
         self.tensors = made
 
     def gather(self, index: int, *, on_all_stages: bool) -> dict[str, torch.Tensor]:
-        return {name: tensor + index if name == "b" else tensor for name, tensor in self.tensors.items()}
+        return {
+            name: tensor + index if name == "b" else tensor for name, tensor in self.tensors.items()
+        }
 
     def largest_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
@@ -55,7 +66,9 @@ def sglang_module(path: str, name: str) -> ModuleType:
     """A module of SGLang, loaded from its file without the package."""
     found = importlib.util.find_spec("sglang")
     assert found is not None and found.submodule_search_locations is not None
-    spec = importlib.util.spec_from_file_location(name, Path(found.submodule_search_locations[0]) / path)
+    spec = importlib.util.spec_from_file_location(
+        name, Path(found.submodule_search_locations[0]) / path
+    )
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -86,16 +99,22 @@ def test_a_bucket_is_one_handle_which_sglang_s_own_class_reads() -> None:
         given, num_storages = unpickled(sharing.share(index))
         assert num_storages == 1
         metadata = [
-            reader.FlattenedTensorMetadata(m.name, m.shape, m.dtype, m.start_idx, m.end_idx, m.numel)
+            reader.FlattenedTensorMetadata(
+                m.name, m.shape, m.dtype, m.start_idx, m.end_idx, m.numel
+            )
             for m in given["metadata"]
         ]
-        bucket = reader.FlattenedTensorBucket(flattened_tensor=given["flattened_tensor"], metadata=metadata)
+        bucket = reader.FlattenedTensorBucket(
+            flattened_tensor=given["flattened_tensor"], metadata=metadata
+        )
         found = dict(bucket.reconstruct_tensors())
         wanted = buckets.gather(index, on_all_stages=True)
         assert found.keys() == wanted.keys()
         for name, tensor in wanted.items():
             assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-            assert torch.equal(found[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8))
+            assert torch.equal(
+                found[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)
+            )
     assert len(sharing.pieces) == 2
 
 
@@ -103,8 +122,12 @@ def test_sglang_lets_everything_in_a_handle_pass() -> None:
     """Its unpickler refuses whatever stands not in its list."""
     found = importlib.util.find_spec("sglang")
     assert found is not None and found.submodule_search_locations is not None
-    module = ast.parse((Path(found.submodule_search_locations[0]) / "srt/utils/common.py").read_text())
-    (unpickler,) = [one for one in module.body if isinstance(one, ast.ClassDef) and one.name == "SafeUnpickler"]
+    module = ast.parse(
+        (Path(found.submodule_search_locations[0]) / "srt/utils/common.py").read_text()
+    )
+    (unpickler,) = [
+        one for one in module.body if isinstance(one, ast.ClassDef) and one.name == "SafeUnpickler"
+    ]
     (listed,) = [
         one.value
         for one in unpickler.body

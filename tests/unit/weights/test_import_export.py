@@ -1,4 +1,6 @@
-"""Importer and exporter on one rank, with a plain module in place of Megatron's and files as Hugging Face lays them."""
+"""Importer and exporter on one rank, with a plain module in place of Megatron's and files as
+Hugging Face lays them.
+"""
 
 from __future__ import annotations
 
@@ -73,16 +75,22 @@ def inventory_of(model: torch.nn.Module, architecture: str = "Qwen3ForCausalLM")
     return Inventory([model], family=family(architecture), dims=DIMS, groups=groups, tied=tied)
 
 
-def write_folder(folder: Path, names: list[str] | None = None, *, num_files: int = 1) -> dict[str, torch.Tensor]:
+def write_folder(
+    folder: Path, names: list[str] | None = None, *, num_files: int = 1
+) -> dict[str, torch.Tensor]:
     """A Hugging Face folder with random weights, in one file or with an index."""
     names = list(HUGGING_FACE_SHAPES) if names is None else names
     tensors = {name: torch.randn(HUGGING_FACE_SHAPES.get(name, (2,))) for name in names}
-    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16"}))
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16"})
+    )
     (folder / "tokenizer.json").write_text("{}")
     if num_files == 1:
         save_file(tensors, folder / "model.safetensors")
         return tensors
-    file_of = {name: f"part-{number % num_files}.safetensors" for number, name in enumerate(tensors)}
+    file_of = {
+        name: f"part-{number % num_files}.safetensors" for number, name in enumerate(tensors)
+    }
     for file in set(file_of.values()):
         save_file({name: tensors[name] for name in tensors if file_of[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
@@ -119,7 +127,12 @@ def test_weights_survive_import_and_export_in_any_number_of_files(tmp_path, num_
 
 def test_an_export_carries_tokenizer_and_configuration_with_the_dtype_of_its_weights(tmp_path):
     write_folder(tmp_path)
-    export_folder(exporter_of(filled(megatron_model(), tmp_path)), tmp_path / "out", template=tmp_path, writes=True)
+    export_folder(
+        exporter_of(filled(megatron_model(), tmp_path)),
+        tmp_path / "out",
+        template=tmp_path,
+        writes=True,
+    )
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     assert not list((tmp_path / "out").glob(".*"))
@@ -130,7 +143,9 @@ def test_buckets_hold_every_tensor_once_in_order_and_keep_to_the_limit(max_bytes
     exporter = exporter_of(megatron_model())
     plan = exporter.plan(max_bytes)
     described = [describe(bucket) for bucket in plan]
-    shapes = {name: shape for one in described for name, shape in zip(one.names, one.shapes, strict=True)}
+    shapes = {
+        name: shape for one in described for name, shape in zip(one.names, one.shapes, strict=True)
+    }
     assert shapes == HUGGING_FACE_SHAPES
     assert [name for one in described for name in one.names] == [
         n for e in exporter.inventory.entries for n in e.hugging_face
@@ -146,7 +161,9 @@ def test_what_is_gathered_is_what_was_described():
         tensors, told = exporter.gather(bucket), describe(bucket)
         assert tuple(tensors) == told.names
         assert tuple(tuple(tensor.shape) for tensor in tensors.values()) == told.shapes
-        assert all(tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in tensors.values())
+        assert all(
+            tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in tensors.values()
+        )
         assert set(told.dtypes) == {"float32"}
 
 
@@ -164,7 +181,8 @@ def test_a_tied_model_ignores_a_copy_of_the_embedding(tmp_path):
     tensors = write_folder(tmp_path)
     model = filled(megatron_model(tied=True), tmp_path)
     assert torch.equal(
-        model.get_parameter("embedding.word_embeddings.weight").detach(), tensors["model.embed_tokens.weight"]
+        model.get_parameter("embedding.word_embeddings.weight").detach(),
+        tensors["model.embed_tokens.weight"],
     )
 
 
@@ -176,14 +194,18 @@ def test_a_missing_tensor_is_named(tmp_path):
 
 def test_a_tensor_left_over_is_named(tmp_path):
     write_folder(tmp_path, [*HUGGING_FACE_SHAPES, "model.layers.1.mlp.up_proj.weight"])
-    with pytest.raises(WeightError, match=r"1 tensors that .*'model\.layers\.1\.mlp\.up_proj\.weight'"):
+    with pytest.raises(
+        WeightError, match=r"1 tensors that .*'model\.layers\.1\.mlp\.up_proj\.weight'"
+    ):
         filled(megatron_model(), tmp_path)
 
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path):
     write_folder(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | {"model.norm.weight": torch.ones(HIDDEN + 1)}, tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"model.norm.weight": torch.ones(HIDDEN + 1)}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(WeightError, match=r"model\.norm\.weight .*\(7,\).*\(6,\)"):
         filled(megatron_model(), tmp_path)
 
@@ -207,7 +229,10 @@ def test_layers_beyond_the_last_are_handed_on_as_they_are_where_a_family_has_suc
 
 def test_a_model_of_transformer_engine_takes_and_gives_the_same_tensors(tmp_path):
     """Norms inside the linear layers that follow them."""
-    names = [*HUGGING_FACE_SHAPES, *(f"model.layers.0.{norm}_layernorm.weight" for norm in ("input", "post_attention"))]
+    names = [
+        *HUGGING_FACE_SHAPES,
+        *(f"model.layers.0.{norm}_layernorm.weight" for norm in ("input", "post_attention")),
+    ]
     tensors = write_folder(tmp_path, names)
     model = megatron_model()
     for module in ("self_attention.linear_qkv", "mlp.linear_fc1"):
@@ -244,7 +269,9 @@ def test_grouped_experts_take_and_give_the_tensors_of_single_ones(tmp_path):
         mlp.experts.add_module(layer, grouped)
     groups = Groups(OneRank(), OneRank(), OneRank(), OneRank())
     dims = dataclasses.replace(DIMS, num_experts=2)
-    inventory = Inventory([model], family=family("Qwen3MoeForCausalLM"), dims=dims, groups=groups, tied=False)
+    inventory = Inventory(
+        [model], family=family("Qwen3MoeForCausalLM"), dims=dims, groups=groups, tied=False
+    )
     import_weights(inventory, tmp_path)
     (bucket,) = Exporter(inventory).plan(10**9)
     found = Exporter(inventory).gather(bucket)
@@ -279,16 +306,23 @@ def test_a_rank_reads_nothing_of_what_other_stages_hold(tmp_path, monkeypatch):
     write_folder(tmp_path)
     names: list[str] = []
     read = HuggingFaceFolder.read
-    monkeypatch.setattr(HuggingFaceFolder, "read", lambda self, name: names.append(name) or read(self, name))
+    monkeypatch.setattr(
+        HuggingFaceFolder, "read", lambda self, name: names.append(name) or read(self, name)
+    )
     inventory = inventory_of(megatron_model())
-    inventory.held = {name: held for name, held in inventory.held.items() if not name.startswith("embedding")}
+    inventory.held = {
+        name: held for name, held in inventory.held.items() if not name.startswith("embedding")
+    }
     import_weights(inventory, tmp_path)
     assert set(names) == set(HUGGING_FACE_SHAPES) - {"model.embed_tokens.weight"}
 
 
 def test_an_export_says_what_the_model_was_trained_with_and_not_what_it_came_with(tmp_path):
     write_folder(tmp_path)
-    exporter, config = exporter_of(filled(megatron_model(), tmp_path)), {"rope_theta": 10000, "dtype": "bfloat16"}
+    exporter, config = (
+        exporter_of(filled(megatron_model(), tmp_path)),
+        {"rope_theta": 10000, "dtype": "bfloat16"},
+    )
     quantised = config | {"quantization_config": {"quant_method": "fp8"}}
     export_folder(exporter, tmp_path / "out", template=tmp_path, config=quantised, writes=True)
     found = json.loads((tmp_path / "out" / "config.json").read_text())

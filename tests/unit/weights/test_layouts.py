@@ -14,9 +14,15 @@ from rlpost.weights.names import Dimensions
 HIDDEN = 6
 
 
-def hugging_face_tensors(layout: str, dims: Dimensions, per_group: int, rows: int) -> list[torch.Tensor]:
+def hugging_face_tensors(
+    layout: str, dims: Dimensions, per_group: int, rows: int
+) -> list[torch.Tensor]:
     """Random full tensors as a checkpoint holds them."""
-    heads = {"q": dims.num_query_groups * per_group, "k": dims.num_query_groups, "v": dims.num_query_groups}
+    heads = {
+        "q": dims.num_query_groups * per_group,
+        "k": dims.num_query_groups,
+        "v": dims.num_query_groups,
+    }
     sizes = {
         "qkv": [heads[part] * dims.head_dim for part in "qkv"],
         "gated": [rows, rows],
@@ -33,7 +39,9 @@ def hugging_face_tensors(layout: str, dims: Dimensions, per_group: int, rows: in
     per_group=st.integers(1, 3),
     vocab_size=st.integers(4, 19),
 )
-def test_a_tensor_survives_merge_shard_join_and_split_bit_by_bit(layout, size, multiple, per_group, vocab_size):
+def test_a_tensor_survives_merge_shard_join_and_split_bit_by_bit(
+    layout, size, multiple, per_group, vocab_size
+):
     dims = Dimensions(num_query_groups=size * multiple, head_dim=2, vocab_size=vocab_size)
     tensors = hugging_face_tensors(layout, dims, per_group, rows=size * multiple)
     full = merge(tensors, layout, dims)
@@ -46,13 +54,30 @@ def test_a_tensor_survives_merge_shard_join_and_split_bit_by_bit(layout, size, m
 def test_query_key_and_value_of_a_group_lie_together():
     """With one row a head: group 0 has queries 0 and 1, then its key and its value."""
     dims = Dimensions(num_query_groups=2, head_dim=1, vocab_size=0)
-    query, key, value = torch.tensor([[0], [1], [2], [3]]), torch.tensor([[10], [11]]), torch.tensor([[20], [21]])
-    assert merge([query, key, value], "qkv", dims).flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    query, key, value = (
+        torch.tensor([[0], [1], [2], [3]]),
+        torch.tensor([[10], [11]]),
+        torch.tensor([[20], [21]]),
+    )
+    assert merge([query, key, value], "qkv", dims).flatten().tolist() == [
+        0,
+        1,
+        10,
+        20,
+        2,
+        3,
+        11,
+        21,
+    ]
 
 
 def test_every_shard_of_a_gated_weight_has_gate_above_up():
-    full = merge([torch.tensor([[0], [1]]), torch.tensor([[10], [11]])], "gated", Dimensions(1, 1, 0))
-    shards = [shard(full, "gated", dim=0, rank=rank, size=2).flatten().tolist() for rank in range(2)]
+    full = merge(
+        [torch.tensor([[0], [1]]), torch.tensor([[10], [11]])], "gated", Dimensions(1, 1, 0)
+    )
+    shards = [
+        shard(full, "gated", dim=0, rank=rank, size=2).flatten().tolist() for rank in range(2)
+    ]
     assert shards == [[0, 10], [1, 11]]
 
 

@@ -20,10 +20,14 @@ def test_the_layer_number_stands_on_both_sides():
 def test_the_expert_number_stands_on_both_sides_beside_the_layer_number():
     name = "decoder.layers.3.mlp.experts.local_experts.3.linear_fc2.weight"
     rules = FAMILIES["Qwen3MoeForCausalLM"].rules
-    assert to_hugging_face(name, rules).hugging_face == ("model.layers.3.mlp.experts.3.down_proj.weight",)
+    assert to_hugging_face(name, rules).hugging_face == (
+        "model.layers.3.mlp.experts.3.down_proj.weight",
+    )
     renumbered = renumber(name, layer=40, expert=127)
     assert renumbered == "decoder.layers.40.mlp.experts.local_experts.127.linear_fc2.weight"
-    assert to_hugging_face(renumbered, rules).hugging_face == ("model.layers.40.mlp.experts.127.down_proj.weight",)
+    assert to_hugging_face(renumbered, rules).hugging_face == (
+        "model.layers.40.mlp.experts.127.down_proj.weight",
+    )
 
 
 def test_names_outside_the_layers_are_found_as_well():
@@ -33,7 +37,10 @@ def test_names_outside_the_layers_are_found_as_well():
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_no_name_stands_twice_in_a_table(architecture):
     rules = family(architecture).rules
-    for names in ([rule.megatron for rule in rules], [name for rule in rules for name in rule.hugging_face]):
+    for names in (
+        [rule.megatron for rule in rules],
+        [name for rule in rules for name in rule.hugging_face],
+    ):
         assert len(names) == len(set(names))
 
 

@@ -15,7 +15,9 @@ FILE = "model.safetensors"
 
 
 def block_by_block(weight, block):
-    """The formula in words: a block's largest magnitude over 448 is its scale, by which everything is divided."""
+    """The formula in words: a block's largest magnitude over 448 is its scale, by which everything
+    is divided.
+    """
     rows, columns = scale_shape(tuple(weight.shape), block)
     values, scales = torch.empty(weight.shape, dtype=FP8), torch.empty(rows, columns)
     for i in range(rows):
@@ -37,7 +39,9 @@ def test_values_and_scales_are_those_of_a_plain_loop_over_blocks(shape, dtype):
 
 
 def test_what_an_engine_computes_with_is_off_by_at_most_a_sixteenth():
-    """e4m3 has three bits of mantissa: half a step of the last is 1/16 of a value, below the smallest normal less."""
+    """e4m3 has three bits of mantissa: half a step of the last is 1/16 of a value, below the
+    smallest normal less.
+    """
     weight = torch.randn(300, 260, generator=torch.Generator().manual_seed(4))
     values, scales = quantise(weight, BLOCK)
     back = dequantise(values, scales, BLOCK)
@@ -55,9 +59,15 @@ def test_zeros_and_large_values_stay_finite():
 
 
 def checkpoint(folder, quantization):
-    config = {"architectures": ["Qwen3ForCausalLM"]} | ({"quantization_config": quantization} if quantization else {})
+    config = {"architectures": ["Qwen3ForCausalLM"]} | (
+        {"quantization_config": quantization} if quantization else {}
+    )
     (folder / "config.json").write_text(json.dumps(config))
-    weights = {"a.weight": torch.zeros(4, 4), "a.weight_scale_inv": torch.ones(1, 1), "norm.weight": torch.zeros(4)}
+    weights = {
+        "a.weight": torch.zeros(4, 4),
+        "a.weight_scale_inv": torch.ones(1, 1),
+        "norm.weight": torch.zeros(4),
+    }
     save_file(weights, folder / FILE)
 
 
@@ -75,7 +85,10 @@ def test_a_quantised_weight_is_read_as_an_engine_computes_with_it(tmp_path):
     checkpoint(tmp_path, BLOCKWISE)
     weight = torch.randn(200, 130, generator=torch.Generator().manual_seed(5))
     values, scales = quantise(weight, BLOCK)
-    save_file({"a.weight": values, "a.weight_scale_inv": scales, "norm.weight": weight[0]}, tmp_path / FILE)
+    save_file(
+        {"a.weight": values, "a.weight_scale_inv": scales, "norm.weight": weight[0]},
+        tmp_path / FILE,
+    )
     folder = HuggingFaceFolder(tmp_path)
     assert torch.equal(folder.read("a.weight"), dequantise(values, scales, BLOCK))
     assert torch.equal(folder.read("norm.weight"), weight[0])
@@ -97,4 +110,6 @@ def test_shapes_foretell_the_tensors():
     for name, tensor in {"a.weight": torch.randn(200, 64), "norm.weight": torch.randn(64)}.items():
         made = quantisation.tensors(name, tensor)
         told = quantisation.shapes(name, tuple(tensor.shape), "float32")
-        assert {key: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in made.items()} == told
+        assert {
+            key: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in made.items()
+        } == told

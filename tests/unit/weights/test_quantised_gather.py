@@ -1,4 +1,6 @@
-"""Weights that every rank quantises before they are gathered are, bit by bit, those of the full tensors quantised."""
+"""Weights that every rank quantises before they are gathered are, bit by bit, those of the full
+tensors quantised.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def wanted():
 
 @pytest.fixture(scope="module")
 def gathered():
-    """Of each case what came and the bytes given to collectives, for each rank. Processes that are started once."""
+    """Of each case what came and the bytes given to collectives, for each rank. Processes that are
+    started once.
+    """
     context = multiprocessing.get_context("spawn")
     results, port = context.SimpleQueue(), free_port()
     ranks = [
@@ -50,11 +54,16 @@ def gathered():
         for process in ranks:
             process.join(20)
             process.kill()
-    return {case.name: [(tensors, given) for name, _, tensors, given in found if name == case.name] for case in CASES}
+    return {
+        case.name: [(tensors, given) for name, _, tensors, given in found if name == case.name]
+        for case in CASES
+    }
 
 
 def elements(*parts):
-    return sum(full(name).numel() for name in quantised_ranks.SHAPES if any(part in name for part in parts))
+    return sum(
+        full(name).numel() for name in quantised_ranks.SHAPES if any(part in name for part in parts)
+    )
 
 
 def assert_bit_equal(ranks, wanted):
@@ -65,7 +74,9 @@ def assert_bit_equal(ranks, wanted):
             assert np.array_equal(tensors[name][1], data), name
 
 
-def test_tensor_and_expert_parallel_ranks_gather_fp8_where_a_shard_is_whole_blocks(gathered, wanted):
+def test_tensor_and_expert_parallel_ranks_gather_fp8_where_a_shard_is_whole_blocks(
+    gathered, wanted
+):
     ranks = gathered["tp2 ep2"]
     assert_bit_equal(ranks, wanted)
     of_a_rank = elements("experts", *ALIGNED) / WORLD * FP8_AND_SCALES

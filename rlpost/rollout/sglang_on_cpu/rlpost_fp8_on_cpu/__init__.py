@@ -21,7 +21,11 @@ def keep_as_loaded(prepare: Callable[..., None], method: Any, layer: Any) -> Non
 
 
 def multiply(
-    apply: Callable[..., torch.Tensor], method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+    apply: Callable[..., torch.Tensor],
+    method: Any,
+    layer: Any,
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[..., in] -> [..., out] with the weight that the blocks stand for."""
     if torch.cuda.is_available() or not method.block_quant:

@@ -16,7 +16,9 @@ import torch
 REGISTER = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 
 
-def leave_unregistered(register_memory: Callable[..., None], buffer: Any, *args: Any, **options: Any) -> None:
+def leave_unregistered(
+    register_memory: Callable[..., None], buffer: Any, *args: Any, **options: Any
+) -> None:
     """Register memory where CUDA exists; elsewhere leave it as it is."""
     if torch.cuda.is_available():
         register_memory(buffer, *args, **options)

@@ -11,6 +11,8 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
         raise AttributeError(name)
 
     def refuse(*_args: object, **_kwargs: object) -> NoReturn:
-        raise NotImplementedError(f"sgl_kernel.{name} needs SGLang's compiled kernels; this server runs without CUDA")
+        raise NotImplementedError(
+            f"sgl_kernel.{name} needs SGLang's compiled kernels; this server runs without CUDA"
+        )
 
     return refuse

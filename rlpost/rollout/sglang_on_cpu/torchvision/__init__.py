@@ -19,7 +19,9 @@ class _Name(type):
         return f"{cls.__name__}.{name}"
 
     def __call__(cls, *_args: object, **_kwargs: object) -> NoReturn:
-        raise NotImplementedError(f"torchvision's {cls.__name__} is not installed; this server serves text alone")
+        raise NotImplementedError(
+            f"torchvision's {cls.__name__} is not installed; this server serves text alone"
+        )
 
 
 def _name(name: str) -> _Name:
@@ -31,7 +33,9 @@ def _name(name: str) -> _Name:
 class _Submodules:
     """Finds and loads every ``torchvision.X`` as an empty module whose names come from ``_name``."""
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> ModuleSpec | None:
         if fullname.startswith(f"{__name__}."):
             return ModuleSpec(fullname, self, is_package=True)  # type: ignore[arg-type]
         return None

@@ -1,4 +1,5 @@
-"""An agent that starts nothing: it does what the driver's arguments tell it and leaves a verdict. Stdlib only.
+"""An agent that starts nothing: it does what the driver's arguments tell it and leaves a verdict.
+Stdlib only.
 
 The first word of the driver that is not the batch script's own is the behaviour:
 
@@ -13,7 +14,8 @@ The first word of the driver that is not the batch script's own is the behaviour
     exclude-once                ``failed`` because of this host on attempt 0; ``done`` on later ones
     linger                      the head leaves ``done``, the other tasks stay
 
-Beside the verdict: ``argv-HOST.json`` (what it was called with) and ``signals-HOST`` (a line a signal).
+Beside the verdict: ``argv-HOST.json`` (what it was called with) and ``signals-HOST`` (a line a
+signal).
 """
 
 from __future__ import annotations
@@ -53,7 +55,10 @@ def main() -> int:
         with (attempt_dir / f"signals-{host}").open("a") as file:
             file.write(signal.Signals(number).name + "\n")
         if not (attempt_dir / "STOP").exists():
-            write(attempt_dir / "STOP", json.dumps({"reason": f"signal {number} to the agent on {host}"}))
+            write(
+                attempt_dir / "STOP",
+                json.dumps({"reason": f"signal {number} to the agent on {host}"}),
+            )
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGUSR2, on_signal)

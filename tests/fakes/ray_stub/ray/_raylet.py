@@ -14,5 +14,7 @@ class GcsClient:
         self._stream.flush()
         found = {}
         while words := self._stream.readline().split():
-            found[words[0]] = SimpleNamespace(node_manager_address=words[0], resources_total={"GPU": float(words[1])})
+            found[words[0]] = SimpleNamespace(
+                node_manager_address=words[0], resources_total={"GPU": float(words[1])}
+            )
         return found

@@ -38,7 +38,9 @@ def test_a_scalar_is_one_box():
 def test_ranges_follow_on_each_other_within_the_bound(start, length, max_numel, row):
     end = start + length
     ranges = list(split_range(start, end, max_numel=max_numel, row=row))
-    assert [number for first, last in ranges for number in range(first, last)] == list(range(start, end))
+    assert [number for first, last in ranges for number in range(first, last)] == list(
+        range(start, end)
+    )
     assert all(0 < last - first <= max_numel for first, last in ranges)
 
 
@@ -47,7 +49,9 @@ def test_ranges_end_at_whole_rows_where_a_row_fits():
     assert list(split_range(0, 10, max_numel=4, row=10)) == [(0, 4), (4, 8), (8, 10)]
 
 
-@pytest.mark.parametrize("numel, row, count", [(100, 10, 3), (7, 1, 4), (64, 64, 4), (95, 10, 4), (3, 1, 8)])
+@pytest.mark.parametrize(
+    "numel, row, count", [(100, 10, 3), (7, 1, 4), (64, 64, 4), (95, 10, 4), (3, 1, 8)]
+)
 def test_shares_cover_a_tensor_once_in_whole_rows(numel, row, count):
     shares = [share_of(numel, row, index, count) for index in range(count)]
     assert [number for first, last in shares for number in range(first, last)] == list(range(numel))

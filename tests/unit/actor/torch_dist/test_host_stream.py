@@ -14,7 +14,9 @@ WAIT_S = 30.0
 
 
 def chunks_over(tensor, *, max_bytes):
-    region = Region("w", tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape), 0, (0, 0, 0), False)
+    region = Region(
+        "w", tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape), 0, (0, 0, 0), False
+    )
     shard = Shard("", (region,), 0, tensor.numel(), tensor.dtype, lambda: tensor.view(-1))
     return list(chunks_of(shard, max_bytes=max_bytes))
 
@@ -48,7 +50,9 @@ def test_every_byte_passes_in_order_through_slots_of_less_than_the_whole(dtype):
     stream, buffer = stream_over([values], num_bytes=4 * 1024)
     stream.start()
     found = drain(stream)
-    assert torch.cat([each.view(torch.uint8) for each in found]).equal(values.view(-1).view(torch.uint8))
+    assert torch.cat([each.view(torch.uint8) for each in found]).equal(
+        values.view(-1).view(torch.uint8)
+    )
     assert len(found) > buffer.num_slots
 
 
@@ -94,7 +98,10 @@ def test_a_writer_that_fails_ends_every_wait():
 
 
 def test_training_gives_a_save_up_that_does_not_move(caplog):
-    """The storage hangs: nobody releases. The step goes on after the deadline and the save says why it failed."""
+    """The storage hangs: nobody releases.
+
+    The step goes on after the deadline and the save says why it failed.
+    """
     stream, _ = stream_over([torch.ones(4096)], num_bytes=4 * 1024)
     stream.start()
     stream.wait_copied(timeout_s=0.1)
@@ -112,7 +119,11 @@ def test_what_cannot_be_read_is_told_to_the_writer():
     shard = Shard("", (region,), 0, 8, torch.float32, broken)
     chunks = list(chunks_of(shard, max_bytes=64))
     stream = HostStream(
-        chunks, num_weights=1, buffer=HostBuffer(1024), residence=lambda tensor: tensor, lock=nullcontext()
+        chunks,
+        num_weights=1,
+        buffer=HostBuffer(1024),
+        residence=lambda tensor: tensor,
+        lock=nullcontext(),
     )
     stream.start()
     with pytest.raises(CheckpointError, match="illegal memory access"):
@@ -148,7 +159,9 @@ def test_batches_fill_slots_and_keep_weights_apart():
 
 
 def test_nothing_to_save_is_done_at_once():
-    stream = HostStream([], num_weights=0, buffer=HostBuffer(1024), residence=lambda t: t, lock=nullcontext())
+    stream = HostStream(
+        [], num_weights=0, buffer=HostBuffer(1024), residence=lambda t: t, lock=nullcontext()
+    )
     stream.start()
     stream.wait_copied(timeout_s=0.0)
     assert stream.take() is None

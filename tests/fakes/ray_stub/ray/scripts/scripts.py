@@ -1,6 +1,8 @@
-"""``ray start --block`` without Ray: a head that keeps a list of nodes, nodes that put themselves on it, and all stay.
+"""``ray start --block`` without Ray: a head that keeps a list of nodes, nodes that put themselves
+on it, and all stay.
 
-The list is a line a node, ``IP GPUS``; a line without words asks for it, any other line is a node's own.
+The list is a line a node, ``IP GPUS``; a line without words asks for it, any other line is a node's
+own.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def main() -> None:
             socket.AF_INET6 if ":" in options.node_ip_address else socket.AF_INET
         )
         socketserver.ThreadingTCPServer.request_queue_size = 2048
-        server = socketserver.ThreadingTCPServer((options.node_ip_address, int(options.port)), Visitor)
+        server = socketserver.ThreadingTCPServer(
+            (options.node_ip_address, int(options.port)), Visitor
+        )
         server.daemon_threads = True
         nodes.append(own)
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -10,7 +10,9 @@ def absent(name: str) -> Callable[..., Any]:
     """A function that can be imported and raises when it is called."""
 
     def call(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"{name}: this stub of TransformerEngine builds modules and computes nothing")
+        raise NotImplementedError(
+            f"{name}: this stub of TransformerEngine builds modules and computes nothing"
+        )
 
     call.__name__ = name
     return call

@@ -36,7 +36,9 @@ class FusedAdam(torch.optim.Optimizer):
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
         self.dtypes = (master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype)
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
 

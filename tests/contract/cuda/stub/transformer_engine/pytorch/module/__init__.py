@@ -61,12 +61,20 @@ class Linear(TransformerEngineBaseModule):
         self.out_features = out_features // (self.tp_size if parallel_mode == "column" else 1)
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         dim = 1 if parallel_mode == "row" else 0
-        self.weight = weight_parameter(self.out_features, self.in_features, dim=dim, device=device, dtype=params_dtype)
+        self.weight = weight_parameter(
+            self.out_features, self.in_features, dim=dim, device=device, dtype=params_dtype
+        )
         self.bias = None
         if bias:
-            self.bias = torch.nn.Parameter(torch.empty(self.out_features, device=device, dtype=params_dtype))
+            self.bias = torch.nn.Parameter(
+                torch.empty(self.out_features, device=device, dtype=params_dtype)
+            )
             if parallel_mode == "column":
-                self.bias.tensor_model_parallel, self.bias.partition_dim, self.bias.partition_stride = True, 0, 1
+                (
+                    self.bias.tensor_model_parallel,
+                    self.bias.partition_dim,
+                    self.bias.partition_stride,
+                ) = True, 0, 1
 
 
 class LayerNormLinear(Linear):
@@ -84,7 +92,11 @@ class LayerNormLinear(Linear):
     ) -> None:
         super().__init__(in_features, out_features, **options)
         assert normalization == "RMSNorm", "the stub knows no other"
-        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        self.eps, self.normalization, self.zero_centered_gamma = (
+            eps,
+            normalization,
+            zero_centered_gamma,
+        )
         self.layer_norm_weight = torch.nn.Parameter(
             torch.empty(self.in_features, device=options["device"], dtype=options["params_dtype"])
         )
@@ -107,7 +119,12 @@ class GroupedLinear(TransformerEngineBaseModule):
         **_: Any,
     ) -> None:
         super().__init__()
-        self.num_gemms, self.use_bias, self.parallel_mode, self.tp_size = num_gemms, bias, parallel_mode, tp_size
+        self.num_gemms, self.use_bias, self.parallel_mode, self.tp_size = (
+            num_gemms,
+            bias,
+            parallel_mode,
+            tp_size,
+        )
         rows = out_features // (tp_size if parallel_mode == "column" else 1)
         columns = in_features // (tp_size if parallel_mode == "row" else 1)
         dim = 1 if parallel_mode == "row" else 0
@@ -117,7 +134,9 @@ class GroupedLinear(TransformerEngineBaseModule):
 
 
 class DotProductAttention(TransformerEngineBaseModule):
-    """Without parameters, as long as its softmax is the usual one; its extra state may be missing."""
+    """Without parameters, as long as its softmax is the usual one; its extra state may be
+    missing.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__()

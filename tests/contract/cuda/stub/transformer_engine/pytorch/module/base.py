@@ -1,4 +1,6 @@
-"""The base of the modules with weights: what each adds to a state dict, and what marks a sharded parameter."""
+"""The base of the modules with weights: what each adds to a state dict, and what marks a sharded
+parameter.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ get_dummy_wgrad = absent("get_dummy_wgrad")
 
 
 class TransformerEngineBaseModule(torch.nn.Module):
-    """Without FP8 the extra state is an empty tensor of bytes, and any empty one is accepted (v2.11 base.py)."""
+    """Without FP8 the extra state is an empty tensor of bytes, and any empty one is accepted (v2.11
+    base.py).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,8 +36,16 @@ class TransformerEngineBaseModule(torch.nn.Module):
             raise NotImplementedError("FP8")
 
 
-def weight_parameter(rows: int, columns: int, *, dim: int, device: Any, dtype: torch.dtype) -> torch.nn.Parameter:
-    """A weight, marked as all of them are: ``dim`` is 1 in "row" mode and 0 in every other, None included."""
+def weight_parameter(
+    rows: int, columns: int, *, dim: int, device: Any, dtype: torch.dtype
+) -> torch.nn.Parameter:
+    """A weight, marked as all of them are: ``dim`` is 1 in "row" mode and 0 in every other, None
+    included.
+    """
     parameter = torch.nn.Parameter(torch.empty(rows, columns, device=device, dtype=dtype))
-    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
+    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = (
+        True,
+        dim,
+        1,
+    )
     return parameter
