@@ -28,11 +28,9 @@ from bootstrap.network.narrowing import Narrowing
 
 # Ethernet speeds that no InfiniBand port of four lanes has (10, 20, 40, 56, 100, 200, 400, 800).
 _ETHERNET_ONLY_GBPS = {1, 2.5, 5, 25, 50}
-# GPUDirect-TCPX: four NICs for the data of eight GPUs, and one for everything else (Google's A3
-# High).
+# GPUDirect-TCPX (Google's A3 High): four NICs for the data of eight GPUs, one for all else.
 _NUM_TCPX_DATA_NICS = 4
-# The kernel lists a port's two default GIDs first (RoCE v1, v2, link-local), then each address as
-# v1 and v2.
+# The kernel lists two link-local GIDs of a port (RoCE v1, v2), then each address as v1 and v2.
 _FIRST_ADDRESS_ROCE_V2, _LINK_LOCAL_ROCE_V2 = 3, 1
 
 # If neither driver nor link layer is known, the device name may contain them: rdma-core's rename
@@ -46,9 +44,7 @@ _NAMED_BY_PROVIDER = {"efa": re.compile(r"(rdma[pso]|efa_)\d"), "cxi": re.compil
 
 @dataclass(slots=True)
 class RdmaChoice:
-    """Kind and ports; ``gid_index``: common to all ports, or None; ``gid_is_seen``: read from a GID
-    table.
-    """
+    """Kind and ports. ``gid_index`` is common to all ports; ``gid_is_seen``: read from a GID table."""
 
     kind: str = "none"
     ports: tuple[RdmaPort, ...] = ()
@@ -484,9 +480,7 @@ def _filling(facts: NetworkFacts, port: RdmaPort) -> tuple[Interface, ...]:
 
 
 def _gid_of(facts: NetworkFacts, port: RdmaPort) -> int | None:
-    """RoCE v2 GID index: IPv4 before IPv6 before link-local, then a current address, then the
-    lowest index.
-    """
+    """RoCE v2 GID index: IPv4, IPv6, link-local; then a current address, then the lowest index."""
     own = {address_of(text) for one in _filling(facts, port) for text in one.addresses}
 
     def rank(index: int, addr: str) -> tuple[bool, bool, bool, int]:

@@ -65,11 +65,11 @@ def parsed_args(document: Mapping[str, Mapping[str, object]]) -> dict[str, Serve
 
 
 def _parsed(entry: Mapping[str, object]) -> ServerArg:
-    as_tuples = {
-        key: tuple(value) if key in ("choices", "aliases") else value
-        for key, value in entry.items()
-    }  # type: ignore[arg-type]
-    return ServerArg(**as_tuples)  # type: ignore[arg-type]
+    fields: dict[str, Any] = dict(entry)
+    for name in ("choices", "aliases"):
+        if name in fields:
+            fields[name] = tuple(fields[name])
+    return ServerArg(**fields)
 
 
 def _table(source: str, args: Mapping[str, ServerArg]) -> ServerArgTable:
