@@ -29,6 +29,7 @@ OTHER: dict[str, Any] = {
     "container_mounts": ["/other"],
     "environment": {"A": "b"},
     "exclude": ["n7"],
+    "gpu_hour_price": 2.5,
     "gpu_request": "none",
     "requeue": "never",
     "setup_commands": ["true"],
@@ -61,7 +62,7 @@ def other(key: str) -> Any:
     default = getattr(ClusterConfig(**GIVEN), key)
     if isinstance(default, bool):
         return not default
-    return default + 1 if isinstance(default, int) else "other"
+    return default + 1 if isinstance(default, int | float) else "other"
 
 
 def test_what_is_in_the_text_of_a_script_is_refused_after_its_name_and_nothing_else(
