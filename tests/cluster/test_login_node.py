@@ -12,7 +12,7 @@ from common.host_lists import expand
 from common.run_folder import create_run_folder
 from tests.cluster.jobs import until
 from tests.cluster.lab import Lab
-from tests.unit.slurm.test_nodelist import LISTS
+from tests.unit.common.test_host_lists import LISTS
 
 REPOSITORY = Path(__file__).parents[2]
 STUB_HOME = Path(__file__).parents[1] / "fakes/cluster_home"

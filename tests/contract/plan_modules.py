@@ -19,9 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# isort: skip  (after the stand-in for CUDA)
-from megatron.core.packed_seq_params import PackedSeqParams
-
 from rlpost.actor import model as actor_model
 from rlpost.actor import optimizer as actor_optimizer
 from rlpost.actor import parallel
@@ -30,6 +27,9 @@ from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.settings import ActorSettings
 from rlpost.rehearsal.check import parameters_of
 from rlpost.rehearsal.rank import rehearse_rank
+
+# after the stand-in for CUDA, which rlpost.actor installs
+from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
 NUM_TOKENS = 512
 

@@ -114,15 +114,15 @@ REFUSED = {
         "excludes --optimizer-cpu-offload, whose state is float32",
     )
     * 2,
-    "the engine": ("--transformer-impl transformer_engine: it is not installed", None),
+    "the engine": (
+        "--transformer-impl transformer_engine: TransformerEngine is not installed",
+        None,
+    ),
     "experts, no word of kernels": (None, None),
     "experts, every kernel": ("--moe-permute-fusion true needs TransformerEngine", None),
     "no rope fusion": (None, None),
     "fused rope of halves where neighbours rotate": ("so its logits would be wrong",) * 2,
-    "fused gradients": (
-        "a kernel of Apex (fused_weight_gradient_mlp_cuda), which is not installed",
-    )
-    * 2,
+    "fused gradients": ("needs a kernel of Apex (fused_weight_gradient_mlp_cuda)",) * 2,
     "fp8": ("--fp8 hybrid needs TransformerEngine", None),
     "unfused swiglu": (None, None),
     "what Megatron refuses": (
