@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import wait as wait_for
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
 from rlpost.daemon_threads import in_daemon, started
 from rlpost.data.fingerprint import data_fingerprint
-from rlpost.errors import ConfigError, DataError, Fenced, Preempted, RlpostError
+from rlpost.errors import CheckpointError, ConfigError, DataError, Fenced, Preempted, RlpostError
 from rlpost.metrics.mirrors import mirrors
 from rlpost.metrics.plot import plot_rewards
 from rlpost.metrics.samples import SampleWriter
@@ -150,8 +150,13 @@ async def _train(
     checkpoints = Checkpoints(
         config.checkpoint, run.checkpoints, committed=committed, provenance=provenance
     )
-    await _off_loop(stop, lambda: checkpoints.claim(f"{attempt} of {run.root}"))
-    checkpoint, state = await _off_loop(stop, checkpoints.newest)
+    storage_s = config.checkpoint.save_deadline_s
+    claim = _off_loop(stop, lambda: checkpoints.claim(f"{attempt} of {run.root}"))
+    await _within(storage_s, claim, what="the claim of the checkpoint folder")
+    newest = _off_loop(stop, checkpoints.newest)
+    checkpoint, state = await _within(
+        storage_s, newest, what="reading the newest checkpoint's state"
+    )
     journal = await stop.unless_requested(_journal(config, checkpoints, checkpoint, state))
     logger.info(
         "starting from %s",
@@ -241,6 +246,20 @@ async def _off_loop(stop: StopRequest, act: Callable[[], T]) -> T:
     storage.
     """
     return await stop.unless_requested(in_daemon(act))
+
+
+async def _within(deadline_s: float, waiting: Awaitable[T], *, what: str) -> T:
+    """Await a call to the storage. Raises CheckpointError after ``deadline_s`` seconds."""
+    try:
+        async with asyncio.timeout(deadline_s) as limit:
+            return await waiting
+    except TimeoutError as error:
+        if not limit.expired():  # an error of the storage itself
+            raise
+        raise CheckpointError(
+            f"{what} took more than {deadline_s:.0f} s (--save-deadline-s): the storage hangs; repair the storage or "
+            "the mount. A requeue resumes from the same checkpoint"
+        ) from error
 
 
 async def _close(*files: Journal | SampleWriter | MetricsWriter | LedgerLines) -> None:

@@ -40,9 +40,11 @@ def test_qwen3_30b_a3b_trains_its_experts_and_its_engine_has_two_ranks(home: Pat
 def test_glm45_trains_in_a_pipeline_on_what_its_filter_let_through(home: Path) -> None:
     """TP 2, PP 2, experts over 2; twice as many prompts as are trained, the others kept for the
     next step, which trains on them one version later; four optimizer steps a rollout; saves beside
-    the training; the layer for multi-token prediction is in the folder.
+    the training; the layer for multi-token prediction is trained too, and the experts of each token
+    are those of its engine.
     """
-    run = run_scaled(home, "glm45_355b", RANKS["glm45_355b"])
+    flags = ("--use-rollout-routing-replay", "--enable-mtp-training")
+    run = run_scaled(home, "glm45_355b", RANKS["glm45_355b"], *flags)
     config = run.config
     assert_two_steps_are_trained(run, last_differs=1e-2)
     perf = config.perf
@@ -60,3 +62,8 @@ def test_glm45_trains_in_a_pipeline_on_what_its_filter_let_through(home: Path) -
     assert (first["rollout/staleness_max"], last["rollout/staleness_max"]) == (0, 1)
     names = HuggingFaceFolder(config.checkpoint.hf_checkpoint).file_of
     assert f"model.layers.{config.model.num_layers}.eh_proj.weight" in names
+    for line in run.trained:
+        assert line["train/routing_replayed_frac"] > 0.9, "all but the last token of an answer"
+        assert line["rollout/routes_unknown_frac"] < 0.1
+        assert line["train/mtp_loss"] > 0.0
+    assert first["train/routing_diff_frac"] < 0.05, "the trainer has the weights of the engine"

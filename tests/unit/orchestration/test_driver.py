@@ -192,3 +192,22 @@ def test_a_stop_does_not_wait_for_prompts_that_are_being_read(tmp_path, monkeypa
     finally:
         giving_up.cancel()
         stages.released.set()
+
+
+@pytest.mark.parametrize("call", ["claim", "newest"])
+def test_a_storage_that_hangs_at_the_start_is_named_after_the_deadline(
+    call, tmp_path, monkeypatch, caplog
+):
+    released = threading.Event()
+    checkpoint = {"hf_checkpoint": str(TINY), "save_deadline_s": 0.5}
+    config = load([], {"checkpoint": checkpoint, "rollout": {"num_rollout": 3}}).config
+    run = create_run_folder(tmp_path / "run", dump(config))
+    nodes = (Node("n1", "10.0.0.1", "lo", 0),)
+    cluster = Cluster("10.0.0.1:6379", str(run.new_attempt()), nodes, 20000, 100)
+    monkeypatch.setattr(Checkpoints, call, lambda *given: released.wait(60))
+    monkeypatch.setattr(driver, "try_to_write_report", lambda run: None)
+    try:
+        assert driver.drive(config, run, cluster) == driver.EXIT_FAILED
+    finally:
+        released.set()
+    assert "(--save-deadline-s): the storage hangs; repair the storage" in caplog.text
