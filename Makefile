@@ -45,10 +45,10 @@ format: install  ## mend the style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-jobs:  ## write jobs/*.sbatch anew from their recipes; needs no training stack
-	@python=$$(tools/settings_python.sh $(VENV)) && $$python tools/make_jobs.py
+jobs:  ## write jobs/*.sbatch from their recipes; needs no training stack
+	@python=$$(tools/settings_python.sh $(VENV)) && $$python -m tools.make_jobs
 
-docs: install  ## write the generated pages of docs/ anew
+docs: install  ## write the generated pages of docs/
 	$(BIN)/python tools/make_docs.py
 
 docs-site: install  ## the documentation as a site: build/docs-site/index.html

@@ -1,5 +1,4 @@
-"""Write jobs/NAME.sbatch from each recipe jobs/recipes/NAME.toml: ``python tools/make_jobs.py
-[--check]``.
+"""Write jobs/NAME.sbatch from each recipe: ``python -m tools.make_jobs [--check]``.
 
 Also writes jobs/convert_NAME.sbatch for weights that recipes name as NAME_torch_dist (one per
 conversion), and slurm/cluster_flags.sh, with which the scripts reject flags that come too late. The

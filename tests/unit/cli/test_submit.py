@@ -252,7 +252,7 @@ def test_train_by_hand_says_what_to_use_instead():
 
 
 def test_the_committed_batch_files_are_those_of_their_recipes():
-    done = subprocess.run([sys.executable, "tools/make_jobs.py", "--check"], cwd=ROOT)
+    done = subprocess.run([sys.executable, "-m", "tools.make_jobs", "--check"], cwd=ROOT)
     assert done.returncode == 0, "jobs/*.sbatch differ from their recipes; run make jobs"
 
 

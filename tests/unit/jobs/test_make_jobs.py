@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import subprocess
 import sys
@@ -47,7 +48,24 @@ def test_make_jobs_installs_no_training_stack() -> None:
     said = subprocess.run(
         ["make", "-n", "jobs"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    assert "tools/make_jobs.py" in said and "install.sh" not in said
+    assert "-m tools.make_jobs" in said and "install.sh" not in said
+
+
+def test_make_jobs_finds_the_project_where_only_pydantic_is_installed(tmp_path: Path) -> None:
+    """Without site-packages (-S) there is no editable install, as in ``.venv-jobs``."""
+    for name in ("pydantic", "pydantic_core", "annotated_types", "typing_inspection"):
+        package = Path(importlib.import_module(name).__file__).parent
+        (tmp_path / name).symlink_to(package)
+    module = importlib.import_module("typing_extensions").__file__
+    (tmp_path / "typing_extensions.py").symlink_to(module)
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "tools.make_jobs", "--check"],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture
