@@ -70,10 +70,8 @@ class Journal:
     def __init__(self, folder: Path | None, segment: SegmentWriter | None) -> None:
         self._folder, self._segment = folder, segment
         self._waiting: deque[Record] = deque()
-        self._newest_batch: tuple[int, bytes] = (
-            -1,
-            b"",
-        )  # step and record of the newest batch that was taken
+        # step and record of the newest batch that was taken
+        self._newest_batch: tuple[int, bytes] = (-1, b"")
         self._evaluations: dict[int, Mapping[str, float]] = {}
         self._spent_s = 0.0
 
