@@ -139,9 +139,8 @@ def _refuse_another_run(folder: RunFolder, run_json: str) -> None:
         ) from error
     new = json.loads(run_json)
     if there != new:
-        changed = ", ".join(
-            _differences(there, new)[:5]
-        )  # as flags: the last part of a key is the flag
+        # as flags: the last part of a key is the flag
+        changed = ", ".join(_differences(there, new)[:5])
         raise RunFolderError(
             f"run folder {folder.root} belongs to a run with other settings ({changed}); choose another name with "
             "--run-folder, or --resume to go on with that run under the new settings"

@@ -256,9 +256,8 @@ class RouteColumn:
     @property
     def known(self) -> Any:
         """[tokens] bool: whether the routes of a token are known."""
-        return (
-            self.array[:, 0, 0] != np.iinfo(self.array.dtype).max
-        )  # an unknown route has it everywhere
+        # an unknown route has it everywhere
+        return self.array[:, 0, 0] != np.iinfo(self.array.dtype).max
 
     def __len__(self) -> int:
         return len(self.array)

@@ -18,9 +18,8 @@ import sys
 from pathlib import Path
 
 HOME = Path(__file__).resolve().parents[1]
-sys.path[0] = str(
-    HOME
-)  # a script finds slurm/ there, whose queue.py hides that of the standard library
+# a script finds slurm/ there, whose queue.py hides that of the standard library
+sys.path[0] = str(HOME)
 
 from common.exit_codes import EXIT_CONFIG  # noqa: E402
 

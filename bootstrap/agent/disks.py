@@ -84,9 +84,8 @@ async def _until_full(place: WatchedFolder) -> DiskFull:
     probe_at = loop.time()
     try:
         while True:
-            found = await asyncio.to_thread(
-                _shortage_at, place.folder
-            )  # a shared file system may stall
+            # a shared file system may stall
+            found = await asyncio.to_thread(_shortage_at, place.folder)
             # statvfs does not show quotas, only a write does. Probe a shared file system less
             # often.
             is_probe_due = full_since is not None or loop.time() >= probe_at

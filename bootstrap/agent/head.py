@@ -207,9 +207,8 @@ class HeadAgent:
                     self._facts.job_id, ephemeral_floor(), self._bind_ip()
                 )
                 preparing = asyncio.create_task(self._prepare_ray())
-                preparing.add_done_callback(
-                    look_at_error
-                )  # on an unfit host preflight reports the problem
+                # on an unfit host preflight reports the problem
+                preparing.add_done_callback(look_at_error)
                 await self._listen_for_nodes(ports)
                 own, environ = await self._report_own_node()
                 starting = self._start_ray(own, ports, environ, preparing)
@@ -265,9 +264,8 @@ class HeadAgent:
     async def _report_own_node(self) -> tuple[NodeReport, dict[str, str]]:
         """Report of the head and its network variables, once the first node has connected."""
         facts, options = self._facts, self._options
-        await asyncio.to_thread(
-            installed_versions
-        )  # slow on a cold file system; heartbeats continue
+        # slow on a cold file system; heartbeats continue
+        await asyncio.to_thread(installed_versions)
         ip, ifname = self._bind_ip() or LOOPBACK_IP, options.socket_ifname or LOOPBACK_IFNAME
         if len(facts.hosts) > 1:
             await self._gathering.wait_for_first()

@@ -71,9 +71,8 @@ class Keeper:
             self._wait()
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._signal_all(signal.SIGKILL)
-                self._kill_at = (
-                    time.monotonic() + _KILL_ROUND_S
-                )  # repeat: a fork may have been missed
+                # repeat: a fork may have been missed
+                self._kill_at = time.monotonic() + _KILL_ROUND_S
         self._report(event="gone")
         leave_at = time.monotonic() + _LINGER_S
         while self._is_agent_connected and time.monotonic() < leave_at:
@@ -171,9 +170,8 @@ def main(argv: Sequence[str]) -> None:
         signal.SIGUSR2,
         signal.SIGCHLD,
     ):
-        signal.signal(
-            number, lambda *_: None
-        )  # a handler, unlike "ignore", is not inherited by the command
+        # a handler, unlike "ignore", is not inherited by the command
+        signal.signal(number, lambda *_: None)
     keeper = Keeper(socket.socket(fileno=options.channel), options.command)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (

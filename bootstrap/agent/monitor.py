@@ -193,9 +193,8 @@ class StopSignals:
         now = self._clock.now()
         deadline = await self._clock.end_after_signal(ask=self._is_head)
         if not self._is_head:
-            await asyncio.sleep(
-                _HEAD_FIRST_S
-            )  # the head gets the signal too, and knows the deadline
+            # the head gets the signal too, and knows the deadline
+            await asyncio.sleep(_HEAD_FIRST_S)
         await self._write(StopMessage(reason, now, deadline))
         self.requested.set()  # even if the file cannot be written: the job ends anyway
 

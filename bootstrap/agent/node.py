@@ -164,9 +164,8 @@ class NodeAgent:
         except NetworkError as error:
             problem = str(error)
         row, conflicts = self._look_at_network(ifname, link.local_ip) if ifname else ({}, None)
-        taken = tuple(
-            busy_ports(PortBlock(link.peer_port).service_ports)
-        )  # the head listens on the block's first port
+        # the head listens on the block's first port
+        taken = tuple(busy_ports(PortBlock(link.peer_port).service_ports))
         reported = replace(
             host_facts,
             taken_ports=taken,

@@ -136,9 +136,8 @@ def _socket_for(bind_ip: str) -> socket.socket:
 
 def _is_free(port: int) -> bool:
     with _socket_for("") as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # ignore connections in TIME_WAIT
+        # ignore connections in TIME_WAIT
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError:

@@ -178,9 +178,8 @@ class Reception:
         try:
             return self._checked(joined["report"], link.peer_ip)
         except (ValueError, TypeError, KeyError) as error:
-            await link.send(
-                {"kind": "refused", "cause": str(error)}
-            )  # or the node would consider the head dead
+            # or the node would consider the head dead
+            await link.send({"kind": "refused", "cause": str(error)})
             raise
 
     def _checked(self, said: Mapping[str, Any], peer_ip: str) -> NodeReport:

@@ -50,14 +50,12 @@ class ImageFacts:
     python: str = ""
     executable: str = ""
     packages: Mapping[str, str] = field(default_factory=dict)  # canonical name: version
-    needs: Mapping[str, Sequence[str]] = field(
-        default_factory=dict
-    )  # requirements of some packages
+    # requirements of some packages
+    needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     te_range: str = ""  # TransformerEngine versions that Megatron-core accepts, from its metadata
     commands: Mapping[str, str | None] = field(default_factory=dict)  # command: path
-    libraries: Mapping[str, bool] = field(
-        default_factory=dict
-    )  # shared library: whether it can be loaded
+    # shared library: whether it can be loaded
+    libraries: Mapping[str, bool] = field(default_factory=dict)
     providers: Sequence[str] = ()  # RDMA providers installed
     rdma_drivers: Sequence[str] = ()  # kernel drivers of the visible RDMA devices
     has_gpu_devices: bool = False

@@ -24,9 +24,8 @@ from bootstrap.image.pins import Requirement, parse, python_required, requiremen
 
 CODE = Path(__file__).resolve().parents[2]
 COMPILED = ("te",)
-ALWAYS = (
-    "megatron-core",
-)  # from tools/no_deps.txt; the GPU stack installs its other packages itself
+# from tools/no_deps.txt; the GPU stack installs its other packages itself
+ALWAYS = ("megatron-core",)
 
 
 def wanted_packages(

@@ -166,9 +166,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     if options.save:
         write_atomic(options.save, json.dumps(document, indent=2) + "\n")
-    environ = (
-        {} if options.facts else os.environ
-    )  # this shell's variables do not apply to another host
+    # this shell's variables do not apply to another host
+    environ = {} if options.facts else os.environ
     found = detect(
         facts, override=options.socket_ifname, connection_ip=options.connection_ip, environ=environ
     )

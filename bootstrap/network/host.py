@@ -45,11 +45,12 @@ _DEVTYPES = {
     "geneve": "vxlan",
 }
 _GPU_VENDORS = {"0x10de", "0x1002", "0x8086"}
+# 3D controller, other display, processing accelerator
 _GPU_CLASSES = (
     "0x0302",
     "0x0380",
     "0x1200",
-)  # 3D controller, other display, processing accelerator
+)
 _NVIDIA_VGA = ("0x10de", "0x0300")
 _INFINIBAND_CONTROLLER = "0x0207"
 # The prolog of Google's Slurm clusters installs the plug-in in this folder for each job, and

@@ -78,9 +78,8 @@ def _by_evidence(facts: NetworkFacts, choice: SocketChoice) -> str | None:
     loopback = next(
         (one for one in facts.interfaces if one.type == "loopback" and one.routable), None
     )
-    wires = [
-        one for one in usable if facts.is_wired(one) or one.type == "veth"
-    ]  # a pod's veth is its wire
+    # a pod's veth is its wire
+    wires = [one for one in usable if facts.is_wired(one) or one.type == "veth"]
     if loopback and not any(one.routable or one.is_unlisted for one in wires):
         choice.why.append(
             f"{loopback.name}: holds the only routable address (an unnumbered, routed fabric)"

@@ -35,10 +35,11 @@ _MAX_RENAME_MS = 1000.0
 _MAX_FOREIGN_MIB = 512
 _WANTED_NOFILE, _NEEDED_NOFILE = 65_535, 4_096
 _WANTED_TEMP_BYTES, _NEEDED_TEMP_BYTES = 10 * GIB, GIB
+# Docker's 64 MiB break NCCL, Ray and SGLang alike
 _WANTED_SHM_BYTES, _NEEDED_SHM_BYTES = (
     GIB,
     GIB // 8,
-)  # Docker's 64 MiB break NCCL, Ray and SGLang alike
+)
 # Hardware errors (NVIDIA, "Xid Errors"): double-bit ECC, row remapping failed, NVLink, fallen off
 # the bus, uncontained ECC, GSP timeouts, unrecovered ECC. Most others are bugs of programs.
 _HARDWARE_XIDS = frozenset({48, 64, 74, 79, 95, 119, 120, 140})

@@ -58,9 +58,8 @@ class PackedAttention(MegatronModule):
             bounds = Bounds(starts, starts, longest, longest)
         else:
             both = torch.cat([key, value], dim=-1)
-            gathered = gather_from_sequence_parallel_region(
-                both, group=self.group
-            )  # backward: reduce-scatter
+            # backward: reduce-scatter
+            gathered = gather_from_sequence_parallel_region(both, group=self.group)
             rows, bounds = zigzag(
                 starts,
                 rank=self.group.rank(),

@@ -73,9 +73,8 @@ def block_spec(
         normalization=config.normalization,
         vp_stage=stage,
     )
-    unique_layers = {
-        id(layer): layer for layer in block.layer_specs
-    }  # equal layers share a specification
+    # equal layers share a specification
+    unique_layers = {id(layer): layer for layer in block.layer_specs}
     for layer in unique_layers.values():
         attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
         if not with_engine:

@@ -160,9 +160,8 @@ class Saver:
         self._optimizer = optimizer
         self._residence = residence or Residence()
         self._buffer = HostBuffer(buffer_bytes)
-        self._group = dist.new_group(
-            backend="gloo"
-        )  # for the save thread: training uses the others
+        # for the save thread: training uses the others
+        self._group = dist.new_group(backend="gloo")
         self.must_stay = optimizer is not None and not optimizer_state.is_live(optimizer)
         """Whether the optimizer must not be offloaded while a save copies it."""
         self._written = written_states(optimizer, regions_of_model(model_state(chunks)))
@@ -392,9 +391,8 @@ def _write_small_files(folder: Path, common: dict[str, Any]) -> str | None:
         return None
     try:
         held = io.BytesIO()
-        torch.save(
-            common, held
-        )  # not to the file: on a full disk torch reports only "iostream error"
+        # not to the file: on a full disk torch reports only "iostream error"
+        torch.save(common, held)
         (folder / COMMON_STATE_FNAME).write_bytes(held.getvalue())
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
     except OSError as error:

@@ -41,9 +41,10 @@ FACTORIES = (
     "zeros",
     "zeros_like",
 )
+# as Tensor.type() spells them
 TYPE_NAMES = {
     f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")
-}  # as Tensor.type() spells them
+}
 DEVICE = "cpu"
 """Replaces "cuda" in Megatron's factories.
 
@@ -149,9 +150,8 @@ def _torch_proxy() -> types.ModuleType:
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
-    no_stream = types.SimpleNamespace(
-        wait_stream=nothing, wait=nothing, synchronize=nothing
-    )  # also an event
+    # also an event
+    no_stream = types.SimpleNamespace(wait_stream=nothing, wait=nothing, synchronize=nothing)
     no_stream.record_event = lambda *args: no_stream
     cuda = _Proxy(
         torch.cuda,

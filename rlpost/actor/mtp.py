@@ -99,12 +99,10 @@ def shifted(micro_batch: MicroBatch) -> MicroBatch:
 
 def _shifted(sample: TrainSample) -> TrainSample:
     prompt_length = max(sample.prompt_length - 1, 1)
-    num_lost = (
-        prompt_length + 1 - sample.prompt_length
-    )  # the first response token after a prompt of one token
-    loss_mask = RunColumn.of(
-        [*sample.loss_mask[num_lost:], 0]
-    )  # the last position has no token after next
+    # the first response token after a prompt of one token
+    num_lost = prompt_length + 1 - sample.prompt_length
+    # the last position has no token after next
+    loss_mask = RunColumn.of([*sample.loss_mask[num_lost:], 0])
     return TrainSample(
         token_ids=IntColumn([*sample.token_ids[1:], 0]),
         prompt_length=prompt_length,
@@ -215,9 +213,8 @@ class MtpTraining:
         if is_first:
             weight = self._first.embedding.word_embeddings.weight.detach()
         else:
-            weight = torch.empty_like(
-                self._last.output_layer.weight
-            )  # the same rows of the vocabulary
+            # the same rows of the vocabulary
+            weight = torch.empty_like(self._last.output_layer.weight)
         dist.broadcast(weight, group=parallel_state.get_embedding_group(), group_src=0)
         return weight
 

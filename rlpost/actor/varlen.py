@@ -136,9 +136,8 @@ def zigzag(
         sequence order; and the bounds of the chunks.
     """
     width, begins = starts.diff() // (2 * size), starts[:-1] // size
-    num_seen = torch.tensor(
-        [rank + 1, 2 * size - rank], device=starts.device
-    )  # chunks up to and including the own one
+    # chunks up to and including the own one
+    num_seen = torch.tensor([rank + 1, 2 * size - rank], device=starts.device)
     seen = (width[:, None] * num_seen).flatten()
     queries, keys = (
         F.pad(each.cumsum(0), (1, 0)).int() for each in (width.repeat_interleave(2), seen)

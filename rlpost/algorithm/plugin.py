@@ -116,9 +116,8 @@ def _from_file(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     if str(file.parent) not in sys.path:
-        sys.path.append(
-            str(file.parent)
-        )  # last: the file can import its neighbours without hiding other modules
+        # last: the file can import its neighbours without hiding other modules
+        sys.path.append(str(file.parent))
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -198,9 +198,8 @@ def _spread(
 
 
 def _falling(sizes: Sequence[float]) -> list[int]:
-    return sorted(
-        range(len(sizes)), key=sizes.__getitem__, reverse=True
-    )  # stable: equal ones stay in order
+    # stable: equal ones stay in order
+    return sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
 
 
 def _split(bins: Bins, lengths: Sequence[int], count: int) -> None:

@@ -142,9 +142,8 @@ def _step_aside(final: Path, lane: Path | None, *, is_complete: bool) -> Path | 
         if replaced.exists():
             _delete(replaced, lane)
         os.rename(final, replaced)
-        sync(
-            replaced.parent
-        )  # before the old name is removed: after a power loss one of the two names must exist
+        # before the old name is removed: after a power loss one of the two names must exist
+        sync(replaced.parent)
         return replaced
     if not _is_ours(final):
         raise CheckpointError(
@@ -320,13 +319,11 @@ def prune(
             for path in old
             if step_of(path) % keep_every == 0 and defect(path, checksums=False) is None
         )
-        archive = {
-            step_of(path): path for path in reversed(list(whole))
-        }  # for equal steps the one in place
+        # for equal steps the one in place
+        archive = {step_of(path): path for path in reversed(list(whole))}
         old = [path for path in old if path not in archive.values()]
-    doomed = (
-        (DELETING,) if lane is not None else (WRITING, DELETING)
-    )  # an unknown lane belongs to a concurrent claim
+    # an unknown lane belongs to a concurrent claim
+    doomed = (DELETING,) if lane is not None else (WRITING, DELETING)
     leftovers = [path for path in folder.iterdir() if path.name.startswith(doomed)]
     for path in old + leftovers:
         _delete(path, lane)

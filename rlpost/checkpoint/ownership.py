@@ -138,9 +138,8 @@ def claim(folder: str | Path, attempt: str) -> Claim:
     ]:
         _take_away(lane, into=ours.lane)
     for path in uncommitted(folder):
-        aside = set_aside(
-            path, into=ours.lane
-        )  # outside the lane, prune of the older attempt could delete it
+        # outside the lane, prune of the older attempt could delete it
+        aside = set_aside(path, into=ours.lane)
         if aside is not None and defect(aside, checksums=False) is None:
             os.rename(aside, path)
     rescue(folder, ours.lane)

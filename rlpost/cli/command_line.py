@@ -58,9 +58,8 @@ def settings(
     if (ranks := getattr(namespace, "scale_down", None)) is not None:
         loaded, changes = scaled(loaded, ranks)
         if not namespace.print_config:
-            is_for_programs = getattr(
-                namespace, "json", False
-            )  # then standard output holds only the object
+            # then standard output holds only the object
+            is_for_programs = getattr(namespace, "json", False)
             print(table(changes) + "\n", file=sys.stderr if is_for_programs else sys.stdout)
     if namespace.print_config:
         keys = [

@@ -59,9 +59,8 @@ def _cancel_all(run: RunFolder, job_id: str) -> None:
         raise ConfigError(
             f"{run.root.name}: job {job_id} has already ended ({entry.state}); nothing to cancel"
         )
-    run.ledger.append(
-        "cancelled", job_id=job_id
-    )  # first: the batch script looks before it starts again
+    # first: the batch script looks before it starts again
+    run.ledger.append("cancelled", job_id=job_id)
     for found in queue(job_ids(run)).values():
         if not found.is_over:
             cancel(found.job_id)

@@ -141,9 +141,8 @@ def _hub(token: str | None) -> Hub:
             f"{sys.executable}: {error}: pip install 'huggingface_hub>=1.3' 'filelock>=3.30', "
             "or fetch where the whole stack is"
         ) from None
-    return Hub(
-        token or get_token(), os.environ.get("HF_ENDPOINT")
-    )  # of HF_TOKEN, or of `hf auth login`
+    # of HF_TOKEN, or of `hf auth login`
+    return Hub(token or get_token(), os.environ.get("HF_ENDPOINT"))
 
 
 def assets_folder(given: str | None) -> Path:

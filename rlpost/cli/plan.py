@@ -104,9 +104,10 @@ def main(arguments: Sequence[str]) -> int:
             f"--write-gbps {options.write_gbps:g}: give the GB/s of a node's disk, more than 0"
         )
     config = loaded.config if options.gpus is None else on_gpus(loaded.config, options.gpus)
+    # the plan counts with them
     check_server_args(
         config.sglang.given_server_args, gpus_per_engine=config.cluster.rollout_num_gpus_per_engine
-    )  # the plan counts with them
+    )
     shape, width = model_of(config)
     gpu_bytes = parse_size(options.gpu_memory)
     speed = Speed(options.write_gbps, step_times(config, options.step_s, options.train_s))

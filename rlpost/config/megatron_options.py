@@ -74,9 +74,8 @@ def option_names() -> frozenset[str] | None:
     """Return the fields of the installed Megatron-core that text can set; None if it is not
     installed.
     """
-    spec = PathFinder.find_spec(
-        "megatron"
-    )  # without rlpost's import hooks, which would import torch
+    # without rlpost's import hooks, which would import torch
+    spec = PathFinder.find_spec("megatron")
     if spec is None:
         return None
     folders = [Path(location) / "core" for location in spec.submodule_search_locations or ()]

@@ -47,9 +47,8 @@ def toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace(
-            "\x7f", "\\u007f"
-        )  # otherwise a JSON string is a TOML string
+        # otherwise a JSON string is a TOML string
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Mapping):
         entries = [
             f"{toml_value(key)} = {toml_value(entry)}"

@@ -106,9 +106,8 @@ class PromptCursor:
         size = len(self._prompts)
         taken = sum(file.taken for file in self._files)
         if not self._weighted:
-            epoch = (
-                max(0, taken - 1) // size
-            )  # the epoch changes with the first prompt of the next one
+            # the epoch changes with the first prompt of the next one
+            epoch = max(0, taken - 1) // size
             return {"epoch": epoch, "offset": taken - epoch * size, "num_prompts": size}
         each = {f"{TAKEN}{index}": file.taken for index, file in enumerate(self._files)}
         return {"epoch": 0, "offset": taken, "num_prompts": size, **each}

@@ -114,9 +114,8 @@ class EngineHealth:
                     watching.cancel()
             finally:
                 watching.cancel()
-                await asyncio.wait(
-                    [watching]
-                )  # a repair that fails at this moment cancels the block here
+                # a repair that fails at this moment cancels the block here
+                await asyncio.wait([watching])
         except asyncio.CancelledError:
             if (
                 failure and block.uncancel() <= asked_before

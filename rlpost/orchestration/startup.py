@@ -39,9 +39,8 @@ class Startup:
         config, cluster = self._config, self._cluster
         placement = place(connect(cluster), config)
         num_stages = config.perf.pipeline_model_parallel_size
-        kept = (
-            1 if config.observe.use_prometheus else 0
-        )  # the last port of the block serves Prometheus
+        # the last port of the block serves Prometheus
+        kept = 1 if config.observe.use_prometheus else 0
         return placement, service_ports(
             cluster.port_base,
             cluster.port_count - kept,
@@ -58,9 +57,8 @@ class Startup:
         deadline_s = self._config.cluster.bringup_deadline_s
         try:
             async with asyncio.timeout(deadline_s):
-                await self._stop.unless_requested(
-                    asyncio.gather(*starting)
-                )  # no state is lost: training has not begun
+                # no state is lost: training has not begun
+                await self._stop.unless_requested(asyncio.gather(*starting))
         except TimeoutError:
             logs = self._cluster.attempt_dir
             raise RlpostError(

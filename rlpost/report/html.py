@@ -54,9 +54,8 @@ def colour_class(number: int) -> str:
 
 def _picture(panel: Panel, resumed: Sequence[float]) -> Markup:
     draw = stacked_plot if panel.is_stacked else line_plot
-    return Markup(
-        draw(panel.curves, title=panel.title, resumed=resumed)
-    )  # svg.py escapes its texts
+    # svg.py escapes its texts
+    return Markup(draw(panel.curves, title=panel.title, resumed=resumed))
 
 
 @cache

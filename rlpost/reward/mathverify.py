@@ -17,9 +17,8 @@ from typing import Any
 from rlpost.reward.answers import answer_after_thinking, last_boxed
 
 _MARKED = re.compile(r"\\boxed|\\\(|\\\[|\$")
-_THIN_SPACE = re.compile(
-    r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))"
-)  # thousands separator; the library reads a product
+# thousands separator; the library reads a product
+_THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))")
 _PERCENT = re.compile(r"\\?%")
 
 
@@ -37,9 +36,8 @@ def _agree(text: str, label: str | None) -> float:
     if not label or not label.strip():
         return 0.0
     text, label = _THIN_SPACE.sub("", text), _THIN_SPACE.sub("", label)
-    pairs = [
-        (label, text)
-    ]  # several boxes are elements of one answer, or attempts of which the last counts
+    # several boxes are elements of one answer, or attempts of which the last counts
+    pairs = [(label, text)]
     if text.count("\\boxed") > 1 and (boxed := last_boxed(text)):
         pairs.append((label, f"\\boxed{{{boxed}}}"))
     # The library accepts 50% as 50 and as 0.5, but 12.5% only as 0.125.

@@ -44,9 +44,8 @@ LIBRARIES = {
 _LOST_CONNECTION = (ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError)
 """Not BrokenPipeError: a program under test that does not read its input causes it."""
 _LONGEST_CHAIN = 20  # causes of one error
-_loop = (
-    asyncio.Runner()
-)  # shared by all calls, so that a function can keep an HTTP session open between them
+# shared by all calls, so that a function can keep an HTTP session open between them
+_loop = asyncio.Runner()
 
 Score = Callable[[Prompt, Sequence[Sample]], list[float]]
 
@@ -116,9 +115,8 @@ def main() -> None:
     os.dup2(2, 1)  # output of reward functions goes to the log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    logging.getLogger("math_verify").setLevel(
-        logging.ERROR
-    )  # suppress the warning that its own alarms are off
+    # suppress the warning that its own alarms are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     loaded: dict[tuple[str, str], Score] = {}
     settings = _read(sys.stdin.buffer) or {}
     while (request := _read(sys.stdin.buffer)) is not None:

@@ -118,9 +118,8 @@ def _parsed(body: bytes) -> tuple[Any, FloatColumn | None]:
         values = orjson.loads(
             b"[%b]" % body[start:end].replace(_BETWEEN, b",").removesuffix(_AT_END)
         )
-        pairs = np.array(values, dtype=np.float64).reshape(
-            -1, 2
-        )  # exact: float32 numbers, and ids below 2**53
+        # exact: float32 numbers, and ids below 2**53
+        pairs = np.array(values, dtype=np.float64).reshape(-1, 2)
     except (ValueError, TypeError):  # with blanks, or texts of tokens
         return orjson.loads(body), None
     # A missing log-prob reads as nan; the others round to the engine's float32 values.

@@ -172,9 +172,8 @@ class RolloutBuffer:
         self._in_training: dict[int, SampleGroup] = {}
         self._counts = defaultdict(float, backlog.counts)  # since the last batch was taken
         self._counts_in_training: Mapping[str, float] = {}
-        self._owed_counts = (
-            backlog.counts_in_training
-        )  # of the next batch, if it was taken before a crash
+        # of the next batch, if it was taken before a crash
+        self._owed_counts = backlog.counts_in_training
 
     @property
     def waiting(self) -> tuple[Unfinished, ...]:
@@ -203,9 +202,8 @@ class RolloutBuffer:
             return 0
         if rules.max_staleness is None:
             return rules.start_size - held_groups if held_groups < rules.batch_size else 0
-        ahead = (
-            self.step - self.version
-        )  # 1 between training and sync: new groups start one version behind
+        # 1 between training and sync: new groups start one version behind
+        ahead = self.step - self.version
         in_flight = held_groups + len(self._in_training)
         in_time = (rules.max_staleness + 1 - ahead) * rules.batch_size - in_flight
         to_the_end = (rules.num_steps - self.step) * rules.batch_size - in_flight

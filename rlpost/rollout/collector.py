@@ -280,9 +280,8 @@ class Collector:
         if self._choices.mask_older:
             scored = (replace(each, sample=without_older(each.sample)) for each in written.samples)
             written = replace(written, samples=tuple(scored))
-        wanted = bool(written.samples) and self._is_wanted(
-            written
-        )  # no samples: the prompt was given up
+        # no samples: the prompt was given up
+        wanted = bool(written.samples) and self._is_wanted(written)
         self._journal.finished(written, wanted=wanted, prompt=entry.prompt)
         self._buffer.finished(written, wanted=wanted)
         if not wanted:

@@ -174,11 +174,12 @@ class Connection:
         it.
         """
         assert self._session is not None, "used outside its context"
+        # waited_s excludes the time of generation
         url, waited_s, pause_s = (
             self.router.url,
             0.0,
             FIRST_PAUSE_S,
-        )  # waited_s excludes the time of generation
+        )
         while True:
             try:
                 async with self._session.post(

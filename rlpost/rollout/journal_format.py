@@ -433,6 +433,5 @@ def _text(body: memoryview) -> bytes:
 
 def _json(value: Any) -> bytes:
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return text.encode(
-        "utf-8", "surrogatepass"
-    )  # a label may hold half a pair; json.loads reads it back
+    # a label may hold half a pair; json.loads reads it back
+    return text.encode("utf-8", "surrogatepass")

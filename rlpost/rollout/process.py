@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 EXIT_WAIT_S, KILL_WAIT_S = 10.0, 60.0
 LOG_LINES = 30
 # Rank variables of the trainer must not reach a server, which creates separate process groups.
+# proxies do not route to nodes
 PROXIES = (
     "http_proxy",
     "https_proxy",
@@ -36,7 +37,7 @@ PROXIES = (
     "HTTP_PROXY",
     "HTTPS_PROXY",
     "ALL_PROXY",
-)  # proxies do not route to nodes
+)
 NOT_INHERITED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *PROXIES}
 ENVIRONMENT = {
     # The router keeps connections to engines open between generations. By default SGLang closes

@@ -47,9 +47,8 @@ def read_groups(template: str, rollout_id: int) -> list[SampleGroup]:
     """
     path = recorded_path(template, rollout_id)
     try:
-        lines = (
-            path.read_text().rstrip("\n").split("\n")
-        )  # not splitlines(): answers hold what that splits at
+        # not splitlines(): answers hold what that splits at
+        lines = path.read_text().rstrip("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}: cannot read the recorded rollout of step {rollout_id}: {error}"

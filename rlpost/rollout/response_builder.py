@@ -82,10 +82,11 @@ class ResponseBuilder:
         self._routes = _routes(connection, so_far)
         self.text = so_far.text if so_far else ""
         self._unversioned = 0  # tokens of tools before the model's first
+        # start of the current turn in the ids, and the text before it
         self._turn_at, self._before = (
             0,
             "",
-        )  # start of the current turn in the ids, and the text before it
+        )
         self._texts = [so_far.text] if so_far else []  # of the current turn, one per request
         self.finish_reason: FinishReason = "stop"
         self.stopped_at: int | str | None = None

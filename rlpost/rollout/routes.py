@@ -65,9 +65,8 @@ class RouteFormat:
             )
         every_layer = numbers.reshape(-1, self.num_layers, self.topk)
         first, last = self.layers[0], self.layers[-1]
-        is_range = last - first + 1 == len(
-            self.layers
-        )  # then a view suffices, else a copy four times as large
+        # then a view suffices, else a copy four times as large
+        is_range = last - first + 1 == len(self.layers)
         routes = every_layer[:, first : last + 1] if is_range else every_layer[:, list(self.layers)]
         if routes.size and (routes.min() < 0 or routes.max() >= self.num_experts):
             raise RolloutError(

@@ -128,9 +128,8 @@ def use_stand_ins(num_ranks: int = 1) -> None:
     os.environ["PYTHONPATH"] = f"{STAND_INS}:{inherited}" if inherited else str(STAND_INS)
     sys.path.insert(0, str(STAND_INS))
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    os.environ.setdefault(
-        "TORCHDYNAMO_DISABLE", "1"
-    )  # compiling the MoE router costs more than it saves
+    # compiling the MoE router costs more than it saves
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -166,9 +165,8 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
     has_cuda = torch.cuda.is_available()
     if not has_cuda:
         use_stand_ins(int(arguments.get("tp_size", 1)))
-        torch.set_num_threads(
-            int(os.environ["OMP_NUM_THREADS"])
-        )  # torch read the variable at import
+        # torch read the variable at import
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         keep_memory()
         start_by_fork()
     given = to_server_args(arguments)

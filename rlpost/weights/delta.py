@@ -202,9 +202,8 @@ def tensors_of(folder: Path, *, mode: Literal["r", "r+"] = "r") -> dict[str, Wor
     found: dict[str, Words] = {}
     for path in sorted(folder.glob("*.safetensors")):
         mapped = np.memmap(path, np.uint8, mode)
-        first = 8 + int(
-            mapped[:8].view("<u8")[0]
-        )  # the format: length of the header, header in JSON, bytes
+        # the format: length of the header, header in JSON, bytes
+        first = 8 + int(mapped[:8].view("<u8")[0])
         for name, entry in json.loads(bytes(mapped[8:first])).items():
             if name == "__metadata__":
                 continue

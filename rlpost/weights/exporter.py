@@ -163,9 +163,8 @@ def weights_hash(exporter: Exporter, *, max_bytes: int) -> str:
     for bucket in exporter.plan(max_bytes):
         for name, tensor in exporter.gather(bucket).items():
             digest = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            on_host = tensor.to(
-                "cpu", copy=True
-            )  # a NumPy view would keep the weight's memory alive
+            # a NumPy view would keep the weight's memory alive
+            on_host = tensor.to("cpu", copy=True)
             digest.update(on_host.contiguous().flatten().view(torch.uint8).numpy())
             digests[name] = digest.hexdigest()
     return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()

@@ -46,9 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     memory_gb = None if options.on_cpu else min(gpu.memory_gb for gpu in machine.gpus)
     print("\n".join([*machine.lines(), f"logs: {folder}", ""]), flush=True)
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # so that a running check is killed as well
+    # so that a running check is killed as well
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     rows: list[Row] = []
     try:
         for check in chosen:

@@ -121,9 +121,8 @@ def trained(sample: Any, engines: Engines) -> Answer:
     num_versions = len(
         {version for answer in engines.written for version, _ in answer.version_spans}
     )
-    is_complete = (
-        num_versions == 1 and sample.rollout_log_probs is not None
-    )  # the engines' outputs are not needed
+    # the engines' outputs are not needed
+    is_complete = num_versions == 1 and sample.rollout_log_probs is not None
     found = [None] * length if is_complete else _found(response, engines.written)
     versions = _versions(found, sample, engines, what)
     return Answer(

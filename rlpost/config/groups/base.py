@@ -12,9 +12,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 Positive = Annotated[int, Field(gt=0)]
-FilePath = Annotated[
-    str, "path"
-]  # made absolute when settings are loaded: a job may run in another folder
+# made absolute when settings are loaded: a job may run in another folder
+FilePath = Annotated[str, "path"]
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 PositiveNumber = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 

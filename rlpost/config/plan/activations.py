@@ -138,9 +138,8 @@ def _attention(shape: Shape, layout: Layout, one: Pass) -> float:
     query, key = (heads * shape.head_dim / layout.tensor for heads in (shape.heads, shape.groups))
     kept = one.width * (query + 2 * key + query + key + query)
     if shape.qk_norm:
-        kept += _norm(query + key, one) - 2 * one.width * (
-            query + key
-        )  # its input and output are there already
+        # its input and output are there already
+        kept += _norm(query + key, one) - 2 * one.width * (query + key)
         kept += one.width * (query + key)
     if not one.fused:
         kept += one.width * (query + 4 * shape.head_dim)

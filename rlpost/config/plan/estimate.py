@@ -144,10 +144,11 @@ def parameter_bytes(config: Config) -> RankMemory:
     """Bytes of one parameter on a GPU, wherever its optimizer's state lies: in bfloat16 there is a
     main weight in float32 beside Adam's two moments, in float32 there are the moments alone.
     """
+    # on a GPU it is so unless told otherwise
     given, narrow = (
         config.optimizer,
         config.perf.bf16 is not False,
-    )  # on a GPU it is so unless told otherwise
+    )
     moments = DTYPE_BYTES[given.exp_avg_dtype] + DTYPE_BYTES[given.exp_avg_sq_dtype]
     return RankMemory(
         weights=2 if narrow else 4,
