@@ -11,6 +11,7 @@ Slurm restart count upwards.
     exclude        hosts to exclude from the next start, one per line; only if there are any
     preflight.json checks of every host and their results
     launch.log     output of srun, preceded by that of the image import
+    hang.txt       stacks of all ranks, written when a training call hangs
     agent-HOST.log, driver.log
 """
 

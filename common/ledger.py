@@ -8,6 +8,7 @@ Input: events from the login node, the batch host and the driver. Output: the sa
                 of earlier attempts that it trains again)
     ready       attempt, step                                             driver: trainer and engines answer
     committed   step, checkpoint, bytes, seconds, blocking_s              driver
+    hang        attempt, call, ranks, hosts, why, seconds, stacks         driver: ranks stand still
     preempted   reason, step, saved, seconds_from_signal                  driver: the state is saved
     verdict     attempt, verdict, cause, answer, reason, exclude          batch host, at each end
     chained     attempt, job_id                                           batch host, in place of a requeue

@@ -4,8 +4,8 @@ Input: weights, and batches of samples with advantages. Output: log-probs, optim
 checkpoints, and weights for the engines.
 
 A plain class with one process per rank. Every method except the constructor is collective: call it
-on every rank, in the same order. Only ``stop_points`` and ``broadcast.abort`` are for a second
-thread.
+on every rank, in the same order. Only ``stop_points``, ``broadcast.abort``, ``position`` and
+``write_flight_record`` are for a second thread.
 
 Invariants: the loss does not depend on the layout or on micro-batching. Metrics are global means
 and equal on every rank. A checkpoint contains everything that the next step depends on, including
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from rlpost.actor import device, megatron_checkpoint, optimizer, parallel, random_state
+from rlpost.actor import device, megatron_checkpoint, optimizer, parallel, progress, random_state
 from rlpost.actor.megatron_checkpoint import Residence, Saver
 from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.model import build_model, inventory_of
@@ -40,6 +40,7 @@ from rlpost.algorithm.guards import check_finite
 from rlpost.columns import FloatColumn
 from rlpost.errors import CheckpointError, Interrupted, SyncError
 from rlpost.metrics.spans import span
+from rlpost.progress.position import Position
 from rlpost.types import StepResult, TrainBatch
 from rlpost.weights.bucket_plan import SMALLEST
 from rlpost.weights.delta import Written
@@ -161,6 +162,15 @@ class Actor:
     def memory_use(self) -> dict[str, float]:
         """Current memory use of this rank, by metric name; safe to call from another thread."""
         return device.memory_use()
+
+    @property
+    def position(self) -> Position:
+        """Where this rank is; safe to call from another thread, also while a collective hangs."""
+        return progress.position()
+
+    def write_flight_record(self, folder: str | Path) -> str | None:
+        """Write torch's record of the newest collectives; return its path, None without one."""
+        return progress.write_flight_record(folder)
 
     @property
     def sync_stage(self) -> int | None:

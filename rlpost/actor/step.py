@@ -31,6 +31,7 @@ from rlpost.actor.stop_points import StopPoints
 from rlpost.algorithm.loss import token_weights
 from rlpost.algorithm.objective import Stats, Tokens, loss_function
 from rlpost.metrics.spans import span
+from rlpost.progress.position import RECORDER
 
 
 def finalize_summed_grads(
@@ -173,6 +174,7 @@ def run(
         index, micro_batch = next(batches)
         if not is_one_unit:
             stop_points.cross(index)
+        RECORDER.micro_batch(index)
         with nullcontext() if routing is None else routing.forward(index, micro_batch):
             logits = chunk(
                 micro_batch.input_ids,
@@ -184,7 +186,8 @@ def run(
 
     batches = [iter(list(enumerate(packed))) for _ in chunks]
     name = "forward" if forward_only else "forward, backward"
-    with span(name), stop_points.passing(1 if is_one_unit else len(packed)):
+    num_stop_points = 1 if is_one_unit else len(packed)
+    with span(name), RECORDER.passing(len(packed)), stop_points.passing(num_stop_points):
         if is_one_unit:
             stop_points.cross(0)
         return get_forward_backward_func()(

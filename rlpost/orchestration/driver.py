@@ -24,7 +24,7 @@ from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
 from rlpost.daemon_threads import in_daemon, started
 from rlpost.data.fingerprint import data_fingerprint
-from rlpost.errors import ConfigError, DataError, Fenced, Preempted, RlpostError
+from rlpost.errors import ConfigError, DataError, Fenced, Hang, Preempted, RlpostError
 from rlpost.metrics.mirrors import mirrors
 from rlpost.metrics.plot import plot_rewards
 from rlpost.metrics.samples import SampleWriter
@@ -193,6 +193,9 @@ async def _train(
         weights = await stages.weights_hash()
     except Preempted:
         stop.at_step = state.step if loop is None else loop.state.step
+        raise
+    except Hang as hang:
+        await ledger.append("hang", attempt=attempt, **hang.details)
         raise
     finally:
         await stages.close()

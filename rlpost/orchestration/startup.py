@@ -17,6 +17,7 @@ from common.cluster import Cluster
 from rlpost.actor.settings import ActorSettings
 from rlpost.config.tree import Config
 from rlpost.errors import RlpostError
+from rlpost.orchestration.hang_watch import HangWatch
 from rlpost.orchestration.placement import Placement, Ports, order_by_gpu, place, service_ports
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.settings_of_actors import actor_settings
@@ -24,6 +25,7 @@ from rlpost.orchestration.training import Training
 from rlpost.orchestration.weight_coordinator import nccl_environment
 from rlpost.orchestration.worker_groups import ActorGroup
 from rlpost.orchestration.workers import WorkerGroup, connect
+from rlpost.progress.overdue import Rule
 
 
 class Startup:
@@ -80,7 +82,19 @@ class Startup:
             log_dir=Path(self._cluster.attempt_dir),
             envs=[env] * len(ranks),
         )
-        return ActorGroup(workers)
+        return ActorGroup(workers, self._hang_watch())
+
+    def _hang_watch(self) -> HangWatch:
+        cluster = self._config.cluster
+        rule = None
+        if cluster.hang_factor is not None:
+            rule = Rule(cluster.hang_factor, cluster.hang_min_s)
+        return HangWatch(
+            rule,
+            Path(self._cluster.attempt_dir),
+            hosts={node.ip: node.host for node in self._cluster.nodes},
+            is_stopping=self._stop.requested,
+        )
 
     async def trainer(
         self,
