@@ -27,6 +27,7 @@ from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.model import build_model, inventory_of
 from rlpost.actor.model_description import read_description
 from rlpost.actor.mtp import MtpTraining
+from rlpost.actor.own_time import OWN_TIME
 from rlpost.actor.packing import RowLayout
 from rlpost.actor.parallel import Rendezvous
 from rlpost.actor.passes import Logprobs, Passes
@@ -235,7 +236,8 @@ class Actor:
         with span("optimizer"):
             _, grad_norm, _ = self.optimizer.step()
         self.num_optimizer_steps += 1
-        return StepResult(metrics | {"train/grad_norm": float(grad_norm), "train/lr": lr})
+        metrics |= {"train/grad_norm": float(grad_norm), "train/lr": lr}
+        return StepResult(metrics, own_s=OWN_TIME.seconds())
 
     def compute_ref_logprobs(self, batch: TrainBatch) -> Logprobs:
         """As ``compute_logprobs``, under the reference weights, swapped in for the pass."""

@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlpost.actor import parallel
 from rlpost.actor.logprobs import Rows, response_logprobs
+from rlpost.actor.own_time import OWN_TIME
 from rlpost.actor.packing import PackedMicroBatch
 from rlpost.actor.routing_replay import RoutingReplay
 from rlpost.actor.settings import ActorSettings
@@ -38,6 +39,7 @@ def finalize_summed_grads(
     model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: Any
 ) -> None:
     """Megatron's ``finalize_model_grads`` without the division by ``num_tokens``."""
+    OWN_TIME.end()
     finalize_model_grads(model, None, **kwargs)
 
 
@@ -187,6 +189,7 @@ def run(
     batches = [iter(list(enumerate(packed))) for _ in chunks]
     name = "forward" if forward_only else "forward, backward"
     num_stop_points = 1 if is_one_unit else len(packed)
+    OWN_TIME.begin()
     with span(name), RECORDER.passing(len(packed)), stop_points.passing(num_stop_points):
         if is_one_unit:
             stop_points.cross(0)

@@ -21,7 +21,7 @@ from rlpost.orchestration.hang_watch import HangWatch
 from rlpost.orchestration.placement import Placement, Ports, order_by_gpu, place, service_ports
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.settings_of_actors import actor_settings
-from rlpost.orchestration.training import Training
+from rlpost.orchestration.training import Record, Training
 from rlpost.orchestration.weight_coordinator import nccl_environment
 from rlpost.orchestration.worker_groups import ActorGroup
 from rlpost.orchestration.workers import WorkerGroup, connect
@@ -35,6 +35,9 @@ class Startup:
         self._config = config
         self._cluster = cluster
         self._stop = stop
+        self._hosts = {node.ip: node.host for node in cluster.nodes}
+        self.record: Record | None = None
+        """Writes an event into the ledger, once the driver sets it."""
 
     def layout(self) -> tuple[Placement, Ports]:
         """Connect to Ray; return the placement of workers and their ports."""
@@ -92,7 +95,7 @@ class Startup:
         return HangWatch(
             rule,
             Path(self._cluster.attempt_dir),
-            hosts={node.ip: node.host for node in self._cluster.nodes},
+            hosts=self._hosts,
             is_stopping=self._stop.requested,
         )
 
@@ -123,6 +126,8 @@ class Startup:
             stop=self._stop,
             is_fresh=is_fresh,
             break_even=break_even,
+            hosts=[self._hosts.get(slot.ip, slot.ip) for slot in placement.actors],
+            record=self.record,
         )
         if checkpoint is None:
             await actors.import_weights()
