@@ -41,7 +41,7 @@ from rlpost.algorithm.guards import check_finite
 from rlpost.columns import FloatColumn
 from rlpost.errors import CheckpointError, Interrupted, SyncError
 from rlpost.metrics.spans import span
-from rlpost.progress.position import Position
+from rlpost.progress.position import RECORDER, Position
 from rlpost.types import StepResult, TrainBatch
 from rlpost.weights.bucket_plan import SMALLEST
 from rlpost.weights.delta import Written
@@ -287,7 +287,7 @@ class Actor:
     def wait_copied(self, *, weights_only: bool = False) -> None:
         """Wait until a background save has copied the state (or the weights)."""
         if (writing := self._writing) is not None:
-            with span("wait for the checkpoint"):
+            with span("wait for the checkpoint"), RECORDER.waiting("the checkpoint"):
                 writing.wait_copied(
                     weights_only=weights_only, timeout_s=self.settings.save_deadline_s
                 )

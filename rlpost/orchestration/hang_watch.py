@@ -17,14 +17,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from rlpost.daemon_threads import in_daemon
 from rlpost.errors import Hang
 from rlpost.progress.odd_rank import Finding, compare, describe
-from rlpost.progress.overdue import History, Rule, hangs, limit_s, next_examination_s
+from rlpost.progress.overdue import History, Rule, between_examinations_s, hangs, is_valid, limit_s
 from rlpost.progress.position import Position
 
 logger = logging.getLogger(__name__)
@@ -113,11 +112,13 @@ class HangWatch:
         """Return when the task is done or a stop is requested. Raises Hang."""
         before: list[Position | None] | None = None
         limit = overdue.limit_s
-        for number in count():
-            due = began + next_examination_s(limit, number)
-            await asyncio.wait([task], timeout=max(0.0, due - self._clock()))
+        while True:
+            due = self._clock() + between_examinations_s(limit)
+            await asyncio.wait([task], timeout=due - self._clock())
             if task.done() or self._is_stopping():
                 return
+            if not is_valid(due, self._clock()):
+                before = None
             now = await ranks.positions(ANSWER_S)
             if task.done() or self._is_stopping():
                 return

@@ -7,6 +7,7 @@ to blame, and why. The first rule that finds a rank applies:
 2. A rank has entered fewer collectives of a process group than another member: the other waits for
    it. These waits form a graph; the ranks at its ends are to blame, because others wait for them
    and they wait for nothing. Ranks that wait for each other in a circle ran different collectives.
+   Of those, the ranks that are where most ranks are have skipped one; the others still wait for it.
 3. All counts agree. Of ranks inside and outside of a collective, those outside are to blame; of
    ranks that have returned and ranks that have not, the latter.
 4. Otherwise the ranks that are not where more than half of all ranks are.
@@ -94,6 +95,8 @@ def describe(position: Position | None) -> str:
     words = [position.call]
     if position.micro_batch is not None:
         words.append(f"micro-batch {position.micro_batch + 1} of {position.num_micro_batches}")
+    if position.waits_for is not None:
+        words.append(f"waits for {position.waits_for}")
     if (wait := collective(position)) is not None:
         words.append(f"in {wait}")
     if (frame := site(position)) is not None:
@@ -108,18 +111,32 @@ def _by_counts(positions: Sequence[Position]) -> Finding | None:
     waits: dict[int, set[int]] = {rank: set() for rank in range(len(positions))}
     for lag in lags:
         waits[lag.ahead].add(lag.behind)
-    blamed = _ends(waits, {lag.behind for lag in lags})
+    ends = _ends(waits, {lag.behind for lag in lags})
+    is_circle = any(waits[rank] for rank in ends)
+    skipped = ends & _at_the_majority(positions) if is_circle else set()
+    blamed = skipped or ends
     worst = max(
         (lag for lag in lags if lag.behind in blamed),
         key=lambda lag: (lag.group.entered - lag.entered, -lag.behind),
     )
-    why = (
-        f"it has entered {lag_words(worst)}"
-        if not any(waits[rank] for rank in blamed)
-        else f"these wait for each other in different collectives; rank {worst.behind} has entered "
-        f"{lag_words(worst)}"
-    )
+    why = f"it has entered {lag_words(worst)}"
+    if skipped:
+        why += ", and is where most ranks are: it skipped one"
+    elif is_circle:
+        why = (
+            "these wait for each other in different collectives; "
+            f"rank {worst.behind} has entered {lag_words(worst)}"
+        )
     return Finding(tuple(sorted(blamed)), why)
+
+
+def _at_the_majority(positions: Sequence[Position]) -> set[int]:
+    """Return the ranks at the place where more than half of all ranks are; empty without one."""
+    places = [_place(one) for one in positions]
+    most, number = Counter(places).most_common(1)[0]
+    if 2 * number <= len(places):
+        return set()
+    return {rank for rank, place in enumerate(places) if place == most}
 
 
 def lag_words(lag: _Lag) -> str:
@@ -171,14 +188,14 @@ def _by_waiting(positions: Sequence[Position]) -> Finding | None:
 
 
 def _by_majority(positions: Sequence[Position]) -> Finding:
-    places = [
-        (one.call, one.number, one.num_micro_batches, one.micro_batch, site(one))
-        for one in positions
-    ]
-    most, number = Counter(places).most_common(1)[0]
-    if number == len(places):
+    most = _at_the_majority(positions)
+    if len(most) == len(positions):
         return Finding((), "all ranks are at the same place")
-    if 2 * number <= len(places):
+    if not most:
         return Finding((), "the ranks are at different places, and no place has most of them")
-    odd = tuple(rank for rank, place in enumerate(places) if place != most)
+    odd = tuple(rank for rank in range(len(positions)) if rank not in most)
     return Finding(odd, "it is not at the place of the others")
+
+
+def _place(one: Position) -> tuple[object, ...]:
+    return one.call, one.number, one.num_micro_batches, one.micro_batch, site(one)

@@ -7,8 +7,8 @@ The rule. The limit of a call is ``max(min_s, factor x the longest of its last H
 A kind of call with fewer than ENOUGH durations has no limit: first steps compile, allocate and warm
 caches, and torch's timeout of collectives (--distributed-timeout-minutes) still ends them. The
 positions of all ranks are taken at half of the limit and at every further half. A call hangs when
-it has reached its limit and no rank has moved since the previous examination: a slow rank moves, a
-hanging one does not.
+it has reached its limit, no rank has moved since the previous examination, and no rank is in a wait
+with its own deadline. A slow rank moves, a hanging one does not.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rlpost.progress.position import Position
 
 HISTORY, ENOUGH = 20, 3
 """Durations that count, and the number of them that is required."""
+LATE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +59,17 @@ def limit_s(history: History, rule: Rule) -> float | None:
     return max(rule.min_s, rule.factor * history.longest)
 
 
-def next_examination_s(limit: float, done: int) -> float:
-    """Return the seconds since the begin of the call at which examination ``done`` is due, from 0.
+def between_examinations_s(limit: float) -> float:
+    """Return the seconds from the begin of a call to the first examination, and between two."""
+    return limit / 2
 
-    >>> [next_examination_s(30.0, number) for number in range(3)]
-    [15.0, 30.0, 45.0]
+
+def is_valid(due: float, now: float) -> bool:
+    """Whether an examination that was due at ``due`` may be compared with the one before.
+
+    One that is late may not: the driver was suspended, and perhaps the ranks with it.
     """
-    return limit / 2 * (done + 1)
+    return now - due <= LATE_S
 
 
 def hangs(
@@ -76,6 +81,9 @@ def hangs(
     """Whether a call hangs, given the positions at the previous examination and at this one.
 
     A rank that answers neither time has not moved; one that answers only once has. Without a
-    previous examination nothing is known about movement, and the call does not hang yet.
+    previous examination nothing is known about movement, and the call does not hang yet. Nor does
+    it while a rank is in a wait that ends by a deadline itself, such as that for a checkpoint.
     """
-    return before is not None and elapsed_s >= limit and tuple(before) == tuple(now)
+    if before is None or elapsed_s < limit or tuple(before) != tuple(now):
+        return False
+    return all(one is None or one.waits_for is None for one in now)

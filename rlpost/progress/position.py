@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 
 MAX_FRAMES = 60
@@ -57,6 +56,7 @@ class Position:
         num_micro_batches: of the pass; 0 outside of passes.
         stack: of the computing thread, outermost call first.
         groups: the process groups of the rank.
+        waits_for: what the rank waits for with a deadline that ends the wait; None outside of one.
     """
 
     call: str | None
@@ -64,7 +64,8 @@ class Position:
     micro_batch: int | None = None
     num_micro_batches: int = 0
     stack: tuple[Frame, ...] = ()
-    groups: tuple[GroupCount, ...] = field(default=())
+    groups: tuple[GroupCount, ...] = ()
+    waits_for: str | None = None
 
 
 class Recorder:
@@ -76,14 +77,12 @@ class Recorder:
         self._number = 0
         # One tuple, so that another thread never reads halves of two passes.
         self._pass: tuple[int | None, int] = (None, 0)
-        self.began_at = 0.0
-        """Monotonic time in seconds at which the newest call began."""
+        self._waits_for: str | None = None
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
         """Context of one call; its thread is the one whose stack is read."""
         self._thread, self._number = threading.get_ident(), self._number + 1
-        self.began_at = time.monotonic()
         self._call = name
         try:
             yield
@@ -99,6 +98,15 @@ class Recorder:
         finally:
             self._pass = (None, 0)
 
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Context of a wait that raises at its own deadline: it may take long, but never hangs."""
+        self._waits_for = what
+        try:
+            yield
+        finally:
+            self._waits_for = None
+
     def micro_batch(self, index: int) -> None:
         """Record that the forward pass of this micro-batch begins."""
         self._pass = (index, self._pass[1])
@@ -108,7 +116,9 @@ class Recorder:
         index, length = self._pass
         frames: Mapping[int, FrameType] = sys._current_frames()
         frame = None if self._call is None else frames.get(self._thread or 0)
-        return Position(self._call, self._number, index, length, stack_of(frame), groups)
+        return Position(
+            self._call, self._number, index, length, stack_of(frame), groups, self._waits_for
+        )
 
 
 def stack_of(frame: FrameType | None) -> tuple[Frame, ...]:

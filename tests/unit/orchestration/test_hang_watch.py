@@ -150,6 +150,29 @@ def test_some_calls_are_not_watched(tmp_path: Path, case: str) -> None:
     assert ranks.examinations == 0
 
 
+def test_ranks_that_were_suspended_with_the_driver_do_not_hang(tmp_path: Path) -> None:
+    """scontrol suspend stops driver and ranks: the clock goes on, and nothing moves."""
+
+    class Clock:
+        now = 0.0
+
+        def __call__(self) -> float:
+            self.now += 100.0  # each reading finds that much time gone
+            return self.now
+
+    ranks = FakeRanks(STUCK)
+    watching = HangWatch(RULE, tmp_path, hosts={}, is_stopping=lambda: False, clock=Clock())
+
+    async def suspended() -> None:
+        await with_history(watching, ranks)
+        async with asyncio.timeout(10):
+            assert await watching.over("train_step", returned(8, after_s=0.1), ranks) == 8
+
+    asyncio.run(suspended())
+    assert ranks.examinations >= 2
+    assert not (tmp_path / HANG_FILE).exists()
+
+
 def test_each_kind_of_call_has_its_own_history(tmp_path: Path) -> None:
     ranks, watching = FakeRanks(STUCK), watch(tmp_path)
 

@@ -76,18 +76,39 @@ def test_of_ranks_behind_the_farthest_is_to_blame() -> None:
     assert "40 of 42" in found.why
 
 
-def test_ranks_that_wait_for_each_other_ran_different_collectives() -> None:
+def test_ranks_that_wait_for_each_other_without_a_majority_are_all_named() -> None:
     tp = ((2, 3), "tp1")
     everybody = (0, 1, 2, 3)
     positions = [
-        at(REDUCE, groups=(group("world", everybody, 5),)),
-        at(REDUCE, groups=(group("world", everybody, 5),)),
+        at(STEP, REDUCE, groups=(group("world", everybody, 5),)),
+        at(STEP, BARRIER, micro_batch=1, groups=(group("world", everybody, 5),)),
         at(REDUCE, groups=(group("world", everybody, 4), group(tp[1], tp[0], 9))),
         at(REDUCE, groups=(group("world", everybody, 5), group(tp[1], tp[0], 8))),
     ]
     found = compare(positions)
     assert found.ranks == (2, 3)
     assert "wait for each other" in found.why
+
+
+@pytest.mark.parametrize("odd", range(4))
+def test_of_ranks_that_wait_for_each_other_the_one_where_most_are_skipped_a_collective(
+    odd: int,
+) -> None:
+    """It skips the last one of its pair and waits with the other pair, its peer waits for it."""
+    peer, later = odd ^ 1, Frame("/code/rlpost/actor/report.py", 20, "global_metrics")
+    pair = tuple(sorted((odd, peer)))
+    pairs = {rank: group(f"tp{rank // 2}", (rank & 2, rank & 2 | 1), 9) for rank in range(4)}
+    everybody = (0, 1, 2, 3)
+    positions = [
+        at(later, REDUCE, groups=(group("world", everybody, 5), pairs[rank])) for rank in range(4)
+    ]
+    positions[odd] = at(
+        later, REDUCE, groups=(group("world", everybody, 5), group(f"tp{odd // 2}", pair, 8))
+    )
+    positions[peer] = at(STEP, REDUCE, groups=(group("world", everybody, 4), pairs[peer]))
+    found = compare(positions)
+    assert found.ranks == (odd,)
+    assert f"8 of 9 collectives of tp{odd // 2}" in found.why and "skipped" in found.why
 
 
 def test_a_rank_that_does_not_answer_is_to_blame_before_any_other() -> None:

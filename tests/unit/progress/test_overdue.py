@@ -6,11 +6,21 @@ from collections import deque
 
 import pytest
 
-from rlpost.progress.overdue import ENOUGH, HISTORY, History, Rule, hangs, limit_s
-from rlpost.progress.overdue import next_examination_s as due
+from rlpost.progress.overdue import (
+    ENOUGH,
+    HISTORY,
+    LATE_S,
+    History,
+    Rule,
+    between_examinations_s,
+    hangs,
+    is_valid,
+    limit_s,
+)
 from rlpost.progress.position import Position
 
 RULE = Rule(factor=5.0, min_s=30.0)
+SAVING = Position("train_step", 4, 0, 2, waits_for="the checkpoint")
 HERE, THERE = Position("train_step", 4, 0, 2), Position("train_step", 4, 1, 2)
 
 
@@ -44,8 +54,13 @@ def test_a_long_call_is_forgotten_after_so_many_others() -> None:
     assert found.durations == deque([10.0] * HISTORY)
 
 
-def test_there_is_an_examination_at_each_half_of_the_limit() -> None:
-    assert [due(30.0, number) for number in range(4)] == [15.0, 30.0, 45.0, 60.0]
+def test_an_examination_that_is_late_is_not_compared_with_the_one_before() -> None:
+    assert is_valid(100.0, 100.0 + LATE_S)
+    assert not is_valid(100.0, 100.1 + LATE_S)
+
+
+def test_two_examinations_fit_into_the_limit() -> None:
+    assert 2 * between_examinations_s(30.0) == 30.0
 
 
 @pytest.mark.parametrize(
@@ -59,6 +74,7 @@ def test_there_is_an_examination_at_each_half_of_the_limit() -> None:
         (30.0, [None, HERE], [None, HERE], True),
         (30.0, [None, HERE], [HERE, HERE], False),
         (30.0, [HERE, HERE], [None, HERE], False),
+        (300.0, [SAVING, HERE], [SAVING, HERE], False),
     ],
 )
 def test_a_call_hangs_at_its_limit_when_no_rank_has_moved(

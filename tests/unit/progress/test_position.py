@@ -85,6 +85,12 @@ def test_a_call_that_raises_is_over(recorder: Recorder) -> None:
     assert recorder.position() == Position(None, 1)
 
 
+def test_a_wait_with_its_own_deadline_is_part_of_the_position(recorder: Recorder) -> None:
+    with recorder.call("train_step"), recorder.waiting("the checkpoint"):
+        assert recorder.position().waits_for == "the checkpoint"
+    assert recorder.position().waits_for is None
+
+
 def test_a_deep_stack_keeps_its_innermost_frames(recorder: Recorder) -> None:
     thread = Computing(recorder, depth=2 * MAX_FRAMES)
     thread.start()
