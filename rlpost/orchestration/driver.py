@@ -167,8 +167,7 @@ async def _train(
     weight_bytes = await _off_loop(stop, lambda: num_bytes(Path(config.checkpoint.hf_checkpoint)))
     stop.saves.expect(weight_bytes, num_nodes=len(cluster.nodes))
     stop.saves.recall(entry for entry in entries if entry["event"] == "committed")
-    stages = make_stages(config, cluster, checkpoints=checkpoints, stop=stop)
-    stages.startup.record = ledger.soon
+    stages = make_stages(config, cluster, checkpoints=checkpoints, stop=stop, record=ledger.soon)
     num_steps, owned = config.rollout.num_rollout, checkpoints.check_owner
     samples = SampleWriter(run.report, num_steps=num_steps, decode=stages.text, check=owned)
     always = run_metrics(entries)

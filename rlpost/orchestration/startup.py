@@ -31,13 +31,15 @@ from rlpost.progress.overdue import Rule
 class Startup:
     """Places workers on the cluster and starts the trainer's."""
 
-    def __init__(self, config: Config, cluster: Cluster, *, stop: StopRequest) -> None:
+    def __init__(
+        self, config: Config, cluster: Cluster, *, stop: StopRequest, record: Record | None = None
+    ) -> None:
+        """``record`` writes an event into the ledger."""
         self._config = config
         self._cluster = cluster
         self._stop = stop
         self._hosts = {node.ip: node.host for node in cluster.nodes}
-        self.record: Record | None = None
-        """Writes an event into the ledger, once the driver sets it."""
+        self._record = record
 
     def layout(self) -> tuple[Placement, Ports]:
         """Connect to Ray; return the placement of workers and their ports."""
@@ -127,7 +129,7 @@ class Startup:
             is_fresh=is_fresh,
             break_even=break_even,
             hosts=[self._hosts.get(slot.ip, slot.ip) for slot in placement.actors],
-            record=self.record,
+            record=self._record,
         )
         if checkpoint is None:
             await actors.import_weights()
