@@ -24,10 +24,12 @@ class Outcome:
     """What happened.
 
     ``driver_code``: None if the driver did not exit by itself, negative after a signal.
+    ``driver_cause``: why it failed, in its own words; empty if it left none.
     """
 
     driver_code: int | None = None
     driver_tail: str = ""
+    driver_cause: str = ""
     bringup_error: str | None = None
     lost: str | None = None  # cause of the loss of a node or of Ray
     stop_requested: bool = False  # externally, and before any loss
@@ -63,6 +65,10 @@ def decide(outcome: Outcome) -> Verdict:
         return Verdict("requeue", f"the driver committed a consistent state and exited with {code}")
     if outcome.lost is not None:
         return Verdict("failed", outcome.lost, outcome.exclude)
+    if code is not None and outcome.driver_cause:
+        return Verdict(
+            "failed", f"{outcome.driver_cause}\n{_driver_said(code, outcome.driver_tail)}"
+        )
     if code is not None:
         return Verdict("failed", _driver_said(code, outcome.driver_tail))
     if outcome.bringup_error is not None:

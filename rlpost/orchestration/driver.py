@@ -15,8 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from common.attempt import CAUSE_FILE
 from common.cluster import Cluster
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from common.files import write_atomic
 from common.run_folder import RunFolder
 from rlpost.checkpoint.ownership import check_attempt
 from rlpost.checkpoint.provenance import Provenance
@@ -195,7 +197,7 @@ async def _train(
         stop.at_step = state.step if loop is None else loop.state.step
         raise
     except Hang as hang:
-        await ledger.append("hang", attempt=attempt, **hang.details)
+        await _hangs(hang, attempt, cluster, ledger)
         raise
     finally:
         await stages.close()
@@ -204,6 +206,17 @@ async def _train(
     await ledger.append("done", step=state.step, weights=weights)
     ledger.close()
     logger.info("done: step %d, weights %s", state.step, weights[:16])
+
+
+async def _hangs(hang: Hang, attempt: str, cluster: Cluster, ledger: LedgerLines) -> None:
+    """Record a hang in the ledger, and for the agent's verdict."""
+    await ledger.append("hang", attempt=attempt, **hang.details)
+    cause = Path(cluster.attempt_dir) / CAUSE_FILE
+    try:
+        async with asyncio.timeout(LAST_S):
+            await in_daemon(lambda: write_atomic(cause, f"{hang}\n"))
+    except OSError as error:  # TimeoutError is one
+        logger.warning("%s was not written: %s", cause, error or "the storage hangs")
 
 
 def _gpus(config: Config) -> dict[str, int]:

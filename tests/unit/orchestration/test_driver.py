@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from common.attempt import CAUSE_FILE
 from common.cluster import Cluster, Node
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 from common.run_folder import create_run_folder
@@ -227,3 +228,5 @@ def test_a_hang_fails_the_attempt_and_its_ranks_are_in_the_ledger(tmp_path, monk
     hang = run.ledger.read()[-1]
     assert (hang["event"], hang["call"], hang["ranks"]) == ("hang", "train_step", [2])
     assert "train_step hangs because of actor-2 on n03" in caplog.text
+    cause = Path(cluster.attempt_dir) / CAUSE_FILE
+    assert cause.read_text() == "train_step hangs because of actor-2 on n03\n"
