@@ -5,10 +5,15 @@ collectives entered in each process group. Call from a second thread: everything
 takes no lock that a collective holds.
 
 Torch counts collectives itself. Gloo increments its sequence number at the start of each
-collective; NCCL increments ``seqCollective_`` likewise and counts point-to-point messages apart
-(``torch/csrc/distributed/c10d/ProcessGroupGloo.cpp``, ``ProcessGroupNCCL.cpp``; NCCL was only
-read). On NCCL a collective is entered when it is enqueued, so the counts show how far the Python
-thread of each rank has come, not the GPU.
+collective, NCCL increments ``seqCollective_`` (``torch/csrc/distributed/c10d/ProcessGroupGloo.cpp``,
+``ProcessGroupNCCL.cpp``; NCCL was only read). Two kinds of groups are left out:
+
+- groups of pipeline stages: NCCL counts a batch of point-to-point messages as a collective
+  (``startCoalescing``), and stages send different numbers of batches;
+- the group of background saves: another thread uses it.
+
+On NCCL a collective is entered when it is enqueued, so the counts show how far the Python thread of
+each rank has come, not the GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +28,9 @@ from torch.distributed import distributed_c10d
 from rlpost.progress.position import RECORDER, GroupCount, Position
 
 DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+SAVE_GROUP = "SAVE_GROUP"
+"""Description of the process group of background saves."""
+_UNEVEN = ("PIPELINE_MODEL_PARALLEL_GROUP", SAVE_GROUP)
 BUFFER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
@@ -37,9 +45,9 @@ def group_counts() -> tuple[GroupCount, ...]:
         return ()
     found = []
     for group, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
-        entered = _sequence_number(group)
+        name = group.group_desc or group.group_name
+        entered = None if name in _UNEVEN else _sequence_number(group)
         if entered is not None:
-            name = group.group_desc or group.group_name
             found.append(GroupCount(group.group_name, name, tuple(ranks), entered))
     return tuple(sorted(found, key=lambda one: one.key))
 
