@@ -29,12 +29,12 @@ class Outcome:
 
     driver_code: int | None = None
     driver_tail: str = ""
-    driver_cause: str = ""
     bringup_error: str | None = None
     lost: str | None = None  # cause of the loss of a node or of Ray
     stop_requested: bool = False  # externally, and before any loss
     bringup_verdict: Word = "failed"
     exclude: tuple[str, ...] = ()  # hosts to exclude from the next attempt
+    driver_cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ Torch counts collectives itself. Gloo increments its sequence number at the star
 collective, NCCL increments ``seqCollective_`` (``torch/csrc/distributed/c10d/ProcessGroupGloo.cpp``,
 ``ProcessGroupNCCL.cpp``; NCCL was only read). Two kinds of groups are left out:
 
-- groups of pipeline stages: NCCL counts a batch of point-to-point messages as a collective
-  (``startCoalescing``), and stages send different numbers of batches;
+- groups of pipeline stages: gloo counts point-to-point messages too, NCCL a batch of them as one
+  collective (``startCoalescing``), and stages send different numbers of them;
 - the group of background saves: another thread uses it.
 
 On NCCL a collective is entered when it is enqueued, so the counts show how far the Python thread of
@@ -45,6 +45,8 @@ def group_counts() -> tuple[GroupCount, ...]:
         return ()
     found = []
     for group, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
+        if not isinstance(group, dist.ProcessGroup):  # a number stands for groups of other ranks
+            continue
         name = group.group_desc or group.group_name
         entered = None if name in _UNEVEN else _sequence_number(group)
         if entered is not None:
