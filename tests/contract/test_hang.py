@@ -1,7 +1,7 @@
 """A rank that skips a collective is named: real gloo ranks in workers of a real Ray.
 
 The second thread of each worker reads the stack and the counts of the first, which torch blocks in
-a collective.
+a collective. What the real actor reports is tested without Ray.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from rlpost.orchestration.placement import Slot
 from rlpost.orchestration.worker_groups import ActorGroup
 from rlpost.orchestration.workers import WorkerGroup
 from rlpost.progress.overdue import ENOUGH, Rule
+from tests.contract.actor_ranks import positions_of_a_step, run_ranks
+from tests.contract.samples import STEPS
+from tests.contract.test_actor import models, settings  # noqa: F401
 from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(180)
@@ -134,3 +137,21 @@ def test_a_rank_that_skips_a_collective_is_named(node: Any, tmp_path: Path) -> N
     assert f"actor-{ODD} on n01" in str(error) and "it skipped one" in str(error)
     for rank in range(WORLD):
         assert "all_reduce" in (tmp_path / f"flight-{rank}.json").read_text()
+
+
+def test_the_actor_reports_micro_batches_groups_and_its_own_time(models: Path) -> None:  # noqa: F811
+    for found in run_ranks(
+        positions_of_a_step, 2, settings(models, "untied", "dp2"), samples=STEPS[0]
+    ):
+        positions = found["positions"]
+        number = len(positions)
+        assert number > 1
+        assert [one.micro_batch for one in positions] == [None, *range(number - 1)]
+        assert {one.num_micro_batches for one in positions} == {number}
+        assert {one.call for one in positions} == {"train_step"}
+        assert all(any(f.function == "train_step" for f in one.stack) for one in positions)
+        names = {group.name for group in positions[0].groups}
+        assert "DATA_PARALLEL_GROUP_WITH_CP" in names
+        assert "PIPELINE_MODEL_PARALLEL_GROUP" not in names
+        assert (found["after"].call, found["after"].micro_batch) == (None, None)
+        assert 0.0 < found["own_s"] < found["s"]
