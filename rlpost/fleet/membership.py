@@ -91,7 +91,7 @@ Action = Update | Admit | Dismiss
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a job contributed: seconds in which its engines served, and the same times GPUs."""
+    """What an engine contributed: seconds in which it served, and the same times its GPUs."""
 
     engine_s: float
     gpu_s: float
@@ -220,7 +220,7 @@ class Membership:
         return {engine: self._words(member, now) for engine, member in self._members.items()}
 
     def usage(self, now: float) -> dict[str, Usage]:
-        """Return what each job has contributed so far."""
+        """Return what each engine has contributed so far; its name holds its job's id."""
         found = dict(self._usage)
         for member in self._members.values():
             if member.phase in (Phase.SERVING, Phase.LEAVING):
@@ -392,10 +392,10 @@ class Membership:
 
 
 def _add(usage: dict[str, Usage], member: _Member, now: float) -> None:
-    """Add the time since the engine was admitted to that of its job."""
+    """Add the time since the engine was admitted."""
     seconds = max(0.0, now - member.served_at)
-    job_id = member.record.job_id
-    before = usage.get(job_id, Usage(0.0, 0.0))
-    usage[job_id] = Usage(
+    engine = member.record.engine
+    before = usage.get(engine, Usage(0.0, 0.0))
+    usage[engine] = Usage(
         before.engine_s + seconds, before.gpu_s + seconds * member.record.num_gpus
     )

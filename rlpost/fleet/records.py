@@ -65,7 +65,6 @@ class EngineRecord:
         url: ``http://HOST:PORT``; empty while it starts.
         num_gpus: ranks of the engine.
         settings: digest of what the server was started with (``Lease.settings``).
-        job_id: the Slurm job whose time it uses, for the accounting.
         host: the node.
         reason: of the state, for the user; empty if there is none.
     """
@@ -77,7 +76,6 @@ class EngineRecord:
     url: str = ""
     num_gpus: int = 1
     settings: str = ""
-    job_id: str = ""
     host: str = ""
     reason: str = ""
 
@@ -151,7 +149,6 @@ def parse_engine(text: str) -> EngineRecord:
         url=_text(raw, "url"),
         num_gpus=_count(raw, "num_gpus"),
         settings=_text(raw, "settings"),
-        job_id=_text(raw, "job_id"),
         host=_text(raw, "host"),
         reason=_text(raw, "reason"),
     )

@@ -19,7 +19,7 @@ from rlpost.fleet.records import (
     parse_orders,
 )
 
-ENGINE = EngineRecord("7_0", "a1", EngineState.READY, 3, url="http://[fe80::1]:9000", job_id="7")
+ENGINE = EngineRecord("7_0", "a1", EngineState.READY, 3, url="http://[fe80::1]:9000")
 LEASE = Lease("0", 4, version=2, weights="/r/w", engines={"7_0": "serves"}, time=1.5)
 
 

@@ -17,7 +17,7 @@ LIMITS = Limits(lost_after_s=30, pulls_at_once=2, max_failures=3, retry_s=5)
 
 
 def record(engine="7_0", beat=1, state=EngineState.READY, incarnation="a", **more):
-    values = {"url": f"http://n1:{9000 + sum(map(ord, engine))}", "job_id": "7", "num_gpus": 2}
+    values = {"url": f"http://n1:{9000 + sum(map(ord, engine))}", "num_gpus": 2}
     return EngineRecord(engine, incarnation, state, beat, **values | more)
 
 
@@ -264,14 +264,14 @@ def test_a_step_waits_for_enough_engines_with_a_message_that_counts_the_others(f
     )
 
 
-def test_jobs_are_charged_from_admission_to_dismissal(fleet):
-    both = [record("7_0"), record("8_0", job_id="8", num_gpus=4)]
+def test_engines_are_charged_from_admission_to_dismissal(fleet):
+    both = [record("7_0"), record("8_0", num_gpus=4)]
     serve(fleet, *both, now=10.0)
-    assert fleet.usage(15.0) == {"7": Usage(5.0, 10.0), "8": Usage(5.0, 20.0)}
+    assert fleet.usage(15.0) == {"7_0": Usage(5.0, 10.0), "8_0": Usage(5.0, 20.0)}
     (dismiss,) = fleet.step(both, 16, Orders(drain=("7_0",)))
     fleet.finished(dismiss, 18)
-    assert fleet.usage(20.0) == {"7": Usage(8.0, 16.0), "8": Usage(10.0, 40.0)}
-    assert fleet.usage(21.0)["7"] == Usage(8.0, 16.0)
+    assert fleet.usage(20.0) == {"7_0": Usage(8.0, 16.0), "8_0": Usage(10.0, 40.0)}
+    assert fleet.usage(21.0)["7_0"] == Usage(8.0, 16.0)
 
 
 def test_words_for_the_user(fleet):

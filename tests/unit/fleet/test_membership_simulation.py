@@ -75,7 +75,6 @@ class World:
             EngineState.STARTING,
             self.beats[name] + 1,
             url=f"http://n{slot}:{9000 + self.chance.randrange(3)}",  # ports are used again
-            job_id=str(slot % 4),
         )
         ready_at = self.now + self.chance.uniform(2, 12)
         self.servers[slot] = Server(
