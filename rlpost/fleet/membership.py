@@ -187,6 +187,13 @@ class Membership:
         """Return the engines that the router sends requests to."""
         return self._in_phase(Phase.SERVING)
 
+    def in_use(self) -> tuple[str, ...]:
+        """Return the incarnations that requests may be sent to."""
+        used = (Phase.ADMITTING, Phase.SERVING, Phase.LEAVING)
+        return tuple(
+            member.record.incarnation for member in self._members.values() if member.phase in used
+        )
+
     def phases(self) -> Mapping[str, Phase]:
         """Return the phase of each engine."""
         return {engine: member.phase for engine, member in self._members.items()}

@@ -98,7 +98,9 @@ class Lease:
         weights: folder with these weights; empty before the first update.
         settings: digest of what a server depends on (``files.settings_digest``).
         engines: what the driver does with each engine, in words, for the user.
+        in_use: incarnations that requests may be sent to.
         host: the driver's node, for messages.
+        address: IP address of the driver; the route to it names an engine's network interface.
         time: of the write, in seconds since 1970 on the driver's clock; for display only.
     """
 
@@ -109,7 +111,9 @@ class Lease:
     weights: str = ""
     settings: str = ""
     engines: Mapping[str, str] = field(default_factory=dict)
+    in_use: tuple[str, ...] = ()
     host: str = ""
+    address: str = ""
     time: float = 0.0
 
     def to_json(self) -> str:
@@ -174,6 +178,9 @@ def parse_lease(text: str) -> Lease:
     engines = raw.get("engines", {})
     if not isinstance(engines, dict) or not all(isinstance(one, str) for one in engines.values()):
         raise RecordError(f"engines: {engines!r} does not map engines to words")
+    in_use = raw.get("in_use", [])
+    if not isinstance(in_use, list) or not all(isinstance(one, str) for one in in_use):
+        raise RecordError(f"in_use: {in_use!r} is not a list of incarnations")
     return Lease(
         attempt=_text(raw, "attempt"),
         beat=_count(raw, "beat"),
@@ -182,7 +189,9 @@ def parse_lease(text: str) -> Lease:
         weights=_text(raw, "weights"),
         settings=_text(raw, "settings"),
         engines=engines,
+        in_use=tuple(in_use),
         host=_text(raw, "host"),
+        address=_text(raw, "address"),
         time=time,
     )
 

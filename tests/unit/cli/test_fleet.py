@@ -34,7 +34,8 @@ def slurm(tmp_path, monkeypatch):
     asked, queue = tmp_path / "asked", tmp_path / "queue"
     queue.write_text("")
     for name, text in {
-        "sbatch": f'echo "sbatch $(env | grep -c SECRETKEY)" >>{asked}; echo "Submitted batch job $((69 + $(grep -c sbatch {asked})))"',
+        "sbatch": f'echo "sbatch $(env | grep -c SECRETKEY)" >>{asked}\n'
+        f'echo "Submitted batch job $((69 + $(grep -c sbatch {asked})))"',
         "scancel": f'echo "scancel $*" >>{asked}',
         "scontrol": "exit 0",
         "squeue": f"cat {queue}",
