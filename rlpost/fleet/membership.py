@@ -28,6 +28,7 @@ from enum import StrEnum
 from rlpost.fleet.records import EngineRecord, EngineState, Orders
 
 NEW_WEIGHTS = "new weights"
+DISMISS_AGAIN_S = 1.0
 NO_ORDERS = Orders()
 
 
@@ -68,7 +69,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Let the engine generate, and let the router send requests to it."""
+    """Check the engine's version and let it generate; it gets requests afterwards."""
 
     record: EngineRecord
     version: int
@@ -76,7 +77,8 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """Remove the engine from the router, pause it and abort its requests, which resume elsewhere.
+    """Pause the engine and abort its requests, which resume elsewhere. It gets no new ones since the
+    step that returned this.
 
     ``answers``: whether the engine is expected to answer; False if it is lost or its server ended.
     """
@@ -184,7 +186,7 @@ class Membership:
     # -- what is true ------------------------------------------------------------------------------
 
     def serving(self) -> list[EngineRecord]:
-        """Return the engines that the router sends requests to."""
+        """Return the engines that may get requests."""
         return self._in_phase(Phase.SERVING)
 
     def in_use(self) -> tuple[str, ...]:
@@ -282,6 +284,8 @@ class Membership:
 
     def _dismissals(self, now: float) -> Iterable[Dismiss]:
         for member in self._sorted(Phase.SERVING):
+            if now < member.retry_at:
+                continue
             reason = self._reason_to_leave(member, now)
             if reason is None and member.holds != self._version:
                 reason = NEW_WEIGHTS
@@ -349,12 +353,13 @@ class Membership:
 
     def _end_admission(self, member: _Member, now: float, problem: str | None) -> None:
         member.phase, member.served_at = Phase.SERVING, now
-        if problem is not None:  # the router may know the engine: it is dismissed like others
+        if problem is not None:  # it may generate: it is dismissed like others
             member.is_sick, member.problem = True, problem
 
     def _end_dismissal(self, member: _Member, reason: str, now: float, problem: str | None) -> None:
         if problem is not None:  # requests may still reach it: ``step`` dismisses it again
             member.phase, member.problem = Phase.SERVING, problem
+            member.retry_at = now + DISMISS_AGAIN_S
             return
         _add(self._usage, member, now)
         member.phase, member.holds = Phase.IDLE, None
