@@ -106,3 +106,26 @@ class Places:
             self._waiting.popleft()
         if self._waiting and self._best() is not None:
             self._waiting.popleft().set_result(None)
+
+
+class JoiningPlaces:
+    """The engines of a fleet that serve now; every connection of the run follows them."""
+
+    def __init__(self) -> None:
+        self.current: tuple[Place, ...] = ()
+        self._followers: list[Places] = []
+
+    def set(self, places: Sequence[Place]) -> None:
+        """Replace the places; requests of all followers go to these from now on."""
+        self.current = tuple(places)
+        for follower in self._followers:
+            follower.set_others(self.current)
+
+    def follow(self, places: Places) -> None:
+        """Keep ``places`` up to date until ``leave``."""
+        self._followers.append(places)
+        places.set_others(self.current)
+
+    def leave(self, places: Places) -> None:
+        """Stop to keep ``places`` up to date."""
+        self._followers.remove(places)

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from rlpost.rollout.places import AVOID_S, Place, Places
+from rlpost.rollout.places import AVOID_S, JoiningPlaces, Place, Places
 
 OWN = Place("http://own", "k", 2)
 FLEET = Place("http://fleet", "f", 4)
@@ -152,3 +152,14 @@ def test_many_requests_never_exceed_a_capacity():
         assert most == {"http://own": 2, "http://fleet": 4}
 
     asyncio.run(scenario())
+
+
+def test_every_connection_follows_the_engines_that_join_until_it_is_closed():
+    joining, first, second = JoiningPlaces(), Places([OWN]), Places([])
+    joining.follow(first)
+    joining.set([FLEET])
+    joining.follow(second)
+    assert first.all() == (OWN, FLEET) and second.all() == (FLEET,)
+    joining.leave(first)
+    joining.set([])
+    assert first.all() == (OWN, FLEET) and second.all() == ()
