@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlpost.daemon_threads import in_daemon
-from rlpost.errors import RlpostError, RolloutError
+from rlpost.errors import Fenced, RlpostError, RolloutError
 from rlpost.fleet.files import FleetFolder
 from rlpost.fleet.membership import Action, Admit, Dismiss, Membership, Update, Usage
 from rlpost.fleet.records import EngineRecord, Lease, LeaseState, Orders
@@ -57,6 +57,7 @@ class FleetMembers:
         lease: Lease,
         *,
         changed: Callable[[Sequence[EngineRecord]], None] = lambda _: None,
+        check: Callable[[], None] = lambda: None,
         deadlines: Deadlines = DEADLINES,
         poll_s: float = POLL_S,
     ) -> None:
@@ -65,9 +66,12 @@ class FleetMembers:
             lease: with the attempt, the settings and the address of this driver.
             changed: called with the engines that serve, after each change; requests go to these
                 from then on, and to no other engine of the fleet.
+            check: called before each write of the lease; raises Fenced when another attempt owns
+                the run.
         """
         self._folder, self._membership = folder, membership
         self._lease, self._changed, self._deadlines = lease, changed, deadlines
+        self._check = check
         self._poll_s = poll_s
         self._weights = Path()
         self._records: list[EngineRecord] = []
@@ -147,6 +151,10 @@ class FleetMembers:
                 await self._step()
                 if time.monotonic() - self._leased_at >= LEASE_S:
                     await self._write_lease()
+            except Fenced as error:  # the driver notices it too, and ends
+                logger.warning("%s; the fleet is left to the other attempt", error)
+                self._changed([])
+                return
             except OSError as error:
                 logger.warning("the files of the fleet cannot be used: %s", error)
             await asyncio.sleep(self._poll_s)
@@ -181,7 +189,12 @@ class FleetMembers:
             time=time.time(),
         )
         lease = self._lease
-        await in_daemon(lambda: self._folder.write_lease(lease))
+
+        def write() -> None:
+            self._check()
+            self._folder.write_lease(lease)
+
+        await in_daemon(write)
         self._leased_at = now
 
     # -- actions -----------------------------------------------------------------------------------
@@ -202,7 +215,7 @@ class FleetMembers:
         if isinstance(action, Dismiss):  # an agent that drains waits for it
             try:
                 await self._write_lease()
-            except OSError as error:  # the next poll tries again
+            except (OSError, Fenced) as error:  # the next poll tries again, or ends
                 logger.warning("the lease of the fleet could not be written: %s", error)
 
     async def _done(self, action: Action) -> None:
