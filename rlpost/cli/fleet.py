@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from common.run_folder import RunFolder
 from rlpost.arguments import Parser
@@ -184,7 +185,7 @@ def _settings(run: RunFolder, options: argparse.Namespace) -> Config:
         raise ConfigError(f"{run.run_json}: no such file; has the run started?") from None
     except ValueError as error:
         raise ConfigError(f"{run.run_json}: cannot be read: {error}") from None
-    changed = {}
+    changed: dict[str, Any] = {}
     if options.cluster is not None:
         (profile,) = files_of(None, {"cluster": options.cluster})
         changed |= read_toml(profile).get("cluster", {})
