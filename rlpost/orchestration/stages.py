@@ -125,7 +125,7 @@ class ClusterStages(RunStages):
         self.stop.check()
         is_writing = self.config.rollout.rollout_mode == "fully_async"
         pause: PauseMode = self._fleet.pause_mode if is_writing else "abort"
-        await self._fleet_sync.before()
+        await self.stop.unless_requested(self._fleet_sync.before())
 
         async def ready() -> None:
             await self._fleet_sync.written(policy_version)
