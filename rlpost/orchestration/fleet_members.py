@@ -224,6 +224,8 @@ class FleetMembers:
             case Update():
                 await _within(deadlines.update_s, self._update(action))
             case Admit():
+                # First: an agent that drains waits while the lease names its server.
+                await self._write_lease()
                 await _within(deadlines.control_s, self._admit(action))
             case Dismiss():
                 await self._dismiss(action)

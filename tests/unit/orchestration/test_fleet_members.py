@@ -42,6 +42,8 @@ class World:
 
     def change(self, now):
         self.urls = [one.url for one in now]
+        # else an agent that drains would end its server before its requests are aborted
+        assert {one.incarnation for one in now} <= set(self.folder.lease().in_use)
         for engine in self.engines:
             if engine.url in self.urls:
                 assert engine.log[-1] == "continue_generation"
