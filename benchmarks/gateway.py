@@ -10,8 +10,9 @@ do), and by harnesses in another process that send whole message lists to the ga
 2. Stub engines that answer at once: what a token costs the driver's process at most.
 3. The tiny model on one real SGLang server.
 
-Each round has both, in turns first; the overhead is the median over rounds of what the two of one
-round differ by, because the speed of a busy machine drifts. --write puts the table into docs/benchmarks.md.
+Each round measures both, and which is first alternates. The overhead is the median of the
+ratios of the rounds, because the speed of a busy machine drifts. --write puts the table into
+docs/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -364,4 +364,5 @@ def _sandboxes(facts: HostFacts) -> tuple[Check, ...]:
     limits = f"limits by cgroup v2 {offer.cgroup}"
     if not offer.cgroup:
         limits = f"limits by rlimits and measurement ({offer.no_cgroup})"
-    return (Check("sandboxes", "OK", f"namespaces; {limits}; {enroot}"),)
+    namespaces = "namespaces" if offer.namespaces is not None else "namespaces not tried"
+    return (Check("sandboxes", "OK", f"{namespaces}; {limits}; {enroot}"),)

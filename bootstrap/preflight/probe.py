@@ -89,14 +89,14 @@ def read_host(
 def read_sandboxes(environ: Mapping[str, str]) -> SandboxOffer:
     """Try namespaces in another process, and look for a delegated cgroup and enroot."""
     command = [sys.executable, "-m", "bootstrap.preflight.namespaces"]
+    failed: str | None
     try:
         tried = subprocess.run(
             command, capture_output=True, text=True, timeout=_NAMESPACES_S, cwd=_PROJECT
         )
-        lines = (tried.stdout.strip() or tried.stderr.strip()).splitlines()
-        failed = lines[-1] if tried.returncode and lines else ""
-    except (OSError, subprocess.TimeoutExpired) as error:
-        failed = str(error)
+        failed = tried.stdout.strip() or (None if tried.returncode else "")
+    except (OSError, subprocess.TimeoutExpired):
+        failed = None
     cgroup = delegated_cgroup()
     return SandboxOffer(
         namespaces=failed,

@@ -30,12 +30,12 @@ class SandboxOffer:
     """What a host has for sandboxes of agents.
 
     Attributes:
-        namespaces: why commands cannot be isolated, empty if they can.
+        namespaces: why commands cannot be isolated, empty if they can, None if that is not known.
         cgroup: the delegated cgroup v2, empty without one; ``no_cgroup`` says why.
         has_enroot: it can unpack .sqsh images.
     """
 
-    namespaces: str = ""
+    namespaces: str | None = ""
     cgroup: str = ""
     no_cgroup: str = ""
     has_enroot: bool = False

@@ -58,14 +58,14 @@ def response_body(
 ) -> dict[str, Any]:
     """Return the body of a response; ``created`` is Unix time in seconds."""
     choice = completion.choices[0]
-    is_cut = choice.ended_by == "length"
+    is_truncated = choice.ended_by == "length"
     prompt, sampled = completion.num_prompt_tokens, completion.num_tokens
     return {
         "id": f"resp_{completion.number}",
         "object": "response",
         "created_at": created,
-        "status": "incomplete" if is_cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "status": "incomplete" if is_truncated else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_truncated else None,
         "error": None,
         "model": model,
         "instructions": None,

@@ -71,6 +71,7 @@ def test_nothing_known_is_nothing_wrong() -> None:
     ("offer", "level", "words"),
     [
         (SandboxOffer(cgroup="/c", has_enroot=True), "OK", "cgroup v2 /c; enroot"),
+        (SandboxOffer(None, "/c"), "OK", "namespaces not tried; "),
         (SandboxOffer(no_cgroup="none"), "OK", "rlimits and measurement (none); no enroot"),
         (
             SandboxOffer("user namespaces: No space left on device", "/c"),
