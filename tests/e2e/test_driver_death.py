@@ -4,15 +4,22 @@ Each answer is requested from an engine, but its text is a function of the promp
 can be compared bit for bit (benchmarks/crash_answers.py).
 """
 
+import json
 import os
+import re
 import shutil
+import signal
+import subprocess
+import sys
 import time
+
+import psutil
 
 from benchmarks import crash_answers
 from rlpost.metrics.writer import read_metrics
-from tests.e2e.local_runs import LocalRun
+from tests.e2e.runs import RECIPE, ROOT
 
-NUM_STEPS = 8
+NUM_STEPS, DEADLINE_S = 8, 300
 KILLED_AFTER = (3, 6)  # steps; a checkpoint every 4, so that steps are trained again
 SETTINGS = (
     *("--num-rollout", str(NUM_STEPS), "--save-interval", "4", "--eval-interval", "none"),
@@ -22,14 +29,34 @@ SETTINGS = (
 AREAS = ("step", "train", "reward", "rollout")
 
 
-class DeterministicRun(LocalRun):
-    """A run whose answers are functions of their prompts."""
+class LocalRun:
+    """A run on this machine, in attempt 0."""
 
     def __init__(self, folder):
-        plugin = shutil.copy(crash_answers.__file__, folder / "answers.py")
-        functions = ["--custom-generate-function-path", f"{plugin}:answer"]
-        functions += ["--dynamic-sampling-filter-path", f"{plugin}:is_wanted"]
-        super().__init__(folder, [*SETTINGS, *functions])
+        self.folder = folder / "run"
+        self.plugin = shutil.copy(crash_answers.__file__, folder / "answers.py")
+        command = [sys.executable, "-m", "rlpost.submit", RECIPE, "--local", *SETTINGS]
+        command += ["--run-folder", str(self.folder)]
+        command += ["--custom-generate-function-path", f"{self.plugin}:answer"]
+        command += ["--dynamic-sampling-filter-path", f"{self.plugin}:is_wanted"]
+        with (folder / "submit.log").open("w") as log:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def step(self):
+        path = self.folder / "metrics.jsonl"
+        lines = read_metrics(path) if path.exists() else []
+        return int(lines[-1]["step"]) if lines else -1
 
     @property
     def lines(self):
@@ -40,10 +67,55 @@ class DeterministicRun(LocalRun):
         ]
 
     @property
+    def ledger(self):
+        return [
+            json.loads(line)
+            for line in (self.folder / "ledger.jsonl").read_text().split("\n")
+            if line
+        ]
+
+    @property
+    def weights(self):
+        return [entry["weights"] for entry in self.ledger if entry["event"] == "done"]
+
+    @property
     def finished(self):
         """The prompt of each group that was finished, in the order of their numbers."""
         lines = (self.folder.parent / "answers.finished").read_text().splitlines()
         return sorted(int(line.split()[0]) for line in lines)
+
+    def until(self, condition, what):
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert self.process.poll() is None, f"{what}: the run has ended"
+            assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
+            time.sleep(0.05)
+
+    def done(self):
+        assert self.process.wait(timeout=DEADLINE_S) == 0
+        return self
+
+    def processes(self, log):
+        """Processes whose output is a log of the attempt."""
+        found = set()
+        for process in psutil.process_iter():
+            try:
+                output = os.readlink(f"/proc/{process.pid}/fd/1")
+                if re.fullmatch(rf"{self.folder}/attempts/0/{log}", output):
+                    found.add(process.pid)
+            except OSError:
+                continue
+        return found
+
+    def driver(self):
+        """The driver that works: it has a router and graders, which a standby has not."""
+        for pid in self.processes(r"driver\.log"):
+            process = psutil.Process(pid)
+            parent = process.parent()
+            is_kept = parent is not None and "bootstrap.agent.keeper" in parent.cmdline()
+            if is_kept and process.children():
+                return process
+        raise AssertionError("no driver works")
 
 
 def test_a_driver_killed_twice_leaves_the_run_of_one_that_lived(assets, tmp_path):
@@ -52,10 +124,10 @@ def test_a_driver_killed_twice_leaves_the_run_of_one_that_lived(assets, tmp_path
     """
     (tmp_path / "undisturbed").mkdir()
     (tmp_path / "killed").mkdir()
-    with DeterministicRun(tmp_path / "undisturbed") as undisturbed:
+    with LocalRun(tmp_path / "undisturbed") as undisturbed:
         undisturbed.done()
     engines = []
-    with DeterministicRun(tmp_path / "killed") as run:
+    with LocalRun(tmp_path / "killed") as run:
         for number, step in enumerate(KILLED_AFTER, start=1):
             run.until(lambda: run.step >= step, f"step {step}")  # noqa: B023
             engines.append(run.processes(r"engine-\d+-server\.log"))
