@@ -79,6 +79,9 @@ def train_critic(
         "hash": actor.critic.weights_hash(max_bytes=10_000),
         "policy_hash": actor.weights_hash(),
         "num_steps": actor.num_critic_steps,
+        "num_parameters": sum(
+            parameter.numel() for chunk in actor.critic.chunks for parameter in chunk.parameters()
+        ),
     }
 
 

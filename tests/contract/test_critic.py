@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlpost.actor.settings import ActorSettings
+from rlpost.config.plan.shape import Layout, critic_parameters
 from rlpost.errors import CheckpointError
+from rlpost.hf_shape import hf_shape
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.critic_ranks import (
     leave_and_come_back,
@@ -82,6 +84,17 @@ def test_a_layout_trains_the_critic_as_one_process_does(models, alone, name):
     expected, _ = alone(model)
     ranks = run_ranks(train_critic, num_ranks, settings(models, model, **layout), steps=STEPS)
     assert len({rank["hash"] for rank in ranks}) == 1
+    sizes = Layout(
+        world=num_ranks,
+        tensor=layout.get("tensor_model_parallel_size", 1),
+        pipeline=layout.get("pipeline_model_parallel_size", 1),
+        expert=layout.get("expert_model_parallel_size", 1),
+        expert_tensor=1,
+        chunk=layout.get("num_layers_per_virtual_pipeline_stage"),
+    )
+    shape = hf_shape(json.loads((models / model / "config.json").read_text()))
+    planned = {critic_parameters(shape, sizes, stage).total for stage in range(sizes.pipeline)}
+    assert {rank["num_parameters"] for rank in ranks} == planned
     assert _difference(ranks[0]["gradients"], expected["gradients"]) < LIMIT
     assert _difference(ranks[0]["weights"], expected["weights"]) < LIMIT
     for rank in ranks:
