@@ -256,7 +256,7 @@ def load(
     )
     if is_same_layout:
         random_state.restore(loaded[random_state.KEY])
-    else:
+    elif "layout" in common:  # that of a critic is in the policy's part
         logger.info(
             "%s was written with another layout: random generators restart from the seed", folder
         )
