@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from rlpost.algorithm.gae import Discounts, estimate_with_values
 from rlpost.columns import FloatColumn
-from rlpost.types import TrainBatch, TrainSample
-from tests.contract.actor_ranks import my_batch, whole_tensors
+from rlpost.types import Sample, SampleGroup, ScoredSample, TrainBatch, TrainSample
+from tests.contract.actor_ranks import logits, my_batch, whole_tensors
 
 
 class Of:
@@ -111,3 +112,66 @@ def values_of(actor: Any, samples: Sequence[TrainSample]) -> dict[str, Any]:
         "values": by_sample(batch, actor.compute_values(batch)),
         "hash": actor.critic.weights_hash(max_bytes=10_000),
     }
+
+
+PROMPT, ANSWER, BATCH, WANTED = (5, 7, 11), 6, 32, 48
+"""Prompt, tokens of an answer, answers of a rollout; tokens below the last number are rewarded."""
+
+
+def learn(actor: Any, *, num_rollouts: int) -> dict[str, list[float]]:
+    """Train with PPO on answers drawn from the policy; their reward, by rollout, is the share of
+    wanted tokens.
+    """
+    import numpy as np
+
+    source = np.random.default_rng(1)
+    actor.import_weights()
+    seen: dict[str, list[float]] = {"reward": [], "explained": []}
+    for _ in range(num_rollouts):
+        answers = _drawn(actor, source)
+        groups = [_scored_group(number, answer) for number, answer in enumerate(answers)]
+        samples = [_train_sample(answer) for answer in answers]
+        batch = TrainBatch((tuple(samples),), len(samples), len(samples) * ANSWER)
+        values = actor.compute_values(batch)
+        found = estimate_with_values(
+            groups,
+            [[column] for column in values[0]],
+            None,
+            Discounts(1.0, 0.95),
+            normalize_advantages=True,
+        )
+        actor.train_critic(batch, values, [returns for (returns,) in found.returns])
+        actor.train_step(batch, None, [advantage for (advantage,) in found.advantages])
+        seen["reward"].append(sum(group.rewards[0] for group in groups) / len(groups))
+        seen["explained"].append(found.metrics["train/value_explained_var"])
+    return seen
+
+
+def _drawn(actor: Any, source: Any) -> list[list[int]]:
+    """Draw each token of all answers in one pass over the answers so far."""
+    import numpy as np
+
+    answers: list[list[int]] = [[] for _ in range(BATCH)]
+    for length in range(ANSWER):
+        # a token is appended that no row before it sees
+        rows = logits(actor, [_train_sample([*answer, 0]) for answer in answers])
+        width = len(PROMPT) + length + 1
+        last = rows[width - 2 :: width][:BATCH]
+        scaled = np.exp(last - last.max(1, keepdims=True))
+        cumulative = (scaled / scaled.sum(1, keepdims=True)).cumsum(1)
+        drawn = (cumulative < source.random((BATCH, 1))).sum(1)
+        for answer, token in zip(answers, drawn, strict=True):
+            answer.append(min(int(token), cumulative.shape[1] - 1))
+    return answers
+
+
+def _train_sample(answer: Sequence[int]) -> TrainSample:
+    length = len(answer)
+    return TrainSample((*PROMPT, *answer), len(PROMPT), (1,) * length, (0.0,) * length, 0.0)
+
+
+def _scored_group(number: int, answer: Sequence[int]) -> SampleGroup:
+    zeros = (0.0,) * len(answer)
+    sample = Sample(number, 0, PROMPT, tuple(answer), zeros, "", "length", 0)
+    reward = sum(token < WANTED for token in answer) / len(answer)
+    return SampleGroup(number, (ScoredSample(sample, reward),))
