@@ -267,10 +267,7 @@ class Actor:
         return 0 if self.critic is None else self.critic.num_optimizer_steps
 
     def compute_values(self, batch: TrainBatch) -> Values:
-        """The critic's value before each response token; forward only.
-
-        Empty on all pipeline stages but the last.
-        """
+        """The critic's value before each response token; see ``Critic.values``."""
         return self._critic().values(batch)
 
     def train_critic(
@@ -303,8 +300,9 @@ class Actor:
         megatron_checkpoint.create_folder(Path(folder), step)
         self._finish_param_sync()
         saver = self._saver or self.set_save_buffer(self.settings.save_buffer_bytes)
-        writing = self._writing = JointWriting()
+        writing = JointWriting()
         writing.add(saver, folder, megatron_checkpoint.Progress(step, self.num_optimizer_steps))
+        self._writing = writing
         if self.critic is not None:
             self.critic.start_save(writing, folder, step, self._residence)
         if in_background:

@@ -19,6 +19,7 @@ from rlpost.errors import CheckpointError
 from rlpost.hf_shape import hf_shape
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.critic_ranks import (
+    learn,
     leave_and_come_back,
     returns_of,
     train_critic,
@@ -214,14 +215,23 @@ def test_a_critic_starts_from_the_policy_a_checkpoint_or_a_reward_model(models, 
 
 
 def test_the_critic_leaves_the_device_with_the_trainer_and_is_saved_meanwhile(models, tmp_path):
-    (hashes,) = run_ranks(
+    """Two ranks, each of which saves in the background."""
+    ranks = run_ranks(
         leave_and_come_back,
-        1,
-        settings(models, "qwen3"),
+        2,
+        settings(models, "qwen3", **tp(2)),
         steps=STEPS,
         folder=str(tmp_path / "saved"),
     )
-    assert len(set(hashes)) == 1
+    assert len({hashes for rank in ranks for hashes in rank}) == 1
+
+
+def test_the_reward_of_drawn_answers_rises(models):
+    """From the share of wanted tokens of a random policy; the values come to explain returns."""
+    alone = settings(models, "qwen3", critic_lr=3e-3, value_clip=0.2)
+    (seen,) = run_ranks(learn, 1, alone, num_rollouts=20)
+    assert sum(seen["reward"][-3:]) / 3 > sum(seen["reward"][:3]) / 3 + 0.2
+    assert seen["explained"][-1] > 0.0
 
 
 def load_without_critic(actor: Any, *, folder: str) -> str:
