@@ -3,7 +3,7 @@
 Input: the reward of each token of a response and the critic's value of the state before it. Output:
 an advantage and a return for each token, float64. Pure, without torch.
 
-Sources: GAE, arXiv 1506.02438, equations 11, 12 and 16; PPO, arXiv 1707.06347, equations 11 and 12.
+Sources: GAE, arXiv 1506.02438, equations 11 and 16; PPO, arXiv 1707.06347, equations 11 and 12.
 Tokens that the model did not generate (loss mask 0, the output of tools) are no actions: the state
 before the next generated token follows the state before the last one, without a discount between.
 A response is an episode: the value after its last token is 0, also if it was truncated.
@@ -57,7 +57,7 @@ def gae(
     """Advantages A_t = delta_t + gamma lambda A_(t+1) and returns A_t + V_t; [T], [T] -> [T], [T].
 
     delta_t = r_t + gamma V_(t+1) - V_t, where V after the last token is 0 (arXiv 1506.02438,
-    equations 12 and 16). The sum runs over all chunks of ``chunk`` tokens at once, then over the
+    equations 11 and 16). The sum runs over all chunks of ``chunk`` tokens at once, then over the
     chunks; the length of a chunk (default: the square root of T) changes only rounding.
     """
     next_values = np.append(values_T[1:], 0.0)

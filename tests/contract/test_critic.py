@@ -202,7 +202,7 @@ def test_a_critic_starts_from_the_policy_a_checkpoint_or_a_reward_model(models, 
     (from_policy,) = run_ranks(values_of, 1, stored, samples=STEPS[0])
     assert len({of_policy["hash"], from_hf["hash"], from_policy["hash"]}) == 3
     stored = settings(models, "qwen3", critic_load=str(saved / "critic"))
-    (from_critic,) = run_ranks(values_of, 1, stored, samples=STEPS[0])
+    (from_critic,) = run_ranks(values_of, 1, stored, samples=STEPS[2])
     assert from_critic["values"] == trained["values"][2]
     reward_model = tmp_path / "reward"
     reward_model.mkdir()
