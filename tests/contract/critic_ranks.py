@@ -126,7 +126,7 @@ def learn(actor: Any, *, num_rollouts: int) -> dict[str, list[float]]:
 
     source = np.random.default_rng(1)
     actor.import_weights()
-    seen: dict[str, list[float]] = {"reward": [], "explained": []}
+    seen: dict[str, list[float]] = {"reward": [], "error": []}
     for _ in range(num_rollouts):
         answers = _drawn(actor, source)
         groups = [_scored_group(number, answer) for number, answer in enumerate(answers)]
@@ -143,7 +143,8 @@ def learn(actor: Any, *, num_rollouts: int) -> dict[str, list[float]]:
         actor.train_critic(batch, values, [returns for (returns,) in found.returns])
         actor.train_step(batch, None, [advantage for (advantage,) in found.advantages])
         seen["reward"].append(sum(group.rewards[0] for group in groups) / len(groups))
-        seen["explained"].append(found.metrics["train/value_explained_var"])
+        metrics = found.metrics
+        seen["error"].append(abs(metrics["train/value_mean"] - metrics["train/return_mean"]))
     return seen
 
 
