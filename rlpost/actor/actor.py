@@ -21,7 +21,18 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from rlpost.actor import device, megatron_checkpoint, optimizer, parallel, progress, random_state
+from rlpost.actor import (
+    device,
+    frozen,
+    megatron_checkpoint,
+    muon,
+    optimizer,
+    parallel,
+    progress,
+    random_state,
+)
+from rlpost.actor.lora.adapters import Adapters
+from rlpost.actor.lora.targets import peft_settings
 from rlpost.actor.megatron_checkpoint import Residence, Saver
 from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.model import build_model, inventory_of
@@ -47,6 +58,7 @@ from rlpost.weights.bucket_plan import SMALLEST
 from rlpost.weights.delta import Written
 from rlpost.weights.exporter import Exporter, export_folder, weights_hash
 from rlpost.weights.importer import HuggingFaceFolder, import_weights
+from rlpost.weights.peft_folder import write_peft_folder
 from rlpost.weights.sent_weights import LastSent
 from rlpost.weights.trainer_side import Broadcast, Buckets, Sharing
 
@@ -65,7 +77,8 @@ class Actor:
         """
         self.settings = settings
         self.stop_points = StopPoints()
-        self._reference: ReferenceWeights | None = None
+        self._reference: ReferenceWeights | Adapters | None = None
+        self._adapters: Adapters | None = None
         self.num_optimizer_steps = 0  # completed so far; the learning rate depends on it
         self._saver: Saver | None = None
         self._writing: megatron_checkpoint.Writing | None = None
@@ -88,6 +101,7 @@ class Actor:
             num_virtual_stages=self.description.num_virtual_stages(settings),
         )
         self.chunks = build_model(self.description, settings)
+        frozen.check_frozen(self.chunks, settings, stage=parallel.pipeline_group().rank())
         self.model = optimizer.wrap(self.chunks, settings)
         self.optimizer = optimizer.build(self.model, settings)
         group = parallel.tensor_parallel_group()
@@ -108,7 +122,11 @@ class Actor:
             stop_points=self.stop_points,
         )
         self.inventory = inventory_of(self.chunks, self.description)
-        if settings.needs_reference:
+        if settings.optimizer == "muon":
+            muon.install(self.optimizer, self.inventory, settings)
+        if settings.lora_rank is not None:
+            self._reference = self._adapters = Adapters(self.chunks, self.inventory)
+        elif settings.needs_reference:
             self._reference = ReferenceWeights(self.inventory, self._read_initial_weights)
         self.exporter = Exporter(self.inventory)
         self.buckets = Buckets(
@@ -185,6 +203,8 @@ class Actor:
             WeightError, CheckpointError: the weights do not fit the model.
         """
         self._read_initial_weights()
+        if self._adapters is not None:
+            self._adapters.initialise(self.settings.seed)
         self.optimizer.reload_model_params()
 
     def compute_logprobs(self, batch: TrainBatch) -> Logprobs:
@@ -281,6 +301,7 @@ class Actor:
             None if self.settings.no_save_optim else self.optimizer,
             buffer_bytes=num_bytes,
             residence=Residence(self.memory.resident, self.memory.lock),
+            adapters=self._adapter_settings,
         )
         return self._saver
 
@@ -341,11 +362,14 @@ class Actor:
             CheckpointError: the checkpoint does not fit the model.
         """
         self.wait_copied()
+        if self._adapters is not None:  # a checkpoint has the adapters alone
+            self._read_initial_weights()
         progress = megatron_checkpoint.load(
             folder,
             chunks=self.chunks,
             optimizer=self.optimizer,
             buffer_bytes=self.settings.save_buffer_bytes,
+            adapters=self._adapter_settings,
         )
         self.num_optimizer_steps = progress.num_optimizer_steps
         return progress.step
@@ -353,19 +377,24 @@ class Actor:
     def export(self, folder: str | Path) -> None:
         """Write the weights as a Hugging Face folder with configuration and tokenizer.
 
+        With adapters these are the merged weights, or with ``lora_export`` peft the adapters alone.
+
         Raises:
             CheckpointError: the folder cannot be written; raised on every rank.
         """
         self._finish_param_sync()
-        problem, writes, config = None, dist.get_rank() == 0, self.description.hf_config
-        try:
-            export_folder(
+        problem, writes, settings = None, dist.get_rank() == 0, self.settings
+        if settings.lora_export == "peft":
+            write = partial(write_peft_folder, self.inventory, settings=peft_settings(settings))
+        else:
+            write = partial(
+                export_folder,
                 self.exporter,
-                folder,
-                template=self.settings.hf_checkpoint,
-                config=config,
-                writes=writes,
+                template=settings.hf_checkpoint,
+                config=self.description.hf_config,
             )
+        try:
+            write(folder, writes=writes)
         except OSError as error:
             problem = str(error)
         if problem := parallel.first_problem(problem):
@@ -422,6 +451,17 @@ class Actor:
         if hasattr(self, "broadcast"):
             self.broadcast.disconnect()
         parallel.destroy()
+
+    @property
+    def _adapter_settings(self) -> dict[str, object] | None:
+        """What a checkpoint says about the adapters in it."""
+        if self.settings.lora_rank is None:
+            return None
+        return {
+            "lora_rank": self.settings.lora_rank,
+            "lora_alpha": self.settings.lora_alpha,
+            "lora_targets": sorted(self.settings.lora_targets),
+        }
 
     def _read_initial_weights(self) -> None:
         folder = self.settings.ref_load or self.settings.hf_checkpoint
