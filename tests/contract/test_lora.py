@@ -51,13 +51,18 @@ def settings(folder: Path, model: str, **more: Any) -> ActorSettings:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, dict[str, Any]]:
-    """One process for each model."""
-    (dense,) = run_ranks(
-        look_at_adapters, 1, settings(folder, DENSE), steps=STEPS, folder=str(folder)
-    )
-    (sparse,) = run_ranks(train_adapters, 1, settings(folder, MOE), steps=STEPS)
-    return {DENSE: dense, MOE: sparse}
+def dense(folder: Path) -> dict[str, Any]:
+    """The dense model in one process, and what it wrote into the folder."""
+    given = settings(folder, DENSE)
+    (found,) = run_ranks(look_at_adapters, 1, given, steps=STEPS, folder=str(folder))
+    return found
+
+
+@pytest.fixture(scope="module")
+def sparse(folder: Path) -> dict[str, Any]:
+    """The mixture of experts in one process."""
+    (found,) = run_ranks(train_adapters, 1, settings(folder, MOE), steps=STEPS)
+    return found
 
 
 LAYOUTS = {
@@ -71,11 +76,11 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_adapters_train_at_every_layout_as_in_one_process(folder, alone, name):
+def test_adapters_train_at_every_layout_as_in_one_process(folder, request, name):
     """Loss, gradient norm and all factors after three steps, relative, in float32."""
     model, num_ranks, layout = LAYOUTS[name]
     found = run_ranks(train_adapters, num_ranks, settings(folder, model, **layout), steps=STEPS)
-    expected = alone[model]
+    expected = request.getfixturevalue("dense" if model == DENSE else "sparse")
     assert len({one["hash"] for one in found}) == 1, "every rank exports the same merged weights"
     for ours, theirs in zip(found[0]["metrics"], expected["metrics"], strict=True):
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=LIMIT, abs=1e-6)
@@ -86,34 +91,32 @@ def test_adapters_train_at_every_layout_as_in_one_process(folder, alone, name):
         assert np.abs(ours[key] - value).max() <= LIMIT * np.abs(value).max(), key
 
 
-def test_an_adapter_starts_as_the_base_and_only_adapters_are_trained_and_saved(alone):
+def test_an_adapter_starts_as_the_base_and_only_adapters_are_trained_and_saved(dense):
     """B is zero: logits are bitwise those of the base. The checkpoint has two factors a layer, and
     the optimizer's three states of them.
     """
-    seen = alone[DENSE]
-    assert np.array_equal(seen["adapted before"], seen["base"])
-    assert np.array_equal(seen["base after"], seen["base"])
-    assert np.abs(seen["adapted after"] - seen["base"]).max() > 0.1
+    assert np.array_equal(dense["adapted before"], dense["base"])
+    assert np.array_equal(dense["base after"], dense["base"])
+    assert np.abs(dense["adapted after"] - dense["base"]).max() > 0.1
     hidden, ffn, columns, layers = 64, 96, (4 + 2 * 2) * 16, 4
     sizes = (hidden + columns, 4 * 16 + hidden, hidden + 2 * ffn, ffn + hidden)
     count = layers * RANK * sum(sizes)
-    assert seen["trained"] == count
-    assert seen["num_saved"] == dict.fromkeys(("weights", "param", "exp_avg", "exp_avg_sq"), count)
+    assert dense["trained"] == count
+    assert dense["num_saved"] == dict.fromkeys(("weights", "param", "exp_avg", "exp_avg_sq"), count)
 
 
-def test_the_reference_is_the_base(alone):
+def test_the_reference_is_the_base(dense):
     """Log-probs of the reference after training are those of the policy before it."""
-    seen = alone[DENSE]
-    assert seen["reference logprobs"] == seen["base logprobs"]
+    assert dense["reference logprobs"] == dense["base logprobs"]
 
 
-def test_merged_weights_compute_what_adapters_compute(folder, alone):
+def test_merged_weights_compute_what_adapters_compute(folder, dense):
     """transformers with the exported folder, against Megatron with adapters."""
-    ours = alone[DENSE]["adapted after"]
+    ours = dense["adapted after"]
     assert np.abs(ours - hf_logits(folder / "merged")).max() < 1e-5 * np.abs(ours).max()
 
 
-def test_the_peft_folder_has_the_update_of_every_merged_weight(folder):
+def test_the_peft_folder_has_the_update_of_every_merged_weight(folder, dense):
     """PEFT's rule, W + alpha / r B A for each module, gives the merged folder; modules without an
     adapter are unchanged.
     """
@@ -134,13 +137,13 @@ def test_the_peft_folder_has_the_update_of_every_merged_weight(folder):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
-def test_peft_loads_the_folder_with_equal_logits(folder, alone):
+def test_peft_loads_the_folder_with_equal_logits(folder, dense):
     import peft
     import transformers
 
     base = transformers.AutoModelForCausalLM.from_pretrained(folder / DENSE)
     model = peft.PeftModel.from_pretrained(base, folder / "peft")
-    ours = alone[DENSE]["adapted after"]
+    ours = dense["adapted after"]
     assert np.abs(ours - logits_of(model)).max() < 1e-5 * np.abs(ours).max()
 
 
@@ -174,7 +177,7 @@ def test_a_run_with_dropout_is_resumed_bit_for_bit(folder, tmp_path):
     assert plain[0]["hash"] != whole[0]["hash"], "dropout has an effect"
 
 
-def test_a_checkpoint_of_other_adapters_is_refused(folder, alone):
+def test_a_checkpoint_of_other_adapters_is_refused(folder, dense):
     """Names the settings of both, and the way out."""
     other = dataclasses.replace(settings(folder, DENSE), lora_rank=2)
     with pytest.raises(AssertionError, match=r"has LoRA adapters of .*'lora_rank': 4.* use those"):
