@@ -135,12 +135,12 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update all parameters. Collective of the tensor-parallel ranks."""
-        groups = self.param_groups
+        groups: list[dict[str, Any]] = self.param_groups
         for group in groups:
             if group[MATRICES]:
                 for parameter in group["params"]:
                     self._update(parameter, lr=group["lr"], weight_decay=group["weight_decay"])
-        self.param_groups = [group for group in groups if not group[MATRICES]]
+        self.param_groups: list[dict[str, Any]] = [group for group in groups if not group[MATRICES]]
         try:
             super().step()
         finally:
