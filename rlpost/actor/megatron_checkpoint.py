@@ -170,6 +170,7 @@ class Saver:
         self.must_stay = optimizer is not None and not optimizer_state.is_live(optimizer)
         """Whether the optimizer must not be offloaded while a save copies it."""
         self._written = written_states(optimizer, regions_of_model(model_state(chunks)))
+        self._has_frozen = _any_frozen(chunks)
 
     def start(
         self, folder: str | Path, progress: Progress, *, with_random_state: bool = True
@@ -192,7 +193,8 @@ class Saver:
             raise CheckpointError(f"{failed}: {problem}")
         weights = self._chunked(written_weights(regions))
         everything = weights + self._chunked(self._states(regions))
-        contents = Contents(everything, _objects(state, with_random_state))
+        incomplete = OPTIMIZER_PREFIX if self._has_frozen else None
+        contents = Contents(everything, _objects(state, with_random_state), incomplete)
         stream = HostStream(
             everything,
             num_weights=len(weights),
@@ -421,6 +423,14 @@ def _read(read: Callable[[], object], folder: str | Path) -> Any:
                 "--enable-mtp-training false, or weights that have it (convert the Hugging Face folder again)"
             ) from error
         raise CheckpointError(f"{folder} cannot be loaded into this model: {error}") from error
+
+
+def _any_frozen(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Return whether any rank has a frozen parameter. Collective."""
+    frozen = any(not one.requires_grad for chunk in chunks for one in chunk.parameters())
+    found = [False] * dist.get_world_size()
+    dist.all_gather_object(found, frozen)
+    return any(found)
 
 
 def _message_of(error: BaseException) -> str:

@@ -47,7 +47,7 @@ def test_one_step_is_that_of_torch_for_each_hugging_face_matrix(tmp_path: Path):
         optimizer.step()
         theirs = (weight - start).detach()
         ours = torch.from_numpy(found["weights"][name]) - start
-        assert (ours - theirs).abs().max() < 0.05 * theirs.abs().max(), name
+        assert (ours - theirs).norm() < 0.1 * theirs.norm(), name
 
 
 def test_a_run_is_resumed_bit_for_bit(tmp_path: Path):
