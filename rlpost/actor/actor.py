@@ -21,9 +21,20 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from rlpost.actor import device, megatron_checkpoint, optimizer, parallel, progress, random_state
+from rlpost.actor import (
+    device,
+    frozen,
+    megatron_checkpoint,
+    muon,
+    optimizer,
+    parallel,
+    progress,
+    random_state,
+)
 from rlpost.actor.critic import Critic, Values
 from rlpost.actor.joint_writing import JointWriting
+from rlpost.actor.lora.adapters import Adapters
+from rlpost.actor.lora.targets import peft_settings
 from rlpost.actor.megatron_checkpoint import Residence, Saver
 from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.model import build_model, inventory_of
@@ -49,6 +60,7 @@ from rlpost.weights.bucket_plan import SMALLEST
 from rlpost.weights.delta import Written
 from rlpost.weights.exporter import Exporter, export_folder, weights_hash
 from rlpost.weights.importer import HuggingFaceFolder, import_weights
+from rlpost.weights.peft_folder import write_peft_folder
 from rlpost.weights.sent_weights import LastSent
 from rlpost.weights.trainer_side import Broadcast, Buckets, Sharing
 
@@ -67,7 +79,8 @@ class Actor:
         """
         self.settings = settings
         self.stop_points = StopPoints()
-        self._reference: ReferenceWeights | None = None
+        self._reference: ReferenceWeights | Adapters | None = None
+        self._adapters: Adapters | None = None
         self.num_optimizer_steps = 0  # completed so far; the learning rate depends on it
         self._saver: Saver | None = None
         self._writing: JointWriting | None = None
@@ -91,6 +104,7 @@ class Actor:
             num_virtual_stages=self.description.num_virtual_stages(settings),
         )
         self.chunks = build_model(self.description, settings)
+        frozen.check_frozen(self.chunks, settings, stage=parallel.pipeline_group().rank())
         self.model = optimizer.wrap(self.chunks, settings)
         self.optimizer = optimizer.build(self.model, settings)
         group = parallel.tensor_parallel_group()
@@ -111,6 +125,8 @@ class Actor:
             stop_points=self.stop_points,
         )
         self.inventory = inventory_of(self.chunks, self.description)
+        if settings.optimizer == "muon":
+            muon.install(self.optimizer, self.inventory, settings)
         if settings.use_critic:
             self.critic = Critic(
                 settings,
@@ -118,7 +134,9 @@ class Actor:
                 row_layout=self.row_layout,
                 stop_points=self.stop_points,
             )
-        if settings.needs_reference:
+        if settings.lora_rank is not None:
+            self._reference = self._adapters = Adapters(self.chunks, self.inventory)
+        elif settings.needs_reference:
             self._reference = ReferenceWeights(self.inventory, self._read_initial_weights)
         self.exporter = Exporter(self.inventory)
         self.buckets = Buckets(
@@ -197,6 +215,8 @@ class Actor:
             WeightError, CheckpointError: the weights do not fit the model.
         """
         self._read_initial_weights()
+        if self._adapters is not None:
+            self._adapters.initialise(self.settings.seed)
         self.optimizer.reload_model_params()
         if self.critic is not None:
             self.critic.import_weights()
@@ -321,6 +341,7 @@ class Actor:
             None if self.settings.no_save_optim else self.optimizer,
             buffer_bytes=num_bytes,
             residence=self._residence,
+            adapters=self._adapter_settings,
         )
         if self.critic is not None:
             self.critic.set_save_buffer(num_bytes, self._residence)
@@ -374,11 +395,14 @@ class Actor:
             CheckpointError: the checkpoint does not fit the model.
         """
         self.wait_copied()
+        if self._adapters is not None:  # a checkpoint has the adapters alone
+            self._read_initial_weights()
         progress = megatron_checkpoint.load(
             folder,
             chunks=self.chunks,
             optimizer=self.optimizer,
             buffer_bytes=self.settings.save_buffer_bytes,
+            adapters=self._adapter_settings,
         )
         self.num_optimizer_steps = progress.num_optimizer_steps
         if self.critic is not None:
@@ -388,19 +412,23 @@ class Actor:
     def export(self, folder: str | Path) -> None:
         """Write the weights as a Hugging Face folder with configuration and tokenizer.
 
+        With adapters these are the merged weights, or with ``lora_export`` peft the adapters alone.
+
         Raises:
             CheckpointError: the folder cannot be written; raised on every rank.
         """
         self._finish_param_sync()
-        write = partial(
-            export_folder,
-            self.exporter,
-            folder,
-            template=self.settings.hf_checkpoint,
-            config=self.description.hf_config,
-            writes=dist.get_rank() == 0,
-        )
-        self._written(write, folder)
+        settings = self.settings
+        if settings.lora_export == "peft":
+            write = partial(write_peft_folder, self.inventory, settings=peft_settings(settings))
+        else:
+            write = partial(
+                export_folder,
+                self.exporter,
+                template=settings.hf_checkpoint,
+                config=self.description.hf_config,
+            )
+        self._written(partial(write, folder, writes=dist.get_rank() == 0), folder)
 
     def export_critic(self, folder: str | Path) -> None:
         """Write the critic as a Hugging Face folder of a model for token classification.
@@ -470,6 +498,17 @@ class Actor:
         if hasattr(self, "broadcast"):
             self.broadcast.disconnect()
         parallel.destroy()
+
+    @property
+    def _adapter_settings(self) -> dict[str, object] | None:
+        """What a checkpoint says about the adapters in it."""
+        if self.settings.lora_rank is None:
+            return None
+        return {
+            "lora_rank": self.settings.lora_rank,
+            "lora_alpha": self.settings.lora_alpha,
+            "lora_targets": sorted(self.settings.lora_targets),
+        }
 
     def _read_initial_weights(self) -> None:
         folder = self.settings.ref_load or self.settings.hf_checkpoint

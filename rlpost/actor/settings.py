@@ -47,6 +47,19 @@ class ActorSettings(LossSettings):
     recompute_num_layers: int | None = None
     enable_mtp_training: bool = False
     mtp_loss_scaling_factor: float = 0.1
+    lora_rank: int | None = None
+    """None: all weights are trained."""
+    lora_alpha: float = 32.0
+    lora_dropout: float = 0.0
+    lora_targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    lora_export: str = "merged"
+    only_train_params_name_list: tuple[str, ...] = ()
+    freeze_params_name_list: tuple[str, ...] = ()
+    optimizer: str = "adam"
+    muon_momentum: float = 0.95
+    muon_nesterov: bool = True
+    muon_num_ns_steps: int = 5
+    muon_scale: str = "match_rms_adam"
     lr: float = 1e-6
     min_lr: float = 0.0
     lr_decay_style: str = "constant"

@@ -18,6 +18,7 @@ from rlpost.config.groups.env import EnvConfig
 from rlpost.config.groups.eval import EvalConfig
 from rlpost.config.groups.fleet import FleetConfig
 from rlpost.config.groups.grpo import GrpoConfig
+from rlpost.config.groups.lora import LoraConfig
 from rlpost.config.groups.megatron import MegatronConfig
 from rlpost.config.groups.model import ModelConfig
 from rlpost.config.groups.observe import ObserveConfig
@@ -44,6 +45,7 @@ class Config(Group):
     grpo: GrpoConfig = GrpoConfig()
     critic: CriticConfig = CriticConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig = LoraConfig()
     sandbox: SandboxConfig = SandboxConfig()
     sglang: SglangConfig = SglangConfig()
     sync: SyncConfig = SyncConfig()

@@ -61,7 +61,6 @@ LACKING: dict[str, str] = {
     "eval-tool-key": "set tool_key of the set in --eval-config",
     "fetch-trajectory-retry-times": _SERVICE,
     "freeze-indexer": "rlpost has no family with such an indexer",
-    "freeze-params-name-list": "rlpost trains all parameters",
     "get-mismatch-metrics": "remove it: train/rollout_kl and train/rollout_ratio are always "
     "computed",
     "http-proxy": "engines are reached directly; set proxies for other programs with --environment",
@@ -87,7 +86,6 @@ LACKING: dict[str, str] = {
     "multimodal-keys": "rlpost trains text models only",
     "num-epoch": "use --num-rollout: number of prompts x epochs / --rollout-batch-size",
     "offload": "use --offload-train --offload-rollout",
-    "only-train-params-name-list": "rlpost trains all parameters",
     "opd-kl-coef": _NO_TEACHER,
     "opd-teacher-ckpt-step": _NO_TEACHER,
     "opd-teacher-load": _NO_TEACHER,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rlpost.config.plan.activations import Pass, logits_bytes, stage_bytes, transient_bytes
+from rlpost.config.plan.adapters import adapter_parameters
 from rlpost.config.plan.shape import (
     Layout,
     Parameters,
@@ -57,6 +58,8 @@ class Rank:
 
     stage: int
     parameters: Parameters
+    trained: Parameters
+    """With adapters these alone, in addition to ``parameters``; otherwise the same."""
     held: RankMemory
     critic: RankMemory
     """Of a critic beside the policy; zeros without one."""
@@ -163,11 +166,25 @@ def parameter_bytes(config: Config) -> RankMemory:
     )
 
 
-def held_memory(config: Config, layout: Layout, parameters: Parameters) -> tuple[RankMemory, int]:
+def trained_parameters(config: Config, shape: Shape, layout: Layout, stage: int) -> Parameters:
+    """What a rank of a pipeline stage trains: everything, or adapters."""
+    if config.lora.lora_rank is None:
+        return rank_parameters(shape, layout, stage)
+    return adapter_parameters(config.lora, shape, layout, stage)
+
+
+def held_memory(
+    config: Config, layout: Layout, parameters: Parameters, trained: Parameters | None = None
+) -> tuple[RankMemory, int]:
     """Weights, gradients and optimizer of a rank with so many parameters, and the optimizer's bytes
     in host memory.
+
+    With adapters, ``trained``, the parameters have neither gradients nor optimizer.
     """
     each = parameter_bytes(config)
+    has_adapters = config.lora.lora_rank is not None and trained is not None
+    frozen = parameters.total if has_adapters else 0
+    parameters = trained if has_adapters and trained is not None else parameters
     shards = (
         (parameters.dense, layout.world // (layout.tensor * layout.pipeline)),
         (
@@ -184,7 +201,9 @@ def held_memory(config: Config, layout: Layout, parameters: Parameters) -> tuple
     )
     total = parameters.total
     on_gpu = RankMemory(
-        total * each.weights, total * each.gradients, round(state * each.optimizer * (1 - away))
+        (frozen + total) * each.weights,
+        total * each.gradients,
+        round(state * each.optimizer * (1 - away)),
     )
     return on_gpu, round(state * HOST_BYTES * away)
 
@@ -192,8 +211,16 @@ def held_memory(config: Config, layout: Layout, parameters: Parameters) -> tuple
 def fullest_held(config: Config, shape: Shape) -> RankMemory:
     """Weights, gradients and optimizer of the rank that has most of them."""
     layout = layout_of(config)
-    stages = [rank_parameters(shape, layout, stage) for stage in range(layout.pipeline)]
-    return max((held_memory(config, layout, one)[0] for one in stages), key=lambda held: held.total)
+    stages = [
+        held_memory(
+            config,
+            layout,
+            rank_parameters(shape, layout, stage),
+            trained_parameters(config, shape, layout, stage),
+        )[0]
+        for stage in range(layout.pipeline)
+    ]
+    return max(stages, key=lambda held: held.total)
 
 
 def forward_pass(config: Config) -> tuple[Pass, int]:
@@ -235,7 +262,7 @@ def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int 
     )
     stored = parameter_bytes(config)
     state = 0 if config.checkpoint.no_save_optim else stored.optimizer
-    total = shape.parameters.total
+    total = trained_parameters(config, shape, Layout(), 0).total
     if config.use_critic:
         total += critic_parameters(shape, Layout(), 0).total
     fullest = max(ranks, key=lambda rank: rank.train)
@@ -269,19 +296,21 @@ def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int 
 
 def _rank(config: Config, shape: Shape, layout: Layout, one: Pass, *, stage: int) -> Rank:
     parameters = rank_parameters(shape, layout, stage)
-    held, host = held_memory(config, layout, parameters)
+    trained = trained_parameters(config, shape, layout, stage)
+    held, host = held_memory(config, layout, parameters, trained)
     critic, of_critic = Parameters(0), RankMemory(0, 0, 0)
     if config.use_critic:
         critic = critic_parameters(shape, layout, stage)
-        of_critic, more = held_memory(config, layout, critic)
+        of_critic, more = held_memory(config, layout, critic, critic)
         host += more
     is_last = stage == layout.pipeline - 1
     return Rank(
         stage=stage,
         parameters=parameters,
+        trained=trained,
         held=held,
         critic=of_critic,
-        saved=_saved(config, layout, parameters) + _saved(config, layout, critic),
+        saved=_saved(config, layout, trained) + _saved(config, layout, critic),
         optimizer_host=host,
         activations=stage_bytes(shape, layout, one, stage) + transient_bytes(shape, layout, one),
         logits=logits_bytes(shape, layout, one, config.grpo.log_probs_chunk_size) if is_last else 0,
@@ -385,7 +414,10 @@ def _host(config: Config, ranks: tuple[Rank, ...]) -> int:
     reference's weights with the policy's own beside them while it computes, and the buffer of a
     checkpoint.
     """
-    uses_reference = config.grpo.use_kl_loss or config.grpo.kl_coef > 0
+    # with adapters the reference is the base, whose weights are on the GPU
+    uses_reference = config.lora.lora_rank is None and (
+        config.grpo.use_kl_loss or config.grpo.kl_coef > 0
+    )
     each = 0
     for rank in ranks:
         own = rank.optimizer_host + (2 * rank.held.weights if uses_reference else 0)
