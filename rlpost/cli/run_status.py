@@ -147,7 +147,7 @@ def newest_attempt(run: RunFolder) -> str | None:
 
 
 def _recovered_roles(events: Sequence[Mapping[str, object]]) -> list[str]:
-    """The role of each recovery within an attempt: trainer, driver or node."""
+    """The role of each recovery within an attempt: trainer, driver, node or engine."""
     return [str(event.get("role")) for event in events if event.get("event") == "recovered"]
 
 
