@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import wait as wait_for
 from functools import partial
 from pathlib import Path
@@ -136,6 +136,19 @@ async def _attempt(
         await _train(config, run, cluster, stop, also, loop_lag)
 
 
+def _counted(
+    ledger: LedgerLines, entries: Sequence[Mapping[str, object]]
+) -> tuple[dict[str, float], Callable[..., None]]:
+    """Return the metrics of every line, and ``ledger.soon`` that counts restarts of engines there."""
+    always = run_metrics(entries)
+
+    def record(event: str, **details: Any) -> None:
+        always["run/num_engine_restarts"] += num_engine_restarts({"event": event, **details})
+        ledger.soon(event, **details)
+
+    return always, record
+
+
 async def _train(
     config: Config,
     run: RunFolder,
@@ -179,12 +192,7 @@ async def _train(
     weight_bytes = await _off_loop(stop, lambda: num_bytes(Path(config.checkpoint.hf_checkpoint)))
     stop.saves.expect(weight_bytes, num_nodes=len(cluster.nodes))
     stop.saves.recall(entry for entry in entries if entry["event"] == "committed")
-    always = run_metrics(entries)
-
-    def record(event: str, **details: Any) -> None:
-        always["run/num_engine_restarts"] += num_engine_restarts({"event": event, **details})
-        ledger.soon(event, **details)
-
+    always, record = _counted(ledger, entries)
     stages = make_stages(config, cluster, checkpoints=checkpoints, stop=stop, record=record)
     num_steps, owned = config.rollout.num_rollout, checkpoints.check_owner
     samples = SampleWriter(run.report, num_steps=num_steps, decode=stages.text, check=owned)
