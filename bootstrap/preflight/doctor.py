@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -50,23 +51,36 @@ def examine(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m bootstrap.preflight.doctor",
-        description="Check whether this host is fit for a run.",
+        prog="rlpost doctor",
+        description="Check whether this host is fit for a run; in a step, all of its hosts.",
+        epilog="rlpost doctor --image checks an image instead; see rlpost doctor --image --help.",
     )
     parser.add_argument(
-        "--num-gpus", type=int, default=0, help="GPUs that a run needs on this host"
+        "--num-gpus", type=int, default=0, metavar="N", help="GPUs that a run needs on this host"
     )
-    parser.add_argument("--object-store-memory", type=int, help="bytes of Ray's object store")
-    parser.add_argument("--folder", type=Path, help="folder for runs (default: a temporary folder)")
+    parser.add_argument(
+        "--object-store-memory", type=int, metavar="BYTES", help="bytes of Ray's object store"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for runs (default: a temporary folder)",
+    )
     parser.add_argument(
         "--needed-path",
         type=Path,
+        metavar="PATH",
         action="append",
         default=[],
         help="path that must exist on this host",
     )
     parser.add_argument(
-        "--wait-s", type=float, default=60.0, help="seconds to wait for the other nodes of a step"
+        "--wait-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds to wait for the other nodes of a step (default: 60)",
     )
     parser.add_argument(
         "--sandboxes",
@@ -95,8 +109,13 @@ def _alone(host: str, options: argparse.Namespace) -> int:
             options.needed_path,
             sandboxes=options.sandboxes,
         )
-    print(preflight.to_json() if options.json else preflight.table())
+    print(preflight.to_json() if options.json else preflight.table(_columns()))
     return 1 if preflight.unfit else 0
+
+
+def _columns() -> int | None:
+    """The width of the terminal; None where standard output is not one."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _with_others(step: Facts, options: argparse.Namespace) -> int:

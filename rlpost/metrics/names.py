@@ -277,6 +277,11 @@ METRICS = tuple(
         ("memory/host_used_frac", "share", "used memory of a host, all processes"),
         ("run/num_attempts", "attempts", "job starts so far"),
         ("run/num_preemptions", "preemptions", "preemptions so far"),
+        (
+            "run/num_engine_restarts",
+            "engines",
+            "engines of the run that died or hung and serve again, so far",
+        ),
     )
 )
 
