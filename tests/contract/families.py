@@ -44,6 +44,28 @@ GLM_EXPERTS = EXPERTS | dict(
     topk_group=1,
     routed_scaling_factor=1.5,
 )
+LATENT = GLM_EXPERTS | dict(
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    head_dim=8,  # as transformers has it: of the rotary embedding
+)
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 40.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 16,
+}
+DEEPSEEK_V3 = LATENT | dict(
+    num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=2.5, rope_parameters=YARN
+)
 FAMILIES: dict[
     str, tuple[str, dict[str, Any]]
 ] = {  # name: (class of transformers, without "Config", and its options)
@@ -54,6 +76,8 @@ FAMILIES: dict[
     "llama3": ("Llama", {}),
     "llama3.1": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "glm4-0414": ("Glm4", {"attention_bias": True}),
+    "deepseek-v3": ("DeepseekV3", DEEPSEEK_V3),
+    "glm4.7-flash": ("Glm4MoeLite", LATENT | {"mlp_layer_types": ["dense"] + ["sparse"] * 3}),
     "glm4.5-moe": ("Glm4Moe", GLM_EXPERTS | {"attention_bias": True, "use_qk_norm": True}),
 }
 MTP = "glm4.5-moe-mtp"
