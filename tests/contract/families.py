@@ -76,8 +76,8 @@ FAMILIES: dict[
     "llama3": ("Llama", {}),
     "llama3.1": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "glm4-0414": ("Glm4", {"attention_bias": True}),
-    "deepseek-v3": ("DeepseekV3", DEEPSEEK_V3),
-    "glm4.7-flash": ("Glm4MoeLite", LATENT | {"mlp_layer_types": ["dense"] + ["sparse"] * 3}),
+    "deepseek-v3-moe": ("DeepseekV3", DEEPSEEK_V3),
+    "glm4.7-flash-moe": ("Glm4MoeLite", LATENT | {"mlp_layer_types": ["dense"] + ["sparse"] * 3}),
     "glm4.5-moe": ("Glm4Moe", GLM_EXPERTS | {"attention_bias": True, "use_qk_norm": True}),
 }
 MTP = "glm4.5-moe-mtp"
