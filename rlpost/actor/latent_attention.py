@@ -25,8 +25,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from rlpost.actor.norm import SeparateRMSNorm
 from rlpost.weights.families.deepseek import LATENT_NORM_EPS
 
-# megatron-core 0.16 has the flag set although TransformerEngine's classes are None
-multi_latent_attention.HAVE_TE &= multi_latent_attention.TELinear is not None
+# Without TransformerEngine megatron-core 0.16 sets the flag all the same, and its class is a mock.
+multi_latent_attention.HAVE_TE &= isinstance(multi_latent_attention.TELinear, type)
 
 DENSE_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 """Checkpoint key of the norm before a dense MLP: with TransformerEngine it is part of the MLP."""
