@@ -80,8 +80,9 @@ FAMILIES: dict[
     "glm4.7-flash-moe": ("Glm4MoeLite", LATENT | {"mlp_layer_types": ["dense"] + ["sparse"] * 3}),
     "glm4.5-moe": ("Glm4Moe", GLM_EXPERTS | {"attention_bias": True, "use_qk_norm": True}),
 }
-MTP = "glm4.5-moe-mtp"
-"""The last of them with a layer for multi-token prediction, which transformers does not have."""
+WITH_MTP = "-mtp"
+MTP, LATENT_MTP = f"glm4.5-moe{WITH_MTP}", f"deepseek-v3-moe{WITH_MTP}"
+"""Two of them with a layer for multi-token prediction, which transformers does not have."""
 FROM_OUTSIDE = {"mistral": ("Mistral", {"sliding_window": None})}
 """Those that docs/extending.md brings with a package."""
 
@@ -98,7 +99,7 @@ def make_family(folder: Path, name: str) -> None:
             if "inv_freq" not in key:
                 tensor.copy_(torch.randn_like(tensor) * 0.2 + (1.0 if "norm" in key else 0.0))
     model.save_pretrained(folder)
-    if name == MTP:
+    if name.endswith(WITH_MTP):
         _add_mtp_layer(folder)
 
 
@@ -138,14 +139,14 @@ def make_family_config(folder: Path, name: str) -> None:
     kind, config = _config(name)
     config.architectures = [f"{kind}ForCausalLM"]
     config.save_pretrained(folder)
-    if name == MTP:
+    if name.endswith(WITH_MTP):
         _name_mtp_layer(folder)
 
 
 def _config(name: str) -> tuple[str, Any]:
     import transformers
 
-    kind, options = (FAMILIES | FROM_OUTSIDE | {MTP: FAMILIES["glm4.5-moe"]})[name]
+    kind, options = (FAMILIES | FROM_OUTSIDE)[name.removesuffix(WITH_MTP)]
     return kind, getattr(transformers, f"{kind}Config")(**(COMMON | options))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from rlpost.actor.settings import ActorSettings
 from tests.contract.actor_ranks import run_ranks, train_and_compare
-from tests.contract.families import MTP, make_family
+from tests.contract.families import LATENT_MTP, MTP, make_family
 from tests.contract.samples import STEPS
 
 LIMIT = 1e-5  # relative, in float32
@@ -135,6 +135,7 @@ LAYOUTS = [
     Layout("mtp-tp2-sp", MTP, 2, tp(2), "mtp"),
     Layout("mtp-pp2", MTP, 2, pp(2), "mtp"),
     Layout("mtp-pp2-vpp2", MTP, 2, pp(2, **VPP), "mtp"),
+    Layout("mtp-latent-tp2-sp-ep2", LATENT_MTP, 2, tp(2) | ep(2, 1), "mtp"),
     Layout("mtp-cp2", MTP, 2, CP2, "mtp"),
     Layout("mtp-cp2-ep2", MTP, 2, CP2 | ep(2), "mtp"),
     Layout("mtp-ep2-overlap", MTP, 2, ep(2) | GATHER, "mtp"),

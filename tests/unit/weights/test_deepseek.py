@@ -2,6 +2,8 @@
 
 import pytest
 
+from rlpost.config.checks.layout import model_problems
+from rlpost.config.load import load
 from rlpost.errors import WeightError
 from rlpost.weights.families import family
 from tests.unit.config.test_models import PUBLISHED
@@ -38,6 +40,15 @@ def test_the_dense_layers_come_from_either_key():
     listed = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}
     made = fields(listed | {"mlp_layer_types": types})
     assert made["moe_layer_freq"] == fields(DEEPSEEK)["moe_layer_freq"] == [0] * 3 + [1] * 58
+
+
+def test_tensor_parallelism_has_to_divide_the_narrow_vectors():
+    """Their projections are sharded."""
+    perf = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+    config = load([], {"perf": perf, "cluster": {"actor_num_gpus_per_node": 4}}).config
+    assert model_problems(config, FLASH) == []
+    (problem,) = model_problems(config, FLASH | {"q_lora_rank": 770})
+    assert "q_lora_rank = 770; use 2" in problem
 
 
 @pytest.mark.parametrize(
