@@ -138,20 +138,18 @@ def _experts(name: str, arguments: Mapping[str, Any]) -> dict[str, object]:
             "decoder_sparse_step": 1,
             "mlp_only_layers": [number for number, sparse in enumerate(pattern) if not sparse],
         }
-    latent = arguments.get("multi_latent_attention")
     shared = arguments.get("moe_shared_expert_intermediate_size") or 0
-    return (
-        common
-        | {
-            "n_routed_experts": arguments["num_experts"],
-            "n_shared_experts": shared // arguments["moe_ffn_hidden_size"],
-            "first_k_dense_replace": next(
-                (number for number, sparse in enumerate(pattern) if sparse), len(pattern)
-            ),
-            "routed_scaling_factor": arguments.get("moe_router_topk_scaling_factor") or 1.0,
-            "norm_topk_prob": True,
-            "n_group": arguments.get("moe_router_num_groups") or 1,
-            "topk_group": arguments.get("moe_router_group_topk") or 1,
-        }
-        | ({} if latent else {"use_qk_norm": bool(arguments.get("qk_layernorm"))})
-    )
+    made = common | {
+        "n_routed_experts": arguments["num_experts"],
+        "n_shared_experts": shared // arguments["moe_ffn_hidden_size"],
+        "first_k_dense_replace": next(
+            (number for number, sparse in enumerate(pattern) if sparse), len(pattern)
+        ),
+        "routed_scaling_factor": arguments.get("moe_router_topk_scaling_factor") or 1.0,
+        "norm_topk_prob": True,
+        "n_group": arguments.get("moe_router_num_groups") or 1,
+        "topk_group": arguments.get("moe_router_group_topk") or 1,
+    }
+    if name == "Glm4MoeForCausalLM":
+        made["use_qk_norm"] = bool(arguments.get("qk_layernorm"))
+    return made

@@ -2,9 +2,9 @@
 torch.
 
 Input: query [Tq, heads, head_dim], key [Tk, groups, head_dim], value [Tk, groups, value_dim], and
-the start of each sequence in both. Output: [Tq, heads, value_dim]. Attention is causal within each sequence, and
-aligned at its end: the last query has the position of the last key. If a sequence has fewer queries
-than keys, its queries are the last positions.
+the start of each sequence in both. Output: [Tq, heads, value_dim]. Attention is causal within each
+sequence, and aligned at its end: the last query has the position of the last key. If a sequence has
+fewer queries than keys, its queries are the last positions.
 """
 
 from __future__ import annotations
