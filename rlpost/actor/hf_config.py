@@ -152,4 +152,6 @@ def _experts(name: str, arguments: Mapping[str, Any]) -> dict[str, object]:
     }
     if name == "Glm4MoeForCausalLM":
         made["use_qk_norm"] = bool(arguments.get("qk_layernorm"))
+    if name == "DeepseekV3ForCausalLM":
+        made["moe_layer_freq"] = 1  # SGLang reads it, transformers does not have it
     return made

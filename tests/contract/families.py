@@ -64,7 +64,12 @@ YARN = {
     "original_max_position_embeddings": 16,
 }
 DEEPSEEK_V3 = LATENT | dict(
-    num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=2.5, rope_parameters=YARN
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    rope_parameters=YARN,
+    moe_layer_freq=1,  # for SGLang
 )
 FAMILIES: dict[
     str, tuple[str, dict[str, Any]]

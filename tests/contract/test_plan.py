@@ -62,7 +62,7 @@ SMALL_EXPERTS = {
     "moe_intermediate_size": 128, "n_routed_experts": 8, "num_experts": 8, "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
 }  # fmt: skip
-MODELS = ("qwen3_4b", "llama3_1_8b", "glm4_9b", "glm45_355b", "qwen3_30b_a3b", "glm47_flash")
+MODELS = ("qwen3_4b", "llama3_1_8b", "glm4_9b", "glm45_355b", "qwen3_30b_a3b")
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
