@@ -153,5 +153,6 @@ def _experts(name: str, arguments: Mapping[str, Any]) -> dict[str, object]:
     if name == "Glm4MoeForCausalLM":
         made["use_qk_norm"] = bool(arguments.get("qk_layernorm"))
     if name == "DeepseekV3ForCausalLM":
-        made["moe_layer_freq"] = 1  # SGLang reads it, transformers does not have it
+        # SGLang reads these keys of the published config.json, transformers does not have them.
+        made |= {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     return made

@@ -69,7 +69,10 @@ DEEPSEEK_V3 = LATENT | dict(
     topk_group=2,
     routed_scaling_factor=2.5,
     rope_parameters=YARN,
-    moe_layer_freq=1,  # for SGLang
+    moe_layer_freq=1,
+    # SGLang reads these keys of the published config.json
+    topk_method="noaux_tc",
+    scoring_func="sigmoid",
 )
 FAMILIES: dict[
     str, tuple[str, dict[str, Any]]
