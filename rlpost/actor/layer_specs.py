@@ -20,6 +20,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from rlpost.actor import latent_attention
 from rlpost.actor.attention import PackedAttention
 from rlpost.actor.norm import RMSNorm, SeparateRMSNorm
 from rlpost.errors import ConfigError
@@ -91,8 +92,10 @@ def block_spec(
             attention.core_attention = PackedAttention
             if config.qk_layernorm:
                 attention.q_layernorm = attention.k_layernorm = SeparateRMSNorm
-            if layer.submodules.mlp.module is MoELayer:
-                _separate_norm_of_experts(layer)
+        if config.multi_latent_attention:
+            latent_attention.adapt(layer, with_engine=with_engine)
+        if not with_engine and layer.submodules.mlp.module is MoELayer:
+            _separate_norm_of_experts(layer)
         if family.sandwich_norms:
             attention.linear_proj = with_end_norm(attention.linear_proj)
             mlp.linear_fc2 = with_end_norm(mlp.linear_fc2)

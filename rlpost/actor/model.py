@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -140,7 +140,9 @@ def _transformer_config(
     description: ModelDescription, settings: ActorSettings, *, implementation: str
 ) -> TransformerConfig:
     hf, dtype = description.hf_config, device.weight_dtype(settings.bf16)
-    return configured(TransformerConfig, settings.megatron)(
+    latent = description.fields.get("multi_latent_attention", False)
+    kind = MLATransformerConfig if latent else TransformerConfig
+    return configured(kind, settings.megatron)(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
         num_attention_heads=hf["num_attention_heads"],

@@ -19,6 +19,7 @@ from rlpost.config.plan.shape import (
     Layout,
     Parameters,
     Shape,
+    attention_elements,
     critic_parameters,
     layout_of,
     rank_parameters,
@@ -321,11 +322,15 @@ def engine_weights(config: Config, shape: Shape, width: int) -> int:
     """What weights of so many bytes take on each GPU of an engine."""
     gpus = config.cluster.rollout_num_gpus_per_engine
     shape = replace(shape, mtp=drafts(config))
-    projections = (
-        shape.num_layers * 2 * shape.hidden * shape.head_dim * (shape.heads + shape.groups)
-    )
-    others = stored_bytes(shape, width) - width * projections
-    return others // gpus + width * projections * _replicas(config) // gpus
+    projections = shape.num_layers * attention_elements(shape)
+    everywhere = 0
+    if (latent := shape.latent) is not None:
+        # an engine keeps the projections to the narrow vectors on each GPU (SGLang, deepseek_v2.py)
+        rows = latent.query_rank + latent.kv_rank + latent.position
+        everywhere = shape.num_layers * rows * shape.hidden
+        projections -= everywhere
+    others = stored_bytes(shape, width) - width * (projections + everywhere)
+    return others // gpus + width * projections * _replicas(config) // gpus + width * everywhere
 
 
 def drafts(config: Config) -> bool:
@@ -350,6 +355,8 @@ def _engine(config: Config, shape: Shape, *, gpu_bytes: int, width: int) -> Engi
     fraction = float(config.sglang.server_args.get("mem_fraction_static", MEM_FRACTION))
     heads = max(1.0, shape.groups * replicas / config.cluster.rollout_num_gpus_per_engine)
     per_token = 2 * shape.num_layers * heads * shape.head_dim * 2
+    if shape.latent is not None:  # one narrow vector for all heads, on each GPU
+        per_token = 2 * shape.num_layers * (shape.latent.kv_rank + shape.latent.position)
     cache = int(fraction * gpu_bytes) - weights
     return Engine(weights, cache, per_token, int(cache / per_token) * replicas)
 
