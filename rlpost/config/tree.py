@@ -12,6 +12,7 @@ from rlpost.config.groups.assets import AssetsConfig
 from rlpost.config.groups.base import Group
 from rlpost.config.groups.checkpoint import CheckpointConfig
 from rlpost.config.groups.cluster import ClusterConfig
+from rlpost.config.groups.critic import CriticConfig
 from rlpost.config.groups.debug import DebugConfig
 from rlpost.config.groups.env import EnvConfig
 from rlpost.config.groups.eval import EvalConfig
@@ -41,6 +42,7 @@ class Config(Group):
     eval: EvalConfig = EvalConfig()
     perf: PerfConfig = PerfConfig()
     grpo: GrpoConfig = GrpoConfig()
+    critic: CriticConfig = CriticConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     sandbox: SandboxConfig = SandboxConfig()
     sglang: SglangConfig = SglangConfig()
@@ -146,6 +148,11 @@ class Config(Group):
         """Whether engines are offloaded during training."""
         given = self.cluster.offload_rollout
         return self.cluster.colocate if given is None else given
+
+    @property
+    def use_critic(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return self.grpo.advantage_estimator == "ppo" and self.grpo.loss_type != "sft_loss"
 
     @property
     def samples_per_rollout(self) -> int:

@@ -25,7 +25,7 @@ INSTALL = {
     "tau2": "pip install 'tau2 @ git+https://github.com/sierra-research/tau2-bench' with Python 3.12 "
     "(the package tau2 of PyPI is another project)",
 }
-BY_TURN = ("grpo", "gspo", "cispo")
+BY_TURN = ("grpo", "gspo", "cispo", "ppo")
 """Estimators that know rewards of turns."""
 
 
