@@ -30,7 +30,7 @@ class Call:
         root: index in the group of the source or destination; for a transfer the other rank.
         sent: of ``all_to_all``, the rows for each member; empty where all send alike.
         received: of ``all_to_all``, the rows from each member.
-        operation: of reductions, such as ``SUM``.
+        operation: of ``all_reduce``, such as ``SUM``.
     """
 
     kind: str
@@ -93,12 +93,9 @@ def translated(
         groups_of: the groups of every rank, by kind.
 
     Raises:
-        ValueError: a call used a group that has no kind.
+        ValueError: a call used a group of no known kind, or of two kinds that differ for ``rank``.
     """
-    mine, theirs = groups_of[recording.rank], groups_of[rank]
-    same_kind: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for kind, group in mine.items():
-        same_kind.setdefault(group, theirs[kind])
+    same_kind = _same_kind(groups_of[recording.rank], groups_of[rank])
     calls = []
     for call in recording.calls:
         if call.group not in same_kind:
@@ -109,6 +106,18 @@ def translated(
             root = (group.index(rank) + distance) % len(group)
         calls.append(replace(call, group=group, root=root))
     return Recording(rank, tuple(calls), recording.peaks, recording.held)
+
+
+def _same_kind(
+    mine: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]]
+) -> dict[tuple[int, ...], tuple[int, ...]]:
+    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for kind, group in mine.items():
+        if kind not in theirs:
+            continue
+        if found.setdefault(group, theirs[kind]) != theirs[kind]:
+            raise ValueError(f"the group {group} is of several kinds, {kind} among them")
+    return found
 
 
 def by_group(calls: Sequence[Call]) -> dict[tuple[int, ...], list[Call]]:

@@ -33,7 +33,6 @@ from torch.overrides import TorchFunctionMode
 
 from rlpost.actor import attention
 from rlpost.actor.packing import PackedMicroBatch
-from rlpost.actor.routing_replay import RoutingReplay
 from rlpost.rehearsal.recorder import Recorder, check_floating
 
 P2P = p2p_communication.P2PCommunicator
@@ -47,8 +46,6 @@ class Given(TorchFunctionMode):
         super().__init__()
         self.shapes: deque[list[int]] = deque()
         """Shapes that are read next, of tensors from other pipeline stages."""
-        self.reads_metrics = False
-        """Whether the numbers that are read decide nothing, so that integers may be read too."""
 
     def __torch_function__(
         self,
@@ -61,7 +58,8 @@ class Given(TorchFunctionMode):
         if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             if function is torch.Tensor.tolist:
                 return self._listed(args[0])
-            if function is torch.Tensor.numpy and self.reads_metrics:
+            if function is torch.Tensor.numpy:
+                check_floating(args[0])
                 return torch.ones(args[0].shape, dtype=args[0].dtype, device="cpu").numpy()
             if function is torch.Tensor.to and _goes_to_host(args[1:], options):
                 check_floating(args[0])
@@ -133,7 +131,9 @@ class Schedule:
         for wanted, queue in ((recv_prev, self._forward), (recv_next, self._backward)):
             if wanted:
                 if not queue:
-                    raise RuntimeError("a pipeline stage receives more often than the schedule says")
+                    raise RuntimeError(
+                        "a pipeline stage receives more often than the schedule says"
+                    )
                 self._given.shapes.append(queue.popleft())
 
 
@@ -172,7 +172,6 @@ def given_values(recorder: Recorder, *, topk: int) -> Iterator[Schedule]:
         stack.enter_context(
             patch.object(token_dispatcher, "gather_from_sequence_parallel_region", _gathered())
         )
-        stack.enter_context(patch.object(RoutingReplay, "metrics", _metrics_with(given)))
         stack.enter_context(patch.object(dist, "batch_isend_irecv", _one_by_one))
         stack.enter_context(patch.object(PackedMicroBatch, "to", _with_integers_on_host))
         stack.enter_context(patch.object(attention, "attend", _fused_attention))
@@ -190,19 +189,6 @@ def _shapes_from(schedule: Schedule) -> Callable[..., object]:
         return original(self, send_next, send_prev, recv_prev, recv_next)
 
     return communicate
-
-
-def _metrics_with(given: Given) -> Callable[[RoutingReplay], dict[str, float]]:
-    original = RoutingReplay.metrics
-
-    def metrics(self: RoutingReplay) -> dict[str, float]:
-        given.reads_metrics = True
-        try:
-            return original(self)
-        finally:
-            given.reads_metrics = False
-
-    return metrics
 
 
 def _one_by_one(operations: Sequence[dist.P2POp]) -> list[dist.Work]:

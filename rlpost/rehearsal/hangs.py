@@ -64,7 +64,9 @@ def collective_faults(recordings: Mapping[int, Recording]) -> Iterable[Fault]:
         ]
         for rank in strangers:
             call = sequences[rank][group][0]
-            yield _fault(recordings, (rank,), call, f"rank {rank} calls {call.words} on a group it is not in")
+            yield _fault(
+                recordings, (rank,), call, f"rank {rank} calls {call.words} on a group it is not in"
+            )
         if fault := _mismatch(recordings, group, of_group, commonness):
             yield fault
 
@@ -80,7 +82,7 @@ def _mismatch(
     agreed = {rank: [call.agreed for call in calls] for rank, calls in of_group.items()}
     first = agreed[group[0]]
     if all(calls == first for calls in agreed.values()):
-        return _wrong_split(recordings, group, of_group)
+        return _wrong_split(recordings, group, of_group, commonness)
     lines = {rank: [call.line for call in calls] for rank, calls in of_group.items()}
     for position in range(longest):
         keys: dict[int, object] = {}
@@ -141,6 +143,12 @@ def _told(
         words = f"{who} never issues {number}: {theirs.words} at {theirs.line}"
     elif theirs is None and mine is not None:
         words = f"{who} issues {mine.words} at {mine.line}, as {number}, and the others do not"
+    elif mine is not None and theirs is not None and _comes_later(mine, of_group[other][position:]):
+        call = theirs
+        words = (
+            f"{who} leaves out {number}: {theirs.words} at {theirs.line}; it goes on with {mine.words} "
+            f"at {mine.line}"
+        )
     elif mine is not None and theirs is not None and mine.line == theirs.line:
         words = f"{number} at {mine.line}: {who} has {mine.words}, rank {other} has {theirs.words}"
     else:
@@ -149,9 +157,16 @@ def _told(
             f"{number}: {who} is at {mine.line} with {mine.words}, "
             f"rank {other} at {theirs.line} with {theirs.words}"
         )
-    line = call.line if mine is not None and theirs is None else (theirs or call).line
     at = _position(recordings[odd[0]], mine, of_group[odd[0]])
-    return Fault(odd, group, at, line, f"{call.turn}: {words}")
+    return Fault(odd, group, at, call.line, f"{call.turn}: {words}")
+
+
+def _comes_later(call: Call, others: Sequence[Call]) -> bool:
+    """Whether the other ranks issue the same call from the same line after their next one."""
+    return (
+        any((one.agreed, one.line) == (call.agreed, call.line) for one in others[1:])
+        and others[0].agreed != call.agreed
+    )
 
 
 def _position(recording: Recording, call: Call | None, of_group: Sequence[Call]) -> int:
@@ -163,7 +178,10 @@ def _position(recording: Recording, call: Call | None, of_group: Sequence[Call])
 
 
 def _wrong_split(
-    recordings: Mapping[int, Recording], group: Group, of_group: Mapping[int, Sequence[Call]]
+    recordings: Mapping[int, Recording],
+    group: Group,
+    of_group: Mapping[int, Sequence[Call]],
+    commonness: Mapping[int, int],
 ) -> Fault | None:
     """An all-to-all in which a rank sends other numbers of rows than the others receive."""
     for position, call in enumerate(of_group[group[0]]):
@@ -177,7 +195,15 @@ def _wrong_split(
                         f"all_to_all at {mine.line}: rank {group[sender]} sends {mine.sent[receiver]} rows to "
                         f"rank {group[receiver]}, which expects {theirs.received[sender]}"
                     )
-                    return _fault(recordings, (group[sender],), mine, words)
+                    pair = (group[sender], group[receiver])
+                    fewest = min(commonness[rank] for rank in pair)
+                    odd = tuple(rank for rank in pair if commonness[rank] == fewest)
+                    at = next(
+                        index
+                        for index, one in enumerate(recordings[odd[0]].calls)
+                        if one is of_group[odd[0]][position]
+                    )
+                    return Fault(odd, group, at, mine.line, f"{call.turn}: {words}")
     return None
 
 
@@ -186,7 +212,7 @@ def _commonness(sequences: Mapping[int, Mapping[Group, Sequence[Call]]]) -> dict
     shapes = {}
     for rank, of_rank in sequences.items():
         per_size = [
-            (len(group), tuple((call.agreed, call.line) for call in calls))
+            (len(group), tuple((call.agreed, call.line, call.sent) for call in calls))
             for group, calls in of_rank.items()
         ]
         shapes[rank] = hash(tuple(sorted(per_size, key=str)))
@@ -225,7 +251,8 @@ def _unmet(
         if (mine.sizes, mine.dtype) != (theirs.sizes, theirs.dtype):
             words = (
                 f"transfer {number} from rank {source} to rank {target}: {mine.words} at {mine.line}, but the "
-                f"receiver expects {theirs.words} at {theirs.line}"
+                f"receiver expects {theirs.words} at {theirs.line} ({len(sends)} sends, "
+                f"{len(receives)} receives)"
             )
             yield _fault(recordings, (source, target), mine, words)
             return
@@ -274,9 +301,7 @@ def order_faults(recordings: Mapping[int, Recording]) -> Iterable[Fault]:
         rank = min(stuck, key=lambda one: at[one])
         call = waiting[rank][at[rank]]
         others = [one for one in stuck if one in call.group and one != rank]
-        away = next(
-            (one for one in others if waiting[one][at[one]].group != call.group), others[0]
-        )
+        away = next((one for one in others if waiting[one][at[one]].group != call.group), others[0])
         theirs = waiting[away][at[away]]
         words = (
             f"ranks {_ends(tuple(stuck))} wait for each other: rank {rank} is in {call.words} at {call.line}, "

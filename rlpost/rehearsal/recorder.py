@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ OBJECT_CALLS = (
     "gather_object",
     "scatter_object_list",
 )
-OPERATIONS = {str(getattr(dist.ReduceOp, name)): name for name in ("SUM", "AVG", "MAX", "MIN")}
 HERE = str(Path(__file__).parent)
 PROJECT = Path(__file__).parents[2]
 NOT_OURS = (str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"] + "/")
@@ -67,6 +66,7 @@ class Recorder(TorchDispatchMode):
         self._bytes = 0
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._is_silent = False
+        self._operation = ""
 
     @property
     def live_bytes(self) -> int:
@@ -89,17 +89,13 @@ class Recorder(TorchDispatchMode):
         with ExitStack() as stack:
             for name in OBJECT_CALLS:
                 stack.enter_context(patch.object(dist, name, self._of_objects(name)))
+            stack.enter_context(patch.object(dist, "all_reduce", self._with_operation()))
             stack.enter_context(self)
             yield self
 
     def recorded(self, rank: int, held: dict[str, int]) -> Recording:
         """What was recorded so far."""
         return Recording(rank, tuple(self.calls), dict(self.peaks), held)
-
-    def count(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count device tensors that were made before."""
-        for tensor in tensors:
-            self._count(tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -171,7 +167,9 @@ class Recorder(TorchDispatchMode):
             if isinstance(one, torch.Tensor)
         ]
         numbers = [one for one in args if type(one) is int]
-        root, sent, received = None, (), ()
+        root: int | None = None
+        sent: tuple[int, ...] = ()
+        received: tuple[int, ...] = ()
         sizes = tuple(one.numel() for one in tensors)
         if kind in (SEND, RECEIVE) or name in ("broadcast_", "reduce_", "gather_", "scatter_"):
             root = numbers[0]
@@ -189,8 +187,22 @@ class Recorder(TorchDispatchMode):
             root=root,
             sent=sent,
             received=received,
-            operation=next((op for op in map(_operation, args) if op), ""),
+            operation=self._operation,
         )
+
+    def _with_operation(self) -> Callable[..., object]:
+        """``all_reduce`` that notes its operation, which an operation of c10d does not show."""
+        original = dist.all_reduce
+
+        def call(tensor: torch.Tensor, *args: Any, **options: Any) -> object:
+            operation = options.get("op", args[0] if args else dist.ReduceOp.SUM)
+            self._operation = str(operation).rpartition(".")[2]
+            try:
+                return original(tensor, *args, **options)
+            finally:
+                self._operation = ""
+
+        return call
 
     def _of_objects(self, name: str) -> Callable[..., object]:
         original = getattr(dist, name)
@@ -203,7 +215,8 @@ class Recorder(TorchDispatchMode):
             if not self._is_silent:
                 self.calls.append(Call(name, ranks, (), "", self.turn, _line()))
             if not self._transfers:
-                return _objects_as_here(name, first, args)
+                _objects_as_here(name, first, args)
+                return None
             before, self._is_silent = self._is_silent, True
             try:
                 return original(first, *args, **options)
@@ -224,14 +237,6 @@ def _group(value: object) -> dist.ProcessGroup | None:
         return dist.ProcessGroup.unbox(value)  # type: ignore[arg-type]
     except (RuntimeError, TypeError):
         return None
-
-
-def _operation(value: object) -> str:
-    """The name of a boxed ReduceOp; empty for another value."""
-    try:
-        return OPERATIONS.get(str(dist.ReduceOp.unbox(value).op), "other")  # type: ignore[attr-defined]
-    except (RuntimeError, TypeError, AttributeError):
-        return ""
 
 
 def _splits(

@@ -20,12 +20,13 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from rlpost.actor import actor as actor_module
-from rlpost.actor import device, parallel, step
+from rlpost.actor import device, memory, parallel, step
 from rlpost.actor.actor import Actor
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.packing import PackedMicroBatch
 from rlpost.actor.passes import Logprobs
 from rlpost.actor.settings import ActorSettings
+from rlpost.actor.torch_dist import optimizer_state
 from rlpost.columns import FloatColumn
 from rlpost.errors import WeightError
 from rlpost.rehearsal.calls import Recording
@@ -37,7 +38,7 @@ from rlpost.types import TrainBatch
 from rlpost.weights.importer import HuggingFaceFolder
 from rlpost.weights.inventory import Entry, Inventory
 
-LOG_PROBS, REFERENCE, TRAIN, UPDATE = "log-probs", "reference", "train", "weight update"
+LOG_PROBS, TRAIN, UPDATE = "log-probs", "train", "weight update"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,12 @@ class Turns:
     shares_gpus: bool
     updates: bool = True
     gpu_bytes: int = 80 * 10**9
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The turns in order."""
+        first = () if self.log_prob_batch is None else (LOG_PROBS,)
+        return (*first, TRAIN, *((UPDATE,) if self.updates else ()))
 
 
 def rehearse_turns(
@@ -86,19 +93,23 @@ def rehearse_turns(
     settings = as_on_gpu(settings)
     recorder = Recorder(transfers=False)
     with (
-        as_rank(
-            rank, world, settings, num_virtual_stages=description.num_virtual_stages(settings)
-        ),
+        as_rank(rank, world, settings, num_virtual_stages=description.num_virtual_stages(settings)),
         recorder.recording(),
         recorder.during("build"),
     ):
         actor = Actor(settings, description)
         with _without_files(actor, entries, gpu_bytes=turns.gpu_bytes):
             actor.build()
+        placeholders = _moments(actor)
         topk = int(actor.description.fields.get("moe_router_topk") or 0)
         # As in a run, tensors without a device are in host memory from here on.
         host = torch.device("cpu")
-        with host, given_values(recorder, topk=topk) as schedule, _followed(actor, schedule):
+        with (
+            host,
+            given_values(recorder, topk=topk) as schedule,
+            _followed(actor, schedule),
+            _replaced_at_first_step(actor, placeholders),
+        ):
             run_turns(actor, turns, recorder)
         return recorder.recorded(rank, _held(actor))
 
@@ -207,11 +218,42 @@ def _followed(actor: Actor, schedule: Schedule) -> Iterator[None]:
         yield
 
 
-def _held(actor: Actor) -> dict[str, int]:
-    """Bytes that stay on the device between turns."""
-    buffers = [
-        buffer for one in actor.model for buffer in (*one.buffers, *one.expert_parallel_buffers)
+def _moments(actor: Actor) -> list[torch.Tensor]:
+    """Adam's two moments of each weight, which exist from the first step on."""
+    mains = [
+        parameter
+        for one in optimizer_state.inner(actor.optimizer)
+        for group in one.optimizer.param_groups
+        for parameter in group["params"]
     ]
-    weights = sum(parameter.nbytes for one in actor.model for parameter in one.parameters())
-    gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
-    return {"weights": weights, "gradients": gradients}
+    return [torch.empty_like(parameter) for parameter in mains for _ in range(2)]
+
+
+@contextmanager
+def _replaced_at_first_step(actor: Actor, placeholders: list[torch.Tensor]) -> Iterator[None]:
+    """Free the placeholders of the moments when the optimizer makes its own."""
+    optimizer_step = actor.optimizer.step
+
+    def first_step() -> object:
+        placeholders.clear()
+        return optimizer_step()
+
+    with patch.object(actor.optimizer, "step", first_step):
+        yield
+
+
+def _held(actor: Actor) -> dict[str, int]:
+    """Bytes that stay on the device between turns, by part; none is counted twice."""
+    parts = {
+        "weights": memory._weights(actor.model),
+        "gradients": memory._grads(actor.model),
+        "optimizer": memory._optimizer_tensors(actor.optimizer),
+    }
+    seen: set[int] = set()
+    held: dict[str, int] = {}
+    for name, tensors in parts.items():
+        storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+        own = {key: tensor for key, tensor in storages.items() if key not in seen}
+        seen |= own.keys()
+        held[name] = sum(tensor.untyped_storage().nbytes() for tensor in own.values())
+    return held
