@@ -163,10 +163,9 @@ def _told(
 
 def _comes_later(call: Call, others: Sequence[Call]) -> bool:
     """Whether the other ranks issue the same call from the same line after their next one."""
-    return (
-        any((one.agreed, one.line) == (call.agreed, call.line) for one in others[1:])
-        and others[0].agreed != call.agreed
-    )
+    key = (call.agreed, call.line)
+    now, *later = [(one.agreed, one.line) for one in others]
+    return now != key and key in later
 
 
 def _position(recording: Recording, call: Call | None, of_group: Sequence[Call]) -> int:

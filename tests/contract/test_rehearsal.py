@@ -204,7 +204,7 @@ IN_SETTINGS: dict[str, tuple[dict[str, Any], Turns | None]] = {
     "recomputation": ({"recompute_granularity": None, "recompute_method": None,
                        "recompute_num_layers": None}, None),
     "the distributed optimizer": ({"use_distributed_optimizer": False}, None),
-    "overlap of the reduction": ({"overlap_grad_reduce": False}, None),
+    "the precision of gradients": ({"accumulate_allreduce_grads_in_fp32": False}, None),
     "the number of micro-batches": ({}, Turns(batch(24), batch(24, 16), shares_gpus=True)),
     "the length of a micro-batch": ({}, Turns(batch(24, 20), batch(24, 16), shares_gpus=True)),
     "no log-probs before the step": ({}, Turns(batch(24, 16), None, shares_gpus=True)),
