@@ -88,15 +88,21 @@ def rehearsed(
     """
     if problems := [*layout_problems(config), *batch_problems(config)]:
         raise ConfigError("\n".join(problems))
-    try:
-        from rlpost.rehearsal.run import Options, rehearse_run
-    except ImportError as error:
+    if not config.num_engines:
         raise ConfigError(
-            f"a rehearsal needs the training stack: {error}; run tools/install.sh"
-        ) from error
-    warnings.filterwarnings("ignore")  # Megatron repeats each of its own for every rank
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    with redirect_stdout(sys.stderr):  # libraries print
+            "a rehearsal needs engines of this run, and --rollout-num-gpus is 0 or the engines are "
+            "external; use rlpost plan"
+        )
+    # Libraries print, and Megatron repeats each of its warnings for every rank.
+    with warnings.catch_warnings(), redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")
+        try:
+            from rlpost.rehearsal.run import Options, rehearse_run
+        except ImportError as error:
+            raise ConfigError(
+                f"a rehearsal needs the training stack: {error}; run tools/install.sh"
+            ) from error
+        logging.getLogger("megatron").setLevel(logging.ERROR)
         return rehearse_run(
             config,
             actor_settings(config),
@@ -117,8 +123,7 @@ def _object(result: Result) -> dict[str, object]:
 
 def text(result: Result) -> str:
     """The result for a terminal."""
-    from rlpost.rehearsal.result import bars, gb, shortened
-    from rlpost.rehearsal.run import fullest
+    from rlpost.rehearsal.result import bars, fullest, gb, shortened
 
     lines = []
     for one in result.checks:

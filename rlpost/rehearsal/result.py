@@ -122,6 +122,11 @@ def memory_check(memory: Sequence[MemoryUse], gpu_bytes: int) -> Check:
     return Check("peak memory of each rank", tuple(faults), f"{len(memory)} ranks")
 
 
+def fullest(result: Result) -> MemoryUse:
+    """The rank with the highest peak."""
+    return max(result.memory, key=lambda one: one.highest)
+
+
 def bars(result: Result) -> list[str]:
     """One line for each class and turn, as long as its part of a GPU."""
     lines = []

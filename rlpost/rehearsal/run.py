@@ -26,7 +26,7 @@ from rlpost.rehearsal.other_layout import load_check
 from rlpost.rehearsal.planned import PlannedStep, planned_step
 from rlpost.rehearsal.published import published
 from rlpost.rehearsal.rank import rehearse_rank
-from rlpost.rehearsal.result import Check, MemoryUse, Result, hang_check, memory_check, memory_use
+from rlpost.rehearsal.result import Check, Result, hang_check, memory_check, memory_use
 from rlpost.rehearsal.symmetry import Recorded, record
 from rlpost.rehearsal.turns import Turns, rehearse_turns
 from rlpost.rehearsal.update_plan import Plan, update_plans
@@ -169,8 +169,3 @@ def _offloaded(config: Config) -> float:
 
 def _planned(config: Config, expected: Expected, gpu_bytes: int) -> int:
     return estimate(config, expected.shape, gpu_bytes=gpu_bytes).fullest.train
-
-
-def fullest(result: Result) -> MemoryUse:
-    """The rank with the highest peak."""
-    return max(result.memory, key=lambda one: one.highest)
