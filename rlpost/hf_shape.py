@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlpost.actor.architecture import head_dim
-from rlpost.config.plan.shape import Shape
+from rlpost.config.plan.shape import Shape, latent_of
 from rlpost.errors import WeightError
 from rlpost.weights.families import family
 
@@ -40,6 +40,7 @@ def hf_shape(hf: Mapping[str, Any]) -> Shape:
             expert_ffn=fields.get("moe_ffn_hidden_size", 0),
             shared_ffn=fields.get("moe_shared_expert_intermediate_size") or 0,
             topk=fields.get("moe_router_topk", 0),
+            latent=latent_of(fields),
         )
     except KeyError as error:
         raise WeightError(

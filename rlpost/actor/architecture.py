@@ -37,7 +37,9 @@ value.
 
 
 def head_dim(hf: HfConfig) -> int:
-    """Return the width of an attention head."""
+    """Return the width of an attention head; in latent attention of its part without position."""
+    if "kv_lora_rank" in hf:
+        return hf["qk_nope_head_dim"]
     return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
 
 
@@ -98,7 +100,18 @@ def architecture(family: Family, hf: HfConfig) -> dict[str, object]:
         "swiglu": True,
         "mtp_num_layers": mtp_layers(family, hf) or None,
     }
+    if fields.get("multi_latent_attention"):
+        said |= _latent(fields)
     return said | (_experts(fields) if "num_moe_experts" in fields else {})
+
+
+def _latent(fields: Mapping[str, Any]) -> dict[str, object]:
+    names = ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim")
+    names += ("qk_pos_emb_head_dim", "v_head_dim", "rope_type")
+    if fields["rope_type"] == "yarn":
+        names += ("rotary_scaling_factor", "original_max_position_embeddings")
+        names += ("mscale", "mscale_all_dim")
+    return {name: fields[name] for name in names}
 
 
 def _experts(fields: Mapping[str, Any]) -> dict[str, object]:

@@ -17,14 +17,20 @@ from rlpost.errors import ConfigError
 from rlpost.weights.families import family
 
 MODEL_TYPES = {
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 """transformers' ``model_type`` of each architecture."""
+WITH_MTP = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+"""Architectures whose checkpoints may have a layer for multi-token prediction."""
+YARN_CONTEXT = 4096
+"""Megatron's context before YaRN where the arguments name none."""
 
 
 def hf_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,11 +59,15 @@ def hf_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights"),
         "hidden_act": "silu",
     }
-    if (share := arguments.get("rotary_percent") or 1.0) != 1.0 or name.startswith("Glm"):
+    with_share = name in ("Glm4ForCausalLM", "Glm4MoeForCausalLM")
+    if (share := arguments.get("rotary_percent") or 1.0) != 1.0 or with_share:
         hf["rope_parameters"]["partial_rotary_factor"] = hf["partial_rotary_factor"] = share
-    if name.startswith("Glm"):
+    if with_share:
         hf["attention_bias"] = bool(arguments.get("add_qkv_bias"))
-    if name == "Glm4MoeForCausalLM" and arguments.get("mtp_num_layers"):
+    if arguments.get("multi_latent_attention"):
+        del hf["head_dim"]
+        hf |= _latent(arguments, hf["rope_parameters"])
+    if name in WITH_MTP and arguments.get("mtp_num_layers"):
         hf["num_nextn_predict_layers"] = arguments["mtp_num_layers"]
     if arguments.get("num_experts"):
         hf |= _experts(name, arguments)
@@ -77,6 +87,9 @@ def hf_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def architecture_of(arguments: Mapping[str, object]) -> str:
     """Return the name of the architecture that the arguments describe."""
+    if arguments.get("multi_latent_attention"):
+        is_scaled = arguments.get("rope_type") == "yarn" or arguments.get("rotary_scaling_factor")
+        return "DeepseekV3ForCausalLM" if is_scaled else "Glm4MoeLiteForCausalLM"
     if arguments.get("num_experts"):
         return (
             "Glm4MoeForCausalLM"
@@ -88,6 +101,28 @@ def architecture_of(arguments: Mapping[str, object]) -> str:
     if arguments.get("qk_layernorm"):
         return "Qwen3ForCausalLM"
     return "Qwen2ForCausalLM" if arguments.get("add_qkv_bias") else "LlamaForCausalLM"
+
+
+def _latent(arguments: Mapping[str, Any], rope: dict[str, Any]) -> dict[str, object]:
+    """Keys of latent attention; ``rope_parameters`` with YaRN if the arguments have it."""
+    if arguments.get("rope_type") == "yarn" or arguments.get("rotary_scaling_factor"):
+        rope = rope | {
+            "rope_type": "yarn",
+            "factor": arguments["rotary_scaling_factor"],
+            "original_max_position_embeddings": arguments.get("original_max_position_embeddings")
+            or YARN_CONTEXT,
+            "mscale": arguments.get("mscale", 1.0),
+            "mscale_all_dim": arguments.get("mscale_all_dim", 0.0),
+        }
+    return {
+        "q_lora_rank": arguments.get("q_lora_rank"),
+        "kv_lora_rank": arguments["kv_lora_rank"],
+        "qk_nope_head_dim": arguments["qk_head_dim"],
+        "qk_rope_head_dim": arguments["qk_pos_emb_head_dim"],
+        "v_head_dim": arguments["v_head_dim"],
+        "attention_bias": bool(arguments.get("add_qkv_bias")),
+        "rope_parameters": rope,
+    }
 
 
 def _experts(name: str, arguments: Mapping[str, Any]) -> dict[str, object]:
@@ -104,7 +139,7 @@ def _experts(name: str, arguments: Mapping[str, Any]) -> dict[str, object]:
             "mlp_only_layers": [number for number, sparse in enumerate(pattern) if not sparse],
         }
     shared = arguments.get("moe_shared_expert_intermediate_size") or 0
-    return common | {
+    made = common | {
         "n_routed_experts": arguments["num_experts"],
         "n_shared_experts": shared // arguments["moe_ffn_hidden_size"],
         "first_k_dense_replace": next(
@@ -114,5 +149,10 @@ def _experts(name: str, arguments: Mapping[str, Any]) -> dict[str, object]:
         "norm_topk_prob": True,
         "n_group": arguments.get("moe_router_num_groups") or 1,
         "topk_group": arguments.get("moe_router_group_topk") or 1,
-        "use_qk_norm": bool(arguments.get("qk_layernorm")),
     }
+    if name == "Glm4MoeForCausalLM":
+        made["use_qk_norm"] = bool(arguments.get("qk_layernorm"))
+    if name == "DeepseekV3ForCausalLM":
+        # SGLang reads these keys of the published config.json, transformers does not have them.
+        made |= {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    return made

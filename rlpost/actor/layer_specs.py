@@ -10,7 +10,7 @@ results are tested only with a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from rlpost.actor import latent_attention
 from rlpost.actor.attention import PackedAttention
 from rlpost.actor.norm import RMSNorm, SeparateRMSNorm
 from rlpost.errors import ConfigError
@@ -61,10 +62,17 @@ def implementation_name(chunks: Iterable[torch.nn.Module]) -> str:
 
 
 def block_spec(
-    config: TransformerConfig, family: Family, *, implementation: str, stage: int | None
+    config: TransformerConfig,
+    family: Family,
+    *,
+    implementation: str,
+    stage: int | None,
+    adapt: Callable[[Iterable[ModuleSpec]], None] | None = None,
 ) -> TransformerBlockSubmodules:
     """Return the layers of a virtual pipeline stage (None without interleaving) and the final
     norm.
+
+    ``adapt`` changes the specifications of the layers before norms are added to linear layers.
     """
     with_engine = implementation == TRANSFORMER_ENGINE
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
@@ -75,6 +83,8 @@ def block_spec(
     )
     # equal layers share a specification
     unique_layers = {id(layer): layer for layer in block.layer_specs}
+    if adapt is not None:
+        adapt(unique_layers.values())
     for layer in unique_layers.values():
         attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
         if not with_engine:
@@ -82,8 +92,10 @@ def block_spec(
             attention.core_attention = PackedAttention
             if config.qk_layernorm:
                 attention.q_layernorm = attention.k_layernorm = SeparateRMSNorm
-            if layer.submodules.mlp.module is MoELayer:
-                _separate_norm_of_experts(layer)
+        if config.multi_latent_attention:
+            latent_attention.adapt(layer, with_engine=with_engine)
+        if not with_engine and layer.submodules.mlp.module is MoELayer:
+            _separate_norm_of_experts(layer)
         if family.sandwich_norms:
             attention.linear_proj = with_end_norm(attention.linear_proj)
             mlp.linear_fc2 = with_end_norm(mlp.linear_fc2)

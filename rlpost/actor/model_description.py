@@ -119,7 +119,12 @@ class ModelDescription:
                     expert_tensor,
                 ),
             ]
-        elif settings.expert_model_parallel_size > 1:
+        sizes += [
+            (key, fields[key], "tensor_model_parallel_size", tensor)
+            for key in ("q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim")
+            if fields.get(key)
+        ]
+        if "num_moe_experts" not in fields and settings.expert_model_parallel_size > 1:
             raise ConfigError(
                 f"expert_model_parallel_size={settings.expert_model_parallel_size}: {self.path} has no experts; use 1"
             )
@@ -226,7 +231,7 @@ def _refused_of_all(description: ModelDescription) -> dict[str, object]:
     hf = description.hf_config
     rope = architecture.rope(hf)
     rope_type = _rope_type(rope)
-    known = rope_type == "default" or (
+    known = rope_type in ("default", description.fields.get("rope_type")) or (
         rope_type == "llama3" and all(rope.get(key) == value for key, value in LLAMA3_ROPE.items())
     )
     return {

@@ -93,6 +93,12 @@ def rehearsed(
             "a rehearsal needs engines of this run, and --rollout-num-gpus is 0 or the engines are "
             "external; use rlpost plan"
         )
+    actor = actor_settings(config)
+    if actor.use_critic or actor.lora_rank is not None or actor.optimizer != "adam":
+        raise ConfigError(
+            "a rehearsal has no critic, no adapters and no optimizer but Adam yet; omit --use-critic, "
+            "--lora-rank and --optimizer for it, or use rlpost plan"
+        )
     # Libraries print, and Megatron repeats each of its warnings for every rank.
     with warnings.catch_warnings(), redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
@@ -105,7 +111,7 @@ def rehearsed(
         logging.getLogger("megatron").setLevel(logging.ERROR)
         return rehearse_run(
             config,
-            actor_settings(config),
+            actor,
             Options(gpu_bytes, all_ranks, micro_batches),
             say=_say,
         )
