@@ -38,7 +38,7 @@ from rlpost.actor.lora.targets import peft_settings
 from rlpost.actor.megatron_checkpoint import Residence, Saver
 from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.model import build_model, inventory_of
-from rlpost.actor.model_description import read_description
+from rlpost.actor.model_description import ModelDescription, read_description
 from rlpost.actor.mtp import MtpTraining
 from rlpost.actor.own_time import OWN_TIME
 from rlpost.actor.packing import RowLayout
@@ -70,8 +70,14 @@ logger = logging.getLogger(__name__)
 class Actor:
     """One rank of the trainer."""
 
-    def __init__(self, settings: ActorSettings) -> None:
+    def __init__(
+        self, settings: ActorSettings, description: ModelDescription | None = None
+    ) -> None:
         """Read the architecture.
+
+        Args:
+            settings: of this rank.
+            description: of the model; read from ``hf_checkpoint`` unless given.
 
         Raises:
             WeightError: the architecture is not supported.
@@ -85,7 +91,9 @@ class Actor:
         self._saver: Saver | None = None
         self._writing: JointWriting | None = None
         self.critic: Critic | None = None
-        self.description = read_description(settings.hf_checkpoint, settings.model_args)
+        self.description = description or read_description(
+            settings.hf_checkpoint, settings.model_args
+        )
         self.description.check_layout(settings)
 
     def setup(self, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
@@ -103,6 +111,17 @@ class Actor:
             settings,
             num_virtual_stages=self.description.num_virtual_stages(settings),
         )
+        self.build()
+        num_parameters = sum(
+            parameter.numel() for chunk in self.model for parameter in chunk.parameters()
+        )
+        logger.info(
+            "rank %d of %d: %d parameters on %s", rank, world_size, num_parameters, device.current()
+        )
+
+    def build(self) -> None:
+        """Build model and optimizer of this rank; needs the process groups."""
+        settings = self.settings
         self.chunks = build_model(self.description, settings)
         frozen.check_frozen(self.chunks, settings, stage=parallel.pipeline_group().rank())
         self.model = optimizer.wrap(self.chunks, settings)
@@ -160,13 +179,7 @@ class Actor:
         )
         critic = None if self.critic is None else (self.critic.model, self.critic.optimizer)
         self.memory = DeviceMemory(self.model, self.optimizer, critic)
-        self.profiling = Profiling(rank)
-        num_parameters = sum(
-            parameter.numel() for chunk in self.model for parameter in chunk.parameters()
-        )
-        logger.info(
-            "rank %d of %d: %d parameters on %s", rank, world_size, num_parameters, device.current()
-        )
+        self.profiling = Profiling(dist.get_rank())
 
     @property
     def data_parallel_rank(self) -> int:

@@ -30,6 +30,10 @@ VERBS = {
         "rlpost.cli.plan:main",
         "memory, nodes and disks that a recipe needs (--suggest: better layouts)",
     ),
+    "rehearse": (
+        "rlpost.cli.rehearse:main",
+        "run every rank for one step without GPUs: hangs, weights, checkpoint, memory",
+    ),
     "fetch": (
         "rlpost.cli.fetch:main",
         "download a recipe's model and data from the Hugging Face hub",
@@ -67,7 +71,13 @@ HELP_WIDTH = 79
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of ``rlpost`` and ``python -m rlpost``."""
-    if arguments is None and sys.argv[1:2] in (["submit"], ["check"], ["plan"], ["fetch"]):
+    if arguments is None and sys.argv[1:2] in (
+        ["submit"],
+        ["check"],
+        ["plan"],
+        ["rehearse"],
+        ["fetch"],
+    ):
         hide_keys()
     return run_command(_verb, arguments)
 

@@ -22,6 +22,8 @@ from rlpost.cli.entry import run_command
 from rlpost.cli.fleet_jobs import engine_settings, fleet_spec, fleet_views, submit_engines
 from rlpost.cli.follow import conclude, follow
 from rlpost.cli.job import as_the_job_would, job_spec, with_container
+from rlpost.cli.plan import GPU_MEMORY, parse_size
+from rlpost.cli.rehearse import rehearsed, text
 from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
 from rlpost.cli.sandboxes import submit_servers, wants_servers
 from rlpost.cli.scaled import add_scale_down, require_model
@@ -78,6 +80,8 @@ def submit_main(arguments: Sequence[str]) -> int:
         print(f"note: container {why}", file=sys.stderr)
     for note in notes(config):
         print(f"note: {note}", file=sys.stderr)
+    if options.rehearse is not None:
+        _rehearse(config, options.rehearse)
     try:
         spec = job_spec(config)
         engines = _missing_engines(config, RunFolder(root.absolute()), options)
@@ -111,6 +115,14 @@ def submit_main(arguments: Sequence[str]) -> int:
         return conclude(run)
     wait = local if options.wait is None else options.wait
     return follow(run, job_id, started_it=local) if wait else 0
+
+
+def _rehearse(config: Config, gpu_memory: str) -> None:
+    """Rehearse the run; raise ConfigError with the first fault."""
+    result = rehearsed(config, gpu_bytes=parse_size(gpu_memory))
+    print(text(result), file=sys.stderr)
+    if result.first_fault is not None:
+        raise ConfigError(f"--rehearse: {result.first_fault}; nothing was submitted")
 
 
 def _check_local(config: Config, why: str) -> None:
@@ -235,6 +247,14 @@ def _add_options(made: argparse.ArgumentParser) -> None:
     )
     made.add_argument(
         "--run-folder", type=Path, metavar="FOLDER", help="run folder (default: RUNS_DIR/NAME-TIME)"
+    )
+    made.add_argument(
+        "--rehearse",
+        nargs="?",
+        const=GPU_MEMORY,
+        metavar="SIZE",
+        help="rlpost rehearse first, for GPUs of this memory, and submit only if it finds no fault "
+        f"(default: {GPU_MEMORY})",
     )
     made.add_argument("--resume", action="store_true", help="resume the run in the folder")
     made.add_argument(

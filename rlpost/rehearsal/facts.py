@@ -83,7 +83,8 @@ class RankFacts:
     rank: int
     groups: Mapping[str, tuple[int, ...]]
     """The members of its group of each kind, by the kinds of
-    ``rlpost.rehearsal.rank_coordinates.KINDS``.
+    ``rlpost.rehearsal.rank_coordinates.KINDS``, and of Megatron's other groups by their names
+    there.
     """
     weights: tuple[Weight, ...]
     num_parameters: int

@@ -67,7 +67,7 @@ def rehearse_rank(
             rank=rank,
             groups={
                 kind: tuple(dist.get_process_group_ranks(group))
-                for kind, group in _groups().items()
+                for kind, group in (_other_groups() | _groups()).items()
             },
             weights=tuple(_weight(held, ranges) for held in inventory.held.values()),
             num_parameters=sum(
@@ -119,6 +119,17 @@ def _groups() -> dict[str, dist.ProcessGroup]:
         "expert": parallel_state.get_expert_model_parallel_group(),
         "expert_data": parallel_state.get_expert_data_parallel_group(),
     }
+
+
+def _other_groups() -> dict[str, dist.ProcessGroup]:
+    """The other groups of Megatron, by their names there, and the world."""
+    found = {
+        name: group
+        for name, group in vars(parallel_state).items()
+        if isinstance(group, dist.ProcessGroup)
+    }
+    assert dist.group.WORLD is not None
+    return found | {"world": dist.group.WORLD}
 
 
 def _weight(held: Held, ranges: Ranges) -> Weight:

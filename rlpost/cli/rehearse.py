@@ -1,0 +1,156 @@
+"""``rlpost rehearse RECIPE``: run every rank of a recipe on this machine, without a GPU and without
+data.
+
+Input: a recipe, a cluster profile, flags. Output: a table of checks, a bar for each rank and turn,
+and exit code 2 with the first fault in one sentence; with --json the same as one object.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from typing import TYPE_CHECKING
+
+from rlpost.cli.command_line import parser, settings
+from rlpost.cli.plan import EXIT_NO_FIT, GPU_MEMORY, on_gpus, parse_size
+from rlpost.cli.scaled import add_scale_down
+from rlpost.config.checks.batch import batch_problems
+from rlpost.config.checks.layout import layout_problems
+from rlpost.config.tree import Config
+from rlpost.errors import ConfigError
+from rlpost.orchestration.settings_of_actors import actor_settings
+
+if TYPE_CHECKING:
+    from rlpost.rehearsal.result import Result
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Rehearse a recipe."""
+    made = parser(
+        "rlpost rehearse",
+        "Run every rank of a recipe for one step without GPUs and without data, and check the result.",
+    )
+    made.add_argument(
+        "--gpus", type=int, metavar="N", help="GPUs of the trainer, instead of the recipe's"
+    )
+    made.add_argument(
+        "--gpu-memory",
+        default=GPU_MEMORY,
+        metavar="SIZE",
+        help=f"of one GPU (default: {GPU_MEMORY})",
+    )
+    made.add_argument(
+        "--all-ranks",
+        action="store_true",
+        help="run the step on every rank; by default on two of each class of equal ranks",
+    )
+    made.add_argument(
+        "--micro-batches",
+        type=int,
+        metavar="N",
+        help="rehearse N micro-batches of the step (default: pipeline stages + 1)",
+    )
+    made.add_argument("--json", action="store_true", help="print one object")
+    add_scale_down(made)
+    options, loaded = settings(made, arguments)
+    if options.recipe is None and not loaded.origins:
+        raise ConfigError(
+            "which recipe? the first word is a TOML file, for instance jobs/recipes/qwen3_4b.toml"
+        )
+    if options.micro_batches is not None and options.micro_batches < 1:
+        raise ConfigError(f"--micro-batches {options.micro_batches}: give at least 1")
+    config = loaded.config if options.gpus is None else on_gpus(loaded.config, options.gpus)
+    result = rehearsed(
+        config,
+        gpu_bytes=parse_size(options.gpu_memory),
+        all_ranks=options.all_ranks,
+        micro_batches=options.micro_batches,
+    )
+    print(json.dumps(_object(result), indent=2) if options.json else text(result))
+    return 0 if result.first_fault is None else EXIT_NO_FIT
+
+
+def rehearsed(
+    config: Config,
+    *,
+    gpu_bytes: int,
+    all_ranks: bool = False,
+    micro_batches: int | None = None,
+) -> Result:
+    """Rehearse a configuration; progress goes to standard error.
+
+    Raises:
+        ConfigError: the layout is not possible, a GPU is visible, or the training stack is missing.
+    """
+    if problems := [*layout_problems(config), *batch_problems(config)]:
+        raise ConfigError("\n".join(problems))
+    if not config.num_engines:
+        raise ConfigError(
+            "a rehearsal needs engines of this run, and --rollout-num-gpus is 0 or the engines are "
+            "external; use rlpost plan"
+        )
+    actor = actor_settings(config)
+    if actor.use_critic or actor.lora_rank is not None or actor.optimizer != "adam":
+        raise ConfigError(
+            "a rehearsal has no critic, no adapters and no optimizer but Adam yet; omit --use-critic, "
+            "--lora-rank and --optimizer for it, or use rlpost plan"
+        )
+    # Libraries print, and Megatron repeats each of its warnings for every rank.
+    with warnings.catch_warnings(), redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")
+        try:
+            from rlpost.rehearsal.run import Options, rehearse_run
+        except ImportError as error:
+            raise ConfigError(
+                f"a rehearsal needs the training stack: {error}; run tools/install.sh"
+            ) from error
+        logging.getLogger("megatron").setLevel(logging.ERROR)
+        return rehearse_run(
+            config,
+            actor,
+            Options(gpu_bytes, all_ranks, micro_batches),
+            say=_say,
+        )
+
+
+def _say(words: str) -> None:
+    print(f"rehearse: {words}", file=sys.stderr, flush=True)
+
+
+def _object(result: Result) -> dict[str, object]:
+    from rlpost.rehearsal.result import as_object
+
+    return as_object(result)
+
+
+def text(result: Result) -> str:
+    """The result for a terminal."""
+    from rlpost.rehearsal.result import bars, fullest, gb, shortened
+
+    lines = []
+    for one in result.checks:
+        answer = "ok" if not one.faults else f"{len(one.faults)} wrong"
+        lines.append(f"{answer:<10}{one.name} ({one.extent})")
+        lines += [f"          {fault}" for fault in one.faults[:5]]
+    most = fullest(result)
+    rehearsed_count, of_step = result.micro_batches
+    lines += ["", *bars(result), ""]
+    lines.append(
+        f"rank {most.rank} is the fullest: {gb(most.highest)}; rlpost plan says "
+        f"{gb(result.planned_bytes)}"
+    )
+    if len(result.ran) < len(result.memory):
+        lines.append(
+            f"ranks {shortened(result.ran)} ran, two of each of {len(result.classes)} classes of equal "
+            "ranks, and agreed; --all-ranks runs the others too"
+        )
+    if rehearsed_count < of_step:
+        lines.append(f"{rehearsed_count} of the {of_step} micro-batches of a step were rehearsed")
+    lines.append(f"{result.seconds:.0f} s, {gb(result.peak_host_bytes)} of memory")
+    if result.first_fault is not None:
+        lines.append(f"first fault: {result.first_fault}")
+    return "\n".join(lines)

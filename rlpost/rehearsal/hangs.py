@@ -1,0 +1,337 @@
+"""Decide from the recordings of all ranks whether a step would hang. Pure.
+
+Input: the calls of every rank. Output: faults, the first one in time first. Three questions:
+
+1. Does every member of a group issue the same collectives, with matching sizes, in the same order?
+2. Does every send of a pipeline stage meet a receive of the same size, in order?
+3. Does every rank come to its end if a collective waits for all members? Two ranks that enter two
+   groups in opposite orders pass the first question and hang.
+
+The odd rank of a mismatch is the one whose sequence of calls fewest ranks share, counted over all
+groups with the same number of members.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlpost.rehearsal.calls import POINT_TO_POINT, SEND, SPLIT, Call, Recording, by_group
+
+Group = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One mismatch.
+
+    Attributes:
+        ranks: those that deviate.
+        group: the ranks that would wait.
+        position: index of the call in the calls of the first deviating rank, for order in time.
+        line: the line that issued the deviating call, or that issued the call which is missing.
+        words: one sentence.
+    """
+
+    ranks: tuple[int, ...]
+    group: Group
+    position: int
+    line: str
+    words: str
+
+
+def hangs(recordings: Mapping[int, Recording]) -> list[Fault]:
+    """All faults; empty when the step comes to its end."""
+    faults = [*collective_faults(recordings), *transfer_faults(recordings)]
+    if not faults:
+        faults = list(order_faults(recordings))
+    return sorted(faults, key=lambda one: (one.position, one.ranks))
+
+
+def collective_faults(recordings: Mapping[int, Recording]) -> Iterable[Fault]:
+    """The first mismatch of each group."""
+    sequences = {rank: by_group(recording.calls) for rank, recording in recordings.items()}
+    groups = {group for of_rank in sequences.values() for group in of_rank}
+    commonness = _commonness(sequences)
+    for group in sorted(groups):
+        outside = [rank for rank in group if rank not in recordings]
+        if outside:
+            continue
+        of_group = {rank: sequences[rank].get(group, []) for rank in group}
+        strangers = [
+            rank for rank, found in sequences.items() if rank not in group and group in found
+        ]
+        for rank in strangers:
+            call = sequences[rank][group][0]
+            yield _fault(
+                recordings, (rank,), call, f"rank {rank} calls {call.words} on a group it is not in"
+            )
+        if fault := _mismatch(recordings, group, of_group, commonness):
+            yield fault
+
+
+def _mismatch(
+    recordings: Mapping[int, Recording],
+    group: Group,
+    of_group: Mapping[int, Sequence[Call]],
+    commonness: Mapping[int, int],
+) -> Fault | None:
+    """The first position at which the members do not agree."""
+    longest = max(len(calls) for calls in of_group.values())
+    agreed = {rank: [call.agreed for call in calls] for rank, calls in of_group.items()}
+    first = agreed[group[0]]
+    if all(calls == first for calls in agreed.values()):
+        return _wrong_split(recordings, group, of_group, commonness)
+    lines = {rank: [call.line for call in calls] for rank, calls in of_group.items()}
+    for position in range(longest):
+        keys: dict[int, object] = {}
+        for rank in group:
+            keys[rank] = (
+                (agreed[rank][position], lines[rank][position])
+                if position < len(agreed[rank])
+                else None
+            )
+        if len(set(keys.values())) > 1 and _is_real(agreed, lines, position):
+            return _told(recordings, group, of_group, _odd(keys, commonness), position)
+    raise AssertionError("the sequences differ, so one position does")
+
+
+def _is_real(
+    agreed: Mapping[int, Sequence[object]], lines: Mapping[int, Sequence[str]], position: int
+) -> bool:
+    """Whether the members part here, and not only issue one call from two lines.
+
+    A source and its receivers may have different lines. They part if the calls differ here, or if
+    the lines differ and an earlier rank repeats the call at the next position of the others.
+    """
+    here = {calls[position] if position < len(calls) else None for calls in agreed.values()}
+    if len(here) > 1:
+        return True
+    lengths = {len(calls) for calls in agreed.values()}
+    known = [frozenset(found) for found in lines.values()]
+    shared = known[0].intersection(*known[1:])
+    now = {found[position] for found in lines.values()}
+    return len(lengths) > 1 and bool(now & shared)
+
+
+def _odd(keys: Mapping[int, object], commonness: Mapping[int, int]) -> tuple[int, ...]:
+    """The ranks with the rarest key; among equally rare ones those with the rarest sequence."""
+    count = Counter(keys.values())
+    rarest = min(count.values())
+    candidates = [rank for rank, key in keys.items() if count[key] == rarest]
+    fewest = min(commonness[rank] for rank in candidates)
+    chosen = [rank for rank in candidates if commonness[rank] == fewest]
+    return tuple(rank for rank in chosen if keys[rank] == keys[chosen[0]])
+
+
+def _told(
+    recordings: Mapping[int, Recording],
+    group: Group,
+    of_group: Mapping[int, Sequence[Call]],
+    odd: tuple[int, ...],
+    position: int,
+) -> Fault:
+    other = next(rank for rank in group if rank not in odd)
+    theirs = of_group[other][position] if position < len(of_group[other]) else None
+    mine = of_group[odd[0]][position] if position < len(of_group[odd[0]]) else None
+    who = _ranks(odd)
+    call = mine or theirs
+    assert call is not None
+    number = f"call {position + 1} on the group of ranks {_ends(group)}"
+    if mine is None and theirs is not None:
+        words = f"{who} never issues {number}: {theirs.words} at {theirs.line}"
+    elif theirs is None and mine is not None:
+        words = f"{who} issues {mine.words} at {mine.line}, as {number}, and the others do not"
+    elif mine is not None and theirs is not None and _comes_later(mine, of_group[other][position:]):
+        call = theirs
+        words = (
+            f"{who} leaves out {number}: {theirs.words} at {theirs.line}; it goes on with {mine.words} "
+            f"at {mine.line}"
+        )
+    elif mine is not None and theirs is not None and mine.line == theirs.line:
+        words = f"{number} at {mine.line}: {who} has {mine.words}, rank {other} has {theirs.words}"
+    else:
+        assert mine is not None and theirs is not None
+        words = (
+            f"{number}: {who} is at {mine.line} with {mine.words}, "
+            f"rank {other} at {theirs.line} with {theirs.words}"
+        )
+    at = _position(recordings[odd[0]], mine, of_group[odd[0]])
+    return Fault(odd, group, at, call.line, f"{call.turn}: {words}")
+
+
+def _comes_later(call: Call, others: Sequence[Call]) -> bool:
+    """Whether the other ranks issue the same call from the same line after their next one."""
+    key = (call.agreed, call.line)
+    now, *later = [(one.agreed, one.line) for one in others]
+    return now != key and key in later
+
+
+def _position(recording: Recording, call: Call | None, of_group: Sequence[Call]) -> int:
+    """Index of a call of the rank; of a missing one, that after its last call on the group."""
+    wanted = call if call is not None else (of_group[-1] if of_group else None)
+    if wanted is None:
+        return 0
+    return next(at for at, one in enumerate(recording.calls) if one is wanted)
+
+
+def _wrong_split(
+    recordings: Mapping[int, Recording],
+    group: Group,
+    of_group: Mapping[int, Sequence[Call]],
+    commonness: Mapping[int, int],
+) -> Fault | None:
+    """An all-to-all in which a rank sends other numbers of rows than the others receive."""
+    for position, call in enumerate(of_group[group[0]]):
+        if call.kind != SPLIT:
+            continue
+        calls = [of_group[rank][position] for rank in group]
+        for sender, mine in enumerate(calls):
+            for receiver, theirs in enumerate(calls):
+                if mine.sent[receiver] != theirs.received[sender]:
+                    words = (
+                        f"all_to_all at {mine.line}: rank {group[sender]} sends {mine.sent[receiver]} rows to "
+                        f"rank {group[receiver]}, which expects {theirs.received[sender]}"
+                    )
+                    pair = (group[sender], group[receiver])
+                    fewest = min(commonness[rank] for rank in pair)
+                    odd = tuple(rank for rank in pair if commonness[rank] == fewest)
+                    at = next(
+                        index
+                        for index, one in enumerate(recordings[odd[0]].calls)
+                        if one is of_group[odd[0]][position]
+                    )
+                    return Fault(odd, group, at, mine.line, f"{call.turn}: {words}")
+    return None
+
+
+def _commonness(sequences: Mapping[int, Mapping[Group, Sequence[Call]]]) -> dict[int, int]:
+    """For each rank, how many ranks have the same calls apart from the numbers of ranks."""
+    shapes = {}
+    for rank, of_rank in sequences.items():
+        per_size = [
+            (len(group), tuple((call.agreed, call.line, call.sent) for call in calls))
+            for group, calls in of_rank.items()
+        ]
+        shapes[rank] = hash(tuple(sorted(per_size, key=str)))
+    count = Counter(shapes.values())
+    return {rank: count[shape] for rank, shape in shapes.items()}
+
+
+def transfer_faults(recordings: Mapping[int, Recording]) -> Iterable[Fault]:
+    """The first transfer between each pair of ranks that does not fit."""
+    sent: dict[tuple[Group, int, int], list[Call]] = defaultdict(list)
+    received: dict[tuple[Group, int, int], list[Call]] = defaultdict(list)
+    for rank, recording in recordings.items():
+        for call in recording.calls:
+            if call.kind not in POINT_TO_POINT or call.root is None:
+                continue
+            peer = call.group[call.root]
+            if call.kind == SEND:
+                sent[call.group, rank, peer].append(call)
+            else:
+                received[call.group, peer, rank].append(call)
+    for pair in sorted(sent.keys() | received.keys()):
+        _, source, target = pair
+        if source not in recordings or target not in recordings:
+            continue
+        yield from _unmet(recordings, sent[pair], received[pair], source, target)
+
+
+def _unmet(
+    recordings: Mapping[int, Recording],
+    sends: Sequence[Call],
+    receives: Sequence[Call],
+    source: int,
+    target: int,
+) -> Iterable[Fault]:
+    for number, (mine, theirs) in enumerate(zip(sends, receives, strict=False), start=1):
+        if (mine.sizes, mine.dtype) != (theirs.sizes, theirs.dtype):
+            words = (
+                f"transfer {number} from rank {source} to rank {target}: {mine.words} at {mine.line}, but the "
+                f"receiver expects {theirs.words} at {theirs.line} ({len(sends)} sends, "
+                f"{len(receives)} receives)"
+            )
+            yield _fault(recordings, (source, target), mine, words)
+            return
+    if len(sends) > len(receives):
+        extra = sends[len(receives)]
+        words = (
+            f"rank {source} sends {len(sends)} times to rank {target}, which receives "
+            f"{len(receives)} times; the first that nobody receives is {extra.words} at {extra.line}"
+        )
+        yield _fault(recordings, (source, target), extra, words)
+    elif len(receives) > len(sends):
+        extra = receives[len(sends)]
+        words = (
+            f"rank {target} waits {len(receives)} times for rank {source}, which sends "
+            f"{len(sends)} times; the first without a sender is {extra.words} at {extra.line}"
+        )
+        yield _fault(recordings, (target, source), extra, words, of=target)
+
+
+def order_faults(recordings: Mapping[int, Recording]) -> Iterable[Fault]:
+    """Ranks that wait for each other in a circle, found by letting every rank run as far as it can.
+
+    A collective ends when all members have come to it. Transfers do not block here: Megatron issues
+    them in batches.
+    """
+    waiting = {
+        rank: [call for call in recording.calls if _blocks(call)]
+        for rank, recording in recordings.items()
+    }
+    at = dict.fromkeys(waiting, 0)
+    ready = set(waiting)
+    arrived: dict[Group, set[int]] = defaultdict(set)
+    while ready:
+        rank = ready.pop()
+        if at[rank] == len(waiting[rank]):
+            continue
+        group = waiting[rank][at[rank]].group
+        arrived[group].add(rank)
+        if arrived[group] >= set(group) & set(waiting):
+            arrived[group].clear()
+            for member in set(group) & set(waiting):
+                at[member] += 1
+                ready.add(member)
+    stuck = [rank for rank in sorted(waiting) if at[rank] < len(waiting[rank])]
+    if stuck:
+        rank = min(stuck, key=lambda one: at[one])
+        call = waiting[rank][at[rank]]
+        others = [one for one in stuck if one in call.group and one != rank]
+        away = next((one for one in others if waiting[one][at[one]].group != call.group), others[0])
+        theirs = waiting[away][at[away]]
+        words = (
+            f"ranks {_ends(tuple(stuck))} wait for each other: rank {rank} is in {call.words} at {call.line}, "
+            f"rank {away} in {theirs.words} of another group at {theirs.line}"
+        )
+        yield _fault(recordings, (rank, away), call, words)
+
+
+def _blocks(call: Call) -> bool:
+    return call.kind not in POINT_TO_POINT and len(call.group) > 1
+
+
+def _fault(
+    recordings: Mapping[int, Recording],
+    ranks: tuple[int, ...],
+    call: Call,
+    words: str,
+    *,
+    of: int | None = None,
+) -> Fault:
+    rank = ranks[0] if of is None else of
+    position = next(at for at, one in enumerate(recordings[rank].calls) if one is call)
+    return Fault(ranks, call.group, position, call.line, f"{call.turn}: {words}")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _ends(group: Group) -> str:
+    """The members, shortened in the middle."""
+    if len(group) <= 8:
+        return ", ".join(map(str, group))
+    return f"{', '.join(map(str, group[:3]))} ... {group[-1]} ({len(group)})"

@@ -1,0 +1,115 @@
+"""The batch of a rehearsal: samples of planned lengths, scheduled as in a run. Pure.
+
+The lengths of a step run evenly from a quarter of the longest sample to the longest. The schedule
+of the whole step is made, and every data-parallel rank then gets the first micro-batches of the
+first rank. With balanced routing all ranks of an expert group thus have equal rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlpost.algorithm.schedule import Schedule, regroup, schedule, sequence_work
+from rlpost.config.plan.estimate import forward_pass
+from rlpost.config.tree import Config
+from rlpost.types import MicroBatch, TrainBatch, TrainSample
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """One optimizer step.
+
+    Attributes:
+        batch: the micro-batches that every rank rehearses.
+        log_prob_batch: those of the passes before it; None when a run has none.
+        num_micro_batches: of the whole step, for each data-parallel rank.
+    """
+
+    batch: TrainBatch
+    log_prob_batch: TrainBatch | None
+    num_micro_batches: tuple[int, ...]
+
+
+def planned_step(config: Config, *, limit: int | None = None) -> PlannedStep:
+    """The step of a configuration.
+
+    Args:
+        config: the settings.
+        limit: micro-batches to rehearse; by default enough for a pipeline to be full, which is when
+            it holds most: its stages and one more.
+
+    Raises:
+        ValueError: the samples cannot be distributed over the ranks.
+    """
+    _, longest = forward_pass(config)
+    lengths = planned_lengths(config, longest)
+    dealt = _schedule(config, lengths)
+    multiple = config.micro_batch_multiple
+    wanted = config.perf.pipeline_model_parallel_size + 1 if limit is None else limit
+    wanted += -wanted % multiple
+    micro_batches = tuple(
+        tuple(_sample(lengths[index], config) for index in micro) for micro in dealt[0][:wanted]
+    )
+    batch = TrainBatch(
+        micro_batches,
+        num_samples=len(lengths),
+        num_tokens=sum(sample.response_length for micro in micro_batches for sample in micro),
+    )
+    return PlannedStep(batch, _log_prob_batch(config, batch), tuple(map(len, dealt)))
+
+
+def planned_lengths(config: Config, longest: int) -> list[int]:
+    """Tokens of each sample of a step, as many as the data-parallel ranks need."""
+    unit = config.data_parallel_size * config.micro_batch_multiple
+    num_samples = config.samples_per_rollout // config.num_steps_per_rollout
+    num_samples += -num_samples % unit
+    shortest = max(2, longest // 4)
+    span = max(1, num_samples - 1)
+    return [shortest + (longest - shortest) * index // span for index in range(num_samples)]
+
+
+def _schedule(config: Config, lengths: list[int]) -> Schedule:
+    perf = config.perf
+    parts = 2 * perf.context_parallel_size if perf.context_parallel_size > 1 else 1
+    padded = [length + -length % parts for length in lengths]
+    work = [sequence_work(length) for length in padded] if perf.balance_data else None
+    return schedule(
+        padded,
+        data_parallel_size=config.data_parallel_size,
+        max_tokens=config.max_tokens,
+        micro_batch_size=perf.micro_batch_size,
+        multiple_of=config.micro_batch_multiple,
+        work=work,
+    )
+
+
+def _sample(length: int, config: Config) -> TrainSample:
+    prompt = max(1, length - config.rollout.rollout_max_response_len)
+    response = length - prompt
+    return TrainSample(
+        token_ids=[0] * length,  # type: ignore[arg-type]
+        prompt_length=prompt,
+        loss_mask=[1] * response,  # type: ignore[arg-type]
+        rollout_logprobs=[0.0] * response,  # type: ignore[arg-type]
+        advantage=1.0,
+    )
+
+
+def _log_prob_batch(config: Config, batch: TrainBatch) -> TrainBatch | None:
+    """The passes of ``rlpost.orchestration.training`` before the first step."""
+    grpo = config.grpo
+    needed = grpo.kl_coef or (config.num_steps_per_rollout > 1 and not grpo.use_rollout_logprobs)
+    if not needed:
+        return None
+    if config.log_probs_max_tokens is None:
+        return batch
+    samples = batch.samples
+    packed = regroup(
+        [[len(sample.token_ids) for sample in samples]],
+        max_tokens=config.log_probs_max_tokens,
+        multiple_of=config.micro_batch_multiple,
+    )
+    if packed is None:
+        return batch
+    groups: list[MicroBatch] = [tuple(samples[index] for index in one) for one in packed[0]]
+    return TrainBatch(tuple(groups), num_samples=batch.num_samples, num_tokens=batch.num_tokens)

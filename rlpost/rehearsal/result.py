@@ -1,0 +1,181 @@
+"""The result of a rehearsal: checks, memory by rank and turn, and the first fault. Pure.
+
+Input: recordings and contradictions. Output: rows for a table, bars for a terminal, and one object
+for programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlpost.config.plan.estimate import RESERVE, TRAINER_CONTEXT
+from rlpost.rehearsal.calls import Recording
+from rlpost.rehearsal.hangs import Fault
+
+BAR = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One question and its answer.
+
+    Attributes:
+        name: the question.
+        faults: one line for each contradiction; empty when there is none.
+        extent: what was compared.
+    """
+
+    name: str
+    faults: tuple[str, ...]
+    extent: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes of one rank on its GPU.
+
+    Attributes:
+        rank: the rank.
+        held: bytes that stay between turns, by part, without what is in host memory.
+        peaks: the largest sum of each turn, ``held`` included.
+    """
+
+    rank: int
+    held: Mapping[str, int]
+    peaks: Mapping[str, int]
+
+    @property
+    def highest(self) -> int:
+        """The largest peak."""
+        return max(self.peaks.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a rehearsal found.
+
+    Attributes:
+        checks: in the order in which a run would meet the faults.
+        memory: of every rank, in order.
+        classes: ranks that do the same.
+        ran: the ranks that ran; the others are in a class with two of them.
+        num_calls: collectives and transfers of all ranks.
+        micro_batches: rehearsed ones, and those of a step.
+        gpu_bytes: memory of a GPU.
+        planned_bytes: what ``rlpost plan`` says of the fullest rank while it trains.
+        seconds: that it took.
+        peak_host_bytes: largest resident memory of the rehearsal itself.
+    """
+
+    checks: tuple[Check, ...]
+    memory: tuple[MemoryUse, ...]
+    classes: tuple[tuple[int, ...], ...]
+    ran: tuple[int, ...]
+    num_calls: int
+    micro_batches: tuple[int, int]
+    gpu_bytes: int
+    planned_bytes: int
+    seconds: float
+    peak_host_bytes: int
+
+    @property
+    def first_fault(self) -> str | None:
+        """The first fault in the order of the checks; None when there is none."""
+        return next((one.faults[0] for one in self.checks if one.faults), None)
+
+
+def hang_check(faults: Sequence[Fault], *, num_calls: int, num_groups: int) -> Check:
+    """The check of all collectives and transfers."""
+    extent = f"{num_calls} calls in {num_groups} groups"
+    words = tuple(f"a hang is foretold. {one.words}" for one in faults)
+    return Check("collectives in the same order, with matching shapes", words, extent)
+
+
+def memory_use(recording: Recording, *, offloaded_fraction: float) -> MemoryUse:
+    """Bytes of a rank, without the part of the optimizer that is in host memory.
+
+    Args:
+        recording: of the rank, with its optimizer on the device.
+        offloaded_fraction: the part that is not.
+    """
+    away = round(recording.held["optimizer"] * offloaded_fraction)
+    held = dict(recording.held) | {"optimizer": recording.held["optimizer"] - away}
+    peaks = {turn: max(0, peak - away) for turn, peak in recording.peaks.items() if turn != "build"}
+    return MemoryUse(recording.rank, held, peaks)
+
+
+def memory_check(memory: Sequence[MemoryUse], gpu_bytes: int) -> Check:
+    """Whether each rank has enough memory in each turn.
+
+    As in ``rlpost plan``, CUDA and NCCL take an allowance, and sums may fill a part of the GPU.
+    """
+    limit = round(gpu_bytes * RESERVE) - TRAINER_CONTEXT
+    faults = []
+    for one in memory:
+        turn = max(one.peaks, key=lambda name: one.peaks[name])
+        if one.peaks[turn] > limit:
+            faults.append(
+                f"rank {one.rank}: {turn} takes {gb(one.peaks[turn])}, and {gb(limit)} of a GPU of "
+                f"{gb(gpu_bytes)} are free for it"
+            )
+    return Check("peak memory of each rank", tuple(faults), f"{len(memory)} ranks")
+
+
+def fullest(result: Result) -> MemoryUse:
+    """The rank with the highest peak."""
+    return max(result.memory, key=lambda one: one.highest)
+
+
+def bars(result: Result) -> list[str]:
+    """One line for each class and turn, as long as its part of a GPU."""
+    lines = []
+    by_rank = {one.rank: one for one in result.memory}
+    for members in result.classes:
+        fullest = max((by_rank[rank] for rank in members), key=lambda one: one.highest)
+        lines.append(f"ranks {shortened(members)}")
+        for turn, peak in fullest.peaks.items():
+            filled = min(BAR, round(BAR * peak / result.gpu_bytes))
+            over = ">" if peak > result.gpu_bytes else "|"
+            bar = "█" * filled + " " * (BAR - filled) + over
+            lines.append(f"  {turn:<14}{bar} {gb(peak)} of {gb(result.gpu_bytes)}")
+    return lines
+
+
+def as_object(result: Result) -> dict[str, object]:
+    """The result for programs; sizes in bytes."""
+    return {
+        "passed": result.first_fault is None,
+        "first_fault": result.first_fault,
+        "checks": [
+            {"name": one.name, "faults": list(one.faults), "extent": one.extent}
+            for one in result.checks
+        ],
+        "memory": [
+            {"rank": one.rank, "held": dict(one.held), "peaks": dict(one.peaks)}
+            for one in result.memory
+        ],
+        "classes": [list(members) for members in result.classes],
+        "ran": list(result.ran),
+        "num_calls": result.num_calls,
+        "micro_batches": {
+            "rehearsed": result.micro_batches[0],
+            "of_a_step": result.micro_batches[1],
+        },
+        "gpu_bytes": result.gpu_bytes,
+        "planned_bytes": result.planned_bytes,
+        "seconds": result.seconds,
+        "peak_host_bytes": result.peak_host_bytes,
+    }
+
+
+def shortened(ranks: Sequence[int]) -> str:
+    """``0, 1, 2 ... 15 (16)``."""
+    if len(ranks) <= 4:
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]}, {ranks[1]} ... {ranks[-1]} ({len(ranks)})"
+
+
+def gb(size: float) -> str:
+    """Bytes as GB."""
+    return f"{size / 1e9:.1f} GB"

@@ -1,0 +1,171 @@
+"""Rehearse a run: build every rank, run the turns, and check what all ranks did.
+
+Input: the settings of the run and of an actor. Output: a ``Result``. Building takes a fraction of a
+second a rank, so every rank is built. The turns take seconds, so two ranks of each class run them
+unless all are asked for (``symmetry``).
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from rlpost.actor.settings import ActorSettings
+from rlpost.config.plan.estimate import estimate
+from rlpost.config.tree import Config
+from rlpost.hf_shape import hf_shape
+from rlpost.rehearsal import check, coverage
+from rlpost.rehearsal.calls import Recording
+from rlpost.rehearsal.check import Expected
+from rlpost.rehearsal.facts import RankFacts
+from rlpost.rehearsal.hangs import hangs
+from rlpost.rehearsal.model import description_of
+from rlpost.rehearsal.other_layout import load_check
+from rlpost.rehearsal.planned import PlannedStep, planned_step
+from rlpost.rehearsal.published import published
+from rlpost.rehearsal.rank import rehearse_rank
+from rlpost.rehearsal.result import Check, Result, hang_check, memory_check, memory_use
+from rlpost.rehearsal.symmetry import Recorded, record
+from rlpost.rehearsal.turns import Turns, rehearse_turns
+from rlpost.rehearsal.update_plan import Plan, update_plans
+
+Facts = Mapping[int, RankFacts]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a rehearsal is asked for.
+
+    Attributes:
+        gpu_bytes: memory of a GPU.
+        all_ranks: run the turns of every rank.
+        micro_batches: to rehearse; None for enough to fill the pipeline.
+    """
+
+    gpu_bytes: int = 80 * 10**9
+    all_ranks: bool = False
+    micro_batches: int | None = None
+
+
+def rehearse_run(
+    config: Config, settings: ActorSettings, options: Options, *, say: Say = lambda _: None
+) -> Result:
+    """Rehearse a run.
+
+    Args:
+        config: the settings of the run.
+        settings: those of an actor, made from ``config``.
+        options: what is asked for.
+        say: told what is done next.
+
+    Raises:
+        ConfigError, PlacementError, WeightError: the model or the ranks do not fit the layout.
+    """
+    started = time.monotonic()
+    description, world = description_of(settings), config.actor_world_size
+    step = planned_step(config, limit=options.micro_batches)
+    say(f"building {world} ranks")
+    facts = {
+        rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)
+    }
+    plans = update_plans(facts, config)
+    hf, has_mtp = description.hf_config, settings.enable_mtp_training
+    shape = replace(hf_shape(hf), mtp=has_mtp)
+    expected = Expected(config, shape, published(hf, with_mtp=has_mtp))
+    entries = {rank: of_rank.entries for rank, of_rank in facts.items()}
+    turns = Turns(
+        step.batch,
+        step.log_prob_batch,
+        shares_gpus=config.cluster.colocate,
+        updates=config.num_engines > 0 and config.sync.update_weight_transport != "disk",
+        gpu_bytes=options.gpu_bytes,
+    )
+
+    def run(rank: int) -> Recording:
+        say(f"rank {rank}: {', '.join(turns.names)}")
+        return rehearse_turns(settings, description, turns, rank=rank, world=world, entries=entries)
+
+    recorded = record(facts, run, all_ranks=options.all_ranks, all_gather=turns.shares_gpus)
+    memory = tuple(
+        memory_use(one, offloaded_fraction=_offloaded(config))
+        for one in recorded.recordings.values()
+    )
+    say("a checkpoint at another layout")
+    return Result(
+        checks=(
+            *_built(facts, plans, expected),
+            _schedule_check(step),
+            _hangs(recorded),
+            load_check(config, settings, facts),
+            memory_check(memory, options.gpu_bytes),
+        ),
+        memory=memory,
+        classes=recorded.classes,
+        ran=recorded.ran,
+        num_calls=sum(len(one.calls) for one in recorded.recordings.values()),
+        micro_batches=(len(step.batch.micro_batches), step.num_micro_batches[0]),
+        gpu_bytes=options.gpu_bytes,
+        planned_bytes=_planned(config, expected, options.gpu_bytes),
+        seconds=time.monotonic() - started,
+        peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def _built(facts: Facts, plans: Mapping[int, Plan], expected: Expected) -> list[Check]:
+    """The checks of what every rank built."""
+    layout, model = expected.layout, expected.published
+    spread = expected.config.perf.use_distributed_optimizer
+    ranks, tensors = f"{len(facts)} ranks", f"{len(model.tensors)} tensors"
+    weights = [
+        *coverage.weight_problems(facts, layout, expected.shape, model),
+        *check.parameter_problems(facts, expected),
+    ]
+    update = [
+        *check.plan_problems(facts, plans, expected),
+        *check.sender_problems(facts, layout),
+    ]
+    buckets = f"{tensors} in {len(plans[0])} buckets, {expected.config.num_engines} engines"
+    return [
+        Check("groups of the layout", tuple(check.group_problems(facts, layout)), ranks),
+        Check("each weight on its ranks, once", tuple(weights), tensors),
+        Check(
+            "optimizer state of each weight, once",
+            tuple(coverage.optimizer_problems(facts, spread=spread)),
+            ranks,
+        ),
+        Check("each weight to each engine, once", tuple(update), buckets),
+        Check(
+            "each part of a checkpoint, once",
+            tuple(coverage.checkpoint_problems(facts, layout, model)),
+            f"{sum(len(one.checkpoint) for one in facts.values())} parts",
+        ),
+    ]
+
+
+def _schedule_check(step: PlannedStep) -> Check:
+    counts = step.num_micro_batches
+    odd = [
+        f"data-parallel rank {rank} has {count} micro-batches in a step, rank 0 has {counts[0]}"
+        for rank, count in enumerate(counts)
+        if count != counts[0]
+    ]
+    extent = f"{len(counts)} data-parallel ranks, {counts[0]} micro-batches each"
+    return Check("as many micro-batches on each rank", tuple(odd), extent)
+
+
+def _hangs(recorded: Recorded) -> Check:
+    calls = [call for one in recorded.recordings.values() for call in one.calls]
+    groups = {call.group for call in calls}
+    return hang_check(hangs(recorded.recordings), num_calls=len(calls), num_groups=len(groups))
+
+
+def _offloaded(config: Config) -> float:
+    given = config.optimizer
+    return given.optimizer_offload_fraction if given.optimizer_cpu_offload else 0.0
+
+
+def _planned(config: Config, expected: Expected, gpu_bytes: int) -> int:
+    return estimate(config, expected.shape, gpu_bytes=gpu_bytes).fullest.train

@@ -1,0 +1,100 @@
+"""Which ranks do the same, so that a few of them stand for all. Pure.
+
+Two ranks are of one class if they are on the same pipeline stage, hold weights of the same shapes,
+are in groups of the same sizes, and have the same part in a weight update; all ranks rehearse the
+same micro-batches. The code of a step branches on nothing else. That is not taken on trust: the
+first and the last rank of each class run, which differ in every coordinate that a class leaves
+open, and if the recording of one does not become that of the other by exchanging their groups, all
+ranks of the class run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rlpost.rehearsal.calls import Recording, translated
+from rlpost.rehearsal.facts import RankFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The recordings of all ranks, and which of them ran."""
+
+    recordings: Mapping[int, Recording]
+    ran: tuple[int, ...]
+    classes: tuple[tuple[int, ...], ...]
+
+
+def classes(facts: Mapping[int, RankFacts], *, all_gather: bool = False) -> list[tuple[int, ...]]:
+    """The ranks in classes, in ascending order.
+
+    With ``all_gather`` every rank has the same part in a weight update: engines share the GPUs.
+    """
+    found: dict[tuple[object, ...], list[int]] = {}
+    for rank, of_rank in sorted(facts.items()):
+        key = (_key(of_rank), None if all_gather else of_rank.update)
+        found.setdefault(key, []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
+
+
+def record(
+    facts: Mapping[int, RankFacts],
+    run: Callable[[int], Recording],
+    *,
+    all_ranks: bool,
+    all_gather: bool = False,
+) -> Recorded:
+    """Record every rank, or two of each class.
+
+    Args:
+        facts: about every rank.
+        run: runs one rank.
+        all_ranks: run each rank.
+        all_gather: see ``classes``.
+    """
+    recordings: dict[int, Recording] = {}
+    ran: list[int] = []
+    found = classes(facts, all_gather=all_gather)
+    groups = {rank: of_rank.groups for rank, of_rank in facts.items()}
+    for members in found:
+        first, last = members[0], members[-1]
+        chosen = members if all_ranks else dict.fromkeys((first, last))
+        mine = {rank: run(rank) for rank in chosen}
+        if len(mine) < len(members):
+            made = _copies(mine[first], mine[last], members, groups)
+            if made is None:
+                mine |= {rank: run(rank) for rank in members if rank not in mine}
+            else:
+                ran += mine
+                recordings |= made
+                continue
+        ran += mine
+        recordings |= mine
+    return Recorded(dict(sorted(recordings.items())), tuple(sorted(ran)), tuple(found))
+
+
+def _copies(
+    first: Recording,
+    last: Recording,
+    members: tuple[int, ...],
+    groups: Mapping[int, Mapping[str, tuple[int, ...]]],
+) -> dict[int, Recording] | None:
+    """The recordings of a class from those of two members; None if these two differ."""
+    try:
+        if translated(first, last.rank, groups).calls != last.calls:
+            return None
+        made = {rank: translated(first, rank, groups) for rank in members}
+    except ValueError:
+        return None
+    return made | {first.rank: first, last.rank: last}
+
+
+def _key(facts: RankFacts) -> tuple[object, ...]:
+    weights = tuple(
+        (one.layout, one.shape, one.dim, one.num_shards, one.is_expert, one.is_trained)
+        for one in facts.weights
+    )
+    sizes = tuple(sorted((kind, len(group)) for kind, group in facts.groups.items()))
+    pipeline = facts.groups["pipeline"].index(facts.rank)
+    return pipeline, weights, sizes

@@ -1,0 +1,392 @@
+"""A rehearsal of whole steps: planted faults are found with their rank and line, sound layouts have
+none, and the calls are those of a run over gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlpost.actor import logprobs, report
+from rlpost.actor.model_description import ModelDescription
+from rlpost.actor.settings import ActorSettings
+from rlpost.config.plan.shape import layout_of
+from rlpost.orchestration.settings_of_actors import actor_settings
+from rlpost.rehearsal.calls import RECEIVE, SEND, SPLIT, Call, Recording
+from rlpost.rehearsal.facts import RankFacts
+from rlpost.rehearsal.given import BalancedMap
+from rlpost.rehearsal.hangs import Fault, hangs
+from rlpost.rehearsal.model import description_of
+from rlpost.rehearsal.other_layout import unread
+from rlpost.rehearsal.rank import rehearse_rank
+from rlpost.rehearsal.result import memory_check, memory_use
+from rlpost.rehearsal.symmetry import classes, record
+from rlpost.rehearsal.turns import Turns, rehearse_turns, run_turns
+from rlpost.types import TrainBatch, TrainSample
+from tests.contract.actor_ranks import run_ranks
+from tests.contract.cuda.test_every_rank import SMALL, recipe_config
+from tests.contract.families import make_family
+from tests.contract.layouts import ALGORITHMS, LAYOUTS
+from tests.contract.layouts import Layout as TableLayout
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="run with CUDA_VISIBLE_DEVICES= (empty)"),
+    pytest.mark.filterwarnings("ignore"),  # Megatron repeats each of its own for every rank
+]
+EIGHT = {
+    "model": SMALL | {"num_layers": 2, "moe_layer_freq": (0, 1)},
+    "perf": {
+        "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 1,
+        "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+    },
+    "cluster": {"actor_num_nodes": 1, "rollout_num_gpus_per_engine": 8},
+    "sync": {"update_weight_buffer_size": 50_000},
+    "optimizer": {"optimizer_cpu_offload": False},
+}  # fmt: skip
+WORLD = 8
+
+
+def sample(length: int) -> TrainSample:
+    prompt = length // 2
+    response = length - prompt
+    return TrainSample(
+        token_ids=[1] * length,
+        prompt_length=prompt,
+        loss_mask=[1] * response,
+        rollout_logprobs=[-1.0] * response,
+        advantage=1.0,
+    )
+
+
+def batch(*lengths: int) -> TrainBatch:
+    """A micro-batch of one sample for each length."""
+    return TrainBatch(tuple((sample(one),) for one in lengths), len(lengths), sum(lengths))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A configuration whose ranks all ran."""
+
+    settings: ActorSettings
+    description: ModelDescription
+    facts: Mapping[int, RankFacts]
+    turns: Turns
+    recordings: Mapping[int, Recording]
+
+    def run(self, rank: int, *, turns: Turns | None = None, **changes: Any) -> Recording:
+        return rehearse_turns(
+            replace(self.settings, **changes),
+            self.description,
+            turns or self.turns,
+            rank=rank,
+            world=WORLD,
+            entries={number: one.entries for number, one in self.facts.items()},
+        )
+
+    def with_rank(self, recording: Recording) -> list[Fault]:
+        """The faults with another recording of one rank."""
+        return hangs({**self.recordings, recording.rank: recording})
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Step:
+    config, _ = recipe_config("glm45_355b", tmp_path_factory.mktemp("eight"), **EIGHT)
+    assert layout_of(config).world == WORLD
+    settings = actor_settings(config)
+    description = description_of(settings)
+    facts = {
+        rank: rehearse_rank(settings, description, rank=rank, world=WORLD) for rank in range(WORLD)
+    }
+    turns = Turns(batch(24, 16), batch(24, 16), shares_gpus=True)
+    empty = Step(settings, description, facts, turns, {})
+    made = record(facts, empty.run, all_ranks=False, all_gather=True)
+    assert made.ran == (0, 3, 4, 7)
+    return replace(empty, recordings=made.recordings)
+
+
+def test_a_sound_step_has_no_fault(step):
+    assert hangs(step.recordings) == []
+
+
+def test_two_ranks_of_a_class_stand_for_all_of_it(step):
+    """What is taken from ranks 4 and 7 for rank 6 is what rank 6 does."""
+    assert classes(step.facts, all_gather=True) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert step.run(6).calls == step.recordings[6].calls
+
+
+def test_a_class_whose_ends_differ_runs_as_a_whole(step):
+    ran = []
+
+    def run(rank: int) -> Recording:
+        ran.append(rank)
+        one = step.recordings[rank]
+        return replace(one, calls=one.calls[:-1]) if rank == 3 else one
+
+    made = record(step.facts, run, all_ranks=False, all_gather=True)
+    assert sorted(ran) == [0, 1, 2, 3, 4, 7]
+    assert hangs(made.recordings)[0].ranks == (3,)
+
+
+# Faults in the code or the settings of one rank.
+
+
+def no_all_reduce(*args: object, **options: object) -> None:
+    """What a branch that leaves a collective out does."""
+
+
+def sum_for_max(tensor: torch.Tensor, **options: Any) -> object:
+    return dist.all_reduce(tensor, **(options | {"op": dist.ReduceOp.SUM}))
+
+
+def skewed(self: BalancedMap, dim: int) -> torch.Tensor:
+    """All rows to the first expert of the map."""
+    counts = torch.zeros(self._num_experts, dtype=torch.int64)
+    counts[0] = self._rows * self._topk
+    return counts
+
+
+class WithDist:
+    """torch.distributed with one name replaced."""
+
+    def __init__(self, **own: object) -> None:
+        self.__dict__.update(own)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(dist, name)
+
+
+def world_group(**options: object) -> object:
+    return dist.group.WORLD
+
+
+IN_CODE: dict[str, tuple[Callable[[], AbstractContextManager[object]], str]] = {
+    "a collective left out": (
+        lambda: patch.object(logprobs, "dist", WithDist(all_reduce=no_all_reduce)),
+        "rlpost/actor/logprobs.py",
+    ),
+    "another operation": (
+        lambda: patch.object(logprobs, "dist", WithDist(all_reduce=sum_for_max)),
+        "rlpost/actor/logprobs.py",
+    ),
+    "the wrong group": (
+        lambda: patch.object(report.parallel, "data_parallel_group", world_group),
+        "rlpost/actor/report.py",
+    ),
+    "another map of experts": (
+        lambda: patch.object(BalancedMap, "sum", skewed),
+        "megatron/core/tensor_parallel/mappings.py",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", IN_CODE)
+def test_a_fault_in_the_code_of_one_rank_is_found_with_its_line(step, fault):
+    planted, line = IN_CODE[fault]
+    with planted():
+        recording = step.run(5)
+    found = step.with_rank(recording)
+    assert 5 in found[0].ranks
+    assert line in found[0].line
+
+
+IN_SETTINGS: dict[str, tuple[dict[str, Any], Turns | None]] = {
+    "the chunk of log-probs": ({"log_probs_chunk_size": 5}, None),
+    "the precision": ({"bf16": False}, None),
+    "recomputation": ({"recompute_granularity": None, "recompute_method": None,
+                       "recompute_num_layers": None}, None),
+    "the distributed optimizer": ({"use_distributed_optimizer": False}, None),
+    "the precision of gradients": ({"accumulate_allreduce_grads_in_fp32": False}, None),
+    "the number of micro-batches": ({}, Turns(batch(24), batch(24, 16), shares_gpus=True)),
+    "the length of a micro-batch": ({}, Turns(batch(24, 20), batch(24, 16), shares_gpus=True)),
+    "no log-probs before the step": ({}, Turns(batch(24, 16), None, shares_gpus=True)),
+    "no weight update": ({}, Turns(batch(24, 16), batch(24, 16), shares_gpus=True, updates=False)),
+    "engines elsewhere": ({}, Turns(batch(24, 16), batch(24, 16), shares_gpus=False)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", IN_SETTINGS)
+def test_a_rank_with_other_settings_is_found(step, fault):
+    changes, turns = IN_SETTINGS[fault]
+    found = step.with_rank(step.run(6, turns=turns, **changes))
+    assert 6 in found[0].ranks
+
+
+# Faults in what one rank issued, at any place.
+
+
+def at(recording: Recording, wanted: Callable[[Call], bool], *, number: int = 0) -> int:
+    """Index of a call."""
+    return [index for index, call in enumerate(recording.calls) if wanted(call)][number]
+
+
+def changed(recording: Recording, index: int, *calls: Call) -> Recording:
+    """The recording with other calls in place of one."""
+    return replace(
+        recording, calls=(*recording.calls[:index], *calls, *recording.calls[index + 1 :])
+    )
+
+
+def is_in(kind: str, turn: str) -> Callable[[Call], bool]:
+    return lambda call: call.kind == kind and call.turn == turn and len(call.group) > 1
+
+
+IN_CALLS: dict[str, tuple[Callable[[Call], bool], Callable[[Call], tuple[Call, ...]]]] = {
+    "a send left out": (is_in(SEND, "train"), lambda call: ()),
+    "a receive left out": (is_in(RECEIVE, "train"), lambda call: ()),
+    "a send of another shape": (
+        is_in(SEND, "train"), lambda call: (replace(call, sizes=(call.sizes[0] + 1,)),)
+    ),
+    "a receive of another dtype": (is_in(RECEIVE, "log-probs"), lambda call: (replace(call, dtype="int8"),)),
+    "a receive twice": (is_in(RECEIVE, "log-probs"), lambda call: (call, call)),
+    "a gather of other size": (
+        is_in("all_gather", "train"), lambda call: (replace(call, sizes=(1,)),)
+    ),
+    "a gather twice": (is_in("all_gather", "weight update"), lambda call: (call, call)),
+    "a reduction in another precision": (
+        is_in("reduce_scatter", "train"), lambda call: (replace(call, dtype="float64"),)
+    ),
+    "a broadcast from another rank": (
+        is_in("broadcast", "weight update"), lambda call: (replace(call, root=1 - call.root),)
+    ),
+    "a bucket that one rank does not gather": (
+        is_in("broadcast", "weight update"), lambda call: ()
+    ),
+    "objects not exchanged": (is_in("all_gather_object", "build"), lambda call: ()),
+    "rows for the wrong expert": (
+        is_in(SPLIT, "train"),
+        lambda call: (replace(call, sent=(call.sent[0] - 1, call.sent[1] + 1)),),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", IN_CALLS)
+def test_a_call_that_one_rank_issues_otherwise_is_found(step, fault):
+    (wanted, planted), rank = IN_CALLS[fault], 4
+    mine = step.recordings[rank]
+    index = at(mine, wanted)
+    found = step.with_rank(changed(mine, index, *planted(mine.calls[index])))
+    assert rank in found[0].ranks
+    assert file_of(found[0].line) == file_of(mine.calls[index].line)
+
+
+def file_of(line: str) -> str:
+    """The file: the line itself is that of the call of the other rank where none is issued."""
+    return line.partition(":")[0]
+
+
+def test_a_rank_that_ends_early_is_found(step):
+    mine = step.recordings[2]
+    found = step.with_rank(replace(mine, calls=mine.calls[:-1]))
+    assert found[0].ranks == (2,)
+    assert found[0].line == mine.calls[-1].line
+
+
+def test_groups_entered_in_opposite_orders_are_found():
+    """Each group sees one order, and both ranks wait."""
+    pair, all_ranks = (0, 1), (0, 1, 2)
+    first = Call("all_reduce", pair, (4,), "float32", "train", "a.py:1")
+    second = Call("barrier", all_ranks, (), "", "train", "a.py:2")
+    calls = {0: (first, second), 1: (second, first), 2: (second,)}
+    found = hangs({rank: Recording(rank, of_rank, {}, {}) for rank, of_rank in calls.items()})
+    assert [one.ranks for one in found] == [(0, 1)]
+    assert "a.py:1" in found[0].words
+    assert "a.py:2" in found[0].words
+
+
+def test_an_over_full_rank_is_named(step):
+    held = {"weights": 10, "gradients": 20, "optimizer": 40}
+    full = Recording(6, (), {"build": 0, "train": 90 * 10**9, "log-probs": 50 * 10**9}, held)
+    memory = [memory_use(full, offloaded_fraction=0.0)]
+    (fault,) = memory_check(memory, 80 * 10**9).faults
+    assert "rank 6: train takes 90.0 GB" in fault
+    assert memory_check(memory, 141 * 10**9).faults == ()
+
+
+def test_a_key_that_another_layout_reads_and_nobody_writes_is_named(step):
+    written = {
+        part.key: part.global_shape for one in step.facts.values() for part in one.checkpoint
+    }
+    assert list(unread(written, step.facts, "--tensor-model-parallel-size 1")) == []
+    part = step.facts[3].checkpoint[0]
+    del written[part.key]
+    (first, *_) = unread(written, step.facts, "--tensor-model-parallel-size 1")
+    assert part.key in first
+
+
+# The rehearsal and a run over gloo.
+
+REAL = ["tp2-sp", "pp2-vpp2", "moe-ep2-overlap"]
+BY_NAME = {layout.name: layout for layout in LAYOUTS}
+
+
+def calls_of_a_run(actor: Any, *, turns: Turns) -> tuple[Call, ...]:
+    """Record the turns of a real rank."""
+    from rlpost.rehearsal.recorder import Recorder
+
+    actor.import_weights()
+    recorder = Recorder(transfers=True)
+    with recorder.recording():
+        run_turns(actor, turns, recorder)
+    return tuple(recorder.calls)
+
+
+def table_settings(folder: Path, layout: TableLayout) -> ActorSettings:
+    make_family(folder / layout.model, layout.model)
+    return ActorSettings(
+        str(folder / layout.model), bf16=False, temperature=0.8, distributed_timeout_minutes=2,
+        update_weight_buffer_size=40_000, **layout.settings, **ALGORITHMS[layout.algorithm],
+    )  # fmt: skip
+
+
+def rehearsed_layout(
+    settings: ActorSettings, layout: TableLayout, turns: Turns
+) -> dict[int, Recording]:
+    description, world = description_of(settings), layout.num_ranks
+    facts = {
+        rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)
+    }
+    entries = {rank: one.entries for rank, one in facts.items()}
+    return {
+        rank: rehearse_turns(settings, description, turns, rank=rank, world=world, entries=entries)
+        for rank in range(world)
+    }
+
+
+def compared(call: Call) -> tuple[object, ...]:
+    """A call without what depends on data: how many rows go to which expert."""
+    sizes = () if call.kind == SPLIT or call.dtype == "int64" else call.sizes
+    return call.kind, call.group, sizes, call.dtype, call.turn, call.line, call.root, call.operation
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_calls_are_those_of_a_run_over_gloo(tmp_path, name):
+    layout = BY_NAME[name]
+    settings = table_settings(tmp_path, layout)
+    turns = Turns(batch(24, 16), batch(24, 16), shares_gpus=True)
+    real = run_ranks(calls_of_a_run, layout.num_ranks, settings, turns=turns)
+    made = rehearsed_layout(settings, layout, turns)
+    for rank, calls in enumerate(real):
+        ours = [call for call in made[rank].calls if call.turn != "build"]
+        assert [compared(call) for call in ours] == [compared(call) for call in calls]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_NAME)
+def test_no_layout_of_the_equality_table_has_a_fault(tmp_path, name):
+    layout = BY_NAME[name]
+    turns = Turns(batch(24, 16, 12, 8), batch(24, 16, 12, 8), shares_gpus=True)
+    assert hangs(rehearsed_layout(table_settings(tmp_path, layout), layout, turns)) == []
+
+
+def test_nothing_stays_patched_after_a_rehearsal(step):
+    assert not dist.is_initialized()
+    assert dist.all_gather_object.__module__.startswith("torch.distributed")
