@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from rlpost.actor.attention import PackedAttention
-from rlpost.actor.norm import RMSNorm, SeparateRMSNorm
+from rlpost.actor.norm import ProjectionRMSNorm, RMSNorm, SeparateRMSNorm
 from rlpost.errors import ConfigError
 from rlpost.weights.family import Family
 
@@ -84,12 +84,19 @@ def block_spec(
                 attention.q_layernorm = attention.k_layernorm = SeparateRMSNorm
             if layer.submodules.mlp.module is MoELayer:
                 _separate_norm_of_experts(layer)
+        if family.projection_norms:
+            attention.q_layernorm = _projection_norm(config.num_attention_heads)
+            attention.k_layernorm = _projection_norm(config.num_query_groups)
         if family.sandwich_norms:
             attention.linear_proj = with_end_norm(attention.linear_proj)
             mlp.linear_fc2 = with_end_norm(mlp.linear_fc2)
     if not with_engine:
         block.layer_norm = SeparateRMSNorm
     return block
+
+
+def _projection_norm(num_heads: int | None) -> ModuleSpec:
+    return ModuleSpec(module=ProjectionRMSNorm, params={"num_heads": num_heads})
 
 
 def _separate_norm_of_experts(layer: ModuleSpec) -> None:

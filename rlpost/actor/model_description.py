@@ -77,6 +77,12 @@ class ModelDescription:
         rope = architecture.rope(self.hf_config)
         return rope["factor"] if _rope_type(rope) == "llama3" else None
 
+    @property
+    def yarn(self) -> Mapping[str, Any] | None:
+        """The options of YaRN (arXiv 2309.00071); None without."""
+        rope = architecture.rope(self.hf_config)
+        return rope if _rope_type(rope) == "yarn" else None
+
     def num_virtual_stages(self, settings: ActorSettings) -> int | None:
         """Return the model chunks of each pipeline rank; None without interleaving, or for one
         chunk.
@@ -114,7 +120,7 @@ class ModelDescription:
                 ),
                 (
                     "moe_intermediate_size",
-                    hf["moe_intermediate_size"],
+                    fields["moe_ffn_hidden_size"],
                     "expert_tensor_parallel_size",
                     expert_tensor,
                 ),
@@ -136,6 +142,11 @@ class ModelDescription:
                     chunks,
                 )
             )
+        if problem := architecture.sharding_problem(
+            fields,
+            expert_tensor=settings.expert_tensor_parallel_size or tensor,
+        ):
+            raise ConfigError(problem)
         for key, size, setting, divisor in sizes:
             divisor = getattr(settings, setting) if divisor is None else divisor
             if size % divisor:
@@ -229,6 +240,9 @@ def _refused_of_all(description: ModelDescription) -> dict[str, object]:
     known = rope_type == "default" or (
         rope_type == "llama3" and all(rope.get(key) == value for key, value in LLAMA3_ROPE.items())
     )
+    if rope_type == "yarn" and description.family.has_yarn:
+        # Megatron derives the factor of queries and keys from that of the positions.
+        known = not any(rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
     return {
         "rope_type": None if known else rope_type,
         "hidden_act": hf["hidden_act"] if hf.get("hidden_act", "silu") != "silu" else None,

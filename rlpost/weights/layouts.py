@@ -28,6 +28,11 @@ def merge(tensors: Sequence[torch.Tensor], layout: Layout, dims: Dimensions) -> 
         tail = tensors[0].shape[1:]
         by_group = [tensor.reshape(dims.num_query_groups, -1, *tail) for tensor in tensors]
         return torch.cat(by_group, dim=1).reshape(-1, *tail)
+    if layout == "transposed":
+        return tensors[0].mT
+    if layout == "interleaved_gated":
+        gate, up = tensors[0][..., ::2], tensors[0][..., 1::2]
+        return torch.cat([gate, up], dim=-1).t()  # a vector stays as it is
     return torch.cat(list(tensors)) if layout == "gated" else tensors[0]
 
 
@@ -43,6 +48,11 @@ def split(tensor: torch.Tensor, layout: Layout, dims: Dimensions) -> tuple[torch
         return tuple(part.reshape(-1, *tail).contiguous() for part in parts)
     if layout == "gated":
         return tuple(part.contiguous() for part in tensor.chunk(2))
+    if layout == "transposed":
+        return (tensor.mT.contiguous(),)
+    if layout == "interleaved_gated":
+        gate, up = tensor.t().chunk(2, dim=-1)
+        return (torch.stack([gate, up], dim=-1).flatten(-2),)
     return (tensor[: dims.vocab_size].contiguous() if layout == "vocabulary" else tensor,)
 
 

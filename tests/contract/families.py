@@ -44,6 +44,29 @@ GLM_EXPERTS = EXPERTS | dict(
     topk_group=1,
     routed_scaling_factor=1.5,
 )
+GATED_EXPERTS = {"num_experts": 8, "shared_expert_intermediate_size": 48}
+MINIMAX = dict(
+    num_experts_per_tok=2,
+    num_local_experts=8,
+    rotary_dim=8,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+)
+GPT_OSS = dict(
+    num_experts_per_tok=2,
+    num_local_experts=8,
+    intermediate_size=96,
+    sliding_window=5,
+    rms_norm_eps=1e-5,
+    rope_parameters={
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+    },
+)
 FAMILIES: dict[
     str, tuple[str, dict[str, Any]]
 ] = {  # name: (class of transformers, without "Config", and its options)
@@ -51,9 +74,12 @@ FAMILIES: dict[
     "qwen3": ("Qwen3", {}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
     "qwen3-moe": ("Qwen3Moe", EXPERTS | {"num_experts": 8, "mlp_only_layers": [1]}),
+    "qwen2-moe": ("Qwen2Moe", EXPERTS | GATED_EXPERTS | {"norm_topk_prob": False}),
     "llama3": ("Llama", {}),
     "llama3.1": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "glm4-0414": ("Glm4", {"attention_bias": True}),
+    "minimax-m2-moe": ("MiniMaxM2", MINIMAX),
+    "gpt-oss-moe": ("GptOss", GPT_OSS),
     "glm4.5-moe": ("Glm4Moe", GLM_EXPERTS | {"attention_bias": True, "use_qk_norm": True}),
 }
 MTP = "glm4.5-moe-mtp"

@@ -30,7 +30,7 @@ def _layer_pattern(given: object) -> object:
     terms = given.replace(" ", "").removeprefix("(").removesuffix(")").split("+")
     found = [_PATTERN.fullmatch(term) for term in terms]
     if not all(found):
-        raise ValueError("write a sum of lists of 0 (dense) and 1 (MoE) such as [0]*3+[1]*89")
+        raise ValueError("write a sum of lists of 0 and 1 such as [0]*3+[1]*89")
     return tuple(
         int(digit) for term in found if term for digit in term[1].split(",") * int(term[2] or 1)
     )
@@ -61,7 +61,7 @@ class ModelConfig(Group):
     """Normalization layer."""
     norm_epsilon: PositiveFloat | None = None
     """Epsilon of the normalization layers."""
-    position_embedding_type: Literal["rope"] | None = None
+    position_embedding_type: Literal["rope", "yarn"] | None = None
     """Position embedding."""
     use_rotary_position_embeddings: bool | None = None
     """Older Megatron name for --position-embedding-type rope."""
@@ -83,12 +83,22 @@ class ModelConfig(Group):
     """Whether query, key and value projections have a bias."""
     qk_layernorm: bool | None = None
     """Whether queries and keys are normalized."""
+    qk_norm_type: Literal["per_head", "per_layer"] | None = None
+    """Whether --qk-layernorm normalizes each head, or all heads together (per_layer)."""
     post_self_attn_layernorm: bool | None = None
     """Whether attention has an additional norm at its output."""
     post_mlp_layernorm: bool | None = None
     """Whether the MLP has an additional norm at its output."""
     swiglu: bool | None = None
     """Whether the MLP is gated with SiLU."""
+    quick_geglu: bool | None = None
+    """Whether the MLP is gated with x sigmoid(1.702 x), as in gpt-oss."""
+    softmax_type: Literal["vanilla", "learnable"] | None = None
+    """Softmax of the attention; learnable has a sink for each head."""
+    sliding_window: Positive | None = None
+    """Keys that a query sees in layers with a sliding window, itself included."""
+    window_attn_skip_freq: LayerPattern | None = None
+    """For each layer 1 if it has a sliding window and 0 if it sees all keys."""
     attention_dropout: Zero | None = None
     """Attention dropout; only 0 is supported."""
     hidden_dropout: Zero | None = None
@@ -101,6 +111,8 @@ class ModelConfig(Group):
     """Intermediate size of an expert."""
     moe_shared_expert_intermediate_size: Positive | None = None
     """Intermediate size of the shared expert."""
+    moe_shared_expert_gate: bool | None = None
+    """Whether a sigmoid gate scales the output of the shared expert."""
     moe_router_topk: Positive | None = None
     """Experts per token."""
     moe_router_score_function: Literal["softmax", "sigmoid"] | None = None

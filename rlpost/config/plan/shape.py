@@ -79,10 +79,18 @@ class Shape:
     tied: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    qk_norm_per_layer: bool = False
+    """One norm over all query heads and one over all key heads; each rank has its own heads."""
     sandwich: bool = False
+    linear_bias: bool = False
+    """Whether the output of attention, the router and the experts have biases."""
+    sinks: bool = False
+    stacked_experts: bool = False
+    """Whether one tensor of the checkpoint holds a matrix of all experts of a layer."""
     num_experts: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
+    shared_gate: bool = False
     topk: int = 0
     mtp: bool = False
     """Whether the last stage also trains a layer for multi-token prediction, of the kind of the
@@ -128,10 +136,15 @@ def shape_of(words: Mapping[str, Any]) -> Shape:
         tied=not word("untie_embeddings_and_output_weights", False),
         qkv_bias=word("add_qkv_bias", False),
         qk_norm=word("qk_layernorm", False),
+        qk_norm_per_layer=word("qk_norm_type", "per_head") == "per_layer",
         sandwich=word("post_self_attn_layernorm", False),
+        linear_bias=not word("disable_bias_linear", True),
+        sinks=word("softmax_type", "vanilla") == "learnable",
+        stacked_experts=not word("disable_bias_linear", True),
         num_experts=experts,
         expert_ffn=word("moe_ffn_hidden_size", 0),
         shared_ffn=word("moe_shared_expert_intermediate_size", 0),
+        shared_gate=word("moe_shared_expert_gate", False),
         topk=word("moe_router_topk", 0),
     )
 
@@ -199,9 +212,14 @@ def _layer(shape: Shape, layout: Layout, is_sparse: bool) -> Parameters:
     if not is_sparse:
         return Parameters(dense + 3 * shape.hidden * (shape.ffn // layout.tensor))
     one_expert = 3 * shape.hidden * (shape.expert_ffn // layout.expert_tensor)
+    router = shape.hidden * shape.num_experts
+    if shape.linear_bias:
+        one_expert += 2 * shape.expert_ffn + shape.hidden
+        router += shape.num_experts
     shared = 3 * shape.hidden * (shape.shared_ffn // layout.tensor)
+    shared += shape.hidden if shape.shared_gate else 0
     return Parameters(
-        dense + shape.hidden * shape.num_experts + shared,
+        dense + router + shared,
         shape.num_experts // layout.expert * one_expert,
     )
 
@@ -210,10 +228,15 @@ def _attention(shape: Shape, tensor: int) -> int:
     """Attention of a layer and the norms around it and the MLP."""
     columns = (shape.heads + 2 * shape.groups) * shape.head_dim // tensor
     rows = shape.heads * shape.head_dim // tensor
-    norms = shape.hidden * (4 if shape.sandwich else 2) + (
-        2 * shape.head_dim if shape.qk_norm else 0
-    )
-    return shape.hidden * (columns + rows) + (columns if shape.qkv_bias else 0) + norms
+    norms = shape.hidden * (4 if shape.sandwich else 2)
+    if shape.qk_norm_per_layer:
+        norms += (shape.heads + shape.groups) * shape.head_dim // tensor
+    elif shape.qk_norm:
+        norms += 2 * shape.head_dim
+    biases = columns if shape.qkv_bias else 0
+    biases += shape.hidden if shape.linear_bias else 0
+    biases += shape.heads // tensor if shape.sinks else 0
+    return shape.hidden * (columns + rows) + biases + norms
 
 
 def stored_bytes(shape: Shape, width: int) -> int:

@@ -122,7 +122,13 @@ def _attention(shape: Shape, stage: int) -> Iterator[Weight]:
     yield Weight(stage, tuple((count, hidden) for count in rows), is_quantised=True)
     if shape.qkv_bias:
         yield Weight(stage, tuple((count,) for count in rows))
-    if shape.qk_norm:
+    if shape.linear_bias:
+        yield Weight(stage, ((hidden,),))
+    if shape.sinks:
+        yield Weight(stage, ((shape.heads,),))
+    if shape.qk_norm_per_layer:
+        yield from (Weight(stage, ((count,),)) for count in (queries, keys))
+    elif shape.qk_norm:
         yield from [Weight(stage, ((shape.head_dim,),))] * 2
     yield norm
     if shape.sandwich:
@@ -134,10 +140,24 @@ def _mlp(shape: Shape, stage: int, layout: Layout, *, is_sparse: bool) -> Iterat
         yield from _gated(stage, shape.hidden, shape.ffn)
         return
     yield Weight(stage, ((shape.num_experts, shape.hidden),))
+    if shape.linear_bias:
+        yield Weight(stage, ((shape.num_experts,),))
     if shape.shared_ffn:
         yield from _gated(stage, shape.hidden, shape.shared_ffn)
+    if shape.shared_gate:
+        yield Weight(stage, ((1, shape.hidden),))
+    if shape.stacked_experts:
+        yield from _stacked(shape, stage)
+        return
     for _ in range(shape.num_experts // layout.expert):
         yield from _gated(stage, shape.hidden, shape.expert_ffn, copies=layout.expert)
+
+
+def _stacked(shape: Shape, stage: int) -> Iterator[Weight]:
+    """The experts of a layer, each matrix of all of them in one tensor, with biases."""
+    count, hidden, ffn = shape.num_experts, shape.hidden, shape.expert_ffn
+    for sizes in ((hidden, 2 * ffn), (2 * ffn,), (ffn, hidden), (hidden,)):
+        yield Weight(stage, ((count, *sizes),))
 
 
 def _gated(stage: int, hidden: int, ffn: int, *, copies: int = 1) -> Iterator[Weight]:

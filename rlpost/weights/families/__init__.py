@@ -13,10 +13,16 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from rlpost.errors import WeightError
-from rlpost.weights.families import glm, llama, qwen
+from rlpost.weights.families import glm, gpt_oss, llama, minimax, qwen
 from rlpost.weights.family import Family
 
-FAMILIES: dict[str, Family] = {**llama.FAMILIES, **qwen.FAMILIES, **glm.FAMILIES}
+FAMILIES: dict[str, Family] = {
+    **llama.FAMILIES,
+    **qwen.FAMILIES,
+    **glm.FAMILIES,
+    **minimax.FAMILIES,
+    **gpt_oss.FAMILIES,
+}
 """By the first entry of ``architectures`` in config.json."""
 ENTRY_POINTS = "rlpost.families"
 

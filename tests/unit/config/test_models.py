@@ -68,6 +68,27 @@ PUBLISHED = {
         "Qwen3MoeForCausalLM", (48, 2048, 6144, 151936), heads=(32, 4), eps=1e-6, base=1e6, longest=40960,
         **QWEN3_EXPERTS
     ),
+    "qwen1_5_moe_a2_7b": published(
+        "Qwen2MoeForCausalLM", (24, 2048, 5632, 151936), heads=(16, 16), eps=1e-6, base=1e6, longest=8192,
+        num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408, norm_topk_prob=False,
+        decoder_sparse_step=1, shared_expert_intermediate_size=5632,
+    ),
+    "minimax_m2_230b": published(
+        "MiniMaxM2ForCausalLM", (62, 3072, 1536, 200064), heads=(48, 8), eps=1e-6, base=5e6, longest=196608,
+        num_local_experts=256, num_experts_per_tok=8, rotary_dim=64, scoring_func="sigmoid",
+    ),
+    **{
+        f"gpt_oss_{size}": published(
+            "GptOssForCausalLM", (layers, 2880, 2880, 201088), heads=(64, 8), eps=1e-5, base=150000, longest=131072,
+            rope_scaling={
+                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                "rope_type": "yarn", "truncate": False,
+            },
+            num_local_experts=experts, num_experts_per_tok=4, sliding_window=128, attention_bias=True,
+            layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+        ) | {"head_dim": 64}
+        for size, layers, experts in (("20b", 24, 32), ("120b", 36, 128))
+    },
     "qwen2_5_32b": published(
         "Qwen2ForCausalLM", (64, 5120, 27648, 152064), heads=(40, 8), eps=1e-5, base=1e6, longest=131072
     ),
@@ -125,5 +146,5 @@ def test_a_recipe_names_its_model_and_cluster_in_place_of_the_table(tmp_path):
 
 
 def test_a_name_that_is_no_model_is_refused_with_those_there_are():
-    with pytest.raises(ConfigError, match=r"qwen9: no such model; .*jobs/models has .*qwen3_4b"):
+    with pytest.raises(ConfigError, match=r"qwen9: no such model; .*jobs/models has .*glm4_9b"):
         load(files_of(None, {"model": "qwen9"}), {})
