@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlpost.actor.architecture import head_dim
-from rlpost.config.plan.shape import Shape
+from rlpost.config.plan.shape import Shape, linear_attention
 from rlpost.errors import WeightError
 from rlpost.weights.families import family
 
@@ -40,6 +40,8 @@ def hf_shape(hf: Mapping[str, Any]) -> Shape:
             linear_bias=fields.get("add_bias_linear", False),
             sinks=fields.get("softmax_type") == "learnable",
             stacked_experts=any(rule.is_stacked for rule in known.rules),
+            output_gate=fields.get("attention_output_gate", False),
+            linear=linear_attention(fields),
             num_experts=fields.get("num_moe_experts", 0),
             expert_ffn=fields.get("moe_ffn_hidden_size", 0),
             shared_ffn=fields.get("moe_shared_expert_intermediate_size") or 0,

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlpost.config.wording import value_text
+from rlpost.weights.families.qwen_hybrid import LINEAR_SIZES
 from rlpost.weights.family import Family, HfConfig
 
 OVERRIDABLE = {
@@ -71,13 +72,28 @@ def mtp_problem(family: Family, hf: HfConfig) -> str | None:
     )
 
 
-def sharding_problem(fields: Mapping[str, Any], *, expert_tensor: int) -> str | None:
+def sharding_problem(
+    fields: Mapping[str, Any], *, tensor: int, expert_tensor: int, context: int
+) -> str | None:
     """Return why the model cannot be sharded this way at all; None if it can.
 
     Args:
         fields: the family's fields of Megatron's TransformerConfig.
+        tensor: ranks that share a layer.
         expert_tensor: ranks that share an expert.
+        context: ranks that share a sequence.
     """
+    if "linear_attention_freq" in fields:
+        if context > 1:
+            return (
+                f"--context-parallel-size {context}: the linear attention of this model needs whole sequences on a "
+                "rank, because each token continues the state of the token before; use --context-parallel-size 1"
+            )
+        if (heads := fields["linear_num_key_heads"]) % tensor:
+            return (
+                f"--tensor-model-parallel-size {tensor} does not divide linear_num_key_heads = {heads}; choose a "
+                "divisor"
+            )
     if fields.get("add_bias_linear") and "num_moe_experts" in fields and expert_tensor > 1:
         return (
             f"--expert-tensor-parallel-size {expert_tensor}: the experts of this model have biases, and each rank "
@@ -116,6 +132,10 @@ def architecture(family: Family, hf: HfConfig) -> dict[str, object]:
         "qk_norm_type": "per_layer" if family.projection_norms else "per_head",
         "post_self_attn_layernorm": family.sandwich_norms,
         "post_mlp_layernorm": family.sandwich_norms,
+        "attention_output_gate": fields.get("attention_output_gate", False),
+        "apply_layernorm_1p": fields.get("layernorm_zero_centered_gamma", False),
+        "linear_attention_freq": tuple(fields.get("linear_attention_freq", ())) or None,
+        **{name: fields.get(name) for name in LINEAR_SIZES},
         "swiglu": fields.get("activation_func", "silu") == "silu",
         "quick_geglu": fields.get("activation_func") == "quick_gelu",
         "mtp_num_layers": mtp_layers(family, hf) or None,

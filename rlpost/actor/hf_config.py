@@ -15,6 +15,7 @@ from typing import Any
 from rlpost.actor.architecture import problems
 from rlpost.errors import ConfigError
 from rlpost.weights.families import family
+from rlpost.weights.families.qwen_hybrid import LINEAR_SIZES
 
 MODEL_TYPES = {
     "Glm4ForCausalLM": "glm4",
@@ -25,6 +26,8 @@ MODEL_TYPES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 """transformers' ``model_type`` of each architecture."""
@@ -64,6 +67,10 @@ def hf_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
         hf["rotary_dim"] = round(share * hf["head_dim"])
     if name == "GptOssForCausalLM":
         hf |= _windows(arguments)
+    if arguments.get("linear_attention_freq"):
+        kinds = ("full_attention", "linear_attention")
+        hf["layer_types"] = [kinds[one] for one in arguments["linear_attention_freq"]]
+        hf |= {key: arguments[key] for key in LINEAR_SIZES}
     if name == "Glm4MoeForCausalLM" and arguments.get("mtp_num_layers"):
         hf["num_nextn_predict_layers"] = arguments["mtp_num_layers"]
     if arguments.get("num_experts"):
@@ -86,6 +93,8 @@ def architecture_of(arguments: Mapping[str, object]) -> str:
     """Return the name of the architecture that the arguments describe."""
     if arguments.get("softmax_type") == "learnable":
         return "GptOssForCausalLM"
+    if arguments.get("linear_attention_freq"):
+        return "Qwen3NextForCausalLM" if arguments.get("num_experts") else "Qwen3_5ForCausalLM"
     if arguments.get("qk_norm_type") == "per_layer":
         return "MiniMaxM2ForCausalLM"
     if arguments.get("num_experts"):

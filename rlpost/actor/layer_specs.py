@@ -10,6 +10,7 @@ results are tested only with a GPU.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -19,8 +20,10 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from rlpost.actor.attention import PackedAttention
+from rlpost.actor.delta_net import GatedDeltaNet
 from rlpost.actor.norm import ProjectionRMSNorm, RMSNorm, SeparateRMSNorm
 from rlpost.errors import ConfigError
 from rlpost.weights.family import Family
@@ -90,9 +93,32 @@ def block_spec(
         if family.sandwich_norms:
             attention.linear_proj = with_end_norm(attention.linear_proj)
             mlp.linear_fc2 = with_end_norm(mlp.linear_fc2)
+    if config.linear_attention_freq is not None:
+        _insert_linear_attention(block, config, stage)
     if not with_engine:
         block.layer_norm = SeparateRMSNorm
     return block
+
+
+def _insert_linear_attention(
+    block: TransformerBlockSubmodules, config: TransformerConfig, stage: int | None
+) -> None:
+    """Replace the attention of the layers that ``linear_attention_freq`` marks.
+
+    Their norm is a separate module in both implementations, under its own name in a checkpoint.
+    """
+    assert block.layer_specs is not None and isinstance(config.linear_attention_freq, list)
+    offset = get_transformer_layer_offset(config, vp_stage=stage)
+    for number, layer in enumerate(block.layer_specs):
+        if not config.linear_attention_freq[offset + number]:
+            continue
+        layer = block.layer_specs[number] = copy.deepcopy(layer)
+        layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet)
+        layer.submodules.input_layernorm = SeparateRMSNorm
+        keys = layer.submodules.sharded_state_dict_keys_map
+        layer.submodules.sharded_state_dict_keys_map = {
+            key: to for key, to in keys.items() if key != "input_layernorm."
+        }
 
 
 def _projection_norm(num_heads: int | None) -> ModuleSpec:

@@ -52,9 +52,17 @@ class ModelDescription:
 
     @property
     def dims(self) -> Dimensions:
-        hf = self.hf_config
-        num_experts = self.fields.get("num_moe_experts", 0)
-        return Dimensions(hf["num_key_value_heads"], self.head_dim, hf["vocab_size"], num_experts)
+        hf, fields = self.hf_config, self.fields
+        return Dimensions(
+            hf["num_key_value_heads"],
+            self.head_dim,
+            hf["vocab_size"],
+            fields.get("num_moe_experts", 0),
+            linear_key_heads=fields.get("linear_num_key_heads", 0),
+            linear_key_dim=fields.get("linear_key_head_dim", 0),
+            linear_value_heads=fields.get("linear_num_value_heads", 0),
+            linear_value_dim=fields.get("linear_value_head_dim", 0),
+        )
 
     @property
     def tied(self) -> bool:
@@ -145,6 +153,8 @@ class ModelDescription:
         if problem := architecture.sharding_problem(
             fields,
             expert_tensor=settings.expert_tensor_parallel_size or tensor,
+            tensor=tensor,
+            context=settings.context_parallel_size,
         ):
             raise ConfigError(problem)
         for key, size, setting, divisor in sizes:

@@ -25,6 +25,8 @@ from rlpost.actor import device
 class RMSNorm(torch.nn.Module):
     """y = weight * x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32 as
     Hugging Face does.
+
+    With ``layernorm_zero_centered_gamma`` the factor is 1 + weight, also computed in float32.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class RMSNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=device.current())
         )
@@ -40,6 +43,8 @@ class RMSNorm(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         wide = hidden.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.is_zero_centered:
+            return (wide * (1.0 + self.weight.float())).to(hidden.dtype)
         return self.weight * wide.to(hidden.dtype)
 
 

@@ -120,7 +120,8 @@ def extra_layers(source: HuggingFaceFolder, inventory: Inventory) -> list[str]:
     return sorted(
         name
         for name in source.file_of
-        if (found := _OF_LAYER.match(name)) and int(found[1]) >= inventory.num_layers
+        if name.startswith("mtp.")
+        or ((found := _OF_LAYER.match(name)) and int(found[1]) >= inventory.num_layers)
     )
 
 

@@ -15,12 +15,18 @@ from typing import Literal
 from rlpost.errors import WeightError
 
 Layout = Literal[
-    "plain", "vocabulary", "qkv", "gated", "fused_gated", "transposed", "interleaved_gated"
-]
-"""plain: unchanged. vocabulary: rows are tokens, padded at the end. qkv: query, key and value by
+    "plain", "vocabulary", "qkv", "gated", "fused_gated", "transposed", "interleaved_gated",
+    "gated_qkv", "linear_qkv", "linear_qkvz", "linear_ba",
+]  # fmt: skip
+"""How Hugging Face tensors become one parameter.
+
+plain: unchanged. vocabulary: rows are tokens, padded at the end. qkv: query, key and value by
 group. gated: gate, then up, in each tensor-parallel shard. fused_gated: the same, but also one
-tensor in the Hugging Face folder. transposed: input before output. interleaved_gated: one tensor, in
-which gate and up alternate along the last axis; a matrix is also transposed.
+tensor in the Hugging Face folder. transposed: input before output. interleaved_gated: one tensor,
+in which gate and up alternate along the last axis; a matrix is also transposed. gated_qkv: by group
+its queries, their gates, key and value; in the tensor of the queries each head is followed by its
+gate. linear_qkv, linear_qkvz, linear_ba: weights of linear attention by key head; in the tensors by
+their kind.
 """
 
 
@@ -32,6 +38,10 @@ class Dimensions:
     head_dim: int
     vocab_size: int
     num_experts: int = 0
+    linear_key_heads: int = 0
+    linear_key_dim: int = 0
+    linear_value_heads: int = 0
+    linear_value_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)

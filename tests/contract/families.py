@@ -67,6 +67,13 @@ GPT_OSS = dict(
         "original_max_position_embeddings": 16,
     },
 )
+HYBRID = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    layer_types=["linear_attention", "full_attention"] + ["linear_attention"] * 2,
+)
 FAMILIES: dict[
     str, tuple[str, dict[str, Any]]
 ] = {  # name: (class of transformers, without "Config", and its options)
@@ -80,6 +87,8 @@ FAMILIES: dict[
     "glm4-0414": ("Glm4", {"attention_bias": True}),
     "minimax-m2-moe": ("MiniMaxM2", MINIMAX),
     "gpt-oss-moe": ("GptOss", GPT_OSS),
+    "qwen3-next-moe": ("Qwen3Next", HYBRID | EXPERTS | GATED_EXPERTS | {"mlp_only_layers": [2]}),
+    "qwen3.5": ("Qwen3_5", HYBRID),
     "glm4.5-moe": ("Glm4Moe", GLM_EXPERTS | {"attention_bias": True, "use_qk_norm": True}),
 }
 MTP = "glm4.5-moe-mtp"
@@ -98,10 +107,16 @@ def make_family(folder: Path, name: str) -> None:
     with torch.no_grad():
         for key, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "inv_freq" not in key:
-                tensor.copy_(torch.randn_like(tensor) * 0.2 + (1.0 if "norm" in key else 0.0))
+                tensor.copy_(torch.randn_like(tensor) * 0.2 + _center(kind, key))
     model.save_pretrained(folder)
     if name == MTP:
         _add_mtp_layer(folder)
+
+
+def _center(kind: str, key: str) -> float:
+    """Mean of a weight: that of a norm is 1, unless the model adds 1 itself."""
+    adds_one = kind in ("Qwen3Next", "Qwen3_5") and "linear_attn" not in key
+    return 1.0 if "norm" in key and not adds_one else 0.0
 
 
 def _add_mtp_layer(folder: Path) -> None:
@@ -148,7 +163,9 @@ def _config(name: str) -> tuple[str, Any]:
     import transformers
 
     kind, options = (FAMILIES | FROM_OUTSIDE | {MTP: FAMILIES["glm4.5-moe"]})[name]
-    return kind, getattr(transformers, f"{kind}Config")(**(COMMON | options))
+    of_text = getattr(transformers, f"{kind}TextConfig", None)  # where there is one with images too
+    kind_of_config = of_text or getattr(transformers, f"{kind}Config")
+    return kind, kind_of_config(**(COMMON | options))
 
 
 def load_folder(folder: Path) -> dict[str, torch.Tensor]:

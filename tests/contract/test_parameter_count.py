@@ -32,6 +32,19 @@ MODELS = {
 }
 
 
+HYBRID = {"head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+MODELS |= {
+    "qwen3_next": {
+        **EXPERTS,
+        **HYBRID,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 320,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_5_text": {**DENSE, **HYBRID},
+}
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_parameters_are_counted_as_transformers_counts_them(model):
     import torch

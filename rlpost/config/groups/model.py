@@ -99,6 +99,22 @@ class ModelConfig(Group):
     """Keys that a query sees in layers with a sliding window, itself included."""
     window_attn_skip_freq: LayerPattern | None = None
     """For each layer 1 if it has a sliding window and 0 if it sees all keys."""
+    attention_output_gate: bool | None = None
+    """Whether a sigmoid gate scales the output of each attention head."""
+    apply_layernorm_1p: bool | None = None
+    """Whether the factor of a norm is 1 + its weight."""
+    linear_attention_freq: LayerPattern | None = None
+    """For each layer 1 if its attention is linear (a gated delta net) and 0 if not."""
+    linear_conv_kernel_dim: Positive | None = None
+    """Tokens that the short convolution of linear attention sees."""
+    linear_key_head_dim: Positive | None = None
+    """Width of a query or key head of linear attention."""
+    linear_value_head_dim: Positive | None = None
+    """Width of a value head of linear attention."""
+    linear_num_key_heads: Positive | None = None
+    """Query and key heads of linear attention."""
+    linear_num_value_heads: Positive | None = None
+    """Value heads of linear attention."""
     attention_dropout: Zero | None = None
     """Attention dropout; only 0 is supported."""
     hidden_dropout: Zero | None = None

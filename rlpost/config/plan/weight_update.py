@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rlpost.config.plan.shape import Layout, Shape, layers_of
+from rlpost.config.plan.shape import Layout, LinearAttention, Shape, layers_of
 from rlpost.config.tree import Config
 from rlpost.weights.bucket_plan import SENT_BUFFERS, SHARED_BUFFERS, Travelling, bucket_bytes, deal
 
@@ -96,7 +96,10 @@ def weights_of(shape: Shape, layout: Layout) -> Iterator[Weight]:
     }
     yield Weight(0, ((shape.vocab, shape.hidden),))
     for layer in range(shape.num_layers):
-        yield from _attention(shape, owner[layer])
+        if shape.linear is not None and shape.linear.layers[layer]:
+            yield from _linear(shape, shape.linear, owner[layer])
+        else:
+            yield from _attention(shape, owner[layer])
         yield from _mlp(shape, owner[layer], layout, is_sparse=shape.sparse[layer])
     if shape.mtp:
         yield from [Weight(last, ((shape.hidden,),))] * 2
@@ -115,7 +118,7 @@ def _attention(shape: Shape, stage: int) -> Iterator[Weight]:
         shape.groups * shape.head_dim,
         shape.hidden,
     )
-    rows = (queries, keys, keys)
+    rows = (queries * (2 if shape.output_gate else 1), keys, keys)
     norm = Weight(stage, ((hidden,),))
     yield norm
     yield Weight(stage, ((hidden, queries),), is_quantised=True)
@@ -133,6 +136,17 @@ def _attention(shape: Shape, stage: int) -> Iterator[Weight]:
     yield norm
     if shape.sandwich:
         yield from [norm] * 2
+
+
+def _linear(shape: Shape, one: LinearAttention, stage: int) -> Iterator[Weight]:
+    hidden, channels = shape.hidden, 2 * one.keys + one.values
+    yield from [Weight(stage, ((hidden,),))] * 2
+    yield Weight(stage, ((channels + one.values, hidden),), is_quantised=True)
+    yield Weight(stage, ((2 * one.value_heads, hidden),))
+    yield Weight(stage, ((hidden, one.values),), is_quantised=True)
+    yield Weight(stage, ((channels, 1, one.kernel),))
+    yield from [Weight(stage, ((one.value_heads,),))] * 2
+    yield Weight(stage, ((one.value_dim,),))
 
 
 def _mlp(shape: Shape, stage: int, layout: Layout, *, is_sparse: bool) -> Iterator[Weight]:

@@ -13,7 +13,7 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from rlpost.errors import WeightError
-from rlpost.weights.families import glm, gpt_oss, llama, minimax, qwen
+from rlpost.weights.families import glm, gpt_oss, llama, minimax, qwen, qwen_hybrid
 from rlpost.weights.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -21,6 +21,7 @@ FAMILIES: dict[str, Family] = {
     **qwen.FAMILIES,
     **glm.FAMILIES,
     **minimax.FAMILIES,
+    **qwen_hybrid.FAMILIES,
     **gpt_oss.FAMILIES,
 }
 """By the first entry of ``architectures`` in config.json."""
