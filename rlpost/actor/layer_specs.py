@@ -87,6 +87,9 @@ def block_spec(
                 attention.q_layernorm = attention.k_layernorm = SeparateRMSNorm
             if layer.submodules.mlp.module is MoELayer:
                 _separate_norm_of_experts(layer)
+                if config.add_bias_linear:
+                    experts = layer.submodules.mlp.submodules.experts.submodules
+                    experts.linear_fc2 = with_own_output(experts.linear_fc2)
         if family.projection_norms:
             attention.q_layernorm = _projection_norm(config.num_attention_heads)
             attention.k_layernorm = _projection_norm(config.num_query_groups)
@@ -153,6 +156,22 @@ def mark_shards_of_experts(chunk: torch.nn.Module) -> None:
             and hasattr(parameter, "partition_dim")
         ):
             parameter.partition_dim = 1
+
+
+@cache
+def with_own_output(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Return a subclass of ``linear`` whose output may be changed in place.
+
+    Megatron adds the bias of an expert in place (``mlp.py`` of 0.16.1). The output of its local
+    linear layer is a view that autograd does not allow to change.
+    """
+
+    class WithOwnOutput(linear):  # type: ignore[misc,valid-type]
+        def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            output, bias = super().forward(hidden)
+            return output.clone(), bias
+
+    return WithOwnOutput
 
 
 @cache

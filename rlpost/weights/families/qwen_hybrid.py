@@ -16,9 +16,18 @@ def _hybrid(hf: HfConfig) -> dict[str, object]:
         "attention_output_gate": True,
         "qk_layernorm": True,
         "layernorm_zero_centered_gamma": True,
-        "linear_attention_freq": [int(kind == "linear_attention") for kind in hf["layer_types"]],
+        "linear_attention_freq": _linear_layers(hf),
         **{name: hf[name] for name in LINEAR_SIZES},
     }
+
+
+def _linear_layers(hf: HfConfig) -> list[int]:
+    """For each layer 1 if its attention is linear; older configurations give only an interval."""
+    kinds = hf.get("layer_types")
+    if kinds:
+        return [int(kind == "linear_attention") for kind in kinds]
+    interval = hf["full_attention_interval"]
+    return [int((number + 1) % interval != 0) for number in range(hf["num_hidden_layers"])]
 
 
 LINEAR_SIZES = (

@@ -89,6 +89,13 @@ PUBLISHED = {
         ) | {"head_dim": 64}
         for size, layers, experts in (("20b", 24, 32), ("120b", 36, 128))
     },
+    "qwen3_next_80b_a3b": published(
+        "Qwen3NextForCausalLM", (48, 2048, 5120, 151936), heads=(16, 2), eps=1e-6, base=1e7, longest=262144,
+        num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512, norm_topk_prob=True,
+        decoder_sparse_step=1, mlp_only_layers=[], shared_expert_intermediate_size=512, partial_rotary_factor=0.25,
+        layer_types=[*["linear_attention"] * 3, "full_attention"] * 12, linear_conv_kernel_dim=4,
+        linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32,
+    ) | {"head_dim": 256},
     "qwen2_5_32b": published(
         "Qwen2ForCausalLM", (64, 5120, 27648, 152064), heads=(40, 8), eps=1e-5, base=1e6, longest=131072
     ),
