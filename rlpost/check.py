@@ -295,6 +295,7 @@ def _check_description(config: Config, path: Path) -> None:
     problem = sharding_problem(
         description.fields,
         tensor=perf.tensor_model_parallel_size,
+        expert=perf.expert_model_parallel_size,
         expert_tensor=perf.expert_tensor_parallel_size or perf.tensor_model_parallel_size,
         context=perf.context_parallel_size,
     )

@@ -73,13 +73,14 @@ def mtp_problem(family: Family, hf: HfConfig) -> str | None:
 
 
 def sharding_problem(
-    fields: Mapping[str, Any], *, tensor: int, expert_tensor: int, context: int
+    fields: Mapping[str, Any], *, tensor: int, expert: int, expert_tensor: int, context: int
 ) -> str | None:
     """Return why the model cannot be sharded this way at all; None if it can.
 
     Args:
         fields: the family's fields of Megatron's TransformerConfig.
         tensor: ranks that share a layer.
+        expert: ranks that share the experts of a layer.
         expert_tensor: ranks that share an expert.
         context: ranks that share a sequence.
     """
@@ -94,10 +95,17 @@ def sharding_problem(
                 f"--tensor-model-parallel-size {tensor} does not divide linear_num_key_heads = {heads}; choose a "
                 "divisor"
             )
+    if "num_moe_experts" in fields and expert == 1 and expert_tensor != tensor:
+        # ``allreduce`` of expert weights in tensor_parallel/layers.py of 0.16.1
+        return (
+            f"--expert-tensor-parallel-size {expert_tensor} with --tensor-model-parallel-size {tensor}: Megatron-core "
+            "does not sum the gradients of such experts over their ranks without expert parallelism; use "
+            f"--expert-model-parallel-size {tensor}"
+        )
     if fields.get("add_bias_linear") and "num_moe_experts" in fields and expert_tensor > 1:
         return (
             f"--expert-tensor-parallel-size {expert_tensor}: the experts of this model have biases, and each rank "
-            "of an expert would add them; use --expert-tensor-parallel-size 1"
+            f"of an expert would add them; use --expert-tensor-parallel-size 1 --expert-model-parallel-size {tensor}"
         )
     return None
 

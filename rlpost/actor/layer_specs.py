@@ -158,6 +158,17 @@ def mark_shards_of_experts(chunk: torch.nn.Module) -> None:
             parameter.partition_dim = 1
 
 
+def mark_biases_of_experts(chunk: torch.nn.Module) -> None:
+    """Exclude the biases of experts from the sum of gradients over tensor-parallel ranks.
+
+    Megatron's row-parallel layer marks every bias for that sum with sequence parallelism. Here each
+    of those ranks has other experts.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name and ".linear_fc2.bias" in name:
+            vars(parameter)["sequence_parallel"] = False
+
+
 @cache
 def with_own_output(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Return a subclass of ``linear`` whose output may be changed in place.

@@ -25,6 +25,7 @@ from rlpost.actor.layer_specs import (
     TRANSFORMER_ENGINE,
     block_spec,
     chosen_implementation,
+    mark_biases_of_experts,
     mark_shards_of_experts,
 )
 from rlpost.actor.megatron_fields import configured
@@ -61,6 +62,7 @@ def build_model(description: ModelDescription, settings: ActorSettings) -> list[
         if settings.enable_mtp_training and chunks[-1].post_process:
             mtp.attach(chunks[-1], spec, implementation=implementation, stage=stage)
         _settle(chunks[-1], config.params_dtype)
+        mark_biases_of_experts(chunks[-1])
         if implementation == TRANSFORMER_ENGINE:
             mark_shards_of_experts(chunks[-1])
     return chunks

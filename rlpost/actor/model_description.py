@@ -154,6 +154,7 @@ class ModelDescription:
             fields,
             expert_tensor=settings.expert_tensor_parallel_size or tensor,
             tensor=tensor,
+            expert=settings.expert_model_parallel_size,
             context=settings.context_parallel_size,
         ):
             raise ConfigError(problem)

@@ -94,6 +94,10 @@ FAMILIES: dict[
     "qwen3.5": ("Qwen3_5", HYBRID),
     "glm4.5-moe": ("Glm4Moe", GLM_EXPERTS | {"attention_bias": True, "use_qk_norm": True}),
 }
+WITH_TENSOR_PARALLEL = {
+    "gpt-oss-moe": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+}
+"""What a family needs with tensor parallelism besides."""
 MTP = "glm4.5-moe-mtp"
 """The last of them with a layer for multi-token prediction, which transformers does not have."""
 FROM_OUTSIDE = {"mistral": ("Mistral", {"sliding_window": None})}
