@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from rlpost.weights import names
 from rlpost.weights.family import Family, HfConfig, expert_fields
-from rlpost.weights.names import in_layer
+from rlpost.weights.names import Layout, Rule, in_layer
 
 SWIGLU_LIMIT = 7.0
 """Bound of the gate from above, and of the other half on both sides; config.json may repeat it as
@@ -40,7 +40,15 @@ def _fields(hf: HfConfig) -> dict[str, object]:
     }
 
 
-_EXPERT = "mlp.experts.local_experts.{expert}."
+def _stacked(megatron: str, hugging_face: str, layout: Layout) -> Rule:
+    """Return the rule of an expert's parameter; one tensor holds those of all experts."""
+    return in_layer(
+        "mlp.experts.local_experts.{expert}." + megatron,
+        "mlp.experts." + hugging_face,
+        layout=layout,
+        is_stacked=True,
+    )
+
 
 FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": Family(
@@ -53,15 +61,10 @@ FAMILIES: dict[str, Family] = {
             in_layer("self_attention.core_attention.softmax_offset", "self_attn.sinks"),
             in_layer("mlp.router.weight", "mlp.router.weight"),
             in_layer("mlp.router.bias", "mlp.router.bias"),
-            *(
-                in_layer(_EXPERT + megatron, "mlp.experts." + there, layout=layout, is_stacked=True)
-                for megatron, there, layout in (
-                    ("linear_fc1.weight", "gate_up_proj", "interleaved_gated"),
-                    ("linear_fc1.bias", "gate_up_proj_bias", "interleaved_gated"),
-                    ("linear_fc2.weight", "down_proj", "transposed"),
-                    ("linear_fc2.bias", "down_proj_bias", "plain"),
-                )
-            ),
+            _stacked("linear_fc1.weight", "gate_up_proj", "interleaved_gated"),
+            _stacked("linear_fc1.bias", "gate_up_proj_bias", "interleaved_gated"),
+            _stacked("linear_fc2.weight", "down_proj", "transposed"),
+            _stacked("linear_fc2.bias", "down_proj_bias", "plain"),
         ),
         fields=_fields,
         has_yarn=True,
