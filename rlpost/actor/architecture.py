@@ -99,8 +99,8 @@ def sharding_problem(
         # ``allreduce`` of expert weights in tensor_parallel/layers.py of 0.16.1
         return (
             f"--expert-tensor-parallel-size {expert_tensor} with --tensor-model-parallel-size {tensor}: Megatron-core "
-            "does not sum the gradients of such experts over their ranks without expert parallelism; use "
-            f"--expert-model-parallel-size {tensor}"
+            "does not sum the gradients of such experts over their ranks without expert parallelism; leave "
+            "--expert-tensor-parallel-size out, or use a larger --expert-model-parallel-size"
         )
     if fields.get("add_bias_linear") and "num_moe_experts" in fields and expert_tensor > 1:
         return (

@@ -150,6 +150,12 @@ class ModelDescription:
                     chunks,
                 )
             )
+        for key, size, setting, divisor in sizes:
+            divisor = getattr(settings, setting) if divisor is None else divisor
+            if size % divisor:
+                raise ConfigError(
+                    f"{setting}={divisor} does not divide {key}={size} of {self.path}; choose a divisor"
+                )
         if problem := architecture.sharding_problem(
             fields,
             expert_tensor=settings.expert_tensor_parallel_size or tensor,
@@ -158,12 +164,6 @@ class ModelDescription:
             context=settings.context_parallel_size,
         ):
             raise ConfigError(problem)
-        for key, size, setting, divisor in sizes:
-            divisor = getattr(settings, setting) if divisor is None else divisor
-            if size % divisor:
-                raise ConfigError(
-                    f"{setting}={divisor} does not divide {key}={size} of {self.path}; choose a divisor"
-                )
         if (
             settings.expert_model_parallel_size > 1
             and tensor > 1
