@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlpost.actor.architecture import head_dim
-from rlpost.config.plan.shape import Shape, linear_attention
+from rlpost.config.plan.shape import Shape, latent_of, linear_attention
 from rlpost.errors import WeightError
 from rlpost.weights.families import family
 
@@ -47,6 +47,7 @@ def hf_shape(hf: Mapping[str, Any]) -> Shape:
             shared_ffn=fields.get("moe_shared_expert_intermediate_size") or 0,
             shared_gate=fields.get("moe_shared_expert_gate", False),
             topk=fields.get("moe_router_topk", 0),
+            latent=latent_of(fields),
         )
     except KeyError as error:
         raise WeightError(

@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
 BATCH_SIZE = 64
 LEARNING_RATE = 2e-3
 LONGEST_ANSWER = 4
-PREDICTS_MORE = ("glm4_moe",)
+PREDICTS_MORE = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
 """Model types whose published checkpoints have an additional layer for multi-token prediction."""
 
 

@@ -38,7 +38,9 @@ value.
 
 
 def head_dim(hf: HfConfig) -> int:
-    """Return the width of an attention head."""
+    """Return the width of an attention head; in latent attention of its part without position."""
+    if "kv_lora_rank" in hf:
+        return hf["qk_nope_head_dim"]
     return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
 
 
@@ -124,7 +126,9 @@ def architecture(family: Family, hf: HfConfig) -> dict[str, object]:
         "kv_channels": head_dim(hf),
         "normalization": "RMSNorm",
         "norm_epsilon": hf["rms_norm_eps"],
-        "position_embedding_type": "yarn" if rope(hf).get("rope_type") == "yarn" else "rope",
+        "position_embedding_type": "yarn"
+        if family.has_yarn and rope(hf).get("rope_type") == "yarn"
+        else "rope",
         "use_rotary_position_embeddings": True,
         "rotary_base": rope(hf)["rope_theta"],
         "rotary_percent": rotary_percent(hf),
@@ -148,7 +152,18 @@ def architecture(family: Family, hf: HfConfig) -> dict[str, object]:
         "quick_geglu": fields.get("activation_func") == "quick_gelu",
         "mtp_num_layers": mtp_layers(family, hf) or None,
     }
+    if fields.get("multi_latent_attention"):
+        said |= _latent(fields)
     return said | (_experts(fields) if "num_moe_experts" in fields else {})
+
+
+def _latent(fields: Mapping[str, Any]) -> dict[str, object]:
+    names = ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim")
+    names += ("qk_pos_emb_head_dim", "v_head_dim", "rope_type")
+    if fields["rope_type"] == "yarn":
+        names += ("rotary_scaling_factor", "original_max_position_embeddings")
+        names += ("mscale", "mscale_all_dim")
+    return {name: fields[name] for name in names}
 
 
 def _experts(fields: Mapping[str, Any]) -> dict[str, object]:

@@ -1,7 +1,8 @@
 """Core attention over packed sequences without TransformerEngine.
 
 Input: query, key and value of shape [T, heads of this rank, head_dim], and the boundaries of the
-sequences in T. Output: [T, heads x head_dim]. Attention is causal within each sequence; ``varlen``
+sequences in T. Output: [T, heads x head_dim]. The heads of the value may have another width than
+those of query and key; the output has it too. Attention is causal within each sequence; ``varlen``
 has the kernels.
 
 With context parallelism this rank holds two chunks of each sequence (see ``packing``). The keys and
@@ -43,11 +44,12 @@ class PackedAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         *args: Any,
+        softmax_scale: float | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(config=config)
         assert attn_mask_type == AttnMaskType.causal and config.attention_dropout == 0.0
-        self.scale = config.kv_channels**-0.5
+        self.scale = softmax_scale or config.kv_channels**-0.5
         self.group = parallel_state.get_context_parallel_group()
         self.window = _window(config, layer_number)
         if config.softmax_type == "learnable":
@@ -84,7 +86,7 @@ class PackedAttention(MegatronModule):
                 num_local=query.size(0),
                 max_length=longest,
             )
-            key, value = gathered[rows].chunk(2, dim=-1)
+            key, value = gathered[rows].split([key.size(-1), value.size(-1)], dim=-1)
         sinks = getattr(self, "softmax_offset", None)
         if sinks is None and self.window is None:
             return attend(query, key, value, bounds, scale=self.scale).flatten(1)

@@ -18,9 +18,11 @@ from rlpost.weights.families import family
 from rlpost.weights.families.qwen_hybrid import LINEAR_SIZES
 
 MODEL_TYPES = {
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "LlamaForCausalLM": "llama",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Qwen2ForCausalLM": "qwen2",
@@ -31,6 +33,10 @@ MODEL_TYPES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 """transformers' ``model_type`` of each architecture."""
+WITH_MTP = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+"""Architectures whose checkpoints may have a layer for multi-token prediction."""
+YARN_CONTEXT = 4096
+"""Megatron's context before YaRN where the arguments name none."""
 
 
 def hf_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,9 +65,10 @@ def hf_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights"),
         "hidden_act": "silu",
     }
-    if (share := arguments.get("rotary_percent") or 1.0) != 1.0 or name.startswith("Glm"):
+    with_share = name in ("Glm4ForCausalLM", "Glm4MoeForCausalLM")
+    if (share := arguments.get("rotary_percent") or 1.0) != 1.0 or with_share:
         hf["rope_parameters"]["partial_rotary_factor"] = hf["partial_rotary_factor"] = share
-    if name.startswith("Glm"):
+    if with_share:
         hf["attention_bias"] = bool(arguments.get("add_qkv_bias"))
     if name == "MiniMaxM2ForCausalLM":
         hf["rotary_dim"] = round(share * hf["head_dim"])
@@ -71,7 +78,10 @@ def hf_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
         kinds = ("full_attention", "linear_attention")
         hf["layer_types"] = [kinds[one] for one in arguments["linear_attention_freq"]]
         hf |= {key: arguments[key] for key in LINEAR_SIZES}
-    if name == "Glm4MoeForCausalLM" and arguments.get("mtp_num_layers"):
+    if arguments.get("multi_latent_attention"):
+        del hf["head_dim"]
+        hf |= _latent(arguments, hf["rope_parameters"])
+    if name in WITH_MTP and arguments.get("mtp_num_layers"):
         hf["num_nextn_predict_layers"] = arguments["mtp_num_layers"]
     if arguments.get("num_experts"):
         hf |= _experts(name, arguments)
@@ -97,6 +107,9 @@ def architecture_of(arguments: Mapping[str, object]) -> str:
         return "Qwen3NextForCausalLM" if arguments.get("num_experts") else "Qwen3_5ForCausalLM"
     if arguments.get("qk_norm_type") == "per_layer":
         return "MiniMaxM2ForCausalLM"
+    if arguments.get("multi_latent_attention"):
+        is_scaled = arguments.get("rope_type") == "yarn" or arguments.get("rotary_scaling_factor")
+        return "DeepseekV3ForCausalLM" if is_scaled else "Glm4MoeLiteForCausalLM"
     if arguments.get("num_experts"):
         if arguments.get("moe_router_score_function") == "sigmoid":
             return "Glm4MoeForCausalLM"
@@ -133,6 +146,28 @@ def _windows(arguments: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
+def _latent(arguments: Mapping[str, Any], rope: dict[str, Any]) -> dict[str, object]:
+    """Keys of latent attention; ``rope_parameters`` with YaRN if the arguments have it."""
+    if arguments.get("rope_type") == "yarn" or arguments.get("rotary_scaling_factor"):
+        rope = rope | {
+            "rope_type": "yarn",
+            "factor": arguments["rotary_scaling_factor"],
+            "original_max_position_embeddings": arguments.get("original_max_position_embeddings")
+            or YARN_CONTEXT,
+            "mscale": arguments.get("mscale", 1.0),
+            "mscale_all_dim": arguments.get("mscale_all_dim", 0.0),
+        }
+    return {
+        "q_lora_rank": arguments.get("q_lora_rank"),
+        "kv_lora_rank": arguments["kv_lora_rank"],
+        "qk_nope_head_dim": arguments["qk_head_dim"],
+        "qk_rope_head_dim": arguments["qk_pos_emb_head_dim"],
+        "v_head_dim": arguments["v_head_dim"],
+        "attention_bias": bool(arguments.get("add_qkv_bias")),
+        "rope_parameters": rope,
+    }
+
+
 def _experts(name: str, arguments: Mapping[str, Any]) -> dict[str, object]:
     shared = arguments.get("moe_shared_expert_intermediate_size") or 0
     pattern = tuple(arguments.get("moe_layer_freq") or (1,) * arguments["num_layers"])
@@ -157,7 +192,7 @@ def _experts(name: str, arguments: Mapping[str, Any]) -> dict[str, object]:
                 "mlp_only_layers": [number for number, sparse in enumerate(pattern) if not sparse],
             }
         )
-    return common | {
+    made = common | {
         "n_routed_experts": arguments["num_experts"],
         "n_shared_experts": shared // arguments["moe_ffn_hidden_size"],
         "first_k_dense_replace": next(
@@ -167,5 +202,10 @@ def _experts(name: str, arguments: Mapping[str, Any]) -> dict[str, object]:
         "norm_topk_prob": True,
         "n_group": arguments.get("moe_router_num_groups") or 1,
         "topk_group": arguments.get("moe_router_group_topk") or 1,
-        "use_qk_norm": bool(arguments.get("qk_layernorm")),
     }
+    if name == "Glm4MoeForCausalLM":
+        made["use_qk_norm"] = bool(arguments.get("qk_layernorm"))
+    if name == "DeepseekV3ForCausalLM":
+        # SGLang reads these keys of the published config.json, transformers does not have them.
+        made |= {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    return made

@@ -47,6 +47,8 @@ def kernel_fields(
         "gradient_accumulation_fusion": False,  # of Apex, unless requested
         "apply_rope_fusion": with_engine
         and not interleaved
+        # Latent attention has another kernel, for YaRN alone; --apply-rope-fusion true selects it.
+        and not fields.get("multi_latent_attention")
         and not given.get("no_rope_fusion", False),
         # Megatron's default dispatcher requires rows of equal length.
         "moe_token_dispatcher_type": given.get("moe_token_dispatcher_type", "alltoall"),

@@ -11,7 +11,7 @@ results are tested only with a GPU.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from rlpost.actor import latent_attention
 from rlpost.actor.attention import PackedAttention
 from rlpost.actor.delta_net import GatedDeltaNet
 from rlpost.actor.norm import ProjectionRMSNorm, RMSNorm, SeparateRMSNorm
@@ -64,10 +65,17 @@ def implementation_name(chunks: Iterable[torch.nn.Module]) -> str:
 
 
 def block_spec(
-    config: TransformerConfig, family: Family, *, implementation: str, stage: int | None
+    config: TransformerConfig,
+    family: Family,
+    *,
+    implementation: str,
+    stage: int | None,
+    adapt: Callable[[Iterable[ModuleSpec]], None] | None = None,
 ) -> TransformerBlockSubmodules:
     """Return the layers of a virtual pipeline stage (None without interleaving) and the final
     norm.
+
+    ``adapt`` changes the specifications of the layers before norms are added to linear layers.
     """
     with_engine = implementation == TRANSFORMER_ENGINE
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
@@ -78,6 +86,8 @@ def block_spec(
     )
     # equal layers share a specification
     unique_layers = {id(layer): layer for layer in block.layer_specs}
+    if adapt is not None:
+        adapt(unique_layers.values())
     for layer in unique_layers.values():
         attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
         if not with_engine:
@@ -85,11 +95,13 @@ def block_spec(
             attention.core_attention = PackedAttention
             if config.qk_layernorm:
                 attention.q_layernorm = attention.k_layernorm = SeparateRMSNorm
-            if layer.submodules.mlp.module is MoELayer:
-                _separate_norm_of_experts(layer)
-                if config.add_bias_linear:
-                    experts = layer.submodules.mlp.submodules.experts.submodules
-                    experts.linear_fc2 = with_own_output(experts.linear_fc2)
+        if config.multi_latent_attention:
+            latent_attention.adapt(layer, with_engine=with_engine)
+        if not with_engine and layer.submodules.mlp.module is MoELayer:
+            _separate_norm_of_experts(layer)
+            if config.add_bias_linear:
+                experts = layer.submodules.mlp.submodules.experts.submodules
+                experts.linear_fc2 = with_own_output(experts.linear_fc2)
         if family.projection_norms:
             attention.q_layernorm = _projection_norm(config.num_attention_heads)
             attention.k_layernorm = _projection_norm(config.num_query_groups)

@@ -8,8 +8,8 @@ Input: imports of ``megatron.core`` modules. Output: the same modules, usable on
 2. The optimizers compare ``Tensor.type()`` with names such as ``torch.cuda.FloatTensor``. These
    constants are rewritten in the modules' code (in memory; the bytecode cache keeps the original).
 3. ``megatron.core.jit`` compiles nothing, the random-state helpers use the CPU generator, the split
-   sizes of the experts' all-to-all become numbers, shards of unequal length are broadcast, and the
-   positions of a context-parallel rank are selected without pinned memory.
+   sizes of the experts' all-to-all become numbers, shards of unequal length are broadcast, and
+   the rotary embedding of a context-parallel rank is selected by slicing.
 4. One method calls ``Tensor.cpu()`` instead of ``Tensor.cuda()``.
 
 Invariant: torch and its classes are not modified, and other libraries are not affected. A patched
@@ -237,23 +237,25 @@ def _adapt_mappings(module: types.ModuleType) -> None:
     module.torch = _Proxy(module.torch, {"distributed": _Proxy(dist, own)})  # type: ignore[attr-defined]
 
 
-def _adapt_rope(module: types.ModuleType) -> None:
-    """Select the positions of a context-parallel rank without a copy from pinned memory, which
-    YaRN's embedding does when it is created.
-    """
+def _adapt_rotary(module: types.ModuleType) -> None:
+    """Select the chunks of a context-parallel rank without ``Tensor.cuda()``.
 
-    def on_this_rank(positions: Any, dim: int, group: Any) -> Any:
-        chunks = positions.chunk(2 * group.size(), dim)
-        mine = (chunks[group.rank()], chunks[-1 - group.rank()])
-        return module.torch.cat(mine, dim)
+    YaRN's rotary embedding does so when it is built, for a table that only its fused kernel reads.
+    """
+    import torch
+
+    def on_this_rank(table: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+        rank, num_chunks = cp_group.rank(), 2 * cp_group.size()
+        chunks = table.chunk(num_chunks, dim=seq_dim)
+        return torch.cat([chunks[rank], chunks[num_chunks - 1 - rank]], dim=seq_dim)
 
     module.get_pos_emb_on_this_cp_rank = on_this_rank  # type: ignore[attr-defined]
 
 
 _ADAPTERS: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.jit": _adapt_jit,
-    "megatron.core.models.common.embeddings.rope_utils": _adapt_rope,
     "megatron.core.models.common.language_module.language_module": _adapt_language_module,
+    "megatron.core.models.common.embeddings.rope_utils": _adapt_rotary,
     "megatron.core.tensor_parallel.mappings": _adapt_mappings,
     "megatron.core.tensor_parallel.random": _adapt_random,
     "megatron.core.transformer.moe.moe_utils": _adapt_moe,

@@ -8,6 +8,7 @@ chunk per virtual pipeline stage, with uninitialised weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,19 +16,23 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.activations import quick_gelu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from rlpost.actor import device, mtp, parallel
+from rlpost.actor.frozen import freeze_by_name, keep_graph
 from rlpost.actor.kernels import kernel_fields
 from rlpost.actor.layer_specs import (
+    LOCAL,
     TRANSFORMER_ENGINE,
     block_spec,
     chosen_implementation,
     mark_biases_of_experts,
     mark_shards_of_experts,
 )
+from rlpost.actor.lora.adapters import freeze_base, low_rank_updates
+from rlpost.actor.lora.targets import adapt_layers
 from rlpost.actor.megatron_fields import configured
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.settings import ActorSettings
@@ -53,11 +58,19 @@ def build_model(description: ModelDescription, settings: ActorSettings) -> list[
         ConfigError: a requested kernel is not available, or Megatron-core rejects the settings.
     """
     num_stages = description.num_virtual_stages(settings)
-    implementation = chosen_implementation(settings.transformer_impl)
+    # adapters are subclasses of Megatron's own linear layers
+    uses_local = settings.lora_rank is not None and settings.transformer_impl is None
+    implementation = LOCAL if uses_local else chosen_implementation(settings.transformer_impl)
     config = _transformer_config(description, settings, implementation=implementation)
     chunks = []
     for stage in [None] if num_stages is None else range(num_stages):
-        spec = block_spec(config, description.family, implementation=implementation, stage=stage)
+        spec = block_spec(
+            config,
+            description.family,
+            implementation=implementation,
+            stage=stage,
+            adapt=None if settings.lora_rank is None else partial(adapt_layers, settings=settings),
+        )
         chunks.append(_chunk(config, description, spec, stage))
         if settings.enable_mtp_training and chunks[-1].post_process:
             mtp.attach(chunks[-1], spec, implementation=implementation, stage=stage)
@@ -65,6 +78,10 @@ def build_model(description: ModelDescription, settings: ActorSettings) -> list[
         mark_biases_of_experts(chunks[-1])
         if implementation == TRANSFORMER_ENGINE:
             mark_shards_of_experts(chunks[-1])
+        if settings.lora_rank is not None:
+            freeze_base(chunks[-1])
+            keep_graph(chunks[-1])
+    freeze_by_name(chunks, settings, tied=description.tied)
     return chunks
 
 
@@ -94,6 +111,7 @@ def inventory_of(chunks: Sequence[GPTModel], description: ModelDescription) -> I
         dims=description.dims,
         groups=parallel.weight_groups(),
         tied=description.tied,
+        low_rank=low_rank_updates(chunks),
     )
 
 
@@ -149,7 +167,9 @@ def _transformer_config(
     description: ModelDescription, settings: ActorSettings, *, implementation: str
 ) -> TransformerConfig:
     hf, dtype = description.hf_config, device.weight_dtype(settings.bf16)
-    return configured(TransformerConfig, settings.megatron)(
+    latent = description.fields.get("multi_latent_attention", False)
+    kind = MLATransformerConfig if latent else TransformerConfig
+    return configured(kind, settings.megatron)(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
         num_attention_heads=hf["num_attention_heads"],

@@ -89,7 +89,7 @@ class ModelDescription:
     def yarn(self) -> Mapping[str, Any] | None:
         """The options of YaRN (arXiv 2309.00071); None without."""
         rope = architecture.rope(self.hf_config)
-        return rope if _rope_type(rope) == "yarn" else None
+        return rope if self.family.has_yarn and _rope_type(rope) == "yarn" else None
 
     def num_virtual_stages(self, settings: ActorSettings) -> int | None:
         """Return the model chunks of each pipeline rank; None without interleaving, or for one
@@ -133,7 +133,12 @@ class ModelDescription:
                     expert_tensor,
                 ),
             ]
-        elif settings.expert_model_parallel_size > 1:
+        sizes += [
+            (key, fields[key], "tensor_model_parallel_size", tensor)
+            for key in ("q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim")
+            if fields.get(key)
+        ]
+        if "num_moe_experts" not in fields and settings.expert_model_parallel_size > 1:
             raise ConfigError(
                 f"expert_model_parallel_size={settings.expert_model_parallel_size}: {self.path} has no experts; use 1"
             )
@@ -248,7 +253,7 @@ def _refused_of_all(description: ModelDescription) -> dict[str, object]:
     hf = description.hf_config
     rope = architecture.rope(hf)
     rope_type = _rope_type(rope)
-    known = rope_type == "default" or (
+    known = rope_type in ("default", description.fields.get("rope_type")) or (
         rope_type == "llama3" and all(rope.get(key) == value for key, value in LLAMA3_ROPE.items())
     )
     if rope_type == "yarn" and description.family.has_yarn:

@@ -1,10 +1,10 @@
 """Attention over packed sequences of variable length, with the fastest kernel of the device. Pure
 torch.
 
-Input: query [Tq, heads, head_dim], key and value [Tk, groups, head_dim], and the start of each
-sequence in both. Output: [Tq, heads, head_dim]. Attention is causal within each sequence, and
-aligned at its end: the last query has the position of the last key. If a sequence has fewer queries
-than keys, its queries are the last positions.
+Input: query [Tq, heads, head_dim], key [Tk, groups, head_dim], value [Tk, groups, value_dim], and
+the start of each sequence in both. Output: [Tq, heads, value_dim]. Attention is causal within each
+sequence, and aligned at its end: the last query has the position of the last key. If a sequence has
+fewer queries than keys, its queries are the last positions.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ def _flash(
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn  # torch >= 2.10; not needed on a CPU
 
+    value_dim = value.size(-1)
+    # FlashAttention has one width for all three
+    value = F.pad(value, (0, query.size(-1) - value_dim))
     found = varlen_attn(
         query,
         key,
@@ -68,7 +71,7 @@ def _flash(
         enable_gqa=query.size(1) != key.size(1),
     )
     assert isinstance(found, torch.Tensor)
-    return found
+    return found[..., :value_dim]
 
 
 def _memory_efficient(

@@ -181,11 +181,27 @@ def scaled_model(words: Mapping[str, Any], layout: Layout) -> Values:
         "kv_channels": _halved(head_dim, HEAD),
         "vocab_size": min(words["vocab_size"], VOCAB),
     }
+    if words.get("multi_latent_attention"):
+        model |= _latent(words, factor=factor)
     return model | (
         _experts(words, layout, factor=factor, num_layers=num_layers)
         if words.get("num_experts")
         else {}
     )
+
+
+def _latent(words: Mapping[str, Any], *, factor: int) -> Values:
+    width = _halved(words["qk_head_dim"], HEAD)
+    made: Values = {
+        "kv_channels": width,
+        "kv_lora_rank": _width(words["kv_lora_rank"], factor),
+        "qk_head_dim": width,
+        "qk_pos_emb_head_dim": _halved(words["qk_pos_emb_head_dim"], HEAD // 2),
+        "v_head_dim": _halved(words["v_head_dim"], HEAD),
+    }
+    if rank := words.get("q_lora_rank"):
+        made["q_lora_rank"] = _width(rank, factor)
+    return made
 
 
 def _experts(words: Mapping[str, Any], layout: Layout, *, factor: int, num_layers: int) -> Values:
@@ -200,6 +216,11 @@ def _experts(words: Mapping[str, Any], layout: Layout, *, factor: int, num_layer
         "moe_ffn_hidden_size": _width(words["moe_ffn_hidden_size"], factor),
         "moe_layer_freq": _pattern(pattern, num_layers),
     }
+    if (groups := words.get("moe_router_num_groups") or 1) > 1:
+        # As in the recipe several experts of a group score it, and groups are left out.
+        scores = topk // words["moe_router_group_topk"]
+        made["moe_router_num_groups"] = min(groups, experts // (2 * scores))
+        made["moe_router_group_topk"] = made["moe_router_topk"] // scores
     if shared := words.get("moe_shared_expert_intermediate_size"):
         made["moe_shared_expert_intermediate_size"] = (
             shared // words["moe_ffn_hidden_size"] * made["moe_ffn_hidden_size"]
@@ -318,6 +339,7 @@ def _assets(config: Config, *, fp8: bool) -> Values:
     values: Values = {
         "checkpoint.hf_checkpoint": path[MODEL_FP8] if fp8 else path[MODEL],
         "checkpoint.ref_load": path[MODEL] if config.checkpoint.ref_load or fp8 else None,
+        "critic.critic_load": None,
         "rollout.prompt_data": (path[TRAIN],),
         "rollout.prompt_data_weights": (),
         "rollout.input_key": "prompt",

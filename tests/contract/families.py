@@ -77,6 +77,36 @@ HYBRID = dict(
     linear_value_head_dim=12,
     layer_types=["linear_attention", "full_attention"] + ["linear_attention"] * 2,
 )
+LATENT = GLM_EXPERTS | dict(
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    head_dim=8,  # as transformers has it: of the rotary embedding
+)
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 40.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 16,
+}
+DEEPSEEK_V3 = LATENT | dict(
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    rope_parameters=YARN,
+    moe_layer_freq=1,
+    # SGLang reads these keys of the published config.json
+    topk_method="noaux_tc",
+    scoring_func="sigmoid",
+)
 FAMILIES: dict[
     str, tuple[str, dict[str, Any]]
 ] = {  # name: (class of transformers, without "Config", and its options)
@@ -92,14 +122,17 @@ FAMILIES: dict[
     "gpt-oss-moe": ("GptOss", GPT_OSS),
     "qwen3-next-moe": ("Qwen3Next", HYBRID | EXPERTS | GATED_EXPERTS | {"mlp_only_layers": [2]}),
     "qwen3.5": ("Qwen3_5", HYBRID),
+    "deepseek-v3-moe": ("DeepseekV3", DEEPSEEK_V3),
+    "glm4.7-flash-moe": ("Glm4MoeLite", LATENT | {"mlp_layer_types": ["dense"] + ["sparse"] * 3}),
     "glm4.5-moe": ("Glm4Moe", GLM_EXPERTS | {"attention_bias": True, "use_qk_norm": True}),
 }
 WITH_TENSOR_PARALLEL = {
     "gpt-oss-moe": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 }
 """What a family needs with tensor parallelism besides."""
-MTP = "glm4.5-moe-mtp"
-"""The last of them with a layer for multi-token prediction, which transformers does not have."""
+WITH_MTP = "-mtp"
+MTP, LATENT_MTP = f"glm4.5-moe{WITH_MTP}", f"deepseek-v3-moe{WITH_MTP}"
+"""Two of them with a layer for multi-token prediction, which transformers does not have."""
 FROM_OUTSIDE = {"mistral": ("Mistral", {"sliding_window": None})}
 """Those that docs/extending.md brings with a package."""
 
@@ -116,7 +149,7 @@ def make_family(folder: Path, name: str) -> None:
             if "inv_freq" not in key:
                 tensor.copy_(torch.randn_like(tensor) * 0.2 + _center(kind, key))
     model.save_pretrained(folder)
-    if name == MTP:
+    if name.endswith(WITH_MTP):
         _add_mtp_layer(folder)
 
 
@@ -162,14 +195,14 @@ def make_family_config(folder: Path, name: str) -> None:
     kind, config = _config(name)
     config.architectures = [f"{kind}ForCausalLM"]
     config.save_pretrained(folder)
-    if name == MTP:
+    if name.endswith(WITH_MTP):
         _name_mtp_layer(folder)
 
 
 def _config(name: str) -> tuple[str, Any]:
     import transformers
 
-    kind, options = (FAMILIES | FROM_OUTSIDE | {MTP: FAMILIES["glm4.5-moe"]})[name]
+    kind, options = (FAMILIES | FROM_OUTSIDE)[name.removesuffix(WITH_MTP)]
     of_text = getattr(transformers, f"{kind}TextConfig", None)  # where there is one with images too
     kind_of_config = of_text or getattr(transformers, f"{kind}Config")
     return kind, kind_of_config(**(COMMON | options))

@@ -18,11 +18,11 @@ import numpy as np
 
 from rlpost.actor.settings import ActorSettings
 from tests.contract.actor_ranks import run_ranks, train_and_compare
-from tests.contract.families import MTP, make_family
+from tests.contract.families import LATENT_MTP, MTP, make_family
 from tests.contract.samples import STEPS
 
 LIMIT = 1e-5  # relative, in float32
-DENSE, TIED, MOE = "qwen3", "qwen3-tied", "glm4.5-moe"
+DENSE, TIED, MOE, LATENT = "qwen3", "qwen3-tied", "glm4.5-moe", "deepseek-v3-moe"
 LOSSES = ("train/loss", "train/mtp_loss")
 SHORT = {
     "tensor_model_parallel_size": "TP",
@@ -70,6 +70,7 @@ UNEVEN_MOE = {"decoder_first_pipeline_num_layers": 3, "decoder_last_pipeline_num
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "mtp": {"enable_mtp_training": True},
+    "muon": {"optimizer": "muon", "use_distributed_optimizer": False},
     "gspo-kl": {"policy_loss": "gspo", "use_kl_loss": True, "kl_loss_coef": 0.1},
     "cispo": {"policy_loss": "cispo", "calculate_per_token_loss": True},
     "entropy-tis": {
@@ -124,14 +125,20 @@ LAYOUTS = [
     Layout("moe-tp2-sp-recompute-experts", MOE, 2, tp(2) | EXPERTS),
     Layout("moe-cp2-pp2-recompute", MOE, 4, CP2 | pp(2) | FULL),
     Layout("moe-tp2-sp-cp2", MOE, 4, tp(2) | CP2),
+    Layout("latent-tp2-sp", LATENT, 2, tp(2)),
+    Layout("latent-pp2-uneven-recompute", LATENT, 2, pp(2, **UNEVEN_MOE) | FULL),
+    Layout("latent-cp2-ep2", LATENT, 2, CP2 | ep(2)),
     Layout("cp2-pp2-gspo-kl", DENSE, 4, CP2 | pp(2), "gspo-kl"),
     Layout("tp2-sp-cispo", DENSE, 2, tp(2), "cispo"),
     Layout("tp2-sp-entropy-tis", DENSE, 2, tp(2) | {"log_probs_chunk_size": 7}, "entropy-tis"),
     Layout("cp2-pp2-entropy-tis", DENSE, 4, CP2 | pp(2), "entropy-tis"),
+    Layout("tp2-sp-pp2-muon", DENSE, 4, tp(2) | pp(2), "muon"),
+    Layout("moe-tp2-sp-ep2-muon", MOE, 2, tp(2) | ep(2, 1), "muon"),
     Layout("mtp-recompute", MTP, 1, FULL, "mtp"),
     Layout("mtp-tp2-sp", MTP, 2, tp(2), "mtp"),
     Layout("mtp-pp2", MTP, 2, pp(2), "mtp"),
     Layout("mtp-pp2-vpp2", MTP, 2, pp(2, **VPP), "mtp"),
+    Layout("mtp-latent-tp2-sp-ep2", LATENT_MTP, 2, tp(2) | ep(2, 1), "mtp"),
     Layout("mtp-cp2", MTP, 2, CP2, "mtp"),
     Layout("mtp-cp2-ep2", MTP, 2, CP2 | ep(2), "mtp"),
     Layout("mtp-ep2-overlap", MTP, 2, ep(2) | GATHER, "mtp"),

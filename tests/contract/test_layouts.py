@@ -28,6 +28,8 @@ KINDS = (
     "tp2-sp-entropy-tis",
     "mtp-tp2-sp-ep2-pp2-recompute",
     "mtp-cp2-pp2-vpp2-overlap",
+    "latent-cp2-ep2",
+    "mtp-latent-tp2-sp-ep2",
 )
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 

@@ -30,6 +30,23 @@ MODELS = {
         "head_dim": 64,
     },
 }
+LATENT = {
+    **EXPERTS,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 48,
+}
+MODELS |= {
+    "deepseek_v3": {**LATENT, "first_k_dense_replace": 2},
+    "glm4_moe_lite": LATENT,
+}
 
 
 HYBRID = {"head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 8}

@@ -38,6 +38,11 @@ QWEN235 = {
     "decoder_first_pipeline_num_layers": 11, "decoder_last_pipeline_num_layers": 11, "context_parallel_size": 2,
     "expert_model_parallel_size": 16, "expert_tensor_parallel_size": 1,
 }  # fmt: skip
+DEEPSEEK = {
+    "tensor_model_parallel_size": 8, "sequence_parallel": True, "pipeline_model_parallel_size": 4,
+    "decoder_last_pipeline_num_layers": 13, "context_parallel_size": 2, "expert_model_parallel_size": 32,
+    "expert_tensor_parallel_size": 1,
+}  # fmt: skip
 AS_GLM45 = ("glm46_355b", "glm47_355b")
 """Models of the same shape."""
 RANKS = {  # model: settings, layout
@@ -47,6 +52,7 @@ RANKS = {  # model: settings, layout
     "llama3_1_8b": (INTERLEAVED, Layout(4, 1, 4, chunk=2)),
     "glm45_355b": (GLM45, Layout(64, 8, 4, 2, 16, 1)),
     "qwen3_235b_a22b": (QWEN235, Layout(128, 2, 8, 2, 16, 1, first=11, last=11)),
+    "deepseek_v3": (DEEPSEEK, Layout(256, 8, 4, 2, 32, 1, last=13)),
 }  # fmt: skip
 SMALL = {
     "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8,

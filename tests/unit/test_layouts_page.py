@@ -10,6 +10,7 @@ from tools.pages.layouts import STARTS, layouts_page, planned
 PUBLISHED = {
     "qwen2_5_7b": 7.61, "glm4_9b": 9.4, "qwen3_30b_a3b": 30.5, "qwen2_5_32b": 32.5, "llama3_1_70b": 70.6,
     "qwen3_235b_a22b": 235.0, "glm45_355b": 355.0,
+    "glm47_flash": 30.0, "deepseek_v3": 671.0, "kimi_k2": 1026.0,
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from rlpost.config.groups.base import Group, Positive
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 Zero = Annotated[float, Field(ge=0.0, le=0.0)]
 
 _PATTERN = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d+))?")
@@ -89,6 +90,28 @@ class ModelConfig(Group):
     """Whether attention has an additional norm at its output."""
     post_mlp_layernorm: bool | None = None
     """Whether the MLP has an additional norm at its output."""
+    multi_latent_attention: bool | None = None
+    """Whether queries, and keys with values, go through a narrow vector (MLA)."""
+    q_lora_rank: Positive | None = None
+    """Width of the narrow vector of queries (MLA)."""
+    kv_lora_rank: Positive | None = None
+    """Width of the narrow vector of keys and values (MLA)."""
+    qk_head_dim: Positive | None = None
+    """Part of a query or key head without rotary embedding (MLA)."""
+    qk_pos_emb_head_dim: Positive | None = None
+    """Part of a query or key head with rotary embedding (MLA)."""
+    v_head_dim: Positive | None = None
+    """Width of a value head (MLA)."""
+    rope_type: Literal["rope", "yarn"] | None = None
+    """Rotary embedding of MLA: plain, or scaled by YaRN."""
+    rotary_scaling_factor: PositiveFloat | None = None
+    """Factor by which YaRN extends the context (MLA)."""
+    original_max_position_embeddings: Positive | None = None
+    """Context before YaRN (MLA)."""
+    mscale: PositiveFloat | None = None
+    """YaRN's factor on the logarithm in the scale of cosine and sine (MLA)."""
+    mscale_all_dim: NonNegativeFloat | None = None
+    """YaRN's factor on the logarithm in the scale of the softmax (MLA)."""
     swiglu: bool | None = None
     """Whether the MLP is gated with SiLU."""
     quick_geglu: bool | None = None

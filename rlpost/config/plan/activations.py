@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlpost.config.plan.shape import Layout, Shape, sparse_of
+from rlpost.config.plan.shape import Latent, Layout, Shape, sparse_of
 
 FP32 = 4
 
@@ -135,6 +135,8 @@ def _attention(shape: Shape, layout: Layout, one: Pass) -> float:
     """The norm before it; QKV as they come out of their matrix; query and key after rotation; the
     output.
     """
+    if shape.latent is not None:
+        return _latent_attention(shape, shape.latent, layout, one)
     query, key = (heads * shape.head_dim / layout.tensor for heads in (shape.heads, shape.groups))
     kept = one.width * (query + 2 * key + query + key + query)
     if shape.qk_norm:
@@ -145,6 +147,18 @@ def _attention(shape: Shape, layout: Layout, one: Pass) -> float:
         kept += one.width * (query + 4 * shape.head_dim)
     kept += FP32 * shape.heads / layout.tensor  # the logarithm of each row's sum
     return kept + _norm(shape.hidden, one) / layout.sequence_ranks
+
+
+def _latent_attention(shape: Shape, latent: Latent, layout: Layout, one: Pass) -> float:
+    """The norm before it; both narrow vectors and their norms; query, key, value and the output.
+
+    What the wide matrices return is copied into query, key and value, and not kept.
+    """
+    heads = shape.heads / layout.tensor
+    kept = one.width * heads * 2 * (shape.head_dim + latent.position + latent.value)
+    kept += FP32 * heads  # the logarithm of each row's sum
+    narrow = shape.hidden + latent.query_rank + latent.kv_rank
+    return kept + _norm(narrow, one) / layout.sequence_ranks
 
 
 def _mlp(columns: float, one: Pass) -> float:

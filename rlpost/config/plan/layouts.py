@@ -48,6 +48,7 @@ class Choice:
             + f" x DP {layout.data}"
             + "".join(f", {part}" for part in parts[3:])
         )
+        text += f", {layout.last} layers in the last stage" if layout.last is not None else ""
         text += ", optimizer on host" if self.config.optimizer.optimizer_cpu_offload else ""
         return text + (
             f", engines of {cluster.rollout_num_gpus_per_engine}" if self.config.num_engines else ""
@@ -99,13 +100,27 @@ def candidates(config: Config, shape: Shape) -> Iterator[Config]:
         if any(size % tensor for size in (shape.heads, shape.groups, shape.ffn)):
             continue
         for pipeline in _powers(world // tensor):
-            if shape.num_layers % pipeline:
+            last = _last_stage(shape.num_layers, pipeline)
+            if last is not None and last < 1:
                 continue
             for context in _powers(min(MAX_CONTEXT, world // (tensor * pipeline))):
                 for expert in _powers(world // pipeline) if shape.num_experts else [1]:
                     if shape.num_experts % expert == 0:
-                        layout = Layout(world, tensor, pipeline, context, expert)
+                        layout = Layout(world, tensor, pipeline, context, expert, last=last)
                         yield from _possible(config, layout, has_experts=shape.num_experts > 0)
+
+
+def _last_stage(num_layers: int, pipeline: int) -> int | None:
+    """Layers of the last stage where each of the others has the mean rounded up; None where all
+    stages are equal, and less than 1 where no layers are left for it.
+
+    Only a model with an odd number of layers gets unequal stages: no pipeline here divides it.
+    """
+    if num_layers % pipeline == 0:
+        return None
+    if num_layers % 2 == 0:
+        return 0
+    return num_layers - (pipeline - 1) * -(-num_layers // pipeline)
 
 
 def _possible(config: Config, layout: Layout, *, has_experts: bool) -> Iterator[Config]:
@@ -118,7 +133,7 @@ def _possible(config: Config, layout: Layout, *, has_experts: bool) -> Iterator[
         "expert_tensor_parallel_size": 1 if has_experts else None,
         "num_layers_per_virtual_pipeline_stage": None,
         "decoder_first_pipeline_num_layers": None,
-        "decoder_last_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": layout.last,
     }
     changed = config.model_copy(update={"perf": config.perf.model_copy(update=perf)})
     if layout_problems(changed) or batch_problems(changed):

@@ -11,13 +11,14 @@ with sandwich norms, the norms at the end are on every rank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 
-FP8_BLOCK = 128 * 128
+FP8_SIDE = 128
+FP8_BLOCK = FP8_SIDE * FP8_SIDE
 """Elements of a block of FP8 weights; each block has a float32 scale."""
 NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
 
@@ -83,9 +84,23 @@ class LinearAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class Latent:
+    """Sizes of multi-head latent attention (arXiv 2405.04434, section 2.1)."""
+
+    query_rank: int
+    """Width of the narrow vector of queries; 0 without."""
+    kv_rank: int
+    """Width of the narrow vector of keys and values."""
+    position: int
+    """Part of each query, and of the key that all heads share, with rotary embedding."""
+    value: int
+    """Width of a head's value."""
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder with RMSNorm, rotary embedding, grouped-query attention and gated MLPs, some of
-    them experts.
+    """A decoder with RMSNorm, rotary embedding, grouped-query or latent attention and gated MLPs,
+    some of them experts.
     """
 
     hidden: int
@@ -115,6 +130,8 @@ class Shape:
     shared_ffn: int = 0
     shared_gate: bool = False
     topk: int = 0
+    latent: Latent | None = None
+    """Of latent attention; ``head_dim`` is then the part of a query without position."""
     mtp: bool = False
     """Whether the last stage also trains a layer for multi-token prediction, of the kind of the
     last layer.
@@ -123,6 +140,25 @@ class Shape:
     @property
     def num_layers(self) -> int:
         return len(self.sparse)
+
+    @property
+    def attention_matrices(self) -> tuple[tuple[int, int], ...]:
+        """(outputs, inputs) of the matrices of a layer's attention, in the order of its modules."""
+        hidden, width = self.hidden, self.heads * self.head_dim
+        one = self.latent
+        if one is None:
+            keys = self.groups * self.head_dim
+            return ((hidden, width), (width, hidden), (keys, hidden), (keys, hidden))
+        queries = width + self.heads * one.position
+        to_queries = ((queries, hidden),)
+        if one.query_rank:
+            to_queries = ((one.query_rank, hidden), (queries, one.query_rank))
+        return (
+            (hidden, self.heads * one.value),
+            *to_queries,
+            (one.kv_rank + one.position, hidden),
+            (width + self.heads * one.value, one.kv_rank),
+        )
 
     @property
     def parameters(self) -> Parameters:
@@ -153,7 +189,8 @@ def shape_of(words: Mapping[str, Any]) -> Shape:
         ffn=words["ffn_hidden_size"],
         heads=heads,
         groups=word("num_query_groups", heads),
-        head_dim=word("kv_channels", words["hidden_size"] // heads),
+        # of latent attention, whose kv_channels have no meaning
+        head_dim=word("qk_head_dim", word("kv_channels", words["hidden_size"] // heads)),
         vocab=words["vocab_size"],
         sparse=tuple(bool(one) for one in pattern),
         tied=not word("untie_embeddings_and_output_weights", False),
@@ -171,6 +208,19 @@ def shape_of(words: Mapping[str, Any]) -> Shape:
         shared_ffn=word("moe_shared_expert_intermediate_size", 0),
         shared_gate=word("moe_shared_expert_gate", False),
         topk=word("moe_router_topk", 0),
+        latent=latent_of(words),
+    )
+
+
+def latent_of(words: Mapping[str, Any]) -> Latent | None:
+    """The sizes of latent attention in Megatron's words; None for a model without it."""
+    if not words.get("multi_latent_attention"):
+        return None
+    return Latent(
+        query_rank=words.get("q_lora_rank") or 0,
+        kv_rank=words["kv_lora_rank"],
+        position=words["qk_pos_emb_head_dim"],
+        value=words["v_head_dim"],
     )
 
 
@@ -241,6 +291,16 @@ def rank_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
     return Parameters(dense + (shape.hidden if is_last else 0), expert)
 
 
+def critic_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
+    """What a rank holds of a critic: the policy with a value head in place of the output layer."""
+    policy = rank_parameters(replace(shape, tied=True, mtp=False), layout, stage)
+    if stage != layout.pipeline - 1:
+        return policy
+    # a tied policy has a copy of the embedding on a last stage that is not the first
+    copy = -(-shape.vocab // layout.tensor) * shape.hidden if stage else 0
+    return Parameters(policy.dense - copy + shape.hidden + 1, policy.expert)
+
+
 def sparse_of(shape: Shape, layout: Layout, stage: int) -> list[bool]:
     """For each layer of a stage whether it has experts, the one for multi-token prediction
     included.
@@ -281,6 +341,9 @@ def _layer(shape: Shape, layout: Layout, is_sparse: bool, is_linear: bool) -> Pa
 
 def _attention(shape: Shape, tensor: int) -> int:
     """Attention of a layer and the norms around it and the MLP."""
+    if (latent := shape.latent) is not None:
+        matrices = sum(rows * columns for rows, columns in shape.attention_matrices) // tensor
+        return matrices + 2 * shape.hidden + latent.query_rank + latent.kv_rank
     queries = shape.heads * (2 if shape.output_gate else 1)
     columns = (queries + 2 * shape.groups) * shape.head_dim // tensor
     rows = shape.heads * shape.head_dim // tensor
@@ -318,12 +381,22 @@ def stored_bytes(shape: Shape, width: int) -> int:
     if width != 1:
         return width * total
     matrices = layer_matrices(shape)
-    return matrices + 4 * (matrices // FP8_BLOCK) + 2 * (total - matrices)
+    num_layers = len(sparse_of(shape, Layout(), 0))
+    attention = num_layers * attention_elements(shape)
+    blocks = (matrices - attention) // FP8_BLOCK + num_layers * sum(
+        -(-rows // FP8_SIDE) * -(-columns // FP8_SIDE) for rows, columns in shape.attention_matrices
+    )
+    return matrices + 4 * blocks + 2 * (total - matrices)
+
+
+def attention_elements(shape: Shape) -> int:
+    """Elements of the matrices of a layer's attention."""
+    return sum(rows * columns for rows, columns in shape.attention_matrices)
 
 
 def layer_matrices(shape: Shape) -> int:
     """Elements of the linear weights of all layers, routers aside."""
-    attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.groups)
+    attention = attention_elements(shape)
     attention += shape.hidden * shape.head_dim * shape.heads if shape.output_gate else 0
     dense = 3 * shape.hidden * shape.ffn
     sparse = 3 * shape.hidden * (shape.num_experts * shape.expert_ffn + shape.shared_ffn)

@@ -113,6 +113,15 @@ def weights_of(shape: Shape, layout: Layout) -> Iterator[Weight]:
 
 
 def _attention(shape: Shape, stage: int) -> Iterator[Weight]:
+    if shape.latent is not None:
+        norm = Weight(stage, ((shape.hidden,),))
+        yield norm
+        for matrix in shape.attention_matrices:
+            yield Weight(stage, (matrix,), is_quantised=True)
+        for rank in filter(None, (shape.latent.query_rank, shape.latent.kv_rank)):
+            yield Weight(stage, ((rank,),))
+        yield norm
+        return
     queries, keys, hidden = (
         shape.heads * shape.head_dim,
         shape.groups * shape.head_dim,

@@ -13,7 +13,15 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from rlpost.errors import WeightError
-from rlpost.weights.families import glm, gpt_oss, llama, minimax, qwen, qwen_hybrid
+from rlpost.weights.families import (
+    deepseek,
+    glm,
+    gpt_oss,
+    llama,
+    minimax,
+    qwen,
+    qwen_hybrid,
+)
 from rlpost.weights.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -23,6 +31,7 @@ FAMILIES: dict[str, Family] = {
     **minimax.FAMILIES,
     **qwen_hybrid.FAMILIES,
     **gpt_oss.FAMILIES,
+    **deepseek.FAMILIES,
 }
 """By the first entry of ``architectures`` in config.json."""
 ENTRY_POINTS = "rlpost.families"

@@ -14,7 +14,7 @@ def _dense(hf: HfConfig) -> dict[str, object]:
     return {"add_qkv_bias": bool(hf.get("attention_bias")), "rotary_interleaved": True}
 
 
-def _mixture(hf: HfConfig) -> dict[str, object]:
+def mixture(hf: HfConfig) -> dict[str, object]:
     """Sigmoid router whose bias only selects experts; the first layers are dense.
 
     The bias is not trained.
@@ -78,7 +78,7 @@ FAMILIES: dict[str, Family] = {
             *names.gated_mlp("mlp.shared_experts.", "mlp.shared_experts."),
             *names.MTP_LAYER,
         ),
-        fields=_mixture,
+        fields=mixture,
         carries_extra_layers=True,
     ),
 }

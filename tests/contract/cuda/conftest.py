@@ -28,6 +28,7 @@ FAMILIES = (
     "llama3.1",
     "glm4-0414",
     "glm4.5-moe",
+    "deepseek-v3-moe",
     MTP,
 )
 IMPLEMENTATIONS = {"local": False, "transformer_engine": True}

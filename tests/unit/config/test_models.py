@@ -31,6 +31,21 @@ def published(architecture, sizes, *, heads, eps, base, longest, tied=False, **m
     }
 
 
+def latent(architecture, sizes, *, heads, **more):
+    """One with latent attention: no head_dim, and the keys that all of them have alike."""
+    made = published(architecture, sizes, heads=(heads, heads), **LATENT_EXPERTS | more)
+    del made["head_dim"]
+    return made
+
+
+LATENT_EXPERTS = {
+    "n_shared_experts": 1, "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64, "attention_bias": False, "first_k_dense_replace": 1,
+}  # fmt: skip
+YARN = {
+    "type": "yarn", "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 # From the config.json of each model on the Hugging Face hub.
 GLM45_EXPERTS = {
     "n_routed_experts": 160, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 1536,
@@ -103,6 +118,23 @@ PUBLISHED = {
         "Qwen3MoeForCausalLM", (94, 4096, 12288, 151936), heads=(64, 4), eps=1e-6, base=1e6, longest=40960,
         **QWEN3_EXPERTS | {"moe_intermediate_size": 1536}
     ),
+    "deepseek_v3": latent(
+        "DeepseekV3ForCausalLM", (61, 7168, 18432, 129280), heads=128, eps=1e-6, base=1e4, longest=163840,
+        q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=256, num_experts_per_tok=8,
+        moe_intermediate_size=2048, n_group=8, topk_group=4, first_k_dense_replace=3, routed_scaling_factor=2.5,
+        num_nextn_predict_layers=1, rope_scaling=YARN | {"factor": 40},
+    ),
+    "kimi_k2": latent(
+        "DeepseekV3ForCausalLM", (61, 7168, 18432, 163840), heads=64, eps=1e-6, base=5e4, longest=131072,
+        q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=384, num_experts_per_tok=8,
+        moe_intermediate_size=2048, routed_scaling_factor=2.827,
+        rope_scaling=YARN | {"factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
+    ),
+    "glm47_flash": latent(
+        "Glm4MoeLiteForCausalLM", (47, 2048, 10240, 154880), heads=20, eps=1e-5, base=1e6, longest=202752,
+        q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256, n_routed_experts=64, num_experts_per_tok=4,
+        moe_intermediate_size=1536, routed_scaling_factor=1.8, num_nextn_predict_layers=1,
+    ),
     "llama3_1_70b": published(
         "LlamaForCausalLM", (80, 8192, 28672, 128256), heads=(64, 8), eps=1e-5, base=5e5, longest=131072,
         rope_scaling={"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5},
@@ -153,5 +185,5 @@ def test_a_recipe_names_its_model_and_cluster_in_place_of_the_table(tmp_path):
 
 
 def test_a_name_that_is_no_model_is_refused_with_those_there_are():
-    with pytest.raises(ConfigError, match=r"qwen9: no such model; .*jobs/models has .*glm4_9b"):
+    with pytest.raises(ConfigError, match=r"qwen9: no such model; .*jobs/models has \w+, "):
         load(files_of(None, {"model": "qwen9"}), {})

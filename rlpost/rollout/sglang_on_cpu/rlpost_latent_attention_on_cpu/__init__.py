@@ -1,0 +1,32 @@
+"""Latent attention on a machine without CUDA, as a plugin of SGLang. See ../README.md.
+
+For a prompt without a cached prefix SGLang computes whole keys and values and passes them to its
+attention, which on a CPU (``torch_native_backend.py``, ``forward_extend``) ignores them and reads
+its cache: that holds the narrow vectors, of another width. The absorbed form, with which SGLang
+computes all other tokens, attends to the narrow vectors themselves (arXiv 2405.04434, section 2.1).
+
+It becomes unnecessary when ``torch_native`` has a handler of its own in SGLang's
+``AttentionBackendRegistry`` (``attention_backend_handler.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+DISPATCH = "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method"
+
+
+def absorbed(method: Any, attention: Any, *_args: Any, **_kwargs: Any) -> Any:
+    """The absorbed form on the attention of a CPU; elsewhere SGLang's choice."""
+    if torch.cuda.is_available() or attention.current_attention_backend != "torch_native":
+        return method
+    return type(method).MLA
+
+
+def register() -> None:
+    """What SGLang calls in each of its processes."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(DISPATCH, absorbed, HookType.AFTER)

@@ -1,0 +1,68 @@
+"""What config.json of a model with latent attention means, and what is refused."""
+
+import pytest
+
+from rlpost.config.checks.layout import model_problems
+from rlpost.config.load import load
+from rlpost.errors import WeightError
+from rlpost.weights.families import family
+from tests.unit.config.test_models import PUBLISHED
+
+DEEPSEEK, FLASH = PUBLISHED["deepseek_v3"], PUBLISHED["glm47_flash"]
+
+
+def fields(hf):
+    return family(hf["architectures"][0]).fields(hf)
+
+
+def with_yarn(**more):
+    return DEEPSEEK | {"rope_scaling": DEEPSEEK["rope_scaling"] | more}
+
+
+def test_yarn_is_read_from_either_spelling():
+    """transformers 4 has ``rope_scaling`` and ``rope_theta``, transformers 5 ``rope_parameters``."""
+    newer = {key: value for key, value in DEEPSEEK.items() if not key.startswith("rope_")}
+    rope = dict(DEEPSEEK["rope_scaling"], rope_theta=DEEPSEEK["rope_theta"])
+    rope["rope_type"] = rope.pop("type")
+    assert fields(newer | {"rope_parameters": rope}) == fields(DEEPSEEK)
+    assert fields(DEEPSEEK)["rotary_scaling_factor"] == 40
+    assert fields(FLASH)["rope_type"] == "rope"
+
+
+def test_with_one_temperature_alone_transformers_and_megatron_use_neither():
+    """transformers' ``_compute_yarn_parameters`` needs both; Megatron has no None."""
+    made = fields(with_yarn(mscale_all_dim=None))
+    assert (made["mscale"], made["mscale_all_dim"]) == (1.0, 0.0)
+
+
+def test_the_dense_layers_come_from_either_key():
+    types = ["dense"] * 3 + ["sparse"] * 58
+    listed = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}
+    made = fields(listed | {"mlp_layer_types": types})
+    assert made["moe_layer_freq"] == fields(DEEPSEEK)["moe_layer_freq"] == [0] * 3 + [1] * 58
+
+
+def test_tensor_parallelism_has_to_divide_the_narrow_vectors():
+    """Their projections are sharded."""
+    perf = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+    config = load([], {"perf": perf, "cluster": {"actor_num_gpus_per_node": 4}}).config
+    assert model_problems(config, FLASH) == []
+    (problem,) = model_problems(config, FLASH | {"q_lora_rank": 770})
+    assert "q_lora_rank = 770; use 2" in problem
+
+
+@pytest.mark.parametrize(
+    ("hf", "text"),
+    [
+        (DEEPSEEK | {"rope_interleave": False}, "rope_interleave = false"),
+        (DEEPSEEK | {"topk_group": 2}, "topk_group = 2 .* use topk_group = 4"),
+        (with_yarn(attention_factor=1.2), "attention_factor"),
+        (with_yarn(truncate=False), "truncate = false"),
+        (with_yarn(mscale=None), "without mscale"),
+        (DEEPSEEK | {"mlp_layer_types": ["dense", "sparse", "dense"]}, "dense layers come first"),
+        (DEEPSEEK | {"norm_topk_prob": False}, "norm_topk_prob"),
+    ],
+)
+def test_what_megatron_computes_differently_is_refused(hf, text):
+    with pytest.raises(WeightError, match=text):
+        fields(hf)
