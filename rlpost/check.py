@@ -16,7 +16,7 @@ from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from rlpost.actor.architecture import mtp_problem
+from rlpost.actor.architecture import mtp_problem, sharding_problem
 from rlpost.actor.model_description import read_description
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.checkpoint.commit import foreign
@@ -277,9 +277,7 @@ def _model_folder_problems(config: Config) -> list[str]:
         problems += [*model_problems(config, hf_config), *routing_model_problems(config, hf_config)]
         problems += fleet_model_problems(config, hf_config)
         problems += lora_model_problems(config, hf_config)
-        problems += _of_file(
-            "--hf-checkpoint", _collect(lambda: read_description(path, config.model.model_dump()))
-        )
+        problems += _of_file("--hf-checkpoint", _collect(lambda: _check_description(config, path)))
     except FileNotFoundError:
         problems.append(f"{key}: has no config.json; give a Hugging Face folder of a model")
     except json.JSONDecodeError as error:
@@ -291,6 +289,21 @@ def _model_folder_problems(config: Config) -> list[str]:
     broken = [f"--hf-checkpoint {problem}" for problem in file_problems(path)]
     problems += broken or _mtp_problems(config)
     return problems + _collect(lambda: check_tokenizer_folder(path))
+
+
+def _check_description(config: Config, path: Path) -> None:
+    """Raise ConfigError or WeightError if the model is not supported, or not at this layout."""
+    perf = config.perf
+    description = read_description(path, config.model.model_dump())
+    problem = sharding_problem(
+        description.fields,
+        tensor=perf.tensor_model_parallel_size,
+        expert=perf.expert_model_parallel_size,
+        expert_tensor=perf.expert_tensor_parallel_size or perf.tensor_model_parallel_size,
+        context=perf.context_parallel_size,
+    )
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def _mtp_problems(config: Config) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlpost.actor.architecture import head_dim
-from rlpost.config.plan.shape import Shape, latent_of
+from rlpost.config.plan.shape import Shape, latent_of, linear_attention
 from rlpost.errors import WeightError
 from rlpost.weights.families import family
 
@@ -34,11 +34,18 @@ def hf_shape(hf: Mapping[str, Any]) -> Shape:
             sparse=tuple(map(bool, fields.get("moe_layer_freq", (0,) * hf["num_hidden_layers"]))),
             tied=hf.get("tie_word_embeddings", False),
             qkv_bias=fields.get("add_qkv_bias", False),
-            qk_norm=fields.get("qk_layernorm", False),
+            qk_norm=fields.get("qk_layernorm", False) or known.projection_norms,
+            qk_norm_per_layer=known.projection_norms,
             sandwich=known.sandwich_norms,
+            linear_bias=fields.get("add_bias_linear", False),
+            sinks=fields.get("softmax_type") == "learnable",
+            stacked_experts=any(rule.is_stacked for rule in known.rules),
+            output_gate=fields.get("attention_output_gate", False),
+            linear=linear_attention(fields),
             num_experts=fields.get("num_moe_experts", 0),
             expert_ffn=fields.get("moe_ffn_hidden_size", 0),
             shared_ffn=fields.get("moe_shared_expert_intermediate_size") or 0,
+            shared_gate=fields.get("moe_shared_expert_gate", False),
             topk=fields.get("moe_router_topk", 0),
             latent=latent_of(fields),
         )

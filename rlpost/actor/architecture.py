@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlpost.config.wording import value_text
+from rlpost.weights.families.qwen_hybrid import LINEAR_SIZES
 from rlpost.weights.family import Family, HfConfig
 
 OVERRIDABLE = {
@@ -50,6 +51,8 @@ def rope(hf: HfConfig) -> Mapping[str, Any]:
 
 def rotary_percent(hf: HfConfig) -> float:
     """Return the fraction of each head that is rotated."""
+    if "rotary_dim" in hf:
+        return hf["rotary_dim"] / head_dim(hf)
     return rope(hf).get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
 
 
@@ -71,6 +74,44 @@ def mtp_problem(family: Family, hf: HfConfig) -> str | None:
     )
 
 
+def sharding_problem(
+    fields: Mapping[str, Any], *, tensor: int, expert: int, expert_tensor: int, context: int
+) -> str | None:
+    """Return why the model cannot be sharded this way at all; None if it can.
+
+    Args:
+        fields: the family's fields of Megatron's TransformerConfig.
+        tensor: ranks that share a layer.
+        expert: ranks that share the experts of a layer.
+        expert_tensor: ranks that share an expert.
+        context: ranks that share a sequence.
+    """
+    if "linear_attention_freq" in fields:
+        if context > 1:
+            return (
+                f"--context-parallel-size {context}: the linear attention of this model needs whole sequences on a "
+                "rank, because each token continues the state of the token before; use --context-parallel-size 1"
+            )
+        if (heads := fields["linear_num_key_heads"]) % tensor:
+            return (
+                f"--tensor-model-parallel-size {tensor} does not divide linear_num_key_heads = {heads}; choose a "
+                "divisor"
+            )
+    if "num_moe_experts" in fields and expert == 1 and expert_tensor != tensor:
+        # ``allreduce`` of expert weights in tensor_parallel/layers.py of 0.16.1
+        return (
+            f"--expert-tensor-parallel-size {expert_tensor} with --tensor-model-parallel-size {tensor}: Megatron-core "
+            "does not sum the gradients of such experts over their ranks without expert parallelism; leave "
+            "--expert-tensor-parallel-size out, or use a larger --expert-model-parallel-size"
+        )
+    if fields.get("add_bias_linear") and "num_moe_experts" in fields and expert_tensor > 1:
+        return (
+            f"--expert-tensor-parallel-size {expert_tensor}: the experts of this model have biases, and each rank "
+            f"of an expert would add them; use --expert-tensor-parallel-size 1 --expert-model-parallel-size {tensor}"
+        )
+    return None
+
+
 def architecture(family: Family, hf: HfConfig) -> dict[str, object]:
     """Return the values of a correct recipe by their names in [model]; None for absent features."""
     fields = family.fields(hf)
@@ -85,19 +126,30 @@ def architecture(family: Family, hf: HfConfig) -> dict[str, object]:
         "kv_channels": head_dim(hf),
         "normalization": "RMSNorm",
         "norm_epsilon": hf["rms_norm_eps"],
-        "position_embedding_type": "rope",
+        "position_embedding_type": "yarn"
+        if family.has_yarn and rope(hf).get("rope_type") == "yarn"
+        else "rope",
         "use_rotary_position_embeddings": True,
         "rotary_base": rope(hf)["rope_theta"],
         "rotary_percent": rotary_percent(hf),
         "rotary_interleaved": fields.get("rotary_interleaved", False),
         "vocab_size": hf["vocab_size"],
         "untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings", False),
-        "disable_bias_linear": True,
+        "disable_bias_linear": not fields.get("add_bias_linear", False),
+        "softmax_type": fields.get("softmax_type", "vanilla"),
+        "sliding_window": hf["sliding_window"] if "window_size" in fields else None,
+        "window_attn_skip_freq": tuple(fields.get("window_attn_skip_freq", ())) or None,
         "add_qkv_bias": fields.get("add_qkv_bias", False),
-        "qk_layernorm": fields.get("qk_layernorm", False),
+        "qk_layernorm": fields.get("qk_layernorm", False) or family.projection_norms,
+        "qk_norm_type": "per_layer" if family.projection_norms else "per_head",
         "post_self_attn_layernorm": family.sandwich_norms,
         "post_mlp_layernorm": family.sandwich_norms,
-        "swiglu": True,
+        "attention_output_gate": fields.get("attention_output_gate", False),
+        "apply_layernorm_1p": fields.get("layernorm_zero_centered_gamma", False),
+        "linear_attention_freq": tuple(fields.get("linear_attention_freq", ())) or None,
+        **{name: fields.get(name) for name in LINEAR_SIZES},
+        "swiglu": fields.get("activation_func", "silu") == "silu",
+        "quick_geglu": fields.get("activation_func") == "quick_gelu",
         "mtp_num_layers": mtp_layers(family, hf) or None,
     }
     if fields.get("multi_latent_attention"):
@@ -120,6 +172,7 @@ def _experts(fields: Mapping[str, Any]) -> dict[str, object]:
         "moe_layer_freq": tuple(fields["moe_layer_freq"]),
         "moe_ffn_hidden_size": fields["moe_ffn_hidden_size"],
         "moe_shared_expert_intermediate_size": fields.get("moe_shared_expert_intermediate_size"),
+        "moe_shared_expert_gate": fields.get("moe_shared_expert_gate", False),
         "moe_router_topk": fields["moe_router_topk"],
         "moe_router_score_function": fields.get("moe_router_score_function", "softmax"),
         "moe_router_pre_softmax": fields["moe_router_pre_softmax"],

@@ -15,13 +15,22 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 
+from rlpost.actor import device
+from rlpost.actor.norm import mark_sharded
 from rlpost.actor.varlen import Bounds, attend, zigzag
+from rlpost.actor.windowed import attend_windowed
 
 
 class PackedAttention(MegatronModule):
@@ -42,6 +51,14 @@ class PackedAttention(MegatronModule):
         assert attn_mask_type == AttnMaskType.causal and config.attention_dropout == 0.0
         self.scale = softmax_scale or config.kv_channels**-0.5
         self.group = parallel_state.get_context_parallel_group()
+        self.window = _window(config, layer_number)
+        if config.softmax_type == "learnable":
+            self.tensor_group = parallel_state.get_tensor_model_parallel_group()
+            num_heads = config.num_attention_heads // self.tensor_group.size()
+            self.softmax_offset = torch.nn.Parameter(
+                torch.zeros(num_heads, dtype=config.params_dtype, device=device.current())
+            )
+            mark_sharded(self.softmax_offset)
 
     def forward(
         self,
@@ -70,4 +87,36 @@ class PackedAttention(MegatronModule):
                 max_length=longest,
             )
             key, value = gathered[rows].split([key.size(-1), value.size(-1)], dim=-1)
-        return attend(query, key, value, bounds, scale=self.scale).flatten(1)
+        sinks = getattr(self, "softmax_offset", None)
+        if sinks is None and self.window is None:
+            return attend(query, key, value, bounds, scale=self.scale).flatten(1)
+        return attend_windowed(
+            query, key, value, bounds, scale=self.scale, window=self.window, sinks=sinks
+        ).flatten(1)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """The sinks, sharded by heads over the tensor-parallel ranks; empty without sinks."""
+        if not hasattr(self, "softmax_offset"):
+            return {}
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tensor_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+
+
+def _window(config: TransformerConfig, layer_number: int) -> int | None:
+    """Return how many keys a query of this layer sees, itself included; None for all."""
+    if config.window_size is None or not is_layer_window_attention(
+        config.window_size, config.window_attn_skip_freq, layer_number
+    ):
+        return None
+    return config.window_size[0] + 1

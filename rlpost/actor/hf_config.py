@@ -15,15 +15,21 @@ from typing import Any
 from rlpost.actor.architecture import problems
 from rlpost.errors import ConfigError
 from rlpost.weights.families import family
+from rlpost.weights.families.qwen_hybrid import LINEAR_SIZES
 
 MODEL_TYPES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "GptOssForCausalLM": "gpt_oss",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "LlamaForCausalLM": "llama",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
     "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 """transformers' ``model_type`` of each architecture."""
@@ -64,6 +70,14 @@ def hf_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
         hf["rope_parameters"]["partial_rotary_factor"] = hf["partial_rotary_factor"] = share
     if with_share:
         hf["attention_bias"] = bool(arguments.get("add_qkv_bias"))
+    if name == "MiniMaxM2ForCausalLM":
+        hf["rotary_dim"] = round(share * hf["head_dim"])
+    if name == "GptOssForCausalLM":
+        hf |= _windows(arguments)
+    if arguments.get("linear_attention_freq"):
+        kinds = ("full_attention", "linear_attention")
+        hf["layer_types"] = [kinds[one] for one in arguments["linear_attention_freq"]]
+        hf |= {key: arguments[key] for key in LINEAR_SIZES}
     if arguments.get("multi_latent_attention"):
         del hf["head_dim"]
         hf |= _latent(arguments, hf["rope_parameters"])
@@ -87,20 +101,49 @@ def hf_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def architecture_of(arguments: Mapping[str, object]) -> str:
     """Return the name of the architecture that the arguments describe."""
+    if arguments.get("softmax_type") == "learnable":
+        return "GptOssForCausalLM"
+    if arguments.get("linear_attention_freq"):
+        return "Qwen3NextForCausalLM" if arguments.get("num_experts") else "Qwen3_5ForCausalLM"
+    if arguments.get("qk_norm_type") == "per_layer":
+        return "MiniMaxM2ForCausalLM"
     if arguments.get("multi_latent_attention"):
         is_scaled = arguments.get("rope_type") == "yarn" or arguments.get("rotary_scaling_factor")
         return "DeepseekV3ForCausalLM" if is_scaled else "Glm4MoeLiteForCausalLM"
     if arguments.get("num_experts"):
-        return (
-            "Glm4MoeForCausalLM"
-            if arguments.get("moe_router_score_function") == "sigmoid"
-            else "Qwen3MoeForCausalLM"
-        )
+        if arguments.get("moe_router_score_function") == "sigmoid":
+            return "Glm4MoeForCausalLM"
+        gated = arguments.get("moe_shared_expert_gate")
+        return "Qwen2MoeForCausalLM" if gated else "Qwen3MoeForCausalLM"
     if arguments.get("post_self_attn_layernorm"):
         return "Glm4ForCausalLM"
     if arguments.get("qk_layernorm"):
         return "Qwen3ForCausalLM"
     return "Qwen2ForCausalLM" if arguments.get("add_qkv_bias") else "LlamaForCausalLM"
+
+
+YARN_OF_GPT_OSS = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+"""The scaling of all published checkpoints; no argument gives it."""
+
+
+def _windows(arguments: Mapping[str, Any]) -> dict[str, object]:
+    """Return the keys of windows and positions of gpt-oss."""
+    kinds = ("full_attention", "sliding_attention")
+    pattern = arguments.get("window_attn_skip_freq") or (1, 0) * (arguments["num_layers"] // 2)
+    rotary = {"rope_theta": arguments.get("rotary_base") or 150000.0}
+    return {
+        "attention_bias": True,
+        "sliding_window": arguments.get("sliding_window") or 128,
+        "layer_types": [kinds[one] for one in pattern],
+        "rope_parameters": YARN_OF_GPT_OSS | rotary,
+    }
 
 
 def _latent(arguments: Mapping[str, Any], rope: dict[str, Any]) -> dict[str, object]:
@@ -126,19 +169,29 @@ def _latent(arguments: Mapping[str, Any], rope: dict[str, Any]) -> dict[str, obj
 
 
 def _experts(name: str, arguments: Mapping[str, Any]) -> dict[str, object]:
+    shared = arguments.get("moe_shared_expert_intermediate_size") or 0
     pattern = tuple(arguments.get("moe_layer_freq") or (1,) * arguments["num_layers"])
     common = {
         "num_experts_per_tok": arguments["moe_router_topk"],
         "moe_intermediate_size": arguments["moe_ffn_hidden_size"],
     }
-    if name == "Qwen3MoeForCausalLM":
-        return common | {
-            "num_experts": arguments["num_experts"],
-            "norm_topk_prob": not arguments.get("moe_router_pre_softmax"),
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [number for number, sparse in enumerate(pattern) if not sparse],
-        }
-    shared = arguments.get("moe_shared_expert_intermediate_size") or 0
+    if name in ("MiniMaxM2ForCausalLM", "GptOssForCausalLM"):
+        return {
+            "num_experts_per_tok": arguments["moe_router_topk"],
+            "num_local_experts": arguments["num_experts"],
+        } | ({"scoring_func": "sigmoid"} if name.startswith("MiniMax") else {})
+    if name.startswith("Qwen"):
+        shared_expert = {"shared_expert_intermediate_size": shared} if shared else {}
+        return (
+            common
+            | shared_expert
+            | {
+                "num_experts": arguments["num_experts"],
+                "norm_topk_prob": not arguments.get("moe_router_pre_softmax"),
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [number for number, sparse in enumerate(pattern) if not sparse],
+            }
+        )
     made = common | {
         "n_routed_experts": arguments["num_experts"],
         "n_shared_experts": shared // arguments["moe_ffn_hidden_size"],

@@ -10,6 +10,7 @@ results are tested only with a GPU.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -19,10 +20,12 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from rlpost.actor import latent_attention
 from rlpost.actor.attention import PackedAttention
-from rlpost.actor.norm import RMSNorm, SeparateRMSNorm
+from rlpost.actor.delta_net import GatedDeltaNet
+from rlpost.actor.norm import ProjectionRMSNorm, RMSNorm, SeparateRMSNorm
 from rlpost.errors import ConfigError
 from rlpost.weights.family import Family
 
@@ -96,12 +99,45 @@ def block_spec(
             latent_attention.adapt(layer, with_engine=with_engine)
         if not with_engine and layer.submodules.mlp.module is MoELayer:
             _separate_norm_of_experts(layer)
+            if config.add_bias_linear:
+                experts = layer.submodules.mlp.submodules.experts.submodules
+                experts.linear_fc2 = with_own_output(experts.linear_fc2)
+        if family.projection_norms:
+            attention.q_layernorm = _projection_norm(config.num_attention_heads)
+            attention.k_layernorm = _projection_norm(config.num_query_groups)
         if family.sandwich_norms:
             attention.linear_proj = with_end_norm(attention.linear_proj)
             mlp.linear_fc2 = with_end_norm(mlp.linear_fc2)
+    if config.linear_attention_freq is not None:
+        _insert_linear_attention(block, config, stage)
     if not with_engine:
         block.layer_norm = SeparateRMSNorm
     return block
+
+
+def _insert_linear_attention(
+    block: TransformerBlockSubmodules, config: TransformerConfig, stage: int | None
+) -> None:
+    """Replace the attention of the layers that ``linear_attention_freq`` marks.
+
+    Their norm is a separate module in both implementations, under its own name in a checkpoint.
+    """
+    assert block.layer_specs is not None and isinstance(config.linear_attention_freq, list)
+    offset = get_transformer_layer_offset(config, vp_stage=stage)
+    for number, layer in enumerate(block.layer_specs):
+        if not config.linear_attention_freq[offset + number]:
+            continue
+        layer = block.layer_specs[number] = copy.deepcopy(layer)
+        layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet)
+        layer.submodules.input_layernorm = SeparateRMSNorm
+        keys = layer.submodules.sharded_state_dict_keys_map
+        layer.submodules.sharded_state_dict_keys_map = {
+            key: to for key, to in keys.items() if key != "input_layernorm."
+        }
+
+
+def _projection_norm(num_heads: int | None) -> ModuleSpec:
+    return ModuleSpec(module=ProjectionRMSNorm, params={"num_heads": num_heads})
 
 
 def _separate_norm_of_experts(layer: ModuleSpec) -> None:
@@ -132,6 +168,33 @@ def mark_shards_of_experts(chunk: torch.nn.Module) -> None:
             and hasattr(parameter, "partition_dim")
         ):
             parameter.partition_dim = 1
+
+
+def mark_biases_of_experts(chunk: torch.nn.Module) -> None:
+    """Exclude the biases of experts from the sum of gradients over tensor-parallel ranks.
+
+    Megatron's row-parallel layer marks every bias for that sum with sequence parallelism. Here each
+    of those ranks has other experts.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name and ".linear_fc2.bias" in name:
+            vars(parameter)["sequence_parallel"] = False
+
+
+@cache
+def with_own_output(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Return a subclass of ``linear`` whose output may be changed in place.
+
+    Megatron adds the bias of an expert in place (``mlp.py`` of 0.16.1). The output of its local
+    linear layer is a view that autograd does not allow to change.
+    """
+
+    class WithOwnOutput(linear):  # type: ignore[misc,valid-type]
+        def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            output, bias = super().forward(hidden)
+            return output.clone(), bias
+
+    return WithOwnOutput
 
 
 @cache

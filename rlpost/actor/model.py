@@ -7,12 +7,14 @@ chunk per virtual pipeline stage, with uninitialised weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.activations import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe import moe_utils
@@ -26,6 +28,7 @@ from rlpost.actor.layer_specs import (
     TRANSFORMER_ENGINE,
     block_spec,
     chosen_implementation,
+    mark_biases_of_experts,
     mark_shards_of_experts,
 )
 from rlpost.actor.lora.adapters import freeze_base, low_rank_updates
@@ -38,6 +41,10 @@ from rlpost.weights.inventory import Inventory
 # megatron-core 0.16 reads the name even without TransformerEngine
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
+
+
+ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
+"""Activations of MLPs, by the names that families use."""
 
 
 def build_model(description: ModelDescription, settings: ActorSettings) -> list[GPTModel]:
@@ -68,6 +75,7 @@ def build_model(description: ModelDescription, settings: ActorSettings) -> list[
         if settings.enable_mtp_training and chunks[-1].post_process:
             mtp.attach(chunks[-1], spec, implementation=implementation, stage=stage)
         _settle(chunks[-1], config.params_dtype)
+        mark_biases_of_experts(chunks[-1])
         if implementation == TRANSFORMER_ENGINE:
             mark_shards_of_experts(chunks[-1])
         if settings.lora_rank is not None:
@@ -114,6 +122,8 @@ def _chunk(
     stage: int | None,
 ) -> GPTModel:
     hf = description.hf_config
+    if description.yarn is not None:
+        _set_yarn(config, description.yarn)
     return GPTModel(
         config,
         spec,
@@ -121,7 +131,7 @@ def _chunk(
         max_sequence_length=hf["max_position_embeddings"],
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        position_embedding_type="rope",
+        position_embedding_type="rope" if description.yarn is None else "yarn",
         rotary_base=description.rope_theta,
         rotary_percent=description.rotary_percent,
         rope_scaling=description.rope_factor is not None,
@@ -129,6 +139,23 @@ def _chunk(
         share_embeddings_and_output_weights=description.tied,
         parallel_output=True,
         vp_stage=stage,
+    )
+
+
+def _set_yarn(config: TransformerConfig, yarn: Mapping[str, Any]) -> None:
+    """Set the attributes that GPTModel and its attention read; they are no fields of the class.
+
+    Without mscale the factor of queries and keys is 0.1 ln(factor) + 1 (arXiv 2309.00071, equation
+    22).
+    """
+    vars(config).update(
+        yarn_rotary_scaling_factor=yarn["factor"],
+        yarn_original_max_position_embeddings=yarn["original_max_position_embeddings"],
+        yarn_beta_fast=yarn.get("beta_fast") or 32.0,
+        yarn_beta_slow=yarn.get("beta_slow") or 1.0,
+        yarn_mscale=None,
+        yarn_mscale_all_dim=None,
+        yarn_correction_range_round_to_int=yarn.get("truncate", True),
     )
 
 
@@ -150,10 +177,8 @@ def _transformer_config(
         kv_channels=description.head_dim,
         ffn_hidden_size=hf["intermediate_size"],
         gated_linear_unit=True,
-        activation_func=F.silu,
         normalization="RMSNorm",
         layernorm_epsilon=hf["rms_norm_eps"],
-        add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -168,9 +193,19 @@ def _transformer_config(
         **_layout_fields(settings, description.num_virtual_stages(settings)),
         pipeline_dtype=dtype,
         **(
-            description.fields | kernel_fields(description, settings, implementation=implementation)
+            {"activation_func": F.silu, "add_bias_linear": False}
+            | _family_fields(description)
+            | kernel_fields(description, settings, implementation=implementation)
         ),
     )
+
+
+def _family_fields(description: ModelDescription) -> dict[str, object]:
+    """The family's fields, with functions in place of their names."""
+    fields = dict(description.fields)
+    if "activation_func" in fields:
+        fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
+    return fields
 
 
 def _layout_fields(settings: ActorSettings, num_virtual_stages: int | None) -> dict[str, object]:

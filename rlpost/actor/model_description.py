@@ -52,9 +52,17 @@ class ModelDescription:
 
     @property
     def dims(self) -> Dimensions:
-        hf = self.hf_config
-        num_experts = self.fields.get("num_moe_experts", 0)
-        return Dimensions(hf["num_key_value_heads"], self.head_dim, hf["vocab_size"], num_experts)
+        hf, fields = self.hf_config, self.fields
+        return Dimensions(
+            hf["num_key_value_heads"],
+            self.head_dim,
+            hf["vocab_size"],
+            fields.get("num_moe_experts", 0),
+            linear_key_heads=fields.get("linear_num_key_heads", 0),
+            linear_key_dim=fields.get("linear_key_head_dim", 0),
+            linear_value_heads=fields.get("linear_num_value_heads", 0),
+            linear_value_dim=fields.get("linear_value_head_dim", 0),
+        )
 
     @property
     def tied(self) -> bool:
@@ -76,6 +84,12 @@ class ModelDescription:
         """The factor of Llama 3's scaling of long wavelengths; None without."""
         rope = architecture.rope(self.hf_config)
         return rope["factor"] if _rope_type(rope) == "llama3" else None
+
+    @property
+    def yarn(self) -> Mapping[str, Any] | None:
+        """The options of YaRN (arXiv 2309.00071); None without."""
+        rope = architecture.rope(self.hf_config)
+        return rope if self.family.has_yarn and _rope_type(rope) == "yarn" else None
 
     def num_virtual_stages(self, settings: ActorSettings) -> int | None:
         """Return the model chunks of each pipeline rank; None without interleaving, or for one
@@ -114,7 +128,7 @@ class ModelDescription:
                 ),
                 (
                     "moe_intermediate_size",
-                    hf["moe_intermediate_size"],
+                    fields["moe_ffn_hidden_size"],
                     "expert_tensor_parallel_size",
                     expert_tensor,
                 ),
@@ -147,6 +161,14 @@ class ModelDescription:
                 raise ConfigError(
                     f"{setting}={divisor} does not divide {key}={size} of {self.path}; choose a divisor"
                 )
+        if problem := architecture.sharding_problem(
+            fields,
+            expert_tensor=settings.expert_tensor_parallel_size or tensor,
+            tensor=tensor,
+            expert=settings.expert_model_parallel_size,
+            context=settings.context_parallel_size,
+        ):
+            raise ConfigError(problem)
         if (
             settings.expert_model_parallel_size > 1
             and tensor > 1
@@ -234,6 +256,9 @@ def _refused_of_all(description: ModelDescription) -> dict[str, object]:
     known = rope_type in ("default", description.fields.get("rope_type")) or (
         rope_type == "llama3" and all(rope.get(key) == value for key, value in LLAMA3_ROPE.items())
     )
+    if rope_type == "yarn" and description.family.has_yarn:
+        # Megatron derives the factor of queries and keys from that of the positions.
+        known = not any(rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
     return {
         "rope_type": None if known else rope_type,
         "hidden_act": hf["hidden_act"] if hf.get("hidden_act", "silu") != "silu" else None,

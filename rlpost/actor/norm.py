@@ -10,7 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
 
 from rlpost.actor import device
 
@@ -18,6 +25,8 @@ from rlpost.actor import device
 class RMSNorm(torch.nn.Module):
     """y = weight * x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32 as
     Hugging Face does.
+
+    With ``layernorm_zero_centered_gamma`` the factor is 1 + weight, also computed in float32.
     """
 
     def __init__(
@@ -25,6 +34,7 @@ class RMSNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=device.current())
         )
@@ -33,6 +43,8 @@ class RMSNorm(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         wide = hidden.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.is_zero_centered:
+            return (wide * (1.0 + self.weight.float())).to(hidden.dtype)
         return self.weight * wide.to(hidden.dtype)
 
 
@@ -49,3 +61,89 @@ class SeparateRMSNorm(RMSNorm):
 
     def set_extra_state(self, state: object) -> None:
         """Ignore the state: TransformerEngine stores FP8 scales there, which are not used here."""
+
+
+class ProjectionRMSNorm(torch.nn.Module):
+    """RMSNorm over all heads of a projection together, sharded by heads (MiniMax-M2).
+
+    The mean square is that of the heads of all tensor-parallel ranks. Input and output:
+    [..., heads of this rank, head_dim]. The weight is [heads of this rank x head_dim].
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        num_heads: int,
+    ) -> None:
+        """Create the weight of this rank.
+
+        Args:
+            config: Megatron's configuration.
+            hidden_size: width of a head.
+            eps: added to the mean square.
+            num_heads: heads of all ranks.
+        """
+        super().__init__()
+        self.eps = eps
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        self.width = num_heads * hidden_size
+        weight = torch.ones(
+            self.width // self.group.size(), dtype=config.params_dtype, device=device.current()
+        )
+        self.weight = torch.nn.Parameter(weight)
+        mark_sharded(self.weight)
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        wide = heads.flatten(-2).float()
+        squares: torch.Tensor = _SumOverRanks.apply(wide.pow(2).sum(-1, keepdim=True), self.group)
+        wide = wide * torch.rsqrt(squares / self.width + self.eps)
+        return (self.weight * wide.to(heads.dtype)).view_as(heads)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """The weight, sharded over the tensor-parallel ranks."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+
+
+def mark_sharded(parameter: torch.nn.Parameter) -> None:
+    """Mark a parameter whose first dimension is sharded over the tensor-parallel ranks, as
+    Megatron does.
+    """
+    vars(parameter).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over the ranks of a group; each rank continues with its own use of the sum, so gradients
+    are summed too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _summed(value, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _summed(gradients[0], ctx.group), None
+
+
+def _summed(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    if group.size() == 1:
+        return value
+    value = value.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(value, group=group)
+    return value

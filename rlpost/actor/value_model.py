@@ -157,9 +157,11 @@ class ValueFolder(HuggingFaceFolder):
             HEAD_BIAS: torch.zeros(1),
         }
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, *, expert: int | None = None) -> torch.Tensor:
         """One full tensor; a part of the head that the folder lacks is new."""
-        return self._new[name] if name in self._new.keys() - self.file_of else super().read(name)
+        if name in self._new.keys() - self.file_of:
+            return self._new[name]
+        return super().read(name, expert=expert)
 
 
 def read_value_weights(

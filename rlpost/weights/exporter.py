@@ -87,6 +87,11 @@ class Exporter:
                 )
                 tensors.update(found)
                 continue
+            if entry.is_stacked:
+                stacked = self._stacked(entry, on_all_stages)
+                if wanted:
+                    tensors[entry.hugging_face[0]] = stacked
+                continue
             fulls = self._full(entry, on_all_stages)
             for rule, full in zip(entry.rules, fulls, strict=True) if wanted else ():
                 parts = layouts.split(full, rule.layout, self.inventory.dims)
@@ -95,6 +100,23 @@ class Exporter:
                         {name: part} if quantisation is None else quantisation.tensors(name, part)
                     )
         return tensors
+
+    def _stacked(self, entry: Entry, on_all_stages: bool) -> torch.Tensor:
+        """The Hugging Face tensor that holds a weight of all experts: of those of this rank, then
+        of the expert-parallel ranks, then sent to the other stages.
+        """
+        groups, layout = self.inventory.groups, entry.rules[0].layout
+        if held := self.inventory.parts(entry):
+            parts = [
+                layouts.split(one.tensor.detach(), layout, self.inventory.dims)[0] for one in held
+            ]
+            stacked = torch.cat(all_gather(torch.stack(parts), groups.expert))
+        else:
+            device = next(iter(self.inventory.held.values())).tensor.device
+            stacked = torch.empty(entry.shapes[0], dtype=entry.dtype, device=device)
+        if groups.pipeline.size() > 1 and on_all_stages:
+            dist.broadcast(stacked, group=groups.pipeline, group_src=entry.owner)
+        return stacked
 
     def _full(self, entry: Entry, on_all_stages: bool) -> Sequence[torch.Tensor]:
         """Full Megatron tensors of an entry.

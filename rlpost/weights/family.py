@@ -31,6 +31,14 @@ class Family:
     """
     sandwich_norms: bool = False
     """Whether attention and MLP are also followed by a norm, before the residual is added."""
+    projection_norms: bool = False
+    """Whether queries, and keys, have one norm over all heads instead of one over each head.
+
+    Such a family leaves ``qk_layernorm`` out of ``fields``: Megatron sums the gradient of those
+    norms over the tensor-parallel ranks, but here each rank has the weight of its own heads.
+    """
+    has_yarn: bool = False
+    """Whether config.json may extend the rotary embedding with YaRN (arXiv 2309.00071)."""
     carries_extra_layers: bool = False
     """Whether the folder may contain layers after ``num_hidden_layers`` (multi-token prediction).
 
@@ -39,13 +47,19 @@ class Family:
 
 
 def expert_fields(
-    hf: HfConfig, *, num_experts: int, layer_is_sparse: list[bool]
+    hf: HfConfig,
+    *,
+    num_experts: int,
+    layer_is_sparse: list[bool],
+    ffn: str = "moe_intermediate_size",
 ) -> dict[str, object]:
-    """TransformerConfig fields of a mixture of experts without auxiliary losses."""
+    """TransformerConfig fields of a mixture of experts without auxiliary losses; ``ffn`` is the key
+    of an expert's intermediate size.
+    """
     return {
         "num_moe_experts": num_experts,
         "moe_layer_freq": [int(sparse) for sparse in layer_is_sparse],
-        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+        "moe_ffn_hidden_size": hf[ffn],
         "moe_router_topk": hf["num_experts_per_tok"],
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,

@@ -19,10 +19,13 @@ from rlpost.errors import WeightError
 from rlpost.weights import layouts
 from rlpost.weights.files import tensor_files
 from rlpost.weights.inventory import Inventory
+from rlpost.weights.mxfp4 import BLOCKS, SCALES, is_mxfp4, unpacked
+from rlpost.weights.names import Rule, expert_number
 from rlpost.weights.quantise import SUFFIX, dequantise, read_quantisation
 
 logger = logging.getLogger(__name__)
 
+MXFP4 = (BLOCKS, SCALES)
 PROGRESS_S = 5.0
 UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # derived values in folders of old exporters
 
@@ -34,15 +37,24 @@ class HuggingFaceFolder:
         """Read the file of each tensor. Raises WeightError as ``tensor_files``."""
         self.folder = Path(folder)
         file_of = tensor_files(self.folder)
+        self._mxfp4 = {name: file for name, file in file_of.items() if name.endswith(MXFP4)}
+        packed = {name.removesuffix(BLOCKS) for name in self._mxfp4 if name.endswith(BLOCKS)}
         self.file_of: dict[str, str] = {
-            name: file for name, file in file_of.items() if not name.endswith(SUFFIX)
+            name: file for name, file in file_of.items() if not name.endswith((SUFFIX, *MXFP4))
         }
+        self.file_of |= {name: self._mxfp4[name + BLOCKS] for name in packed}
         self._scales = {name: file for name, file in file_of.items() if name.endswith(SUFFIX)}
         quantised = frozenset(name.removesuffix(SUFFIX) for name in self._scales)
-        self.quantisation = read_quantisation(self.folder, quantised)
+        self.quantisation = (
+            None if is_mxfp4(self.folder) else read_quantisation(self.folder, quantised)
+        )
 
-    def read(self, name: str) -> torch.Tensor:
-        """One full tensor on the CPU; FP8 weights become float32.
+    def read(self, name: str, *, expert: int | None = None) -> torch.Tensor:
+        """One full tensor on the CPU; FP8 and MXFP4 weights become float32.
+
+        Args:
+            name: of the tensor.
+            expert: reads only this index of the first dimension.
 
         Raises:
             WeightError: the folder has no such tensor.
@@ -51,14 +63,22 @@ class HuggingFaceFolder:
             raise WeightError(
                 f"{self.folder} has no tensor {name!r}; check that config.json belongs to these weights"
             )
-        tensor = self._stored(name, self.file_of[name])
+        if name + BLOCKS in self._mxfp4:
+            pair = [
+                self._stored(name + end, self._mxfp4[name + end], expert)
+                for end in (BLOCKS, SCALES)
+            ]
+            return unpacked(*pair).mT
+        tensor = self._stored(name, self.file_of[name], expert)
         if self.quantisation is None or name not in self.quantisation.names:
             return tensor
         scales = self._stored(name + SUFFIX, self._scales[name + SUFFIX])
         return dequantise(tensor, scales, self.quantisation.block)
 
-    def _stored(self, name: str, file: str) -> torch.Tensor:
+    def _stored(self, name: str, file: str, index: int | None = None) -> torch.Tensor:
         with safe_open(self.folder / file, framework="pt") as opened:
+            if index is not None:
+                return opened.get_slice(name)[index]
             return opened.get_tensor(name)
 
 
@@ -100,7 +120,8 @@ def extra_layers(source: HuggingFaceFolder, inventory: Inventory) -> list[str]:
     return sorted(
         name
         for name in source.file_of
-        if (found := _OF_LAYER.match(name)) and int(found[1]) >= inventory.num_layers
+        if name.startswith("mtp.")
+        or ((found := _OF_LAYER.match(name)) and int(found[1]) >= inventory.num_layers)
     )
 
 
@@ -121,9 +142,7 @@ def fill(inventory: Inventory, source: HuggingFaceFolder) -> None:
     _check_mtp_layers(source, inventory)
     for number, (name, held) in enumerate(inventory.held.items(), start=1):
         rule, tensor = held.rule, held.tensor
-        part = layouts.merge(
-            [source.read(hf) for hf in rule.hugging_face], rule.layout, inventory.dims
-        )
+        part = layouts.merge(_tensors_of(source, rule), rule.layout, inventory.dims)
         if held.dim is not None:
             part = layouts.shard(
                 part, rule.layout, dim=held.dim, rank=held.group.rank(), size=held.group.size()
@@ -147,6 +166,13 @@ def fill(inventory: Inventory, source: HuggingFaceFolder) -> None:
             f"{folder} has {len(unused)} tensors that the model does not use, starting with "
             f"{sorted(unused)[:5]}; check that config.json belongs to these weights"
         )
+
+
+def _tensors_of(source: HuggingFaceFolder, rule: Rule) -> list[torch.Tensor]:
+    """The Hugging Face tensors of a parameter; of a stacked tensor only this expert's part."""
+    if not rule.is_stacked:
+        return [source.read(name) for name in rule.hugging_face]
+    return [source.read(name, expert=expert_number(rule.megatron)) for name in rule.hugging_face]
 
 
 def _check_mtp_layers(source: HuggingFaceFolder, inventory: Inventory) -> None:

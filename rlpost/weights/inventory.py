@@ -40,9 +40,10 @@ class Entry:
     """One weight of the model.
 
     For experts, one weight from each expert-parallel rank: those with the same local expert number.
+    Where one Hugging Face tensor holds the weights of all experts, all of them.
     """
 
-    rules: tuple[Rule, ...]  # one, or one for each expert-parallel rank
+    rules: tuple[Rule, ...]  # one, or one for each expert-parallel rank, or one for each expert
     owner: int  # pipeline rank that holds it
     full_shape: tuple[int, ...]  # of the Megatron tensor, joined over the tensor-parallel ranks
     shapes: tuple[tuple[int, ...], ...]  # of all its Hugging Face tensors
@@ -51,7 +52,14 @@ class Entry:
     @property
     def hugging_face(self) -> tuple[str, ...]:
         """Names of all its tensors."""
+        if self.is_stacked:
+            return self.rules[0].hugging_face
         return tuple(name for rule in self.rules for name in rule.hugging_face)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether one tensor holds the weights of all experts."""
+        return self.rules[0].is_stacked
 
     @property
     def num_bytes(self) -> int:
@@ -130,7 +138,7 @@ class Inventory:
             held = self._held(name, tensor, family, is_copy=is_copy)
             held = replace(held, low_rank=(low_rank or {}).get(tensor))
             self.held[held.rule.megatron] = held
-            if not is_copy:
+            if not is_copy and not (held.rule.is_stacked and names.expert_number(name)):
                 mine.append(self._entry(name, held, family))
         self.entries = in_order(gather(mine, groups.pipeline))
 
@@ -159,6 +167,13 @@ class Inventory:
         rule = entry.rules[self.groups.expert.rank()] if len(entry.rules) > 1 else entry.rules[0]
         return self.held.get(rule.megatron)
 
+    def parts(self, entry: Entry) -> list[Held]:
+        """Return this rank's experts of a stacked entry, in order; empty without."""
+        first = self._first_expert(self.groups.expert.rank())
+        last = self._first_expert(self.groups.expert.rank() + 1)
+        found = (self.held.get(rule.megatron) for rule in entry.rules[first:last])
+        return [held for held in found if held is not None]
+
     def _held(self, name: str, tensor: torch.Tensor, family: Family, *, is_copy: bool) -> Held:
         expert = names.expert_number(name)
         if expert is not None:
@@ -177,6 +192,8 @@ class Inventory:
         if expert is not None:
             everyone = range(self.groups.expert.size())
             numbers = [self._first_expert(rank) + expert for rank in everyone]
+            if held.rule.is_stacked:
+                numbers = list(range(self.dims.num_experts))
             rules = tuple(
                 names.to_hugging_face(names.renumber(name, expert=n), family.rules) for n in numbers
             )
@@ -186,11 +203,13 @@ class Inventory:
         shapes = tuple(
             tuple(part.shape) for part in layouts.split(full, held.rule.layout, self.dims)
         )
+        if held.rule.is_stacked:
+            shapes = tuple((len(rules), *shape) for shape in shapes)
         return Entry(
             rules,
             self.groups.pipeline.rank(),
             tuple(full.shape),
-            shapes * len(rules),
+            shapes if held.rule.is_stacked else shapes * len(rules),
             held.tensor.dtype,
         )
 

@@ -20,6 +20,7 @@ from rlpost.errors import WeightError
 from rlpost.weights.names import Dimensions, Layout
 
 GATED = ("gated", "fused_gated")
+LINEAR = ("linear_qkv", "linear_qkvz", "linear_ba")
 
 
 def merge(tensors: Sequence[torch.Tensor], layout: Layout, dims: Dimensions) -> torch.Tensor:
@@ -28,6 +29,17 @@ def merge(tensors: Sequence[torch.Tensor], layout: Layout, dims: Dimensions) -> 
         tail = tensors[0].shape[1:]
         by_group = [tensor.reshape(dims.num_query_groups, -1, *tail) for tensor in tensors]
         return torch.cat(by_group, dim=1).reshape(-1, *tail)
+    if layout == "gated_qkv":
+        heads = tensors[0].unflatten(0, (-1, 2, dims.head_dim))
+        query, gate = (heads[:, half].flatten(0, 1) for half in range(2))
+        return merge([query, gate, *tensors[1:]], "qkv", dims)
+    if layout in LINEAR:
+        return _merge_by_key_head(tensors, layout, dims)
+    if layout == "transposed":
+        return tensors[0].mT
+    if layout == "interleaved_gated":
+        gate, up = tensors[0][..., ::2], tensors[0][..., 1::2]
+        return torch.cat([gate, up], dim=-1).t()  # a vector stays as it is
     return torch.cat(list(tensors)) if layout == "gated" else tensors[0]
 
 
@@ -43,6 +55,15 @@ def split(tensor: torch.Tensor, layout: Layout, dims: Dimensions) -> tuple[torch
         return tuple(part.reshape(-1, *tail).contiguous() for part in parts)
     if layout == "gated":
         return tuple(part.contiguous() for part in tensor.chunk(2))
+    if layout == "gated_qkv":
+        return _split_gated_qkv(tensor, dims)
+    if layout in LINEAR:
+        return _split_by_key_head(tensor, layout, dims)
+    if layout == "transposed":
+        return (tensor.mT.contiguous(),)
+    if layout == "interleaved_gated":
+        gate, up = tensor.t().chunk(2, dim=-1)
+        return (torch.stack([gate, up], dim=-1).flatten(-2),)
     return (tensor[: dims.vocab_size].contiguous() if layout == "vocabulary" else tensor,)
 
 
@@ -80,3 +101,42 @@ def _part(tensor: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
             f"tensor_model_parallel_size={size}; choose a size that divides {tensor.size(dim)}"
         )
     return tensor.chunk(size, dim=dim)[rank]
+
+
+def _split_gated_qkv(tensor: torch.Tensor, dims: Dimensions) -> tuple[torch.Tensor, ...]:
+    groups = tensor.unflatten(0, (dims.num_query_groups, -1))
+    width = dims.head_dim
+    num_queries = (groups.size(1) - 2 * width) // 2
+    parts = groups.split([num_queries, num_queries, width, width], dim=1)
+    query, gate, key, value = (part.flatten(0, 1) for part in parts)
+    heads = [part.unflatten(0, (-1, width)) for part in (query, gate)]
+    return torch.stack(heads, dim=1).flatten(0, 2), key.contiguous(), value.contiguous()
+
+
+def _rows_of_key_head(layout: Layout, dims: Dimensions) -> tuple[tuple[int, ...], ...]:
+    """For each Hugging Face tensor of linear attention the rows that a key head has of each kind."""
+    repeats = dims.linear_value_heads // dims.linear_key_heads
+    values = repeats * dims.linear_value_dim
+    qkv = (dims.linear_key_dim, dims.linear_key_dim, values)
+    if layout == "linear_ba":
+        return (repeats,), (repeats,)
+    return (qkv, (values,)) if layout == "linear_qkvz" else (qkv,)
+
+
+def _merge_by_key_head(
+    tensors: Sequence[torch.Tensor], layout: Layout, dims: Dimensions
+) -> torch.Tensor:
+    count, by_head = dims.linear_key_heads, []
+    for tensor, rows in zip(tensors, _rows_of_key_head(layout, dims), strict=True):
+        kinds = tensor.split([count * each for each in rows])
+        by_head += [kind.unflatten(0, (count, -1)) for kind in kinds]
+    return torch.cat(by_head, dim=1).flatten(0, 1)
+
+
+def _split_by_key_head(
+    tensor: torch.Tensor, layout: Layout, dims: Dimensions
+) -> tuple[torch.Tensor, ...]:
+    rows = _rows_of_key_head(layout, dims)
+    by_head = tensor.unflatten(0, (dims.linear_key_heads, -1))
+    kinds = iter(by_head.split([each for group in rows for each in group], dim=1))
+    return tuple(torch.cat([next(kinds).flatten(0, 1) for _ in group]) for group in rows)

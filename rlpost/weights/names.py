@@ -14,10 +14,19 @@ from typing import Literal
 
 from rlpost.errors import WeightError
 
-Layout = Literal["plain", "vocabulary", "qkv", "gated", "fused_gated"]
-"""plain: unchanged. vocabulary: rows are tokens, padded at the end. qkv: query, key and value by
+Layout = Literal[
+    "plain", "vocabulary", "qkv", "gated", "fused_gated", "transposed", "interleaved_gated",
+    "gated_qkv", "linear_qkv", "linear_qkvz", "linear_ba",
+]  # fmt: skip
+"""How Hugging Face tensors become one parameter.
+
+plain: unchanged. vocabulary: rows are tokens, padded at the end. qkv: query, key and value by
 group. gated: gate, then up, in each tensor-parallel shard. fused_gated: the same, but also one
-tensor in the Hugging Face folder.
+tensor in the Hugging Face folder. transposed: input before output. interleaved_gated: one tensor,
+in which gate and up alternate along the last axis; a matrix is also transposed. gated_qkv: by group
+its queries, their gates, key and value; in the tensor of the queries each head is followed by its
+gate. linear_qkv, linear_qkvz, linear_ba: weights of linear attention by key head; in the tensors by
+their kind.
 """
 
 
@@ -29,6 +38,10 @@ class Dimensions:
     head_dim: int
     vocab_size: int
     num_experts: int = 0
+    linear_key_heads: int = 0
+    linear_key_dim: int = 0
+    linear_value_heads: int = 0
+    linear_value_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +51,19 @@ class Rule:
     megatron: str
     hugging_face: tuple[str, ...]
     layout: Layout = "plain"
+    is_stacked: bool = False
+    """Whether the one Hugging Face tensor holds this parameter of all experts, by expert."""
 
 
-def in_layer(megatron: str, *hugging_face: str, layout: Layout = "plain") -> Rule:
+def in_layer(
+    megatron: str, *hugging_face: str, layout: Layout = "plain", is_stacked: bool = False
+) -> Rule:
     """Return a rule for names relative to a layer."""
     return Rule(
         "decoder.layers.{layer}." + megatron,
         tuple("model.layers.{layer}." + name for name in hugging_face),
         layout,
+        is_stacked,
     )
 
 
@@ -97,6 +115,10 @@ EXPERTS: tuple[Rule, ...] = (
     in_layer("mlp.router.weight", "mlp.gate.weight"),
     *gated_mlp("mlp.experts.local_experts.{expert}.", "mlp.experts.{expert}."),
 )
+GATED_SHARED_EXPERT: tuple[Rule, ...] = (
+    *gated_mlp("mlp.shared_experts.", "mlp.shared_expert."),
+    in_layer("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
+)
 MTP_LAYER: tuple[Rule, ...] = (
     in_layer("eh_proj.weight", "eh_proj.weight"),
     in_layer("enorm.weight", "enorm.weight"),
@@ -109,7 +131,7 @@ _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
 
 def canonical(name: str) -> str:
@@ -121,7 +143,7 @@ def canonical(name: str) -> str:
     for fused, alone in _FUSED_NORMS.items():
         if name.endswith("." + fused):
             return name.removesuffix(fused) + alone
-    return _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
+    return _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\3.\1.\2", name)
 
 
 _MTP = re.compile(r"(?P<module>mtp\.layers\.\d+)\.(?:transformer_layer\.)?")
@@ -184,7 +206,7 @@ def to_hugging_face(name: str, rules: tuple[Rule, ...]) -> Rule:
                 hf.replace("{layer}", str(layer)).replace("{expert}", str(expert))
                 for hf in rule.hugging_face
             )
-            return Rule(name, tuple(filled), rule.layout)
+            return Rule(name, tuple(filled), rule.layout, rule.is_stacked)
     raise WeightError(
         f"parameter {name!r} of the Megatron model has no Hugging Face name in its family's table"
     )

@@ -44,6 +44,39 @@ GLM_EXPERTS = EXPERTS | dict(
     topk_group=1,
     routed_scaling_factor=1.5,
 )
+GATED_EXPERTS = {"num_experts": 8, "shared_expert_intermediate_size": 48}
+MINIMAX = dict(
+    num_experts_per_tok=2,
+    num_local_experts=8,
+    rotary_dim=8,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+)
+GPT_OSS = dict(
+    num_experts_per_tok=2,
+    num_local_experts=8,
+    intermediate_size=96,
+    sliding_window=5,
+    rms_norm_eps=1e-5,
+    rope_parameters={
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+    },
+)
+HYBRID = dict(
+    # A token whose query and key are almost orthogonal has a tiny output, whose rounding errors the
+    # norm after linear attention would enlarge.
+    rms_norm_eps=1e-3,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    layer_types=["linear_attention", "full_attention"] + ["linear_attention"] * 2,
+)
 LATENT = GLM_EXPERTS | dict(
     num_key_value_heads=4,
     q_lora_rank=24,
@@ -81,13 +114,22 @@ FAMILIES: dict[
     "qwen3": ("Qwen3", {}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
     "qwen3-moe": ("Qwen3Moe", EXPERTS | {"num_experts": 8, "mlp_only_layers": [1]}),
+    "qwen2-moe": ("Qwen2Moe", EXPERTS | GATED_EXPERTS | {"norm_topk_prob": False}),
     "llama3": ("Llama", {}),
     "llama3.1": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "glm4-0414": ("Glm4", {"attention_bias": True}),
+    "minimax-m2-moe": ("MiniMaxM2", MINIMAX),
+    "gpt-oss-moe": ("GptOss", GPT_OSS),
+    "qwen3-next-moe": ("Qwen3Next", HYBRID | EXPERTS | GATED_EXPERTS | {"mlp_only_layers": [2]}),
+    "qwen3.5": ("Qwen3_5", HYBRID),
     "deepseek-v3-moe": ("DeepseekV3", DEEPSEEK_V3),
     "glm4.7-flash-moe": ("Glm4MoeLite", LATENT | {"mlp_layer_types": ["dense"] + ["sparse"] * 3}),
     "glm4.5-moe": ("Glm4Moe", GLM_EXPERTS | {"attention_bias": True, "use_qk_norm": True}),
 }
+WITH_TENSOR_PARALLEL = {
+    "gpt-oss-moe": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+}
+"""What a family needs with tensor parallelism besides."""
 WITH_MTP = "-mtp"
 MTP, LATENT_MTP = f"glm4.5-moe{WITH_MTP}", f"deepseek-v3-moe{WITH_MTP}"
 """Two of them with a layer for multi-token prediction, which transformers does not have."""
@@ -105,10 +147,16 @@ def make_family(folder: Path, name: str) -> None:
     with torch.no_grad():
         for key, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "inv_freq" not in key:
-                tensor.copy_(torch.randn_like(tensor) * 0.2 + (1.0 if "norm" in key else 0.0))
+                tensor.copy_(torch.randn_like(tensor) * 0.2 + _center(kind, key))
     model.save_pretrained(folder)
     if name.endswith(WITH_MTP):
         _add_mtp_layer(folder)
+
+
+def _center(kind: str, key: str) -> float:
+    """Mean of a weight: that of a norm is 1, unless the model adds 1 itself."""
+    adds_one = kind in ("Qwen3Next", "Qwen3_5") and "linear_attn" not in key
+    return 1.0 if "norm" in key and not adds_one else 0.0
 
 
 def _add_mtp_layer(folder: Path) -> None:
@@ -155,7 +203,9 @@ def _config(name: str) -> tuple[str, Any]:
     import transformers
 
     kind, options = (FAMILIES | FROM_OUTSIDE)[name.removesuffix(WITH_MTP)]
-    return kind, getattr(transformers, f"{kind}Config")(**(COMMON | options))
+    of_text = getattr(transformers, f"{kind}TextConfig", None)  # where there is one with images too
+    kind_of_config = of_text or getattr(transformers, f"{kind}Config")
+    return kind, kind_of_config(**(COMMON | options))
 
 
 def load_folder(folder: Path) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ import torch
 from rlpost.actor.settings import ActorSettings
 from tests.contract.actor_ranks import look, run_ranks
 from tests.contract.conversion_ranks import Conversion, convert
-from tests.contract.families import FAMILIES, load_folder, make_family
+from tests.contract.families import FAMILIES, WITH_TENSOR_PARALLEL, load_folder, make_family
 from tests.contract.samples import STEPS
 
 TP: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -56,6 +56,11 @@ def difference(folder: Path, layout: dict[str, Any], num_ranks: int) -> tuple[fl
     ), same
 
 
+def tensor_parallel(family: str) -> dict[str, Any]:
+    """Two tensor-parallel ranks, with what the family needs for them."""
+    return TP | WITH_TENSOR_PARALLEL.get(family, {})
+
+
 def equal(ours: Path, theirs: Path) -> bool:
     """Whether two folders hold the same tensors."""
     found, expected = load_folder(ours), load_folder(theirs)
@@ -73,9 +78,18 @@ def main() -> int:
         root = Path(name)
         for family in FAMILIES:
             make_family(root / family, family)
-        convert([Conversion(family, TP, PP) for family in FAMILIES], name, num_ranks=2)
+        convert(
+            [Conversion(family, tensor_parallel(family), PP) for family in FAMILIES],
+            name,
+            num_ranks=2,
+        )
         for family in FAMILIES:
-            layouts = [({}, 1), (TP, 2), (PP, 2), *([(EP, 2)] if "moe" in family else [])]
+            layouts = [
+                ({}, 1),
+                (tensor_parallel(family), 2),
+                (PP, 2),
+                *([(EP, 2)] if "moe" in family else []),
+            ]
             found = [difference(root / family, layout, num_ranks) for layout, num_ranks in layouts]
             returned = equal(root / f"{family}_back", root / family)
             exported = all(same for _, same in found)

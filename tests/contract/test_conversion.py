@@ -34,6 +34,8 @@ LAYOUTS: dict[
     "qwen3-tied": (UNEVEN, TP),
     "qwen3-moe": (EP, UNEVEN),
     "glm4.5-moe": (UNEVEN, EP),
+    "qwen2-moe": (TP, EP),
+    "gpt-oss-moe": (EP, UNEVEN),
     MTP: (UNEVEN, EP),
     "llama3.1": ({}, PP | {"num_layers_per_virtual_pipeline_stage": 1}),
 }

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from rlpost.actor.settings import ActorSettings
 from tests.contract.actor_ranks import look, run_ranks
-from tests.contract.families import FAMILIES, FROM_OUTSIDE, make_family
+from tests.contract.families import FAMILIES, FROM_OUTSIDE, WITH_TENSOR_PARALLEL, make_family
 from tests.contract.samples import STEPS
 from tests.examples import install, write_examples
 
@@ -25,6 +25,7 @@ MOE_CUT = (2, {"expert_model_parallel_size": 2})
 CASES = [(name, cut) for name in FAMILIES for cut in CUTS] + [
     ("qwen3-moe", "ep2"),
     ("glm4.5-moe", "ep2"),
+    ("minimax-m2-moe", "ep2"),
     ("deepseek-v3-moe", "ep2"),
 ]
 CASES += [(name, "tp2-sp") for name in FROM_OUTSIDE]
@@ -64,6 +65,8 @@ def test_packed_logits_equal_those_of_transformers_and_weights_come_back_bit_for
 ):
     folder, expected = models[name]
     num_ranks, layout = MOE_CUT if cut == "ep2" else CUTS[cut]
+    if cut == "tp2-sp":
+        layout = layout | WITH_TENSOR_PARALLEL.get(name, {})
     settings = ActorSettings(str(folder), distributed_timeout_minutes=2, **layout)
     for seen in run_ranks(look, num_ranks, settings, samples=SAMPLES, export=str(tmp_path)):
         ours = torch.from_numpy(seen["logits"])[: expected.size(0)]

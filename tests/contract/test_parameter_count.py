@@ -19,6 +19,9 @@ MODELS = {
     "llama": {**DENSE, "num_key_value_heads": 8},
     "glm4": {**DENSE, "head_dim": 64},
     "qwen3_moe": {**EXPERTS, "num_experts": 8, "head_dim": 64, "mlp_only_layers": [1]},
+    "qwen2_moe": {**EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 320},
+    "minimax_m2": {**EXPERTS, "num_local_experts": 8, "head_dim": 64, "intermediate_size": 256},
+    "gpt_oss": {**EXPERTS, "num_local_experts": 8, "head_dim": 64, "intermediate_size": 256},
     "glm4_moe": {
         **EXPERTS,
         "n_routed_experts": 8,
@@ -43,6 +46,19 @@ LATENT = {
 MODELS |= {
     "deepseek_v3": {**LATENT, "first_k_dense_replace": 2},
     "glm4_moe_lite": LATENT,
+}
+
+
+HYBRID = {"head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+MODELS |= {
+    "qwen3_next": {
+        **EXPERTS,
+        **HYBRID,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 320,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_5_text": {**DENSE, **HYBRID},
 }
 
 

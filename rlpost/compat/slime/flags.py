@@ -94,7 +94,7 @@ LACKING: dict[str, str] = {
     "prefill-num-servers": "rlpost starts engines that prefill and decode; "
     "give others with --rollout-external-engine-addrs",
     "profile-target": "use --profile for the trainer and --trace-steps for all processes",
-    "qwen-gdn-backend": "rlpost has no family with linear attention",
+    "qwen-gdn-backend": "linear attention has one implementation (docs/actor.md)",
     "recompute-loss-function": "use --log-probs-chunk-size, which bounds the memory of the loss",
     "ref-ckpt-step": f"{_LATEST} as --ref-load",
     "ref-update-interval": "the reference stays as loaded; continue from a checkpoint with a new "

@@ -364,7 +364,11 @@ def model_problems(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
             (
                 EXPERT_TENSOR if expert_tensor else TENSOR,
                 expert_tensor or tensor,
-                ("moe_intermediate_size",),
+                (
+                    "moe_intermediate_size"
+                    if "moe_intermediate_size" in hf_config
+                    else "intermediate_size",
+                ),
             )
         )
     elif perf.expert_model_parallel_size > 1:

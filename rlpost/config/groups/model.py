@@ -31,7 +31,7 @@ def _layer_pattern(given: object) -> object:
     terms = given.replace(" ", "").removeprefix("(").removesuffix(")").split("+")
     found = [_PATTERN.fullmatch(term) for term in terms]
     if not all(found):
-        raise ValueError("write a sum of lists of 0 (dense) and 1 (MoE) such as [0]*3+[1]*89")
+        raise ValueError("write a sum of lists of 0 and 1 such as [0]*3+[1]*89")
     return tuple(
         int(digit) for term in found if term for digit in term[1].split(",") * int(term[2] or 1)
     )
@@ -62,7 +62,7 @@ class ModelConfig(Group):
     """Normalization layer."""
     norm_epsilon: PositiveFloat | None = None
     """Epsilon of the normalization layers."""
-    position_embedding_type: Literal["rope"] | None = None
+    position_embedding_type: Literal["rope", "yarn"] | None = None
     """Position embedding."""
     use_rotary_position_embeddings: bool | None = None
     """Older Megatron name for --position-embedding-type rope."""
@@ -84,6 +84,8 @@ class ModelConfig(Group):
     """Whether query, key and value projections have a bias."""
     qk_layernorm: bool | None = None
     """Whether queries and keys are normalized."""
+    qk_norm_type: Literal["per_head", "per_layer"] | None = None
+    """Whether --qk-layernorm normalizes each head, or all heads together (per_layer)."""
     post_self_attn_layernorm: bool | None = None
     """Whether attention has an additional norm at its output."""
     post_mlp_layernorm: bool | None = None
@@ -112,6 +114,30 @@ class ModelConfig(Group):
     """YaRN's factor on the logarithm in the scale of the softmax (MLA)."""
     swiglu: bool | None = None
     """Whether the MLP is gated with SiLU."""
+    quick_geglu: bool | None = None
+    """Whether the MLP is gated with x sigmoid(1.702 x), as in gpt-oss."""
+    softmax_type: Literal["vanilla", "learnable"] | None = None
+    """Softmax of the attention; learnable has a sink for each head."""
+    sliding_window: Positive | None = None
+    """Keys that a query sees in layers with a sliding window, itself included."""
+    window_attn_skip_freq: LayerPattern | None = None
+    """For each layer 1 if it has a sliding window and 0 if it sees all keys."""
+    attention_output_gate: bool | None = None
+    """Whether a sigmoid gate scales the output of each attention head."""
+    apply_layernorm_1p: bool | None = None
+    """Whether the factor of a norm is 1 + its weight."""
+    linear_attention_freq: LayerPattern | None = None
+    """For each layer 1 if its attention is linear (a gated delta net) and 0 if not."""
+    linear_conv_kernel_dim: Positive | None = None
+    """Tokens that the short convolution of linear attention sees."""
+    linear_key_head_dim: Positive | None = None
+    """Width of a query or key head of linear attention."""
+    linear_value_head_dim: Positive | None = None
+    """Width of a value head of linear attention."""
+    linear_num_key_heads: Positive | None = None
+    """Query and key heads of linear attention."""
+    linear_num_value_heads: Positive | None = None
+    """Value heads of linear attention."""
     attention_dropout: Zero | None = None
     """Attention dropout; only 0 is supported."""
     hidden_dropout: Zero | None = None
@@ -124,6 +150,8 @@ class ModelConfig(Group):
     """Intermediate size of an expert."""
     moe_shared_expert_intermediate_size: Positive | None = None
     """Intermediate size of the shared expert."""
+    moe_shared_expert_gate: bool | None = None
+    """Whether a sigmoid gate scales the output of the shared expert."""
     moe_router_topk: Positive | None = None
     """Experts per token."""
     moe_router_score_function: Literal["softmax", "sigmoid"] | None = None

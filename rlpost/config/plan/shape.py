@@ -64,6 +64,26 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearAttention:
+    """Sizes of the gated delta nets, and the layers that have them in place of attention."""
+
+    layers: tuple[bool, ...]
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class Latent:
     """Sizes of multi-head latent attention (arXiv 2405.04434, section 2.1)."""
 
@@ -94,10 +114,21 @@ class Shape:
     tied: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    qk_norm_per_layer: bool = False
+    """One norm over all query heads and one over all key heads; each rank has its own heads."""
     sandwich: bool = False
+    linear_bias: bool = False
+    """Whether the output of attention, the router and the experts have biases."""
+    sinks: bool = False
+    stacked_experts: bool = False
+    """Whether one tensor of the checkpoint holds a matrix of all experts of a layer."""
+    output_gate: bool = False
+    """Whether the attention has a gate for each query."""
+    linear: LinearAttention | None = None
     num_experts: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
+    shared_gate: bool = False
     topk: int = 0
     latent: Latent | None = None
     """Of latent attention; ``head_dim`` is then the part of a query without position."""
@@ -165,10 +196,17 @@ def shape_of(words: Mapping[str, Any]) -> Shape:
         tied=not word("untie_embeddings_and_output_weights", False),
         qkv_bias=word("add_qkv_bias", False),
         qk_norm=word("qk_layernorm", False),
+        qk_norm_per_layer=word("qk_norm_type", "per_head") == "per_layer",
         sandwich=word("post_self_attn_layernorm", False),
+        linear_bias=not word("disable_bias_linear", True),
+        sinks=word("softmax_type", "vanilla") == "learnable",
+        stacked_experts=not word("disable_bias_linear", True),
+        output_gate=word("attention_output_gate", False),
+        linear=linear_attention(words),
         num_experts=experts,
         expert_ffn=word("moe_ffn_hidden_size", 0),
         shared_ffn=word("moe_shared_expert_intermediate_size", 0),
+        shared_gate=word("moe_shared_expert_gate", False),
         topk=word("moe_router_topk", 0),
         latent=latent_of(words),
     )
@@ -183,6 +221,21 @@ def latent_of(words: Mapping[str, Any]) -> Latent | None:
         kv_rank=words["kv_lora_rank"],
         position=words["qk_pos_emb_head_dim"],
         value=words["v_head_dim"],
+    )
+
+
+def linear_attention(fields: Mapping[str, Any]) -> LinearAttention | None:
+    """The linear attention that [model] or a family's fields describe; None without."""
+    pattern = fields.get("linear_attention_freq")
+    if not pattern:
+        return None
+    return LinearAttention(
+        tuple(map(bool, pattern)),
+        key_heads=fields["linear_num_key_heads"],
+        key_dim=fields["linear_key_head_dim"],
+        value_heads=fields["linear_num_value_heads"],
+        value_dim=fields["linear_value_head_dim"],
+        kernel=fields["linear_conv_kernel_dim"],
     )
 
 
@@ -221,7 +274,12 @@ def layers_of(layout: Layout, num_layers: int, stage: int) -> Sequence[int]:
 
 def rank_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
     """What a rank of a pipeline stage holds."""
-    layers = [_layer(shape, layout, is_sparse) for is_sparse in sparse_of(shape, layout, stage)]
+    layers = [
+        _layer(shape, layout, is_sparse, is_linear)
+        for is_sparse, is_linear in zip(
+            sparse_of(shape, layout, stage), linear_of(shape, layout, stage), strict=True
+        )
+    ]
     dense, expert = sum(layer.dense for layer in layers), sum(layer.expert for layer in layers)
     if shape.mtp and stage == layout.pipeline - 1:
         dense += 2 * shape.hidden * (shape.hidden // layout.tensor) + 3 * shape.hidden
@@ -253,15 +311,30 @@ def sparse_of(shape: Shape, layout: Layout, stage: int) -> list[bool]:
     return layers
 
 
-def _layer(shape: Shape, layout: Layout, is_sparse: bool) -> Parameters:
+def linear_of(shape: Shape, layout: Layout, stage: int) -> list[bool]:
+    """For each layer of ``sparse_of`` whether its attention is linear."""
+    count = len(sparse_of(shape, layout, stage))
+    if shape.linear is None:
+        return [False] * count
+    layers = layers_of(layout, shape.num_layers, stage)
+    found = [shape.linear.layers[layer] for layer in layers]
+    return found + [False] * (count - len(found))
+
+
+def _layer(shape: Shape, layout: Layout, is_sparse: bool, is_linear: bool) -> Parameters:
     """A layer on one rank."""
-    dense = _attention(shape, layout.tensor)
+    dense = (_linear if is_linear else _attention)(shape, layout.tensor)
     if not is_sparse:
         return Parameters(dense + 3 * shape.hidden * (shape.ffn // layout.tensor))
     one_expert = 3 * shape.hidden * (shape.expert_ffn // layout.expert_tensor)
+    router = shape.hidden * shape.num_experts
+    if shape.linear_bias:
+        one_expert += 2 * shape.expert_ffn + shape.hidden
+        router += shape.num_experts
     shared = 3 * shape.hidden * (shape.shared_ffn // layout.tensor)
+    shared += shape.hidden if shape.shared_gate else 0
     return Parameters(
-        dense + shape.hidden * shape.num_experts + shared,
+        dense + router + shared,
         shape.num_experts // layout.expert * one_expert,
     )
 
@@ -271,12 +344,29 @@ def _attention(shape: Shape, tensor: int) -> int:
     if (latent := shape.latent) is not None:
         matrices = sum(rows * columns for rows, columns in shape.attention_matrices) // tensor
         return matrices + 2 * shape.hidden + latent.query_rank + latent.kv_rank
-    columns = (shape.heads + 2 * shape.groups) * shape.head_dim // tensor
+    queries = shape.heads * (2 if shape.output_gate else 1)
+    columns = (queries + 2 * shape.groups) * shape.head_dim // tensor
     rows = shape.heads * shape.head_dim // tensor
-    norms = shape.hidden * (4 if shape.sandwich else 2) + (
-        2 * shape.head_dim if shape.qk_norm else 0
-    )
-    return shape.hidden * (columns + rows) + (columns if shape.qkv_bias else 0) + norms
+    norms = shape.hidden * (4 if shape.sandwich else 2)
+    if shape.qk_norm_per_layer:
+        norms += (shape.heads + shape.groups) * shape.head_dim // tensor
+    elif shape.qk_norm:
+        norms += 2 * shape.head_dim
+    biases = columns if shape.qkv_bias else 0
+    biases += shape.hidden if shape.linear_bias else 0
+    biases += shape.heads // tensor if shape.sinks else 0
+    return shape.hidden * (columns + rows) + biases + norms
+
+
+def _linear(shape: Shape, tensor: int) -> int:
+    """Linear attention of a layer and the norms before it and the MLP: its projections, short
+    convolution, decay (two numbers for each value head) and norm.
+    """
+    one = shape.linear
+    assert one is not None
+    projections = shape.hidden * (2 * one.keys + 3 * one.values + 2 * one.value_heads)
+    by_head = one.kernel * (2 * one.keys + one.values) + 2 * one.value_heads
+    return (projections + by_head) // tensor + one.value_dim + 2 * shape.hidden
 
 
 def stored_bytes(shape: Shape, width: int) -> int:
@@ -307,8 +397,13 @@ def attention_elements(shape: Shape) -> int:
 def layer_matrices(shape: Shape) -> int:
     """Elements of the linear weights of all layers, routers aside."""
     attention = attention_elements(shape)
+    attention += shape.hidden * shape.head_dim * shape.heads if shape.output_gate else 0
     dense = 3 * shape.hidden * shape.ffn
     sparse = 3 * shape.hidden * (shape.num_experts * shape.expert_ffn + shape.shared_ffn)
-    return sum(
+    total = sum(
         attention + (sparse if is_sparse else dense) for is_sparse in sparse_of(shape, Layout(), 0)
     )
+    if (one := shape.linear) is not None:
+        linear = shape.hidden * (2 * one.keys + 3 * one.values + 2 * one.value_heads)
+        total += sum(one.layers) * (linear - attention)
+    return total

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rlpost.config.plan.shape import Layout, Shape, layers_of
+from rlpost.config.plan.shape import Layout, LinearAttention, Shape, layers_of
 from rlpost.config.tree import Config
 from rlpost.weights.bucket_plan import SENT_BUFFERS, SHARED_BUFFERS, Travelling, bucket_bytes, deal
 
@@ -96,7 +96,10 @@ def weights_of(shape: Shape, layout: Layout) -> Iterator[Weight]:
     }
     yield Weight(0, ((shape.vocab, shape.hidden),))
     for layer in range(shape.num_layers):
-        yield from _attention(shape, owner[layer])
+        if shape.linear is not None and shape.linear.layers[layer]:
+            yield from _linear(shape, shape.linear, owner[layer])
+        else:
+            yield from _attention(shape, owner[layer])
         yield from _mlp(shape, owner[layer], layout, is_sparse=shape.sparse[layer])
     if shape.mtp:
         yield from [Weight(last, ((shape.hidden,),))] * 2
@@ -124,18 +127,35 @@ def _attention(shape: Shape, stage: int) -> Iterator[Weight]:
         shape.groups * shape.head_dim,
         shape.hidden,
     )
-    rows = (queries, keys, keys)
+    rows = (queries * (2 if shape.output_gate else 1), keys, keys)
     norm = Weight(stage, ((hidden,),))
     yield norm
     yield Weight(stage, ((hidden, queries),), is_quantised=True)
     yield Weight(stage, tuple((count, hidden) for count in rows), is_quantised=True)
     if shape.qkv_bias:
         yield Weight(stage, tuple((count,) for count in rows))
-    if shape.qk_norm:
+    if shape.linear_bias:
+        yield Weight(stage, ((hidden,),))
+    if shape.sinks:
+        yield Weight(stage, ((shape.heads,),))
+    if shape.qk_norm_per_layer:
+        yield from (Weight(stage, ((count,),)) for count in (queries, keys))
+    elif shape.qk_norm:
         yield from [Weight(stage, ((shape.head_dim,),))] * 2
     yield norm
     if shape.sandwich:
         yield from [norm] * 2
+
+
+def _linear(shape: Shape, one: LinearAttention, stage: int) -> Iterator[Weight]:
+    hidden, channels = shape.hidden, 2 * one.keys + one.values
+    yield from [Weight(stage, ((hidden,),))] * 2
+    yield Weight(stage, ((channels + one.values, hidden),), is_quantised=True)
+    yield Weight(stage, ((2 * one.value_heads, hidden),))
+    yield Weight(stage, ((hidden, one.values),), is_quantised=True)
+    yield Weight(stage, ((channels, 1, one.kernel),))
+    yield from [Weight(stage, ((one.value_heads,),))] * 2
+    yield Weight(stage, ((one.value_dim,),))
 
 
 def _mlp(shape: Shape, stage: int, layout: Layout, *, is_sparse: bool) -> Iterator[Weight]:
@@ -143,10 +163,24 @@ def _mlp(shape: Shape, stage: int, layout: Layout, *, is_sparse: bool) -> Iterat
         yield from _gated(stage, shape.hidden, shape.ffn)
         return
     yield Weight(stage, ((shape.num_experts, shape.hidden),))
+    if shape.linear_bias:
+        yield Weight(stage, ((shape.num_experts,),))
     if shape.shared_ffn:
         yield from _gated(stage, shape.hidden, shape.shared_ffn)
+    if shape.shared_gate:
+        yield Weight(stage, ((1, shape.hidden),))
+    if shape.stacked_experts:
+        yield from _stacked(shape, stage)
+        return
     for _ in range(shape.num_experts // layout.expert):
         yield from _gated(stage, shape.hidden, shape.expert_ffn, copies=layout.expert)
+
+
+def _stacked(shape: Shape, stage: int) -> Iterator[Weight]:
+    """The experts of a layer, each matrix of all of them in one tensor, with biases."""
+    count, hidden, ffn = shape.num_experts, shape.hidden, shape.expert_ffn
+    for sizes in ((hidden, 2 * ffn), (2 * ffn,), (ffn, hidden), (hidden,)):
+        yield Weight(stage, ((count, *sizes),))
 
 
 def _gated(stage: int, hidden: int, ffn: int, *, copies: int = 1) -> Iterator[Weight]:

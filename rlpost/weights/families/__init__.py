@@ -13,13 +13,24 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from rlpost.errors import WeightError
-from rlpost.weights.families import deepseek, glm, llama, qwen
+from rlpost.weights.families import (
+    deepseek,
+    glm,
+    gpt_oss,
+    llama,
+    minimax,
+    qwen,
+    qwen_hybrid,
+)
 from rlpost.weights.family import Family
 
 FAMILIES: dict[str, Family] = {
     **llama.FAMILIES,
     **qwen.FAMILIES,
     **glm.FAMILIES,
+    **minimax.FAMILIES,
+    **qwen_hybrid.FAMILIES,
+    **gpt_oss.FAMILIES,
     **deepseek.FAMILIES,
 }
 """By the first entry of ``architectures`` in config.json."""

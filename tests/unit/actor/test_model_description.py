@@ -186,3 +186,47 @@ def test_the_valid_columns_of_all_ranks_are_the_vocabulary(tmp_path, tp_size):
         description.num_valid_columns(tp_rank=rank, tp_size=tp_size) for rank in range(tp_size)
     ]
     assert sum(columns) == 97 and columns == sorted(columns, reverse=True)
+
+
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+}
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "message"),
+    [
+        (HYBRID, {"context_parallel_size": 2}, "--context-parallel-size 2: the linear attention"),
+        (HYBRID, {"tensor_model_parallel_size": 2}, "does not divide linear_num_key_heads = 3"),
+        (GPT_OSS, {"tensor_model_parallel_size": 2}, "use --expert-tensor-parallel-size 1"),
+    ],
+)
+def test_a_layout_that_a_model_rules_out_is_refused(tmp_path, model, layout, message):
+    description = read_description(folder_with(tmp_path, **model))
+    with pytest.raises(ConfigError, match=message):
+        description.check_layout(ActorSettings(str(tmp_path), sequence_parallel=True, **layout))
+
+
+def test_linear_layers_follow_from_the_interval_of_older_configurations(tmp_path):
+    older = {key: value for key, value in HYBRID.items() if key != "layer_types"}
+    folder = folder_with(tmp_path, **older, full_attention_interval=4)
+    assert read_description(folder).fields["linear_attention_freq"] == [1, 1, 1, 0]
+
+
+def test_the_scaling_of_yarn_must_be_the_one_that_megatron_computes(tmp_path):
+    rope = {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, "attention_factor": 2.0}
+    with pytest.raises(WeightError, match="rope_type='yarn' is not supported"):
+        read_description(folder_with(tmp_path, **GPT_OSS, rope_parameters=rope))

@@ -83,6 +83,34 @@ PUBLISHED = {
         "Qwen3MoeForCausalLM", (48, 2048, 6144, 151936), heads=(32, 4), eps=1e-6, base=1e6, longest=40960,
         **QWEN3_EXPERTS
     ),
+    "qwen1_5_moe_a2_7b": published(
+        "Qwen2MoeForCausalLM", (24, 2048, 5632, 151936), heads=(16, 16), eps=1e-6, base=1e6, longest=8192,
+        num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408, norm_topk_prob=False,
+        decoder_sparse_step=1, shared_expert_intermediate_size=5632,
+    ),
+    "minimax_m2_230b": published(
+        "MiniMaxM2ForCausalLM", (62, 3072, 1536, 200064), heads=(48, 8), eps=1e-6, base=5e6, longest=196608,
+        num_local_experts=256, num_experts_per_tok=8, rotary_dim=64, scoring_func="sigmoid",
+    ),
+    **{
+        f"gpt_oss_{size}": published(
+            "GptOssForCausalLM", (layers, 2880, 2880, 201088), heads=(64, 8), eps=1e-5, base=150000, longest=131072,
+            rope_scaling={
+                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                "rope_type": "yarn", "truncate": False,
+            },
+            num_local_experts=experts, num_experts_per_tok=4, sliding_window=128, attention_bias=True,
+            layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+        ) | {"head_dim": 64}
+        for size, layers, experts in (("20b", 24, 32), ("120b", 36, 128))
+    },
+    "qwen3_next_80b_a3b": published(
+        "Qwen3NextForCausalLM", (48, 2048, 5120, 151936), heads=(16, 2), eps=1e-6, base=1e7, longest=262144,
+        num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512, norm_topk_prob=True,
+        decoder_sparse_step=1, mlp_only_layers=[], shared_expert_intermediate_size=512, partial_rotary_factor=0.25,
+        layer_types=[*["linear_attention"] * 3, "full_attention"] * 12, linear_conv_kernel_dim=4,
+        linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32,
+    ) | {"head_dim": 256},
     "qwen2_5_32b": published(
         "Qwen2ForCausalLM", (64, 5120, 27648, 152064), heads=(40, 8), eps=1e-5, base=1e6, longest=131072
     ),

@@ -102,3 +102,39 @@ def test_shapes_are_planned_without_data():
 def test_what_cannot_be_cut_evenly_is_refused():
     with pytest.raises(WeightError, match="tensor_model_parallel_size=2"):
         shard(torch.ones(3, 2), "plain", dim=0, rank=0, size=2)
+
+
+LINEAR = Dimensions(
+    num_query_groups=2,
+    head_dim=2,
+    vocab_size=0,
+    linear_key_heads=2,
+    linear_key_dim=3,
+    linear_value_heads=4,
+    linear_value_dim=5,
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows"),
+    [
+        ("gated_qkv", (16, 4, 4)),
+        ("linear_qkv", (32,)),
+        ("linear_qkvz", (32, 20)),
+        ("linear_ba", (4, 4)),
+        ("transposed", (7,)),
+        ("interleaved_gated", (HIDDEN,)),
+    ],
+)
+def test_tensors_of_other_layouts_survive_merge_and_split_bit_by_bit(layout, rows):
+    tensors = [torch.randn(count, HIDDEN) for count in rows]
+    back = split(merge(tensors, layout, LINEAR), layout, LINEAR)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(back, tensors, strict=True))
+
+
+def test_half_of_the_rows_of_linear_attention_belong_to_half_of_its_key_heads():
+    """So that a tensor-parallel rank may take consecutive rows."""
+    query, key = (torch.arange(6) // 3 for _ in range(2))
+    value = torch.arange(20) // 10
+    merged = merge([torch.cat([query, key, value]), value], "linear_qkvz", LINEAR)
+    assert merged.tolist() == [0] * 26 + [1] * 26

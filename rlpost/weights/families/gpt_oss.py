@@ -1,0 +1,72 @@
+"""gpt-oss (arXiv 2508.10925): a mixture of experts with attention sinks, sliding windows in every
+other layer, biases, and a clamped SwiGLU. Checkpoints in bfloat16 or MXFP4.
+"""
+
+from __future__ import annotations
+
+from rlpost.weights import names
+from rlpost.weights.family import Family, HfConfig, expert_fields
+from rlpost.weights.names import Layout, Rule, in_layer
+
+SWIGLU_LIMIT = 7.0
+"""Bound of the gate from above, and of the other half on both sides; config.json may repeat it as
+``swiglu_limit``.
+"""
+
+
+def _fields(hf: HfConfig) -> dict[str, object]:
+    """Each layer is sparse. The router takes the softmax of the selected scores.
+
+    An expert computes ``(up + 1) gate sigmoid(1.702 gate)`` of clamped halves. In Megatron's window
+    the first number does not count the query itself.
+    """
+    windowed = [kind == "sliding_attention" for kind in hf["layer_types"]]
+    return {
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        "activation_func": "quick_gelu",
+        "activation_func_clamp_value": hf.get("swiglu_limit", SWIGLU_LIMIT),
+        "glu_linear_offset": 1.0,
+        "softmax_type": "learnable",
+        "window_size": (hf["sliding_window"] - 1, 0),
+        "window_attn_skip_freq": [int(one) for one in windowed],
+        "moe_router_pre_softmax": False,
+        **expert_fields(
+            hf,
+            num_experts=hf["num_local_experts"],
+            layer_is_sparse=[True] * hf["num_hidden_layers"],
+            ffn="intermediate_size",
+        ),
+    }
+
+
+def _stacked(megatron: str, hugging_face: str, layout: Layout) -> Rule:
+    """Return the rule of an expert's parameter; one tensor holds those of all experts."""
+    return in_layer(
+        "mlp.experts.local_experts.{expert}." + megatron,
+        "mlp.experts." + hugging_face,
+        layout=layout,
+        is_stacked=True,
+    )
+
+
+FAMILIES: dict[str, Family] = {
+    "GptOssForCausalLM": Family(
+        rules=(
+            *names.OUTSIDE_LAYERS,
+            *names.ATTENTION,
+            *names.QKV_BIAS,
+            *names.MLP_NORM,
+            in_layer("self_attention.linear_proj.bias", "self_attn.o_proj.bias"),
+            in_layer("self_attention.core_attention.softmax_offset", "self_attn.sinks"),
+            in_layer("mlp.router.weight", "mlp.router.weight"),
+            in_layer("mlp.router.bias", "mlp.router.bias"),
+            _stacked("linear_fc1.weight", "gate_up_proj", "interleaved_gated"),
+            _stacked("linear_fc1.bias", "gate_up_proj_bias", "interleaved_gated"),
+            _stacked("linear_fc2.weight", "down_proj", "transposed"),
+            _stacked("linear_fc2.bias", "down_proj_bias", "plain"),
+        ),
+        fields=_fields,
+        has_yarn=True,
+    ),
+}
