@@ -28,7 +28,7 @@ from rlpost.actor.model import build_model, inventory_of
 from rlpost.actor.model_description import read_description
 from rlpost.actor.mtp import MtpTraining
 from rlpost.actor.own_time import OWN_TIME
-from rlpost.actor.packing import RowLayout
+from rlpost.actor.packing import RowLayout, teacher_columns
 from rlpost.actor.parallel import Rendezvous
 from rlpost.actor.passes import Logprobs, Passes
 from rlpost.actor.profiling import Profiling
@@ -36,6 +36,8 @@ from rlpost.actor.reference import ReferenceWeights
 from rlpost.actor.routing_replay import RoutingReplay
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.stop_points import StopPoints
+from rlpost.actor.teacher import Teacher
+from rlpost.actor.teacher_description import teacher_description
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.algorithm.guards import check_finite
 from rlpost.columns import FloatColumn
@@ -66,11 +68,14 @@ class Actor:
         self.settings = settings
         self.stop_points = StopPoints()
         self._reference: ReferenceWeights | None = None
+        self._teacher: Teacher | None = None
         self.num_optimizer_steps = 0  # completed so far; the learning rate depends on it
         self._saver: Saver | None = None
         self._writing: megatron_checkpoint.Writing | None = None
         self.description = read_description(settings.hf_checkpoint, settings.model_args)
         self.description.check_layout(settings)
+        if settings.has_teacher:
+            teacher_description(settings)
 
     def setup(self, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
         """Join the process groups, then build model and optimizer.
@@ -110,6 +115,10 @@ class Actor:
         self.inventory = inventory_of(self.chunks, self.description)
         if settings.needs_reference:
             self._reference = ReferenceWeights(self.inventory, self._read_initial_weights)
+        if settings.has_teacher:
+            self._teacher = Teacher(
+                settings, row_layout=self.row_layout, stop_points=self.stop_points
+            )
         self.exporter = Exporter(self.inventory)
         self.buckets = Buckets(
             self.exporter,
@@ -220,12 +229,13 @@ class Actor:
         if advantages is not None:
             batch = batch.with_advantages(advantages)
         ref_logprobs = self.compute_ref_logprobs(batch) if self.settings.use_kl_loss else None
+        teacher_logprobs = self._loss_of_teacher(batch) if self.settings.distils_in_loss else None
         if self.settings.enable_mtp_training:  # it reads the embedding before the forward pass
             self._finish_param_sync()
         self._zero_grad()
         before = random_state.collect()
         try:
-            metrics = self.passes.gradients(batch, old_logprobs, ref_logprobs)
+            metrics = self.passes.gradients(batch, old_logprobs, ref_logprobs, teacher_logprobs)
         except Interrupted:
             self._zero_grad()
             random_state.restore(before)
@@ -246,6 +256,11 @@ class Actor:
         self.wait_copied(weights_only=True)
         with self._reference.swapped_in():
             return self.passes.logprobs(batch, records_routes=False)
+
+    def compute_teacher_logprobs(self, batch: TrainBatch) -> Logprobs:
+        """As ``compute_logprobs``, under the teacher of --opd-teacher-load."""
+        assert self._teacher is not None, "the settings have no teacher in the trainer"
+        return self._teacher.logprobs(batch)
 
     def save(self, folder: str | Path, step: int, *, in_background: bool = False) -> None:
         """Write model, optimizer (not with ``no_save_optim``) and ``step`` into ``folder``.
@@ -429,6 +444,12 @@ class Actor:
             import_weights(self.inventory, folder)
         else:
             megatron_checkpoint.load_weights(folder, chunks=self.chunks)
+
+    def _loss_of_teacher(self, batch: TrainBatch) -> Logprobs:
+        """The teacher's log-probs for the loss: of the trainer, or those that a server gave."""
+        if self._teacher is not None:
+            return self.compute_teacher_logprobs(batch)
+        return teacher_columns(batch)
 
     def _mtp_training(self) -> MtpTraining | None:
         if not self.settings.enable_mtp_training:

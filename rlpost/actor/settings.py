@@ -17,6 +17,8 @@ class ActorSettings(LossSettings):
 
     hf_checkpoint: str
     ref_load: str | None = None
+    opd_teacher_load: str | None = None
+    opd_teacher_hf_checkpoint: str | None = None
     no_save_optim: bool = False
     save_buffer_gb: float = 4.0
     save_deadline_s: float = 1800.0

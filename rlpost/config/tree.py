@@ -13,6 +13,7 @@ from rlpost.config.groups.base import Group
 from rlpost.config.groups.checkpoint import CheckpointConfig
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.groups.debug import DebugConfig
+from rlpost.config.groups.distillation import DistillationConfig
 from rlpost.config.groups.env import EnvConfig
 from rlpost.config.groups.eval import EvalConfig
 from rlpost.config.groups.fleet import FleetConfig
@@ -41,6 +42,7 @@ class Config(Group):
     eval: EvalConfig = EvalConfig()
     perf: PerfConfig = PerfConfig()
     grpo: GrpoConfig = GrpoConfig()
+    distillation: DistillationConfig = DistillationConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     sandbox: SandboxConfig = SandboxConfig()
     sglang: SglangConfig = SglangConfig()

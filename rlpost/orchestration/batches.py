@@ -61,6 +61,7 @@ def train_samples(
             weight=weight,
             count=count,
             routes=scored.sample.routes,
+            teacher_logprobs=scored.sample.teacher_logprobs,
         )
         for scored, advantage, (weight, count) in zip(
             group.samples, advantages, weights, strict=True

@@ -23,10 +23,10 @@ from rlpost.algorithm.shaping import shaped
 from rlpost.columns import DoubleColumn, FloatColumn
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.tree import Config
+from rlpost.orchestration import distillation
 from rlpost.orchestration.batches import (
     DealtStep,
     deal,
-    rollout_advantages,
     rollout_samples,
     samples_with,
     shaping_of,
@@ -116,19 +116,27 @@ class Training:
         advantages: list[Sequence[Stored[Sequence[Advantage]] | None]] = [self._nothing] * len(
             steps
         )
-        if grpo.kl_coef or (len(steps) > 1 and not grpo.use_rollout_logprobs):
+        has_several = len(steps) > 1 and not grpo.use_rollout_logprobs
+        if grpo.kl_coef or has_several or distillation.needs_policy_logprobs(self._config):
             old = [await self._logprobs(own) for own in batches]
+        penalties: dict[int, DoubleColumn] | None = None
         if grpo.kl_coef:
             ref = [await self._ref_logprobs(own) for own in batches]
-            penalties = [
-                await self._penalties(*of_step) for of_step in zip(steps, old, ref, strict=True)
-            ]
-            of_position = {
-                position: penalty for of_step in penalties for position, penalty in of_step.items()
-            }
-            total = await asyncio.to_thread(lambda: sum(map(sum, of_position.values())))
+            penalties = {}
+            for of_step in zip(steps, old, ref, strict=True):
+                penalties |= await self._penalties(*of_step)
+            total = await asyncio.to_thread(_total, penalties)
             metrics["train/reward_kl"] = total / grpo.kl_coef / num_tokens(steps)
-            by_step = await asyncio.to_thread(self._penalised, groups, steps, of_position)
+        distances: dict[int, DoubleColumn] | None = None
+        if distillation.in_advantage(self._config.distillation):
+            distances = {}
+            for number, step in enumerate(steps):
+                distances |= await self._distances(step, batches[number], old[number])
+            metrics |= await asyncio.to_thread(
+                distillation.reverse_kl, distances, num_tokens(steps)
+            )
+        if penalties is not None or distances is not None:
+            by_step = await asyncio.to_thread(self._changed, groups, steps, penalties, distances)
             advantages = [await self._actors.send(own, self._data_ranks) for own in by_step]
         for number, arguments in enumerate(zip(batches, old, advantages, strict=True)):
             call = partial(self._actors.train_step, *arguments)
@@ -144,9 +152,11 @@ class Training:
         return [None] * len(self._data_ranks)
 
     def _deal(self, groups: Sequence[SampleGroup]) -> list[DealtStep]:
-        """Return the batches of a rollout; with a KL penalty, advantages are 0 until replaced."""
-        grpo = self._config.grpo
-        if grpo.kl_coef:
+        """Return the batches of a rollout; with a KL penalty or a teacher, advantages are 0 until
+        replaced.
+        """
+        grpo, given = self._config.grpo, self._config.distillation
+        if grpo.kl_coef or distillation.in_advantage(given) or (given.use_opd and given.opd_alone):
             samples = samples_with([[0.0] * len(group.samples) for group in groups], groups, grpo)
         else:
             samples = rollout_samples(groups, grpo)
@@ -199,16 +209,52 @@ class Training:
             found |= {position: penalty for position, penalty in pairs if position is not None}
         return found
 
-    def _penalised(
+    async def _distances(
+        self, step: DealtStep, batches: StoredBatches, old: StoredLogprobs
+    ) -> dict[int, DoubleColumn]:
+        """Return the divergence from the teacher at each response token, by the position of its
+        sample in the rollout.
+        """
+        teacher: StoredLogprobs = self._nothing
+        if self._config.distillation.opd_type == "megatron":
+            call = partial(self._actors.compute_teacher_logprobs, batches)
+            teacher = await self._calls.make(call, what="compute_teacher_logprobs", may_leave=True)
+        uses_own = distillation.needs_policy_logprobs(self._config)
+        found = []
+        for data_rank, batch in enumerate(step.batches):
+            own = await self._of_rank(old, data_rank) if uses_own else None
+            theirs = await self._of_rank(teacher, data_rank)
+            found.append(
+                await asyncio.to_thread(distillation.rank_distances, batch.samples, own, theirs)
+            )
+        return distillation.by_position(step, found)
+
+    async def _of_rank(self, stored: StoredLogprobs, data_rank: int) -> list[FloatColumn] | None:
+        """Fetch the log-probs of a data-parallel rank from one of its ranks; None if none has
+        them.
+        """
+        for rank, logprobs in zip(self._data_ranks, stored, strict=True):
+            if rank == data_rank and logprobs is not None:
+                return _flat(await self._actors.fetch(logprobs))
+        return None
+
+    def _changed(
         self,
         groups: Sequence[SampleGroup],
         steps: Sequence[DealtStep],
-        of_position: Mapping[int, DoubleColumn],
+        penalties: Mapping[int, DoubleColumn] | None,
+        distances: Mapping[int, DoubleColumn] | None,
     ) -> list[list[tuple[Advantage, ...]]]:
-        """Return advantages of the penalised rewards, by step, data-parallel rank and sample."""
-        in_order = iter([of_position[position] for position in range(len(of_position))])
-        penalties = [[next(in_order) for _ in group.samples] for group in groups]
-        by_group = rollout_advantages(groups, self._config.grpo, penalties)
+        """Return advantages with KL penalties in the rewards and divergences from the teacher, by
+        step, data-parallel rank and sample.
+        """
+        config, of_group = self._config, None
+        if penalties is not None:
+            in_order = iter([penalties[position] for position in range(len(penalties))])
+            of_group = [[next(in_order) for _ in group.samples] for group in groups]
+        by_group = distillation.advantages_of(
+            groups, config.grpo, config.distillation, of_group, distances
+        )
         of_samples = [advantage for group in by_group for advantage in group]
 
         def of_rank(positions: Sequence[int | None]) -> tuple[Advantage, ...]:
@@ -231,6 +277,10 @@ def kl_penalties(
         kl = kl_values(difference, grpo.kl_loss_type) * sample.loss_mask.array
         found.append(DoubleColumn.view(grpo.kl_coef * kl))
     return found
+
+
+def _total(of_position: Mapping[int, DoubleColumn]) -> float:
+    return sum(map(sum, of_position.values()))
 
 
 def rank_work(batch: TrainBatch, break_even: float) -> float:

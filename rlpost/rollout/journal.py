@@ -383,6 +383,8 @@ _ADDED = {("grpo", "loss_unit"): "sample"}
 
 _DECIDES = ("env", "env_weights", "env_key", "env_args", "env_reward", "env_max_turns")
 """Settings of [env] that decide what is generated; limits, retries and records may change."""
+_TEACHER_SERVER = {"opd_teacher_url", "opd_teacher_timeout_s"}
+"""Settings of [distillation] that may change: a teacher may move to another server."""
 
 
 def settings_hash(config: Config) -> str:
@@ -396,6 +398,10 @@ def settings_hash(config: Config) -> str:
             del tables[table][key]
     if config.env.env:  # without environments a journal is the one of earlier versions
         tables["env"] = config.env.model_dump(mode="json", include=set(_DECIDES))
+    if config.distillation.use_opd:  # likewise
+        tables["distillation"] = config.distillation.model_dump(
+            mode="json", exclude=_TEACHER_SERVER
+        )
     origin = {
         name: getattr(config.checkpoint, name) for name in ("hf_checkpoint", "ref_load", "load")
     }

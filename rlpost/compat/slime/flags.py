@@ -8,7 +8,6 @@ from __future__ import annotations
 
 _ALWAYS = "remove it: rlpost always does this"
 _NO_CRITIC = "rlpost trains no critic; use --advantage-estimator grpo, rloo or reinforce_plus_plus"
-_NO_TEACHER = "rlpost has no distillation from a teacher"
 _NO_HOOK = "rlpost calls no user code at this point"
 _LATEST = "rlpost always loads one checkpoint; give its folder"
 _SERVICE = "it belongs to slime's rollout-buffer service; use --custom-generate-function-path"
@@ -92,10 +91,7 @@ LACKING: dict[str, str] = {
     "num-epoch": "use --num-rollout: number of prompts x epochs / --rollout-batch-size",
     "offload": "use --offload-train --offload-rollout",
     "only-train-params-name-list": "rlpost trains all parameters",
-    "opd-kl-coef": _NO_TEACHER,
-    "opd-teacher-ckpt-step": _NO_TEACHER,
-    "opd-teacher-load": _NO_TEACHER,
-    "opd-type": _NO_TEACHER,
+    "opd-teacher-ckpt-step": f"{_LATEST} as --opd-teacher-load",
     "padded-vocab-size": "remove it: the vocabulary is padded for --tensor-model-parallel-size",
     "prefill-num-servers": "rlpost starts engines that prefill and decode; "
     "give others with --rollout-external-engine-addrs",
@@ -138,7 +134,6 @@ LACKING: dict[str, str] = {
     "use-distributed-post": "remove it: requests are sent by the driver (docs/scale.md has the "
     "limits)",
     "use-fault-tolerance": _ALWAYS + ": dead engines are restarted",
-    "use-opd": _NO_TEACHER,
     "use-rollout-entropy": "remove it: train/entropy is always computed",
     "use-stateless-adam": "use --no-save-optim, which drops the moments at a resume",
     "value-clip": _NO_CRITIC,
