@@ -246,6 +246,7 @@ class Actor:
         with span("optimizer"):
             _, grad_norm, _ = self.optimizer.step()
         self.num_optimizer_steps += 1
+        self._update_reference()
         metrics |= {"train/grad_norm": float(grad_norm), "train/lr": lr}
         return StepResult(metrics, own_s=OWN_TIME.seconds())
 
@@ -256,6 +257,17 @@ class Actor:
         self.wait_copied(weights_only=True)
         with self._reference.swapped_in():
             return self.passes.logprobs(batch, records_routes=False)
+
+    def _update_reference(self) -> None:
+        """With --ref-update-interval: after the last optimizer step of such a rollout the policy
+        becomes the reference. Checkpoints hold the count of steps, and the reference itself.
+        """
+        interval, reference = self.settings.ref_update_interval, self._reference
+        if interval is None or reference is None:
+            return
+        if self.num_optimizer_steps % (interval * self.settings.num_steps_per_rollout) == 0:
+            self._finish_param_sync()
+            reference.take()
 
     def compute_teacher_logprobs(self, batch: TrainBatch) -> Logprobs:
         """As ``compute_logprobs``, under the teacher of --opd-teacher-load."""
@@ -276,6 +288,8 @@ class Actor:
         if problem := parallel.first_problem(self._prepare(Path(folder))):
             raise CheckpointError(f"checkpoint of step {step}: cannot create {folder}: {problem}")
         self._finish_param_sync()
+        if self._reference is not None:
+            self._reference.save(folder, self.chunks, buffer_bytes=self.settings.save_buffer_bytes)
         saver = self._saver or self.set_save_buffer(self.settings.save_buffer_bytes)
         writing = self._writing = saver.start(
             folder, megatron_checkpoint.Progress(step, self.num_optimizer_steps)
@@ -356,6 +370,8 @@ class Actor:
             CheckpointError: the checkpoint does not fit the model.
         """
         self.wait_copied()
+        if self._reference is not None:
+            self._reference.load(folder, self.chunks)
         progress = megatron_checkpoint.load(
             folder,
             chunks=self.chunks,

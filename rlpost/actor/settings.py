@@ -76,6 +76,8 @@ class ActorSettings(LossSettings):
     exp_avg_sq_dtype: str = "fp32"
     use_rollout_routing_replay: bool = False
     use_routing_replay: bool = False
+    ref_update_interval: int | None = None
+    num_steps_per_rollout: int = 1
     seed: int = 1234
     temperature: float = 1.0
     distributed_timeout_minutes: int = 10

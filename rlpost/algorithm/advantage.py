@@ -131,6 +131,11 @@ ESTIMATORS: dict[str, Estimator] = {
 
 To add one, add a function above, a line here, and its name in ``rlpost/config/groups/grpo.py``.
 """
+WITHOUT_BASELINE: dict[str, Estimator] = {
+    "reinforce": Estimator(lambda rewards, *_: tuple(rewards)),
+    "reinforce_whitened": Estimator(lambda rewards, *_: tuple(rewards), whitens=True),
+}
+"""Rewards themselves as advantages, for --disable-rewards-normalization."""
 ESTIMATOR_OF = {"gspo": "grpo", "cispo": "grpo"}
 """Estimators for values that name a loss in published recipes (``objective.POLICY_LOSSES``)."""
 
@@ -160,7 +165,7 @@ def estimate(
     Raises:
         KeyError: the estimator is unknown.
     """
-    known = ESTIMATORS[ESTIMATOR_OF.get(estimator, estimator)]
+    known = (ESTIMATORS | WITHOUT_BASELINE)[ESTIMATOR_OF.get(estimator, estimator)]
     if penalties is not None:
         if known.charges_tokens:
             return _whitened_returns(groups, masks, penalties)

@@ -327,7 +327,11 @@ class Generation:
         filter.
         """
         return SlimeGrader(
-            grader, wanted=wanted, takes_given=not rollout.group_rm, reward_key=rollout.reward_key
+            grader,
+            wanted=wanted,
+            takes_given=not rollout.group_rm,
+            reward_key=rollout.reward_key,
+            reward_weights=rollout.reward_weights,
         )
 
     async def close(self) -> None:

@@ -377,7 +377,12 @@ def _size(folder: Path) -> int:
         return 0  # ``resume`` says why
 
 
-_ADDED = {("grpo", "loss_unit"): "sample"}
+_ADDED: dict[tuple[str, str], object] = {
+    ("grpo", "loss_unit"): "sample",
+    ("grpo", "ref_update_interval"): None,
+    ("grpo", "disable_rewards_normalization"): False,
+    ("rollout", "reward_weights"): {},
+}
 """Settings added later, with their former behaviour as value, so that older journals stay usable.
 """
 

@@ -47,7 +47,6 @@ LACKING: dict[str, str] = {
     "data-pad-size-multiplier": "remove it: micro-batches are packed without padding",
     "data-source-path": "prompts come from --prompt-data, JSON Lines or Parquet (docs/data.md)",
     "disable-compute-advantages-and-returns": "use --loss-type sft_loss, which needs no advantages",
-    "disable-rewards-normalization": "use --custom-advantage-function-path that returns the rewards",
     "disable-rollout-global-dataset": "prompts always come from --prompt-data",
     "disable-wandb-random-suffix": "remove it: the run in Weights & Biases has the run's own name",
     "distributed-backend": "remove it: nccl on GPUs, gloo without",
@@ -99,8 +98,6 @@ LACKING: dict[str, str] = {
     "qwen-gdn-backend": "rlpost has no family with linear attention",
     "recompute-loss-function": "use --log-probs-chunk-size, which bounds the memory of the loss",
     "ref-ckpt-step": f"{_LATEST} as --ref-load",
-    "ref-update-interval": "the reference stays as loaded; continue from a checkpoint with a new "
-    "--ref-load",
     "release-train": "use --offload-train, which keeps the trainer's processes",
     "reset-optimizer-states": "the optimizer keeps its state; --no-save-optim drops it at a resume",
     "rollout-all-samples-process-path": f"{_NO_HOOK}; use --save-debug-rollout-data",
@@ -129,8 +126,9 @@ LACKING: dict[str, str] = {
     "repeated",
     "update-weight-disk-keep-files": "files of an update are removed once all engines have read "
     "them; keep weights with --save-hf",
-    "update-weights-interval": "engines get the weights after each step; use --rollout-mode "
-    "fully_async with --max-staleness",
+    "update-weights-interval": "engines get the weights after each step, because a resumed run has "
+    "only the newest; use --num-steps-per-rollout, or --rollout-mode fully_async with "
+    "--max-staleness",
     "use-distributed-post": "remove it: requests are sent by the driver (docs/scale.md has the "
     "limits)",
     "use-fault-tolerance": _ALWAYS + ": dead engines are restarted",
