@@ -55,7 +55,7 @@ from rlpost.metrics.earlier_runs import earlier_step_times
 from rlpost.reward.grader import check_reward
 from rlpost.rollout.cuda_graphs import graph_problems
 from rlpost.rollout.server_args import check_server_args
-from rlpost.teacher_folder import teacher_problems
+from rlpost.teacher_folder import teacher_note, teacher_problems
 from rlpost.weights.families import family
 from rlpost.weights.files import file_problems, tensor_files
 
@@ -144,7 +144,12 @@ def notes(config: Config) -> list[str]:
         shape = hf_shape(hf)
     except WeightError:
         shape = None  # a plugin's model family: the note omits sizes
-    found = (reference_note(config, shape), interpreter_note(config), _interval_note(config, shape))
+    found = (
+        reference_note(config, shape),
+        teacher_note(config),
+        interpreter_note(config),
+        _interval_note(config, shape),
+    )
     return [note for note in found if note is not None]
 
 

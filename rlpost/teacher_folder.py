@@ -1,6 +1,7 @@
 """Check the folders of a teacher in the trainer before a job starts. Without torch.
 
-Input: the settings, and the folders that they name. Output: one line for each problem.
+Input: the settings, and the folders that they name. Output: one line for each problem; what the
+teacher takes of memory.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from pathlib import Path
 
 from rlpost.actor.teacher_description import teacher_description, teacher_folder
 from rlpost.actor.torch_dist_folder import find_checkpoint
+from rlpost.config.plan.estimate import fullest_held
 from rlpost.config.tree import Config
 from rlpost.data.vocabulary import vocabulary_problem
-from rlpost.errors import RlpostError
+from rlpost.errors import RlpostError, WeightError
+from rlpost.hf_shape import hf_shape
 from rlpost.orchestration.settings_of_actors import actor_settings
+from rlpost.units import size_text
 from rlpost.weights.files import file_problems
 
 
@@ -47,6 +51,25 @@ def teacher_problems(config: Config) -> list[str]:
     if problem is None:
         return []
     return [f"{key}: {problem}; distillation needs a teacher with the same tokenizer"]
+
+
+def teacher_note(config: Config) -> str | None:
+    """What a teacher in the trainer takes of memory; None without one, or for a plugin's family."""
+    given = config.distillation
+    if not given.use_opd or given.opd_type != "megatron" or given.opd_teacher_load is None:
+        return None
+    policy, own = config.checkpoint.hf_checkpoint, given.opd_teacher_hf_checkpoint
+    folder = teacher_folder(given.opd_teacher_load, own, policy)
+    try:
+        shape = hf_shape(json.loads((folder / "config.json").read_text()))
+    except WeightError:
+        return None
+    each = fullest_held(config, shape).weights
+    node = each * config.cluster.actor_num_gpus_per_node
+    return (
+        f"--opd-teacher-load: the teacher takes {size_text(node)} of host memory a node, and "
+        f"{size_text(each)} on each GPU of the trainer during its pass, in addition to `rlpost plan`"
+    )
 
 
 def _weight_problem(load: str) -> str | None:

@@ -8,6 +8,7 @@ engines serve the evaluation alone.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from rlpost.compat.slime.arguments import Arguments, settings_of
 from rlpost.compat.slime.filters import SlimeGrader
 from rlpost.config.eval_sets import ROLLOUT_KEYS, EvalSet, eval_sets
 from rlpost.config.groups.rollout import RolloutConfig
+from rlpost.config.keys import TEACHER
 from rlpost.config.tree import Config
 from rlpost.daemon_threads import in_daemon
 from rlpost.data.cursor import PromptCursor
@@ -297,7 +299,11 @@ class Generation:
         given = self._config.distillation
         if not given.use_opd or given.opd_type != "sglang" or given.opd_teacher_url is None:
             return None
-        teacher = TeacherServer(given.opd_teacher_url, timeout_s=given.opd_teacher_timeout_s)
+        teacher = TeacherServer(
+            given.opd_teacher_url,
+            timeout_s=given.opd_teacher_timeout_s,
+            api_key=os.environ.get(TEACHER, ""),
+        )
         self._closing.push_async_callback(teacher.close)
         return teacher
 

@@ -23,6 +23,7 @@ import orjson
 
 from rlpost.columns import FloatColumn
 from rlpost.errors import ConfigError, GradingLost, RolloutError
+from rlpost.rollout.client import authorization
 from rlpost.types import Sample, ScoredSample
 
 logger = logging.getLogger(__name__)
@@ -44,9 +45,10 @@ Encode = Callable[[str], Sequence[int]]
 class TeacherServer:
     """The teacher at ``url``; at most MAX_CONNECTIONS requests at a time."""
 
-    def __init__(self, url: str, *, timeout_s: float) -> None:
+    def __init__(self, url: str, *, timeout_s: float, api_key: str = "") -> None:
         """``timeout_s`` limits one score with all its attempts."""
         self.url = generate_url(url)
+        self._headers = {"Content-Type": "application/json"} | authorization(api_key)
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
@@ -152,7 +154,7 @@ class TeacherServer:
             self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         try:
             async with self._session.post(
-                self.url, data=orjson.dumps(body), headers={"Content-Type": "application/json"}
+                self.url, data=orjson.dumps(body), headers=self._headers
             ) as response:
                 if response.status == 429 or response.status >= 500:
                     return None, f"answered {response.status}"

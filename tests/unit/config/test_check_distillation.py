@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.check import check
+from rlpost.check import check, notes
 from rlpost.config.checks.distillation import distillation_problems
 from rlpost.config.load import load
 from rlpost.data.vocabulary import vocabulary_problem
 from rlpost.errors import ConfigError
+from rlpost.hf_shape import hf_shape
+from rlpost.units import size_text
 from tests.unit.cli.projects import MODEL, make_project
 
 IN_TRAINER = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "/teacher"}
@@ -96,6 +98,17 @@ def checked(project: Path, **groups: object) -> list[str]:
 
 def test_a_teacher_of_another_size_is_accepted(project):
     assert checked(project) == []
+
+
+def test_the_memory_of_a_teacher_is_told(project):
+    """Its weights in bfloat16: on a rank, and on a node of two ranks that each hold all of them."""
+    given = {"distillation": IN_TRAINER | {"opd_teacher_load": str(project / "teacher")}}
+    config = load([project / "recipe.toml"], given, base=project).config
+    (note,) = [line for line in notes(config) if "teacher" in line]
+    hf = json.loads((project / "teacher/config.json").read_text())
+    each = 2 * hf_shape(hf).parameters.total
+    assert f"{size_text(2 * each)} of host memory a node" in note
+    assert f"{size_text(each)} on each GPU" in note
 
 
 def test_a_teacher_with_another_vocabulary_is_named_with_the_first_token_that_differs(project):
