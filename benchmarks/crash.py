@@ -42,8 +42,8 @@ LONGEST_START_S, LONGEST_WORK_S = (
     4.0,
 )  # a kill comes so long after an attempt begins, or after it is ready
 SHARE_IN_START = 0.25
-# place: its signals. After TERM (which is what scancel sends) the batch shell goes on and never
-# requeues, and KILL ends the job: whoever wants it back submits it with --resume.
+# place: its signals. After TERM (which is what scancel sends) the batch shell continues and never
+# requeues, and KILL ends the job: the user submits it again with --resume.
 PLACES = {
     "driver": (signal.SIGKILL, signal.SIGTERM),
     "actor": (signal.SIGKILL,),
@@ -80,8 +80,8 @@ class Kill:
         return f"{self.place}, {self.signal.name.removeprefix('SIG')}"
 
     def __str__(self) -> str:
-        told = f"{self.name} at step {self.step} in {self.when}: {self.seconds:.1f} s, {self.attempts} attempts"
-        return told + ", brought back by hand" * self.by_hand
+        text = f"{self.name} at step {self.step} in {self.when}: {self.seconds:.1f} s, {self.attempts} attempts"
+        return text + ", resubmitted by the user" * self.by_hand
 
 
 def finish(run: CrashedRun) -> None:
@@ -132,7 +132,7 @@ def recover(run: CrashedRun, kills: Sequence[Kill]) -> None:
         step = max(kill.step for kill in kills)
         return run.step > step + (0 if run.count("ready") > last.ready else repaired)
 
-    wait_for(run, f"going on after {last.name} at step {last.step}", is_further)
+    wait_for(run, f"progress after {last.name} at step {last.step}", is_further)
     for kill in kills:
         kill.seconds, kill.attempts = (
             time.monotonic() - kill.at,
@@ -227,7 +227,7 @@ def differences(run: CrashedRun, untouched: CrashedRun) -> list[str]:
 def table(kills: Sequence[Kill]) -> list[str]:
     """One line a kind of kill."""
     lines = [
-        "| killed | times | in start-up | seconds lost: median | most | new attempts: mean | brought back by hand |",
+        "| killed | times | in start-up | seconds lost: median | most | new attempts: mean | resubmitted |",
         "|---|---|---|---|---|---|---|",
     ]
     for name in sorted({kill.name for kill in kills}):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import time
 from pathlib import Path
 
 from rlpost.rollout.response_builder import ResponseBuilder
@@ -26,6 +27,8 @@ SECONDS = (
     0.1,
     0.8,
 )  # an answer takes, for engines write a few tokens faster than anybody could kill them
+TIMES = Path(__file__).with_suffix(".times")
+"""Begin and end of each answer that was finished, in seconds of the machine's monotonic clock."""
 SLOWNESS = Path(__file__).with_suffix(".slowness")
 """A file with the number that these times are multiplied by; 1 without it."""
 RIGHT = 0.5  # of the answers
@@ -34,11 +37,13 @@ DROPPED = 5  # one group in so many
 
 async def answer(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> Sample:
     """What the engines write, with other tokens in its place."""
+    begin = time.monotonic()
     await builder.write(max_new_tokens=LONGEST)
     written = builder.sample()
     rng = random.Random(f"{prompt.prompt_id}/{builder.index}")
     slowness = float(SLOWNESS.read_text()) if SLOWNESS.exists() else 1.0
     await asyncio.sleep(slowness * rng.uniform(*SECONDS))
+    _append(TIMES, f"{begin} {time.monotonic()}")
     length = rng.randint(1, LONGEST)
     return Sample(
         prompt_id=prompt.prompt_id,
@@ -55,10 +60,14 @@ async def answer(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingPar
 
 def is_wanted(group: SampleGroup) -> bool:
     """Not every fifth group; each call is a group that is finished."""
-    line = f"{group.prompt_id} {os.getpid()}\n".encode()
-    file = os.open(FINISHED, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    _append(FINISHED, f"{group.prompt_id} {os.getpid()}")
+    return group.prompt_id % DROPPED != 0
+
+
+def _append(path: Path, line: str) -> None:
+    """In one write, so that lines of a process that is killed are whole."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
-        os.write(file, line)
+        os.write(file, f"{line}\n".encode())
     finally:
         os.close(file)
-    return group.prompt_id % DROPPED != 0

@@ -1,7 +1,7 @@
 """Seconds that a death costs by role: with a new attempt for each, and recovered within the attempt.
 
-    python -m benchmarks.crash --by-role --kills 20 [--roles trainer] [--modes sync fully_async]
-    [--before-kills 4] [--seed 1] [--write]
+    python -m benchmarks.crash --by-role --kills 25 [--roles trainer driver node]
+    [--modes sync fully_async] [--before-kills 2] [--seed 1] [--write]
 
     python -m benchmarks.crash --by-role --local ...
 
@@ -11,12 +11,14 @@ at random instants of their work. *Seconds lost* is the time between the two met
 kill, less the median of this time without a kill. Synchronous runs must end with the weights, metrics
 and prompts of an undisturbed one; in the asynchronous mode a clock decides which weights write a
 group, and prompts alone are compared.
+
+The node that loses its power has one of two trainer ranks. As many are killed in a run as it has
+spares; then another run begins.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import signal
 import statistics
@@ -25,65 +27,56 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
-
-from benchmarks.crash import (
-    Kill,
-    bring_back_if_lost,
-    crash_lab,
-    differences,
-    finish,
-    strike,
-)
-from benchmarks.crashed_run import DEADLINE_S, CrashedRun, command_line, wait_for
-from benchmarks.page import put_section
-from tests.cluster.lab import REPOSITORY
+from benchmarks.crash import Kill, bring_back_if_lost, crash_lab, differences, finish, strike
+from benchmarks.crashed_run import DEADLINE_S, CrashedRun, wait_for
+from benchmarks.page import show
+from benchmarks.tables import machine, table
+from tests.cluster.lab import REPOSITORY, Lab
+from tests.cluster.lab_config import LabOptions, node_names
 
 HEADING = "## Recovery by role"
 POLL_S = 0.05
 STEPS_BETWEEN, SPARE_STEPS, LONGEST_WAIT_S = 3, 6, 3.0
-PLACES = {"trainer": "actor", "driver": "driver", "node": "node"}
+PLACES = {"trainer": "actor", "driver": "driver"}
+SPARES = 3  # nodes that a run can lose
+ON_TWO_NODES = (
+    *("--nodes", "2", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1"),
+    *("--rollout-num-gpus", "2", "--num-gpus-per-node", "2"),
+)
+NO_LIMIT = ("--max-trainer-recoveries", "1000")
+SETTINGS = {"node": ON_TWO_NODES}
+"""Settings of a role's runs, the undisturbed one included."""
 OFF = {
     "trainer": ("--max-trainer-recoveries", "0"),
     "driver": ("--max-driver-restarts", "0"),
+    "node": ("--spare-nodes", "0"),
 }
-"""Settings with which a death of the role ends the attempt, as before."""
-NO_LIMIT = ("--max-trainer-recoveries", "1000")
+"""Settings with which a death of the role ends the attempt."""
 ON = {
     "trainer": {
-        "cold": (*NO_LIMIT, "--trainer-standby", "false"),
-        "standby": (*NO_LIMIT, "--trainer-standby", "true"),
+        "new processes": (*NO_LIMIT, "--trainer-standby", "false"),
+        "standbys": (*NO_LIMIT, "--trainer-standby", "true"),
     },
-    "driver": {"restart": ("--max-driver-restarts", "1000")},
+    "driver": {"new driver": ("--max-driver-restarts", "1000")},
+    "node": {"spare": (*NO_LIMIT, "--spare-nodes", str(SPARES))},
 }
 """Kinds of recovery within the attempt, by role."""
 MODES = {
     "sync": (),
-    "fully_async": ("--rollout-mode", "fully_async", "--max-staleness", "2"),
+    "fully_async": ("--rollout-mode", "fully_async", "--max-staleness", "8"),
 }
+FAILURE_RATE = 0.1  # a failure every ten steps, the rate at which RobustRL states its ETTR
+STEP_SECONDS = (10.0, 60.0)  # for which the ETTR is stated besides the step of these runs
 
 
-class RoleRun(CrashedRun):
-    """A run of whose processes with the driver's command line only the driver is its process."""
-
-    def processes(self, place: str) -> list[psutil.Process]:
-        """The oldest comes first: a standby driver is younger than the one that works."""
-        found = super().processes(place)
-        if place == "driver":  # srun, agent and keeper name the driver's command behind their own
-            found = [
-                each for each in found if not any("bootstrap" in w for w in command_line(each))
-            ]
-        return sorted(found, key=lambda process: process.create_time())
-
-
-class LocalRun(RoleRun):
+class LocalRun(CrashedRun):
     """A run on this machine without Slurm: what ends its attempt ends the run."""
 
     def __init__(self, folder: Path, name: str, num_steps: int, settings: Sequence[str]) -> None:
@@ -147,17 +140,75 @@ class Losses:
     mode: str
     kind: str
     seconds: list[float] = field(default_factory=list)
-    attempts: int = 0  # beyond the first
-    groups: list[int] = field(default_factory=list)  # finished between the two lines around a kill
+    usual: list[float] = field(default_factory=list)  # between two lines without a kill
+    attempts: int = 0  # beyond the first of each run
+    in_flight: list[float] = field(default_factory=list)  # answers, from a kill to the next line
+    usually_in_flight: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
-    def row(self) -> str:
-        """A line of the table."""
-        cells: list[object] = [self.role, self.mode, self.kind, len(self.seconds)]
-        middle = statistics.median(self.seconds) if self.seconds else float("nan")
-        cells += [f"{middle:.1f}", f"{max(self.seconds, default=0.0):.1f}", self.attempts]
-        cells += [f"{statistics.fmean(self.groups or [0]):.0f}", "; ".join(self.wrong) or "equal"]
-        return "| " + " | ".join(map(str, cells)) + " |"
+    def row(self) -> list[str]:
+        """Cells of the table."""
+        cells = [self.role, self.mode, self.kind, str(len(self.seconds))]
+        cells += [f"{statistics.median(self.seconds):.1f}", f"{max(self.seconds):.1f}"]
+        cells += [str(self.attempts)]
+        cells += [f"{_mean(self.in_flight):.1f} ({_mean(self.usually_in_flight):.1f})"]
+        return [*cells, "; ".join(self.wrong) or "equal"]
+
+    def ettr_row(self) -> list[str]:
+        """Cells of the table of the effective training time ratio."""
+        lost, own_step_s = statistics.fmean(self.seconds), statistics.median(self.usual)
+        ratios = [ettr(lost, step_s) for step_s in (own_step_s, *STEP_SECONDS)]
+        cells = [self.role, self.mode, self.kind, f"{lost:.1f}", f"{own_step_s:.1f}"]
+        return [*cells, *(f"{100 * ratio:.0f} %" for ratio in ratios)]
+
+
+HEADER = (
+    *("role", "mode", "recovery", "kills", "seconds lost: median", "most", "new attempts"),
+    *("answers in flight (usually)", "result"),
+)
+ETTR_HEADER = (
+    *("role", "mode", "recovery", "seconds lost: mean", "seconds a step", "ETTR"),
+    *(f"with steps of {seconds:g} s" for seconds in STEP_SECONDS),
+)
+
+
+def ettr(lost_s: float, step_s: float) -> float:
+    """Effective training time ratio: the share of the time in which steps are trained that count,
+    when a failure that costs ``lost_s`` comes in FAILURE_RATE of the steps.
+    """
+    return step_s / (step_s + FAILURE_RATE * lost_s)
+
+
+def mean_in_flight(answers: Iterable[tuple[float, float]], begin: float, end: float) -> float:
+    """How many of the ``answers`` (begin and end of each, seconds) were being generated at a time,
+    on average between ``begin`` and ``end``.
+    """
+    overlaps = (min(last, end) - max(first, begin) for first, last in answers)
+    return sum(overlap for overlap in overlaps if overlap > 0) / (end - begin)
+
+
+def hosts_of(ledger: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The nodes on which the newest attempt runs, the head's first."""
+    hosts: list[str] = []
+    for line in ledger:
+        if line["event"] == "started":
+            hosts = list(line["nodes"])
+        elif line["event"] == "recovered" and line["role"] == "node":
+            hosts = [line["replacement"] if host == line["host"] else host for host in hosts]
+    return hosts
+
+
+def kill_role(run: CrashedRun, role: str) -> Kill | None:
+    """Kill a process of the role, or the power of the second node; None when there is none now."""
+    if role != "node":
+        return strike(run, PLACES[role], signal.SIGKILL)
+    hosts = hosts_of(run.ledger)
+    if run.is_done or not run.is_ready or len(hosts) < 2:
+        return None
+    readies, attempts = run.count("ready"), run.count("attempt")
+    kill = Kill(role, signal.SIGKILL, run.step, "work", time.monotonic(), readies, attempts)
+    run.lab.kill_node(hosts[1])
+    return kill
 
 
 def until_past(run: CrashedRun, progress: Progress, step: int, kill: Kill) -> None:
@@ -170,33 +221,41 @@ def until_past(run: CrashedRun, progress: Progress, step: int, kill: Kill) -> No
     wait_for(run, f"step {step + 1} after {kill}", is_past, deadline_s=2 * DEADLINE_S)
 
 
-def lossy(run: CrashedRun, losses: Losses, kills: int, rng: random.Random) -> None:
-    """Kill a run ``kills`` times; fill ``losses``."""
-    progress, struck = Progress(run), list[int]()
+def kill_repeatedly(run: CrashedRun, losses: Losses, kills: int, rng: random.Random) -> None:
+    """Kill a run ``kills`` times and let it finish; add to ``losses``."""
+    progress, struck = Progress(run), dict[int, float]()  # step: time of the kill
     with progress.watched():
         wait_for(run, "the first step", lambda: progress.step > 0)
         while len(struck) < kills and not run.is_done:
             time.sleep(rng.uniform(0.0, LONGEST_WAIT_S))
-            step, before = progress.step, len(run.finished())
-            kill = strike(run, PLACES[losses.role], signal.SIGKILL)
+            step = progress.step
+            kill = kill_role(run, losses.role)
             if kill is None:
                 continue
-            until_past(run, progress, step, kill)
-            struck.append(step)
-            losses.groups.append(len(run.finished()) - before)
+            struck[step] = kill.at
+            # One step more than the one that was struck: a step between kills shows the usual time.
             until_past(run, progress, step + 1, kill)
         finish(run)
-    times, last = progress.reached, max(progress.reached)
-    gaps = {step: times[step + 1] - times[step] for step in range(1, last)}
-    usual = statistics.median(gap for step, gap in gaps.items() if step not in struck)
-    losses.seconds = [gaps[step] - usual for step in struck if step in gaps]
-    losses.attempts = run.count("started") - 1
+    times, answers = progress.reached, run.answers_in_time()
+    between = {step: (times[step], times[step + 1]) for step in range(1, max(times))}
+    undisturbed = [span for step, span in between.items() if step not in struck]
+    usual_s = statistics.median(end - begin for begin, end in undisturbed)
+    losses.usual.append(usual_s)
+    losses.usually_in_flight += [mean_in_flight(answers, *span) for span in undisturbed]
+    for step, killed_at in struck.items():
+        begin, end = between[step]
+        losses.seconds.append(end - begin - usual_s)
+        losses.in_flight.append(mean_in_flight(answers, killed_at, end))
+    losses.attempts += run.count("attempt") - 1
+    for line in run.ledger:
+        if line["event"] == "verdict" and line["verdict"] != "done":
+            print(f"{run.folder.name}: {line}", file=sys.stderr, flush=True)
 
 
-def compared(run: CrashedRun, untouched: CrashedRun | None) -> list[str]:
+def compared(run: CrashedRun, undisturbed: CrashedRun | None) -> list[str]:
     """What differs from an undisturbed run; without one, whether groups were finished twice."""
-    if untouched is not None:
-        return differences(run, untouched)
+    if undisturbed is not None:
+        return differences(run, undisturbed)
     found = run.finished()
     return [] if len(found) == len(set(found)) else ["a group was finished twice"]
 
@@ -208,74 +267,101 @@ Begin = Callable[[str, int, Sequence[str]], CrashedRun]
 def measured(
     begin: Begin, role: str, mode: str, kills: int, before: int, seed: int
 ) -> Iterator[Losses]:
-    """The losses of a role in a mode: before, and with each kind of recovery."""
-    kinds = {"new attempt": (OFF.get(role), before)}
-    kinds |= {kind: (flags, kills) for kind, flags in ON.get(role, {"recovered": ()}).items()}
-    num_steps = SPARE_STEPS + STEPS_BETWEEN * max(kills, before)
-    untouched = None
+    """The losses of a role in a mode: with a new attempt for each death, and with each kind of
+    recovery.
+    """
+    settings = (*MODES[mode], *SETTINGS.get(role, ()))
+    kinds = {"new attempt": (OFF[role], before)}
+    kinds |= {kind: (flags, kills) for kind, flags in ON[role].items()}
+    kills_a_run = SPARES if role == "node" else max(kills, before)
+    num_steps = SPARE_STEPS + STEPS_BETWEEN * kills_a_run
+    undisturbed = None
     if mode == "sync":
-        untouched = begin(f"{role}-untouched", num_steps, MODES[mode])
-        finish(untouched)
+        undisturbed = begin(f"{role}-undisturbed", num_steps, settings)
+        finish(undisturbed)
+    rng = random.Random(seed)
     for kind, (flags, count) in kinds.items():
-        if flags is None or not count:
-            continue
         losses = Losses(role, mode, kind)
-        run = begin(f"{role}-{mode}-{kind}".replace(" ", "-"), num_steps, [*MODES[mode], *flags])
-        lossy(run, losses, count, random.Random(seed))
-        losses.wrong = compared(run, untouched)
-        yield losses
+        for first in range(0, count, kills_a_run):
+            name = f"{role}-{mode}-{kind}-{first}".replace(" ", "-")
+            run = begin(name, num_steps, [*settings, *flags])
+            kill_repeatedly(run, losses, min(kills_a_run, count - first), rng)
+            losses.wrong += compared(run, undisturbed)
+        if losses.seconds:
+            yield losses
 
 
 @contextmanager
-def beginning(*, local: bool) -> Iterator[Begin]:
+def nodes_lab() -> Iterator[Begin]:
+    """A lab whose nodes are all there when a run begins."""
+    names = node_names(2 + SPARES)
+    with Lab(len(names), options=LabOptions(num_gpus_per_node=2, grace_time_s=60)) as lab:
+
+        def begin(name: str, num_steps: int, flags: Sequence[str]) -> CrashedRun:
+            for node in names:
+                if not lab.has_power(node):
+                    lab.start_node(node)
+            lab.wait_idle(names)
+            return CrashedRun(lab, name, num_steps, settings=flags)
+
+        yield begin
+
+
+@contextmanager
+def beginning(role: str, *, local: bool) -> Iterator[Begin]:
     """Where runs begin: in a lab, or on this machine."""
-    if not local:
+    if local:
+        with tempfile.TemporaryDirectory(prefix="rlpost-roles-") as folder:
+            yield lambda name, steps, flags: LocalRun(Path(folder), name, steps, flags)
+    elif role == "node":
+        with nodes_lab() as begin:
+            yield begin
+    else:
         with crash_lab() as lab:
-            yield lambda name, steps, flags: RoleRun(lab, name, steps, settings=flags)
-        return
-    with tempfile.TemporaryDirectory(prefix="rlpost-roles-") as folder:
-        yield lambda name, steps, flags: LocalRun(Path(folder), name, steps, flags)
+            yield lambda name, steps, flags: CrashedRun(lab, name, steps, settings=flags)
 
 
 def by_role(kills: int, seed: int, *, write: bool, arguments: Sequence[str]) -> int:
-    """Measure and print the table; 1 when a run differs."""
+    """Measure and print the tables; 1 when a run differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--roles", nargs="+", choices=sorted(PLACES), default=["trainer"])
+    parser.add_argument("--roles", nargs="+", choices=sorted(OFF), default=sorted(OFF))
     parser.add_argument("--modes", nargs="+", choices=sorted(MODES), default=sorted(MODES))
-    parser.add_argument("--before-kills", type=int, default=4, help="with a new attempt for each")
+    parser.add_argument("--before-kills", type=int, default=2, help="with a new attempt for each")
     parser.add_argument(
         "--local", action="store_true", help="without Slurm, and without new attempts"
     )
     options = parser.parse_args(arguments)
     before = 0 if options.local else options.before_kills
-    load, began = os.getloadavg()[0], time.monotonic()
-    rows, wrong = [], False
-    with beginning(local=options.local) as begin:
-        for role in options.roles:
+    where, began = machine(), time.monotonic()
+    found: list[Losses] = []
+    for role in options.roles:
+        with beginning(role, local=options.local) as begin:
             for mode in options.modes:
                 for losses in measured(begin, role, mode, kills, before, seed):
-                    print(losses.row(), flush=True)
-                    rows.append(losses.row())
-                    wrong = wrong or bool(losses.wrong)
-    command = f"python -m benchmarks.crash --by-role --kills {kills} --seed {seed} --write"
+                    print(" | ".join(losses.row()), flush=True)
+                    found.append(losses)
+    words = ["--kills", str(kills), "--seed", str(seed), *arguments, "--write"]
     lines = [
-        HEADING,
+        f"`python -m benchmarks.crash --by-role {' '.join(words)}`: runs of the tiny model on Slurm",
+        "22.05 of the tests' lab, whose processes of one role are killed by KILL at random instants of",
+        "their work; a node loses its power. *Seconds lost*: between the two metrics lines around the",
+        "kill, less the median without one. *Answers in flight*: mean number from the kill to the next",
+        "line, and between other lines. *Result*: synchronous runs beside an undisturbed one (weights,",
+        "metrics, prompts), asynchronous ones by their prompts.",
+        f"Machine: {where}; the whole took {time.monotonic() - began:.0f} s.",
         "",
-        f"`{command}`: a run of the tiny model on Slurm 22.05 of the tests' lab, whose processes",
-        "of one role are killed by KILL at random instants of their work. *Seconds lost*: between the",
-        "two metrics lines around the kill, less the median without one. *Groups*: finished by the",
-        "engines between kill and next line. *Result*: synchronous runs beside an undisturbed one",
-        "(weights, metrics, prompts), asynchronous ones by their prompts.",
-        f"Load of the machine (2 cores) at the start: {load:.1f}; "
-        f"the whole took {time.monotonic() - began:.0f} s.",
+        *table(HEADER, [losses.row() for losses in found]),
         "",
-        "| role | mode | recovery | kills | seconds lost: median | most | new attempts | groups | result |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *rows,
+        f"Effective training time ratio when {100 * FAILURE_RATE:.0f} % of the steps have a failure of",
+        "the role, computed as step / (step + rate x mean seconds lost). RobustRL (arXiv 2512.22492)",
+        "states above 80 % for itself and 60 % for ByteRobust at a failure injection of 10 %, on 256 GPUs",
+        "with Qwen3-8B. The seconds lost here are those of a tiny model: nothing large is loaded.",
         "",
+        *table(ETTR_HEADER, [losses.ettr_row() for losses in found]),
     ]
-    section = "\n".join(lines)
-    print(section)
-    if write:
-        put_section(HEADING, section)
-    return int(wrong)
+    show(HEADING, lines, write=write)
+    return int(any(losses.wrong for losses in found))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else float("nan")

@@ -4,6 +4,7 @@ place.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -131,12 +132,14 @@ class CrashedRun:
         return found[-1] if found else None
 
     def processes(self, place: str) -> list[psutil.Process]:
-        """Those of a place that are alive, in the newest attempt."""
+        """Those of a place that are alive, in the newest attempt; the oldest first, because a standby
+        driver is younger than the one that works.
+        """
         attempt = self.attempt()
         if attempt is None:
             return []
         logs = {"actor": "actor-*.log", "engine": "engine-*-server.log", "router": "router.log"}
-        words = {"driver": "rlpost.train", "agent": "bootstrap.agent"}
+        modules = {"driver": "rlpost.train", "agent": "bootstrap.agent"}
         if place in logs:
             wanted = {str(path) for path in attempt.glob(logs[place])}
             return [process for process in psutil.process_iter() if output_of(process) in wanted]
@@ -147,12 +150,13 @@ class CrashedRun:
                 for process in psutil.process_iter()
                 if any(script in word for word in command_line(process))
             ]
-        return [
+        found = [
             process
             for process in psutil.process_iter()
-            if words[place] in (found := command_line(process))
-            and any(str(self.folder) in word for word in found)
+            if module_of(line := command_line(process)) == modules[place]
+            and any(str(self.folder) in word for word in line)
         ]
+        return sorted(found, key=lambda process: process.create_time())
 
     def weights(self) -> str:
         return [line["weights"] for line in self.ledger if line["event"] == "done"][-1]
@@ -169,6 +173,11 @@ class CrashedRun:
         """Prompts of the groups that were finished, as often as they were."""
         path = self.plugin.with_suffix(".finished")
         return [int(line.split()[0]) for line in path.read_text().splitlines()]
+
+    def answers_in_time(self) -> list[tuple[float, float]]:
+        """Begin and end of each answer that was finished, in seconds of ``time.monotonic``."""
+        lines = self.plugin.with_suffix(".times").read_text().splitlines()
+        return [(float(begin), float(end)) for begin, end in map(str.split, lines)]
 
     def tell(self) -> str:
         """The ends of the logs of the last attempt and of the jobs."""
@@ -209,6 +218,23 @@ def command_line(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def module_of(line: Sequence[str]) -> str | None:
+    """The module that a command line of Python runs with ``-m``; None for every other program.
+
+    srun, the agent and keepers carry the driver's command line behind their own, so a search for
+    its words would find them as well.
+    """
+    if not line or not Path(line[0]).name.startswith("python"):
+        return None
+    options = line[1:]
+    for word, following in itertools.pairwise(options):
+        if word == "-m":
+            return following
+        if not word.startswith("-"):  # a script, or the value of an option such as -X
+            return None
+    return None
 
 
 def output_of(process: psutil.Process) -> str:

@@ -275,13 +275,13 @@ def tables(fleet: Fleet, watch: Watch, until: float) -> list[str]:
         [f"job start to first answer, s ({len(to_answer)} starts)", spread(to_answer)],
         ["attempts of the run", str(attempts)],
     ]
-    told = [
+    explanation = [
         "The loss is at both ends of a life: an engine joins in the middle of a step, and what its last",
         "requests had not returned is lost. If it does not grow with the life, a share of 0.9 needs lives of",
         f"{10 * lost_s:.0f} s. Lives here are short for the sake of many events, and starts take long: real",
         "servers start on the same cores that generate.",
     ]
-    return [*table(["event", "times"], happened), "", *table(["", ""], costs), "", *told]
+    return [*table(["event", "times"], happened), "", *table(["", ""], costs), "", *explanation]
 
 
 if __name__ == "__main__":

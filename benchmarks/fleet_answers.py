@@ -29,7 +29,7 @@ DROPPED = 5  # one group in so many
 
 
 class Whole(SamplingParams):
-    """Sampling that goes on after the token that ends an answer."""
+    """Sampling that continues after the token that ends an answer."""
 
     def to_sglang(self) -> dict[str, Any]:
         """See SamplingParams."""

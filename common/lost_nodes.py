@@ -6,8 +6,8 @@ driver.
     replaceable       written by the driver: the hosts that it can lose, one a line; read by the
                       head's agent when a node is lost
 
-Why files: both hold a state, not a message, so a driver that starts again reads the same, nobody
-blocks while the other side is busy, and no file means what was true before there were replacements.
+Why files: both hold a state, not a message, so a driver that starts again reads the same, neither
+side waits while the other is busy, and no file means what was true before there were replacements.
 The writer and the reader of each are on the head's host, so a shared file system shows a new
 version at once; a node that lost the head reads on another host and opens the folder first.
 """

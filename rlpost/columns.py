@@ -129,7 +129,7 @@ class FloatColumn(_NumberColumn):
 
 
 class DoubleColumn(_NumberColumn):
-    """Numbers of 64 bits, for values that Python's arithmetic goes on with."""
+    """Numbers of 64 bits, for values that Python's arithmetic uses afterwards."""
 
     __slots__ = ()
     DTYPE = np.dtype(np.float64)

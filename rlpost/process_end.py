@@ -1,7 +1,7 @@
 """Identity of a process on its host, and the wait for its end.
 
-A killed process may hold GPU memory and ports until the kernel has ended it, so whoever takes them
-over waits. A process number can be used again: the start time tells two processes apart.
+A killed process may hold GPU memory and ports until the kernel has ended it, so their
+next user waits. A process number can be used again: the start time tells two processes apart.
 """
 
 from __future__ import annotations

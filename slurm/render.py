@@ -32,7 +32,7 @@ state stays unknown.
 - With spare nodes a lost node must not end the job: ``--no-kill`` for job and step, without which
   Slurm kills the whole step and requeues the job when it sets the node DOWN. Slurm then takes the
   node out of the job for good: a requeued job asks for one node less, which is set right as well.
-  If that node is the batch host, nobody is left to requeue: ``watch_batch_host.sh`` does it.
+  If that node is the batch host, no script is left to requeue: ``watch_batch_host.sh`` does it.
 - The list of excluded hosts can be changed only while the job is pending: after the requeue, which
 sends TERM.
 - Where requeueing is forbidden, a new job resumes the run in the same folder. It waits for this one

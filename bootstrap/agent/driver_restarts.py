@@ -4,7 +4,7 @@ Input: how it ended, what the agent knows by then, and the restarts so far. Outp
 reason why the attempt ends instead; the batch script then decides about a whole restart.
 
 A driver that ends deliberately (finished, preempted, bad settings, an error that it names) is not
-started again, and neither is one that somebody ended by TERM. A driver that dies twice within
+started again, and neither is one that was ended by TERM. A driver that dies twice within
 ``WINDOW_S`` seconds without a trained step between the two deaths would die again.
 """
 

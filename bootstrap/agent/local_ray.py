@@ -193,7 +193,7 @@ def _remove_own(path: Path) -> None:
     try:
         if path.lstat().st_uid != os.getuid() or path.is_symlink():
             raise RayError(
-                f"{path} belongs to somebody else and is the name this job needs; remove it"
+                f"{path} belongs to another user, and this job needs the name; remove it"
             )
         shutil.rmtree(path)
     except FileNotFoundError:

@@ -138,7 +138,7 @@ def socket_settings(ifname: str | None, ip: str | None) -> dict[str, Setting]:
         "GLOO_SOCKET_IFNAME": Setting(ifname, "Gloo takes one bare name"),
         "TP_SOCKET_IFNAME": Setting(ifname, "TensorPipe takes one bare name"),
         "NCCL_SOCKET_IFNAME": Setting(
-            f"={ifname}", "NCCL takes a prefix unless told to match exactly"
+            f"={ifname}", "= makes NCCL match the whole name, not a prefix"
         ),
         "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": Setting(
             f"={ifname}", "NVSHMEM reads names as NCCL does"
@@ -182,7 +182,7 @@ def _rdma_settings(facts: NetworkFacts, rdma: RdmaChoice, ifname: str | None) ->
         settings["UCX_NET_DEVICES"] = Setting(f"{ports},{ifname}" if ifname else ports, reason)
     if rdma.gid_is_seen and rdma.gid_index is not None:
         settings["NVSHMEM_IB_GID_INDEX"] = Setting(
-            str(rdma.gid_index), "NVSHMEM takes index 0 unless told"
+            str(rdma.gid_index), "NVSHMEM takes index 0 by default"
         )
         if not _has_ipv4_gid(rdma):
             settings["NCCL_IB_GID_INDEX"] = Setting(

@@ -85,7 +85,7 @@ DERIVED = {"dp": _DERIVED, "dp-size": _DERIVED, "data-parallel-size": _DERIVED}
 def meant(word: str) -> str | None:
     """Return an error that says what to write instead of ``--tp``, ``-n`` or a flag of slime.
 
-    None for a name that nobody uses.
+    None for a name that no setting has.
     """
     name = word.lstrip("-").replace("_", "-").lower()
     if name in DERIVED:

@@ -4,7 +4,7 @@ Input: the run folder, the engine's name, the file that announces the end of the
 server that is paused until the driver admits it, and the engine's record, renewed every BEAT_S; an
 exit code for the batch script (``slurm/render_fleet.py``).
 
-    preflight -> wait for a lease -> start the server, paused -> renew the record until told to leave
+    preflight -> wait for a lease -> start the server, paused -> renew the record until asked to leave
 
 The driver sends weights and requests; the agent never resumes its server. Decisions are in
 ``agent_rules``. Reads of the shared file system run in the same thread: where it hangs, the record

@@ -46,7 +46,7 @@ class TrainerRanks:
         return self._offload.engines_hold_gpus()
 
     def paused(self) -> AbstractAsyncContextManager[object]:
-        """Return a context in which nobody else calls ranks: engines are not repaired meanwhile."""
+        """Return a context with exclusive use of the ranks: no engine is repaired meanwhile."""
         return self._engine_health.paused()
 
     async def prepare(self) -> None:

@@ -66,7 +66,7 @@ class Ranks(Protocol):
     """Starts the trainer's ranks, and connects them with what stays."""
 
     def paused(self) -> AbstractAsyncContextManager[object]:
-        """Return a context in which nobody else calls ranks."""
+        """Return a context with exclusive use of the ranks."""
 
     async def prepare(self) -> None:
         """Free what new ranks need and engines hold."""

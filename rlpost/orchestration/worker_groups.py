@@ -57,7 +57,7 @@ class ActorGroup:
         return self._workers.names
 
     def replace(self, fresh: ActorGroup) -> None:
-        """Use the workers of ``fresh`` from now on: whoever holds this group reaches them."""
+        """Use the workers of ``fresh`` from now on: calls through this group reach them."""
         self._workers, self._watch = fresh._workers, fresh._watch
 
     async def dead(self, within_s: float) -> list[int]:

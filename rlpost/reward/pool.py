@@ -74,7 +74,7 @@ class Pool:
     async def grade(self, what: What, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
         """Return the rewards of ``samples`` in order; one time limit covers all of them.
 
-        If the caller is cancelled, the grading goes on until it ends or reaches the time limit.
+        If the caller is cancelled, the grading continues until it ends or reaches the time limit.
 
         Raises: GradingTimeout, GradingFailed, GradingLost: see their definitions. ConfigError: the
             function cannot be imported or called, or --reward-key does not match its result.

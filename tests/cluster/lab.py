@@ -217,6 +217,10 @@ class Lab:
         self._kill(node)
         kill_in_namespace(self._netns(node))
 
+    def has_power(self, node: str) -> bool:
+        """Whether the node was started and not killed since."""
+        return (self.base / "pids" / node).exists()
+
     def wait_idle(self, nodes: Sequence[str], *, deadline_s: float = 60.0) -> None:
         """Wait until Slurm calls all these nodes idle.
 

@@ -144,7 +144,7 @@ def parameter_bytes(config: Config) -> RankMemory:
     """Bytes of one parameter on a GPU, wherever its optimizer's state lies: in bfloat16 there is a
     main weight in float32 beside Adam's two moments, in float32 there are the moments alone.
     """
-    # on a GPU it is so unless told otherwise
+    # the default on a GPU
     given, narrow = (
         config.optimizer,
         config.perf.bf16 is not False,

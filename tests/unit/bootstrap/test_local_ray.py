@@ -162,7 +162,7 @@ def test_a_process_that_gets_no_order_leaves_nothing_behind(tmp_path: Path) -> N
 def test_a_session_folder_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
     async def scene() -> None:
         (tmp_path / "session").symlink_to("/tmp")
-        with pytest.raises(RayError, match="belongs to somebody else"):
+        with pytest.raises(RayError, match="belongs to another user"):
             await prepared(tmp_path)
         assert (tmp_path / "session").is_symlink()
 

@@ -1,4 +1,4 @@
-"""The system-call filter of commands: a denied call fails with EPERM, the program goes on.
+"""The system-call filter of commands: a denied call fails with EPERM, the program continues.
 
 Denied are calls that change the host or reach past the namespaces, and those whose memory no limit
 counts. The filter is a BPF program for x86_64 and aarch64.
