@@ -107,7 +107,7 @@ def advantages_of(
 
 def reverse_kl(of_position: Mapping[int, DoubleColumn], num_tokens: int) -> dict[str, float]:
     """Return the metric: the mean divergence over the trained tokens of the rollout, in nats."""
-    return {REVERSE_KL: sum(map(sum, of_position.values())) / num_tokens}
+    return {REVERSE_KL: sum(map(sum, of_position.values())) / max(num_tokens, 1)}
 
 
 def _of_server(sample: TrainSample) -> FloatColumn:

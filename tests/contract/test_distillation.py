@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +198,75 @@ def make_odd(folder: Path) -> None:
     folder.mkdir()
     config = json.loads((folder.parent / "teacher/config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+
+
+NUM_STEPS = 12
+
+
+def distil(actor: Any, *, student: str, form: str) -> list[float]:
+    """Train on answers that the student generated; the mean divergence before each step."""
+    import itertools
+    import random
+
+    from transformers import AutoModelForCausalLM
+
+    from rlpost.algorithm.distillation import distances
+    from rlpost.types import TrainBatch
+
+    actor.import_weights()
+    source, found = random.Random(5), []
+    torch.manual_seed(5)
+    for _ in range(NUM_STEPS):
+        actor.export(student)
+        model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
+        prompts = torch.tensor([[source.randrange(96) for _ in range(4)] for _ in range(64)])
+        made = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            do_sample=True,
+            top_k=0,
+            min_new_tokens=6,
+            max_new_tokens=6,
+        )
+        samples = tuple(
+            TrainSample(tuple(ids), 4, (1,) * 6, (0.0,) * 6, 0.0) for ids in made.tolist()
+        )
+        batch = TrainBatch((samples,), num_samples=64, num_tokens=64 * 6)
+        own, theirs = actor.compute_logprobs(batch), actor.compute_teacher_logprobs(batch)
+        chain = itertools.chain.from_iterable
+        of_samples = [
+            distances(p, q, sample.loss_mask)
+            for p, q, sample in zip(chain(own), chain(theirs), samples, strict=True)
+        ]
+        found.append(sum(map(sum, of_samples)) / batch.num_tokens)
+        if form == "advantage":
+            advantages = [FloatColumn(-d for d in column) for column in of_samples]
+            batch = batch.with_advantages(advantages)
+        actor.train_step(batch)
+    return found
+
+
+@pytest.mark.parametrize("form", ["advantage", "loss"])
+def test_the_divergence_falls_while_the_student_learns_from_its_own_answers(models, tmp_path, form):
+    """Sampled by transformers from the weights that the actor exports after each step. The teacher
+    prefers no token, so the divergence is log 96 less the entropy of the student.
+    """
+    from safetensors.torch import load_file, save_file
+
+    teacher = tmp_path / "teacher"
+    shutil.copytree(models / "teacher", teacher)
+    tensors = load_file(teacher / "model.safetensors")
+    tensors["model.norm.weight"].zero_()
+    save_file(tensors, teacher / "model.safetensors", metadata={"format": "pt"})
+    given = settings(
+        models,
+        opd_form=form,
+        opd_kl_coef=1.0,
+        opd_teacher_load=str(teacher),
+        lr=1e-2,
+        temperature=1.0,
+    )
+    (found,) = run_ranks(distil, 1, given, student=str(tmp_path / "student"), form=form)
+    first, last = sum(found[:2]) / 2, sum(found[-2:]) / 2
+    print(form, [round(value, 2) for value in found])
+    assert last < 0.8 * first

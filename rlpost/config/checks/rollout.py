@@ -74,8 +74,9 @@ def rollout_problems(config: Config) -> list[str]:
 
 
 def _is_number(value: object) -> bool:
-    is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_real and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value)
 
 
 def eval_problems(config: Config) -> list[str]:
