@@ -38,7 +38,7 @@ LACKING: dict[str, str] = {
     "custom-pg-loss-reducer-function-path": "use --calculate-per-token-loss, or "
     "--loss-type custom_loss with --custom-loss-function-path",
     "custom-reward-post-process-path": "use --custom-advantage-function-path, which gets the "
-    "rewards of each group",
+    "rewards of each group; for distillation --opd-teacher-url replaces it and --custom-rm-path",
     "custom-rollout-log-function-path": f"{_NO_HOOK}; metrics.jsonl has every metric",
     "custom-tis-function-path": "use --tis-level, --tis-mode, --tis-clip and --tis-clip-low, or "
     "--loss-type custom_loss",
