@@ -202,25 +202,25 @@ def killed(run: CrashedRun, num_kills: int, rng: random.Random) -> list[Kill]:
     return kills
 
 
-def differences(run: CrashedRun, untouched: CrashedRun) -> list[str]:
+def differences(run: CrashedRun, undisturbed: CrashedRun) -> list[str]:
     """Differences from the undisturbed run, as messages; empty if there are none."""
     found = []
-    if run.weights() != untouched.weights():
+    if run.weights() != undisturbed.weights():
         found.append("the final weights differ")
-    if run.lines() != untouched.lines():
-        pairs = list(zip(run.lines(), untouched.lines(), strict=False))
+    if run.lines() != undisturbed.lines():
+        pairs = list(zip(run.lines(), undisturbed.lines(), strict=False))
         steps = [
             f"{ours['step']}: {_unequal(ours, theirs)}" for ours, theirs in pairs if ours != theirs
         ]
         found.append(
-            f"the metrics of {len(run.lines())} and {len(untouched.lines())} steps differ: {steps[:5]}"
+            f"the metrics of {len(run.lines())} and {len(undisturbed.lines())} steps differ: {steps[:5]}"
         )
     finished = run.finished()
     twice = sorted({prompt for prompt in finished if finished.count(prompt) > 1})
     if twice:
         found.append(f"groups finished twice: prompts {twice[:10]}")
-    if set(finished) != set(untouched.finished()):
-        found.append(f"other prompts: {sorted(set(finished) ^ set(untouched.finished()))[:10]}")
+    if set(finished) != set(undisturbed.finished()):
+        found.append(f"other prompts: {sorted(set(finished) ^ set(undisturbed.finished()))[:10]}")
     return found
 
 
@@ -281,19 +281,19 @@ def main() -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     load, began = os.getloadavg()[0], time.monotonic()
     with crash_lab() as lab:
-        untouched = CrashedRun(lab, "untouched", num_steps(options.kills))
-        finish(untouched)
+        undisturbed = CrashedRun(lab, "undisturbed", num_steps(options.kills))
+        finish(undisturbed)
         alone_s = time.monotonic() - began
         run = CrashedRun(lab, "killed", num_steps(options.kills))
         kills = killed(run, options.kills, random.Random(options.seed))
-        wrong = differences(run, untouched)
+        wrong = differences(run, undisturbed)
         groups = len(run.finished())
         exits = [
             line["seconds_from_signal"]
             for line in run.ledger
             if line.get("seconds_from_signal") is not None
         ]
-        share = journal_share(untouched)
+        share = journal_share(undisturbed)
     introduction = [
         f"`python -m benchmarks.crash --kills {options.kills} --seed {options.seed} --write`: a run of "
         f"{run.num_steps} steps on Slurm 22.05 of the tests' lab,",
@@ -305,7 +305,7 @@ def main() -> int:
         )
         + ".",
         "*Seconds lost*: from the kill until the run was further than it had been; with start-up of Ray, trainer and",
-        f"engines. {_safe_exits(exits)}The journal took {100 * share:.1f} % of the untouched run's steps.",
+        f"engines. {_safe_exits(exits)}The journal took {100 * share:.1f} % of the undisturbed run's steps.",
         "A node is back at once, so Slurm misses the job when it registers; within BatchStartTimeout (10 s) of the",
         "job's start it is taken for one that has yet to begin, and missed at the next registration, 2 min later.",
         f"Load of the machine (2 cores) at the start: {load:.1f}; the whole took {time.monotonic() - began:.0f} s.",

@@ -262,7 +262,7 @@ def tables(fleet: Fleet, watch: Watch, until: float) -> list[str]:
     costs = [
         ["answers per engine-second, engines that come and go", f"{ours.rate:.2f}"],
         ["the same, undisturbed engines, same seconds", f"{theirs.rate:.2f}"],
-        ["share of the untouched engines' throughput per engine-second", f"{share:.2f}"],
+        ["share of the undisturbed engines' throughput per engine-second", f"{share:.2f}"],
         [
             f"engine-seconds lost in one of their {lives} lives of {served_s / lives:.0f} s (mean)",
             f"{lost_s:.1f}",

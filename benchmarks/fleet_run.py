@@ -59,11 +59,19 @@ def fleet_lab(num_nodes: int = 5) -> Iterator[Lab]:
 class FleetRun(CrashedRun):
     """A run and its fleet."""
 
-    def __init__(self, lab: Lab, name: str, num_steps: int, *, pace: float = 1.0) -> None:
-        """``pace``: see ``set_pace``."""
+    def __init__(
+        self,
+        lab: Lab,
+        name: str,
+        num_steps: int,
+        *,
+        settings: Sequence[str] = (),
+        pace: float = 1.0,
+    ) -> None:
+        """``settings``: as of ``CrashedRun``; ``pace``: see ``set_pace``."""
         self.pace_file = lab.shared / f"{name}_answers.{PACE_FILES[self.answers]}"
         self.set_pace(pace)
-        super().__init__(lab, name, num_steps)
+        super().__init__(lab, name, num_steps, settings=settings)
         self.fleet_folder = FleetFolder(self.folder)
         self.num_urgent = 0
 

@@ -1,5 +1,5 @@
-"""Two engines of a fleet beside a run on a real Slurm: one is preempted and comes back, one is
-killed, one is drained.
+"""A run on a real Slurm whose two engines are both in a fleet: one is preempted and comes back, one
+is killed, one is drained.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from tests.cluster.jobs import job_info
 from tests.cluster.lab import Lab
 
 NUM_KILLS = 7  # of test_crash: one in each place; its run has as many steps
+NO_OWN_ENGINES = ("--rollout-num-gpus", "0", "--min-engines", "1")
 SLOWNESS = 10.0  # of the answers while engines come and go: steps must not run out
 
 
@@ -35,8 +36,8 @@ class FleetStory:
 
 def tell(lab: Lab) -> FleetStory:
     """Let it happen; the run is done afterwards."""
-    run = FleetRun(lab, "untouched", num_steps(NUM_KILLS), pace=SLOWNESS)
-    wait_for(run, "the first attempt", lambda: run.is_ready)
+    steps = num_steps(NUM_KILLS)
+    run = FleetRun(lab, "undisturbed", steps, settings=NO_OWN_ENGINES, pace=SLOWNESS)
     engines = run.add(2, partition="low")
     until_admitted(run, engines)
     wait_for(run, "answers of both", lambda: all(map(run.answers_at, engines)))

@@ -1,5 +1,5 @@
 """A supervised run on a real Slurm, killed once in every place it has, beside one that nobody
-killed, whose answers came from a fleet as well. The benchmark ``crash`` kills as often as one likes.
+killed, whose answers came from a fleet. The benchmark ``crash`` kills as often as one likes.
 """
 
 import random
@@ -12,9 +12,9 @@ from tests.e2e.fleet import NUM_KILLS
 def test_a_run_killed_in_every_place_ends_with_the_same_weights_and_every_prompt_once(
     crash_cluster, fleet_story
 ):
-    untouched = fleet_story.run
+    undisturbed = fleet_story.run
     run = CrashedRun(crash_cluster, "killed", num_steps(NUM_KILLS))
     kills = killed(run, NUM_KILLS, random.Random(3))
-    assert differences(run, untouched) == [], run.tell()
+    assert differences(run, undisturbed) == [], run.tell()
     assert {kill.place for kill in kills} == set(PLACES)
     assert len(kills) == NUM_KILLS

@@ -122,10 +122,10 @@ def test_a_driver_killed_twice_leaves_the_run_of_one_that_lived(assets, tmp_path
     """Engines are the same processes to the end; weights, metrics and prompts are equal, and no
     finished group is generated again.
     """
-    (tmp_path / "untouched").mkdir()
+    (tmp_path / "undisturbed").mkdir()
     (tmp_path / "killed").mkdir()
-    with LocalRun(tmp_path / "untouched") as untouched:
-        untouched.done()
+    with LocalRun(tmp_path / "undisturbed") as undisturbed:
+        undisturbed.done()
     engines = []
     with LocalRun(tmp_path / "killed") as run:
         for number, step in enumerate(KILLED_AFTER, start=1):
@@ -140,10 +140,10 @@ def test_a_driver_killed_twice_leaves_the_run_of_one_that_lived(assets, tmp_path
         run.done()
     assert engines[0] and engines[0] == engines[1] == engines[2]
     assert not run.processes(r".*\.log"), "detached workers end with the attempt"
-    assert run.weights == untouched.weights
-    assert run.lines == untouched.lines and len(run.lines) >= NUM_STEPS
+    assert run.weights == undisturbed.weights
+    assert run.lines == undisturbed.lines and len(run.lines) >= NUM_STEPS
     assert len(set(run.finished)) == len(run.finished)
-    assert set(run.finished) == set(untouched.finished)
+    assert set(run.finished) == set(undisturbed.finished)
     events = [entry["event"] for entry in run.ledger]
     assert (events.count("started"), events.count("ready")) == (1, 1)
     recovered = [entry for entry in run.ledger if entry["event"] == "recovered"]
