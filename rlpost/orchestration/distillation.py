@@ -67,38 +67,51 @@ def by_position(
     return found
 
 
-def advantages_of(
+def base_advantages(
     groups: Sequence[SampleGroup],
     grpo: GrpoConfig,
     given: DistillationConfig,
     penalties: Penalties | None,
-    of_position: Mapping[int, DoubleColumn] | None,
 ) -> list[tuple[Advantage, ...]]:
-    """Return the advantages of a rollout by group and sample, with the teacher's part.
+    """Return the advantages of rewards by group and sample, before ``with_teacher``.
 
-    The divergence is subtracted after the estimator, its own whitening included;
-    --normalize-advantages whitens what results, as in slime.
+    0 with --opd-alone. --normalize-advantages is left to ``with_teacher`` if that follows.
 
     Args:
         groups: of the rollout.
         grpo: settings of the estimator.
         given: settings of distillation.
         penalties: of the KL divergence from the reference, by group and sample.
-        of_position: divergences from the teacher by position; None if advantages have no part of
-            the teacher.
     """
-    if given.opd_alone and given.use_opd:
-        base: list[tuple[Advantage, ...]] = [(0.0,) * len(group.samples) for group in groups]
-    elif of_position is None:
-        base = rollout_advantages(groups, grpo, penalties)
-    else:
-        plain = grpo.model_copy(update={"normalize_advantages": False})
-        base = rollout_advantages(groups, plain, penalties)
-    if of_position is None:
-        return base
+    if given.use_opd and given.opd_alone:
+        return [(0.0,) * len(group.samples) for group in groups]
+    if in_advantage(given):
+        grpo = grpo.model_copy(update={"normalize_advantages": False})
+    return rollout_advantages(groups, grpo, penalties)
+
+
+def with_teacher(
+    advantages: Sequence[Sequence[Advantage]],
+    groups: Sequence[SampleGroup],
+    grpo: GrpoConfig,
+    given: DistillationConfig,
+    of_position: Mapping[int, DoubleColumn],
+) -> list[tuple[Advantage, ...]]:
+    """Subtract the divergence from the advantages of all tokens, by group and sample.
+
+    This follows the estimator, its own whitening included; --normalize-advantages whitens the
+    result, as in slime.
+
+    Args:
+        advantages: by group and sample.
+        groups: of the rollout.
+        grpo: settings of the estimator.
+        given: settings of distillation.
+        of_position: the divergences by the position of the sample in the rollout.
+    """
     in_order = iter([of_position[position] for position in range(len(of_position))])
     by_group = [[next(in_order) for _ in group.samples] for group in groups]
-    found = distilled(base, by_group, given.opd_kl_coef)
+    found = distilled(advantages, by_group, given.opd_kl_coef)
     if not grpo.normalize_advantages:
         return found
     masks = [[scored.sample.mask for scored in group.samples] for group in groups]

@@ -252,9 +252,11 @@ class Training:
         if penalties is not None:
             in_order = iter([penalties[position] for position in range(len(penalties))])
             of_group = [[next(in_order) for _ in group.samples] for group in groups]
-        by_group = distillation.advantages_of(
-            groups, config.grpo, config.distillation, of_group, distances
-        )
+        by_group = distillation.base_advantages(groups, config.grpo, config.distillation, of_group)
+        if distances is not None:
+            by_group = distillation.with_teacher(
+                by_group, groups, config.grpo, config.distillation, distances
+            )
         of_samples = [advantage for group in by_group for advantage in group]
 
         def of_rank(positions: Sequence[int | None]) -> tuple[Advantage, ...]:
