@@ -325,7 +325,15 @@ def _mtp_problems(config: Config) -> list[str]:
 
 
 def _reference_problems(config: Config) -> list[str]:
-    folder = config.checkpoint.ref_load
+    policy, critic = config.checkpoint.ref_load, config.critic.critic_load
+    return [
+        *_weight_problems(policy, "--ref-load", "the weights of --hf-checkpoint as the reference"),
+        *_weight_problems(critic, "--critic-load", "those of the policy"),
+    ]
+
+
+def _weight_problems(folder: str | None, given: str, default: str) -> list[str]:
+    """Of a folder of weights, which may be torch_dist or Hugging Face."""
     if (
         folder is None
         or find_checkpoint(folder) is not None
@@ -338,8 +346,8 @@ def _reference_problems(config: Config) -> list[str]:
         else "no such folder"
     )
     return [
-        f"--ref-load {folder}: {what}; make it with tools/convert_hf_to_torch_dist.py, or use --ref-load none "
-        "to take the weights of --hf-checkpoint as the reference"
+        f"{given} {folder}: {what}; make it with tools/convert_hf_to_torch_dist.py, or use {given} none "
+        f"to take {default}"
     ]
 
 

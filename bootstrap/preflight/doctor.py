@@ -30,11 +30,16 @@ from bootstrap.preflight.table import Preflight, Wanted
 
 
 def examine(
-    host: str, folder: Path, wanted: Wanted, needed_paths: Sequence[Path] = ()
+    host: str,
+    folder: Path,
+    wanted: Wanted,
+    needed_paths: Sequence[Path] = (),
+    *,
+    sandboxes: bool = False,
 ) -> Preflight:
-    """Preflight of this host; ``folder``: the folder for runs."""
+    """Preflight of this host; ``folder``: the folder for runs; ``sandboxes``: with their check."""
     ray_folder = Path(temp_dir(read_facts({}, host))).parent
-    facts = read_host(folder, ray_folder, host, os.environ, needed_paths)
+    facts = read_host(folder, ray_folder, host, os.environ, needed_paths, sandboxes=sandboxes)
     if facts.canary is not None:
         with suppress(OSError):
             (folder / CANARY_DIR / facts.canary).unlink()
@@ -63,6 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--wait-s", type=float, default=60.0, help="seconds to wait for the other nodes of a step"
     )
+    parser.add_argument(
+        "--sandboxes",
+        action="store_true",
+        help="the host must be able to run sandboxes of agents",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
     raise_limits()
@@ -78,7 +88,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _alone(host: str, options: argparse.Namespace) -> int:
     wanted = Wanted(options.num_gpus, options.object_store_memory)
     with tempfile.TemporaryDirectory() as scratch:
-        preflight = examine(host, options.folder or Path(scratch), wanted, options.needed_path)
+        preflight = examine(
+            host,
+            options.folder or Path(scratch),
+            wanted,
+            options.needed_path,
+            sandboxes=options.sandboxes,
+        )
     print(preflight.to_json() if options.json else preflight.table())
     return 1 if preflight.unfit else 0
 
@@ -104,6 +120,7 @@ def _with_others(step: Facts, options: argparse.Namespace) -> int:
         spare_nodes=0,
         driver=(),
         needed_paths=tuple(options.needed_path),
+        sandboxes=options.sandboxes,
     )
     try:
         found = asyncio.run(examine_all(step, orders, options.wait_s))

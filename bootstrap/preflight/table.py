@@ -26,6 +26,22 @@ class Hca:
 
 
 @dataclass(frozen=True, slots=True)
+class SandboxOffer:
+    """What a host has for sandboxes of agents.
+
+    Attributes:
+        namespaces: why commands cannot be isolated, empty if they can, None if that is not known.
+        cgroup: the delegated cgroup v2, empty without one; ``no_cgroup`` says why.
+        has_enroot: it can unpack .sqsh images.
+    """
+
+    namespaces: str | None = ""
+    cgroup: str = ""
+    no_cgroup: str = ""
+    has_enroot: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class HostFacts:
     """Facts of one host; None: could not be read."""
 
@@ -54,6 +70,7 @@ class HostFacts:
     network_conflicts: tuple[str, ...] | None = (
         None  # variables that conflict with detected settings
     )
+    sandboxes: SandboxOffer | None = None  # None: not asked for
     problem: str | None = None  # why this host cannot join, from its agent
 
     @classmethod
@@ -62,6 +79,8 @@ class HostFacts:
         known = dict(raw)
         known["gpu_reading"] = GpuReading.from_json(known.get("gpu_reading") or {})
         known["hcas"] = tuple(Hca(**port) for port in known.get("hcas") or ())
+        if known.get("sandboxes") is not None:
+            known["sandboxes"] = SandboxOffer(**known["sandboxes"])
         for name in (
             "head_ips",
             "taken_ports",

@@ -21,7 +21,17 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from rlpost.actor import device, megatron_checkpoint, optimizer, parallel, progress, random_state
+from rlpost.actor import (
+    device,
+    megatron_checkpoint,
+    optimizer,
+    parallel,
+    progress,
+    random_state,
+    weight_files,
+)
+from rlpost.actor.critic import Critic, Values
+from rlpost.actor.joint_writing import JointWriting
 from rlpost.actor.megatron_checkpoint import Residence, Saver
 from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.model import build_model, inventory_of
@@ -41,13 +51,13 @@ from rlpost.actor.teacher_description import teacher_description
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.algorithm.guards import check_finite
 from rlpost.columns import FloatColumn
-from rlpost.errors import CheckpointError, Interrupted, SyncError
+from rlpost.errors import CheckpointError, Interrupted
 from rlpost.metrics.spans import span
 from rlpost.progress.position import RECORDER, Position
 from rlpost.types import StepResult, TrainBatch
 from rlpost.weights.bucket_plan import SMALLEST
 from rlpost.weights.delta import Written
-from rlpost.weights.exporter import Exporter, export_folder, weights_hash
+from rlpost.weights.exporter import Exporter, weights_hash
 from rlpost.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.weights.sent_weights import LastSent
 from rlpost.weights.trainer_side import Broadcast, Buckets, Sharing
@@ -71,7 +81,8 @@ class Actor:
         self._teacher: Teacher | None = None
         self.num_optimizer_steps = 0  # completed so far; the learning rate depends on it
         self._saver: Saver | None = None
-        self._writing: megatron_checkpoint.Writing | None = None
+        self._writing: JointWriting | None = None
+        self.critic: Critic | None = None
         self.description = read_description(settings.hf_checkpoint, settings.model_args)
         self.description.check_layout(settings)
         if settings.has_teacher:
@@ -113,6 +124,13 @@ class Actor:
             stop_points=self.stop_points,
         )
         self.inventory = inventory_of(self.chunks, self.description)
+        if settings.use_critic:
+            self.critic = Critic(
+                settings,
+                self.description,
+                row_layout=self.row_layout,
+                stop_points=self.stop_points,
+            )
         if settings.needs_reference:
             self._reference = ReferenceWeights(self.inventory, self._read_initial_weights)
         if settings.has_teacher:
@@ -139,7 +157,8 @@ class Actor:
         self.last_sent = LastSent(
             self.exporter, bucket_bytes=self.piece_bytes, writes=dist.get_rank() == 0
         )
-        self.memory = DeviceMemory(self.model, self.optimizer)
+        critic = None if self.critic is None else (self.critic.model, self.critic.optimizer)
+        self.memory = DeviceMemory(self.model, self.optimizer, critic)
         self.profiling = Profiling(rank)
         num_parameters = sum(
             parameter.numel() for chunk in self.model for parameter in chunk.parameters()
@@ -188,13 +207,16 @@ class Actor:
         return self.broadcast.stage if self.broadcast.is_source else None
 
     def import_weights(self) -> None:
-        """Load the initial weights, from ``ref_load`` if set, else from ``hf_checkpoint``.
+        """Load the initial weights, from ``ref_load`` if set, else from ``hf_checkpoint``; those of
+        the critic from ``critic_load`` if set.
 
         Raises:
             WeightError, CheckpointError: the weights do not fit the model.
         """
         self._read_initial_weights()
         self.optimizer.reload_model_params()
+        if self.critic is not None:
+            self.critic.import_weights()
 
     def compute_logprobs(self, batch: TrainBatch) -> Logprobs:
         """Log-probs of all response tokens under the current weights; forward only.
@@ -259,9 +281,7 @@ class Actor:
             return self.passes.logprobs(batch, records_routes=False)
 
     def _update_reference(self) -> None:
-        """With --ref-update-interval: after the last optimizer step of such a rollout the policy
-        becomes the reference. Checkpoints hold the count of steps, and the reference itself.
-        """
+        """Make the policy the reference after the last step of every such rollout."""
         interval, reference = self.settings.ref_update_interval, self._reference
         if interval is None or reference is None:
             return
@@ -274,6 +294,27 @@ class Actor:
         assert self._teacher is not None, "the settings have no teacher in the trainer"
         return self._teacher.logprobs(batch)
 
+    @property
+    def num_critic_steps(self) -> int:
+        """Optimizer steps of the critic so far; 0 without a critic."""
+        return 0 if self.critic is None else self.critic.num_optimizer_steps
+
+    def compute_values(self, batch: TrainBatch) -> Values:
+        """The critic's value before each response token; see ``Critic.values``."""
+        return self._critic().values(batch)
+
+    def train_critic(
+        self, batch: TrainBatch, values: Values | None, returns: Sequence[FloatColumn]
+    ) -> StepResult:
+        """Run one optimizer step of the critic; see ``Critic.train_step``."""
+        critic = self._critic()
+        self.wait_copied()
+        return StepResult(critic.train_step(batch, values, returns), own_s=OWN_TIME.seconds())
+
+    def _critic(self) -> Critic:
+        assert self.critic is not None, "a critic needs --advantage-estimator ppo"
+        return self.critic
+
     def save(self, folder: str | Path, step: int, *, in_background: bool = False) -> None:
         """Write model, optimizer (not with ``no_save_optim``) and ``step`` into ``folder``.
 
@@ -285,17 +326,22 @@ class Actor:
         Raises:
             CheckpointError: a rank cannot write; raised on every rank.
         """
-        if problem := parallel.first_problem(self._prepare(Path(folder))):
-            raise CheckpointError(f"checkpoint of step {step}: cannot create {folder}: {problem}")
+        try:
+            self.finish_save()
+        except CheckpointError as error:
+            logger.warning("%s", error)
+        megatron_checkpoint.create_folder(Path(folder), step)
         self._finish_param_sync()
         if self._reference is not None:
             self._reference.save(folder, self.chunks, buffer_bytes=self.settings.save_buffer_bytes)
         saver = self._saver or self.set_save_buffer(self.settings.save_buffer_bytes)
-        writing = self._writing = saver.start(
-            folder, megatron_checkpoint.Progress(step, self.num_optimizer_steps)
-        )
+        writing = JointWriting()
+        writing.add(saver, folder, megatron_checkpoint.Progress(step, self.num_optimizer_steps))
+        self._writing = writing
+        if self.critic is not None:
+            self.critic.start_save(writing, folder, step, self._residence)
         if in_background:
-            if saver.must_stay:
+            if writing.must_stay:
                 self.wait_copied()
             return
         try:
@@ -309,9 +355,15 @@ class Actor:
             self.chunks,
             None if self.settings.no_save_optim else self.optimizer,
             buffer_bytes=num_bytes,
-            residence=Residence(self.memory.resident, self.memory.lock),
+            residence=self._residence,
         )
+        if self.critic is not None:
+            self.critic.set_save_buffer(num_bytes, self._residence)
         return self._saver
+
+    @property
+    def _residence(self) -> Residence:
+        return Residence(self.memory.resident, self.memory.lock)
 
     def wait_copied(self, *, weights_only: bool = False) -> None:
         """Wait until a background save has copied the state (or the weights)."""
@@ -320,19 +372,6 @@ class Actor:
                 writing.wait_copied(
                     weights_only=weights_only, timeout_s=self.settings.save_deadline_s
                 )
-
-    def _prepare(self, folder: Path) -> str | None:
-        """Finish an earlier save, then create the folder on the first rank; returns the problem."""
-        try:
-            self.finish_save()
-        except CheckpointError as error:
-            logger.warning("%s", error)
-        try:
-            if dist.get_rank() == 0:
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            return str(error)
-        return None
 
     def finish_save(self) -> None:
         """Wait for a background ``save``. Safe to call from another thread.
@@ -379,55 +418,28 @@ class Actor:
             buffer_bytes=self.settings.save_buffer_bytes,
         )
         self.num_optimizer_steps = progress.num_optimizer_steps
+        if self.critic is not None:
+            self.critic.load(folder)
         return progress.step
 
     def export(self, folder: str | Path) -> None:
-        """Write the weights as a Hugging Face folder with configuration and tokenizer.
+        """Write the weights as a Hugging Face folder; see ``weight_files.export``."""
+        self._finish_param_sync()
+        weight_files.export(self.exporter, folder, self.description, self.settings)
+
+    def export_critic(self, folder: str | Path) -> None:
+        """Write the critic as a Hugging Face folder of a model for token classification.
 
         Raises:
             CheckpointError: the folder cannot be written; raised on every rank.
         """
-        self._finish_param_sync()
-        problem, writes, config = None, dist.get_rank() == 0, self.description.hf_config
-        try:
-            export_folder(
-                self.exporter,
-                folder,
-                template=self.settings.hf_checkpoint,
-                config=config,
-                writes=writes,
-            )
-        except OSError as error:
-            problem = str(error)
-        if problem := parallel.first_problem(problem):
-            raise CheckpointError(f"cannot write weights to {folder}: {problem}")
+        weight_files.written_everywhere(partial(self._critic().export, folder), folder)
 
     def write_weights(self, folder: str | Path, version: int, whole: bool) -> Written | None:
-        """Write a version for engines that read files: all weights, or a delta to the last version.
-
-        Returns:
-            What the writing rank wrote; None on other ranks.
-
-        Raises:
-            SyncError: the version cannot be written; raised on every rank.
-        """
+        """Write a version for engines that read files; see ``weight_files.write_version``."""
         self._finish_param_sync()
-        export = partial(
-            export_folder, template=self.settings.hf_checkpoint, config=self.description.hf_config
-        )
-        problem, written = None, None
-        try:
-            if whole:
-                written = self.last_sent.write_whole(
-                    Path(folder), version, partial(export, writes=dist.get_rank() == 0)
-                )
-            else:
-                written = self.last_sent.write_delta(Path(folder), version)
-        except OSError as error:
-            problem = str(error)
-        if problem := parallel.first_problem(problem):
-            raise SyncError(f"cannot write weights of version {version} to {folder}: {problem}")
-        return written
+        write = partial(weight_files.write_version, self.last_sent, Path(folder), version)
+        return write(self.description, self.settings, whole=whole)
 
     def weights_hash(self) -> str:
         """Hash of the full weights under their Hugging Face names; the same at every layout."""

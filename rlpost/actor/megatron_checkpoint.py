@@ -124,9 +124,13 @@ class Writing:
         Raises:
             CheckpointError: a rank could not write; raised on every rank.
         """
-        self._thread.join()
+        self.join()
         if self._error is not None:
             raise CheckpointError(f"{self._what}: {_message_of(self._error)}") from self._error
+
+    def join(self) -> None:
+        """Wait until nothing is written any more, whether or not it succeeded."""
+        self._thread.join()
 
     def _run(self, run: Callable[[], None]) -> None:
         try:
@@ -252,7 +256,7 @@ def load(
     )
     if is_same_layout:
         random_state.restore(loaded[random_state.KEY])
-    else:
+    elif "layout" in common:  # that of a critic is in the policy's part
         logger.info(
             "%s was written with another layout: random generators restart from the seed", folder
         )
@@ -269,6 +273,22 @@ def load(
     return Progress(
         common["step"], common.get("num_optimizer_steps", round(common.get("adam_step", 0)))
     )
+
+
+def create_folder(folder: Path, step: int) -> None:
+    """Create the folder of a checkpoint on the first rank. Collective.
+
+    Raises:
+        CheckpointError: it cannot; raised on every rank.
+    """
+    problem = None
+    try:
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        problem = str(error)
+    if problem := parallel.first_problem(problem):
+        raise CheckpointError(f"checkpoint of step {step}: cannot create {folder}: {problem}")
 
 
 def save_weights(
@@ -305,8 +325,12 @@ def save_weights(
     return saver
 
 
-def load_weights(folder: str | Path, *, chunks: Sequence[torch.nn.Module]) -> None:
+def load_weights(
+    folder: str | Path, *, chunks: Sequence[torch.nn.Module], omitted: tuple[str, ...] = ()
+) -> None:
     """Fill the model from the checkpoint in ``folder``, ignoring optimizer state.
+
+    Tensors whose key begins with one of ``omitted`` keep their values.
 
     Raises:
         CheckpointError: the folder holds no checkpoint of this model.
@@ -314,18 +338,28 @@ def load_weights(folder: str | Path, *, chunks: Sequence[torch.nn.Module]) -> No
     found = find_checkpoint(folder)
     if found is None:
         raise CheckpointError(f"{folder} holds no torch_dist checkpoint")
-    _load(found, chunks, model_state(chunks))
+    _load(found, chunks, model_state(chunks), omitted=omitted)
 
 
 def _load(
-    folder: str | Path, chunks: Sequence[torch.nn.Module], state: dict[str, object]
+    folder: str | Path,
+    chunks: Sequence[torch.nn.Module],
+    state: dict[str, object],
+    *,
+    omitted: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Fill the model; returns the whole loaded state."""
+    for key, _ in _keyed(chunks) if omitted else ():
+        parts = state[key]
+        assert isinstance(parts, dict)
+        state[key] = {
+            name: part for name, part in parts.items() if not part.key.startswith(omitted)
+        }
     loaded = _read(
         lambda: dist_checkpointing.load(fit_to_checkpoint(state, folder), str(folder)), folder
     )
     for key, chunk in _keyed(chunks):
-        chunk.load_state_dict(loaded[key])
+        chunk.load_state_dict(loaded[key], strict=not omitted)
     return loaded
 
 

@@ -18,7 +18,7 @@ from rlpost.config.tree import Config
 from rlpost.errors import CheckpointError
 
 PROVENANCE_FILE = "provenance.json"
-GROUPS = ("grpo", "optimizer", "rollout", "model", "megatron")
+GROUPS = ("grpo", "critic", "optimizer", "rollout", "model", "megatron")
 # fmt: off
 INDIFFERENT = frozenset(
     {

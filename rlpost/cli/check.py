@@ -175,12 +175,13 @@ def _model_lines(config: Config) -> list[tuple[str, str]]:
         return [("model", f"{name}: {error}; memory is not estimated")]
     parameters, memory = shape.parameters, fullest_held(config, shape)
     routed = f", {count_text(parameters.expert)} of them in experts" if parameters.expert else ""
+    critic = ", as much again for the critic" if config.use_critic else ""
     return [
         ("model", f"{name}, {count_text(parameters.total)} parameters{routed}"),
         (
             "trainer GPU",
             f"weights {size_text(memory.weights)} + gradients {size_text(memory.gradients)} + optimizer "
-            f"{size_text(memory.optimizer)} = {size_text(memory.total)}, and activations",
+            f"{size_text(memory.optimizer)} = {size_text(memory.total)}{critic}, and activations",
         ),
         (
             "engine GPU",

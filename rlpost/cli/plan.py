@@ -333,6 +333,7 @@ def table(made: Estimate, speed: Speed) -> Table:
         ("fullest rank", f"of stage {rank.stage} (of {layout.pipeline}): {of_rank} parameters"),
         ("weights", f"{_gb(rank.held.weights)}, gradients {_gb(rank.held.gradients)}"),
         ("optimizer", f"{_gb(rank.held.optimizer)}{offloaded}"),
+        *([("critic", f"{_gb(rank.critic.total)} in all")] if rank.critic.total else []),
         (
             "activations",
             f"{_gb(rank.activations)} for {made.tokens} tokens a rank, recomputed: {again}",

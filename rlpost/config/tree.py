@@ -12,6 +12,7 @@ from rlpost.config.groups.assets import AssetsConfig
 from rlpost.config.groups.base import Group
 from rlpost.config.groups.checkpoint import CheckpointConfig
 from rlpost.config.groups.cluster import ClusterConfig
+from rlpost.config.groups.critic import CriticConfig
 from rlpost.config.groups.debug import DebugConfig
 from rlpost.config.groups.distillation import DistillationConfig
 from rlpost.config.groups.env import EnvConfig
@@ -43,6 +44,7 @@ class Config(Group):
     perf: PerfConfig = PerfConfig()
     grpo: GrpoConfig = GrpoConfig()
     distillation: DistillationConfig = DistillationConfig()
+    critic: CriticConfig = CriticConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     sandbox: SandboxConfig = SandboxConfig()
     sglang: SglangConfig = SglangConfig()
@@ -148,6 +150,11 @@ class Config(Group):
         """Whether engines are offloaded during training."""
         given = self.cluster.offload_rollout
         return self.cluster.colocate if given is None else given
+
+    @property
+    def use_critic(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return self.grpo.advantage_estimator == "ppo" and self.grpo.loss_type != "sft_loss"
 
     @property
     def samples_per_rollout(self) -> int:

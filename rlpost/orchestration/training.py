@@ -2,7 +2,7 @@
 
 Input: scored groups. Output: the metrics of the last optimizer step; guards check every step. With
 several steps, or a KL penalty in the reward, the log-probs under the rollout's weights are computed
-before the first step.
+before the first step. With a critic (``critic_training``) it is trained first, on the same batches.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from rlpost.orchestration.batches import (
     samples_with,
     shaping_of,
 )
+from rlpost.orchestration.critic_training import CriticTraining
 from rlpost.orchestration.interruptible import InterruptibleCalls
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.worker_groups import (
@@ -92,6 +93,9 @@ class Training:
             bounds = replace(bounds, guard_initial_kl=0.0)
         self._guards = Guards(bounds, is_fresh=is_fresh)
         self._shaping = shaping_of(config)
+        self._critic = None
+        if config.use_critic:
+            self._critic = CriticTraining(config, actors, data_ranks, self._calls)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """Run all optimizer steps of a rollout; return the metrics of the last one.
@@ -102,7 +106,8 @@ class Training:
             HalfTrained: the deadline of a stop passed after the first optimizer step. Without a
                 near deadline, all steps are completed.
         """
-        grpo, metrics = self._config.grpo, dict[str, float]()
+        grpo, given = self._config.grpo, self._config.distillation
+        metrics: dict[str, float] = {}
         if not self._shaping.is_off:
             groups = await asyncio.to_thread(shaped, groups, self._shaping)
             rewards = [reward for group in groups for reward in group.rewards]
@@ -112,35 +117,51 @@ class Training:
         # Stored once for all passes. The store frees them with these lists, at the end of the
         # rollout's training.
         batches = [await self._actors.send(step.batches, self._data_ranks) for step in steps]
+        trains_policy = self._critic is None or await self._critic.trains_policy()
         old: list[StoredLogprobs] = [self._nothing] * len(steps)
         advantages: list[Sequence[Stored[Sequence[Advantage]] | None]] = [self._nothing] * len(
             steps
         )
-        has_several = len(steps) > 1 and not grpo.use_rollout_logprobs
-        if grpo.kl_coef or has_several or distillation.needs_policy_logprobs(self._config):
+        trains_distilled = trains_policy and distillation.in_advantage(given)
+        is_compared = trains_policy and len(steps) > 1 and not grpo.use_rollout_logprobs
+        needs_own = trains_distilled and not grpo.use_rollout_logprobs
+        if grpo.kl_coef or is_compared or needs_own:
             old = [await self._logprobs(own) for own in batches]
-        penalties: dict[int, DoubleColumn] | None = None
+        penalties = None
         if grpo.kl_coef:
-            ref = [await self._ref_logprobs(own) for own in batches]
-            penalties = {}
-            for of_step in zip(steps, old, ref, strict=True):
-                penalties |= await self._penalties(*of_step)
-            total = await asyncio.to_thread(_total, penalties)
+            penalties = await self._group_penalties(groups, steps, batches, old)
+            total = await asyncio.to_thread(lambda: sum(sum(map(sum, own)) for own in penalties))
             metrics["train/reward_kl"] = total / grpo.kl_coef / num_tokens(steps)
-        distances: dict[int, DoubleColumn] | None = None
-        if distillation.in_advantage(self._config.distillation):
-            distances = {}
+        distances: dict[int, DoubleColumn] = {}
+        if trains_distilled:  # before the critic changes: a stop may still leave
             for number, step in enumerate(steps):
                 distances |= await self._distances(step, batches[number], old[number])
             metrics |= await asyncio.to_thread(
                 distillation.reverse_kl, distances, num_tokens(steps)
             )
-        if penalties is not None or distances is not None:
-            by_step = await asyncio.to_thread(self._changed, groups, steps, penalties, distances)
-            advantages = [await self._actors.send(own, self._data_ranks) for own in by_step]
+        by_group: Sequence[Sequence[Advantage]] | None = None
+        if self._critic is not None:
+            values = await self._critic.values(batches)
+            estimates = await self._critic.estimates(groups, steps, values, penalties)
+            metrics |= estimates.metrics
+            by_group = estimates.advantages
+            metrics |= await self._critic.train(steps, batches, values, estimates)
+        elif penalties is not None or trains_distilled:
+            by_group = await asyncio.to_thread(
+                distillation.base_advantages, groups, grpo, given, penalties
+            )
+        if not trains_policy:
+            return metrics
+        if trains_distilled and by_group is not None:
+            by_group = await asyncio.to_thread(
+                distillation.with_teacher, by_group, groups, grpo, given, distances
+            )
+        if by_group is not None:
+            advantages = await self._sent_advantages(steps, by_group)
         for number, arguments in enumerate(zip(batches, old, advantages, strict=True)):
             call = partial(self._actors.train_step, *arguments)
-            results = await self._calls.make(call, what="train_step", may_leave=number == 0)
+            is_first_change = number == 0 and self._critic is None
+            results = await self._calls.make(call, what="train_step", may_leave=is_first_change)
             metrics |= results[0].metrics
             metrics |= self._pace(steps[number], results)
             self._warn(self._guards.after_step(metrics, is_first=number == 0))
@@ -152,11 +173,12 @@ class Training:
         return [None] * len(self._data_ranks)
 
     def _deal(self, groups: Sequence[SampleGroup]) -> list[DealtStep]:
-        """Return the batches of a rollout; with a KL penalty or a teacher, advantages are 0 until
-        replaced.
+        """Return the batches of a rollout; with a KL penalty, a critic or a teacher, advantages are
+        0 until replaced.
         """
         grpo, given = self._config.grpo, self._config.distillation
-        if grpo.kl_coef or distillation.in_advantage(given) or (given.use_opd and given.opd_alone):
+        has_teacher = distillation.in_advantage(given) or (given.use_opd and given.opd_alone)
+        if grpo.kl_coef or self._critic is not None or has_teacher:
             samples = samples_with([[0.0] * len(group.samples) for group in groups], groups, grpo)
         else:
             samples = rollout_samples(groups, grpo)
@@ -238,25 +260,25 @@ class Training:
                 return _flat(await self._actors.fetch(logprobs))
         return None
 
-    def _changed(
+    async def _group_penalties(
         self,
         groups: Sequence[SampleGroup],
         steps: Sequence[DealtStep],
-        penalties: Mapping[int, DoubleColumn] | None,
-        distances: Mapping[int, DoubleColumn] | None,
-    ) -> list[list[tuple[Advantage, ...]]]:
-        """Return advantages with KL penalties in the rewards and divergences from the teacher, by
-        step, data-parallel rank and sample.
-        """
-        config, of_group = self._config, None
-        if penalties is not None:
-            in_order = iter([penalties[position] for position in range(len(penalties))])
-            of_group = [[next(in_order) for _ in group.samples] for group in groups]
-        by_group = distillation.base_advantages(groups, config.grpo, config.distillation, of_group)
-        if distances is not None:
-            by_group = distillation.with_teacher(
-                by_group, groups, config.grpo, config.distillation, distances
-            )
+        batches: Sequence[StoredBatches],
+        old: Sequence[StoredLogprobs],
+    ) -> list[list[DoubleColumn]]:
+        """Return kl_coef x KL of each response token, by group and sample."""
+        ref = [await self._ref_logprobs(own) for own in batches]
+        of_position: dict[int, DoubleColumn] = {}
+        for of_step in zip(steps, old, ref, strict=True):
+            of_position |= await self._penalties(*of_step)
+        in_order = iter([of_position[position] for position in range(len(of_position))])
+        return [[next(in_order) for _ in group.samples] for group in groups]
+
+    async def _sent_advantages(
+        self, steps: Sequence[DealtStep], by_group: Sequence[Sequence[Advantage]]
+    ) -> list[Sequence[Stored[Sequence[Advantage]] | None]]:
+        """Store advantages by step and rank; 0 for samples that only fill a batch."""
         of_samples = [advantage for group in by_group for advantage in group]
 
         def of_rank(positions: Sequence[int | None]) -> tuple[Advantage, ...]:
@@ -264,7 +286,12 @@ class Training:
                 0.0 if position is None else of_samples[position] for position in positions
             )
 
-        return [[of_rank(positions) for positions in step.positions] for step in steps]
+        return [
+            await self._actors.send(
+                [of_rank(positions) for positions in step.positions], self._data_ranks
+            )
+            for step in steps
+        ]
 
 
 def kl_penalties(
@@ -279,10 +306,6 @@ def kl_penalties(
         kl = kl_values(difference, grpo.kl_loss_type) * sample.loss_mask.array
         found.append(DoubleColumn.view(grpo.kl_coef * kl))
     return found
-
-
-def _total(of_position: Mapping[int, DoubleColumn]) -> float:
-    return sum(map(sum, of_position.values()))
 
 
 def rank_work(batch: TrainBatch, break_even: float) -> float:

@@ -379,6 +379,8 @@ def _size(folder: Path) -> int:
 
 _ADDED: dict[tuple[str, str], object] = {
     ("grpo", "loss_unit"): "sample",
+    ("grpo", "gamma"): 1.0,
+    ("grpo", "lambd"): 1.0,
     ("grpo", "ref_update_interval"): None,
     ("grpo", "disable_rewards_normalization"): False,
     ("rollout", "reward_weights"): {},
@@ -407,6 +409,8 @@ def settings_hash(config: Config) -> str:
         tables["distillation"] = config.distillation.model_dump(
             mode="json", exclude=_TEACHER_SERVER
         )
+    if config.use_critic:
+        tables["critic"] = config.critic.model_dump(mode="json")
     origin = {
         name: getattr(config.checkpoint, name) for name in ("hf_checkpoint", "ref_load", "load")
     }

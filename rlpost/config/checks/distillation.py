@@ -92,6 +92,15 @@ def _conflicts(config: Config) -> list[str]:
             "scale; use --normalize-advantages false",
         ),
         (
+            is_alone and config.use_critic,
+            "--opd-alone leaves nothing for a critic to estimate; use --advantage-estimator grpo",
+        ),
+        (
+            config.use_critic and not is_loss and grpo.normalize_advantages,
+            "--normalize-advantages with a critic whitens before the teacher's part; use "
+            "--normalize-advantages false, or --opd-form loss",
+        ),
+        (
             is_alone and given.opd_kl_coef == 0,
             "--opd-alone with --opd-kl-coef 0 trains on nothing; use --opd-kl-coef 1",
         ),

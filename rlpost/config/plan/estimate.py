@@ -18,6 +18,7 @@ from rlpost.config.plan.shape import (
     Layout,
     Parameters,
     Shape,
+    critic_parameters,
     layout_of,
     rank_parameters,
     stored_bytes,
@@ -57,6 +58,10 @@ class Rank:
     stage: int
     parameters: Parameters
     held: RankMemory
+    critic: RankMemory
+    """Of a critic beside the policy; zeros without one."""
+    saved: int
+    """What it writes of a checkpoint."""
     optimizer_host: int
     activations: int
     logits: int
@@ -64,7 +69,8 @@ class Rank:
     @property
     def train(self) -> int:
         """Peak of forward and backward."""
-        return self.held.total + self.activations + self.logits + TRAINER_CONTEXT
+        held = self.held.total + self.critic.total
+        return held + self.activations + self.logits + TRAINER_CONTEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +236,8 @@ def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int 
     stored = parameter_bytes(config)
     state = 0 if config.checkpoint.no_save_optim else stored.optimizer
     total = shape.parameters.total
+    if config.use_critic:
+        total += critic_parameters(shape, Layout(), 0).total
     fullest = max(ranks, key=lambda rank: rank.train)
     update = None
     if engine is not None:
@@ -251,10 +259,10 @@ def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int 
         ranks=ranks,
         engine=engine,
         phases=_phases(config, fullest, engine, update),
-        host_bytes_per_node=_host(config, layout, ranks),
+        host_bytes_per_node=_host(config, ranks),
         checkpoint_bytes=total * (stored.weights + state),
-        checkpoint_bytes_per_rank=max(_saved(config, layout, rank.parameters) for rank in ranks),
-        save_buffer_bytes=max(_save_buffer(config, layout, rank.parameters) for rank in ranks),
+        checkpoint_bytes_per_rank=max(rank.saved for rank in ranks),
+        save_buffer_bytes=max(_save_buffer(config, rank) for rank in ranks),
         update=update,
     )
 
@@ -262,11 +270,18 @@ def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int 
 def _rank(config: Config, shape: Shape, layout: Layout, one: Pass, *, stage: int) -> Rank:
     parameters = rank_parameters(shape, layout, stage)
     held, host = held_memory(config, layout, parameters)
+    critic, of_critic = Parameters(0), RankMemory(0, 0, 0)
+    if config.use_critic:
+        critic = critic_parameters(shape, layout, stage)
+        of_critic, more = held_memory(config, layout, critic)
+        host += more
     is_last = stage == layout.pipeline - 1
     return Rank(
         stage=stage,
         parameters=parameters,
         held=held,
+        critic=of_critic,
+        saved=_saved(config, layout, parameters) + _saved(config, layout, critic),
         optimizer_host=host,
         activations=stage_bytes(shape, layout, one, stage) + transient_bytes(shape, layout, one),
         logits=logits_bytes(shape, layout, one, config.grpo.log_probs_chunk_size) if is_last else 0,
@@ -315,19 +330,20 @@ def _phases(
 ) -> tuple[Phase, ...]:
     held = rank.held
     kept = (("weights", held.weights), ("gradients", held.gradients), ("optimizer", held.optimizer))
+    of_critic = (("critic", rank.critic.total),) if rank.critic.total else ()
     context = ("CUDA, NCCL", TRAINER_CONTEXT)
     passing = (("activations", rank.activations), ("logits", rank.logits))
     if engine is None or update is None or not config.cluster.colocate:
         alone = () if engine is None else (_generate(engine, ()),)
-        return (Phase("train", (*kept, *passing, context)), *alone)
+        return (Phase("train", (*kept, *of_critic, *passing, context)), *alone)
     buffers = ("buffers", update.gpu_bytes)
-    shadow = () if config.offload_train else kept
+    shadow = () if config.offload_train else (*kept, *of_critic)
     there = (
         () if config.offload_rollout else (("engine", engine.weights + max(0, engine.kv_cache)),)
     )
     beside = ("engine's CUDA", ENGINE_CONTEXT)
     return (
-        Phase("train", (*kept, *passing, context, beside, *there)),
+        Phase("train", (*kept, *of_critic, *passing, context, beside, *there)),
         Phase(
             "synchronise",
             (("weights", held.weights), ("engine", engine.weights), buffers, context, beside),
@@ -356,14 +372,15 @@ def _saved(config: Config, layout: Layout, parameters: Parameters) -> int:
     return count * (each.weights + (0 if config.checkpoint.no_save_optim else each.optimizer))
 
 
-def _save_buffer(config: Config, layout: Layout, parameters: Parameters) -> int:
+def _save_buffer(config: Config, rank: Rank) -> int:
     """Slots of host memory are made as they are needed, so a small state takes less than
-    --save-buffer-gb.
+    --save-buffer-gb. Policy and critic have a buffer each.
     """
-    return min(int(config.checkpoint.save_buffer_gb * 1e9), _saved(config, layout, parameters))
+    buffers = 2 if config.use_critic else 1
+    return min(buffers * int(config.checkpoint.save_buffer_gb * 1e9), rank.saved)
 
 
-def _host(config: Config, layout: Layout, ranks: tuple[Rank, ...]) -> int:
+def _host(config: Config, ranks: tuple[Rank, ...]) -> int:
     """The fullest node: offloaded optimizer, what leaves the GPU while engines generate, the
     reference's weights with the policy's own beside them while it computes, and the buffer of a
     checkpoint.
@@ -372,7 +389,9 @@ def _host(config: Config, layout: Layout, ranks: tuple[Rank, ...]) -> int:
     each = 0
     for rank in ranks:
         own = rank.optimizer_host + (2 * rank.held.weights if uses_reference else 0)
-        own += rank.held.weights + rank.held.optimizer if config.offload_train else 0
-        own += _save_buffer(config, layout, rank.parameters)
+        if config.offload_train:
+            own += rank.held.weights + rank.held.optimizer
+            own += rank.critic.weights + rank.critic.optimizer
+        own += _save_buffer(config, rank)
         each = max(each, own)
     return each * config.cluster.actor_num_gpus_per_node
