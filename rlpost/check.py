@@ -24,6 +24,7 @@ from rlpost.config.checks.agents import agent_problems
 from rlpost.config.checks.algorithm import algorithm_problems
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.container import container_problems, interpreter_note
+from rlpost.config.checks.distillation import distillation_problems
 from rlpost.config.checks.environment import environment_problems
 from rlpost.config.checks.fleet import fleet_model_problems, fleet_problems
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
@@ -55,6 +56,7 @@ from rlpost.metrics.earlier_runs import earlier_step_times
 from rlpost.reward.grader import check_reward
 from rlpost.rollout.cuda_graphs import graph_problems
 from rlpost.rollout.server_args import check_server_args
+from rlpost.teacher_folder import teacher_note, teacher_problems
 from rlpost.weights.families import family
 from rlpost.weights.files import file_problems, tensor_files
 
@@ -100,6 +102,7 @@ def _settings_problems(config: Config) -> list[str]:
         *layout_problems(config),
         *batch_problems(config),
         *algorithm_problems(config),
+        *distillation_problems(config),
         *agent_problems(config),
         *routing_problems(config),
         *function_problems(config),
@@ -129,6 +132,7 @@ def _file_problems(config: Config, run: Path | None, recipe: str | None) -> list
         *missing_problems(config, recipe),
         *_model_folder_problems(config),
         *_reference_problems(config),
+        *teacher_problems(config),
         *_save_problems(config),
         *export_problems(config.checkpoint, run),
         *_prompt_problems(config),
@@ -142,7 +146,12 @@ def notes(config: Config) -> list[str]:
         shape = hf_shape(hf)
     except WeightError:
         shape = None  # a plugin's model family: the note omits sizes
-    found = (reference_note(config, shape), interpreter_note(config), _interval_note(config, shape))
+    found = (
+        reference_note(config, shape),
+        teacher_note(config),
+        interpreter_note(config),
+        _interval_note(config, shape),
+    )
     return [note for note in found if note is not None]
 
 

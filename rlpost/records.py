@@ -28,6 +28,15 @@ import numpy as np
 from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn
 from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 
+_COLUMNS = (
+    "prompt_ids",
+    "response_ids",
+    "rollout_logprobs",
+    "loss_mask",
+    "routes",
+    "teacher_logprobs",
+)
+"""The columns of a sample, in the order of its fields, which is that of ``Behind``."""
 _NUMBER_COLUMNS = {"int32": IntColumn, "float32": FloatColumn}
 
 
@@ -116,6 +125,8 @@ def sample_record(sample: Sample, packing: Packing | None = None) -> dict[str, o
         del record["version_spans"]
     if sample.routes is None:
         del record["routes"]
+    if sample.teacher_logprobs is None:
+        del record["teacher_logprobs"]
     if not sample.extra:
         del record["extra"]
     return record
@@ -131,7 +142,7 @@ def sample_from(raw: Mapping[str, Any], packing: Packing = BASE64) -> Sample:
         fields["version_spans"] = tuple(
             (version, count) for version, count in fields["version_spans"]
         )
-    for name in ("prompt_ids", "response_ids", "rollout_logprobs", "loss_mask", "routes"):
+    for name in _COLUMNS:
         if name in fields:
             fields[name] = _read(fields[name], packing)
     return Sample(**fields)

@@ -54,6 +54,7 @@ class Sample:
         routes: the experts that the engine chose for the tokens of prompt and response, in order; None if not recorded.
             Tokens at the end may be missing: the last token of an answer is never an engine's input. The version that
             routed a token is that of the next token in the response.
+        teacher_logprobs: log-prob of each response token under a teacher on a server (--opd-type sglang); None without.
         extra: JSON values that a custom generate function passes to its reward and filter (``rlpost.compat``).
     """
 
@@ -69,6 +70,7 @@ class Sample:
     loss_mask: RunColumn | None = None
     version_spans: tuple[tuple[int, int], ...] = ()
     routes: RouteColumn | None = None
+    teacher_logprobs: FloatColumn | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -78,10 +80,12 @@ class Sample:
             response_ids=IntColumn,
             rollout_logprobs=FloatColumn,
             loss_mask=RunColumn,
+            teacher_logprobs=FloatColumn,
         )
         length = len(self.response_ids)
         assert length == len(self.rollout_logprobs), (length, len(self.rollout_logprobs))
         assert self.loss_mask is None or length == len(self.loss_mask), (length, self.loss_mask)
+        assert self.teacher_logprobs is None or length == len(self.teacher_logprobs), length
         assert not self.version_spans or length == sum(count for _, count in self.version_spans), (
             self.version_spans
         )
@@ -188,7 +192,8 @@ class TrainSample:
     ``token_ids`` has ``prompt_length + response_length`` entries; ``loss_mask`` and
     ``rollout_logprobs`` have ``response_length`` entries. ``routes`` are those of the first tokens,
     see ``Sample``. ``weight`` multiplies the sample's mean over its tokens, and ``count`` is its
-    contribution to the number of samples over which the batch is averaged. If several samples form
+    contribution to the number of samples over which the batch is averaged. ``teacher_logprobs`` are
+    set for a loss that needs those of a server. If several samples form
     one answer, their weights add up to 1 and only the first has a count of 1.
     """
 
@@ -200,9 +205,16 @@ class TrainSample:
     weight: float = 1.0
     count: int = 1
     routes: RouteColumn | None = None
+    teacher_logprobs: FloatColumn | None = None
 
     def __post_init__(self) -> None:
-        _convert(self, token_ids=IntColumn, loss_mask=RunColumn, rollout_logprobs=FloatColumn)
+        _convert(
+            self,
+            token_ids=IntColumn,
+            loss_mask=RunColumn,
+            rollout_logprobs=FloatColumn,
+            teacher_logprobs=FloatColumn,
+        )
         if not isinstance(self.advantage, int | float):
             _convert(self, advantage=FloatColumn)
 

@@ -65,7 +65,7 @@ def make_tokenizer() -> Any:
     )
 
 
-TINY = dict(
+TINY: dict[str, Any] = dict(
     model_type="qwen3",
     vocab_size=VOCAB_SIZE,
     hidden_size=128,
@@ -366,6 +366,12 @@ def main(argv: list[str] | None = None) -> int:
         "--warmup-steps", type=int, default=240, help="supervised steps of 64 problems"
     )
     parser.add_argument(
+        "--layers",
+        type=int,
+        default=TINY["num_hidden_layers"],
+        help="layers of the model, such as 6 for a teacher of docs/distillation.md",
+    )
+    parser.add_argument(
         "--recipe", type=Path, nargs="+", default=[], help="create small models of these recipes"
     )
     parser.add_argument(
@@ -383,7 +389,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.recipe:
         return 0
     out, data = arguments.out, arguments.data or arguments.out
-    plan = Plan(dict(TINY), seed=arguments.seed, num_steps=arguments.warmup_steps)
+    hf = TINY | {"num_hidden_layers": arguments.layers}
+    plan = Plan(hf, seed=arguments.seed, num_steps=arguments.warmup_steps)
     if not is_complete(out, plan.settings):
         make_problems(data)
     produce(out, plan.settings, lambda built: build(built, data, plan))

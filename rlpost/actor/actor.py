@@ -15,7 +15,7 @@ the random generators of every rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from rlpost.actor import (
     parallel,
     progress,
     random_state,
+    weight_files,
 )
 from rlpost.actor.critic import Critic, Values
 from rlpost.actor.joint_writing import JointWriting
@@ -41,7 +42,7 @@ from rlpost.actor.model import build_model, inventory_of
 from rlpost.actor.model_description import ModelDescription, read_description
 from rlpost.actor.mtp import MtpTraining
 from rlpost.actor.own_time import OWN_TIME
-from rlpost.actor.packing import RowLayout
+from rlpost.actor.packing import RowLayout, teacher_columns
 from rlpost.actor.parallel import Rendezvous
 from rlpost.actor.passes import Logprobs, Passes
 from rlpost.actor.profiling import Profiling
@@ -49,16 +50,18 @@ from rlpost.actor.reference import ReferenceWeights
 from rlpost.actor.routing_replay import RoutingReplay
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.stop_points import StopPoints
+from rlpost.actor.teacher import Teacher
+from rlpost.actor.teacher_description import teacher_description
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.algorithm.guards import check_finite
 from rlpost.columns import FloatColumn
-from rlpost.errors import CheckpointError, Interrupted, SyncError
+from rlpost.errors import CheckpointError, Interrupted
 from rlpost.metrics.spans import span
 from rlpost.progress.position import RECORDER, Position
 from rlpost.types import StepResult, TrainBatch
 from rlpost.weights.bucket_plan import SMALLEST
 from rlpost.weights.delta import Written
-from rlpost.weights.exporter import Exporter, export_folder, weights_hash
+from rlpost.weights.exporter import Exporter, weights_hash
 from rlpost.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.weights.peft_folder import write_peft_folder
 from rlpost.weights.sent_weights import LastSent
@@ -87,6 +90,7 @@ class Actor:
         self.stop_points = StopPoints()
         self._reference: ReferenceWeights | Adapters | None = None
         self._adapters: Adapters | None = None
+        self._teacher: Teacher | None = None
         self.num_optimizer_steps = 0  # completed so far; the learning rate depends on it
         self._saver: Saver | None = None
         self._writing: JointWriting | None = None
@@ -95,6 +99,8 @@ class Actor:
             settings.hf_checkpoint, settings.model_args
         )
         self.description.check_layout(settings)
+        if settings.has_teacher:
+            teacher_description(settings)
 
     def setup(self, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
         """Join the process groups, then build model and optimizer.
@@ -157,6 +163,10 @@ class Actor:
             self._reference = self._adapters = Adapters(self.chunks, self.inventory)
         elif settings.needs_reference:
             self._reference = ReferenceWeights(self.inventory, self._read_initial_weights)
+        if settings.has_teacher:
+            self._teacher = Teacher(
+                settings, row_layout=self.row_layout, stop_points=self.stop_points
+            )
         self.exporter = Exporter(self.inventory)
         self.buckets = Buckets(
             self.exporter,
@@ -267,12 +277,13 @@ class Actor:
         if advantages is not None:
             batch = batch.with_advantages(advantages)
         ref_logprobs = self.compute_ref_logprobs(batch) if self.settings.use_kl_loss else None
+        teacher_logprobs = self._loss_of_teacher(batch) if self.settings.distils_in_loss else None
         if self.settings.enable_mtp_training:  # it reads the embedding before the forward pass
             self._finish_param_sync()
         self._zero_grad()
         before = random_state.collect()
         try:
-            metrics = self.passes.gradients(batch, old_logprobs, ref_logprobs)
+            metrics = self.passes.gradients(batch, old_logprobs, ref_logprobs, teacher_logprobs)
         except Interrupted:
             self._zero_grad()
             random_state.restore(before)
@@ -283,6 +294,7 @@ class Actor:
         with span("optimizer"):
             _, grad_norm, _ = self.optimizer.step()
         self.num_optimizer_steps += 1
+        self._update_reference()
         metrics |= {"train/grad_norm": float(grad_norm), "train/lr": lr}
         return StepResult(metrics, own_s=OWN_TIME.seconds())
 
@@ -293,6 +305,20 @@ class Actor:
         self.wait_copied(weights_only=True)
         with self._reference.swapped_in():
             return self.passes.logprobs(batch, records_routes=False)
+
+    def _update_reference(self) -> None:
+        """Make the policy the reference after the last step of every such rollout."""
+        interval, reference = self.settings.ref_update_interval, self._reference
+        if interval is None or not isinstance(reference, ReferenceWeights):
+            return
+        if self.num_optimizer_steps % (interval * self.settings.num_steps_per_rollout) == 0:
+            self._finish_param_sync()
+            reference.take()
+
+    def compute_teacher_logprobs(self, batch: TrainBatch) -> Logprobs:
+        """As ``compute_logprobs``, under the teacher of --opd-teacher-load."""
+        assert self._teacher is not None, "the settings have no teacher in the trainer"
+        return self._teacher.logprobs(batch)
 
     @property
     def num_critic_steps(self) -> int:
@@ -332,6 +358,8 @@ class Actor:
             logger.warning("%s", error)
         megatron_checkpoint.create_folder(Path(folder), step)
         self._finish_param_sync()
+        if isinstance(self._reference, ReferenceWeights):
+            self._reference.save(folder, self.chunks, buffer_bytes=self.settings.save_buffer_bytes)
         saver = self._saver or self.set_save_buffer(self.settings.save_buffer_bytes)
         writing = JointWriting()
         writing.add(saver, folder, megatron_checkpoint.Progress(step, self.num_optimizer_steps))
@@ -410,6 +438,8 @@ class Actor:
         self.wait_copied()
         if self._adapters is not None:  # a checkpoint has the adapters alone
             self._read_initial_weights()
+        elif isinstance(self._reference, ReferenceWeights):
+            self._reference.load(folder, self.chunks)
         progress = megatron_checkpoint.load(
             folder,
             chunks=self.chunks,
@@ -423,25 +453,11 @@ class Actor:
         return progress.step
 
     def export(self, folder: str | Path) -> None:
-        """Write the weights as a Hugging Face folder with configuration and tokenizer.
-
-        With adapters these are the merged weights, or with ``lora_export`` peft the adapters alone.
-
-        Raises:
-            CheckpointError: the folder cannot be written; raised on every rank.
-        """
+        """Write the weights as a Hugging Face folder; see ``weight_files.export``."""
         self._finish_param_sync()
-        settings = self.settings
-        if settings.lora_export == "peft":
-            write = partial(write_peft_folder, self.inventory, settings=peft_settings(settings))
-        else:
-            write = partial(
-                export_folder,
-                self.exporter,
-                template=settings.hf_checkpoint,
-                config=self.description.hf_config,
-            )
-        self._written(partial(write, folder, writes=dist.get_rank() == 0), folder)
+        weight_files.export(
+            self.exporter, self.inventory, folder, self.description, self.settings
+        )
 
     def export_critic(self, folder: str | Path) -> None:
         """Write the critic as a Hugging Face folder of a model for token classification.
@@ -449,43 +465,13 @@ class Actor:
         Raises:
             CheckpointError: the folder cannot be written; raised on every rank.
         """
-        self._written(partial(self._critic().export, folder), folder)
-
-    def _written(self, write: Callable[[], None], folder: str | Path) -> None:
-        problem = None
-        try:
-            write()
-        except OSError as error:
-            problem = str(error)
-        if problem := parallel.first_problem(problem):
-            raise CheckpointError(f"cannot write weights to {folder}: {problem}")
+        weight_files.written_everywhere(partial(self._critic().export, folder), folder)
 
     def write_weights(self, folder: str | Path, version: int, whole: bool) -> Written | None:
-        """Write a version for engines that read files: all weights, or a delta to the last version.
-
-        Returns:
-            What the writing rank wrote; None on other ranks.
-
-        Raises:
-            SyncError: the version cannot be written; raised on every rank.
-        """
+        """Write a version for engines that read files; see ``weight_files.write_version``."""
         self._finish_param_sync()
-        export = partial(
-            export_folder, template=self.settings.hf_checkpoint, config=self.description.hf_config
-        )
-        problem, written = None, None
-        try:
-            if whole:
-                written = self.last_sent.write_whole(
-                    Path(folder), version, partial(export, writes=dist.get_rank() == 0)
-                )
-            else:
-                written = self.last_sent.write_delta(Path(folder), version)
-        except OSError as error:
-            problem = str(error)
-        if problem := parallel.first_problem(problem):
-            raise SyncError(f"cannot write weights of version {version} to {folder}: {problem}")
-        return written
+        write = partial(weight_files.write_version, self.last_sent, Path(folder), version)
+        return write(self.description, self.settings, whole=whole)
 
     def weights_hash(self) -> str:
         """Hash of the full weights under their Hugging Face names; the same at every layout."""
@@ -529,6 +515,12 @@ class Actor:
             import_weights(self.inventory, folder)
         else:
             megatron_checkpoint.load_weights(folder, chunks=self.chunks)
+
+    def _loss_of_teacher(self, batch: TrainBatch) -> Logprobs:
+        """The teacher's log-probs for the loss: of the trainer, or those that a server gave."""
+        if self._teacher is not None:
+            return self.compute_teacher_logprobs(batch)
+        return teacher_columns(batch)
 
     def _mtp_training(self) -> MtpTraining | None:
         if not self.settings.enable_mtp_training:

@@ -305,19 +305,37 @@ def create_folder(folder: Path, step: int) -> None:
 
 
 def save_weights(
-    folder: str | Path, *, chunks: Sequence[torch.nn.Module], buffer_bytes: int
-) -> None:
-    """Write only the weights, in Megatron-LM's layout of a release, which other tools can read."""
+    folder: str | Path,
+    *,
+    chunks: Sequence[torch.nn.Module],
+    buffer_bytes: int,
+    saver: Saver | None = None,
+) -> Saver:
+    """Write only the weights, in Megatron-LM's layout of a release, which other tools can read.
+
+    Returns: The saver that was used, for a later call; a new one without ``saver``.
+
+    Raises:
+        CheckpointError: the folder cannot be written; raised on every rank.
+    """
     release = Path(folder) / RELEASE
-    if dist.get_rank() == 0:
-        release.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    Saver(chunks, None, buffer_bytes=buffer_bytes).start(
-        release, Progress(0, 0), with_random_state=False
-    ).wait()
-    if dist.get_rank() == 0:
-        (Path(folder) / TRACKER).write_text(RELEASE)
-    dist.barrier()
+
+    def on_first_rank(act: Callable[[], object]) -> None:
+        """Act on the first rank, and wait for it. Raises CheckpointError on every rank."""
+        problem = None
+        try:
+            if dist.get_rank() == 0:
+                act()
+        except OSError as error:
+            problem = str(error)
+        if problem := parallel.first_problem(problem):
+            raise CheckpointError(f"cannot write weights to {folder}: {problem}")
+
+    on_first_rank(lambda: release.mkdir(parents=True, exist_ok=True))
+    saver = saver or Saver(chunks, None, buffer_bytes=buffer_bytes)
+    saver.start(release, Progress(0, 0), with_random_state=False).wait()
+    on_first_rank(lambda: (Path(folder) / TRACKER).write_text(RELEASE))
+    return saver
 
 
 def load_weights(

@@ -87,11 +87,11 @@ class DeviceMemory:
     def _offload(self, part: str) -> int:
         away = []
         keep = {storage.data_ptr() for storage in self._kept_by_others(part)}
-        for storage in _storages(self._find[part]()):
+        for storage in storages(self._find[part]()):
             if storage.data_ptr() in keep:
                 continue
             size = storage.nbytes()
-            host = None if part == GRADS else HostCopy(_bytes_of(storage))
+            host = None if part == GRADS else HostCopy(bytes_of(storage))
             storage.resize_(0)
             away.append((storage, host, size))
         self._away[part] = away
@@ -102,16 +102,16 @@ class DeviceMemory:
         weights.
         """
         if part == OPTIMIZER:
-            yield from _storages(self._find[WEIGHTS]())
+            yield from storages(self._find[WEIGHTS]())
 
     def _restore(self, part: str) -> int:
         taken = 0
         for storage, host, size in self._away.pop(part):
             storage.resize_(size)
             if host is None:
-                _bytes_of(storage).zero_()
+                bytes_of(storage).zero_()
             else:
-                host.fill(_bytes_of(storage))
+                host.fill(bytes_of(storage))
             taken += size
         return taken
 
@@ -169,7 +169,7 @@ def _optimizer_tensors(optimizer: object) -> Iterator[torch.Tensor]:
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Return the unique storages of tensors on this rank's device; on a GPU tensors on the host are
     ignored.
     """
@@ -187,7 +187,8 @@ def _id_of(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return a view of a storage: [num_bytes], uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -109,7 +109,11 @@ class Passes:
         return as_trained(found, batch)
 
     def gradients(
-        self, batch: TrainBatch, old_logprobs: Logprobs | None, ref_logprobs: Logprobs | None
+        self,
+        batch: TrainBatch,
+        old_logprobs: Logprobs | None,
+        ref_logprobs: Logprobs | None,
+        teacher_logprobs: Logprobs | None = None,
     ) -> dict[str, float]:
         """Accumulate the gradients of the loss. Clear them before.
 
@@ -117,6 +121,7 @@ class Passes:
             batch: this rank's micro-batches.
             old_logprobs: None for those of this pass: the ratio is 1 and only its gradient counts.
             ref_logprobs: None without the KL divergence from the reference.
+            teacher_logprobs: None without the divergence from a teacher in the loss.
 
         Returns:
             The metrics of the loss and of routing, equal on every rank.
@@ -127,10 +132,11 @@ class Passes:
         packed = self._pack(batch.micro_batches)
         old = held_values(old_logprobs, packed)
         ref = held_values(ref_logprobs, packed)
+        teacher = held_values(teacher_logprobs, packed)
         loss = self._micro_batch_loss(batch)
 
         def policy_loss(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> object:
-            return loss.loss(micro_batch, old[index], ref[index], logits)
+            return loss.loss(micro_batch, old[index], ref[index], logits, teacher[index])
 
         loss_of = self._with_mtp(policy_loss, loss, batch)
         self._set_mode(training=True)

@@ -17,6 +17,8 @@ class ActorSettings(LossSettings):
 
     hf_checkpoint: str
     ref_load: str | None = None
+    opd_teacher_load: str | None = None
+    opd_teacher_hf_checkpoint: str | None = None
     no_save_optim: bool = False
     save_buffer_gb: float = 4.0
     save_deadline_s: float = 1800.0
@@ -87,6 +89,8 @@ class ActorSettings(LossSettings):
     exp_avg_sq_dtype: str = "fp32"
     use_rollout_routing_replay: bool = False
     use_routing_replay: bool = False
+    ref_update_interval: int | None = None
+    num_steps_per_rollout: int = 1
     seed: int = 1234
     temperature: float = 1.0
     distributed_timeout_minutes: int = 10

@@ -114,6 +114,7 @@ class MicroBatchLoss:
         old_logprobs: torch.Tensor | None,
         ref_logprobs: torch.Tensor | None,
         logits: torch.Tensor,
+        teacher_logprobs: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, Stats]:
         """Compute the loss of a micro-batch.
 
@@ -129,6 +130,7 @@ class MicroBatchLoss:
             old_logprobs=logprobs_R.detach() if old_logprobs is None else old_logprobs,
             rollout_logprobs=packed.rollout_logprobs,
             ref_logprobs=ref_logprobs,
+            teacher_logprobs=teacher_logprobs,
             advantages=packed.advantages,
             loss_mask=packed.loss_mask,
             sample_lengths=packed.sample_lengths,

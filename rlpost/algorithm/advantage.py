@@ -143,6 +143,11 @@ ESTIMATORS: dict[str, Estimator] = {
 
 To add one, add a function above, a line here, and its name in ``rlpost/config/groups/grpo.py``.
 """
+WITHOUT_BASELINE: dict[str, Estimator] = {
+    "reinforce": Estimator(lambda rewards, *_: tuple(rewards)),
+    "reinforce_whitened": Estimator(lambda rewards, *_: tuple(rewards), whitens=True),
+}
+"""Rewards themselves as advantages, for --disable-rewards-normalization."""
 WITH_CRITIC = "ppo"
 """The estimator that needs values of a critic (``rlpost.algorithm.gae``)."""
 ESTIMATOR_OF = {"gspo": "grpo", "cispo": "grpo"}
@@ -176,7 +181,7 @@ def estimate(
     Raises:
         KeyError: the estimator is unknown.
     """
-    known = ESTIMATORS[ESTIMATOR_OF.get(estimator, estimator)]
+    known = (ESTIMATORS | WITHOUT_BASELINE)[ESTIMATOR_OF.get(estimator, estimator)]
     if known.charges_tokens and (penalties is not None or gamma != 1.0):
         if penalties is None:
             penalties = [[(0.0,) * len(mask) for mask in group] for group in masks]

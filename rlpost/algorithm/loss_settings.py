@@ -31,8 +31,22 @@ class LossSettings:
     use_opsm: bool = False
     opsm_delta: float = 1e-4
     log_probs_chunk_size: int = 1024
+    use_opd: bool = False
+    opd_type: str | None = None
+    opd_form: str = "advantage"
+    opd_kl_coef: float = 1.0
 
     @property
     def needs_reference(self) -> bool:
         """Whether log-probs under the reference weights are needed."""
         return self.use_kl_loss or self.kl_coef > 0
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the trainer holds the weights of a teacher."""
+        return self.use_opd and self.opd_type == "megatron"
+
+    @property
+    def distils_in_loss(self) -> bool:
+        """Whether the loss has a term of the divergence from a teacher."""
+        return self.use_opd and self.opd_form == "loss"

@@ -20,6 +20,7 @@ from rlpost.algorithm.correction import (
     mismatch,
     sequence_mask,
 )
+from rlpost.algorithm.distillation import distillation_loss
 from rlpost.algorithm.kl import estimate_kl, unbiased_kl
 from rlpost.algorithm.loss import cispo_loss, policy_loss, sequence_level, sft_loss
 from rlpost.algorithm.loss_settings import LossSettings
@@ -45,6 +46,7 @@ class Tokens:
     loss_mask: Tensor  # 0 or 1
     sample_lengths: Tensor  # loss-masked tokens of the token's sample
     sample_sums: SampleSums  # value per token -> sum over the loss-masked tokens of its sample
+    teacher_logprobs: Tensor | None = None  # under a teacher; only with --opd-form loss
 
 
 LossFunction = Callable[[Tokens, LossSettings], tuple[Tensor, Stats]]
@@ -72,7 +74,9 @@ def _custom(path: str, *, key: str) -> LossFunction:
 
 
 def policy_objective(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:
-    """Policy loss x correction + kl_loss_coef KL - entropy_coef entropy, each [T]."""
+    """Policy loss x correction + kl_loss_coef KL + opd_kl_coef distillation - entropy_coef entropy,
+    each [T].
+    """
     of_mismatch = mismatch(tokens.old_logprobs, tokens.rollout_logprobs)
     if settings.use_rollout_logprobs:
         tokens = replace(tokens, old_logprobs=tokens.rollout_logprobs)
@@ -100,6 +104,11 @@ def policy_objective(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, St
     if tokens.ref_logprobs is not None:
         kl_T = _reference_kl(tokens, tokens.ref_logprobs, settings)
         loss_T, stats = loss_T + settings.kl_loss_coef * kl_T, stats | {"ref_kl": kl_T}
+    if tokens.teacher_logprobs is not None:
+        loss_T = loss_T + settings.opd_kl_coef * distillation_loss(
+            tokens.logprobs, tokens.teacher_logprobs
+        )
+        stats["opd_reverse_kl"] = tokens.logprobs - tokens.teacher_logprobs
     if settings.entropy_coef:
         loss_T = loss_T - settings.entropy_coef * tokens.entropy
     return loss_T, {name: value.detach() for name, value in stats.items()}

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 WANDB = "WANDB_API_KEY"
 EXTERNAL_ENGINES = "SGLANG_API_KEY"
 """The key of engines that are not ours (--rollout-external-engine-addrs)."""
-KEYS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", WANDB, EXTERNAL_ENGINES)
+TEACHER = "OPD_TEACHER_API_KEY"
+"""The key of a teacher on a server (--opd-teacher-url)."""
+KEYS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", WANDB, EXTERNAL_ENGINES, TEACHER)
 
 
 def without_keys(environ: Mapping[str, str]) -> dict[str, str]:

@@ -347,6 +347,13 @@ def _assets(config: Config, *, fp8: bool) -> Values:
         "rollout.rollout_stop_token_ids": (),
         "rollout.rm_type": "exact_match",
     }
+    if config.distillation.use_opd:  # the small model is its own teacher
+        values |= {
+            "distillation.opd_type": "megatron",
+            "distillation.opd_teacher_load": path[MODEL],
+            "distillation.opd_teacher_hf_checkpoint": None,
+            "distillation.opd_teacher_url": None,
+        }
     if config.eval.eval_prompt_data:
         values["eval.eval_prompt_data"] = ("heldout", f"{path[HELDOUT]}@[0:{PROMPTS}]")
     return values

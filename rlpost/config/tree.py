@@ -14,6 +14,7 @@ from rlpost.config.groups.checkpoint import CheckpointConfig
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.groups.critic import CriticConfig
 from rlpost.config.groups.debug import DebugConfig
+from rlpost.config.groups.distillation import DistillationConfig
 from rlpost.config.groups.env import EnvConfig
 from rlpost.config.groups.eval import EvalConfig
 from rlpost.config.groups.fleet import FleetConfig
@@ -43,6 +44,7 @@ class Config(Group):
     eval: EvalConfig = EvalConfig()
     perf: PerfConfig = PerfConfig()
     grpo: GrpoConfig = GrpoConfig()
+    distillation: DistillationConfig = DistillationConfig()
     critic: CriticConfig = CriticConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig = LoraConfig()

@@ -110,6 +110,10 @@ class PromptTokenizer:
         """Return the ids of a text without special tokens."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
+    def encode_whole(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a text with special tokens, as an engine encodes a text."""
+        return tuple(self._tokenizer.encode(text))
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids without special tokens, as an engine decodes an answer."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)

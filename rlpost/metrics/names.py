@@ -149,6 +149,11 @@ METRICS = tuple(
         ("train/ref_kl", "nats", "KL divergence from the reference, in the loss"),
         ("train/reward_kl", "nats", "KL divergence from the reference, in the reward"),
         (
+            "train/opd_reverse_kl",
+            "nats",
+            "reverse KL divergence from the teacher: mean of log p - log q over trained tokens",
+        ),
+        (
             "train/rollout_logprob_abs_diff",
             "nats",
             "mean absolute difference between trainer and engine log-probs",

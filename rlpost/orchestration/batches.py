@@ -28,6 +28,11 @@ from rlpost.hf_shape import hf_shape
 from rlpost.rollout.evaluate import summarise
 from rlpost.types import SampleGroup, TrainBatch, TrainSample
 
+RAW = {
+    **dict.fromkeys(("grpo", "gspo", "cispo"), "reinforce"),
+    "reinforce_plus_plus_baseline": "reinforce_whitened",
+}
+"""Estimators without their baseline (--disable-rewards-normalization)."""
 StepBatches = tuple[TrainBatch, ...]  # one for each data-parallel rank
 
 
@@ -61,6 +66,7 @@ def train_samples(
             weight=weight,
             count=count,
             routes=scored.sample.routes,
+            teacher_logprobs=scored.sample.teacher_logprobs,
         )
         for scored, advantage, (weight, count) in zip(
             group.samples, advantages, weights, strict=True
@@ -128,7 +134,9 @@ def _estimated(
         rewards: Sequence[Sequence[float]], masks: Masks, penalties: Penalties | None
     ) -> list[tuple[Advantage, ...]]:
         return estimate(
-            grpo.advantage_estimator,
+            RAW[grpo.advantage_estimator]
+            if grpo.disable_rewards_normalization
+            else grpo.advantage_estimator,
             rewards,
             masks,
             normalize_std=not grpo.disable_grpo_std_normalization,

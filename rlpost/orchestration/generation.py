@@ -8,6 +8,7 @@ engines serve the evaluation alone.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from rlpost.compat.slime.arguments import Arguments, settings_of
 from rlpost.compat.slime.filters import SlimeGrader
 from rlpost.config.eval_sets import ROLLOUT_KEYS, EvalSet, eval_sets
 from rlpost.config.groups.rollout import RolloutConfig
+from rlpost.config.keys import TEACHER
 from rlpost.config.tree import Config
 from rlpost.daemon_threads import in_daemon
 from rlpost.data.cursor import PromptCursor
@@ -31,7 +33,7 @@ from rlpost.data.prompts import PromptSet
 from rlpost.data.supervised import SupervisedTokenizer
 from rlpost.data.tokenizer import PromptTokenizer, eos_token_ids
 from rlpost.hf_shape import hf_shape
-from rlpost.orchestration.grading import StoppableGrader
+from rlpost.orchestration.grading import StoppableGrader, StoppableTeacher
 from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.reward.grader import Grader, make_grader
@@ -47,6 +49,7 @@ from rlpost.rollout.response_builder import GenerateFunction, write_answer
 from rlpost.rollout.routes import RouteFormat
 from rlpost.rollout.sampling import eval_sampling, rollout_sampling
 from rlpost.rollout.supervised import Supervised
+from rlpost.rollout.teacher import TeacherServer
 from rlpost.run_files import RunFile
 from rlpost.types import Prompt, SampleGroup
 
@@ -108,6 +111,7 @@ class Generation:
             template_kwargs=rollout.apply_chat_template_kwargs,
         )
         self._grader = self._closed_at_the_end(StoppableGrader(make_grader(config), stop))
+        self._teacher = self._teacher_server()
         self._args = Arguments(settings_of(config))
         self._wanted = group_filter(rollout.dynamic_sampling_filter_path, self._args)
         self._first = buffer_filter(rollout.buffer_filter_path, self._args)
@@ -156,7 +160,14 @@ class Generation:
         )
 
     async def connect(self, router: RouterAddress) -> None:
-        """Send requests to this router from now on."""
+        """Send requests to this router from now on.
+
+        Raises:
+            ConfigError: the teacher on a server has another tokenizer.
+            RolloutError: that server does not answer.
+        """
+        if self._teacher is not None:
+            await self._teacher.check_tokenizer(self.tokenizer.encode_whole)
         self._router = router
         self._args.connected(router.url, router.api_key)
         connection = Connection(router, routes=route_format(self._config))
@@ -204,6 +215,7 @@ class Generation:
             grader=self._grading(self._grader, rollout, wanted=self._wanted),
             function=self._function or write_answer,
             codec=self.tokenizer,
+            finish=None if self._teacher is None else StoppableTeacher(self._teacher, self._stop),
         )
         template = config.debug.save_debug_rollout_data
         choices = Choices(
@@ -282,6 +294,19 @@ class Generation:
             ),
         )
 
+    def _teacher_server(self) -> TeacherServer | None:
+        """Return the teacher of --opd-type sglang; None without."""
+        given = self._config.distillation
+        if not given.use_opd or given.opd_type != "sglang" or given.opd_teacher_url is None:
+            return None
+        teacher = TeacherServer(
+            given.opd_teacher_url,
+            timeout_s=given.opd_teacher_timeout_s,
+            api_key=os.environ.get(TEACHER, ""),
+        )
+        self._closing.push_async_callback(teacher.close)
+        return teacher
+
     def _records(self, path: Path | None) -> EpisodeFile | None:
         """Return the file for records of episodes."""
         if path is None or self._environments is None or not self._config.env.env_traces:
@@ -308,7 +333,11 @@ class Generation:
         filter.
         """
         return SlimeGrader(
-            grader, wanted=wanted, takes_given=not rollout.group_rm, reward_key=rollout.reward_key
+            grader,
+            wanted=wanted,
+            takes_given=not rollout.group_rm,
+            reward_key=rollout.reward_key,
+            reward_weights=rollout.reward_weights,
         )
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A grader that a stop request interrupts.
+"""A grader and a teacher that a stop request interrupts.
 
 A remote reward model may take minutes, more than a preempted run has left: ungraded answers are
 kept and graded after the resume.
@@ -15,7 +15,8 @@ from rlpost.errors import Preempted
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.reward.grader import Grader, Rewards
 from rlpost.rollout.connection import Halted
-from rlpost.types import Prompt, Sample
+from rlpost.rollout.teacher import TeacherServer
+from rlpost.types import Prompt, Sample, ScoredSample
 
 
 class StoppableGrader:
@@ -39,3 +40,18 @@ class StoppableGrader:
     async def close(self) -> None:
         """See ``Grader``."""
         await self._grader.close()
+
+
+class StoppableTeacher:
+    """A teacher on a server, in the same way."""
+
+    def __init__(self, teacher: TeacherServer, stop: StopRequest) -> None:
+        self._teacher = teacher
+        self._stop = stop
+
+    async def __call__(self, graded: Sequence[ScoredSample]) -> tuple[ScoredSample, ...]:
+        """See ``TeacherServer.scored``. Raises Halted when a stop is requested first."""
+        try:
+            return await self._stop.unless_requested(self._teacher.scored(graded))
+        except Preempted:
+            raise Halted from None

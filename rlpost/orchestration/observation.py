@@ -23,6 +23,7 @@ from rlpost.metrics.spans import SPANS
 from rlpost.metrics.trace import ProcessSpans, trace
 from rlpost.orchestration.batches import model_break_even, used_parameters
 from rlpost.orchestration.checkpoints import Checkpoints
+from rlpost.orchestration.distillation import needs_policy_logprobs
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.weight_coordinator import WeightCoordinator
 from rlpost.orchestration.worker_groups import ActorGroup
@@ -255,7 +256,7 @@ class Flops:
         """``hf`` is the model's config.json."""
         grpo = config.grpo
         passes = 3  # forward and backward
-        if config.num_steps_per_rollout > 1 or grpo.kl_coef:
+        if config.num_steps_per_rollout > 1 or grpo.kl_coef or needs_policy_logprobs(config):
             passes += 1  # log-probs under the rollout's weights
         passes += bool(grpo.use_kl_loss) + bool(grpo.kl_coef)  # and under the reference's
         if config.use_critic:

@@ -23,10 +23,10 @@ from rlpost.algorithm.shaping import shaped
 from rlpost.columns import DoubleColumn, FloatColumn
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.tree import Config
+from rlpost.orchestration import distillation
 from rlpost.orchestration.batches import (
     DealtStep,
     deal,
-    rollout_advantages,
     rollout_samples,
     samples_with,
     shaping_of,
@@ -106,7 +106,8 @@ class Training:
             HalfTrained: the deadline of a stop passed after the first optimizer step. Without a
                 near deadline, all steps are completed.
         """
-        grpo, metrics = self._config.grpo, dict[str, float]()
+        grpo, given = self._config.grpo, self._config.distillation
+        metrics: dict[str, float] = {}
         if not self._shaping.is_off:
             groups = await asyncio.to_thread(shaped, groups, self._shaping)
             rewards = [reward for group in groups for reward in group.rewards]
@@ -121,25 +122,42 @@ class Training:
         advantages: list[Sequence[Stored[Sequence[Advantage]] | None]] = [self._nothing] * len(
             steps
         )
+        trains_distilled = trains_policy and distillation.in_advantage(given)
         is_compared = trains_policy and len(steps) > 1 and not grpo.use_rollout_logprobs
-        if grpo.kl_coef or is_compared:
+        needs_own = trains_distilled and not grpo.use_rollout_logprobs
+        if grpo.kl_coef or is_compared or needs_own:
             old = [await self._logprobs(own) for own in batches]
         penalties = None
         if grpo.kl_coef:
             penalties = await self._group_penalties(groups, steps, batches, old)
             total = await asyncio.to_thread(lambda: sum(sum(map(sum, own)) for own in penalties))
             metrics["train/reward_kl"] = total / grpo.kl_coef / num_tokens(steps)
+        distances: dict[int, DoubleColumn] = {}
+        if trains_distilled:  # before the critic changes: a stop may still leave
+            for number, step in enumerate(steps):
+                distances |= await self._distances(step, batches[number], old[number])
+            metrics |= await asyncio.to_thread(
+                distillation.reverse_kl, distances, num_tokens(steps)
+            )
+        by_group: Sequence[Sequence[Advantage]] | None = None
         if self._critic is not None:
             values = await self._critic.values(batches)
             estimates = await self._critic.estimates(groups, steps, values, penalties)
             metrics |= estimates.metrics
-            advantages = await self._sent_advantages(steps, estimates.advantages)
+            by_group = estimates.advantages
             metrics |= await self._critic.train(steps, batches, values, estimates)
-        elif penalties is not None:
-            by_group = await asyncio.to_thread(rollout_advantages, groups, grpo, penalties)
-            advantages = await self._sent_advantages(steps, by_group)
+        elif penalties is not None or trains_distilled:
+            by_group = await asyncio.to_thread(
+                distillation.base_advantages, groups, grpo, given, penalties
+            )
         if not trains_policy:
             return metrics
+        if trains_distilled and by_group is not None:
+            by_group = await asyncio.to_thread(
+                distillation.with_teacher, by_group, groups, grpo, given, distances
+            )
+        if by_group is not None:
+            advantages = await self._sent_advantages(steps, by_group)
         for number, arguments in enumerate(zip(batches, old, advantages, strict=True)):
             call = partial(self._actors.train_step, *arguments)
             is_first_change = number == 0 and self._critic is None
@@ -155,11 +173,12 @@ class Training:
         return [None] * len(self._data_ranks)
 
     def _deal(self, groups: Sequence[SampleGroup]) -> list[DealtStep]:
-        """Return the batches of a rollout; with a KL penalty or a critic, advantages are 0 until
-        replaced.
+        """Return the batches of a rollout; with a KL penalty, a critic or a teacher, advantages are
+        0 until replaced.
         """
-        grpo = self._config.grpo
-        if grpo.kl_coef or self._critic is not None:
+        grpo, given = self._config.grpo, self._config.distillation
+        has_teacher = distillation.in_advantage(given) or (given.use_opd and given.opd_alone)
+        if grpo.kl_coef or self._critic is not None or has_teacher:
             samples = samples_with([[0.0] * len(group.samples) for group in groups], groups, grpo)
         else:
             samples = rollout_samples(groups, grpo)
@@ -211,6 +230,35 @@ class Training:
             pairs = zip(positions, of_samples, strict=True)
             found |= {position: penalty for position, penalty in pairs if position is not None}
         return found
+
+    async def _distances(
+        self, step: DealtStep, batches: StoredBatches, old: StoredLogprobs
+    ) -> dict[int, DoubleColumn]:
+        """Return the divergence from the teacher at each response token, by the position of its
+        sample in the rollout.
+        """
+        teacher: StoredLogprobs = self._nothing
+        if self._config.distillation.opd_type == "megatron":
+            call = partial(self._actors.compute_teacher_logprobs, batches)
+            teacher = await self._calls.make(call, what="compute_teacher_logprobs", may_leave=True)
+        uses_own = distillation.needs_policy_logprobs(self._config)
+        found = []
+        for data_rank, batch in enumerate(step.batches):
+            own = await self._of_rank(old, data_rank) if uses_own else None
+            theirs = await self._of_rank(teacher, data_rank)
+            found.append(
+                await asyncio.to_thread(distillation.rank_distances, batch.samples, own, theirs)
+            )
+        return distillation.by_position(step, found)
+
+    async def _of_rank(self, stored: StoredLogprobs, data_rank: int) -> list[FloatColumn] | None:
+        """Fetch the log-probs of a data-parallel rank from one of its ranks; None if none has
+        them.
+        """
+        for rank, logprobs in zip(self._data_ranks, stored, strict=True):
+            if rank == data_rank and logprobs is not None:
+                return _flat(await self._actors.fetch(logprobs))
+        return None
 
     async def _group_penalties(
         self,

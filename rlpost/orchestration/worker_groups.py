@@ -152,6 +152,14 @@ class ActorGroup:
             self._workers.call_each_stored("compute_ref_logprobs", arguments),
         )
 
+    async def compute_teacher_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
+        """Like ``compute_logprobs``, under the teacher of --opd-teacher-load."""
+        arguments = [(batch,) for batch in batches]
+        return await self._watched(
+            "compute_teacher_logprobs",
+            self._workers.call_each_stored("compute_teacher_logprobs", arguments),
+        )
+
     async def train_step(
         self,
         batches: StoredBatches,

@@ -46,6 +46,7 @@ _PLOTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         (
             ("to the reference (loss)", "train/ref_kl"),
             ("to the reference (reward)", "train/reward_kl"),
+            ("to the teacher", "train/opd_reverse_kl"),
             ("to the old policy", "train/ppo_kl"),
         ),
     ),

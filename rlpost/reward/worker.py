@@ -74,13 +74,13 @@ def scorer(kind: str, name: str, settings: Mapping[str, Any]) -> Score:
         return by_name
     function = load_function(name, key="--custom-rm-path")
     what: Kind = "reward" if kind == "custom" else "group reward"
-    key = settings.get("reward_key")
+    key, weights = settings.get("reward_key"), settings.get("reward_weights")
     if checked_interface(what, function, key="--custom-rm-path", path=name) == "slime":
         function = one(function, settings) if kind == "custom" else several(function, settings)
     if kind == "custom":
 
         def custom(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
-            return [_number(_result(function(prompt, sample)), key) for sample in samples]
+            return [_number(_result(function(prompt, sample)), key, weights) for sample in samples]
 
         return custom
 
@@ -88,7 +88,7 @@ def scorer(kind: str, name: str, settings: Mapping[str, Any]) -> Score:
         rewards = list(_result(function(prompt, samples)))
         if len(rewards) != len(samples):
             raise ValueError(f"{len(rewards)} rewards for a group of {len(samples)} samples")
-        return [_number(reward, key) for reward in rewards]
+        return [_number(reward, key, weights) for reward in rewards]
 
     return group
 
@@ -102,8 +102,10 @@ def _result(given: Any) -> Any:
     return _loop.run(wait()) if inspect.isawaitable(given) else given
 
 
-def _number(reward: Any, key: str | None = None) -> float:
-    number = reward_number(reward, key)
+def _number(
+    reward: Any, key: str | None = None, weights: Mapping[str, float] | None = None
+) -> float:
+    number = reward_number(reward, key, weights)
     if not math.isfinite(number):
         raise ValueError(f"the reward is {number}; it must be finite")
     return number

@@ -40,6 +40,10 @@ MAX_GENERATIONS = 4  # of one group whose gradings fail; then the prompt is give
 LEAST_ANSWERS = 2  # graded ones in a group: the baseline compares them
 T = TypeVar("T")
 
+Finish = Callable[[Sequence[ScoredSample]], Awaitable[tuple[ScoredSample, ...]]]
+"""Completes graded samples, and leaves out those that it cannot; raises Halted on a stop request.
+"""
+
 
 class GroupWriter:
     """Generates groups of ``n`` answers over one connection."""
@@ -53,8 +57,11 @@ class GroupWriter:
         grader: Grader,
         function: GenerateFunction = write_answer,
         codec: Codec | None = None,
+        finish: Finish | None = None,
     ) -> None:
+        """``finish`` adds to the graded samples of a group what else training needs."""
         self.connection = connection
+        self._finish = finish
         self._sampling, self._n, self._grader = sampling, n, grader
         self._function, self._codec = function, codec
         self._counts: Counter[str] = Counter()
@@ -119,13 +126,22 @@ class GroupWriter:
         if not samples:
             return [], ()
         try:
-            rewards = await self._grader.grade(entry.prompt, samples)
+            return samples, await self._graded(entry.prompt, samples)
         except Halted:
             return Unfinished(entry.prompt, tuple(samples))
+
+    async def _graded(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[ScoredSample, ...]:
+        """Return the samples that have a reward and are finished. Raises Halted."""
+        rewards = await self._grader.grade(prompt, samples)
         pairs = zip(samples, rewards, strict=True)
-        return samples, tuple(
+        graded = tuple(
             ScoredSample(sample, float(reward)) for sample, reward in pairs if reward is not None
         )
+        if self._finish is None:
+            return graded
+        finished = await self._finish(graded)
+        self._counts[LOST] += len(graded) - len(finished)
+        return finished
 
     def _lose(self, prompt: Prompt, why: GradingLost) -> None:
         """Count a lost answer. Raises RolloutError after MAX_LOST_IN_A_ROW consecutive ones."""

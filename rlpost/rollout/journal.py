@@ -377,12 +377,21 @@ def _size(folder: Path) -> int:
         return 0  # ``resume`` says why
 
 
-_ADDED = {("grpo", "loss_unit"): "sample", ("grpo", "gamma"): 1.0, ("grpo", "lambd"): 1.0}
+_ADDED: dict[tuple[str, str], object] = {
+    ("grpo", "loss_unit"): "sample",
+    ("grpo", "gamma"): 1.0,
+    ("grpo", "lambd"): 1.0,
+    ("grpo", "ref_update_interval"): None,
+    ("grpo", "disable_rewards_normalization"): False,
+    ("rollout", "reward_weights"): {},
+}
 """Settings added later, with their former behaviour as value, so that older journals stay usable.
 """
 
 _DECIDES = ("env", "env_weights", "env_key", "env_args", "env_reward", "env_max_turns")
 """Settings of [env] that decide what is generated; limits, retries and records may change."""
+_TEACHER_SERVER = {"opd_teacher_url", "opd_teacher_timeout_s"}
+"""Settings of [distillation] that may change: a teacher may move to another server."""
 
 
 def settings_hash(config: Config) -> str:
@@ -396,6 +405,10 @@ def settings_hash(config: Config) -> str:
             del tables[table][key]
     if config.env.env:  # without environments a journal is the one of earlier versions
         tables["env"] = config.env.model_dump(mode="json", include=set(_DECIDES))
+    if config.distillation.use_opd:  # likewise
+        tables["distillation"] = config.distillation.model_dump(
+            mode="json", exclude=_TEACHER_SERVER
+        )
     if config.use_critic:
         tables["critic"] = config.critic.model_dump(mode="json")
     origin = {

@@ -23,7 +23,7 @@ from rlpost.config.groups.sglang import SglangConfig
 from rlpost.data.cursor import PromptCursor
 from rlpost.data.prompts import PromptFields, PromptSet
 from rlpost.data.tokenizer import PromptTokenizer, eos_token_ids
-from rlpost.errors import EngineDied, Preempted, RolloutError, SyncError
+from rlpost.errors import ConfigError, EngineDied, Preempted, RolloutError, SyncError
 from rlpost.reward.grader import InlineGrader
 from rlpost.reward.registry import exact_match
 from rlpost.rollout.client import EngineClient
@@ -42,7 +42,8 @@ from rlpost.rollout.evaluate import evaluate
 from rlpost.rollout.generate import GroupWriter, RouterAddress, generate_groups
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.rollout.server_args import server_arg_names
-from rlpost.types import Bucket, Prompt, Sample, SampleGroup
+from rlpost.rollout.teacher import TeacherServer
+from rlpost.types import Bucket, Prompt, Sample, SampleGroup, ScoredSample
 from rlpost.weights.delta import DATA, WeightCopy
 from rlpost.weights.sent_weights import LastSent
 from rlpost.weights.trainer_side import Broadcast, Sharing
@@ -133,6 +134,29 @@ def test_logprobs_are_those_of_transformers(sglang: Sglang, temperature: float) 
         for scored in group.samples:
             wanted = hf_logprobs(model, scored.sample, temperature)
             assert scored.sample.rollout_logprobs == pytest.approx(wanted, abs=1e-4)
+
+
+def test_an_engine_as_a_teacher_scores_given_tokens_as_transformers_does(sglang: Sglang) -> None:
+    """Also answers that its policy would not have given; and its tokenizer is compared."""
+    model, tokenizer = load(sglang.model), PromptTokenizer(sglang.model)
+    groups = groups_of(sglang, held_out(sglang.model, 2), SamplingParams(MAX_NEW, 1.5), n=2)
+    graded = [scored for group in groups for scored in group.samples]
+
+    async def act() -> tuple[ScoredSample, ...]:
+        teacher = TeacherServer(sglang.addresses[0].url, timeout_s=60.0, api_key=sglang.api_key)
+        try:
+            await teacher.check_tokenizer(tokenizer.encode_whole)
+            with pytest.raises(ConfigError, match="the teacher's tokenizer is not that"):
+                await teacher.check_tokenizer(lambda text: tokenizer.encode_whole(text)[1:])
+            return await teacher.scored(graded)
+        finally:
+            await teacher.close()
+
+    found = asyncio.run(act())
+    assert len(found) == 4
+    for scored in found:
+        wanted = hf_logprobs(model, scored.sample, 1.0)
+        assert scored.sample.teacher_logprobs == pytest.approx(wanted, abs=1e-4)
 
 
 def test_groups_are_complete_and_answers_end_where_they_should(sglang: Sglang) -> None:

@@ -28,6 +28,7 @@ SAMPLES = {
         loss_mask=(1,) * 100 + (0,) * 50 + (1,) * (LENGTH - 150),
         version_spans=((2, 1), (3, 499)),
     ),
+    "scored by a teacher": replace(PLAIN, teacher_logprobs=tuple(-0.5 for _ in PLAIN.response_ids)),
     "routed": replace(PLAIN, routes=ROUTES, extra={"a": [1, None]}),
     "empty": Sample(4, 0, (), (), (), "", "abort", 0),
 }

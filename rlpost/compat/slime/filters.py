@@ -7,6 +7,7 @@ Output: functions with rlpost's interfaces. A filter reads the prompt of a group
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -141,9 +142,16 @@ class SlimeGrader:
     """
 
     def __init__(
-        self, grader: Any, *, wanted: Any, takes_given: bool, reward_key: str | None
+        self,
+        grader: Any,
+        *,
+        wanted: Any,
+        takes_given: bool,
+        reward_key: str | None,
+        reward_weights: Mapping[str, float] | None = None,
     ) -> None:
         self._grader, self._takes_given, self._key = grader, takes_given, reward_key
+        self._weights = reward_weights or {}
         self._prompts = wanted.prompts if isinstance(wanted, SlimeFilter) else None
 
     async def grade(self, prompt: Prompt, samples: Sequence[Answer]) -> Any:
@@ -174,20 +182,36 @@ class SlimeGrader:
         await self._grader.close()
 
     def _number(self, reward: Any) -> float:
-        return reward_number(reward, self._key)
+        return reward_number(reward, self._key, self._weights)
 
 
-def reward_number(reward: Any, key: str | None) -> float:
-    """Return a reward as a number: the value under ``key`` if it is an object.
+def reward_number(
+    reward: Any, key: str | None, weights: Mapping[str, float] | None = None
+) -> float:
+    """Return a reward as a number.
+
+    Of an object: the value under ``key``, or with ``weights`` the sum over their keys of
+    weight x value.
 
     Raises:
-        ConfigError: an object without --reward-key, or without that key.
+        ConfigError: an object without --reward-key and --reward-weights, or without such a key; a
+            number with --reward-weights.
     """
     if isinstance(reward, Mapping):
-        if key is None or key not in reward:
+        wanted = list(weights) if weights else [key]
+        missing = [name for name in wanted if name is None or name not in reward]
+        if missing:
             has = ", ".join(map(str, reward))
+            flag = "--reward-weights" if weights else "--reward-key"
             raise ConfigError(
-                f"--reward-key {key or 'is not set'}: a reward is an object with the keys {has}; use one"
+                f"{flag} {missing[0] or 'is not set'}: a reward is an object with the keys {has}; use one"
             )
-        reward = reward[key]
+        if weights:
+            return math.fsum(weight * float(reward[name]) for name, weight in weights.items())
+        return float(reward[key])
+    if weights:
+        raise ConfigError(
+            f"--reward-weights: a reward is {reward!r:.80}; the function must return an object with "
+            f"the keys {', '.join(weights)}"
+        )
     return float(reward)

@@ -7,7 +7,6 @@ through to SGLang and Megatron-core. A test holds the list of slime's flags agai
 from __future__ import annotations
 
 _ALWAYS = "remove it: rlpost always does this"
-_NO_TEACHER = "rlpost has no distillation from a teacher"
 _NO_HOOK = "rlpost calls no user code at this point"
 _LATEST = "rlpost always loads one checkpoint; give its folder"
 _SERVICE = "it belongs to slime's rollout-buffer service; use --custom-generate-function-path"
@@ -38,7 +37,7 @@ LACKING: dict[str, str] = {
     "custom-pg-loss-reducer-function-path": "use --calculate-per-token-loss, or "
     "--loss-type custom_loss with --custom-loss-function-path",
     "custom-reward-post-process-path": "use --custom-advantage-function-path, which gets the "
-    "rewards of each group",
+    "rewards of each group; for distillation --opd-teacher-url replaces it and --custom-rm-path",
     "custom-rollout-log-function-path": f"{_NO_HOOK}; metrics.jsonl has every metric",
     "custom-tis-function-path": "use --tis-level, --tis-mode, --tis-clip and --tis-clip-low, or "
     "--loss-type custom_loss",
@@ -47,7 +46,6 @@ LACKING: dict[str, str] = {
     "data-pad-size-multiplier": "remove it: micro-batches are packed without padding",
     "data-source-path": "prompts come from --prompt-data, JSON Lines or Parquet (docs/data.md)",
     "disable-compute-advantages-and-returns": "use --loss-type sft_loss, which needs no advantages",
-    "disable-rewards-normalization": "use --custom-advantage-function-path that returns the rewards",
     "disable-rollout-global-dataset": "prompts always come from --prompt-data",
     "disable-wandb-random-suffix": "remove it: the run in Weights & Biases has the run's own name",
     "distributed-backend": "remove it: nccl on GPUs, gloo without",
@@ -86,10 +84,7 @@ LACKING: dict[str, str] = {
     "multimodal-keys": "rlpost trains text models only",
     "num-epoch": "use --num-rollout: number of prompts x epochs / --rollout-batch-size",
     "offload": "use --offload-train --offload-rollout",
-    "opd-kl-coef": _NO_TEACHER,
-    "opd-teacher-ckpt-step": _NO_TEACHER,
-    "opd-teacher-load": _NO_TEACHER,
-    "opd-type": _NO_TEACHER,
+    "opd-teacher-ckpt-step": f"{_LATEST} as --opd-teacher-load",
     "padded-vocab-size": "remove it: the vocabulary is padded for --tensor-model-parallel-size",
     "prefill-num-servers": "rlpost starts engines that prefill and decode; "
     "give others with --rollout-external-engine-addrs",
@@ -97,8 +92,6 @@ LACKING: dict[str, str] = {
     "qwen-gdn-backend": "linear attention has one implementation (docs/actor.md)",
     "recompute-loss-function": "use --log-probs-chunk-size, which bounds the memory of the loss",
     "ref-ckpt-step": f"{_LATEST} as --ref-load",
-    "ref-update-interval": "the reference stays as loaded; continue from a checkpoint with a new "
-    "--ref-load",
     "release-train": "use --offload-train, which keeps the trainer's processes",
     "reset-optimizer-states": "the optimizer keeps its state; --no-save-optim drops it at a resume",
     "rollout-all-samples-process-path": f"{_NO_HOOK}; use --save-debug-rollout-data",
@@ -127,12 +120,12 @@ LACKING: dict[str, str] = {
     "repeated",
     "update-weight-disk-keep-files": "files of an update are removed once all engines have read "
     "them; keep weights with --save-hf",
-    "update-weights-interval": "engines get the weights after each step; use --rollout-mode "
-    "fully_async with --max-staleness",
+    "update-weights-interval": "engines get the weights after each step, because a resumed run has "
+    "only the newest; use --num-steps-per-rollout, or --rollout-mode fully_async with "
+    "--max-staleness",
     "use-distributed-post": "remove it: requests are sent by the driver (docs/scale.md has the "
     "limits)",
     "use-fault-tolerance": _ALWAYS + ": dead engines are restarted",
-    "use-opd": _NO_TEACHER,
     "use-rollout-entropy": "remove it: train/entropy is always computed",
     "use-stateless-adam": "use --no-save-optim, which drops the moments at a resume",
     "wandb-always-use-train-step": _ALWAYS + ": the step of every metric is the training step",

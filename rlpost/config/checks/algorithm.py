@@ -16,10 +16,13 @@ _OFF = {
     "use_tis": "--use-tis false",
     "use_opsm": "--use-opsm false",
     "use_rollout_logprobs": "--use-rollout-logprobs false",
+    "disable_rewards_normalization": "--disable-rewards-normalization false",
     "normalize_advantages": "--normalize-advantages false",
     "custom_advantage_function_path": "--custom-advantage-function-path none",
 }
 """Settings that only a policy loss uses, and the flags that turn them off."""
+HAVE_BASELINE = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+"""Estimators that --disable-rewards-normalization leaves without their baseline."""
 
 
 def algorithm_problems(config: Config) -> list[str]:
@@ -67,6 +70,22 @@ def _grpo_problems(config: Config) -> list[str]:
             grpo.use_unbiased_kl and not grpo.kl_loss_coef,
             "--use-unbiased-kl true has no KL divergence to weight; add --use-kl-loss and --kl-loss-coef, or use "
             "--use-unbiased-kl false",
+        ),
+        (
+            grpo.ref_update_interval is not None and not (grpo.use_kl_loss or grpo.kl_coef),
+            f"{spelled(config, 'ref_update_interval')} has no reference to update; add --use-kl-loss "
+            "or --kl-coef, or leave it out",
+        ),
+        (
+            grpo.disable_rewards_normalization and grpo.advantage_estimator not in HAVE_BASELINE,
+            f"--disable-rewards-normalization leaves nothing of "
+            f"{spelled(config, 'advantage_estimator')}; use it with grpo, gspo, cispo or "
+            "reinforce_plus_plus_baseline",
+        ),
+        (
+            grpo.disable_rewards_normalization and grpo.custom_advantage_function_path is not None,
+            "--disable-rewards-normalization does not apply to --custom-advantage-function-path; use "
+            "one of them",
         ),
         (
             grpo.tis_clip_low >= grpo.tis_clip,

@@ -6,6 +6,8 @@ Input: a ``Config``. Output: one line for each problem. Pure, except that it rea
 
 from __future__ import annotations
 
+import math
+
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled
 from rlpost.errors import ConfigError
@@ -48,8 +50,33 @@ def rollout_problems(config: Config) -> list[str]:
             "--mask-offpolicy-in-partial-rollout true needs --partial-rollout, else no response has off-policy tokens; "
             "add --partial-rollout true, or use --mask-offpolicy-in-partial-rollout false",
         ),
+        (
+            bool(rollout.reward_weights and rollout.reward_key),
+            f"{spelled(config, 'reward_key')} takes one value of a reward and --reward-weights several; use one of "
+            "them",
+        ),
+        (
+            not all(_is_number(weight) for weight in rollout.reward_weights.values()),
+            f"--reward-weights {dict(rollout.reward_weights)}: every weight must be a finite number, such as "
+            '{"correct": 1.0, "format": 0.2}',
+        ),
+        (
+            bool(
+                rollout.reward_weights
+                and rollout.custom_rm_path is None
+                and rollout.custom_generate_function_path is None
+            ),
+            f"--reward-weights: {spelled(config, 'rm_type')} gives a number; add --custom-rm-path with a function that "
+            "returns an object, or leave --reward-weights out",
+        ),
     ]
     return [problem for is_broken, problem in rules if is_broken]
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value)
 
 
 def eval_problems(config: Config) -> list[str]:

@@ -48,6 +48,8 @@ class GrpoConfig(Group):
     per-token weight (cispo). Default: the one that --advantage-estimator names, else ppo."""
     disable_grpo_std_normalization: bool = False
     """Do not divide advantages by the group's standard deviation (Dr. GRPO)."""
+    disable_rewards_normalization: bool = False
+    """Take rewards as advantages, without a baseline (REINFORCE)."""
     normalize_advantages: bool = False
     """Shift and scale the advantages of a rollout to mean 0 and variance 1 over all its tokens."""
     overlong_buffer_len: Positive | None = None
@@ -79,6 +81,9 @@ class GrpoConfig(Group):
     """Coefficient of that KL divergence in the loss."""
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
     """KL estimator, in the loss and in the reward."""
+    ref_update_interval: Positive | None = None
+    """Make the policy the reference after every so many rollouts; checkpoints then hold the
+    reference as well. Default: the reference stays as loaded."""
     use_unbiased_kl: bool = False
     """Weight that KL divergence by the ratio of the policy to the old policy, which removes the
     bias of off-policy tokens (DeepSeek-V3.2, 2025, equation 7)."""

@@ -62,6 +62,9 @@ class RolloutConfig(Group):
     """Call the function of --custom-rm-path once per group instead of once per response."""
     reward_key: str | None = None
     """Key of the value to use where a reward is an object, such as score."""
+    reward_weights: JsonTable = Field(default={})
+    """Weights of the values of a reward that is an object, as a JSON object such as {"correct": 1.0,
+    "format": 0.2}: the reward is the weighted sum; not with --reward-key."""
     reward_timeout_s: PositiveNumber = 10.0
     """Timeout in seconds for grading a response, or a group with --group-rm; on expiry the reward
     is 0."""

@@ -12,7 +12,7 @@ import pytest
 
 from rlpost.compat.slime import engines
 from rlpost.compat.slime.arguments import Arguments, settings_of
-from rlpost.compat.slime.filters import SlimeGrader
+from rlpost.compat.slime.filters import SlimeGrader, reward_number
 from rlpost.compat.slime.sample import shown
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, RolloutError
@@ -291,6 +291,16 @@ def test_a_reward_that_is_an_object_counts_under_its_key() -> None:
         match=r"--reward-key acct: a reward is an object with the keys score, acc, pred",
     ):
         graded("tool_reward", right, reward_key="acct")
+
+
+def test_several_values_of_a_reward_count_by_their_weights() -> None:
+    right, wrong = answer(r"\boxed{42}"), answer(r"\boxed{41}", index=1, extra={"tool_calls": 3})
+    given = {"reward_weights": {"score": 2.0, "acc": -0.5}}
+    assert graded("tool_reward", right, wrong, **given) == [1.5, pytest.approx(-1.4)]
+    with pytest.raises(ConfigError, match=r"--reward-weights acct: a reward is an object with the"):
+        graded("tool_reward", right, reward_weights={"acct": 1.0})
+    with pytest.raises(ConfigError, match=r"--reward-weights: a reward is 0.5; the function must"):
+        reward_number(0.5, None, {"score": 1.0})
 
 
 def test_an_async_reward_of_all_answers_keeps_its_event_loop() -> None:

@@ -37,6 +37,15 @@ def config(**groups: object):
             {"rollout": {"rollout_mode": "one_step_off"}, "cluster": {"colocate": True}},
             "with --colocate true",
         ),
+        (
+            {"rollout": {"reward_weights": {"a": 1.0}, "reward_key": "a", "custom_rm_path": "a.b"}},
+            "--reward-key a takes one value",
+        ),
+        (
+            {"rollout": {"reward_weights": {"a": "1"}, "custom_rm_path": "a.b"}},
+            "every weight must be a finite number",
+        ),
+        ({"rollout": {"reward_weights": {"a": 1.0}}}, "--rm-type exact_match gives a number"),
         ({"debug": {"debug_train_only": True}}, "add --load-debug-rollout-data"),
         (
             {"debug": {"debug_rollout_only": True, "load_debug_rollout_data": "{rollout_id}"}},
@@ -52,6 +61,27 @@ def test_a_contradiction_is_named(groups: dict[str, dict[str, object]], key: str
     settings = config(**groups)
     (problem,) = [*rollout_problems(settings), *debug_problems(settings), *eval_problems(settings)]
     assert key in problem
+
+
+@pytest.mark.parametrize(
+    ("grpo", "words"),
+    [
+        ({"ref_update_interval": 5}, "--ref-update-interval 5 has no reference"),
+        (
+            {"disable_rewards_normalization": True, "advantage_estimator": "rloo"},
+            "leaves nothing of --advantage-estimator rloo",
+        ),
+        (
+            {"disable_rewards_normalization": True, "custom_advantage_function_path": "a.b"},
+            "does not apply to --custom-advantage-function-path",
+        ),
+    ],
+)
+def test_a_knob_of_the_algorithm_without_effect_is_named(
+    grpo: dict[str, object], words: str
+) -> None:
+    (problem,) = algorithm_problems(config(grpo=grpo))
+    assert words in problem
 
 
 def test_engines_of_somebody_else_take_no_gpus_of_the_run_and_share_none() -> None:

@@ -10,6 +10,7 @@ from rlpost.actor.architecture import architecture
 from rlpost.actor.hf_config import hf_config
 from rlpost.config.checks.algorithm import algorithm_problems
 from rlpost.config.checks.batch import batch_problems
+from rlpost.config.checks.distillation import distillation_problems
 from rlpost.config.checks.layout import layout_problems, model_problems
 from rlpost.config.checks.rollout import rollout_problems
 from rlpost.config.load import JOBS, files_of, load
@@ -191,3 +192,13 @@ def test_a_recipe_on_fewer_gpus_than_its_layout_has_ranks_is_scaled_all_the_same
     words = load(files_of(JOBS / "recipes/glm45_355b.toml", {}), {}).config.model.model_dump()
     assert config.data_parallel_size == 0
     assert layout_problems(scale_down(config, words, ranks=2).config) == []
+
+
+def test_the_small_model_is_its_own_teacher():
+    given = {"use_opd": True, "opd_type": "sglang", "opd_teacher_url": "http://teacher:1"}
+    config = recipe("qwen3_4b", distillation=given)
+    found = scale_down(config, config.model.model_dump(), ranks=2, fp8=False).config
+    teacher = found.distillation
+    assert (teacher.use_opd, teacher.opd_type, teacher.opd_teacher_url) == (True, "megatron", None)
+    assert teacher.opd_teacher_load == found.checkpoint.hf_checkpoint
+    assert distillation_problems(found) == []

@@ -119,6 +119,16 @@ def test_the_estimator_of_the_settings_makes_the_advantages(estimator, expected)
     assert found == expected if expected else sum(found) != 0 and len(found) == 2
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo"])
+def test_without_normalization_rewards_are_the_advantages(estimator):
+    settings = config(
+        grpo={"advantage_estimator": estimator, "disable_rewards_normalization": True}
+    )
+    steps = make_batches([group(0, [0.0, 1.0]), group(1, [3.0, -1.0])], settings)
+    found = sorted(s.advantage for batch in steps[0] for m in batch.micro_batches for s in m)
+    assert found == [-1.0, 0.0, 1.0, 3.0]
+
+
 def test_an_answer_without_a_reward_is_in_neither_the_baseline_nor_the_loss():
     """Its grading was lost, so its group has one sample less, and the step's denominators are
     smaller.

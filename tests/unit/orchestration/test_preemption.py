@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlpost.errors import HalfTrained, Preempted
-from rlpost.orchestration.grading import StoppableGrader
+from rlpost.orchestration.grading import StoppableGrader, StoppableTeacher
 from rlpost.orchestration.preemption import (
     CLOCK_SLACK_S,
     EXIT_S,
@@ -200,6 +200,34 @@ def test_a_slow_grading_is_ended_by_a_request_and_its_answers_are_kept(tmp_path)
         )
     )
     assert group.rewards == (1.0, 1.0)
+
+
+def test_a_slow_teacher_is_interrupted_by_a_request_and_its_answers_are_kept(tmp_path):
+    stop = StopRequest(tmp_path / "STOP")
+
+    class Slow:
+        async def scored(self, graded):
+            (tmp_path / "STOP").write_text("now")
+            await asyncio.sleep(60)
+
+    class Quick:
+        async def grade(self, prompt, samples):
+            return [1.0 for _ in samples]
+
+    async def answer(builder, prompt, sampling):
+        return Sample(prompt.prompt_id, builder.index, (1,), (2, 3), (-0.1, -0.2), "", "stop", 0)
+
+    writer = GroupWriter(
+        NO_CONNECTION,
+        SamplingParams(8),
+        n=2,
+        grader=Quick(),
+        function=answer,
+        finish=StoppableTeacher(Slow(), stop),
+    )
+    entry = asyncio.run(writer.write(Unfinished(Prompt(7, "p", (1,), "label"))))
+    assert isinstance(entry, Unfinished)
+    assert [sample.finish_reason for sample in entry.samples] == ["stop", "stop"]
 
 
 class Clock:

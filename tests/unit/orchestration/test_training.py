@@ -1,13 +1,14 @@
 """The training stage against actors that only remember what they were asked."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlpost.columns import FloatColumn
 from rlpost.config.tree import Config
-from rlpost.errors import HalfTrained, Preempted, TrainingError
+from rlpost.errors import DataError, HalfTrained, Preempted, TrainingError
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.training import Training
 from rlpost.orchestration.worker_groups import ActorGroup
@@ -42,9 +43,12 @@ class Actors:
 
     async def call_each_stored(self, method, arguments):
         self.calls.append((method, [(batch.reference,) for (batch,) in arguments]))
-        value = {"compute_logprobs": -1.0, "compute_ref_logprobs": -2.0, "compute_values": 0.5}[
-            method
-        ]
+        value = {
+            "compute_logprobs": -1.0,
+            "compute_ref_logprobs": -2.0,
+            "compute_teacher_logprobs": -3.0,
+            "compute_values": 0.5,
+        }[method]
         batch = arguments[-1][0].reference
         return [
             None,
@@ -87,7 +91,18 @@ def groups():
     ]
 
 
-def train(actors, *, num_steps=1, is_fresh=True, stop=None, critic=None, rollouts=1, **grpo):
+def train(
+    actors,
+    *,
+    num_steps=1,
+    is_fresh=True,
+    stop=None,
+    given=None,
+    distillation=None,
+    critic=None,
+    rollouts=1,
+    **grpo,
+):
     config = Config.model_validate(
         {
             "cluster": {"actor_num_nodes": 1, "actor_num_gpus_per_node": 2},
@@ -98,6 +113,7 @@ def train(actors, *, num_steps=1, is_fresh=True, stop=None, critic=None, rollout
                 "num_steps_per_rollout": num_steps,
             },
             "grpo": grpo,
+            "distillation": distillation or {},
             "critic": critic or {},
         }
     )
@@ -108,7 +124,7 @@ def train(actors, *, num_steps=1, is_fresh=True, stop=None, critic=None, rollout
 
     async def all_rollouts():
         for _ in range(rollouts):
-            metrics = await training.train(groups())
+            metrics = await training.train(given or groups())
         return metrics
 
     return asyncio.run(all_rollouts())
@@ -255,6 +271,100 @@ def test_a_host_that_stays_slow_is_in_the_metrics_and_proposed_for_exclusion(tmp
     assert metrics["perf/straggler_node_peer@1"] == metrics["perf/straggler_peer_max"] > 1.5
     assert events == [("slow_host", "n02")]
     assert "--exclude n02" in caplog.text
+
+
+def distilling(actors, groups, *, num_steps=1, grpo=None, **distillation):
+    """Train on these groups with a teacher; return samples as trained, and metrics."""
+    given = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "/t"} | distillation
+    metrics = train(actors, num_steps=num_steps, given=groups, distillation=given, **(grpo or {}))
+    return actors.trained(), metrics
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_the_divergence_from_the_teacher_is_subtracted_at_each_trained_token(num_steps):
+    """Policy -1, teacher -3: 2 nats a token, subtracted after the baseline; 0 where masked."""
+    actors = Actors()
+    samples, metrics = distilling(
+        actors,
+        groups(),
+        num_steps=num_steps,
+        opd_kl_coef=0.25,
+        grpo={"disable_grpo_std_normalization": True},
+    )
+    assert metrics["train/opd_reverse_kl"] == pytest.approx(2.0)
+    base = {2: -0.5, 3: 0.5}
+    for sample in samples:
+        own = base[sample.response_length]
+        expected = [own - 0.5 * kept for kept in sample.loss_mask]
+        assert list(sample.advantages) == pytest.approx(expected)
+    names = [name for name, _ in actors.calls]
+    assert names.count("compute_logprobs") == names.count("compute_teacher_logprobs") == num_steps
+
+
+def test_the_teacher_alone_leaves_nothing_of_the_rewards():
+    samples, _ = distilling(Actors(), groups(), opd_alone=True)
+    assert all(
+        list(sample.advantages) == [-2.0 * kept for kept in sample.loss_mask] for sample in samples
+    )
+
+
+def test_log_probs_of_a_server_and_of_the_engines_need_no_pass_of_the_trainer():
+    scored = [
+        replace(
+            group,
+            samples=tuple(
+                replace(
+                    each,
+                    sample=replace(
+                        each.sample, teacher_logprobs=(-1.5,) * len(each.sample.response_ids)
+                    ),
+                )
+                for each in group.samples
+            ),
+        )
+        for group in groups()
+    ]
+    actors = Actors()
+    samples, metrics = distilling(
+        actors,
+        scored,
+        opd_type="sglang",
+        opd_teacher_load=None,
+        opd_teacher_url="http://t",
+        opd_alone=True,
+        grpo={"use_rollout_logprobs": True},
+    )
+    assert [name for name, _ in actors.calls] == ["train_step"]
+    assert metrics["train/opd_reverse_kl"] == pytest.approx(0.5)
+    assert list(samples[0].advantages) == [-0.5 * kept for kept in samples[0].loss_mask]
+    with pytest.raises(DataError, match="no log-probs of the teacher"):
+        distilling(
+            Actors(),
+            groups(),
+            opd_type="sglang",
+            opd_teacher_load=None,
+            opd_teacher_url="http://t",
+        )
+
+
+def test_normalized_advantages_include_the_divergence():
+    samples, _ = distilling(Actors(), groups(), grpo={"normalize_advantages": True})
+    trained = [
+        advantage
+        for sample in samples
+        for advantage, kept in zip(sample.advantages, sample.loss_mask, strict=True)
+        if kept
+    ]
+    assert sum(trained) == pytest.approx(0.0, abs=1e-5)
+    assert sum(a * a for a in trained) / len(trained) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_the_divergence_in_the_loss_is_left_to_the_actors():
+    actors = Actors()
+    samples, metrics = distilling(actors, groups(), opd_form="loss", opd_alone=True)
+    assert [name for name, _ in actors.calls] == ["train_step"]
+    assert all(sample.advantage == 0.0 for sample in samples)
+    assert "train/opd_reverse_kl" not in metrics, "the actors report it"
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from rlpost.rollout.connection import Connection, Halted
 from rlpost.rollout.evaluate import evaluate, pass_at_k
 from rlpost.rollout.generate import MAX_GENERATIONS, GroupWriter, RouterAddress, generate_groups
 from rlpost.rollout.sampling import SamplingParams
-from rlpost.types import Prompt, Sample, SampleGroup, Unfinished
+from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, generated, serving
 
 NO_CONNECTION = SimpleNamespace(routes=None)
@@ -292,6 +293,28 @@ def test_a_prompt_whose_gradings_are_always_lost_is_given_up() -> None:
     """Its own metadata may be what the server fails on; the run goes on with other prompts."""
     group, _, num_requests = written(lambda turn, sample: True, n=2)
     assert group == SampleGroup(7, ()) and num_requests == 2 * MAX_GENERATIONS
+
+
+def test_what_training_needs_besides_is_added_to_graded_answers_and_one_without_it_is_left_out() -> (
+    None
+):
+    async def finish(graded: Sequence[ScoredSample]) -> tuple[ScoredSample, ...]:
+        return tuple(
+            replace(each, sample=replace(each.sample, teacher_logprobs=(-0.5, -0.25, 0.0)))
+            for each in graded
+            if each.sample.index != 1
+        )
+
+    async def work() -> tuple[Any, Mapping[str, float]]:
+        engine, grader = FakeEngine(), Losing(lambda turn, sample: False)
+        async with serving(engine), Connection(router(engine)) as connection:
+            writer = GroupWriter(connection, SAMPLING, n=3, grader=grader, finish=finish)
+            return await writer.write(Unfinished(prompts(7)[0])), writer.counters()
+
+    group, counted = asyncio.run(work())
+    assert [scored.sample.index for scored in group.samples] == [0, 2]
+    assert all(list(each.sample.teacher_logprobs) == [-0.5, -0.25, 0.0] for each in group.samples)
+    assert counted["rollout/answers_lost"] == 1
 
 
 def with_sandbox(is_lost: Callable[[int, int], bool], *, n: int) -> tuple[Any, Mapping[str, float]]:

@@ -1,0 +1,110 @@
+"""The teacher of on-policy distillation: a second model, in host memory between its passes.
+
+Input: the settings of the actor, and batches of samples. Output: log-probs of the response tokens
+under the teacher.
+
+The teacher may be of another family and size. It is sharded as the policy is: tensor, pipeline,
+context and expert parallelism have the same sizes. Its parameters have no gradients and no
+optimizer. Invariant: outside a pass its weights take no memory of the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from rlpost.actor import device, megatron_checkpoint, parallel
+from rlpost.actor.memory import HostCopy, bytes_of, storages
+from rlpost.actor.model import build_model, inventory_of
+from rlpost.actor.packing import RowLayout
+from rlpost.actor.passes import Logprobs, Passes
+from rlpost.actor.routing_replay import RoutingReplay
+from rlpost.actor.settings import ActorSettings
+from rlpost.actor.stop_points import StopPoints
+from rlpost.actor.teacher_description import teacher_description, teacher_settings
+from rlpost.actor.torch_dist_folder import find_checkpoint
+from rlpost.types import TrainBatch
+from rlpost.weights.importer import import_weights
+
+
+class Teacher:
+    """This rank's shard of the teacher. Every method is collective."""
+
+    def __init__(
+        self, settings: ActorSettings, *, row_layout: RowLayout, stop_points: StopPoints
+    ) -> None:
+        """Build the teacher and read its weights. Needs parallel state.
+
+        Args:
+            settings: those of the policy.
+            row_layout: that of the policy's packed rows.
+            stop_points: where a pass can be interrupted.
+
+        Raises:
+            ConfigError: the teacher cannot be sharded as the policy is.
+            WeightError, CheckpointError: the weights do not fit its configuration.
+        """
+        assert settings.opd_teacher_load is not None, "has_teacher requires --opd-teacher-load"
+        own, description = teacher_settings(settings), teacher_description(settings)
+        chunks = build_model(description, own)
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+        if find_checkpoint(settings.opd_teacher_load) is None:
+            import_weights(inventory_of(chunks, description), settings.opd_teacher_load)
+        else:
+            megatron_checkpoint.load_weights(settings.opd_teacher_load, chunks=chunks)
+        group = parallel.tensor_parallel_group()
+        self._passes = Passes(
+            chunks,
+            own,
+            num_valid=description.num_valid_columns(tp_rank=group.rank(), tp_size=group.size()),
+            row_layout=row_layout,
+            routing=RoutingReplay(chunks, own, row_layout, description.fields),
+            mtp=None,
+            stop_points=stop_points,
+        )
+        self._weights = ParkedWeights(chunks)
+
+    def logprobs(self, batch: TrainBatch) -> Logprobs:
+        """Compute log-probs of all response tokens under the teacher, as ``Passes.logprobs`` does.
+
+        Raises:
+            Interrupted: at one of the stop points.
+        """
+        with self._weights.on_device():
+            return self._passes.logprobs(batch, records_routes=False)
+
+
+class ParkedWeights:
+    """Constant weights whose device memory is free outside ``on_device``."""
+
+    def __init__(self, chunks: list[torch.nn.Module]) -> None:
+        """Copy all parameters and buffers to host memory and free their storage on the device."""
+        tensors = [tensor.data for chunk in chunks for tensor in chunk.parameters()]
+        tensors += [tensor for chunk in chunks for tensor in chunk.buffers()]
+        self._parked = [
+            (storage, HostCopy(bytes_of(storage)), storage.nbytes())
+            for storage in storages(tensors)
+        ]
+        self._free()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Context in which the weights are on the device."""
+        for storage, host, size in self._parked:
+            storage.resize_(size)
+            host.fill(bytes_of(storage))
+        device.synchronise()
+        try:
+            yield
+        finally:
+            device.synchronise()
+            self._free()
+
+    def _free(self) -> None:
+        for storage, _, _ in self._parked:
+            storage.resize_(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

@@ -1,0 +1,94 @@
+"""On-policy distillation: the reverse KL divergence from a teacher, token by token. Pure.
+
+Input: log-probs of the tokens that the student generated, under the student and under the teacher.
+Output: the divergence at each token, and advantages that include it.
+
+At a prefix h the divergence is KL(student || teacher) = E[log p(a|h) - log q(a|h)], a ~ p(.|h).
+The difference at the token that was generated is its unbiased estimate. Sources: MiniLLM, arXiv
+2306.08543, equation 1; GKD, arXiv 2306.13649, equation 3 with on-policy data; the form per token as
+an advantage: Thinking Machines Lab, "On-Policy Distillation" (2025), and slime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlpost.algorithm.advantage import Advantage, whiten
+from rlpost.columns import DoubleColumn, FloatColumn, RunColumn
+from rlpost.errors import DataError
+
+if TYPE_CHECKING:  # the driver needs numbers only
+    from torch import Tensor
+
+Distances = Sequence[Sequence[Sequence[float]]]
+"""log p - log q of each response token, by group and sample; 0 where the loss mask is 0."""
+
+
+def distances(student: FloatColumn, teacher: FloatColumn, mask: RunColumn) -> DoubleColumn:
+    """Return log p - log q of each response token of a sample, 0 where the mask is 0; in nats.
+
+    Raises:
+        DataError: a log-prob of a trained token is not finite, or the lengths differ.
+    """
+    if not len(student) == len(teacher) == len(mask):
+        raise DataError(
+            f"a response of {len(mask)} tokens has {len(student)} log-probs of the policy and "
+            f"{len(teacher)} of the teacher"
+        )
+    difference = student.array.astype("float64") - teacher.array.astype("float64")
+    found = np.where(mask.array != 0, difference, 0.0)
+    if not np.isfinite(found).all():
+        raise DataError(
+            "the log-prob of a token under the policy or the teacher is not finite; check that the "
+            "teacher has the vocabulary of --hf-checkpoint"
+        )
+    return DoubleColumn.view(found)
+
+
+def distilled(
+    advantages: Sequence[Sequence[Advantage]], distances: Distances, coef: float
+) -> list[tuple[Advantage, ...]]:
+    """A_t - coef (log p_t - log q_t), by group and sample: one advantage per response token."""
+    return [
+        tuple(
+            _distilled(advantage, of_sample, coef)
+            for advantage, of_sample in zip(of_group, own, strict=True)
+        )
+        for of_group, own in zip(advantages, distances, strict=True)
+    ]
+
+
+def _distilled(advantage: Advantage, distance: Sequence[float], coef: float) -> FloatColumn:
+    base = advantage.array if isinstance(advantage, FloatColumn) else advantage
+    return FloatColumn((base - coef * np.asarray(distance, dtype="float64")).tolist())
+
+
+def whitened_tokens(
+    advantages: Sequence[Sequence[Advantage]], masks: Sequence[Sequence[RunColumn]]
+) -> list[tuple[Advantage, ...]]:
+    """Whiten advantages per token over all trained tokens of a rollout (``advantage.whiten``)."""
+    values: list[float] = []
+    weights: list[int] = []
+    for of_group, own in zip(advantages, masks, strict=True):
+        for advantage, mask in zip(of_group, own, strict=True):
+            assert isinstance(advantage, FloatColumn), "advantages of tokens"
+            values += advantage
+            weights += mask
+    flat = iter(whiten(values, weights))
+    return [
+        tuple(FloatColumn(next(flat) for _ in range(len(mask))) for mask in own) for own in masks
+    ]
+
+
+def distillation_loss(logprobs_T: Tensor, teacher_logprobs_T: Tensor) -> Tensor:
+    """(log p - log q)^2 / 2 at tokens that the student generated: [T], [T] -> [T].
+
+    Its gradient (log p - log q) grad log p has the expectation grad KL(student || teacher), because
+    E[grad log p] = 0; that of log p - log q itself has the expectation 0. Exact where the current
+    policy generated the token, that is in the first optimizer step of a rollout. Source: Schulman,
+    "Approximating KL divergence" (2020), estimator k2.
+    """
+    return (logprobs_T - teacher_logprobs_T.detach()).square() / 2

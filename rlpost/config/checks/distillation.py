@@ -1,0 +1,116 @@
+"""Check the table [distillation] for conflicting or missing settings. Pure.
+
+Input: a ``Config``. Output: one line for each problem.
+"""
+
+from __future__ import annotations
+
+from rlpost.config.groups.distillation import DistillationConfig
+from rlpost.config.tree import Config
+from rlpost.config.wording import listed, spelled
+
+_OF_TYPE = {
+    "megatron": ("opd_teacher_load", "opd_teacher_hf_checkpoint"),
+    "sglang": ("opd_teacher_url",),
+}
+_NEEDED = {"megatron": "opd_teacher_load", "sglang": "opd_teacher_url"}
+_EXAMPLE = {"opd_teacher_load": "FOLDER", "opd_teacher_url": "http://HOST:PORT"}
+
+
+def distillation_problems(config: Config) -> list[str]:
+    """Of the table [distillation]."""
+    given = config.distillation
+    if not given.use_opd:
+        set_keys = sorted(given.model_fields_set - {"use_opd"})
+        changed = [key for key in set_keys if getattr(given, key) != _default(key)]
+        if not changed:
+            return []
+        named = listed([_flag(key) for key in changed], "and")
+        return [f"{named} without --use-opd: no teacher is used; add --use-opd, or leave them out"]
+    if given.opd_type is None:
+        return [
+            "--use-opd needs --opd-type: megatron for weights of --opd-teacher-load in the trainer, "
+            "sglang for a server at --opd-teacher-url"
+        ]
+    return _teacher_problems(config, given.opd_type) + _conflicts(config)
+
+
+def _teacher_problems(config: Config, kind: str) -> list[str]:
+    """Of where the teacher is."""
+    given, needed = config.distillation, _NEEDED[kind]
+    problems = []
+    if getattr(given, needed) is None:
+        problems.append(
+            f"--opd-type {kind} needs a teacher; add {_flag(needed)} {_EXAMPLE[needed]}"
+        )
+    for key in (key for other, keys in _OF_TYPE.items() if other != kind for key in keys):
+        if getattr(given, key) is not None:
+            problems.append(
+                f"{spelled(config, key)} is not used with --opd-type {kind}; leave it out, or "
+                "choose the other type"
+            )
+    url = given.opd_teacher_url
+    if kind == "sglang" and url is not None and not url.startswith(("http://", "https://")):
+        problems.append(f"--opd-teacher-url {url!r}: must start with http:// or https://")
+    return problems
+
+
+def _conflicts(config: Config) -> list[str]:
+    """With settings of other tables."""
+    given, grpo, rollout = config.distillation, config.grpo, config.rollout
+    is_loss, is_alone = given.opd_form == "loss", given.opd_alone
+    rules = [
+        (
+            grpo.loss_type == "sft_loss",
+            "--use-opd needs generated responses, and --loss-type sft_loss has those of "
+            "--prompt-data; use --loss-type policy_loss",
+        ),
+        (
+            is_loss and grpo.loss_type == "custom_loss",
+            "--opd-form loss is a term of the policy loss, which --loss-type custom_loss replaces; "
+            "use --opd-form advantage",
+        ),
+        (
+            given.opd_type == "sglang" and rollout.rollout_temperature != 1.0,
+            f"{spelled(config, 'rollout_temperature')}: a server scores given tokens at temperature "
+            "1, and the policy would be compared at another; use --rollout-temperature 1, or "
+            "--opd-type megatron",
+        ),
+        (
+            is_alone and grpo.kl_coef > 0,
+            f"--opd-alone sets every advantage of a reward to 0, and {spelled(config, 'kl_coef')} "
+            "is a part of the reward; use --kl-loss-coef, or --kl-coef 0",
+        ),
+        (
+            is_alone and grpo.custom_advantage_function_path is not None,
+            "--opd-alone leaves nothing for --custom-advantage-function-path to compute; use one of "
+            "them",
+        ),
+        (
+            is_alone and is_loss and grpo.normalize_advantages,
+            "--opd-alone with --opd-form loss has no advantages, which --normalize-advantages would "
+            "scale; use --normalize-advantages false",
+        ),
+        (
+            is_alone and config.use_critic,
+            "--opd-alone leaves nothing for a critic to estimate; use --advantage-estimator grpo",
+        ),
+        (
+            config.use_critic and not is_loss and grpo.normalize_advantages,
+            "--normalize-advantages with a critic whitens before the teacher's part; use "
+            "--normalize-advantages false, or --opd-form loss",
+        ),
+        (
+            is_alone and given.opd_kl_coef == 0,
+            "--opd-alone with --opd-kl-coef 0 trains on nothing; use --opd-kl-coef 1",
+        ),
+    ]
+    return [problem for is_broken, problem in rules if is_broken]
+
+
+def _default(key: str) -> object:
+    return DistillationConfig.model_fields[key].default
+
+
+def _flag(key: str) -> str:
+    return "--" + key.replace("_", "-")

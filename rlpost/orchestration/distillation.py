@@ -1,0 +1,129 @@
+"""The teacher's part of training on a rollout: divergences of its tokens, and advantages with them.
+
+Input: the batches of a rollout with log-probs of the policy and the teacher, or samples that a
+server has scored. Output: the divergence at each response token, by the position of its sample in
+the rollout; advantages that include it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rlpost.algorithm.advantage import Advantage, Penalties
+from rlpost.algorithm.distillation import distances, distilled, whitened_tokens
+from rlpost.columns import DoubleColumn, FloatColumn
+from rlpost.config.groups.distillation import DistillationConfig
+from rlpost.config.groups.grpo import GrpoConfig
+from rlpost.config.tree import Config
+from rlpost.errors import DataError
+from rlpost.orchestration.batches import DealtStep, rollout_advantages
+from rlpost.types import SampleGroup, TrainSample
+
+REVERSE_KL = "train/opd_reverse_kl"
+
+Logprobs = Iterable[FloatColumn]
+"""Log-probs of the samples of a data-parallel rank, in order."""
+
+
+def in_advantage(given: DistillationConfig) -> bool:
+    """Whether advantages include the divergence."""
+    return given.use_opd and given.opd_form == "advantage"
+
+
+def needs_policy_logprobs(config: Config) -> bool:
+    """Whether the trainer's own log-probs are needed before the first optimizer step."""
+    return in_advantage(config.distillation) and not config.grpo.use_rollout_logprobs
+
+
+def rank_distances(
+    samples: Sequence[TrainSample], policy: Logprobs | None, teacher: Logprobs | None
+) -> list[DoubleColumn]:
+    """Return the divergence at each response token of a rank's samples, in order.
+
+    Args:
+        samples: of the rank.
+        policy: None for the log-probs that the engines reported (--use-rollout-logprobs).
+        teacher: None for those that a server gave.
+
+    Raises:
+        DataError: a sample has no log-probs of the teacher, or one is not finite.
+    """
+    own = (sample.rollout_logprobs for sample in samples) if policy is None else policy
+    theirs = (_of_server(sample) for sample in samples) if teacher is None else teacher
+    return [
+        distances(student, scored, sample.loss_mask)
+        for student, scored, sample in zip(own, theirs, samples, strict=True)
+    ]
+
+
+def by_position(
+    step: DealtStep, of_ranks: Sequence[Sequence[DoubleColumn]]
+) -> dict[int, DoubleColumn]:
+    """Return the divergences of a step by the position of the sample in the rollout."""
+    found: dict[int, DoubleColumn] = {}
+    for positions, columns in zip(step.positions, of_ranks, strict=True):
+        pairs = zip(positions, columns, strict=True)
+        found |= {position: column for position, column in pairs if position is not None}
+    return found
+
+
+def base_advantages(
+    groups: Sequence[SampleGroup],
+    grpo: GrpoConfig,
+    given: DistillationConfig,
+    penalties: Penalties | None,
+) -> list[tuple[Advantage, ...]]:
+    """Return the advantages of rewards by group and sample, before ``with_teacher``.
+
+    0 with --opd-alone. --normalize-advantages is left to ``with_teacher`` if that follows.
+
+    Args:
+        groups: of the rollout.
+        grpo: settings of the estimator.
+        given: settings of distillation.
+        penalties: of the KL divergence from the reference, by group and sample.
+    """
+    if given.use_opd and given.opd_alone:
+        return [(0.0,) * len(group.samples) for group in groups]
+    if in_advantage(given):
+        grpo = grpo.model_copy(update={"normalize_advantages": False})
+    return rollout_advantages(groups, grpo, penalties)
+
+
+def with_teacher(
+    advantages: Sequence[Sequence[Advantage]],
+    groups: Sequence[SampleGroup],
+    grpo: GrpoConfig,
+    given: DistillationConfig,
+    of_position: Mapping[int, DoubleColumn],
+) -> list[tuple[Advantage, ...]]:
+    """Subtract the divergence from the advantages of all tokens, by group and sample.
+
+    This follows the estimator, its own whitening included; --normalize-advantages whitens the
+    result, as in slime.
+
+    Args:
+        advantages: by group and sample.
+        groups: of the rollout.
+        grpo: settings of the estimator.
+        given: settings of distillation.
+        of_position: the divergences by the position of the sample in the rollout.
+    """
+    in_order = iter([of_position[position] for position in range(len(of_position))])
+    by_group = [[next(in_order) for _ in group.samples] for group in groups]
+    found = distilled(advantages, by_group, given.opd_kl_coef)
+    if not grpo.normalize_advantages:
+        return found
+    masks = [[scored.sample.mask for scored in group.samples] for group in groups]
+    return whitened_tokens(found, masks)
+
+
+def reverse_kl(of_position: Mapping[int, DoubleColumn], num_tokens: int) -> dict[str, float]:
+    """Return the metric: the mean divergence over the trained tokens of the rollout, in nats."""
+    return {REVERSE_KL: sum(map(sum, of_position.values())) / max(num_tokens, 1)}
+
+
+def _of_server(sample: TrainSample) -> FloatColumn:
+    if sample.teacher_logprobs is None:
+        raise DataError("a sample has no log-probs of the teacher; generate it with --use-opd")
+    return sample.teacher_logprobs

@@ -1,0 +1,184 @@
+"""A teacher on a server: log-probs of given tokens, for on-policy distillation.
+
+Input: the URL of a server with SGLang's ``POST /generate``, and samples. Output: the samples with
+``teacher_logprobs``.
+
+A request has the tokens of prompt and response and asks for no new token. SGLang answers with
+``meta_info.input_token_logprobs``, entries [log-prob, token id, text] from token
+``logprob_start_len`` on; the first has no log-prob. Its log-probs of given tokens are those at
+temperature 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+
+from rlpost.columns import FloatColumn
+from rlpost.errors import ConfigError, GradingLost, RolloutError
+from rlpost.rollout.client import authorization
+from rlpost.types import Sample, ScoredSample
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 64
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # between attempts; doubles
+MAX_LOST_IN_A_ROW = 64
+PROBES = (
+    "def add(a, b):\n    return a + b  # 12345678 0x1F",
+    "The quick brown fox; jumps over 3.14159 lazy dogs?!",
+    "\u6570\u5b66\u7684\u7b54\u6848\u662f\u4e8c\u3002 \u0395\u03bb\u03bb\u03b7\u03bd\u03b9\u03ba\u03ac \U0001f600",
+    "\\frac{1}{2} \\boxed{42}\n\n\tend",
+)
+"""Texts whose tokens differ between tokenizers: code, digits, other scripts, white space."""
+
+Encode = Callable[[str], Sequence[int]]
+
+
+class TeacherServer:
+    """The teacher at ``url``; at most MAX_CONNECTIONS requests at a time."""
+
+    def __init__(self, url: str, *, timeout_s: float, api_key: str = "") -> None:
+        """``timeout_s`` limits one score with all its attempts."""
+        self.url = generate_url(url)
+        self._headers = {"Content-Type": "application/json"} | authorization(api_key)
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+        self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._lost_in_a_row = 0
+
+    async def check_tokenizer(self, encode: Encode) -> None:
+        """Compare the server's tokens of some texts with those of ``encode``.
+
+        Raises:
+            ConfigError: they differ, or the server has no tokenizer.
+            RolloutError: the server does not answer.
+        """
+        for text in PROBES:
+            try:
+                entries = await self._entries({"text": text, "logprob_start_len": 0})
+            except GradingLost as lost:
+                raise RolloutError(f"{lost}; start the teacher before the run") from lost
+            theirs, own = [entry[1] for entry in entries], list(encode(text))
+            if theirs != own:
+                raise ConfigError(
+                    f"--opd-teacher-url {self.url}: the teacher's tokenizer is not that of "
+                    f"--hf-checkpoint: {text[:20]!r} is {theirs[:8]} there and {own[:8]} here; "
+                    "distillation needs a teacher with the same tokenizer"
+                )
+
+    async def scored(self, graded: Sequence[ScoredSample]) -> tuple[ScoredSample, ...]:
+        """Return the samples with the teacher's log-probs; one that cannot be scored is left out.
+
+        Raises:
+            RolloutError: the server refuses a request, or MAX_LOST_IN_A_ROW samples in a row could
+                not be scored.
+        """
+        found = await asyncio.gather(*(self._one(each) for each in graded))
+        return tuple(each for each in found if each is not None)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _one(self, graded: ScoredSample) -> ScoredSample | None:
+        try:
+            column = await self.logprobs(graded.sample)
+        except GradingLost as lost:
+            self._lost_in_a_row += 1
+            logger.warning("prompt %d: an answer is left out: %s", graded.sample.prompt_id, lost)
+            if self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
+                raise RolloutError(
+                    f"{self._lost_in_a_row} consecutive answers were not scored; the last: {lost}"
+                ) from lost
+            return None
+        self._lost_in_a_row = 0
+        return replace(graded, sample=replace(graded.sample, teacher_logprobs=column))
+
+    async def logprobs(self, sample: Sample) -> FloatColumn:
+        """Return the log-prob of each response token under the teacher, at temperature 1.
+
+        Raises:
+            GradingLost: the server did not answer in time.
+            RolloutError: it refused the request, or its answer is not one.
+        """
+        prompt, response = list(sample.prompt_ids), list(sample.response_ids)
+        body = {"input_ids": prompt + response, "logprob_start_len": len(prompt) - 1}
+        entries = (await self._entries(body))[-len(response) :]
+        if [entry[1] for entry in entries] != response:
+            raise RolloutError(
+                f"--opd-teacher-url {self.url} returned {len(entries)} log-probs that are not those "
+                f"of the {len(response)} tokens of the response; it must have SGLang's /generate"
+            )
+        values = [value for value, _ in entries if value is not None and math.isfinite(value)]
+        if len(values) < len(response):
+            raise RolloutError(
+                f"--opd-teacher-url {self.url} returned a log-prob that is not a finite number"
+            )
+        return FloatColumn(values)
+
+    async def _entries(self, body: dict[str, object]) -> list[tuple[float | None, int]]:
+        """Return log-prob and token id of the given tokens, from ``logprob_start_len`` on."""
+        request = body | {
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
+            "return_logprob": True,
+        }
+        failure, pause_s = "did not answer", FIRST_PAUSE_S
+        async with self._slots:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    while True:
+                        answer, failure = await self._post(request)
+                        if answer is not None:
+                            return self._parsed(answer)
+                        logger.debug("--opd-teacher-url %s %s", self.url, failure)
+                        await asyncio.sleep(pause_s)
+                        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            except TimeoutError:
+                raise GradingLost(
+                    f"--opd-teacher-url {self.url} {failure}, for {self._timeout_s:g} s "
+                    "(--opd-teacher-timeout-s); is it up?"
+                ) from None
+
+    async def _post(self, body: dict[str, object]) -> tuple[bytes | None, str]:
+        """Return (answer, "") or (None, reason to retry). Raises RolloutError if refused."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+        try:
+            async with self._session.post(
+                self.url, data=orjson.dumps(body), headers=self._headers
+            ) as response:
+                if response.status == 429 or response.status >= 500:
+                    return None, f"answered {response.status}"
+                answer = await response.read()
+                if response.status != 200:
+                    text = answer[:500].decode(errors="replace")
+                    raise RolloutError(
+                        f"--opd-teacher-url {self.url} answered {response.status}: {text}"
+                    )
+                return answer, ""
+        except aiohttp.ClientError as error:
+            return None, f"does not answer ({error or type(error).__name__})"
+
+    def _parsed(self, answer: bytes) -> list[tuple[float | None, int]]:
+        try:
+            listed = orjson.loads(answer)["meta_info"]["input_token_logprobs"]
+            return [(entry[0], entry[1]) for entry in listed]
+        except (ValueError, KeyError, TypeError, IndexError):
+            raise RolloutError(
+                f"--opd-teacher-url {self.url} returned no meta_info.input_token_logprobs; it must "
+                "have SGLang's /generate"
+            ) from None
+
+
+def generate_url(url: str) -> str:
+    """Return the URL of the requests: ``/generate`` is appended if ``url`` has no path."""
+    return url if urlsplit(url).path.strip("/") else url.rstrip("/") + "/generate"

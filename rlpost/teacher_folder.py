@@ -1,0 +1,87 @@
+"""Check the folders of a teacher in the trainer before a job starts. Without torch.
+
+Input: the settings, and the folders that they name. Output: one line for each problem; what the
+teacher takes of memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from rlpost.actor.teacher_description import teacher_description, teacher_folder
+from rlpost.actor.torch_dist_folder import find_checkpoint
+from rlpost.config.plan.estimate import fullest_held
+from rlpost.config.tree import Config
+from rlpost.data.vocabulary import vocabulary_problem
+from rlpost.errors import RlpostError, WeightError
+from rlpost.hf_shape import hf_shape
+from rlpost.orchestration.settings_of_actors import actor_settings
+from rlpost.units import size_text
+from rlpost.weights.files import file_problems
+
+
+def teacher_problems(config: Config) -> list[str]:
+    """Of --opd-teacher-load and --opd-teacher-hf-checkpoint; none without such a teacher."""
+    given, policy = config.distillation, Path(config.checkpoint.hf_checkpoint)
+    load = given.opd_teacher_load
+    if not given.use_opd or given.opd_type != "megatron" or load is None:
+        return []
+    if problem := _weight_problem(load):
+        return [problem]
+    folder = teacher_folder(load, given.opd_teacher_hf_checkpoint, str(policy))
+    key = f"--opd-teacher-load {load}"
+    if given.opd_teacher_hf_checkpoint is not None:
+        key = f"--opd-teacher-hf-checkpoint {folder}"
+    try:
+        theirs = json.loads((folder / "config.json").read_text())
+        own = json.loads((policy / "config.json").read_text())
+        teacher_description(actor_settings(config))
+    except (OSError, ValueError) as error:
+        return [f"{key}: config.json cannot be read: {error}; give a Hugging Face folder"]
+    except RlpostError as error:
+        return [str(error)]
+    if theirs["vocab_size"] < own["vocab_size"]:
+        return [
+            f"{key}: vocab_size = {theirs['vocab_size']} of the teacher is below {own['vocab_size']} "
+            "of --hf-checkpoint, so it has no log-prob for the last tokens; use another teacher"
+        ]
+    problem = vocabulary_problem(policy, folder)
+    if problem is None:
+        return []
+    return [f"{key}: {problem}; distillation needs a teacher with the same tokenizer"]
+
+
+def teacher_note(config: Config) -> str | None:
+    """What a teacher in the trainer takes of memory; None without one, or for a plugin's family."""
+    given = config.distillation
+    if not given.use_opd or given.opd_type != "megatron" or given.opd_teacher_load is None:
+        return None
+    policy, own = config.checkpoint.hf_checkpoint, given.opd_teacher_hf_checkpoint
+    folder = teacher_folder(given.opd_teacher_load, own, policy)
+    try:
+        shape = hf_shape(json.loads((folder / "config.json").read_text()))
+    except WeightError:
+        return None
+    each = fullest_held(config, shape).weights
+    node = each * config.cluster.actor_num_gpus_per_node
+    return (
+        f"--opd-teacher-load: the teacher takes {size_text(node)} of host memory a node, and "
+        f"{size_text(each)} on each GPU of the trainer during its pass, in addition to `rlpost plan`"
+    )
+
+
+def _weight_problem(load: str) -> str | None:
+    """What is wrong with the folder of the teacher's weights."""
+    if find_checkpoint(load) is not None:
+        return None
+    if not any(Path(load).glob("*.safetensors")):
+        is_there = os.path.isdir(load)
+        what = "holds neither a torch_dist checkpoint nor *.safetensors"
+        return (
+            f"--opd-teacher-load {load}: {what if is_there else 'no such folder'}; give a Hugging "
+            "Face folder, or one written by tools/convert_hf_to_torch_dist.py"
+        )
+    broken = file_problems(Path(load))
+    return f"--opd-teacher-load {broken[0]}" if broken else None

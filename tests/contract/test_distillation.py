@@ -1,0 +1,272 @@
+"""A teacher in the real actor: of another size and depth, against Hugging Face, at several layouts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlpost.actor.settings import ActorSettings
+from rlpost.columns import FloatColumn
+from rlpost.errors import ConfigError
+from rlpost.types import TrainSample
+from tests.contract.actor_ranks import my_batch, run_ranks
+from tests.contract.samples import STEPS
+from tests.contract.test_actor import make_model
+
+pytestmark = pytest.mark.timeout(300)
+
+TEMPERATURE, COEF = 0.8, 0.3
+
+
+def make_teacher(folder: Path) -> None:
+    """A Llama with the student's vocabulary; nothing else is the same."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=96,
+        intermediate_size=160,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if "norm" in name else 0.0))
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("distillation")
+    make_model(folder / "student", tied=False)
+    make_teacher(folder / "teacher")
+    return folder
+
+
+def settings(models: Path, **changes: Any) -> ActorSettings:
+    given = dict(
+        lr=1e-3,
+        temperature=TEMPERATURE,
+        distributed_timeout_minutes=2,
+        use_opd=True,
+        opd_type="megatron",
+        opd_kl_coef=COEF,
+        opd_teacher_load=str(models / "teacher"),
+    )
+    return ActorSettings(str(models / "student"), **(given | changes))
+
+
+def seen(actor: Any, *, with_server: bool = False) -> dict[str, Any]:
+    """Log-probs under both models before and after a step with advantages of 0; its metrics."""
+    actor.import_weights()
+    batch = my_batch(actor, STEPS[0], max_tokens=64)
+    batch = batch.with_advantages([0.0] * len(batch.samples))
+    before, own = actor.weights_hash(), actor.compute_logprobs(batch)
+    teacher = None if with_server else actor.compute_teacher_logprobs(batch)
+    assert actor.weights_hash() == before, "the teacher's pass leaves the policy as it is"
+    freed = []
+    if actor._teacher is not None:
+        freed = [storage.nbytes() for storage, _, _ in actor._teacher._weights._parked]
+    metrics = dict(actor.train_step(batch).metrics)
+    again = None if with_server else actor.compute_teacher_logprobs(batch)
+    return {"samples": batch.samples, "own": own, "teacher": teacher, "again": again,
+            "metrics": metrics, "freed": freed, "hash": actor.weights_hash()}  # fmt: skip
+
+
+def by_sample(found: dict[str, Any], what: str) -> dict[tuple[int, ...], list[float]]:
+    flat = [column for micro in found[what] for column in micro]
+    pairs = zip(found["samples"], flat, strict=True)
+    return {tuple(sample.token_ids): list(column) for sample, column in pairs}
+
+
+def of_hugging_face(folder: Path, sample: TrainSample) -> torch.Tensor:
+    """Log-probs of the response tokens at the temperature of the settings."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor(list(sample.token_ids))
+    with torch.no_grad():
+        logprobs = (model(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
+    picked = logprobs[:-1].gather(1, ids[1:, None])[:, 0]
+    return picked[sample.prompt_length - 1 :]
+
+
+@pytest.fixture(scope="module")
+def alone(models: Path) -> dict[str, Any]:
+    (found,) = run_ranks(seen, 1, settings(models, opd_form="loss"))
+    return found
+
+
+def test_log_probs_of_a_teacher_of_another_family_and_size_are_those_of_hugging_face(models, alone):
+    found = by_sample(alone, "teacher")
+    for sample in STEPS[0][:3]:
+        expected = of_hugging_face(models / "teacher", sample)
+        assert found[tuple(sample.token_ids)] == pytest.approx(expected.tolist(), abs=2e-4)
+
+
+def test_a_step_of_the_student_does_not_change_the_teacher_and_its_memory_is_free_between_passes(
+    alone,
+):
+    assert alone["teacher"] == alone["again"]
+    assert alone["freed"] and set(alone["freed"]) == {0}
+
+
+def test_the_loss_is_half_the_squared_distance_and_the_metric_its_mean(alone):
+    own, teacher = by_sample(alone, "own"), by_sample(alone, "teacher")
+    losses, distances = [], []
+    for sample in STEPS[0]:
+        key = tuple(sample.token_ids)
+        difference = [
+            p - q
+            for p, q, kept in zip(own[key], teacher[key], sample.loss_mask, strict=True)
+            if kept
+        ]
+        losses.append(sum(d * d / 2 for d in difference) / len(difference))
+        distances += difference
+    metrics = alone["metrics"]
+    assert metrics["train/opd_reverse_kl"] == pytest.approx(
+        sum(distances) / len(distances), rel=1e-4
+    )
+    assert metrics["train/loss"] == pytest.approx(COEF * sum(losses) / len(losses), rel=1e-4)
+    assert metrics["train/pg_loss"] == 0.0
+
+
+def test_log_probs_of_a_server_train_as_those_of_the_trainer_do(models, alone, monkeypatch):
+    """The same numbers as columns of the samples give the same step, to the last bit."""
+    scores = by_sample(alone, "teacher")
+    (found,) = run_ranks(
+        _with_columns,
+        1,
+        settings(models, opd_form="loss", opd_type="sglang", opd_teacher_load=None),
+        scores=scores,
+    )
+    assert found["metrics"] == alone["metrics"]
+    assert found["hash"] == alone["hash"]
+
+
+def _with_columns(actor: Any, *, scores: dict[tuple[int, ...], list[float]]) -> dict[str, Any]:
+    from dataclasses import replace
+
+    for position, sample in enumerate(STEPS[0]):
+        column = FloatColumn(scores[tuple(sample.token_ids)])
+        STEPS[0][position] = replace(sample, teacher_logprobs=column)
+    return seen(actor, with_server=True)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"pipeline_model_parallel_size": 2},
+        {"context_parallel_size": 2},
+    ],
+    ids=["tp2_sp", "pp2", "cp2"],
+)
+def test_the_layout_does_not_change_the_teacher_or_the_step(models, alone, layout):
+    *_, last = run_ranks(seen, 2, settings(models, opd_form="loss", **layout))
+    found, expected = by_sample(last, "teacher"), by_sample(alone, "teacher")
+    for key, values in found.items():
+        assert values == pytest.approx(expected[key], abs=2e-4)
+    for name in ("train/loss", "train/opd_reverse_kl", "train/grad_norm"):
+        assert last["metrics"][name] == pytest.approx(alone["metrics"][name], rel=1e-3), name
+
+
+def test_a_teacher_that_cannot_be_sharded_as_the_policy_is_an_error_before_it_is_built(models):
+    from rlpost.actor.actor import Actor
+
+    with pytest.raises(ConfigError, match=r"--opd-teacher-load .*pipeline_model_parallel_size=2"):
+        make_odd(models / "odd")
+        Actor(
+            settings(models, opd_teacher_load=str(models / "odd"), pipeline_model_parallel_size=2)
+        )
+
+
+def make_odd(folder: Path) -> None:
+    """The configuration of a teacher with three layers."""
+    import json
+
+    folder.mkdir()
+    config = json.loads((folder.parent / "teacher/config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+
+
+NUM_STEPS = 12
+
+
+def distil(actor: Any, *, student: str, form: str) -> list[float]:
+    """Train on answers that the student generated; the mean divergence before each step."""
+    import itertools
+    import random
+
+    from transformers import AutoModelForCausalLM
+
+    from rlpost.algorithm.distillation import distances
+    from rlpost.types import TrainBatch
+
+    actor.import_weights()
+    source, found = random.Random(5), []
+    torch.manual_seed(5)
+    for _ in range(NUM_STEPS):
+        actor.export(student)
+        model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
+        prompts = torch.tensor([[source.randrange(96) for _ in range(4)] for _ in range(64)])
+        made = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            do_sample=True,
+            top_k=0,
+            min_new_tokens=6,
+            max_new_tokens=6,
+        )
+        samples = tuple(
+            TrainSample(tuple(ids), 4, (1,) * 6, (0.0,) * 6, 0.0) for ids in made.tolist()
+        )
+        batch = TrainBatch((samples,), num_samples=64, num_tokens=64 * 6)
+        own, theirs = actor.compute_logprobs(batch), actor.compute_teacher_logprobs(batch)
+        chain = itertools.chain.from_iterable
+        of_samples = [
+            distances(p, q, sample.loss_mask)
+            for p, q, sample in zip(chain(own), chain(theirs), samples, strict=True)
+        ]
+        found.append(sum(map(sum, of_samples)) / batch.num_tokens)
+        if form == "advantage":
+            advantages = [FloatColumn(-d for d in column) for column in of_samples]
+            batch = batch.with_advantages(advantages)
+        actor.train_step(batch)
+    return found
+
+
+@pytest.mark.parametrize("form", ["advantage", "loss"])
+def test_the_divergence_falls_while_the_student_learns_from_its_own_answers(models, tmp_path, form):
+    """Sampled by transformers from the weights that the actor exports after each step. The teacher
+    prefers no token, so the divergence is log 96 less the entropy of the student.
+    """
+    from safetensors.torch import load_file, save_file
+
+    teacher = tmp_path / "teacher"
+    shutil.copytree(models / "teacher", teacher)
+    tensors = load_file(teacher / "model.safetensors")
+    tensors["model.norm.weight"].zero_()
+    save_file(tensors, teacher / "model.safetensors", metadata={"format": "pt"})
+    given = settings(
+        models,
+        opd_form=form,
+        opd_kl_coef=1.0,
+        opd_teacher_load=str(teacher),
+        lr=1e-2,
+        temperature=1.0,
+    )
+    (found,) = run_ranks(distil, 1, given, student=str(tmp_path / "student"), form=form)
+    first, last = sum(found[:2]) / 2, sum(found[-2:]) / 2
+    print(form, [round(value, 2) for value in found])
+    assert last < 0.8 * first

@@ -1,0 +1,62 @@
+"""The reference that follows the policy (--ref-update-interval) in the real actor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.actor.settings import ActorSettings
+from tests.contract.actor_ranks import my_batch, run_ranks
+from tests.contract.samples import STEPS
+from tests.contract.test_actor import make_model
+
+pytestmark = pytest.mark.timeout(300)
+
+FOUR = [*STEPS, STEPS[0]]
+
+
+def settings(folder: Path) -> ActorSettings:
+    return ActorSettings(
+        str(folder / "model"),
+        lr=1e-2,
+        use_kl_loss=True,
+        kl_loss_coef=0.5,
+        kl_loss_type="k2",
+        ref_update_interval=2,
+        distributed_timeout_minutes=2,
+    )
+
+
+def train_four(actor: Any, *, folder: str) -> dict[str, Any]:
+    """Train four steps of a rollout each; save after the third."""
+    actor.import_weights()
+    found: dict[str, Any] = {"is_policy": [], "metrics": []}
+    for number, samples in enumerate(FOUR, start=1):
+        batch = my_batch(actor, samples, max_tokens=None)
+        found["metrics"].append(dict(actor.train_step(batch).metrics))
+        found["is_policy"].append(
+            actor.compute_ref_logprobs(batch) == actor.compute_logprobs(batch)
+        )
+        if number == 3:
+            actor.save(folder, number)
+    return found | {"hash": actor.weights_hash()}
+
+
+def resume(actor: Any, *, folder: str) -> dict[str, Any]:
+    """Load, and train the last step."""
+    assert actor.load(folder) == 3
+    metrics = dict(actor.train_step(my_batch(actor, FOUR[3], max_tokens=None)).metrics)
+    return {"metrics": metrics, "hash": actor.weights_hash()}
+
+
+def test_the_reference_is_the_policy_after_each_interval_and_a_resume_has_it_bit_for_bit(tmp_path):
+    make_model(tmp_path / "model", tied=False)
+    folder = str(tmp_path / "saved")
+    (found,) = run_ranks(train_four, 1, settings(tmp_path), folder=folder)
+    assert found["is_policy"] == [False, True, False, True]
+    (again,) = run_ranks(resume, 1, settings(tmp_path), folder=folder)
+    assert again["hash"] == found["hash"]
+    assert again["metrics"] == found["metrics"][3]
+    assert again["metrics"]["train/ref_kl"] > 0

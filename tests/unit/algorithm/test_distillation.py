@@ -1,0 +1,90 @@
+"""Tests of the divergence from a teacher against a plain loop, enumeration and autograd."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlpost.algorithm.advantage import whiten
+from rlpost.algorithm.distillation import (
+    distances,
+    distillation_loss,
+    distilled,
+    whitened_tokens,
+)
+from rlpost.algorithm.loss import policy_loss
+from rlpost.columns import FloatColumn, RunColumn
+from rlpost.errors import DataError
+
+
+def test_the_distance_of_a_token_is_the_difference_of_its_log_probs_and_0_where_masked():
+    found = distances(
+        FloatColumn([-1.0, -2.0, -0.5]), FloatColumn([-0.5, -3.0, -0.5]), RunColumn.of([1, 1, 0])
+    )
+    assert list(found) == [-0.5, 1.0, 0.0]
+
+
+def test_log_probs_of_another_length_or_that_are_no_numbers_are_errors():
+    mask = RunColumn.of([1, 1])
+    with pytest.raises(
+        DataError, match="a response of 2 tokens has 2 log-probs of the policy and 1"
+    ):
+        distances(FloatColumn([-1.0, -1.0]), FloatColumn([-1.0]), mask)
+    with pytest.raises(DataError, match="is not finite"):
+        distances(FloatColumn([-1.0, -1.0]), FloatColumn([-1.0, -math.inf]), mask)
+    masked = RunColumn.of([1, 0])
+    assert list(distances(FloatColumn([-1.0, -1.0]), FloatColumn([-1.0, -math.inf]), masked)) == [
+        0.0,
+        0.0,
+    ]
+
+
+def test_advantages_lose_the_distance_of_each_token_times_the_coefficient():
+    advantages = [(1.0, FloatColumn([0.5, -0.5]))]
+    of_tokens = [[[0.25, -1.0], [2.0, 0.0]]]
+    ((first, second),) = distilled(advantages, of_tokens, 2.0)
+    assert list(first) == [0.5, 3.0]
+    assert list(second) == [-3.5, -0.5]
+
+
+def test_whitened_tokens_have_mean_0_and_variance_1_over_those_that_are_trained():
+    advantages = [(FloatColumn([1.0, 2.0]), FloatColumn([3.0])), (FloatColumn([9.0, 5.0]),)]
+    masks = [[RunColumn.of([1, 1]), RunColumn.of([1])], [RunColumn.of([0, 1])]]
+    found = whitened_tokens(advantages, masks)
+    flat = [value for group in found for column in group for value in column]
+    assert flat == pytest.approx(whiten([1.0, 2.0, 3.0, 9.0, 5.0], [1, 1, 1, 0, 1]), rel=1e-6)
+    trained = flat[:3] + flat[4:]
+    assert sum(trained) == pytest.approx(0.0, abs=1e-6)
+    assert [len(column) for group in found for column in group] == [2, 1, 2]
+
+
+@pytest.fixture
+def student_and_teacher() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(3)
+    return torch.randn(7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+
+
+def test_the_loss_has_the_gradient_of_the_divergence_in_expectation(student_and_teacher):
+    """Enumerated over a vocabulary of 7: E[grad of the loss] = grad KL(student || teacher)."""
+    logits, teacher = student_and_teacher
+    logits.requires_grad_()
+    p, q = logits.log_softmax(0), teacher.log_softmax(0)
+    (exact,) = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)
+    (found,) = torch.autograd.grad((p.exp().detach() * distillation_loss(p, q)).sum(), logits)
+    assert torch.allclose(found, exact, atol=1e-12)
+
+
+def test_advantage_and_loss_have_one_gradient_where_the_policy_generated_the_tokens(
+    student_and_teacher,
+):
+    """At ratio 1: of -r A with A = -coef (log p - log q), and of coef (log p - log q)^2 / 2."""
+    logits, teacher = student_and_teacher
+    logits.requires_grad_()
+    p, q, coef = logits.log_softmax(0), teacher.log_softmax(0), 0.7
+    advantages = -coef * (p - q).detach()
+    loss, _ = policy_loss(p, p.detach(), advantages, eps_clip=0.2, eps_clip_high=0.2)
+    (of_advantage,) = torch.autograd.grad(loss.sum(), logits, retain_graph=True)
+    (of_loss,) = torch.autograd.grad((coef * distillation_loss(p, q)).sum(), logits)
+    assert torch.allclose(of_advantage, of_loss, atol=1e-12)
