@@ -33,10 +33,8 @@ from rlpost.actor import (
     weight_files,
 )
 from rlpost.actor.critic import Critic, Values
-from rlpost.actor.joint_writing import JointWriting
 from rlpost.actor.lora.adapters import Adapters
-from rlpost.actor.lora.targets import peft_settings
-from rlpost.actor.megatron_checkpoint import Residence, Saver
+from rlpost.actor.lora.targets import checkpoint_settings
 from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.model import build_model, inventory_of
 from rlpost.actor.model_description import ModelDescription, read_description
@@ -48,6 +46,7 @@ from rlpost.actor.passes import Logprobs, Passes
 from rlpost.actor.profiling import Profiling
 from rlpost.actor.reference import ReferenceWeights
 from rlpost.actor.routing_replay import RoutingReplay
+from rlpost.actor.saves import Saves
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.stop_points import StopPoints
 from rlpost.actor.teacher import Teacher
@@ -55,15 +54,14 @@ from rlpost.actor.teacher_description import teacher_description
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.algorithm.guards import check_finite
 from rlpost.columns import FloatColumn
-from rlpost.errors import CheckpointError, Interrupted
+from rlpost.errors import Interrupted
 from rlpost.metrics.spans import span
-from rlpost.progress.position import RECORDER, Position
+from rlpost.progress.position import Position
 from rlpost.types import StepResult, TrainBatch
 from rlpost.weights.bucket_plan import SMALLEST
 from rlpost.weights.delta import Written
 from rlpost.weights.exporter import Exporter, weights_hash
 from rlpost.weights.importer import HuggingFaceFolder, import_weights
-from rlpost.weights.peft_folder import write_peft_folder
 from rlpost.weights.sent_weights import LastSent
 from rlpost.weights.trainer_side import Broadcast, Buckets, Sharing
 
@@ -92,8 +90,6 @@ class Actor:
         self._adapters: Adapters | None = None
         self._teacher: Teacher | None = None
         self.num_optimizer_steps = 0  # completed so far; the learning rate depends on it
-        self._saver: Saver | None = None
-        self._writing: JointWriting | None = None
         self.critic: Critic | None = None
         self.description = description or read_description(
             settings.hf_checkpoint, settings.model_args
@@ -189,6 +185,7 @@ class Actor:
         )
         critic = None if self.critic is None else (self.critic.model, self.critic.optimizer)
         self.memory = DeviceMemory(self.model, self.optimizer, critic)
+        self.saves = Saves(settings, self.chunks, self.optimizer, self.memory, self.critic)
         self.profiling = Profiling(dist.get_rank())
 
     @property
@@ -352,53 +349,21 @@ class Actor:
         Raises:
             CheckpointError: a rank cannot write; raised on every rank.
         """
-        try:
-            self.finish_save()
-        except CheckpointError as error:
-            logger.warning("%s", error)
+        self.saves.finish_leniently()
         megatron_checkpoint.create_folder(Path(folder), step)
         self._finish_param_sync()
         if isinstance(self._reference, ReferenceWeights):
             self._reference.save(folder, self.chunks, buffer_bytes=self.settings.save_buffer_bytes)
-        saver = self._saver or self.set_save_buffer(self.settings.save_buffer_bytes)
-        writing = JointWriting()
-        writing.add(saver, folder, megatron_checkpoint.Progress(step, self.num_optimizer_steps))
-        self._writing = writing
-        if self.critic is not None:
-            self.critic.start_save(writing, folder, step, self._residence)
-        if in_background:
-            if writing.must_stay:
-                self.wait_copied()
-            return
-        try:
-            writing.wait()
-        finally:
-            self._writing = None
+        done = megatron_checkpoint.Progress(step, self.num_optimizer_steps)
+        self.saves.start(folder, done, in_background=in_background)
 
-    def set_save_buffer(self, num_bytes: int) -> Saver:
+    def set_save_buffer(self, num_bytes: int) -> None:
         """Replace the host buffer of saves by one of ``num_bytes``. Collective."""
-        self._saver = Saver(
-            self.chunks,
-            None if self.settings.no_save_optim else self.optimizer,
-            buffer_bytes=num_bytes,
-            residence=self._residence,
-            adapters=self._adapter_settings,
-        )
-        if self.critic is not None:
-            self.critic.set_save_buffer(num_bytes, self._residence)
-        return self._saver
-
-    @property
-    def _residence(self) -> Residence:
-        return Residence(self.memory.resident, self.memory.lock)
+        self.saves.set_buffer(num_bytes)
 
     def wait_copied(self, *, weights_only: bool = False) -> None:
         """Wait until a background save has copied the state (or the weights)."""
-        if (writing := self._writing) is not None:
-            with span("wait for the checkpoint"), RECORDER.waiting("the checkpoint"):
-                writing.wait_copied(
-                    weights_only=weights_only, timeout_s=self.settings.save_deadline_s
-                )
+        self.saves.wait_copied(weights_only=weights_only)
 
     def finish_save(self) -> None:
         """Wait for a background ``save``. Safe to call from another thread.
@@ -406,25 +371,14 @@ class Actor:
         Raises:
             CheckpointError: a rank could not write; raised on every rank.
         """
-        writing = self._writing
-        if writing is None:
-            return
-        try:
-            writing.wait()
-        finally:
-            # Only now: the next save uses the same memory, so it must wait here too.
-            if self._writing is writing:
-                self._writing = None
+        self.saves.finish()
 
     def save_is_done(self) -> bool:
         """Whether no save is running; does not block.
 
         Otherwise as ``finish_save``, which would occupy the worker's second thread while it waits.
         """
-        if self._writing is not None and self._writing.is_running:
-            return False
-        self.finish_save()
-        return True
+        return self.saves.is_done()
 
     def load(self, folder: str | Path) -> int:
         """Restore a checkpoint of any layout and return its step.
@@ -445,7 +399,7 @@ class Actor:
             chunks=self.chunks,
             optimizer=self.optimizer,
             buffer_bytes=self.settings.save_buffer_bytes,
-            adapters=self._adapter_settings,
+            adapters=checkpoint_settings(self.settings),
         )
         self.num_optimizer_steps = progress.num_optimizer_steps
         if self.critic is not None:
@@ -455,9 +409,7 @@ class Actor:
     def export(self, folder: str | Path) -> None:
         """Write the weights as a Hugging Face folder; see ``weight_files.export``."""
         self._finish_param_sync()
-        weight_files.export(
-            self.exporter, self.inventory, folder, self.description, self.settings
-        )
+        weight_files.export(self.exporter, self.inventory, folder, self.description, self.settings)
 
     def export_critic(self, folder: str | Path) -> None:
         """Write the critic as a Hugging Face folder of a model for token classification.
@@ -497,17 +449,6 @@ class Actor:
         if hasattr(self, "broadcast"):
             self.broadcast.disconnect()
         parallel.destroy()
-
-    @property
-    def _adapter_settings(self) -> dict[str, object] | None:
-        """What a checkpoint says about the adapters in it."""
-        if self.settings.lora_rank is None:
-            return None
-        return {
-            "lora_rank": self.settings.lora_rank,
-            "lora_alpha": self.settings.lora_alpha,
-            "lora_targets": sorted(self.settings.lora_targets),
-        }
 
     def _read_initial_weights(self) -> None:
         folder = self.settings.ref_load or self.settings.hf_checkpoint

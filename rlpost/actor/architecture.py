@@ -158,11 +158,11 @@ def architecture(family: Family, hf: HfConfig) -> dict[str, object]:
 
 
 def _latent(fields: Mapping[str, Any]) -> dict[str, object]:
-    names = ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim")
-    names += ("qk_pos_emb_head_dim", "v_head_dim", "rope_type")
+    names = ["multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim"]
+    names += ["qk_pos_emb_head_dim", "v_head_dim", "rope_type"]
     if fields["rope_type"] == "yarn":
-        names += ("rotary_scaling_factor", "original_max_position_embeddings")
-        names += ("mscale", "mscale_all_dim")
+        names += ["rotary_scaling_factor", "original_max_position_embeddings"]
+        names += ["mscale", "mscale_all_dim"]
     return {name: fields[name] for name in names}
 
 

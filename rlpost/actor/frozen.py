@@ -97,3 +97,11 @@ def _require_gradient(module: torch.nn.Module, args: object, output: torch.Tenso
 
 def _matches(patterns: Sequence[str], name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
+
+
+def any_frozen(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Return whether any rank has a frozen parameter. Collective."""
+    frozen = any(not one.requires_grad for chunk in chunks for one in chunk.parameters())
+    found = [False] * dist.get_world_size()
+    dist.all_gather_object(found, frozen)
+    return any(found)

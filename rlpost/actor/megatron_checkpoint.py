@@ -33,16 +33,16 @@ from megatron.core.dist_checkpointing.core import (
     CheckpointingException,
     save_config,
 )
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.optimizer import MegatronOptimizer
 
 from rlpost.actor import parallel, random_state
 from rlpost.actor.checkpoint_keys import fit_to_checkpoint, stored_key
+from rlpost.actor.frozen import any_frozen
 from rlpost.actor.layer_specs import implementation_name
-from rlpost.actor.lora.adapters import adapters_alone, base_alone, has_adapters
+from rlpost.actor.lora.adapters import base_alone, has_adapters
+from rlpost.actor.model_state import METADATA, keyed_chunks, model_state, objects_of, whole_state
 from rlpost.actor.progress import SAVE_GROUP
 from rlpost.actor.torch_dist import optimizer_state
 from rlpost.actor.torch_dist.host_stream import HostBuffer, HostStream
@@ -64,13 +64,6 @@ from rlpost.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
-    "chained_optim_avoid_prefix": True,
-    "singleton_local_shards": False,
-}
-"""Pass copies to Megatron: it stores the current process groups in them."""
 MTP_KEYS = "mtp.layers."
 """Key prefix of the layer for multi-token prediction; identifies the error of a missing layer."""
 UNREADABLE = (
@@ -174,7 +167,7 @@ class Saver:
         self.must_stay = optimizer is not None and not optimizer_state.is_live(optimizer)
         """Whether the optimizer must not be offloaded while a save copies it."""
         self._written = written_states(optimizer, regions_of_model(model_state(chunks)))
-        self._has_frozen = _any_frozen(chunks)
+        self._has_frozen = any_frozen(chunks)
 
     def start(
         self, folder: str | Path, progress: Progress, *, with_random_state: bool = True
@@ -198,7 +191,7 @@ class Saver:
         weights = self._chunked(written_weights(regions))
         everything = weights + self._chunked(self._states(regions))
         incomplete = OPTIMIZER_PREFIX if self._has_frozen else None
-        contents = Contents(everything, _objects(state, with_random_state), incomplete)
+        contents = Contents(everything, objects_of(state, with_random_state), incomplete)
         stream = HostStream(
             everything,
             num_weights=len(weights),
@@ -355,7 +348,7 @@ def load_weights(
         raise CheckpointError(f"{folder} holds no torch_dist checkpoint")
     common = _read(lambda: dist_checkpointing.load_common_state_dict(str(found)), found)
     _check_adapters(found, common.get("adapters"), None)
-    whole = _whole_state(chunks)
+    whole = whole_state(chunks)
     base: dict[str, object] = {key: base_alone(state) for key, state in whole.items()}
     _load(found, chunks, base, omitted=omitted)
 
@@ -368,7 +361,7 @@ def _load(
     omitted: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Fill the model; returns the whole loaded state."""
-    for key, _ in _keyed(chunks) if omitted else ():
+    for key, _ in keyed_chunks(chunks) if omitted else ():
         parts = state[key]
         assert isinstance(parts, dict)
         state[key] = {
@@ -377,7 +370,7 @@ def _load(
     loaded = _read(
         lambda: dist_checkpointing.load(fit_to_checkpoint(state, folder), str(folder)), folder
     )
-    for key, chunk in _keyed(chunks):
+    for key, chunk in keyed_chunks(chunks):
         # Of a model with adapters either these or the base are loaded.
         is_whole = not (omitted or has_adapters(chunks))
         chunk.load_state_dict(loaded[key], strict=is_whole)
@@ -479,14 +472,6 @@ def _read(read: Callable[[], object], folder: str | Path) -> Any:
         raise CheckpointError(f"{folder} cannot be loaded into this model: {error}") from error
 
 
-def _any_frozen(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Return whether any rank has a frozen parameter. Collective."""
-    frozen = any(not one.requires_grad for chunk in chunks for one in chunk.parameters())
-    found = [False] * dist.get_world_size()
-    dist.all_gather_object(found, frozen)
-    return any(found)
-
-
 def _message_of(error: BaseException) -> str:
     """The error message, without the stack traces of all ranks that torch includes."""
     if not isinstance(error, torch_checkpoint.CheckpointException):
@@ -509,43 +494,3 @@ def _write_small_files(folder: Path, common: dict[str, object]) -> str | None:
     except OSError as error:
         return str(error)
     return None
-
-
-def _objects(state: dict[str, object], with_random_state: bool) -> dict[str, bytes]:
-    """Current values of this rank that are not tensors, by Megatron's key."""
-    parts = [part for part in nested_values(state) if isinstance(part, ShardedObject)]
-    if with_random_state:
-        parts.append(random_state.sharded())
-    return {
-        part.unique_key: _pickled(part.data) for part in parts if is_main_replica(part.replica_id)
-    }
-
-
-def _pickled(value: object) -> bytes:
-    held = io.BytesIO()
-    torch.save([value], held)
-    return held.getvalue()
-
-
-def _keyed(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
-    """The chunks by the names that Megatron's optimizers expect.
-
-    Tensor names contain the layer, not the chunk.
-    """
-    single = len(chunks) == 1
-    return [("model" if single else f"model{number}", chunk) for number, chunk in enumerate(chunks)]
-
-
-def model_state(chunks: Sequence[torch.nn.Module]) -> dict[str, object]:
-    """What a checkpoint has of the model, in Megatron's sharded form, with the live tensors.
-
-    Of a model with adapters it has these alone.
-    """
-    whole = _whole_state(chunks)
-    if not has_adapters(chunks):
-        return dict(whole)
-    return {key: adapters_alone(state) for key, state in whole.items()}
-
-
-def _whole_state(chunks: Sequence[torch.nn.Module]) -> dict[str, dict[str, object]]:
-    return {key: chunk.sharded_state_dict(metadata=dict(METADATA)) for key, chunk in _keyed(chunks)}

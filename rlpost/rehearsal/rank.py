@@ -17,9 +17,9 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 
 from rlpost.actor import optimizer, parallel
-from rlpost.actor.megatron_checkpoint import model_state
 from rlpost.actor.model import build_model
 from rlpost.actor.model_description import ModelDescription
+from rlpost.actor.model_state import model_state
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.torch_dist import optimizer_state
 from rlpost.actor.torch_dist.shards import chunks_of

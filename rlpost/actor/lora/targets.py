@@ -79,3 +79,14 @@ def peft_settings(settings: ActorSettings) -> PeftSettings:
         dropout=settings.lora_dropout,
         adapted=frozenset(f"decoder.layers.#.{name}.weight" for name in names),
     )
+
+
+def checkpoint_settings(settings: ActorSettings) -> dict[str, object] | None:
+    """What a checkpoint says about the adapters in it; None without adapters."""
+    if settings.lora_rank is None:
+        return None
+    return {
+        "lora_rank": settings.lora_rank,
+        "lora_alpha": settings.lora_alpha,
+        "lora_targets": sorted(settings.lora_targets),
+    }

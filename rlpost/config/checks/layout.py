@@ -353,7 +353,7 @@ def model_problems(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
         return []
     perf = config.perf
     tensor, expert_tensor = perf.tensor_model_parallel_size, perf.expert_tensor_parallel_size
-    by_tensor = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    by_tensor: tuple[str, ...] = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     by_tensor += ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")  # of latent attention
     sharded: list[tuple[str, int, tuple[str, ...]]] = [(TENSOR, tensor, by_tensor)]
     experts = next((key for key in EXPERT_KEYS if key in hf_config), None)

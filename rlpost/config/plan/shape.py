@@ -150,7 +150,7 @@ class Shape:
             keys = self.groups * self.head_dim
             return ((hidden, width), (width, hidden), (keys, hidden), (keys, hidden))
         queries = width + self.heads * one.position
-        to_queries = ((queries, hidden),)
+        to_queries: tuple[tuple[int, int], ...] = ((queries, hidden),)
         if one.query_rank:
             to_queries = ((one.query_rank, hidden), (queries, one.query_rank))
         return (

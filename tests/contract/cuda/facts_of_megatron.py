@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from rlpost.actor.megatron_checkpoint import METADATA
+from rlpost.actor.model_state import METADATA
 from rlpost.actor.torch_dist import optimizer_state
 from tests.contract.cuda.library_source import Fact, Source
 

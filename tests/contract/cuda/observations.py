@@ -32,9 +32,9 @@ from torch import nn
 from rlpost.actor import optimizer, parallel
 from rlpost.actor.conversion import Converter
 from rlpost.actor.layer_specs import implementation_name
-from rlpost.actor.megatron_checkpoint import METADATA
 from rlpost.actor.model import build_model, inventory_of
 from rlpost.actor.model_description import ModelDescription, read_description
+from rlpost.actor.model_state import METADATA
 from rlpost.actor.parallel import Rendezvous
 from rlpost.actor.settings import ActorSettings
 from rlpost.config.load import JOBS, files_of, load

@@ -30,6 +30,7 @@ from rlpost.actor import device, megatron_checkpoint, parallel
 from rlpost.actor.checkpoint_keys import NORM_OF_EXPERTS, ONCE, fit_to_checkpoint
 from rlpost.actor.model import build_model, inventory_of
 from rlpost.actor.model_description import read_description
+from rlpost.actor.model_state import METADATA
 from rlpost.actor.parallel import Rendezvous
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.torch_dist_folder import find_checkpoint
@@ -97,7 +98,7 @@ def on_the_cpu() -> torch.device:
 
 def load(chunk: Any, folder: Any) -> None:
     """As ``megatron_checkpoint`` does it."""
-    state = {"model": chunk.sharded_state_dict(metadata=dict(megatron_checkpoint.METADATA))}
+    state = {"model": chunk.sharded_state_dict(metadata=dict(METADATA))}
     loaded = dist_checkpointing.load(fit_to_checkpoint(state, folder), str(folder))
     chunk.load_state_dict(loaded["model"])
 

@@ -1,0 +1,119 @@
+"""Saves of one rank: of the policy and of the critic beside it, in the background if asked for.
+
+Input: model, optimizer and critic of the rank. Output: their files in the folder of a checkpoint.
+Invariant: at most one save runs; the next one waits for it, because they use the same host memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+
+from rlpost.actor.critic import Critic
+from rlpost.actor.joint_writing import JointWriting
+from rlpost.actor.lora.targets import checkpoint_settings
+from rlpost.actor.megatron_checkpoint import Progress, Residence, Saver
+from rlpost.actor.memory import DeviceMemory
+from rlpost.actor.settings import ActorSettings
+from rlpost.errors import CheckpointError
+from rlpost.metrics.spans import span
+from rlpost.progress.position import RECORDER
+
+logger = logging.getLogger(__name__)
+
+
+class Saves:
+    """Starts saves and waits for them."""
+
+    def __init__(
+        self,
+        settings: ActorSettings,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: MegatronOptimizer,
+        memory: DeviceMemory,
+        critic: Critic | None,
+    ) -> None:
+        self._settings = settings
+        self._chunks = chunks
+        self._optimizer = optimizer
+        self._critic = critic
+        self._residence = Residence(memory.resident, memory.lock)
+        self._saver: Saver | None = None
+        self._writing: JointWriting | None = None
+
+    def set_buffer(self, num_bytes: int) -> Saver:
+        """Replace the host buffer of saves by one of ``num_bytes``. Collective."""
+        self._saver = Saver(
+            self._chunks,
+            None if self._settings.no_save_optim else self._optimizer,
+            buffer_bytes=num_bytes,
+            residence=self._residence,
+            adapters=checkpoint_settings(self._settings),
+        )
+        if self._critic is not None:
+            self._critic.set_save_buffer(num_bytes, self._residence)
+        return self._saver
+
+    def start(self, folder: str | Path, progress: Progress, *, in_background: bool) -> None:
+        """Write into ``folder``, which exists. Collective. ``finish`` must have returned.
+
+        Raises:
+            CheckpointError: a rank cannot write, and the save is not in the background; raised on
+                every rank.
+        """
+        saver = self._saver or self.set_buffer(self._settings.save_buffer_bytes)
+        writing = JointWriting()
+        writing.add(saver, folder, progress)
+        self._writing = writing
+        if self._critic is not None:
+            self._critic.start_save(writing, folder, progress.step, self._residence)
+        if in_background:
+            if writing.must_stay:
+                self.wait_copied()
+            return
+        try:
+            writing.wait()
+        finally:
+            self._writing = None
+
+    def wait_copied(self, *, weights_only: bool = False) -> None:
+        """Wait until a background save has copied the state (or the weights)."""
+        if (writing := self._writing) is not None:
+            with span("wait for the checkpoint"), RECORDER.waiting("the checkpoint"):
+                writing.wait_copied(
+                    weights_only=weights_only, timeout_s=self._settings.save_deadline_s
+                )
+
+    def finish(self) -> None:
+        """Wait for a background save. Safe to call from another thread.
+
+        Raises:
+            CheckpointError: a rank could not write; raised on every rank.
+        """
+        writing = self._writing
+        if writing is None:
+            return
+        try:
+            writing.wait()
+        finally:
+            # Only now: the next save uses the same memory, so it must wait here too.
+            if self._writing is writing:
+                self._writing = None
+
+    def finish_leniently(self) -> None:
+        """As ``finish``, but a failure is only logged: the next save replaces the failed one."""
+        try:
+            self.finish()
+        except CheckpointError as error:
+            logger.warning("%s", error)
+
+    def is_done(self) -> bool:
+        """Whether no save is running; does not block."""
+        if self._writing is not None and self._writing.is_running:
+            return False
+        self.finish()
+        return True
