@@ -10,7 +10,9 @@ do), and by harnesses in another process that send whole message lists to the ga
 2. Stub engines that answer at once: what a token costs the driver's process at most.
 3. The tiny model on one real SGLang server.
 
-Rounds are interleaved and the median counts. --write puts the table into docs/benchmarks.md.
+Each round measures both, and which is first alternates. The overhead is the median of the
+ratios of the rounds, because the speed of a busy machine drifts. --write puts the table into
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -51,12 +53,13 @@ class Load:
     turns: int
     length: int
     delay: tuple[float, float] | None  # of stub engines; None for SGLang
+    rounds: int = 1  # for each of --rounds
 
 
 LOADS = (
     Load("stub engines, 4 to 6 s an answer", 128, 4, 512, (4.0, 6.0)),
     Load("stub engines, at once", 64, 4, 512, (0.0, 0.0)),
-    Load("SGLang, tiny model", 8, 4, 48, None),
+    Load("SGLang, tiny model", 8, 4, 48, None, rounds=3),  # short ones
 )
 
 
@@ -146,14 +149,19 @@ async def measured(work: Any) -> Measured:
 async def rounds_of(
     load: Load, router: RouterAddress, num_rounds: int
 ) -> tuple[list[Measured], list[Measured]]:
-    """Measure direct generation and the gateway in turns; one round of each is a warm-up."""
+    """Measure direct generation and the gateway; the first round is a warm-up."""
     directly: list[Measured] = []
     by_gateway: list[Measured] = []
     sampling = SamplingParams(max_new_tokens=load.length)
     async with Gateway(str(TINY), context_length=1 << 20) as gateway:
-        for _ in range(num_rounds + 1):
+
+        async def measure_direct(connection: Connection) -> None:
+            directly.append(await measured(direct(connection, load, gateway)))
+
+        for number in range(num_rounds + 1):
             async with Fixed(router, load.length) as connection:
-                directly.append(await measured(direct(connection, load, gateway)))
+                if number % 2 == 0:
+                    await measure_direct(connection)
                 episodes = [
                     await gateway.open(Prompt(number, "", ()), sampling, connection=connection)
                     for number in range(load.conversations)
@@ -163,11 +171,14 @@ async def rounds_of(
                 await harness.wait()
                 for episode in episodes:
                     await episode.close()
+                if number % 2:
+                    await measure_direct(connection)
     return directly[1:], by_gateway[1:]
 
 
 async def measure(load: Load, num_rounds: int) -> list[str]:
     """Return a row of the table."""
+    num_rounds *= load.rounds
     if load.delay is None:
         with tempfile.TemporaryDirectory() as folder:
             async with serving(Path(folder), concurrency=load.conversations) as served:
@@ -176,16 +187,24 @@ async def measure(load: Load, num_rounds: int) -> list[str]:
         with canned_engines(load.length, delay=load.delay, largest_id=LAST_ID) as url:
             router = RouterAddress(url, KEY, (url,), concurrency=load.conversations)
             found = await rounds_of(load, router, num_rounds)
+    ratios = [
+        by_gateway.tokens_per_s / directly.tokens_per_s
+        for directly, by_gateway in zip(*found, strict=True)
+    ]
     speeds = [statistics.median(one.tokens_per_s for one in each) for each in found]
     return [
         load.name,
         f"{load.conversations} x {load.turns} x {load.length}",
         *(f"{speed:,.0f}" for speed in speeds),
-        f"{100 * (1 - speeds[1] / speeds[0]):+.1f} %",
+        f"{_loss(statistics.median(ratios))} ({_loss(max(ratios))} to {_loss(min(ratios))})",
         *(f"{statistics.median(one.loop_s for one in each):.2f}" for each in found),
         *(f"{statistics.median(one.all_s for one in each):.2f}" for each in found),
         *(f"{1000 * statistics.median(one.lag_s for one in each):.0f}" for each in found),
     ]
+
+
+def _loss(ratio: float) -> str:
+    return f"{100 * (1 - ratio):+.1f} %"
 
 
 def main() -> int:
@@ -205,13 +224,14 @@ def main() -> int:
     where = machine()
     rows = [asyncio.run(measure(load, options.rounds)) for load in loads]
     header = [
-        *("engines", "conversations x turns x tokens", "tokens/s direct", "gateway", "overhead"),
+        *("engines", "conversations x turns x tokens", "tokens/s direct", "gateway"),
+        "overhead, median (range) of rounds",
         *("loop s/M tokens, direct", "gateway", "all threads s/M tokens, direct", "gateway"),
         *("longest hold of the loop ms, direct", "gateway"),
     ]
     lines = [
-        f"`python -m benchmarks.gateway --write`; {where}; median of {options.rounds} rounds. The "
-        "harnesses are a process of their own and send whole message lists.",
+        f"`python -m benchmarks.gateway --write`; {where}; medians of {options.rounds} rounds, of SGLang "
+        f"{3 * options.rounds}. The harnesses are a process of their own and send whole message lists.",
         "",
         *table(header, rows),
     ]

@@ -231,7 +231,10 @@ def difference(before: object, after: object) -> list[str]:
 
 
 def main() -> int:
-    """Print what happened; the exit code is 1 when the host changed or a sandbox was lost."""
+    """Print what happened.
+
+    The exit code is 1 when the host changed, a sandbox was lost, or most commands did not start.
+    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--commands", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
@@ -245,6 +248,10 @@ def main() -> int:
         print("LOST", text)
     for name, (before, after) in outcome.changed.items():
         print("CHANGED", name, *difference(before, after), sep="\n  ")
+    num_started = sum(outcome.ended.values()) - outcome.ended["not started"]
+    if num_started < given.commands / 2:
+        print(f"NO TRIAL: only {num_started} of {given.commands} commands started")
+        return 1
     return 1 if outcome.changed or outcome.lost else 0
 
 

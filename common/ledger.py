@@ -12,7 +12,9 @@ Input: events from the login node, the batch host and the driver. Output: the sa
     committed   step, checkpoint, bytes, seconds, blocking_s              driver
     hang        attempt, call, ranks, hosts, why, seconds, stacks         driver: ranks stand still
     slow_host   host, peer (time beside the fastest host), steps          driver: a proposal to exclude it
-    recovered   role, cause, seconds; node: host, replacement             driver: started again within the attempt
+    recovered   role, cause, seconds; node: host, replacement;            driver: started again within the attempt
+                engine: engines, phase, version
+    engine_lost engines, phase, cause                                     driver: engines do not serve any more
     preempted   reason, step, saved, seconds_from_signal                  driver: the state is saved
     verdict     attempt, verdict, cause, answer, reason, exclude          batch host, at each end
     chained     attempt, job_id                                           batch host, in place of a requeue

@@ -28,6 +28,7 @@ from rlpost.config.checks.environment import environment_problems
 from rlpost.config.checks.fleet import fleet_model_problems, fleet_problems
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
 from rlpost.config.checks.layout import layout_problems, model_problems
+from rlpost.config.checks.lora import lora_model_problems, lora_problems
 from rlpost.config.checks.missing import image_problems, is_there, missing_problems
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
@@ -104,6 +105,7 @@ def _settings_problems(config: Config) -> list[str]:
         *function_problems(config),
         *whole_rollout_problems(config),
         *optimizer_problems(config),
+        *lora_problems(config),
         *rollout_problems(config),
         *eval_problems(config),
         *debug_problems(config),
@@ -274,6 +276,7 @@ def _model_folder_problems(config: Config) -> list[str]:
         hf_config = json.loads((path / "config.json").read_text())
         problems += [*model_problems(config, hf_config), *routing_model_problems(config, hf_config)]
         problems += fleet_model_problems(config, hf_config)
+        problems += lora_model_problems(config, hf_config)
         problems += _of_file(
             "--hf-checkpoint", _collect(lambda: read_description(path, config.model.model_dump()))
         )
@@ -316,7 +319,15 @@ def _mtp_problems(config: Config) -> list[str]:
 
 
 def _reference_problems(config: Config) -> list[str]:
-    folder = config.checkpoint.ref_load
+    policy, critic = config.checkpoint.ref_load, config.critic.critic_load
+    return [
+        *_weight_problems(policy, "--ref-load", "the weights of --hf-checkpoint as the reference"),
+        *_weight_problems(critic, "--critic-load", "those of the policy"),
+    ]
+
+
+def _weight_problems(folder: str | None, given: str, default: str) -> list[str]:
+    """Of a folder of weights, which may be torch_dist or Hugging Face."""
     if (
         folder is None
         or find_checkpoint(folder) is not None
@@ -329,8 +340,8 @@ def _reference_problems(config: Config) -> list[str]:
         else "no such folder"
     )
     return [
-        f"--ref-load {folder}: {what}; make it with tools/convert_hf_to_torch_dist.py, or use --ref-load none "
-        "to take the weights of --hf-checkpoint as the reference"
+        f"{given} {folder}: {what}; make it with tools/convert_hf_to_torch_dist.py, or use {given} none "
+        f"to take {default}"
     ]
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from common.cluster import Cluster
 from common.exit_codes import EXIT_CONFIG, EXIT_CRASHED, EXIT_FAILED
 from common.run_folder import RunFolder, create_run_folder
+from rlpost.agents.sandbox.settings import check_node
 from rlpost.check import check, check_installed
 from rlpost.cli.command_line import parser, settings
 from rlpost.cli.entry import EXIT_BAD_INPUT, run_command
@@ -57,6 +58,7 @@ def _train(arguments: Sequence[str], *, owns_process: bool) -> int:
     run = RunFolder(options.run_folder)
     config = _settled(run, loaded.config)
     check_installed(config)
+    check_node(config)
     take_out(run, os.environ)
     from rlpost.orchestration.driver import drive  # heavy, while Ray comes up
 

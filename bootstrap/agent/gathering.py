@@ -240,6 +240,7 @@ async def read_this_host(facts: Facts, options: Options) -> HostFacts:
         facts.head_host,
         os.environ,
         options.needed_paths,
+        sandboxes=options.sandboxes,
     )
 
 

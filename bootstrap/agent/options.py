@@ -31,6 +31,7 @@ class Options:
     signal_lead_s: float = 120.0
     num_nodes: int | None = None
     driver_restarts: int = DRIVER_RESTARTS
+    sandboxes: bool = False
 
 
 def parse_options(argv: Sequence[str]) -> Options:
@@ -92,6 +93,11 @@ def parse_options(argv: Sequence[str]) -> Options:
         "--bandwidth-gbps",
         type=float,
         help="minimum all-reduce bandwidth in GB/s; measured if given",
+    )
+    parser.add_argument(
+        "--sandboxes",
+        action="store_true",
+        help="the host must be able to run sandboxes of agents",
     )
     parser.add_argument(
         "driver", nargs="+", metavar="DRIVER", help="after --: command that the head runs"

@@ -64,6 +64,7 @@ def check_host(facts: HostFacts, wanted: Wanted, seen: Seen | None = None) -> tu
         _mounts(facts),
         _clock(seen),
         _head_name(facts, seen),
+        *_sandboxes(facts),
     )
 
 
@@ -344,3 +345,24 @@ def _head_name(facts: HostFacts, seen: Seen | None) -> Check:
             "names", "WARN", f"the head's name leads to {listed}, the head is at {seen.head_ip}"
         )
     return Check("names", "OK", f"the head's name leads to {listed}")
+
+
+def _sandboxes(facts: HostFacts) -> tuple[Check, ...]:
+    """What the host offers for sandboxes, if a run asks for it."""
+    offer = facts.sandboxes
+    if offer is None:
+        return ()
+    enroot = "enroot" if offer.has_enroot else "no enroot"
+    if offer.namespaces:
+        found = (
+            f"commands cannot be isolated: {offer.namespaces}; needed are user namespaces "
+            "(user.max_user_namespaces above 0, kernel.unprivileged_userns_clone = 1, "
+            "kernel.apparmor_restrict_unprivileged_userns = 0; in a container also mounts), or "
+            "--sandbox-backend slurm with nodes that have them"
+        )
+        return (Check("sandboxes", "EXCLUDE_NODE", found),)
+    limits = f"limits by cgroup v2 {offer.cgroup}"
+    if not offer.cgroup:
+        limits = f"limits by rlimits and measurement ({offer.no_cgroup})"
+    namespaces = "namespaces" if offer.namespaces is not None else "namespaces not tried"
+    return (Check("sandboxes", "OK", f"{namespaces}; {limits}; {enroot}"),)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -30,11 +31,16 @@ from bootstrap.preflight.table import Preflight, Wanted
 
 
 def examine(
-    host: str, folder: Path, wanted: Wanted, needed_paths: Sequence[Path] = ()
+    host: str,
+    folder: Path,
+    wanted: Wanted,
+    needed_paths: Sequence[Path] = (),
+    *,
+    sandboxes: bool = False,
 ) -> Preflight:
-    """Preflight of this host; ``folder``: the folder for runs."""
+    """Preflight of this host; ``folder``: the folder for runs; ``sandboxes``: with their check."""
     ray_folder = Path(temp_dir(read_facts({}, host))).parent
-    facts = read_host(folder, ray_folder, host, os.environ, needed_paths)
+    facts = read_host(folder, ray_folder, host, os.environ, needed_paths, sandboxes=sandboxes)
     if facts.canary is not None:
         with suppress(OSError):
             (folder / CANARY_DIR / facts.canary).unlink()
@@ -45,23 +51,41 @@ def examine(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m bootstrap.preflight.doctor",
-        description="Check whether this host is fit for a run.",
+        prog="rlpost doctor",
+        description="Check whether this host is fit for a run; in a step, all of its hosts.",
+        epilog="rlpost doctor --image checks an image instead; see rlpost doctor --image --help.",
     )
     parser.add_argument(
-        "--num-gpus", type=int, default=0, help="GPUs that a run needs on this host"
+        "--num-gpus", type=int, default=0, metavar="N", help="GPUs that a run needs on this host"
     )
-    parser.add_argument("--object-store-memory", type=int, help="bytes of Ray's object store")
-    parser.add_argument("--folder", type=Path, help="folder for runs (default: a temporary folder)")
+    parser.add_argument(
+        "--object-store-memory", type=int, metavar="BYTES", help="bytes of Ray's object store"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for runs (default: a temporary folder)",
+    )
     parser.add_argument(
         "--needed-path",
         type=Path,
+        metavar="PATH",
         action="append",
         default=[],
         help="path that must exist on this host",
     )
     parser.add_argument(
-        "--wait-s", type=float, default=60.0, help="seconds to wait for the other nodes of a step"
+        "--wait-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds to wait for the other nodes of a step (default: 60)",
+    )
+    parser.add_argument(
+        "--sandboxes",
+        action="store_true",
+        help="the host must be able to run sandboxes of agents",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
@@ -78,9 +102,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _alone(host: str, options: argparse.Namespace) -> int:
     wanted = Wanted(options.num_gpus, options.object_store_memory)
     with tempfile.TemporaryDirectory() as scratch:
-        preflight = examine(host, options.folder or Path(scratch), wanted, options.needed_path)
-    print(preflight.to_json() if options.json else preflight.table())
+        preflight = examine(
+            host,
+            options.folder or Path(scratch),
+            wanted,
+            options.needed_path,
+            sandboxes=options.sandboxes,
+        )
+    print(preflight.to_json() if options.json else preflight.table(_columns()))
     return 1 if preflight.unfit else 0
+
+
+def _columns() -> int | None:
+    """The width of the terminal; None where standard output is not one."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _with_others(step: Facts, options: argparse.Namespace) -> int:
@@ -104,6 +139,7 @@ def _with_others(step: Facts, options: argparse.Namespace) -> int:
         spare_nodes=0,
         driver=(),
         needed_paths=tuple(options.needed_path),
+        sandboxes=options.sandboxes,
     )
     try:
         found = asyncio.run(examine_all(step, orders, options.wait_s))

@@ -12,6 +12,8 @@ import resource
 import secrets
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -23,11 +25,14 @@ from bootstrap.check import UNLIMITED
 from bootstrap.network.host import read_rdma_devices
 from bootstrap.preflight.gpus import read_gpus
 from bootstrap.preflight.shared_folder import lacks
-from bootstrap.preflight.table import Hca, HostFacts
+from bootstrap.preflight.table import Hca, HostFacts, SandboxOffer
+from common.delegated_cgroup import delegated_cgroup
 from common.files import write_atomic
 
 CANARY_DIR = "canary"
 _RESOLVE_S = 2.0
+_NAMESPACES_S = 20.0
+_PROJECT = Path(__file__).parents[2]
 
 
 def raise_limits() -> None:
@@ -46,10 +51,13 @@ def read_host(
     head_host: str,
     environ: Mapping[str, str],
     needed_paths: Iterable[Path] = (),
+    *,
+    sandboxes: bool = False,
 ) -> HostFacts:
     """Read the facts of this host.
 
     Writes a canary file to ``attempt_dir``, which the head must see. ``needed_paths`` must exist.
+    ``sandboxes``: also try what sandboxes need.
     """
     mounts = _text("/proc/self/mounts")
     canary, rename_ms, folder_error = _write_canary(attempt_dir)
@@ -74,6 +82,27 @@ def read_host(
         folder_lacks=folder_lacks,
         canary=canary,
         missing_paths=tuple(str(path) for path in needed_paths if not os.path.exists(path)),
+        sandboxes=read_sandboxes(environ) if sandboxes else None,
+    )
+
+
+def read_sandboxes(environ: Mapping[str, str]) -> SandboxOffer:
+    """Try namespaces in another process, and look for a delegated cgroup and enroot."""
+    command = [sys.executable, "-m", "bootstrap.preflight.namespaces"]
+    failed: str | None
+    try:
+        tried = subprocess.run(
+            command, capture_output=True, text=True, timeout=_NAMESPACES_S, cwd=_PROJECT
+        )
+        failed = tried.stdout.strip() or (None if tried.returncode else "")
+    except (OSError, subprocess.TimeoutExpired):
+        failed = None
+    cgroup = delegated_cgroup()
+    return SandboxOffer(
+        namespaces=failed,
+        cgroup=str(cgroup.folder or ""),
+        no_cgroup=cgroup.why,
+        has_enroot=shutil.which("enroot", path=environ.get("PATH")) is not None,
     )
 
 

@@ -8,12 +8,16 @@ fact that could not be read is None and never excludes a host. The checks are in
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from bootstrap.check import LEVELS, Check, level_of
 from bootstrap.preflight.gpus import GpuReading
+
+MARKS = {"OK": "ok", "WARN": "-", "EXCLUDE_NODE": "X", "FATAL_CONFIG": "X"}
+"""What the table shows for a level."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,22 @@ class Hca:
     name: str
     is_active: bool
     rate_gbps: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxOffer:
+    """What a host has for sandboxes of agents.
+
+    Attributes:
+        namespaces: why commands cannot be isolated, empty if they can, None if that is not known.
+        cgroup: the delegated cgroup v2, empty without one; ``no_cgroup`` says why.
+        has_enroot: it can unpack .sqsh images.
+    """
+
+    namespaces: str | None = ""
+    cgroup: str = ""
+    no_cgroup: str = ""
+    has_enroot: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +74,7 @@ class HostFacts:
     network_conflicts: tuple[str, ...] | None = (
         None  # variables that conflict with detected settings
     )
+    sandboxes: SandboxOffer | None = None  # None: not asked for
     problem: str | None = None  # why this host cannot join, from its agent
 
     @classmethod
@@ -62,6 +83,8 @@ class HostFacts:
         known = dict(raw)
         known["gpu_reading"] = GpuReading.from_json(known.get("gpu_reading") or {})
         known["hcas"] = tuple(Hca(**port) for port in known.get("hcas") or ())
+        if known.get("sandboxes") is not None:
+            known["sandboxes"] = SandboxOffer(**known["sandboxes"])
         for name in (
             "head_ips",
             "taken_ports",
@@ -143,27 +166,28 @@ class Preflight:
             if level_of(checks) == "EXCLUDE_NODE"
         }
 
-    def table(self) -> str:
+    def table(self, columns: int | None = None) -> str:
         """Table of hosts and checks (``-`` warning, ``X`` unfit, ``?`` unknown), then details of
         those not OK.
+
+        Args:
+            columns: of the terminal: a wider table continues in further blocks of checks.
         """
         names = list(
             dict.fromkeys(check.name for checks in self.checks.values() for check in checks)
         )
         width = max([len(host) for host in self.checks] + [4])
-        marks = {"OK": "ok", "WARN": "-", "EXCLUDE_NODE": "X", "FATAL_CONFIG": "X"}
-        lines = [" ".join(["host".ljust(width), *names])]
-        for host, checks in self.checks.items():
-            by_name = {check.name: marks[check.level] for check in checks}
-            lines.append(
-                " ".join(
-                    [
-                        host.ljust(width),
-                        *(by_name.get(name, "?").ljust(len(name)) for name in names),
-                    ]
-                )
-            )
-        return "\n".join([*(line.rstrip() for line in lines), *self._remarks()])
+        lines: list[str] = []
+        for block in _blocks(names, None if columns is None else columns - width):
+            lines += [*([""] if lines else []), " ".join(["host".ljust(width), *block])]
+            for host, checks in self.checks.items():
+                by_name = {check.name: MARKS[check.level] for check in checks}
+                cells = [by_name.get(name, "?").ljust(len(name)) for name in block]
+                lines.append(" ".join([host.ljust(width), *cells]))
+        remarks = list(self._remarks())
+        if columns is not None:
+            remarks = [line for text in remarks for line in _wrapped(text, columns)]
+        return "\n".join([*(line.rstrip() for line in lines), *remarks])
 
     def to_json(self) -> str:
         """``{"hosts": {HOST: {"level", "checks": [{"name", "level", "found"}]}}}``."""
@@ -176,6 +200,25 @@ class Preflight:
     def _remarks(self) -> Iterator[str]:
         for host, checks in self.checks.items():
             yield from (f"{host} {c.level} {c.name}: {c.found}" for c in checks if c.level != "OK")
+
+
+def _blocks(names: Sequence[str], room: int | None) -> list[list[str]]:
+    """Split the columns into blocks of at most ``room`` characters, a space before each name."""
+    blocks: list[list[str]] = [[]]
+    used = 0
+    for name in names:
+        if room is not None and blocks[-1] and used + len(name) + 1 > room:
+            blocks.append([])
+            used = 0
+        blocks[-1].append(name)
+        used += len(name) + 1
+    return blocks
+
+
+def _wrapped(text: str, columns: int) -> list[str]:
+    return textwrap.wrap(
+        text, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _worst_of_each_name(checks: Sequence[Check]) -> tuple[Check, ...]:

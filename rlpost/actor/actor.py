@@ -15,13 +15,26 @@ the random generators of every rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
-from rlpost.actor import device, megatron_checkpoint, optimizer, parallel, progress, random_state
+from rlpost.actor import (
+    device,
+    frozen,
+    megatron_checkpoint,
+    muon,
+    optimizer,
+    parallel,
+    progress,
+    random_state,
+)
+from rlpost.actor.critic import Critic, Values
+from rlpost.actor.joint_writing import JointWriting
+from rlpost.actor.lora.adapters import Adapters
+from rlpost.actor.lora.targets import peft_settings
 from rlpost.actor.megatron_checkpoint import Residence, Saver
 from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.model import build_model, inventory_of
@@ -47,6 +60,7 @@ from rlpost.weights.bucket_plan import SMALLEST
 from rlpost.weights.delta import Written
 from rlpost.weights.exporter import Exporter, export_folder, weights_hash
 from rlpost.weights.importer import HuggingFaceFolder, import_weights
+from rlpost.weights.peft_folder import write_peft_folder
 from rlpost.weights.sent_weights import LastSent
 from rlpost.weights.trainer_side import Broadcast, Buckets, Sharing
 
@@ -65,10 +79,12 @@ class Actor:
         """
         self.settings = settings
         self.stop_points = StopPoints()
-        self._reference: ReferenceWeights | None = None
+        self._reference: ReferenceWeights | Adapters | None = None
+        self._adapters: Adapters | None = None
         self.num_optimizer_steps = 0  # completed so far; the learning rate depends on it
         self._saver: Saver | None = None
-        self._writing: megatron_checkpoint.Writing | None = None
+        self._writing: JointWriting | None = None
+        self.critic: Critic | None = None
         self.description = read_description(settings.hf_checkpoint, settings.model_args)
         self.description.check_layout(settings)
 
@@ -88,6 +104,7 @@ class Actor:
             num_virtual_stages=self.description.num_virtual_stages(settings),
         )
         self.chunks = build_model(self.description, settings)
+        frozen.check_frozen(self.chunks, settings, stage=parallel.pipeline_group().rank())
         self.model = optimizer.wrap(self.chunks, settings)
         self.optimizer = optimizer.build(self.model, settings)
         group = parallel.tensor_parallel_group()
@@ -108,7 +125,18 @@ class Actor:
             stop_points=self.stop_points,
         )
         self.inventory = inventory_of(self.chunks, self.description)
-        if settings.needs_reference:
+        if settings.optimizer == "muon":
+            muon.install(self.optimizer, self.inventory, settings)
+        if settings.use_critic:
+            self.critic = Critic(
+                settings,
+                self.description,
+                row_layout=self.row_layout,
+                stop_points=self.stop_points,
+            )
+        if settings.lora_rank is not None:
+            self._reference = self._adapters = Adapters(self.chunks, self.inventory)
+        elif settings.needs_reference:
             self._reference = ReferenceWeights(self.inventory, self._read_initial_weights)
         self.exporter = Exporter(self.inventory)
         self.buckets = Buckets(
@@ -130,7 +158,8 @@ class Actor:
         self.last_sent = LastSent(
             self.exporter, bucket_bytes=self.piece_bytes, writes=dist.get_rank() == 0
         )
-        self.memory = DeviceMemory(self.model, self.optimizer)
+        critic = None if self.critic is None else (self.critic.model, self.critic.optimizer)
+        self.memory = DeviceMemory(self.model, self.optimizer, critic)
         self.profiling = Profiling(rank)
         num_parameters = sum(
             parameter.numel() for chunk in self.model for parameter in chunk.parameters()
@@ -179,13 +208,18 @@ class Actor:
         return self.broadcast.stage if self.broadcast.is_source else None
 
     def import_weights(self) -> None:
-        """Load the initial weights, from ``ref_load`` if set, else from ``hf_checkpoint``.
+        """Load the initial weights, from ``ref_load`` if set, else from ``hf_checkpoint``; those of
+        the critic from ``critic_load`` if set.
 
         Raises:
             WeightError, CheckpointError: the weights do not fit the model.
         """
         self._read_initial_weights()
+        if self._adapters is not None:
+            self._adapters.initialise(self.settings.seed)
         self.optimizer.reload_model_params()
+        if self.critic is not None:
+            self.critic.import_weights()
 
     def compute_logprobs(self, batch: TrainBatch) -> Logprobs:
         """Log-probs of all response tokens under the current weights; forward only.
@@ -247,6 +281,27 @@ class Actor:
         with self._reference.swapped_in():
             return self.passes.logprobs(batch, records_routes=False)
 
+    @property
+    def num_critic_steps(self) -> int:
+        """Optimizer steps of the critic so far; 0 without a critic."""
+        return 0 if self.critic is None else self.critic.num_optimizer_steps
+
+    def compute_values(self, batch: TrainBatch) -> Values:
+        """The critic's value before each response token; see ``Critic.values``."""
+        return self._critic().values(batch)
+
+    def train_critic(
+        self, batch: TrainBatch, values: Values | None, returns: Sequence[FloatColumn]
+    ) -> StepResult:
+        """Run one optimizer step of the critic; see ``Critic.train_step``."""
+        critic = self._critic()
+        self.wait_copied()
+        return StepResult(critic.train_step(batch, values, returns), own_s=OWN_TIME.seconds())
+
+    def _critic(self) -> Critic:
+        assert self.critic is not None, "a critic needs --advantage-estimator ppo"
+        return self.critic
+
     def save(self, folder: str | Path, step: int, *, in_background: bool = False) -> None:
         """Write model, optimizer (not with ``no_save_optim``) and ``step`` into ``folder``.
 
@@ -258,15 +313,20 @@ class Actor:
         Raises:
             CheckpointError: a rank cannot write; raised on every rank.
         """
-        if problem := parallel.first_problem(self._prepare(Path(folder))):
-            raise CheckpointError(f"checkpoint of step {step}: cannot create {folder}: {problem}")
+        try:
+            self.finish_save()
+        except CheckpointError as error:
+            logger.warning("%s", error)
+        megatron_checkpoint.create_folder(Path(folder), step)
         self._finish_param_sync()
         saver = self._saver or self.set_save_buffer(self.settings.save_buffer_bytes)
-        writing = self._writing = saver.start(
-            folder, megatron_checkpoint.Progress(step, self.num_optimizer_steps)
-        )
+        writing = JointWriting()
+        writing.add(saver, folder, megatron_checkpoint.Progress(step, self.num_optimizer_steps))
+        self._writing = writing
+        if self.critic is not None:
+            self.critic.start_save(writing, folder, step, self._residence)
         if in_background:
-            if saver.must_stay:
+            if writing.must_stay:
                 self.wait_copied()
             return
         try:
@@ -280,9 +340,16 @@ class Actor:
             self.chunks,
             None if self.settings.no_save_optim else self.optimizer,
             buffer_bytes=num_bytes,
-            residence=Residence(self.memory.resident, self.memory.lock),
+            residence=self._residence,
+            adapters=self._adapter_settings,
         )
+        if self.critic is not None:
+            self.critic.set_save_buffer(num_bytes, self._residence)
         return self._saver
+
+    @property
+    def _residence(self) -> Residence:
+        return Residence(self.memory.resident, self.memory.lock)
 
     def wait_copied(self, *, weights_only: bool = False) -> None:
         """Wait until a background save has copied the state (or the weights)."""
@@ -291,19 +358,6 @@ class Actor:
                 writing.wait_copied(
                     weights_only=weights_only, timeout_s=self.settings.save_deadline_s
                 )
-
-    def _prepare(self, folder: Path) -> str | None:
-        """Finish an earlier save, then create the folder on the first rank; returns the problem."""
-        try:
-            self.finish_save()
-        except CheckpointError as error:
-            logger.warning("%s", error)
-        try:
-            if dist.get_rank() == 0:
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            return str(error)
-        return None
 
     def finish_save(self) -> None:
         """Wait for a background ``save``. Safe to call from another thread.
@@ -341,31 +395,53 @@ class Actor:
             CheckpointError: the checkpoint does not fit the model.
         """
         self.wait_copied()
+        if self._adapters is not None:  # a checkpoint has the adapters alone
+            self._read_initial_weights()
         progress = megatron_checkpoint.load(
             folder,
             chunks=self.chunks,
             optimizer=self.optimizer,
             buffer_bytes=self.settings.save_buffer_bytes,
+            adapters=self._adapter_settings,
         )
         self.num_optimizer_steps = progress.num_optimizer_steps
+        if self.critic is not None:
+            self.critic.load(folder)
         return progress.step
 
     def export(self, folder: str | Path) -> None:
         """Write the weights as a Hugging Face folder with configuration and tokenizer.
 
+        With adapters these are the merged weights, or with ``lora_export`` peft the adapters alone.
+
         Raises:
             CheckpointError: the folder cannot be written; raised on every rank.
         """
         self._finish_param_sync()
-        problem, writes, config = None, dist.get_rank() == 0, self.description.hf_config
-        try:
-            export_folder(
+        settings = self.settings
+        if settings.lora_export == "peft":
+            write = partial(write_peft_folder, self.inventory, settings=peft_settings(settings))
+        else:
+            write = partial(
+                export_folder,
                 self.exporter,
-                folder,
-                template=self.settings.hf_checkpoint,
-                config=config,
-                writes=writes,
+                template=settings.hf_checkpoint,
+                config=self.description.hf_config,
             )
+        self._written(partial(write, folder, writes=dist.get_rank() == 0), folder)
+
+    def export_critic(self, folder: str | Path) -> None:
+        """Write the critic as a Hugging Face folder of a model for token classification.
+
+        Raises:
+            CheckpointError: the folder cannot be written; raised on every rank.
+        """
+        self._written(partial(self._critic().export, folder), folder)
+
+    def _written(self, write: Callable[[], None], folder: str | Path) -> None:
+        problem = None
+        try:
+            write()
         except OSError as error:
             problem = str(error)
         if problem := parallel.first_problem(problem):
@@ -422,6 +498,17 @@ class Actor:
         if hasattr(self, "broadcast"):
             self.broadcast.disconnect()
         parallel.destroy()
+
+    @property
+    def _adapter_settings(self) -> dict[str, object] | None:
+        """What a checkpoint says about the adapters in it."""
+        if self.settings.lora_rank is None:
+            return None
+        return {
+            "lora_rank": self.settings.lora_rank,
+            "lora_alpha": self.settings.lora_alpha,
+            "lora_targets": sorted(self.settings.lora_targets),
+        }
 
     def _read_initial_weights(self) -> None:
         folder = self.settings.ref_load or self.settings.hf_checkpoint

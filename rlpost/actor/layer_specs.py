@@ -10,7 +10,7 @@ results are tested only with a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -62,10 +62,17 @@ def implementation_name(chunks: Iterable[torch.nn.Module]) -> str:
 
 
 def block_spec(
-    config: TransformerConfig, family: Family, *, implementation: str, stage: int | None
+    config: TransformerConfig,
+    family: Family,
+    *,
+    implementation: str,
+    stage: int | None,
+    adapt: Callable[[Iterable[ModuleSpec]], None] | None = None,
 ) -> TransformerBlockSubmodules:
     """Return the layers of a virtual pipeline stage (None without interleaving) and the final
     norm.
+
+    ``adapt`` changes the specifications of the layers before norms are added to linear layers.
     """
     with_engine = implementation == TRANSFORMER_ENGINE
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
@@ -76,6 +83,8 @@ def block_spec(
     )
     # equal layers share a specification
     unique_layers = {id(layer): layer for layer in block.layer_specs}
+    if adapt is not None:
+        adapt(unique_layers.values())
     for layer in unique_layers.values():
         attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
         if not with_engine:

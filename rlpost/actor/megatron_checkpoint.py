@@ -18,7 +18,7 @@ import io
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +42,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from rlpost.actor import parallel, random_state
 from rlpost.actor.checkpoint_keys import fit_to_checkpoint, stored_key
 from rlpost.actor.layer_specs import implementation_name
+from rlpost.actor.lora.adapters import adapters_alone, base_alone, has_adapters
 from rlpost.actor.progress import SAVE_GROUP
 from rlpost.actor.torch_dist import optimizer_state
 from rlpost.actor.torch_dist.host_stream import HostBuffer, HostStream
@@ -124,9 +125,13 @@ class Writing:
         Raises:
             CheckpointError: a rank could not write; raised on every rank.
         """
-        self._thread.join()
+        self.join()
         if self._error is not None:
             raise CheckpointError(f"{self._what}: {_message_of(self._error)}") from self._error
+
+    def join(self) -> None:
+        """Wait until nothing is written any more, whether or not it succeeded."""
+        self._thread.join()
 
     def _run(self, run: Callable[[], None]) -> None:
         try:
@@ -148,6 +153,7 @@ class Saver:
         *,
         buffer_bytes: int,
         residence: Residence | None = None,
+        adapters: Mapping[str, object] | None = None,
     ) -> None:
         """Create the process group; the buffer is allocated by the first save.
 
@@ -156,8 +162,10 @@ class Saver:
             optimizer: None to save only weights.
             buffer_bytes: bound of the host memory of a save, in addition to the tensors.
             residence: location of offloaded tensors.
+            adapters: their settings, stored with them; None for a model without.
         """
         self._model = chunks
+        self._adapters = adapters
         self._optimizer = optimizer
         self._residence = residence or Residence()
         self._buffer = HostBuffer(buffer_bytes)
@@ -166,6 +174,7 @@ class Saver:
         self.must_stay = optimizer is not None and not optimizer_state.is_live(optimizer)
         """Whether the optimizer must not be offloaded while a save copies it."""
         self._written = written_states(optimizer, regions_of_model(model_state(chunks)))
+        self._has_frozen = _any_frozen(chunks)
 
     def start(
         self, folder: str | Path, progress: Progress, *, with_random_state: bool = True
@@ -188,7 +197,8 @@ class Saver:
             raise CheckpointError(f"{failed}: {problem}")
         weights = self._chunked(written_weights(regions))
         everything = weights + self._chunked(self._states(regions))
-        contents = Contents(everything, _objects(state, with_random_state))
+        incomplete = OPTIMIZER_PREFIX if self._has_frozen else None
+        contents = Contents(everything, _objects(state, with_random_state), incomplete)
         stream = HostStream(
             everything,
             num_weights=len(weights),
@@ -206,10 +216,13 @@ class Saver:
         found["content_metadata"] = METADATA | {
             "transformer_impl": implementation_name(self._model)
         }
+        if self._adapters is not None:
+            found["adapters"] = dict(self._adapters)
         if with_random_state:
             found["layout"] = random_state.layout()
         if self._optimizer is not None:
             found["adam_step"] = optimizer_state.num_steps(self._optimizer)
+            found["uses_muon"] = optimizer_state.uses_muon(self._optimizer)
             found["optimizer"] = {"param_groups": optimizer_state.plain_groups(self._optimizer)}
         return found
 
@@ -233,15 +246,18 @@ def load(
     chunks: Sequence[torch.nn.Module],
     optimizer: MegatronOptimizer,
     buffer_bytes: int,
+    adapters: Mapping[str, object] | None = None,
 ) -> Progress:
     """Restore model and optimizer from ``folder``, written at any layout.
 
     A checkpoint without optimizer state is loaded with a warning, and Adam starts from scratch.
+    With ``adapters``, their settings, the model keeps its base weights.
 
     Raises:
-        CheckpointError: the folder holds no checkpoint of this model.
+        CheckpointError: the folder holds no checkpoint of this model, or other adapters.
     """
     common = _read(lambda: dist_checkpointing.load_common_state_dict(str(folder)), folder)
+    _check_adapters(folder, common.get("adapters"), adapters)
     is_same_layout = common.get("layout") == random_state.layout()
     state = model_state(chunks)
     regions = regions_of_model(state)
@@ -252,13 +268,14 @@ def load(
     )
     if is_same_layout:
         random_state.restore(loaded[random_state.KEY])
-    else:
+    elif "layout" in common:  # that of a critic is in the policy's part
         logger.info(
             "%s was written with another layout: random generators restart from the seed", folder
         )
     optimizer_state.prime(optimizer)
     optimizer.reload_model_params()
     if common.get("adam_step"):
+        _check_kind(folder, optimizer, common.get("uses_muon", False))
         _read(lambda: _load_optimizer(Stored(folder), optimizer, regions, buffer_bytes), folder)
         optimizer_state.set_num_steps(optimizer, common["adam_step"])
     elif "adam_step" not in common:
@@ -269,6 +286,22 @@ def load(
     return Progress(
         common["step"], common.get("num_optimizer_steps", round(common.get("adam_step", 0)))
     )
+
+
+def create_folder(folder: Path, step: int) -> None:
+    """Create the folder of a checkpoint on the first rank. Collective.
+
+    Raises:
+        CheckpointError: it cannot; raised on every rank.
+    """
+    problem = None
+    try:
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        problem = str(error)
+    if problem := parallel.first_problem(problem):
+        raise CheckpointError(f"checkpoint of step {step}: cannot create {folder}: {problem}")
 
 
 def save_weights(
@@ -287,28 +320,79 @@ def save_weights(
     dist.barrier()
 
 
-def load_weights(folder: str | Path, *, chunks: Sequence[torch.nn.Module]) -> None:
-    """Fill the model from the checkpoint in ``folder``, ignoring optimizer state.
+def load_weights(
+    folder: str | Path, *, chunks: Sequence[torch.nn.Module], omitted: tuple[str, ...] = ()
+) -> None:
+    """Fill the weights of the model from the checkpoint in ``folder``, ignoring optimizer state.
+
+    Adapters of the model keep their values.
+
+    Tensors whose key begins with one of ``omitted`` keep their values.
 
     Raises:
-        CheckpointError: the folder holds no checkpoint of this model.
+        CheckpointError: the folder holds no checkpoint of this model, or adapters alone.
     """
     found = find_checkpoint(folder)
     if found is None:
         raise CheckpointError(f"{folder} holds no torch_dist checkpoint")
-    _load(found, chunks, model_state(chunks))
+    common = _read(lambda: dist_checkpointing.load_common_state_dict(str(found)), found)
+    _check_adapters(found, common.get("adapters"), None)
+    whole = _whole_state(chunks)
+    base: dict[str, object] = {key: base_alone(state) for key, state in whole.items()}
+    _load(found, chunks, base, omitted=omitted)
 
 
 def _load(
-    folder: str | Path, chunks: Sequence[torch.nn.Module], state: dict[str, object]
+    folder: str | Path,
+    chunks: Sequence[torch.nn.Module],
+    state: dict[str, object],
+    *,
+    omitted: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Fill the model; returns the whole loaded state."""
+    for key, _ in _keyed(chunks) if omitted else ():
+        parts = state[key]
+        assert isinstance(parts, dict)
+        state[key] = {
+            name: part for name, part in parts.items() if not part.key.startswith(omitted)
+        }
     loaded = _read(
         lambda: dist_checkpointing.load(fit_to_checkpoint(state, folder), str(folder)), folder
     )
     for key, chunk in _keyed(chunks):
-        chunk.load_state_dict(loaded[key])
+        # Of a model with adapters either these or the base are loaded.
+        is_whole = not (omitted or has_adapters(chunks))
+        chunk.load_state_dict(loaded[key], strict=is_whole)
     return loaded
+
+
+def _check_kind(folder: str | Path, optimizer: MegatronOptimizer, stored_muon: bool) -> None:
+    """Raise CheckpointError if the optimizer state is that of another optimizer."""
+    if optimizer_state.uses_muon(optimizer) != stored_muon:
+        stored, given = ("muon", "adam") if stored_muon else ("adam", "muon")
+        raise CheckpointError(
+            f"{folder} has the optimizer state of --optimizer {stored}, and --optimizer is {given}; use --optimizer "
+            f"{stored}, or start from the weights of the checkpoint with --ref-load"
+        )
+
+
+def _check_adapters(folder: str | Path, stored: object, given: Mapping[str, object] | None) -> None:
+    """Raise CheckpointError if a checkpoint has other adapters than the model."""
+    if stored == given:
+        return
+    if stored is None:
+        raise CheckpointError(
+            f"{folder} has no LoRA adapters, and --lora-rank asks for them; use --ref-load to start from its weights, "
+            "or --lora-rank none"
+        )
+    if given is None:
+        raise CheckpointError(
+            f"{folder} has the LoRA adapters of {stored} and no weights of a model; use these settings and the same "
+            "--hf-checkpoint or --ref-load, or merged weights that --save-hf exported"
+        )
+    raise CheckpointError(
+        f"{folder} has LoRA adapters of {stored}, but the settings are {dict(given)}; use those of the checkpoint"
+    )
 
 
 def _load_optimizer(
@@ -340,7 +424,7 @@ def _fill(
     kept = [state.tensors() for state in states]
     for state, tensors in zip(states, kept, strict=True):
         shards = state_shards(state, regions[state.parameter], (state.start, state.end))
-        for shard, name in zip(shards, KEYS, strict=True):
+        for shard, name in zip(shards, state.keys, strict=True):
             for chunk in chunks_of(shard, max_bytes=buffer_bytes):
                 if (renamed := _as_stored(chunk, stored)) is not None:
                     wanted.append(renamed)
@@ -375,6 +459,14 @@ def _read(read: Callable[[], object], folder: str | Path) -> Any:
                 "--enable-mtp-training false, or weights that have it (convert the Hugging Face folder again)"
             ) from error
         raise CheckpointError(f"{folder} cannot be loaded into this model: {error}") from error
+
+
+def _any_frozen(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Return whether any rank has a frozen parameter. Collective."""
+    frozen = any(not one.requires_grad for chunk in chunks for one in chunk.parameters())
+    found = [False] * dist.get_world_size()
+    dist.all_gather_object(found, frozen)
+    return any(found)
 
 
 def _message_of(error: BaseException) -> str:
@@ -427,5 +519,15 @@ def _keyed(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module
 
 
 def model_state(chunks: Sequence[torch.nn.Module]) -> dict[str, object]:
-    """The model in Megatron's sharded form, with the live tensors."""
+    """What a checkpoint has of the model, in Megatron's sharded form, with the live tensors.
+
+    Of a model with adapters it has these alone.
+    """
+    whole = _whole_state(chunks)
+    if not has_adapters(chunks):
+        return dict(whole)
+    return {key: adapters_alone(state) for key, state in whole.items()}
+
+
+def _whole_state(chunks: Sequence[torch.nn.Module]) -> dict[str, dict[str, object]]:
     return {key: chunk.sharded_state_dict(metadata=dict(METADATA)) for key, chunk in _keyed(chunks)}

@@ -8,6 +8,7 @@ no tensor is replaced (as Megatron does with its own buffers, ``param_and_grad_b
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,11 +26,22 @@ PIECE_BYTES = 256 * 1024**2
 class DeviceMemory:
     """This rank's device memory, in parts that can be offloaded."""
 
-    def __init__(self, model: Sequence[torch.nn.Module], optimizer: object) -> None:
+    def __init__(
+        self,
+        model: Sequence[torch.nn.Module],
+        optimizer: object,
+        critic: tuple[Sequence[torch.nn.Module], object] | None = None,
+    ) -> None:
+        """``critic``: its chunks and optimizer. Engines get no weights of it, so these are
+        offloaded with the optimizers.
+        """
+        chunks, adam = critic or ((), None)
         self._find: Mapping[str, Callable[[], Iterable[torch.Tensor]]] = {
             WEIGHTS: lambda: _weights(model),
-            GRADS: lambda: _grads(model),
-            OPTIMIZER: lambda: _optimizer_tensors(optimizer),
+            GRADS: lambda: _grads([*model, *chunks]),
+            OPTIMIZER: lambda: itertools.chain(
+                _optimizer_tensors(optimizer), _weights(chunks), _optimizer_tensors(adam)
+            ),
         }
         self.lock = threading.RLock()
         """Held while memory moves; hold it to read tensors from another thread."""

@@ -8,6 +8,7 @@ chunk per virtual pipeline stage, with uninitialised weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +19,17 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from rlpost.actor import device, mtp, parallel
+from rlpost.actor.frozen import freeze_by_name, keep_graph
 from rlpost.actor.kernels import kernel_fields
 from rlpost.actor.layer_specs import (
+    LOCAL,
     TRANSFORMER_ENGINE,
     block_spec,
     chosen_implementation,
     mark_shards_of_experts,
 )
+from rlpost.actor.lora.adapters import freeze_base, low_rank_updates
+from rlpost.actor.lora.targets import adapt_layers
 from rlpost.actor.megatron_fields import configured
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.settings import ActorSettings
@@ -46,17 +51,29 @@ def build_model(description: ModelDescription, settings: ActorSettings) -> list[
         ConfigError: a requested kernel is not available, or Megatron-core rejects the settings.
     """
     num_stages = description.num_virtual_stages(settings)
-    implementation = chosen_implementation(settings.transformer_impl)
+    # adapters are subclasses of Megatron's own linear layers
+    uses_local = settings.lora_rank is not None and settings.transformer_impl is None
+    implementation = LOCAL if uses_local else chosen_implementation(settings.transformer_impl)
     config = _transformer_config(description, settings, implementation=implementation)
     chunks = []
     for stage in [None] if num_stages is None else range(num_stages):
-        spec = block_spec(config, description.family, implementation=implementation, stage=stage)
+        spec = block_spec(
+            config,
+            description.family,
+            implementation=implementation,
+            stage=stage,
+            adapt=None if settings.lora_rank is None else partial(adapt_layers, settings=settings),
+        )
         chunks.append(_chunk(config, description, spec, stage))
         if settings.enable_mtp_training and chunks[-1].post_process:
             mtp.attach(chunks[-1], spec, implementation=implementation, stage=stage)
         _settle(chunks[-1], config.params_dtype)
         if implementation == TRANSFORMER_ENGINE:
             mark_shards_of_experts(chunks[-1])
+        if settings.lora_rank is not None:
+            freeze_base(chunks[-1])
+            keep_graph(chunks[-1])
+    freeze_by_name(chunks, settings, tied=description.tied)
     return chunks
 
 
@@ -86,6 +103,7 @@ def inventory_of(chunks: Sequence[GPTModel], description: ModelDescription) -> I
         dims=description.dims,
         groups=parallel.weight_groups(),
         tied=description.tied,
+        low_rank=low_rank_updates(chunks),
     )
 
 

@@ -92,7 +92,7 @@ class Passes:
         ) -> tuple[torch.Tensor, list[FloatColumn]]:
             logprobs_R, _ = loss.logprobs(logits, micro_batch)
             return logprobs_R.sum(), unpack(
-                _of_all_context_ranks(logprobs_R, micro_batch), micro_batch
+                of_all_context_ranks(logprobs_R, micro_batch), micro_batch
             )
 
         self._set_mode(training=False)
@@ -125,8 +125,8 @@ class Passes:
             Interrupted: at one of the stop points; some gradients may be accumulated.
         """
         packed = self._pack(batch.micro_batches)
-        old = _held(old_logprobs, packed)
-        ref = _held(ref_logprobs, packed)
+        old = held_values(old_logprobs, packed)
+        ref = held_values(ref_logprobs, packed)
         loss = self._micro_batch_loss(batch)
 
         def policy_loss(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> object:
@@ -181,7 +181,7 @@ class Passes:
             chunk.train(training)
 
 
-def _of_all_context_ranks(values_R: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:
+def of_all_context_ranks(values_R: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:
     """Values of all response tokens, combined from all context-parallel ranks."""
     whole = torch.zeros(sum(packed.response_lengths), dtype=values_R.dtype, device=values_R.device)
     whole[packed.held] = values_R
@@ -190,7 +190,7 @@ def _of_all_context_ranks(values_R: torch.Tensor, packed: PackedMicroBatch) -> t
     return whole
 
 
-def _held(
+def held_values(
     logprobs: Logprobs | None, packed: Sequence[PackedMicroBatch]
 ) -> list[torch.Tensor | None]:
     """Log-probs of the tokens that this rank holds; only the last pipeline stage has any."""

@@ -5,7 +5,7 @@ Megatron.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlpost.algorithm.loss_settings import LossSettings
@@ -47,6 +47,19 @@ class ActorSettings(LossSettings):
     recompute_num_layers: int | None = None
     enable_mtp_training: bool = False
     mtp_loss_scaling_factor: float = 0.1
+    lora_rank: int | None = None
+    """None: all weights are trained."""
+    lora_alpha: float = 32.0
+    lora_dropout: float = 0.0
+    lora_targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    lora_export: str = "merged"
+    only_train_params_name_list: tuple[str, ...] = ()
+    freeze_params_name_list: tuple[str, ...] = ()
+    optimizer: str = "adam"
+    muon_momentum: float = 0.95
+    muon_nesterov: bool = True
+    muon_num_ns_steps: int = 5
+    muon_scale: str = "match_rms_adam"
     lr: float = 1e-6
     min_lr: float = 0.0
     lr_decay_style: str = "constant"
@@ -85,6 +98,28 @@ class ActorSettings(LossSettings):
     bind_cpus: bool = True
     num_gpus_per_node: int = 1
     actor_num_gpus_per_node: int = 1
+    use_critic: bool = False
+    critic_load: str | None = None
+    critic_lr: float | None = None
+    critic_lr_warmup_iters: int = 0
+    value_clip: float | None = 0.2
+
+    @property
+    def of_critic(self) -> ActorSettings:
+        """The settings of the critic: its own learning rate and initial weights, neither routing
+        replay nor a layer for multi-token prediction.
+        """
+        return replace(
+            self,
+            ref_load=self.critic_load or self.ref_load,
+            lr=self.lr if self.critic_lr is None else self.critic_lr,
+            lr_warmup_iters=self.critic_lr_warmup_iters,
+            lr_warmup_fraction=None,
+            lr_warmup_init=0.0,
+            enable_mtp_training=False,
+            use_rollout_routing_replay=False,
+            use_routing_replay=False,
+        )
 
     @property
     def save_buffer_bytes(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,35 @@ def finalize_summed_grads(
     finalize_model_grads(model, None, **kwargs)
 
 
+@dataclass(frozen=True, slots=True)
+class Weighting:
+    """What the tokens of a micro-batch count in sums over the global batch."""
+
+    num_samples: int  # of the global batch
+    num_tokens: int  # of the global batch
+    per_token: bool  # average over tokens instead of samples
+
+    def weights(self, packed: PackedMicroBatch) -> torch.Tensor:
+        """[R]: what each response token's loss is multiplied by; contains the global
+        denominators.
+        """
+        weight_R = packed.loss_mask * token_weights(
+            packed.sample_lengths,
+            num_samples=self.num_samples,
+            num_tokens=self.num_tokens,
+            per_token=self.per_token,
+        )
+        if not self.per_token:  # per-token loss weights all tokens equally
+            weight_R = weight_R * packed.sample_weights
+        return weight_R
+
+    def term(self, name: str, value_R: torch.Tensor, mask_R: torch.Tensor) -> torch.Tensor:
+        """This micro-batch's term of a metric; a maximum is at least 0."""
+        if name.endswith("_max"):
+            return torch.cat([value_R * mask_R, value_R.new_zeros(1)]).max()
+        return (value_R * mask_R).sum() / self.num_tokens
+
+
 class MicroBatchLoss:
     """Computes log-probs from this rank's logits, and a weighted loss from those."""
 
@@ -62,8 +92,7 @@ class MicroBatchLoss:
         """
         self.settings = settings
         self.num_valid = num_valid
-        self.num_samples = num_samples
-        self.num_tokens = num_tokens
+        self._weighting = Weighting(num_samples, num_tokens, settings.calculate_per_token_loss)
         self.objective = loss_function(settings)
 
     def logprobs(
@@ -108,7 +137,8 @@ class MicroBatchLoss:
         loss_R, per_token = self.objective(tokens, self.settings)
         loss = (loss_R * self.weights(packed)).sum()
         stats = {
-            name: self._term(name, value_R, packed.loss_mask) for name, value_R in per_token.items()
+            name: self._weighting.term(name, value_R, packed.loss_mask)
+            for name, value_R in per_token.items()
         }
         return (
             loss,
@@ -117,24 +147,8 @@ class MicroBatchLoss:
         )
 
     def weights(self, packed: PackedMicroBatch) -> torch.Tensor:
-        """[R]: what each response token's loss is multiplied by; contains the global
-        denominators.
-        """
-        weight_R = packed.loss_mask * token_weights(
-            packed.sample_lengths,
-            num_samples=self.num_samples,
-            num_tokens=self.num_tokens,
-            per_token=self.settings.calculate_per_token_loss,
-        )
-        if not self.settings.calculate_per_token_loss:  # per-token loss weights all tokens equally
-            weight_R = weight_R * packed.sample_weights
-        return weight_R
-
-    def _term(self, name: str, value_R: torch.Tensor, mask_R: torch.Tensor) -> torch.Tensor:
-        """This micro-batch's term of a metric; a maximum is at least 0."""
-        if name.endswith("_max"):
-            return torch.cat([value_R * mask_R, value_R.new_zeros(1)]).max()
-        return (value_R * mask_R).sum() / self.num_tokens
+        """[R]: what each response token's loss is multiplied by; see ``Weighting``."""
+        return self._weighting.weights(packed)
 
 
 def _sample_sums(values_R: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 import orjson
 from aiohttp import web
 
-from rlpost.agents import anthropic_format, openai_format
+from rlpost.agents import anthropic_format, openai_format, responses_format
 from rlpost.agents.episode import OpenEpisode
 from rlpost.agents.messages import BadRequest
 from rlpost.agents.requests import ChatRequest, Completion
@@ -66,6 +66,7 @@ def make_app(episodes: Episodes) -> web.Application:
     app.router.add_post("/v1/chat/completions", routes.chat_completions)
     app.router.add_get("/v1/models", routes.models)
     app.router.add_get("/v1/models/{name:.+}", routes.model)
+    app.router.add_post("/v1/responses", routes.responses)
     app.router.add_post("/v1/messages", routes.messages)
     app.router.add_post("/v1/messages/count_tokens", routes.count_tokens)
     return app
@@ -104,6 +105,31 @@ class _Routes:
             completion, asked, model=episode.model, created=created, token_text=token_text
         )
         return _json(body, headers=headers)
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/responses."""
+        episode = self._episode(request)
+        asked = responses_format.responses_request(await _body(request))
+        created = int(time.time())
+
+        def events(completion: Completion) -> Iterable[bytes]:
+            for event in responses_format.response_events(
+                completion, asked, model=episode.model, created=created
+            ):
+                yield b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event))
+
+        def failed(body: dict[str, object]) -> bytes:
+            return b"event: error\ndata: %b\n\n" % orjson.dumps({"type": "error", **body})
+
+        answering = asyncio.ensure_future(episode.answer(asked))
+        headers = self._headers(asked)
+        if asked.is_stream:
+            return await _stream(request, answering, headers, events, failed)
+        completion = await _awaited(answering)
+        body = responses_format.response_body(
+            completion, asked, model=episode.model, created=created
+        )
+        return _json(body, headers)
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages."""

@@ -72,14 +72,26 @@ def opo_advantages(rewards: Sequence[float], lengths: Sequence[int]) -> tuple[fl
     return tuple(reward - baseline for reward in rewards)
 
 
-def returns_to_go(reward: float, penalties: Sequence[float]) -> tuple[float, ...]:
-    """Return at each token t: R - sum of the penalties from t on.
+def returns_to_go(
+    reward: float, penalties: Sequence[float], mask: Sequence[int] = (), *, gamma: float = 1.0
+) -> tuple[float, ...]:
+    """Return at each token t: the sum of gamma^(s - t) r_s over the trained tokens s from t on.
 
-    Every token has its penalty, and the last one also the reward. Source: REINFORCE++, arXiv
-    2501.03262, section 3 (no discount).
+    r_s is - penalty, and at the last trained token also the reward. Powers of gamma count trained
+    tokens alone, those with ``mask`` 1 (default: all). Source: REINFORCE++, arXiv 2501.03262,
+    section 3.
     """
-    from_end = itertools.accumulate(reversed(penalties))
-    return tuple(reward - charged for charged in reversed(list(from_end)))
+    if gamma == 1.0:
+        from_end = itertools.accumulate(reversed(penalties))
+        return tuple(reward - charged for charged in reversed(list(from_end)))
+    found, later, is_last = [], 0.0, True
+    trained = list(mask) or [1] * len(penalties)
+    for penalty, is_trained in zip(reversed(penalties), reversed(trained), strict=True):
+        if is_trained:
+            later = (reward if is_last else 0.0) - penalty + gamma * later
+            is_last = False
+        found.append(later)
+    return tuple(reversed(found))
 
 
 def whiten(advantages: Sequence[float], weights: Sequence[int]) -> tuple[float, ...]:
@@ -131,6 +143,8 @@ ESTIMATORS: dict[str, Estimator] = {
 
 To add one, add a function above, a line here, and its name in ``rlpost/config/groups/grpo.py``.
 """
+WITH_CRITIC = "ppo"
+"""The estimator that needs values of a critic (``rlpost.algorithm.gae``)."""
 ESTIMATOR_OF = {"gspo": "grpo", "cispo": "grpo"}
 """Estimators for values that name a loss in published recipes (``objective.POLICY_LOSSES``)."""
 
@@ -143,6 +157,7 @@ def estimate(
     normalize_std: bool,
     normalize_advantages: bool = False,
     penalties: Penalties | None = None,
+    gamma: float = 1.0,
 ) -> list[tuple[Advantage, ...]]:
     """Compute the advantages of all samples of a rollout.
 
@@ -153,6 +168,7 @@ def estimate(
         normalize_std: divide by the standard deviation of the group, as GRPO does.
         normalize_advantages: whiten the advantages of every estimator.
         penalties: KL penalties per token (``Estimator.charges_tokens``).
+        gamma: discount per token, for estimators with an advantage per token.
 
     Returns:
         Advantages by group.
@@ -161,9 +177,11 @@ def estimate(
         KeyError: the estimator is unknown.
     """
     known = ESTIMATORS[ESTIMATOR_OF.get(estimator, estimator)]
+    if known.charges_tokens and (penalties is not None or gamma != 1.0):
+        if penalties is None:
+            penalties = [[(0.0,) * len(mask) for mask in group] for group in masks]
+        return _whitened_returns(groups, masks, penalties, gamma)
     if penalties is not None:
-        if known.charges_tokens:
-            return _whitened_returns(groups, masks, penalties)
         groups = [_penalised(rewards, own) for rewards, own in zip(groups, penalties, strict=True)]
     lengths = [[mask.total() for mask in group] for group in masks]
     found = [
@@ -182,11 +200,14 @@ def _penalised(rewards: Sequence[float], penalties: Sequence[Sequence[float]]) -
 
 
 def _whitened_returns(
-    groups: Sequence[Sequence[float]], masks: Masks, penalties: Penalties
+    groups: Sequence[Sequence[float]], masks: Masks, penalties: Penalties, gamma: float
 ) -> list[tuple[Advantage, ...]]:
     returns = [
-        [returns_to_go(reward, penalty) for reward, penalty in zip(rewards, own, strict=True)]
-        for rewards, own in zip(groups, penalties, strict=True)
+        [
+            returns_to_go(reward, penalty, mask, gamma=gamma)
+            for reward, penalty, mask in zip(rewards, own, of_group, strict=True)
+        ]
+        for rewards, own, of_group in zip(groups, penalties, masks, strict=True)
     ]
     chain = itertools.chain.from_iterable
     flat = iter(whiten(list(chain(chain(returns))), list(chain(chain(masks)))))

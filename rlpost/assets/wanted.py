@@ -81,6 +81,7 @@ def from_elsewhere(config: Config, assets_dir: str, assets: Iterable[Asset]) -> 
     pairs = [
         (key, getattr(config.checkpoint, key)) for key in ("hf_checkpoint", "ref_load", "load")
     ]
+    pairs.append(("critic_load", config.critic.critic_load))
     pairs += [("prompt_data", path) for path in config.rollout.prompt_data]
     pairs += [("eval_prompt_data", path) for _, path in config.eval_sets]
     found = []

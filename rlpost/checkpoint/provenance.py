@@ -18,7 +18,7 @@ from rlpost.config.tree import Config
 from rlpost.errors import CheckpointError
 
 PROVENANCE_FILE = "provenance.json"
-GROUPS = ("grpo", "optimizer", "rollout", "model", "megatron")
+GROUPS = ("grpo", "critic", "optimizer", "lora", "rollout", "model", "megatron")
 # fmt: off
 INDIFFERENT = frozenset(
     {
@@ -27,7 +27,7 @@ INDIFFERENT = frozenset(
         "reward_timeout_s", "reward_workers", "rm_url", "rm_url_timeout_s", "num_rollout",
         "num_steps_per_rollout", "lr_decay_iters", "moe_token_dispatcher_type", "moe_enable_deepep",
         "moe_grouped_gemm", "moe_permute_fusion", "no_rope_fusion", "override_hf_config", "global_batch_size",
-        "rollout_function_path",
+        "rollout_function_path", "lora_export",
     }
 )
 """Keys of these groups that do not affect results, or that enter as a derived value instead."""

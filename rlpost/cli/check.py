@@ -17,11 +17,12 @@ from rlpost.check import check, notes
 from rlpost.cli.command_line import parser, settings
 from rlpost.cli.job import as_the_job_would, job_spec, with_container
 from rlpost.cli.scaled import add_scale_down, require_model
+from rlpost.cli.terminal import named_lines, terminal_width
 from rlpost.config.checks.missing import image_problems
 from rlpost.config.load import Loaded
 from rlpost.config.plan.estimate import engine_weights, fullest_held
 from rlpost.config.tree import Config
-from rlpost.config.wording import with_origins
+from rlpost.config.wording import near_path, with_origins
 from rlpost.errors import ConfigError, WeightError
 from rlpost.hf_shape import hf_shape, weight_bytes
 from rlpost.units import count_text, size_text
@@ -66,7 +67,7 @@ def _check(arguments: Sequence[str]) -> int:
         raise ConfigError("\n".join(problems))
     lines = [*arithmetic(loaded.config), *(("note", text) for text in notes(loaded.config))]
     width = max(_INDENT, *(len(name) + 2 for name, _ in lines))
-    print("\n".join(f"{name:<{width}}{text}" for name, text in lines))
+    print("\n".join(named_lines(lines, width, terminal_width())))
     return 0
 
 
@@ -175,12 +176,13 @@ def _model_lines(config: Config) -> list[tuple[str, str]]:
         return [("model", f"{name}: {error}; memory is not estimated")]
     parameters, memory = shape.parameters, fullest_held(config, shape)
     routed = f", {count_text(parameters.expert)} of them in experts" if parameters.expert else ""
+    critic = ", as much again for the critic" if config.use_critic else ""
     return [
         ("model", f"{name}, {count_text(parameters.total)} parameters{routed}"),
         (
             "trainer GPU",
             f"weights {size_text(memory.weights)} + gradients {size_text(memory.gradients)} + optimizer "
-            f"{size_text(memory.optimizer)} = {size_text(memory.total)}, and activations",
+            f"{size_text(memory.optimizer)} = {size_text(memory.total)}{critic}, and activations",
         ),
         (
             "engine GPU",
@@ -195,10 +197,12 @@ def _file_lines(config: Config) -> list[tuple[str, str]]:
     sizes = [
         path.stat().st_size for path in Path(config.checkpoint.hf_checkpoint).glob("*.safetensors")
     ]
-    found = f"{config.checkpoint.hf_checkpoint}: {len(sizes)} files, {size_text(sum(sizes))}"
+    found = (
+        f"{near_path(config.checkpoint.hf_checkpoint)}: {len(sizes)} files, {size_text(sum(sizes))}"
+    )
     return [
         ("weights", found),
-        *((name, f"{path}: {size_text(_stored(path))}") for name, path in files),
+        *((name, f"{near_path(path)}: {size_text(_stored(path))}") for name, path in files),
     ]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rlpost.cli.scaled import scaled, table
@@ -14,6 +15,8 @@ from rlpost.config import flags
 from rlpost.config.load import Loaded, files_of, load, site_profile
 from rlpost.config.show import resolved
 
+RUNS_DIR_VARIABLE = "RLPOST_RUNS_DIR"
+
 
 def parser(prog: str, description: str) -> argparse.ArgumentParser:
     """A parser with a flag for every setting, --model and --cluster."""
@@ -21,12 +24,12 @@ def parser(prog: str, description: str) -> argparse.ArgumentParser:
     made.add_argument(
         "--model",
         metavar="MODEL",
-        help="FILE.toml, or a name in jobs/models; the recipe overrides it",
+        help="FILE.toml or a name (rlpost recipes models); the recipe overrides it",
     )
     made.add_argument(
         "--cluster",
         metavar="PROFILE",
-        help="FILE.toml, or a name in jobs/clusters; overrides the recipe",
+        help="FILE.toml or a name (rlpost recipes clusters); overrides the recipe",
     )
     for flag, variable in KEY_FLAGS.items():
         made.add_argument(
@@ -54,7 +57,8 @@ def settings(
     namespace, values = flags.parse(made, take_keys(arguments, os.environ))
     recipe = None if namespace.recipe is None else Path(namespace.recipe)
     cluster = namespace.cluster or site_profile(recipe)
-    loaded = load(files_of(recipe, {"model": namespace.model, "cluster": cluster}), values)
+    files = files_of(recipe, {"model": namespace.model, "cluster": cluster})
+    loaded = with_runs_dir(load(files, values), os.environ)
     if (ranks := getattr(namespace, "scale_down", None)) is not None:
         loaded, changes = scaled(loaded, ranks)
         if not namespace.print_config:
@@ -70,3 +74,17 @@ def settings(
         print(resolved(loaded, {"wandb": keys}), end="")
         raise SystemExit(0)
     return namespace, loaded
+
+
+def with_runs_dir(loaded: Loaded, environ: Mapping[str, str]) -> Loaded:
+    """Return the settings with ``$RLPOST_RUNS_DIR``, where no file and no flag gives --runs-dir."""
+    folder = environ.get(RUNS_DIR_VARIABLE)
+    if not folder or "cluster.runs_dir" in loaded.origins:
+        return loaded
+    cluster = loaded.config.cluster.model_copy(update={"runs_dir": str(Path(folder).absolute())})
+    config = loaded.config.model_copy(update={"cluster": cluster})
+    return replace(
+        loaded,
+        config=config,
+        origins={**loaded.origins, "cluster.runs_dir": f"${RUNS_DIR_VARIABLE}"},
+    )

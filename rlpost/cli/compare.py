@@ -1,22 +1,33 @@
-"""``rlpost compare``: compare several runs on one page, or as JSON."""
+"""``rlpost compare``: compare several runs in the terminal, on one page, or as JSON.
+
+With ``--fail-if`` it is a regression gate: exit code 1 when a run falls behind the first one.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from common.files import write_atomic
 from rlpost.arguments import Parser
 from rlpost.cli.runs import add_runs_dir, find_run
+from rlpost.cli.terminal import aligned, terminal_width
+from rlpost.config.wording import near_path
 from rlpost.errors import ConfigError
-from rlpost.report.compare import compare_page, comparison
-from rlpost.report.run_facts import read_facts
+from rlpost.metrics.pace import PACE_STEPS
+from rlpost.report.compare import compare_page, comparison, figures, labels
+from rlpost.report.gate import Gate, Outcome, outcome, parse_gate
+from rlpost.report.run_facts import RunFacts, read_facts
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``rlpost compare RUN RUN [RUN ...] [--out FILE | --json]``."""
-    made = Parser(prog="rlpost compare", description="Compare several runs on one page.")
+    """Run ``rlpost compare RUN RUN [RUN ...]``; 1 when a gate fails, else 0."""
+    made = Parser(
+        prog="rlpost compare",
+        description="Compare runs: figures here, curves and settings on a page. Exit code 1 if a gate fails.",
+    )
     made.add_argument("runs", nargs="+", metavar="RUN", help="folder, name or job id, two or more")
     add_runs_dir(made)
     output = made.add_mutually_exclusive_group()
@@ -29,7 +40,25 @@ def main(arguments: Sequence[str]) -> int:
     output.add_argument(
         "--json", action="store_true", help="print figures and differing settings for programs"
     )
+    made.add_argument(
+        "--fail-if",
+        action="append",
+        default=[],
+        metavar="METRIC:CHANGE",
+        help="fail if a metric of a run changes by more than this from the first run's, such as "
+        "reward/mean:-2%% or time/step_s:+1.5; repeatable",
+    )
+    made.add_argument(
+        "--last",
+        type=int,
+        default=PACE_STEPS,
+        metavar="N",
+        help=f"steps at the end whose mean --fail-if compares (default: {PACE_STEPS})",
+    )
     options = made.parse_args(arguments)
+    gates = [parse_gate(text) for text in options.fail_if]
+    if options.last < 1:
+        raise ConfigError(f"--last {options.last}: must be at least 1 step")
     runs = list(dict.fromkeys(find_run(word, options.runs_dir) for word in options.runs))
     if len(runs) < 2:
         raise ConfigError(
@@ -38,11 +67,40 @@ def main(arguments: Sequence[str]) -> int:
     facts = [read_facts(run) for run in runs]
     if not any(one.lines for one in facts):
         raise ConfigError("rlpost compare: none of these runs has a step yet; see rlpost list")
+    outcomes = _outcomes(gates, facts, options.last)
     if options.json:
-        print(json.dumps(comparison(facts), indent=2))
-        return 0
-    path = options.out or runs[0].report / "compare.html"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, compare_page(facts))
-    print(path)
-    return 0
+        found = comparison(facts) | {"gates": [asdict(one) for one in outcomes]}
+        print(json.dumps(found, indent=2))
+    else:
+        path = options.out or runs[0].report / "compare.html"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, compare_page(facts))
+        lines = table(labels(facts), figures(facts, is_brief=True), terminal_width())
+        print(
+            "\n".join([*lines, "", *(one.line for one in outcomes), f"page {near_path(str(path))}"])
+        )
+    return int(any(one.fails for one in outcomes))
+
+
+def _outcomes(gates: Sequence[Gate], facts: Sequence[RunFacts], num_steps: int) -> list[Outcome]:
+    """Apply each gate to each run after the first, which is the baseline."""
+    names = labels(facts)
+    return [
+        outcome(gate, facts[0].lines, run.lines, names=(names[0], name), num_steps=num_steps)
+        for gate in gates
+        for name, run in zip(names[1:], facts[1:], strict=True)
+    ]
+
+
+def table(
+    names: Sequence[str], values: Mapping[str, Sequence[str]], width: int | None
+) -> list[str]:
+    """Return the figures of runs as columns; letters stand for names that do not fit."""
+    rows = [["", *names], *([name, *cells] for name, cells in values.items())]
+    lines = aligned(rows, None)
+    if width is None or max(map(len, lines)) <= width:
+        return lines
+    letters = [chr(ord("A") + number % 26) * (1 + number // 26) for number in range(len(names))]
+    rows[0] = ["", *letters]
+    legend = [f"{letter}  {name}" for letter, name in zip(letters, names, strict=True)]
+    return [*legend, "", *aligned(rows, width)]

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING
 from rlpost.assets.store import Status, inspect
 from rlpost.assets.wanted import Asset, from_elsewhere, wanted
 from rlpost.cli import command_line as command_line
+from rlpost.cli.terminal import aligned, terminal_width
 from rlpost.config.keys import KEYS
 from rlpost.config.path_variables import ASSETS
+from rlpost.config.wording import near_path
 from rlpost.errors import AssetError, ConfigError
 from rlpost.units import size_text
 
@@ -50,10 +52,13 @@ def main(arguments: Sequence[str]) -> int:
         metavar="FILE",
         help="file with the token for private repositories (default: HF_TOKEN)",
     )
-    made.add_argument("--workers", type=int, default=8, help="concurrent downloads (default: 8)")
+    made.add_argument(
+        "--workers", type=int, default=8, metavar="N", help="concurrent downloads (default: 8)"
+    )
     made.add_argument(
         "--wait-s",
         type=float,
+        metavar="S",
         default=21_600,
         help="seconds to wait for another fetch (default: 21600)",
     )
@@ -87,7 +92,7 @@ def _run(
     else:
         hub = _hub(token)
         found = [inspect(asset, root, hub.listing) for asset in assets]
-    print(table(found, root))
+    print(table(found, root, terminal_width()))
     if options.sizes_only or (hub is None and not options.compare):
         lacking = [str(one.folder) for one in found if not one.is_there]
         if lacking and hub is None:
@@ -184,8 +189,8 @@ def is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def table(found: Sequence[Status], root: Path) -> str:
-    """Format one line per repository, and the free space."""
+def table(found: Sequence[Status], root: Path, width: int | None = None) -> str:
+    """Format one line per repository, and the free space, for a terminal of ``width`` columns."""
     rows = [("repository", "folder", "files", "size", "to come", "")]
     for one in found:
         files = size = coming = "?"
@@ -195,15 +200,9 @@ def table(found: Sequence[Status], root: Path) -> str:
         if one.is_there:
             coming = "-"
         rows.append((one.asset.repository, one.folder.name, files, size, coming, one.remark))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
     total = sum(one.missing_bytes for one in found)
-    return "\n".join(
-        [*lines, f"{size_text(total)} to come, {size_text(free_bytes(root))} free in {root}"]
-    )
+    free = f"{size_text(free_bytes(root))} free in {near_path(str(root))}"
+    return "\n".join([*aligned(rows, width), f"{size_text(total)} to come, {free}"])
 
 
 def free_bytes(folder: Path) -> int:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.attempt import DRIVER_RESTARTS
+from rlpost.config.checks.agents import uses_sandboxes
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.keys import KEYS
 from rlpost.config.tree import Config
@@ -55,6 +56,8 @@ def _job_spec(config: Config, driver_args: tuple[str, ...]) -> JobSpec:
         agent_args += ["--object-store-memory", str(cluster.ray_object_store_memory)]
     if cluster.preflight_bandwidth_gbps is not None:
         agent_args += ["--bandwidth-gbps", str(cluster.preflight_bandwidth_gbps)]
+    if uses_sandboxes(config) and config.sandbox.sandbox_backend == "node":
+        agent_args.append("--sandboxes")  # any node may become that of the driver
     container = container_of(cluster)
     for target in container.targets if container is not None else ():
         agent_args += ["--needed-path", target]

@@ -12,23 +12,29 @@ from rlpost.arguments import Parser
 from rlpost.checkpoint.commit import newest_committed
 from rlpost.checkpoint.state import RunState
 from rlpost.cli.runs import add_run_options, find_run, settings_of
+from rlpost.cli.terminal import named_lines, terminal_width
+from rlpost.config.wording import near_path
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.orchestration.checkpoints import STATE_FILE
 from rlpost.rollout.journal_chain import contents, follow, read_folder
 from rlpost.rollout.journal_format import BATCH, EVALUATION, GROUP, Record, Segment, Unreadable
+from rlpost.units import count_text, size_text
 
 COLUMNS = (
     "segment",
-    "from step",
-    "goes on from",
-    "follows on",
+    "step",
+    "base",
+    "after",
     "groups",
     "dropped",
     "tokens",
     "batches",
-    "evaluations",
-    "bytes",
+    "evals",
+    "size",
 )
+"""``base``: the segment whose state this one continues, ``own`` for its own; ``after``: the one that
+it seals. Short, so that a row fits 80 columns.
+"""
 NAMES = {GROUP: "groups", BATCH: "batches", EVALUATION: "evaluations"}
 
 
@@ -57,11 +63,14 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(journal_object(folder, found, unreadable), indent=2))
         return 0
-    print("\n".join([str(folder), *table([_row(segment) for segment in found])]))
+    width = terminal_width()
+    print("\n".join([near_path(str(folder)), *table([_row(segment) for segment in found])]))
     for segment in found:
         if options.records:
-            print("\n".join([f"\n{segment.path.name}", *map(_line, segment.records)]))
-    print("\n".join(_chain(folder, found, unreadable)))
+            print(f"\n{segment.path.name}")
+            print("\n".join(named_lines(map(_line, segment.records), 12, width)))
+    chain = _chain(folder, found, unreadable)
+    print("\n".join(named_lines((("", line) for line in chain), 0, width)))
     return 0
 
 
@@ -91,7 +100,7 @@ def journal_object(
 
 def _segment_object(segment: Segment) -> dict[str, object]:
     header, kinds = segment.header, Counter(record.kind for record in segment.records)
-    groups = [record.meta for record in segment.records if record.kind == GROUP]
+    groups = [record.meta for record in _groups(segment)]
     return {
         "number": header.number,
         "step": header.step,
@@ -157,12 +166,18 @@ def _row(segment: Segment) -> list[str]:
     """Return the cells of a segment in the order of COLUMNS."""
     shown = _segment_object(segment)
     is_state = shown["base"] == shown["number"]
-    shown["base"] = "its own state" if is_state else f"segment {shown['base']}"
-    shown["previous"] = "-" if shown["previous"] is None else f"segment {shown['previous']}"
+    shown["base"] = "own" if is_state else shown["base"]
+    shown["previous"] = "-" if shown["previous"] is None else shown["previous"]
+    shown["tokens"] = count_text(sum(record.meta["num_tokens"] for record in _groups(segment)))
+    shown["bytes"] = size_text(segment.good_bytes)
     return [str(value) for value in shown.values()]
 
 
-def _line(record: Record) -> str:
+def _groups(segment: Segment) -> list[Record]:
+    return [record for record in segment.records if record.kind == GROUP]
+
+
+def _line(record: Record) -> tuple[str, str]:
     meta = record.meta
     if record.kind == GROUP:
         dropped = "" if meta["wanted"] else ", dropped by the filter"
@@ -172,4 +187,4 @@ def _line(record: Record) -> str:
     else:
         values = ", ".join(f"{name} {value:.4g}" for name, value in meta["metrics"].items())
         text = f"evaluation after step {meta['step']}: {values}"
-    return f"{record.offset:>10}  {text}"
+    return f"{record.offset:>10}", text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,24 +40,33 @@ def main(arguments: Sequence[str]) -> int:
     made.add_argument(
         "--attempt", metavar="K", default="latest", help="attempt number (default: the latest)"
     )
+    made.add_argument(
+        "--tail", type=int, metavar="N", help="only the last N records of all selected logs"
+    )
     options = made.parse_args(arguments)
+    if options.tail is not None and (options.tail < 1 or options.follow):
+        raise ConfigError(
+            f"--tail {options.tail}: must be at least 1 record, and not with --follow, which prints "
+            "all records as they come; leave one out"
+        )
     run = find_run(options.run, options.runs_dir)
     names = [*options.of, *([f"agent-{options.node}"] if options.node else [])] or ["driver"]
     wanted = Wanted(names, options.level, options.grep)
     if options.follow:
         return follow(run, current_job(run), wanted=wanted)
-    _print(run, run.attempts / options.attempt, wanted)
+    _print(run, run.attempts / options.attempt, wanted, options.tail)
     return 0
 
 
-def _print(run: RunFolder, attempt: Path, wanted: Wanted) -> None:
+def _print(run: RunFolder, attempt: Path, wanted: Wanted, tail: int | None) -> None:
     logs = {path.stem: path for path in attempt.glob("*.log") if wanted.log(path.stem)}
     if not logs:
         raise ConfigError(_what_there_is(run, attempt, wanted))
     width = max(map(len, logs))
     files = {name: path.open(errors="replace") for name, path in logs.items()}
     try:
-        for name, record in merged({name: wanted.records(file) for name, file in files.items()}):
+        records = merged({name: wanted.records(file) for name, file in files.items()})
+        for name, record in records if tail is None else deque(records, maxlen=tail):
             ended = record if record.endswith("\n") else record + "\n"
             print(ended if wanted.is_one else prefixed(name, ended, width), end="")
     finally:

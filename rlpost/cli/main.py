@@ -10,8 +10,10 @@ import importlib
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 
+from rlpost import __version__
 from rlpost.cli.entry import run_command
 from rlpost.cli.secret_flags import hide_keys
 from rlpost.errors import ConfigError, suggestion
@@ -22,6 +24,7 @@ VERBS = {
         "rlpost.cli.submit:submit_main",
         "check a recipe and submit it (--dry-run, --test-only, --wait, --local)",
     ),
+    "recipes": ("rlpost.cli.recipes:main", "recipes, models and clusters that have a name"),
     "check": ("rlpost.cli.check:main", "check a recipe and show its arithmetic"),
     "plan": (
         "rlpost.cli.plan:main",
@@ -56,8 +59,10 @@ VERBS = {
     ),
     "compare": ("rlpost.cli.compare:main", "compare several runs on one page"),
     "doctor": ("rlpost.cli.main:doctor", "diagnose this machine, or an image (--image)"),
+    "completion": ("rlpost.cli.completion:main", "a script that completes words in bash or zsh"),
 }
 _DOCTOR = "bootstrap.preflight.doctor"
+HELP_WIDTH = 79
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,6 +76,25 @@ def verbs() -> dict[str, str]:
     """The verbs of this installation and their descriptions."""
     has_doctor = importlib.util.find_spec(_DOCTOR) is not None
     return {verb: text for verb, (_, text) in VERBS.items() if verb != "doctor" or has_doctor}
+
+
+def help_page(known: Mapping[str, str]) -> str:
+    """Return the help of ``rlpost``: at most 80 columns, one screen."""
+    width = max(map(len, known)) + 2
+    lines = ["usage: rlpost VERB [...]; rlpost VERB --help says more", ""]
+    for verb, text in known.items():
+        lines += textwrap.wrap(
+            text,
+            HELP_WIDTH,
+            initial_indent=f"  {verb:<{width}}",
+            subsequent_indent=" " * (width + 2),
+        )
+    lines += [
+        "",
+        "A run is named by its folder, its name or its job id; without one, the newest",
+        "run is used. --version prints the version.",
+    ]
+    return "\n".join(lines)
 
 
 def doctor(arguments: Sequence[str]) -> int:
@@ -93,11 +117,10 @@ def doctor(arguments: Sequence[str]) -> int:
 def _verb(arguments: Sequence[str]) -> int:
     known = verbs()
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print("usage: rlpost VERB [...]; rlpost VERB --help says more\n")
-        print("\n".join(f"  {verb:<9}{text}" for verb, text in known.items()))
-        print(
-            "\nA run is named by its folder, its name or its job id; the newest is meant when none is named."
-        )
+        print(help_page(known))
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"rlpost {__version__}")
         return 0
     verb, *rest = arguments
     if verb.endswith(".toml"):

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from rlpost.cli.command_line import parser, settings
 from rlpost.cli.scaled import add_scale_down
+from rlpost.cli.terminal import terminal_width
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.flags import flag
 from rlpost.config.plan.estimate import Estimate, Phase, estimate
@@ -51,6 +52,7 @@ SGLANG_BYTES_PER_EXPERT = 4
 included.
 """
 WIDTH, BAR = 110, 60
+_BESIDE_BAR = 38  # the name of the phase, and its gigabytes
 UNITS = {"": 1, "GB": 10**9, "GiB": 2**30, "G": 10**9}
 GLYPHS = {
     "weights": ("█", "blue"), "gradients": ("▓", "cyan"), "optimizer": ("▒", "magenta"), "activations": ("░", "green"),
@@ -122,7 +124,8 @@ def main(arguments: Sequence[str]) -> int:
         )
         print(json.dumps(content, indent=2))
         return 0 if content["fits"] or (options.suggest and content["suggestions"]) else EXIT_NO_FIT
-    console = Console(file=sys.stdout, width=WIDTH, highlight=False)
+    columns = min(WIDTH, terminal_width() or WIDTH)
+    console = Console(file=sys.stdout, width=columns, highlight=False)
     return show(
         console,
         config,
@@ -190,7 +193,7 @@ def show(
         made = estimate(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
         problems, fits = list(made.problems), not made.problems
         console.print(table(made, speed))
-        console.print(bars(made))
+        console.print(bars(made, console.width))
         console.print()
         if note := reference_note(config, shape):
             console.print(f"note: {note}", style="yellow")
@@ -333,6 +336,7 @@ def table(made: Estimate, speed: Speed) -> Table:
         ("fullest rank", f"of stage {rank.stage} (of {layout.pipeline}): {of_rank} parameters"),
         ("weights", f"{_gb(rank.held.weights)}, gradients {_gb(rank.held.gradients)}"),
         ("optimizer", f"{_gb(rank.held.optimizer)}{offloaded}"),
+        *([("critic", f"{_gb(rank.critic.total)} in all")] if rank.critic.total else []),
         (
             "activations",
             f"{_gb(rank.activations)} for {made.tokens} tokens a rank, recomputed: {again}",
@@ -413,19 +417,24 @@ def update_rows(config: Config, update: WeightUpdate) -> list[tuple[str, str]]:
     ]
 
 
-def bars(made: Estimate) -> Text:
-    """A bar for each phase, as long as its part of a GPU, and what its marks mean."""
+def bars(made: Estimate, width: int = WIDTH) -> Text:
+    """A bar for each phase, as long as its part of a GPU, and what its marks mean.
+
+    Args:
+        width: columns of the terminal.
+    """
+    size = min(BAR, width - _BESIDE_BAR)
     text = Text("\n")
     seen: dict[str, None] = {}
     for phase in made.phases:
         text.append(f"{phase.name:<12}")
-        text.append_text(_bar(phase, made.gpu_bytes))
+        text.append_text(_bar(phase, made.gpu_bytes, size))
         text.append(f" {_gb(phase.total)} of {_gb(made.gpu_bytes)}\n")
         seen |= dict.fromkeys(name for name, size in phase.parts if size)
-    length = WIDTH
+    length = width
     for name in seen:
-        if length + len(name) + 4 > WIDTH:
-            text.append(("" if length == WIDTH else "\n") + " " * 12)
+        if length + len(name) + 4 > width:
+            text.append(("" if length == width else "\n") + " " * 12)
             length = 12
         glyph, style = GLYPHS[name]
         text.append(glyph, style=style)
@@ -434,23 +443,23 @@ def bars(made: Estimate) -> Text:
     return text
 
 
-def _bar(phase: Phase, gpu_bytes: int) -> Text:
+def _bar(phase: Phase, gpu_bytes: int, width: int) -> Text:
     bar, filled, end = Text(), 0.0, 0
     for name, size in phase.parts:
-        filled += size / gpu_bytes * BAR
+        filled += size / gpu_bytes * width
         glyph, style = GLYPHS[name]
-        count = min(BAR + 4, round(filled)) - end
+        count = min(width + 4, round(filled)) - end
         bar.append(glyph * max(0, count), style=style)
         end += max(0, count)
-    bar.append(" " * (BAR - end) + "|" if end <= BAR else ">")
+    bar.append(" " * (width - end) + "|" if end <= width else ">")
     return bar
 
 
 def suggestions(choices: Sequence[Choice]) -> Table:
     """The best layouts and why."""
     shown = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("layout", "why"):
-        shown.add_column(name)
+    shown.add_column("layout", no_wrap=True)
+    shown.add_column("why")
     for choice in choices:
         shown.add_row(choice.words, choice.reasons)
     return shown

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from common.attempt import DRIVER_LOG, VERDICT_FILE, VERDICT_JSON
 from common.run_folder import RunFolder
 from rlpost.cli.runs import LOCAL, last, local_is_alive, settings_of
+from rlpost.metrics.pace import PACE_STEPS, STEP_S, recent, throughput
 from rlpost.metrics.progress import duration
 from rlpost.metrics.writer import eval_rewards, read_metrics
 from rlpost.report.goodput import Goodput, Layout, end_of, goodput
@@ -30,7 +30,6 @@ MAX_WARNINGS = 4
 MAX_HEADLINE = 160  # characters
 LOG_TAIL = 1 << 16  # bytes
 _WARNING = re.compile(r"^\d\d:\d\d:\d\d \S* ?(WARNING|ERROR|CRITICAL)\b")
-PACE_STEPS = 10  # the pace shown is that of the last steps
 STATE_COLOURS = {
     "RUNNING": "green",
     "COMPLETED": "green",
@@ -148,7 +147,7 @@ def newest_attempt(run: RunFolder) -> str | None:
 
 
 def _recovered_roles(events: Sequence[Mapping[str, object]]) -> list[str]:
-    """The role of each recovery within an attempt: trainer, driver or node."""
+    """The role of each recovery within an attempt: trainer, driver, node or engine."""
     return [str(event.get("role")) for event in events if event.get("event") == "recovered"]
 
 
@@ -173,8 +172,7 @@ def _progress(
     if not lines:
         return {"num_steps": total, "goodput": spent}
     step = int(lines[-1]["step"])
-    paces = [line["time/step_s"] for line in lines[-PACE_STEPS:] if "time/step_s" in line]
-    pace = mean(paces) if paces else None
+    pace = recent(lines, STEP_S)
     evals = {name.split("/")[1]: line[name] for line in lines for name in eval_rewards(line)}
     return {
         "goodput": spent,
@@ -182,7 +180,7 @@ def _progress(
         "num_steps": total,
         "reward": lines[-1].get("reward/mean"),
         "evals": evals,
-        "tokens_per_s": lines[-1].get("time/tokens_per_s"),
+        "tokens_per_s": throughput(lines),
         "step_s": pace,
         "phases_s": mean_phases(lines[-PACE_STEPS:]),
         "mfu": lines[-1].get("perf/mfu_frac"),

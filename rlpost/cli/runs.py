@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +24,7 @@ from slurm.states import JobState
 
 LOCAL = "local-"  # begins the job id of a run on this machine
 RUNS_DIR = Path("runs")  # the default of the settings' runs_dir, without loading them
+RUNS_DIR_VARIABLE = "RLPOST_RUNS_DIR"
 NAMES_SHOWN = 8
 
 
@@ -41,8 +43,17 @@ def add_run_options(made: argparse.ArgumentParser, *, positional: bool = True) -
 def add_runs_dir(made: argparse.ArgumentParser) -> None:
     """``--runs-dir``, the same word as in the settings."""
     made.add_argument(
-        "--runs-dir", type=Path, default=RUNS_DIR, help=f"folder of the runs (default: {RUNS_DIR})"
+        "--runs-dir",
+        type=Path,
+        metavar="FOLDER",
+        default=default_runs_dir(),
+        help=f"folder of the runs (default: ${RUNS_DIR_VARIABLE}, else {RUNS_DIR})",
     )
+
+
+def default_runs_dir() -> Path:
+    """Return the folder of the runs where neither a flag nor a file names one."""
+    return Path(os.environ.get(RUNS_DIR_VARIABLE) or RUNS_DIR)
 
 
 def find_run(word: str | None, runs_dir: Path) -> RunFolder:

@@ -23,7 +23,7 @@ from slurm.queue import queue
 from slurm.states import parse_state
 
 CACHE = ".status.json"
-VERSION = 1
+VERSION = 2
 """Of the meaning of a status; a status of another version is made again."""
 
 

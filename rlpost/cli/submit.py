@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def submit_main(arguments: Sequence[str]) -> int:
     """``rlpost submit RECIPE``. Raises ConfigError."""
-    made = parser("python -m rlpost.submit", "Check a recipe, create its run folder and submit it.")
+    made = parser("rlpost submit", "Check a recipe, create its run folder and submit it.")
     _add_options(made)
     options, loaded = settings(made, arguments)
     config = loaded.config

@@ -20,9 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from common.run_folder import RunFolder
-from rlpost.cli.run_status import PACE_STEPS, STATE_COLOURS, Status, ago, status_of
+from rlpost.cli.run_status import STATE_COLOURS, Status, ago, status_of
 from rlpost.cli.runs import LOCAL, newest_job
 from rlpost.errors import ConfigError
+from rlpost.metrics.pace import PACE_STEPS
 from rlpost.metrics.progress import duration
 from rlpost.metrics.writer import read_metrics
 from rlpost.report.panels import PHASES, mean_phases

@@ -9,6 +9,7 @@ and ranges are checked once, for files and flags alike, in ``rlpost.config.load`
 from __future__ import annotations
 
 import argparse
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -47,18 +48,78 @@ def parser(prog: str, description: str) -> argparse.ArgumentParser:
     The recipe is the first argument, because after a flag with several values it would be one of
     them.
     """
-    usage = f"{prog} [RECIPE.toml] [--flag value ...]"
-    made = Parser(prog=prog, usage=usage, description=description, allow_abbrev=False)
+    usage = f"{prog} [RECIPE] [--flag value ...]"
+    made = SettingsParser(prog=prog, usage=usage, description=description, allow_abbrev=False)
     made.set_defaults(recipe=None)
+    made.add_argument(
+        "--help-all", action=_HelpAll, nargs=0, help="show every setting of a recipe as well"
+    )
     for name, group in groups().items():
-        section = made.add_argument_group(
-            f"[{name}]", (group.__doc__ or "").strip().splitlines()[0]
-        )
+        section = made.add_argument_group(f"[{name}]", first_sentence(group.__doc__ or ""))
+        made.settings_sections.append(section)
         for key, field in group.model_fields.items():
             section.add_argument(
                 flag(key), dest=f"{name}.{key}", default=argparse.SUPPRESS, **_shape(field)
             )
     return made
+
+
+class SettingsParser(Parser):
+    """A parser whose ``--help`` shows the options of the verb; ``--help-all`` adds the settings."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.settings_sections: list[argparse._ArgumentGroup] = []
+
+    def format_help(self) -> str:
+        """Return the help without the settings, one screen."""
+        tables = ", ".join(str(section.title) for section in self.settings_sections)
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        formatter.add_text(
+            "RECIPE: a TOML file, or a name that `rlpost recipes` lists; before any flag."
+        )
+        for section in self._action_groups:
+            if section not in self.settings_sections:
+                formatter.start_section(section.title)
+                formatter.add_text(section.description)
+                formatter.add_arguments(section._group_actions)
+                formatter.end_section()
+        formatter.add_text(
+            f"Every setting of a recipe is also a flag. --help-all lists them by table: {tables}."
+        )
+        return formatter.format_help()
+
+    def format_help_all(self) -> str:
+        """Return the help with all settings, many screens."""
+        return super().format_help()
+
+
+class _HelpAll(argparse.Action):
+    """``--help-all``: print the whole help and end the command."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: object,
+        values: object,
+        word: object = None,
+    ) -> None:
+        assert isinstance(parser, SettingsParser)
+        print(parser.format_help_all(), end="")
+        parser.exit()
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a docstring, in one line.
+
+    >>> first_sentence("Some of these. And\\n    those.")
+    'Some of these.'
+    """
+    words = " ".join(text.split())
+    found = re.match(r".*?\.(?= [A-Z-]|$)", words)
+    return found[0] if found else words
 
 
 def flag(key: str) -> str:
@@ -106,7 +167,7 @@ def _unknown_word(word: str, words: Sequence[str], known: Mapping[str, argparse.
     if switch in known and known[switch].metavar == "BOOL":
         return f"{name}: unknown setting; to turn it off write '{switch} false'"
     megatron = ["--" + other.replace("_", "-") for other in option_names() or ()]
-    return f"{name}: unknown setting{alike(name, [*known, *megatron]) or '; --help lists every setting'}"
+    return f"{name}: unknown setting{alike(name, [*known, *megatron]) or '; --help-all lists every setting'}"
 
 
 def _shape(field: FieldInfo) -> dict[str, Any]:

@@ -339,6 +339,7 @@ def _assets(config: Config, *, fp8: bool) -> Values:
     values: Values = {
         "checkpoint.hf_checkpoint": path[MODEL_FP8] if fp8 else path[MODEL],
         "checkpoint.ref_load": path[MODEL] if config.checkpoint.ref_load or fp8 else None,
+        "critic.critic_load": None,
         "rollout.prompt_data": (path[TRAIN],),
         "rollout.prompt_data_weights": (),
         "rollout.input_key": "prompt",

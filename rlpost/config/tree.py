@@ -12,11 +12,13 @@ from rlpost.config.groups.assets import AssetsConfig
 from rlpost.config.groups.base import Group
 from rlpost.config.groups.checkpoint import CheckpointConfig
 from rlpost.config.groups.cluster import ClusterConfig
+from rlpost.config.groups.critic import CriticConfig
 from rlpost.config.groups.debug import DebugConfig
 from rlpost.config.groups.env import EnvConfig
 from rlpost.config.groups.eval import EvalConfig
 from rlpost.config.groups.fleet import FleetConfig
 from rlpost.config.groups.grpo import GrpoConfig
+from rlpost.config.groups.lora import LoraConfig
 from rlpost.config.groups.megatron import MegatronConfig
 from rlpost.config.groups.model import ModelConfig
 from rlpost.config.groups.observe import ObserveConfig
@@ -41,7 +43,9 @@ class Config(Group):
     eval: EvalConfig = EvalConfig()
     perf: PerfConfig = PerfConfig()
     grpo: GrpoConfig = GrpoConfig()
+    critic: CriticConfig = CriticConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig = LoraConfig()
     sandbox: SandboxConfig = SandboxConfig()
     sglang: SglangConfig = SglangConfig()
     sync: SyncConfig = SyncConfig()
@@ -146,6 +150,11 @@ class Config(Group):
         """Whether engines are offloaded during training."""
         given = self.cluster.offload_rollout
         return self.cluster.colocate if given is None else given
+
+    @property
+    def use_critic(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return self.grpo.advantage_estimator == "ppo" and self.grpo.loss_type != "sft_loss"
 
     @property
     def samples_per_rollout(self) -> int:

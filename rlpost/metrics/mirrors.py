@@ -6,13 +6,15 @@ Output: a function that writes a line to every enabled mirror, valid inside the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from common.cluster import Cluster
+from rlpost import __version__
 from rlpost.config.tree import Config
-from rlpost.metrics.prometheus import PrometheusServer
+from rlpost.metrics.prometheus import TARGETS_FILE, PrometheusServer
 from rlpost.metrics.tensorboard import TensorBoardWriter
 from rlpost.metrics.wandb import Write, mirrored
 
@@ -34,7 +36,12 @@ def mirrors(config: Config, run_folder: Path, cluster: Cluster) -> Iterator[Writ
         if settings.use_prometheus:
             port = settings.prometheus_port or cluster.port_base + cluster.port_count - 1
             server = PrometheusServer(
-                settings.prometheus_host, port, token=cluster.secret, run=run_folder.name
+                settings.prometheus_host,
+                port,
+                token=cluster.secret,
+                run=run_folder.name,
+                about=about(config, cluster, os.environ),
+                targets=run_folder / TARGETS_FILE,
             )
             open_ones.callback(server.close)
             writes.append(server.write)
@@ -49,3 +56,13 @@ def mirrors(config: Config, run_folder: Path, cluster: Cluster) -> Iterator[Writ
                 one(step, metrics)
 
         yield write if writes else None
+
+
+def about(config: Config, cluster: Cluster, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the labels that identify an attempt: attempt, job, model and version."""
+    return {
+        "attempt": Path(cluster.attempt_dir).name,
+        "job": environ.get("SLURM_JOB_ID", ""),
+        "model": Path(config.checkpoint.hf_checkpoint).name,
+        "version": __version__,
+    }

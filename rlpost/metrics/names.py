@@ -178,6 +178,17 @@ METRICS = tuple(
         ),
         ("train/expert_load_mean", "", "the same, mean over layers"),
         ("train/grad_norm", "", "gradient norm before clipping"),
+        ("train/value_loss", "", "critic: loss, half the clipped squared error of the values"),
+        ("train/value_clip_frac", "share", "critic: tokens whose clipped error is the larger one"),
+        ("train/value_mean", "", "critic: mean value over the trained tokens, before the update"),
+        ("train/return_mean", "", "critic: mean return, the target of the values"),
+        (
+            "train/value_explained_var",
+            "share",
+            "critic: part of the variance of the returns that the values explain; below 0: worse than their mean",
+        ),
+        ("train/critic_grad_norm", "", "critic: gradient norm before clipping"),
+        ("train/critic_lr", "", "critic: learning rate"),
         ("train/lr", "", "learning rate"),
         ("eval/SET/reward_mean", "", "mean reward of all responses"),
         ("eval/SET/response_length_mean", "tokens", "mean response length"),
@@ -266,6 +277,11 @@ METRICS = tuple(
         ("memory/host_used_frac", "share", "used memory of a host, all processes"),
         ("run/num_attempts", "attempts", "job starts so far"),
         ("run/num_preemptions", "preemptions", "preemptions so far"),
+        (
+            "run/num_engine_restarts",
+            "engines",
+            "engines of the run that died or hung and serve again, so far",
+        ),
     )
 )
 

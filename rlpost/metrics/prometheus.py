@@ -1,34 +1,60 @@
 """Serves the newest line of ``metrics.jsonl`` to Prometheus; requires the attempt's token.
 
 Input: an address, the token, then one mapping per step.
-Output: ``GET /metrics`` in Prometheus's text format, written by the official client library: one
-gauge ``rlpost_AREA_NAME`` per metric, labelled with the run and, for an evaluation, with its set.
-Nothing else is served.
+Output: ``GET /metrics`` in Prometheus's text format, written by the official client library: the
+metrics of ``prometheus_names``, labelled with the run and, for an evaluation, with its set;
+``rlpost_run_info`` with what identifies the run, and the time of the last step. Nothing else is
+served. A file of targets (``file_sd``) in the run folder follows the head across attempts.
 """
 
 from __future__ import annotations
 
 import hmac
+import json
 import logging
-import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+from common.files import write_atomic
 from rlpost.errors import ConfigError
 from rlpost.metrics.names import declared
+from rlpost.metrics.prometheus_names import COUNTERS, prometheus_name
 
 logger = logging.getLogger(__name__)
 
 REQUEST_S = 10.0  # socket timeout of a client
+TARGETS_FILE = "prometheus.json"
+"""Name of the file of targets in the run folder."""
+LAST_STEP = "rlpost_last_step_timestamp_seconds"
 
 
 class PrometheusServer:
     """Serves requests in a separate thread. Raises ConfigError when it cannot start."""
 
-    def __init__(self, host: str, port: int, *, token: str, run: str) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        token: str,
+        run: str,
+        about: Mapping[str, str] | None = None,
+        targets: Path | None = None,
+    ) -> None:
+        """
+        Args:
+            host: the address to bind.
+            port: 0 lets the kernel choose one; ``port`` has it.
+            run: label of every metric.
+            about: further labels of ``rlpost_run_info``.
+            targets: file to write for Prometheus's ``file_sd_configs``; emptied by ``close``.
+        """
         try:
             from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
         except ModuleNotFoundError as error:
@@ -36,7 +62,7 @@ class PrometheusServer:
                 f"observe.use_prometheus = true (--use-prometheus): {error}; pip install prometheus-client on the "
                 "nodes, or leave it out"
             ) from None
-        self._newest = Newest(run)
+        self._newest = Newest(run, about or {})
         registry = CollectorRegistry()
         registry.register(self._newest)
 
@@ -69,13 +95,33 @@ class PrometheusServer:
             target=self._server.serve_forever, args=(0.1,), name="prometheus", daemon=True
         )
         self._thread.start()
+        self._targets = targets
+        self._written = json.dumps(
+            [{"targets": [_target(host, self.port)], "labels": {"run": run}}]
+        )
+        self._write_targets(self._written)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Replace the served line by the metrics of ``step``."""
-        self._newest.line = {"step": step, **metrics}
+        self._newest.update({"step": step, **metrics})
+
+    def _write_targets(self, text: str) -> None:
+        if self._targets is None:
+            return
+        try:
+            write_atomic(self._targets, text)
+        except OSError as error:
+            logger.warning("%s: %s; Prometheus does not find this attempt", self._targets, error)
 
     def close(self) -> None:
-        """Stop serving and wait for the thread."""
+        """Stop serving and wait for the thread.
+
+        The file of targets becomes an empty list, unless another attempt has written it since: a
+        run that has ended is not down.
+        """
+        with suppress(OSError):
+            if self._targets is not None and self._targets.read_text() == self._written:
+                self._write_targets("[]")
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -114,36 +160,48 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Newest:
-    """A Prometheus collector that exposes the newest line as gauges."""
+    """A Prometheus collector that exposes the newest line."""
 
-    def __init__(self, run: str) -> None:
-        self.run = run
-        self.line: Mapping[str, float] = {}
+    def __init__(
+        self, run: str, about: Mapping[str, str], clock: Callable[[], float] = time.time
+    ) -> None:
+        self._run, self._about, self._clock = run, dict(about), clock
+        self._line: Mapping[str, float] = {}
+        self._at = 0.0
+
+    def update(self, line: Mapping[str, float]) -> None:
+        """Replace the line."""
+        self._line, self._at = line, self._clock()
 
     def collect(self) -> Iterator[Any]:
-        """Yield one metric family per gauge name."""
-        from prometheus_client.core import GaugeMetricFamily
+        """Yield one metric family per name."""
+        from prometheus_client.core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            InfoMetricFamily,
+        )
 
+        labels = {"run": self._run, **self._about}
+        yield InfoMetricFamily("rlpost_run", "what identifies the run", value=labels)
+        if not self._line:
+            return
+        stamp = GaugeMetricFamily(LAST_STEP, "when the newest line was written", labels=["run"])
+        stamp.add_metric([self._run], self._at)
+        yield stamp
         families: dict[str, Any] = {}
-        for name, value in self.line.items():
-            gauge, labels = gauge_name(name)
-            labels = {"run": self.run, **labels}
-            if gauge not in families:
+        for name, value in self._line.items():
+            shown, factor, of_name = prometheus_name(name)
+            labels = {"run": self._run, **of_name}
+            if shown not in families:
                 known = declared(name)
-                families[gauge] = GaugeMetricFamily(
-                    gauge, known.meaning if known else name, labels=list(labels)
-                )
-            families[gauge].add_metric(list(labels.values()), float(value))
+                kind = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
+                families[shown] = kind(shown, known.meaning if known else name, labels=list(labels))
+            families[shown].add_metric(list(labels.values()), float(value) * factor)
         yield from families.values()
 
 
-def gauge_name(name: str) -> tuple[str, dict[str, str]]:
-    """Return the Prometheus name and the labels of a metric.
-
-    >>> gauge_name("eval/aime-24/pass@8")
-    ('rlpost_eval_pass_at_8', {'set': 'aime-24'})
-    """
-    area, *rest = name.split("/")
-    labels = {"set": rest.pop(0)} if area == "eval" and len(rest) > 1 else {}
-    plain = "_".join([area, *rest]).replace("@", "_at_")
-    return "rlpost_" + re.sub(r"[^a-zA-Z0-9_]", "_", plain), labels
+def _target(host: str, port: int) -> str:
+    """Return the address to scrape; this host's name where the server listens on all addresses."""
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

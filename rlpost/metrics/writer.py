@@ -48,13 +48,13 @@ class MetricsWriter:
     ) -> None:
         """
         Args:
-            always: values added to every line.
+            always: values added to every line, read when it is written.
             also: called with each line, after it is written.
             show: called with the groups of each step.
             check: raises Fenced when another attempt owns the run.
         """
         self._path = path
-        self._always = dict(always or {})
+        self._always = {} if always is None else always
         self._also = also
         self._show = show
         self._check = check or (lambda: None)

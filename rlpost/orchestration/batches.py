@@ -134,6 +134,7 @@ def _estimated(
             normalize_std=not grpo.disable_grpo_std_normalization,
             normalize_advantages=grpo.normalize_advantages,
             penalties=penalties,
+            gamma=grpo.gamma,
         )
 
     if counts_answers(groups, grpo):

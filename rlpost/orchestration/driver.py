@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import wait as wait_for
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from common.attempt import CAUSE_FILE
 from common.cluster import Cluster
@@ -45,7 +45,7 @@ from rlpost.orchestration.debug_modes import make_stages
 from rlpost.orchestration.ledger_lines import LedgerLines
 from rlpost.orchestration.loop import Loop
 from rlpost.orchestration.loop_lag import LoopLag
-from rlpost.orchestration.observation import run_metrics, steps_again
+from rlpost.orchestration.observation import num_engine_restarts, run_metrics, steps_again
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.start_lines import StartLines
 from rlpost.report.write import Reporter, try_to_write_report
@@ -136,6 +136,19 @@ async def _attempt(
         await _train(config, run, cluster, stop, also, loop_lag)
 
 
+def _counted(
+    ledger: LedgerLines, entries: Sequence[Mapping[str, object]]
+) -> tuple[dict[str, float], Callable[..., None]]:
+    """Return the metrics of every line, and ``ledger.soon`` that counts restarts of engines there."""
+    always = run_metrics(entries)
+
+    def record(event: str, **details: Any) -> None:
+        always["run/num_engine_restarts"] += num_engine_restarts({"event": event, **details})
+        ledger.soon(event, **details)
+
+    return always, record
+
+
 async def _train(
     config: Config,
     run: RunFolder,
@@ -179,10 +192,10 @@ async def _train(
     weight_bytes = await _off_loop(stop, lambda: num_bytes(Path(config.checkpoint.hf_checkpoint)))
     stop.saves.expect(weight_bytes, num_nodes=len(cluster.nodes))
     stop.saves.recall(entry for entry in entries if entry["event"] == "committed")
-    stages = make_stages(config, cluster, checkpoints=checkpoints, stop=stop, record=ledger.soon)
+    always, record = _counted(ledger, entries)
+    stages = make_stages(config, cluster, checkpoints=checkpoints, stop=stop, record=record)
     num_steps, owned = config.rollout.num_rollout, checkpoints.check_owner
     samples = SampleWriter(run.report, num_steps=num_steps, decode=stages.text, check=owned)
-    always = run_metrics(entries)
     metrics = MetricsWriter(run.metrics, always=always, also=also, show=samples.write, check=owned)
     await samples.begin(state.step)
     await metrics.begin(state.step if state.pending is None else state.step - 1)

@@ -19,6 +19,7 @@ from contextlib import AbstractAsyncContextManager
 from rlpost.bounded import for_each
 from rlpost.config.tree import Config
 from rlpost.errors import EngineDied, Preempted, RlpostError, SyncError, TrainerDied
+from rlpost.orchestration.engine_events import EngineEvents
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.lost_nodes import LostNodes, NodeLost
 from rlpost.orchestration.placement import Placement
@@ -29,6 +30,10 @@ from rlpost.rollout.engine_side_weights import PauseMode
 logger = logging.getLogger(__name__)
 
 Hook = Callable[[], Awaitable[None]]
+
+NO_ANSWER = "no answer to the health check"
+NODE_LOST = "the node is lost"
+STUCK = "blocked in a broadcast that lost a peer"
 
 
 class EngineHealth:
@@ -43,6 +48,7 @@ class EngineHealth:
         stop: StopRequest,
         check_others: Callable[[int], None] = lambda _: None,
         nodes: LostNodes | None = None,
+        events: EngineEvents | None = None,
     ) -> None:
         """
         Args:
@@ -51,7 +57,9 @@ class EngineHealth:
             check_others: called at each check with the number of engines of this job; raises
                 RolloutError when no other engine has served for too long either.
             nodes: lost nodes that the agents replace; without it a lost node ends the run.
+            events: receives deaths and restarts; without it they are logged only.
         """
+        self._events = EngineEvents(None) if events is None else events
         self._stop = stop
         self._check_others = check_others
         self._nodes = LostNodes.none() if nodes is None else nodes
@@ -93,8 +101,10 @@ class EngineHealth:
                     if not (sick or self._fleet.dismissed or self._nodes.engines):
                         raise
                     logger.warning("%s", error)
+                    self._events.lost(sick, phase="sync", cause=str(error))
                     if self._weights.engines_are_stuck:
                         sick = list(range(len(self._fleet.addresses)))
+                        self._events.lost(sick, phase="sync", cause=STUCK)
                         logger.warning(
                             "restarting all engines: those that answer are blocked in the same broadcast"
                         )
@@ -136,6 +146,7 @@ class EngineHealth:
         """
         if self._weights.engines_are_stuck:
             every = set(range(len(self._fleet.addresses)))
+            self._events.lost(every - self._fleet.dismissed, phase="sync", cause=STUCK)
             await for_each(self._fleet.dismiss, sorted(every - self._fleet.dismissed))
             return
         if self._nodes.engines:  # their repair, which follows, connects all
@@ -194,6 +205,8 @@ class EngineHealth:
             sick = await self._sick(generating=True)
             lost = self._nodes.engines
             must_wait = self._shares_gpus or bool(self._nodes.ranks)
+            self._events.lost(lost, phase="generate", cause=NODE_LOST)
+            self._events.lost(sick, phase="generate", cause=NO_ANSWER)
             if (sick or lost) and not must_wait:
                 await self._repair_unless_ranks_are_lost(sick)
                 return
@@ -249,6 +262,7 @@ class EngineHealth:
         self, sick: Sequence[int], version: int, *, pause: PauseMode, ready: Hook
     ) -> None:
         if self._nodes.engines:
+            self._events.lost(self._nodes.engines, phase="generate", cause=NODE_LOST)
             await self.leave_lost()
             self._nodes.check_ranks()
             placement = await self._stop.unless_requested(self._nodes.settled())
@@ -262,6 +276,7 @@ class EngineHealth:
         await self._weights.connect()
         await self._weights.update(version, pause=pause, ready=ready)
         await self._fleet.admit(sick)
+        self._events.back(sick, version=version)
         logger.info("%d engines restarted, at policy version %d", len(sick), version)
 
 

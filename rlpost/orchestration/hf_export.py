@@ -129,7 +129,7 @@ class _Place:
         At any time, either the previous or the new export exists completely.
         """
         mark(self.writing, self._run, self._identity)
-        for path in [*self.writing.iterdir(), self.writing]:
+        for path in [*self.writing.rglob("*"), self.writing]:
             sync(path)
         self.check(kept)  # again: another process may have created the folder during the export
         if self.replaces and self._target.exists():

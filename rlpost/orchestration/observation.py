@@ -216,11 +216,20 @@ def pace(metrics: Mapping[str, float], config: Config) -> dict[str, float]:
 
 def run_metrics(ledger: Iterable[Mapping[str, object]]) -> dict[str, float]:
     """Return the metrics of the ledger that every line of an attempt contains. Pure."""
-    events = [entry.get("event") for entry in ledger]
+    entries = list(ledger)
+    events = [entry.get("event") for entry in entries]
     return {
         "run/num_attempts": events.count("started"),
         "run/num_preemptions": events.count("preempted"),
+        "run/num_engine_restarts": sum(map(num_engine_restarts, entries)),
     }
+
+
+def num_engine_restarts(entry: Mapping[str, object]) -> int:
+    """Return how many engines an entry of the ledger says were restarted. Pure."""
+    engines = entry.get("engines")
+    is_restart = entry.get("event") == "recovered" and entry.get("role") == "engine"
+    return len(engines) if is_restart and isinstance(engines, list) else 0
 
 
 def steps_again(lines: Iterable[Mapping[str, float]], *, step: int) -> dict[str, float]:
@@ -249,6 +258,8 @@ class Flops:
         if config.num_steps_per_rollout > 1 or grpo.kl_coef:
             passes += 1  # log-probs under the rollout's weights
         passes += bool(grpo.use_kl_loss) + bool(grpo.kl_coef)  # and under the reference's
+        if config.use_critic:
+            passes += 4  # values, forward and backward of the critic
         self._a_token = 2.0 * used_parameters(hf) * passes
         self._break_even = model_break_even(hf)
 

@@ -145,7 +145,13 @@ class RunStages(ABC):
                 )
                 return
             if begun and not self.stop.requested():
-                await self._hf_export.export(state.step, actors.export)
+                await self._hf_export.export(state.step, partial(self._exported, actors))
+
+    async def _exported(self, actors: ActorGroup, folder: str) -> None:
+        """Write policy and, in a subfolder, critic."""
+        await actors.export(folder)
+        if self.config.use_critic:
+            await actors.export_critic(f"{folder}/critic")
 
     def save_is_owed(self) -> bool:
         """Whether a save failed or was deferred."""

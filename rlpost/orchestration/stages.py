@@ -17,6 +17,7 @@ from pathlib import Path
 from rlpost.checkpoint.state import RunState
 from rlpost.fleet.files import FleetFolder, settings_digest
 from rlpost.fleet.records import Lease
+from rlpost.orchestration.engine_events import EngineEvents
 from rlpost.orchestration.engine_health import EngineHealth
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.fleet_rules import fleet_rules
@@ -85,6 +86,7 @@ class ClusterStages(RunStages):
             stop=self.stop,
             check_others=self._fleet_sync.check_any,
             nodes=self._nodes,
+            events=EngineEvents(self.record),
         )
         self.closing.push_async_callback(self._fleet_sync.close)
         await self._begin_recovery(placement, ports, weights)

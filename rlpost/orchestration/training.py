@@ -2,7 +2,7 @@
 
 Input: scored groups. Output: the metrics of the last optimizer step; guards check every step. With
 several steps, or a KL penalty in the reward, the log-probs under the rollout's weights are computed
-before the first step.
+before the first step. With a critic (``critic_training``) it is trained first, on the same batches.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from rlpost.orchestration.batches import (
     samples_with,
     shaping_of,
 )
+from rlpost.orchestration.critic_training import CriticTraining
 from rlpost.orchestration.interruptible import InterruptibleCalls
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.worker_groups import (
@@ -92,6 +93,9 @@ class Training:
             bounds = replace(bounds, guard_initial_kl=0.0)
         self._guards = Guards(bounds, is_fresh=is_fresh)
         self._shaping = shaping_of(config)
+        self._critic = None
+        if config.use_critic:
+            self._critic = CriticTraining(config, actors, data_ranks, self._calls)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """Run all optimizer steps of a rollout; return the metrics of the last one.
@@ -112,27 +116,34 @@ class Training:
         # Stored once for all passes. The store frees them with these lists, at the end of the
         # rollout's training.
         batches = [await self._actors.send(step.batches, self._data_ranks) for step in steps]
+        trains_policy = self._critic is None or await self._critic.trains_policy()
         old: list[StoredLogprobs] = [self._nothing] * len(steps)
         advantages: list[Sequence[Stored[Sequence[Advantage]] | None]] = [self._nothing] * len(
             steps
         )
-        if grpo.kl_coef or (len(steps) > 1 and not grpo.use_rollout_logprobs):
+        is_compared = trains_policy and len(steps) > 1 and not grpo.use_rollout_logprobs
+        if grpo.kl_coef or is_compared:
             old = [await self._logprobs(own) for own in batches]
+        penalties = None
         if grpo.kl_coef:
-            ref = [await self._ref_logprobs(own) for own in batches]
-            penalties = [
-                await self._penalties(*of_step) for of_step in zip(steps, old, ref, strict=True)
-            ]
-            of_position = {
-                position: penalty for of_step in penalties for position, penalty in of_step.items()
-            }
-            total = await asyncio.to_thread(lambda: sum(map(sum, of_position.values())))
+            penalties = await self._group_penalties(groups, steps, batches, old)
+            total = await asyncio.to_thread(lambda: sum(sum(map(sum, own)) for own in penalties))
             metrics["train/reward_kl"] = total / grpo.kl_coef / num_tokens(steps)
-            by_step = await asyncio.to_thread(self._penalised, groups, steps, of_position)
-            advantages = [await self._actors.send(own, self._data_ranks) for own in by_step]
+        if self._critic is not None:
+            values = await self._critic.values(batches)
+            estimates = await self._critic.estimates(groups, steps, values, penalties)
+            metrics |= estimates.metrics
+            advantages = await self._sent_advantages(steps, estimates.advantages)
+            metrics |= await self._critic.train(steps, batches, values, estimates)
+        elif penalties is not None:
+            by_group = await asyncio.to_thread(rollout_advantages, groups, grpo, penalties)
+            advantages = await self._sent_advantages(steps, by_group)
+        if not trains_policy:
+            return metrics
         for number, arguments in enumerate(zip(batches, old, advantages, strict=True)):
             call = partial(self._actors.train_step, *arguments)
-            results = await self._calls.make(call, what="train_step", may_leave=number == 0)
+            is_first_change = number == 0 and self._critic is None
+            results = await self._calls.make(call, what="train_step", may_leave=is_first_change)
             metrics |= results[0].metrics
             metrics |= self._pace(steps[number], results)
             self._warn(self._guards.after_step(metrics, is_first=number == 0))
@@ -144,9 +155,11 @@ class Training:
         return [None] * len(self._data_ranks)
 
     def _deal(self, groups: Sequence[SampleGroup]) -> list[DealtStep]:
-        """Return the batches of a rollout; with a KL penalty, advantages are 0 until replaced."""
+        """Return the batches of a rollout; with a KL penalty or a critic, advantages are 0 until
+        replaced.
+        """
         grpo = self._config.grpo
-        if grpo.kl_coef:
+        if grpo.kl_coef or self._critic is not None:
             samples = samples_with([[0.0] * len(group.samples) for group in groups], groups, grpo)
         else:
             samples = rollout_samples(groups, grpo)
@@ -199,16 +212,25 @@ class Training:
             found |= {position: penalty for position, penalty in pairs if position is not None}
         return found
 
-    def _penalised(
+    async def _group_penalties(
         self,
         groups: Sequence[SampleGroup],
         steps: Sequence[DealtStep],
-        of_position: Mapping[int, DoubleColumn],
-    ) -> list[list[tuple[Advantage, ...]]]:
-        """Return advantages of the penalised rewards, by step, data-parallel rank and sample."""
+        batches: Sequence[StoredBatches],
+        old: Sequence[StoredLogprobs],
+    ) -> list[list[DoubleColumn]]:
+        """Return kl_coef x KL of each response token, by group and sample."""
+        ref = [await self._ref_logprobs(own) for own in batches]
+        of_position: dict[int, DoubleColumn] = {}
+        for of_step in zip(steps, old, ref, strict=True):
+            of_position |= await self._penalties(*of_step)
         in_order = iter([of_position[position] for position in range(len(of_position))])
-        penalties = [[next(in_order) for _ in group.samples] for group in groups]
-        by_group = rollout_advantages(groups, self._config.grpo, penalties)
+        return [[next(in_order) for _ in group.samples] for group in groups]
+
+    async def _sent_advantages(
+        self, steps: Sequence[DealtStep], by_group: Sequence[Sequence[Advantage]]
+    ) -> list[Sequence[Stored[Sequence[Advantage]] | None]]:
+        """Store advantages by step and rank; 0 for samples that only fill a batch."""
         of_samples = [advantage for group in by_group for advantage in group]
 
         def of_rank(positions: Sequence[int | None]) -> tuple[Advantage, ...]:
@@ -216,7 +238,12 @@ class Training:
                 0.0 if position is None else of_samples[position] for position in positions
             )
 
-        return [[of_rank(positions) for positions in step.positions] for step in steps]
+        return [
+            await self._actors.send(
+                [of_rank(positions) for positions in step.positions], self._data_ranks
+            )
+            for step in steps
+        ]
 
 
 def kl_penalties(

@@ -31,6 +31,8 @@ StoredBatches = Sequence[Stored[TrainBatch]]
 """The batch of each rank; equal on the model-parallel ranks of a data-parallel rank."""
 StoredLogprobs = Sequence[Stored[RankLogprobs] | None]
 """The log-probs computed by each rank; None on all pipeline stages but the last."""
+StoredValues = StoredLogprobs
+"""The values computed by each rank's critic; None on all pipeline stages but the last."""
 BroadcastPlace = tuple[str, int, int, str]
 """Master address and port, number of engine ranks, name of the group."""
 
@@ -160,6 +162,29 @@ class ActorGroup:
         arguments = list(zip(batches, old_logprobs, advantages, strict=True))
         return await self._watched("train_step", self._workers.call_each("train_step", arguments))
 
+    async def compute_values(self, batches: StoredBatches) -> StoredValues:
+        """Compute the critic's value before each response token, left in the object store."""
+        arguments = [(batch,) for batch in batches]
+        return await self._watched(
+            "compute_values", self._workers.call_each_stored("compute_values", arguments)
+        )
+
+    async def train_critic(
+        self,
+        batches: StoredBatches,
+        values: StoredValues,
+        returns: Sequence[Stored[tuple[FloatColumn, ...]]],
+    ) -> list[StepResult]:
+        """Run one optimizer step of the critic; all arguments have one entry per rank."""
+        arguments = list(zip(batches, values, returns, strict=True))
+        return await self._watched(
+            "train_critic", self._workers.call_each("train_critic", arguments)
+        )
+
+    async def num_critic_steps(self) -> int:
+        """Return the optimizer steps of the critic so far, in all attempts."""
+        return (await self._workers.call("num_critic_steps"))[0]
+
     async def hold(self) -> list[StopPoint]:
         """Stop every rank at the next stop point that it reaches, and say which."""
         return await self._workers.call_aside("stop_points.hold")
@@ -185,6 +210,10 @@ class ActorGroup:
     async def export(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder."""
         await self._workers.call("export", folder)
+
+    async def export_critic(self, folder: str) -> None:
+        """Write the critic as a Hugging Face folder."""
+        await self._workers.call("export_critic", folder)
 
     async def weights_hash(self) -> str:
         """Return a hash of the full weights, independent of the parallel layout."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from rlpost.actor.settings import ActorSettings
 from rlpost.config.tree import Config
+from rlpost.errors import ConfigError
 from rlpost.hf_shape import hf_shape
 from rlpost.rehearsal.check import Expected, problems
 from rlpost.rehearsal.facts import RankFacts
@@ -46,6 +47,12 @@ def rehearse(
     Raises:
         ConfigError, PlacementError, WeightError: the model or the ranks do not fit the layout.
     """
+    patterns = settings.only_train_params_name_list or settings.freeze_params_name_list
+    if settings.lora_rank is not None or patterns:
+        raise ConfigError(
+            "--lora-rank, --only-train-params-name-list, --freeze-params-name-list: the rehearsal compares models of "
+            "which all parameters are trained; omit these settings, the weights are the same"
+        )
     description, world = description_of(settings), config.actor_world_size
     ranks = {
         rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)

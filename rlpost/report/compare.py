@@ -6,11 +6,11 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from statistics import fmean
 
+from rlpost.metrics.pace import STEP_S, THROUGHPUT, recent
 from rlpost.metrics.writer import eval_rewards
 from rlpost.report.html import colour_class, render
-from rlpost.report.page import PACE_STEPS, key_figures
+from rlpost.report.page import key_figures
 from rlpost.report.panels import compared_panels
 from rlpost.report.run_facts import RunFacts
 from rlpost.report.timeline import timeline
@@ -24,7 +24,7 @@ def compare_page(runs: Sequence[RunFacts]) -> str:
         title="compare " + ", ".join(names),
         names=names,
         colours=[(name, colour_class(number)) for number, name in enumerate(names)],
-        figures=_figures(runs),
+        figures=figures(runs),
         panels=compared_panels([(name, run.lines) for name, run in zip(names, runs, strict=True)]),
         settings=differing_settings(runs),
     )
@@ -34,7 +34,7 @@ def comparison(runs: Sequence[RunFacts]) -> dict[str, object]:
     """The same figures for programs.
 
     Returns: ``runs``, one object a run in the given order (``tokens_per_s`` and ``step_s`` are
-    means over the last PACE_STEPS steps; None means not known), and ``settings``: for each setting
+    those of ``rlpost.metrics.pace``; None means not known), and ``settings``: for each setting
     that differs its values in that order.
     """
     return {"runs": [_figures_of(run) for run in runs], "settings": differing_settings(runs)}
@@ -54,17 +54,12 @@ def _figures_of(run: RunFacts) -> dict[str, object]:
             name.split("/")[1]: [line[name] for line in run.lines if name in line]
             for name in eval_names
         },
-        "tokens_per_s": _recent_mean(run, "time/tokens_per_s"),
-        "step_s": _recent_mean(run, "time/step_s"),
+        "tokens_per_s": recent(run.lines, THROUGHPUT),
+        "step_s": recent(run.lines, STEP_S),
         "num_attempts": len(history.attempts) if history else 0,
         "num_preemptions": history.num_preemptions if history else 0,
         "goodput": asdict(spent) if (spent := run.goodput) is not None else None,
     }
-
-
-def _recent_mean(run: RunFacts, name: str) -> float | None:
-    values = [line[name] for line in run.lines[-PACE_STEPS:] if name in line]
-    return fmean(values) if values else None
 
 
 def differing_settings(runs: Sequence[RunFacts]) -> dict[str, list[object]]:
@@ -81,22 +76,28 @@ def labels(runs: Sequence[RunFacts]) -> list[str]:
     return [run.name if count[run.name] == 1 else run.folder for run in runs]
 
 
-def _figures(runs: Sequence[RunFacts]) -> dict[str, list[str]]:
-    """Return the key figures by name, with one value per run; empty where a run has none."""
+def figures(runs: Sequence[RunFacts], *, is_brief: bool = False) -> dict[str, list[str]]:
+    """Return the key figures by name, with one value per run; empty where a run has none.
+
+    Args:
+        is_brief: goodput and cost as short cells, without what took the rest of the time.
+    """
     by_run = []
     for run in runs:
-        figures = {
+        found = {
             name: value
             for value, name in key_figures(run.lines, run.setting("rollout.num_rollout"))
         }
         history = timeline(run.events, run.written)
         if history is not None:
-            figures |= {
+            found |= {
                 "attempts": str(len(history.attempts)),
                 "preemptions": str(history.num_preemptions),
             }
         if (spent := run.goodput) is not None:
-            figures["goodput"] = spent.line
-        by_run.append(figures)
-    names = dict.fromkeys(name for figures in by_run for name in figures)
-    return {name: [figures.get(name, "") for figures in by_run] for name in names}
+            found["goodput"] = spent.headline if is_brief else spent.line
+            if is_brief and spent.cost is not None:
+                found["cost"] = f"{spent.cost:.2f}"
+        by_run.append(found)
+    names = dict.fromkeys(name for found in by_run for name in found)
+    return {name: [found.get(name, "") for found in by_run] for name in names}

@@ -318,12 +318,13 @@ def _add_steps(attempts: Sequence[_Attempt], lines: Sequence[Mapping[str, float]
 def _add_recoveries(attempts: Sequence[_Attempt]) -> None:
     """Take recoveries out of the steps that they interrupted, or out of the time between steps.
 
-    A metrics line counts them as training or weight update. One beside generation costs waiting.
+    A metrics line counts them as training or weight update. One beside generation costs waiting, and so
+    does one of an engine in a weight update.
     """
     for attempt in attempts:
         for entry in attempt.recoveries:
             phase, seconds = entry.get("phase"), float(entry.get("seconds", 0.0))
-            if phase == "generate":
+            if phase == "generate" or entry.get("role") == "engine":
                 continue
             line = entry.get("step", 0) + (phase == "train")
             interrupted = [step for step in attempt.steps if step.number == line]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpost.agents.environments.traces import chosen, summary
+from rlpost.metrics.pace import recent
 from rlpost.metrics.writer import eval_rewards
 from rlpost.report.html import render
 from rlpost.report.panels import panels
@@ -36,7 +37,6 @@ _ANSWER_OPTIONS = (
     ("worst", "worst of its group"),
 )
 _EPISODE_OPTIONS = (("", "any outcome"), ("scored", "scored"), ("failed", "failed or timed out"))
-PACE_STEPS = 20
 MAX_EPISODES = 60  # conversations on the page
 
 
@@ -97,8 +97,8 @@ def resumed_steps(history: Timeline | None) -> list[float]:
 
 
 def key_figures(lines: Sequence[Mapping[str, float]], num_steps: object) -> list[tuple[str, str]]:
-    """Return the main figures of a run as pairs (value, name); throughput is that of the last
-    PACE_STEPS steps.
+    """Return the main figures of a run as pairs (value, name); pace and throughput are those of
+    ``rlpost.metrics.pace``.
     """
     of_steps = f" / {num_steps}" if num_steps else ""
     if not lines:
@@ -114,9 +114,9 @@ def key_figures(lines: Sequence[Mapping[str, float]], num_steps: object) -> list
         ("time/tokens_per_s", "throughput", " tok/s"),
         ("time/step_s", "a step", " s"),
     ):
-        last = [line[name] for line in lines[-PACE_STEPS:] if name in line]
-        if last:
-            found.append((short(sum(last) / len(last)) + unit, words))
+        value = recent(lines, name)
+        if value is not None:
+            found.append((short(value) + unit, words))
     return found
 
 

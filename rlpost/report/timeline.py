@@ -121,6 +121,8 @@ def _mark(entry: Mapping[str, object], at_s: float) -> Mark | None:
             return Mark("preempted", at_s, _preempted(entry))
         case "hang":
             return Mark("failed", at_s, _hang(entry))
+        case "engine_lost":
+            return Mark("failed", at_s, f"{_engines(entry)} lost: {entry.get('cause', '')}")
         case "recovered":
             return Mark("recovered", at_s, _recovered(entry))
         case "verdict" if entry.get("verdict") not in ("done", "requeue"):
@@ -141,7 +143,14 @@ def _recovered(entry: Mapping[str, Any]) -> str:
     again = entry.get("steps_again")
     steps = f", steps trained again: {again}" if again else ""
     seconds = float(entry.get("seconds", 0.0))
-    return f"{entry.get('role')} recovered in {seconds:.1f} s{steps}: {entry.get('cause', '')}"
+    who = _engines(entry) if entry.get("role") == "engine" else entry.get("role")
+    return f"{who} recovered in {seconds:.1f} s{steps}: {entry.get('cause', '')}"
+
+
+def _engines(entry: Mapping[str, Any]) -> str:
+    """Return ``engine 1`` or ``engines 1, 2``."""
+    found = [str(engine) for engine in entry.get("engines") or []]
+    return f"engine{'' if len(found) == 1 else 's'} {', '.join(found)}"
 
 
 def _preempted(entry: Mapping[str, object]) -> str:

@@ -377,7 +377,7 @@ def _size(folder: Path) -> int:
         return 0  # ``resume`` says why
 
 
-_ADDED = {("grpo", "loss_unit"): "sample"}
+_ADDED = {("grpo", "loss_unit"): "sample", ("grpo", "gamma"): 1.0, ("grpo", "lambd"): 1.0}
 """Settings added later, with their former behaviour as value, so that older journals stay usable.
 """
 
@@ -396,6 +396,8 @@ def settings_hash(config: Config) -> str:
             del tables[table][key]
     if config.env.env:  # without environments a journal is the one of earlier versions
         tables["env"] = config.env.model_dump(mode="json", include=set(_DECIDES))
+    if config.use_critic:
+        tables["critic"] = config.critic.model_dump(mode="json")
     origin = {
         name: getattr(config.checkpoint, name) for name in ("hf_checkpoint", "ref_load", "load")
     }

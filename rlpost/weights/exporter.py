@@ -104,7 +104,7 @@ class Exporter:
         """
         groups, held = self.inventory.groups, self.inventory.part(entry)
         if held is not None:
-            local = held.tensor.detach()
+            local = held.value
             shards = [local] if held.dim is None else all_gather(local, held.group)
             full = layouts.join(shards, held.rule.layout, dim=held.dim or 0)
             fulls = [full] if len(entry.rules) == 1 else all_gather(full, groups.expert)

@@ -104,15 +104,19 @@ def extra_layers(source: HuggingFaceFolder, inventory: Inventory) -> list[str]:
     )
 
 
-@torch.no_grad()
 def import_weights(inventory: Inventory, folder: str | Path) -> None:
     """Fill this rank's parameters from ``folder``, cast to the dtype of the parameters.
 
     Raises:
         WeightError: a tensor is missing, unused, or has another shape.
     """
-    source = HuggingFaceFolder(folder)
-    total = len(inventory.held)
+    fill(inventory, HuggingFaceFolder(folder))
+
+
+@torch.no_grad()
+def fill(inventory: Inventory, source: HuggingFaceFolder) -> None:
+    """Do as ``import_weights``, from an opened folder."""
+    folder, total = source.folder, len(inventory.held)
     logged_at = time.monotonic()
     _check_mtp_layers(source, inventory)
     for number, (name, held) in enumerate(inventory.held.items(), start=1):

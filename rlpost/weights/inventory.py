@@ -3,12 +3,12 @@
 Input: this rank's model (one chunk per virtual pipeline stage), its family and its groups. Output:
 ``held``, the local parts, and ``entries``, the whole model in the same order on every rank.
 Parameters are named as in an unsharded model: layers and experts are numbered over all ranks.
-Buffers that a family names count as weights too.
+Buffers that a family names count as weights too. Adapters are not weights but updates of weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from rlpost.weights import layouts, names
 from rlpost.weights.family import Family
+from rlpost.weights.low_rank import LowRank, is_adapter
 from rlpost.weights.names import Dimensions, Rule
 
 MTP_MARK = ".eh_proj."
@@ -66,6 +67,12 @@ class Held:
     rule: Rule
     group: dist.ProcessGroup  # the ranks that hold the shards
     dim: int | None  # sharded dimension; None if not sharded
+    low_rank: LowRank | None = None  # update by an adapter; ``tensor`` is without it
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The weight that the model computes with: ``tensor``, or a new one with the update."""
+        return self.tensor.detach() if self.low_rank is None else self.low_rank.merged(self.tensor)
 
 
 Gather = Callable[[list[Entry], dist.ProcessGroup], list[list[Entry]]]
@@ -95,6 +102,7 @@ class Inventory:
         dims: Dimensions,
         groups: Groups,
         tied: bool,
+        low_rank: Mapping[torch.Tensor, LowRank] | None = None,
         gather: Gather = gather_entries,
     ) -> None:
         """List the weights of all pipeline stages.
@@ -105,6 +113,7 @@ class Inventory:
             dims: dimensions of the model.
             groups: process groups of this rank.
             tied: whether the output layer is the embedding.
+            low_rank: updates of weights by adapters.
             gather: exchanges entries between pipeline stages.
 
         Raises:
@@ -116,9 +125,10 @@ class Inventory:
         self.carries_extra_layers = family.carries_extra_layers
         self.held: dict[str, Held] = {}
         mine: list[Entry] = []
-        for name, tensor in _tensors(chunks):
+        for name, tensor in named_tensors(chunks):
             is_copy = tied and name == OUTPUT_LAYER  # of the embedding, on the last pipeline stage
             held = self._held(name, tensor, family, is_copy=is_copy)
+            held = replace(held, low_rank=(low_rank or {}).get(tensor))
             self.held[held.rule.megatron] = held
             if not is_copy:
                 mine.append(self._entry(name, held, family))
@@ -206,9 +216,9 @@ def in_order(stages: Sequence[Sequence[Entry]]) -> tuple[Entry, ...]:
     return tuple(sorted(entries, key=place))
 
 
-def _tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and expert biases by canonical name, with layers numbered over the whole
-    model.
+def named_tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters but adapters, and expert biases, by canonical name, with layers numbered
+    over the whole model.
 
     Megatron's ``layer_number`` starts at 1.
     """
@@ -219,6 +229,8 @@ def _tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Ten
             if name.endswith(".expert_bias")
         )
         for name, tensor in (*chunk.named_parameters(), *buffers):
+            if is_adapter(name):
+                continue
             local, mtp = names.layer_number(name), names.mtp_module(name)
             if mtp is not None:
                 name = names.as_decoder_layer(

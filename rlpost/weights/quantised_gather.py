@@ -95,7 +95,7 @@ def _of_one_rule(
     is_needed: bool,
 ) -> Parts | None:
     """Gather from the tensor-parallel ranks; return None if the result is not needed."""
-    local, block, groups = held.tensor.detach(), quantisation.block, inventory.dims.num_query_groups
+    local, block, groups = held.value, quantisation.block, inventory.dims.num_query_groups
     if held.dim is None:
         return (
             _quantised(layouts.split(local, held.rule.layout, inventory.dims), block)

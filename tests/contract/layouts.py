@@ -70,6 +70,7 @@ UNEVEN_MOE = {"decoder_first_pipeline_num_layers": 3, "decoder_last_pipeline_num
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "mtp": {"enable_mtp_training": True},
+    "muon": {"optimizer": "muon", "use_distributed_optimizer": False},
     "gspo-kl": {"policy_loss": "gspo", "use_kl_loss": True, "kl_loss_coef": 0.1},
     "cispo": {"policy_loss": "cispo", "calculate_per_token_loss": True},
     "entropy-tis": {
@@ -129,6 +130,8 @@ LAYOUTS = [
     Layout("tp2-sp-cispo", DENSE, 2, tp(2), "cispo"),
     Layout("tp2-sp-entropy-tis", DENSE, 2, tp(2) | {"log_probs_chunk_size": 7}, "entropy-tis"),
     Layout("cp2-pp2-entropy-tis", DENSE, 4, CP2 | pp(2), "entropy-tis"),
+    Layout("tp2-sp-pp2-muon", DENSE, 4, tp(2) | pp(2), "muon"),
+    Layout("moe-tp2-sp-ep2-muon", MOE, 2, tp(2) | ep(2, 1), "muon"),
     Layout("mtp-recompute", MTP, 1, FULL, "mtp"),
     Layout("mtp-tp2-sp", MTP, 2, tp(2), "mtp"),
     Layout("mtp-pp2", MTP, 2, pp(2), "mtp"),

@@ -128,6 +128,33 @@ def test_limits_end_a_command_and_are_named():
     inside(work, quick)
 
 
+def test_commands_of_a_driver_with_low_priority_run_at_its_priority():
+    source = """
+import asyncio, os
+from rlpost.agents.sandbox.local import LocalSandbox
+from tests.contract.test_sandbox import SMALL
+os.nice(19)
+async def main():
+    async with await LocalSandbox.start(SMALL) as sandbox:
+        print((await sandbox.run("nice")).text)
+asyncio.run(main())
+"""
+    command = [sys.executable, "-c", source]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["19"], done.stderr
+
+
+def test_a_command_that_cannot_be_confined_is_lost_and_not_a_result_of_the_agent():
+    """As when the kernel refuses a resource limit."""
+
+    async def work(sandbox):
+        sandbox.limits = SMALL.changed(cpu_seconds=1e30)  # no number for the kernel
+        with pytest.raises(SandboxLost, match="cannot be confined"):
+            await sandbox.run("true")
+
+    inside(work)
+
+
 def test_disk_files_and_processes_are_bounded():
     async def work(sandbox):
         fill = "for i in 1 2 3; do head -c 15M /dev/zero > big$i; done; du -sm /work | cut -f1"

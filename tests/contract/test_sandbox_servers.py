@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import statistics
 import subprocess
 import sys
 import time
@@ -13,6 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlpost.agents.environments.episodes import EnvironmentSet, Episodes
+from rlpost.agents.environments.names import parse_envs
+from rlpost.agents.environments.plain import PlainRunner
+from rlpost.agents.environments.protocol import Step, Turn
 from rlpost.agents.sandbox import wire
 from rlpost.agents.sandbox.protocol import (
     Ended,
@@ -26,7 +31,14 @@ from rlpost.agents.sandbox.protocol import (
 from rlpost.agents.sandbox.registry import Registry
 from rlpost.agents.sandbox.remote import RemotePool
 from rlpost.agents.sandbox.verify import CaseVerifier, verify
+from rlpost.compat.slime.filters import SlimeGrader
+from rlpost.config.groups.env import EnvConfig
+from rlpost.config.groups.grpo import GrpoConfig
+from rlpost.orchestration.batches import rollout_advantages
+from rlpost.rollout.generate import GroupWriter
+from rlpost.types import Prompt, SampleGroup, Unfinished
 from tests.contract.test_sandbox import WHY_NOT
+from tests.unit.agents.test_environment_episodes import CODEC, SAMPLING, Script, connected, prompt
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,6 +119,68 @@ def test_a_killed_node_loses_its_sandboxes_and_the_work_is_done_elsewhere(tmp_pa
     with servers(tmp_path, 2) as nodes:
         asyncio.run(whole(nodes))
     assert len(seen) == 2
+
+
+class Doubled:
+    """The reward is what a sandbox makes of the turn. "kill" kills the node of its sandbox first."""
+
+    def __init__(self, pool: RemotePool, nodes: list[psutil.Process]) -> None:
+        self._pool, self._nodes = pool, nodes
+
+    def reset(self, given: Prompt) -> None:
+        del given
+
+    async def step(self, turn: Turn) -> Step:
+        async with fresh(self._pool) as sandbox:
+            number = turn.text.removeprefix("kill")
+            if number != turn.text:
+                self._nodes[0].kill()
+            return Step(
+                reward=float((await sandbox.run(f"echo $(({number} * 2))")).text), done=True
+            )
+
+
+def played(folder: Path, turns: list[str]) -> tuple[SampleGroup, float]:
+    """Write a group with the given turns as its answers, in order; count those left out."""
+    settings = EnvConfig(env=("pkg.mod:Doubled",), env_concurrency=1, env_retries=1)
+
+    async def whole(nodes: list[psutil.Process]) -> tuple[SampleGroup, float]:
+        pool = RemotePool(folder, LIMITS, wait_seconds=5)
+        runner = PlainRunner("pkg.mod:Doubled", lambda: Doubled(pool, nodes), 1)
+        every = EnvironmentSet(
+            parse_envs(settings.env), {"Doubled": runner}, settings, sandboxes=pool
+        )
+        episodes = Episodes(every, seed=1, pause_s=0.001)
+        grader = SlimeGrader(None, wanted=None, takes_given=True, reward_key=None)
+        # a lost episode asks for its turn again
+        async with connected(Script(*turns, turns[-1])) as connection:
+            writer = GroupWriter(
+                connection, SAMPLING, n=len(turns), grader=grader, function=episodes, codec=CODEC
+            )
+            try:
+                written = await writer.write(Unfinished(prompt()))
+            finally:
+                await every.close()
+        assert isinstance(written, SampleGroup)
+        return written, episodes.counters()["env/episodes_masked"]
+
+    with servers(folder, 1) as nodes:
+        return asyncio.run(whole(nodes))
+
+
+def test_the_advantages_beside_a_killed_node_are_those_of_a_run_without_its_episode(tmp_path):
+    with_loss, num_lost = played(tmp_path / "killed", ["1", "3", "9", "kill5"])
+    without, none_lost = played(tmp_path / "undisturbed", ["1", "3", "9"])
+    assert (num_lost, none_lost) == (1.0, 0.0)
+    answers = [
+        [(tuple(scored.sample.response_ids), scored.reward) for scored in group.samples]
+        for group in (with_loss, without)
+    ]
+    assert answers[0] == answers[1] and [reward for _, reward in answers[0]] == [2.0, 6.0, 18.0]
+    advantages = [rollout_advantages([group], GrpoConfig()) for group in (with_loss, without)]
+    mean, std = statistics.fmean([2, 6, 18]), statistics.stdev([2, 6, 18])
+    expected = [(reward - mean) / (std + 1e-6) for reward in (2, 6, 18)]
+    assert advantages[0] == advantages[1] == [pytest.approx(expected)]
 
 
 DRIVER = """

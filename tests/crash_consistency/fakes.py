@@ -31,6 +31,7 @@ SHARD = "shard-0.json"
 TOKEN_S, TRAIN_S, SYNC_S, GRADE_S = 0.01, 0.05, 0.01, 0.005
 INITIAL = hashlib.sha256(b"initial weights").hexdigest()
 EOS = 2
+SECOND_TURN = 3  # tokens that an environment and the turn after it add (``bell``)
 LONGEST_ANSWER = 16  # --rollout-max-response-len
 
 
@@ -75,6 +76,7 @@ def trained_on(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
                     "logprobs": list(scored.sample.rollout_logprobs),
                     "label": scored.sample.label,
                     "versions": _versions(scored.sample),
+                    "mask": list(scored.sample.mask),
                     "routes": None
                     if scored.sample.routes is None
                     else scored.sample.routes.array.tolist(),
@@ -211,6 +213,8 @@ class Connection:
         prompt_id, index = map(int, re.findall(r"\d+", what))
         engine, length = self.router.engine, answer_length(prompt_id, index)
         start = LONGEST_ANSWER - sampling_params["max_new_tokens"]
+        if start >= length:
+            length += SECOND_TURN  # an environment has added to the first turn
         ids: list[int] = []
         spans: list[dict[str, int]] = []
         while start + len(ids) < length and not self.halted:

@@ -24,6 +24,7 @@ from rlpost.checkpoint.state import RunState
 from rlpost.data.cursor import epoch_order
 from rlpost.errors import CheckpointError
 from tests.crash_consistency import fakes
+from tests.crash_consistency.bell import RING
 from tests.crash_consistency.interception import Op
 from tests.crash_consistency.world import BATCH_SIZE, NUM_SAMPLES, NUM_STEPS, Ending, Setup, World
 
@@ -201,7 +202,7 @@ def _of_group(
         for position, (token, version) in enumerate(
             zip(sample["answer"][:-1], sample["versions"], strict=False)
         ):
-            if token != fakes.token(chain[version], prompt_id, sample["index"], position):
+            if token != _expected(world, chain[version], sample, prompt_id, position):
                 problems.append(
                     Problem(
                         WEIGHTS,
@@ -209,6 +210,8 @@ def _of_group(
                     )
                 )
                 break
+        if world.config.env.env and not _is_masked_at_the_bell(sample, prompt_id):
+            problems.append(Problem(WEIGHTS, f"prompt {prompt_id} has another mask than its own"))
         if world.config.grpo.use_rollout_routing_replay and not _has_its_routes(
             sample, prompt_id, chain
         ):
@@ -218,6 +221,24 @@ def _of_group(
                 )
             )
     return problems
+
+
+def _expected(
+    world: World, weights: str, sample: Mapping[str, Any], prompt_id: int, position: int
+) -> int:
+    """What stands at a position of an answer but its last, if these weights wrote it."""
+    index = sample["index"]
+    first = fakes.answer_length(prompt_id, index)
+    if world.config.env.env and position in (first - 1, first):
+        return fakes.EOS if position < first else ord(RING)
+    return fakes.token(weights, prompt_id, index, position)
+
+
+def _is_masked_at_the_bell(sample: Mapping[str, Any], prompt_id: int) -> bool:
+    """Whether the token of the environment, and it alone, is left out of the loss."""
+    first = fakes.answer_length(prompt_id, sample["index"])
+    has_all = len(sample["mask"]) == first + fakes.SECOND_TURN
+    return has_all and [at for at, one in enumerate(sample["mask"]) if not one] == [first]
 
 
 def _has_its_routes(sample: Mapping[str, Any], prompt_id: int, chain: Sequence[str]) -> bool:

@@ -17,7 +17,16 @@ from tests.crash_consistency.durability import VARIANTS
 from tests.crash_consistency.hooks import FaultAt, KillAt, Lagging, Paused, StopAt
 from tests.crash_consistency.interception import Op
 from tests.crash_consistency.oracle import Baseline, Problem, baseline, check
-from tests.crash_consistency.world import BAD_ROWS, NUM_ROWS, NUM_STEPS, SETUPS, Ending, World, rows
+from tests.crash_consistency.world import (
+    BAD_ROWS,
+    NUM_ROWS,
+    NUM_STEPS,
+    SETUPS,
+    WITH_ENVIRONMENT,
+    Ending,
+    World,
+    rows,
+)
 
 MOST_ATTEMPTS = 4  # until a run must be done after what disturbed it has ended
 HANGING = ("fsync", "write", "link")
@@ -83,7 +92,7 @@ Play = Callable[[Stage], list[Problem]]
 
 def run_trial(base: Path, trial: Trial) -> Result:
     """Run one trial, inside ``world.ready``."""
-    setup = SETUPS[trial.setup]
+    setup = {**SETUPS, **WITH_ENVIRONMENT}[trial.setup]
     world = World(base, setup, trial.seed)
     stage = Stage(world, trial, random.Random(str(trial)), baseline(base, setup))
     world = stage.world = World(base, setup, trial.seed)  # the baseline may have used the folder

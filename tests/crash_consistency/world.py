@@ -75,6 +75,7 @@ class Setup:
     checkpoint: Mapping[str, Any] = field(default_factory=dict)
     save_s: float = 0.1
     grpo: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_exact(self) -> bool:
@@ -118,6 +119,20 @@ SETUPS = {
         Setup("fully_async,slow_save", {"rollout_mode": "fully_async"}, _ASYNC, save_s=0.9),
     )
 }
+_BELL = {
+    "env": ["tests.crash_consistency.bell:Bell"],
+    "env_reward": "turn",
+    "env_traces": False,
+}
+WITH_ENVIRONMENT = {
+    setup.name: setup
+    for setup in (
+        Setup("sync,env", env=_BELL),
+        Setup("sync,partial,env", _PARTIAL, env=_BELL),
+        Setup("fully_async,env", {"rollout_mode": "fully_async"}, env=_BELL),
+    )
+}
+"""Apart from the others, of which scenarios draw."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +263,7 @@ def rows(count: int = NUM_ROWS, bad: Sequence[int] = BAD_ROWS) -> list[str]:
 @cache
 def settings(base: Path, name: str, changed: str) -> Config:
     """The settings of a configuration."""
-    setup, more = SETUPS[name], json.loads(changed)
+    setup, more = {**SETUPS, **WITH_ENVIRONMENT}[name], json.loads(changed)
     trial = base / "trial"
     rollout = {
         "num_rollout": NUM_STEPS,
@@ -271,6 +286,7 @@ def settings(base: Path, name: str, changed: str) -> Config:
         "eval": {"eval_interval": 3, "eval_prompt_data": ["held", str(trial / "held.jsonl")]},
         "grpo": {**setup.grpo, **more.get("grpo", {})},
         "optimizer": more.get("optimizer", {}),
+        "env": dict(setup.env),
     }
     return load([], tables).config
 

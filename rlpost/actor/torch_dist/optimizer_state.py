@@ -9,6 +9,7 @@ Adam's steps; plain settings.
 | torch's AdamW | no TransformerEngine | float32 tensors in ``state`` |
 | TransformerEngine's FusedAdam | with it | the same; with other types behind ``get_unscaled_state``
 |
+| rlpost's Muon | ``optimizer`` muon | as torch's AdamW; no second moment for matrices |
 | HybridDeviceOptimizer | ``optimizer_cpu_offload`` | in the optimizers inside it, on the host |
 
 megatron-core 0.16 looks for torch Adam's ``step`` in formats that lack it, and gives all parameters
@@ -30,6 +31,8 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 """Names of the main weight and of both moments in the format."""
+MATRICES = "matrices"
+"""Key of a parameter group: whether its parameters are updated by Muon, without a second moment."""
 PLAIN = (bool, int, float, str, type(None))
 
 Tensors = dict[str, torch.Tensor]
@@ -48,6 +51,8 @@ class ParameterState:
     """Main weight and moments, [end - start] each. Copies where ``store`` is given."""
     store: Callable[[Tensors], None] | None
     """Writes changed tensors back; None where ``tensors`` returns the live ones."""
+    keys: tuple[str, ...] = KEYS
+    """Names of ``tensors``: Muon has no second moment."""
 
 
 def inner(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -101,19 +106,36 @@ def _replicated(one: MegatronOptimizer) -> Iterator[ParameterState]:
 
     Main weights are separate tensors, or the model's weights if those are float32.
     """
-    for parameter, main in _main_weights(one):
-        state = one.optimizer.state
+    matrices = _matrices(one.optimizer)
+    for parameter, main in main_weights(one):
+        state, keys = one.optimizer.state, KEYS[:2] if main in matrices else KEYS
         yield ParameterState(
             parameter,
             0,
             parameter.numel(),
             False,
-            lambda main=main, state=state: _flat({"param": main, **state[main]}),  # type: ignore[misc]
+            lambda main=main, state=state, keys=keys: _flat(  # type: ignore[misc]
+                {"param": main, **state[main]}, keys
+            ),
             None,
+            keys,
         )
 
 
-def _main_weights(one: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+def _matrices(within: torch.optim.Optimizer) -> set[torch.Tensor]:
+    groups = (group for group in within.param_groups if group.get(MATRICES))
+    return {parameter for group in groups for parameter in group["params"]}
+
+
+def uses_muon(optimizer: MegatronOptimizer) -> bool:
+    """Return whether matrices are updated by Muon."""
+    return any(
+        MATRICES in group for one in inner(optimizer) for group in one.optimizer.param_groups
+    )
+
+
+def main_weights(one: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Each parameter of an optimizer that is not distributed, with its main weight."""
     if not isinstance(one, Float16OptimizerWithFloat16Params):
         for group in one.optimizer.param_groups:
             yield from ((parameter, parameter) for parameter in group["params"])
@@ -124,8 +146,8 @@ def _main_weights(one: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, 
         yield from ((parameter, parameter) for parameter in group)
 
 
-def _flat(tensors: Tensors) -> Tensors:
-    return {key: tensors[key].detach().view(-1) for key in KEYS}
+def _flat(tensors: Tensors, keys: tuple[str, ...] = KEYS) -> Tensors:
+    return {key: tensors[key].detach().view(-1) for key in keys}
 
 
 def is_live(optimizer: MegatronOptimizer) -> bool:
@@ -158,7 +180,8 @@ def _prime(adam: torch.optim.Optimizer) -> None:
             if "exp_avg" in state:
                 continue
             state["exp_avg"] = torch.zeros_like(parameter.data)
-            state["exp_avg_sq"] = torch.zeros_like(parameter.data)
+            if not group.get(MATRICES):
+                state["exp_avg_sq"] = torch.zeros_like(parameter.data)
             if isinstance(adam, torch.optim.Adam):
                 state["step"] = torch.tensor(0.0)
 

@@ -11,6 +11,7 @@ Ray worker. The files are the same.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,9 @@ class Contents:
 
     chunks: Sequence[Chunk]
     objects: Mapping[str, bytes]
+    incomplete_prefix: str | None = None
+    """Keys with this prefix need not be covered: frozen layers have no optimizer state, and equal
+    layers share a tensor of the checkpoint."""
 
 
 def write(
@@ -107,7 +111,7 @@ class _Planner(SavePlanner):
             CheckpointingException: an element is missing or written twice.
         """
         plans, metadata = create_default_global_save_plan(all_plans)
-        if problems := _validate_global_plan(plans, metadata):
+        if problems := _validate_global_plan(plans, self._to_cover(metadata)):
             more = (
                 f" and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
             )
@@ -115,6 +119,14 @@ class _Planner(SavePlanner):
                 f"the ranks do not cover the state: {problems[:MAX_PROBLEMS]}{more}"
             )
         return plans, metadata
+
+    def _to_cover(self, metadata: Metadata) -> Metadata:
+        prefix = self._contents.incomplete_prefix
+        if prefix is None:
+            return metadata
+        stored = metadata.state_dict_metadata.items()
+        whole = {key: value for key, value in stored if not key.startswith(prefix)}
+        return dataclasses.replace(metadata, state_dict_metadata=whole)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Keep the items in order; the global plan added their index in the metadata."""

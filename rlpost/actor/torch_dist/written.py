@@ -21,7 +21,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from rlpost.actor.torch_dist import optimizer_state
 from rlpost.actor.torch_dist.boxes import share_of
-from rlpost.actor.torch_dist.optimizer_state import KEYS, ParameterState
+from rlpost.actor.torch_dist.optimizer_state import ParameterState
 from rlpost.actor.torch_dist.shards import Region, Shard, regions_of
 
 OPTIMIZER_PREFIX = "optimizer.state."
@@ -78,7 +78,7 @@ def _flat(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 def state_shards(
     state: ParameterState, regions: tuple[Region, ...], part: tuple[int, int]
 ) -> list[Shard]:
-    """Some elements of the main weight and of each moment, in the order of KEYS."""
+    """Some elements of the main weight and of each moment, in the order of ``state.keys``."""
     start, end = part
     if start >= end:
         return []
@@ -92,7 +92,7 @@ def state_shards(
             lambda name=name: state.tensors()[name],  # type: ignore[misc]
             origin=state.start,
         )
-        for name in KEYS
+        for name in state.keys
     ]
 
 

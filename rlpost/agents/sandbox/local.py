@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.agents.sandbox import snapshots
+from rlpost.agents.sandbox.cgroup import Cgroup, Parent
 from rlpost.agents.sandbox.protocol import (
     MIB,
     WORK,
@@ -35,6 +36,7 @@ FILE_SECONDS = 60.0  # of one file operation
 REQUEST_BYTES = 180_000  # of one packet, below net.core.wmem_default
 FIRST_USER = 1_879_000_000  # users of the host that own nothing, for sandboxes that root starts
 USERS = 60_000
+KILLED = 137  # exit code: 128 + SIGKILL
 ROOT = str(Path(__file__).parents[3])
 START = (
     f"import sys; sys.path.insert(0, {ROOT!r}); "
@@ -64,6 +66,9 @@ class LocalSandbox:
         self._control: socket.socket | None = None
         self._busy = asyncio.Lock()
         self._deadline: float | None = None
+        self._cgroup: Cgroup | None = None
+        self._memory_kills = 0
+        self._is_exhausted = False
         self.on_close: Callable[[], None] | None = None
         """Called once, when the sandbox has ended."""
 
@@ -73,10 +78,17 @@ class LocalSandbox:
         return self._process is not None and self._process.returncode is None
 
     @classmethod
-    async def start(cls, limits: Limits, root: Root | None = None) -> LocalSandbox:
-        """Start a sandbox. Raises ``SandboxLost`` when this node cannot run one."""
+    async def start(
+        cls, limits: Limits, root: Root | None = None, cgroups: Parent | None = None
+    ) -> LocalSandbox:
+        """Start a sandbox, in a cgroup of its own with ``cgroups``.
+
+        Raises ``SandboxLost`` when this node cannot run one.
+        """
         sandbox = cls(limits, next(_numbers))
         try:
+            if cgroups is not None:
+                sandbox._cgroup = cgroups.sandbox(limits)
             await asyncio.wait_for(sandbox._launch(root or Root()), START_SECONDS)
         except BaseException as error:
             await sandbox.close()
@@ -101,6 +113,9 @@ class LocalSandbox:
                 stderr=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
             )
+        if self._cgroup is not None:
+            # before the launcher has its specification, and so before it forks
+            self._cgroup.add(self._process.pid)
         spec = {
             "limits": self.limits.to_json(),
             "image": root.image,
@@ -121,9 +136,16 @@ class LocalSandbox:
         except OSError:
             data = b""
         if not data:
+            self._is_exhausted = self._was_killed_for_memory()
             raise SandboxLost(f"sandbox {self.name} ended")
         answer: dict[str, Any] = json.loads(data)
         return answer
+
+    def _was_killed_for_memory(self) -> bool:
+        """Return whether the kernel has killed processes of the agent since the last answer."""
+        kills = self._cgroup.memory_kills() if self._cgroup is not None else 0
+        grew, self._memory_kills = kills > self._memory_kills, kills
+        return grew
 
     async def __aenter__(self) -> LocalSandbox:
         return self
@@ -202,6 +224,8 @@ class LocalSandbox:
         return max(0.001, min(wall, self._deadline - now))
 
     async def _exchange(self, request: dict[str, Any], output: int, stdin: bytes) -> Result:
+        if self._is_exhausted:
+            return _exhausted()
         if self._control is None:
             raise SandboxLost(f"sandbox {self.name} is closed")
         packet = json.dumps(request).encode()
@@ -220,6 +244,11 @@ class LocalSandbox:
         except (OSError, TimeoutError) as error:
             await self.close()
             raise SandboxLost(f"sandbox {self.name} does not answer: {error}") from error
+        except SandboxLost:
+            if not self._is_exhausted:
+                raise
+            await self.close()  # the commands of the agent ended it: no loss
+            return _exhausted()
         finally:
             for handle in theirs:
                 if handle >= 0:
@@ -228,6 +257,8 @@ class LocalSandbox:
             stdout, stderr = (capture.finish() for capture in captures)
         if "error" in answer:
             raise SandboxLost(f"sandbox {self.name}: {answer['error']}")
+        if self._was_killed_for_memory() and answer["ended"] == Ended.SIGNALLED.value:
+            answer["ended"] = Ended.MEMORY.value
         return _result(answer, stdout, stderr, captures, time.monotonic() - start)
 
     def _send(self, packet: bytes, handles: list[int]) -> None:
@@ -247,6 +278,9 @@ class LocalSandbox:
         process, self._process = self._process, None
         if process is not None:
             await _ended(process)
+        cgroup, self._cgroup = self._cgroup, None
+        if cgroup is not None:
+            await cgroup.remove()
         notify, self.on_close = self.on_close, None
         if notify is not None:
             notify()
@@ -263,6 +297,13 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
 def host_user(number: int) -> int:
     """Return the user of the host for a sandbox that root starts: one for each, owning nothing."""
     return FIRST_USER + (os.getpid() * 61 + number) % USERS
+
+
+def _exhausted() -> Result:
+    """Return the result of every request after the kernel ended a sandbox for its memory."""
+    return Result(
+        Ended.MEMORY, KILLED, stderr=b"the sandbox has used up its memory, and its files are gone"
+    )
 
 
 def _check_file(result: Result, path: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from rlpost.agents.sandbox.cgroup import Parent, open_parent
 from rlpost.agents.sandbox.local import LocalSandbox, Root
 from rlpost.agents.sandbox.protocol import Limits, Sandbox, SandboxLost
 from rlpost.errors import ConfigError
@@ -32,7 +33,9 @@ class LocalPool:
         start: Start | None = None,
     ) -> None:
         self.limits, self.size = limits, size
-        self._start = start or (lambda wanted: LocalSandbox.start(wanted, root))
+        self._root = root
+        self._cgroups: Parent | None = None
+        self._start = start or self._start_here
         self._places = asyncio.Semaphore(size)  # wakes its waiters in order
         self._warm_target = min(warm, size)
         self._warm: list[LocalSandbox] = []
@@ -42,6 +45,8 @@ class LocalPool:
 
     async def __aenter__(self) -> LocalPool:
         """Start the first sandbox. Raises ConfigError when this node cannot run any."""
+        self._cgroups, how = open_parent()
+        logger.info("sandboxes: limited by %s", how)
         try:
             first = await self._start(self.limits)
         except SandboxLost as lost:
@@ -59,6 +64,9 @@ class LocalPool:
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
+
+    async def _start_here(self, limits: Limits) -> LocalSandbox:
+        return await LocalSandbox.start(limits, self._root, self._cgroups)
 
     @property
     def in_use(self) -> int:

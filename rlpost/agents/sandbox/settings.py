@@ -1,17 +1,21 @@
 """Sandboxes as the table [sandbox] of a recipe describes them.
 
-Input: the settings, and the run's folder for sandboxes on other nodes. Output: limits and a pool.
+Input: the settings, and the run's folder for sandboxes on other nodes. Output: limits, a pool, and
+a check of this node.
 """
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from rlpost.agents.sandbox.local import Root
 from rlpost.agents.sandbox.pool import LocalPool
 from rlpost.agents.sandbox.protocol import Limits, Pool
 from rlpost.agents.sandbox.remote import RemotePool
+from rlpost.config.checks.agents import uses_sandboxes
 from rlpost.config.groups.sandbox import SandboxConfig
+from rlpost.config.tree import Config
 
 
 def limits_of(settings: SandboxConfig) -> Limits:
@@ -39,5 +43,27 @@ def pool_of(settings: SandboxConfig, run_folder: Path) -> Pool:
         limits_of(settings),
         size=settings.sandbox_places,
         warm=settings.sandbox_warm,
-        root=Root(settings.sandbox_image, settings.sandbox_read_only),
+        root=_root_of(settings),
     )
+
+
+def check_node(config: Config) -> None:
+    """Start one sandbox with the run's image and limits, if the run will start some on this node.
+
+    Raises:
+        ConfigError: this node cannot run it. The run would fail at its first episode, after the
+            engines and the trainer have started.
+    """
+    settings = config.sandbox
+    if settings.sandbox_backend != "node" or not uses_sandboxes(config):
+        return
+
+    async def attempt() -> None:
+        async with LocalPool(limits_of(settings), size=1, warm=0, root=_root_of(settings)):
+            pass
+
+    asyncio.run(attempt())
+
+
+def _root_of(settings: SandboxConfig) -> Root:
+    return Root(settings.sandbox_image, settings.sandbox_read_only)

@@ -7,7 +7,6 @@ through to SGLang and Megatron-core. A test holds the list of slime's flags agai
 from __future__ import annotations
 
 _ALWAYS = "remove it: rlpost always does this"
-_NO_CRITIC = "rlpost trains no critic; use --advantage-estimator grpo, rloo or reinforce_plus_plus"
 _NO_TEACHER = "rlpost has no distillation from a teacher"
 _NO_HOOK = "rlpost calls no user code at this point"
 _LATEST = "rlpost always loads one checkpoint; give its folder"
@@ -62,14 +61,11 @@ LACKING: dict[str, str] = {
     "eval-tool-key": "set tool_key of the set in --eval-config",
     "fetch-trajectory-retry-times": _SERVICE,
     "freeze-indexer": "rlpost has no family with such an indexer",
-    "freeze-params-name-list": "rlpost trains all parameters",
-    "gamma": _NO_CRITIC,
     "get-mismatch-metrics": "remove it: train/rollout_kl and train/rollout_ratio are always "
     "computed",
     "http-proxy": "engines are reached directly; set proxies for other programs with --environment",
     "keep-old-actor": "the log-probs of the old policy are computed before the first optimizer "
     "step of a rollout; --use-tis corrects for the engine's",
-    "lambd": _NO_CRITIC,
     "load-debug-rollout-data-subsample": "record fewer prompts with --rollout-batch-size",
     "load-forge-rollout-data": "use --load-debug-rollout-data with recordings of rlpost",
     "log-correct-samples": "report/samples.jsonl has answers with their rewards",
@@ -77,7 +73,7 @@ LACKING: dict[str, str] = {
     "log-passrate": "remove it: eval/SET/pass@K is always computed",
     "log-reward-category": "return the reward alone, or record categories in your reward function",
     "loss-mask-type": "remove it: the mask comes from the tokenizer's own chat template",
-    "megatron-config-path": "use flags or a recipe for the trainer, the only Megatron role",
+    "megatron-config-path": "use flags or a recipe; the critic has --critic-load and --critic-lr",
     "megatron-deepgemm-forward-layers": _DEEPGEMM,
     "megatron-deepgemm-forward-modules": _DEEPGEMM,
     "megatron-deepgemm-moe-forward-layers": _DEEPGEMM,
@@ -88,10 +84,8 @@ LACKING: dict[str, str] = {
     "min-batch-collection-ratio": _SERVICE,
     "model-name": "remove it: the family is that of config.json in --hf-checkpoint",
     "multimodal-keys": "rlpost trains text models only",
-    "num-critic-only-steps": _NO_CRITIC,
     "num-epoch": "use --num-rollout: number of prompts x epochs / --rollout-batch-size",
     "offload": "use --offload-train --offload-rollout",
-    "only-train-params-name-list": "rlpost trains all parameters",
     "opd-kl-coef": _NO_TEACHER,
     "opd-teacher-ckpt-step": _NO_TEACHER,
     "opd-teacher-load": _NO_TEACHER,
@@ -141,7 +135,6 @@ LACKING: dict[str, str] = {
     "use-opd": _NO_TEACHER,
     "use-rollout-entropy": "remove it: train/entropy is always computed",
     "use-stateless-adam": "use --no-save-optim, which drops the moments at a resume",
-    "value-clip": _NO_CRITIC,
     "wandb-always-use-train-step": _ALWAYS + ": the step of every metric is the training step",
     "wandb-dir": "remove it: Weights & Biases writes to RUN/wandb",
     "wandb-host": "set WANDB_BASE_URL with --environment",

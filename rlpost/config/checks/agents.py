@@ -25,7 +25,7 @@ INSTALL = {
     "tau2": "pip install 'tau2 @ git+https://github.com/sierra-research/tau2-bench' with Python 3.12 "
     "(the package tau2 of PyPI is another project)",
 }
-BY_TURN = ("grpo", "gspo", "cispo")
+BY_TURN = ("grpo", "gspo", "cispo", "ppo")
 """Estimators that know rewards of turns."""
 
 
@@ -46,6 +46,50 @@ def agent_problems(config: Config) -> list[str]:
         *_setting_problems(config, names),
         *(line for name in names for line in _of(name, config)),
     ]
+
+
+def uses_sandboxes(config: Config) -> bool:
+    """Return whether a class of --env says ``uses_sandboxes = True``.
+
+    Files are parsed and never executed: False for a module that is not found here, and for a class
+    that inherits the line from another module.
+    """
+    try:
+        names = parse_envs(config.env.env)
+    except ConfigError:
+        return False
+    return any(name.kind == "own" and _says_uses_sandboxes(name.target) for name in names)
+
+
+def _says_uses_sandboxes(target: str) -> bool:
+    module, _, cls = target.rpartition(":")
+    source = Path(module).expanduser() if module.endswith(".py") else source_of(module)
+    try:
+        tree = ast.parse(source.read_bytes()) if source is not None else ast.Module([], [])
+    except (OSError, SyntaxError, ValueError):
+        return False  # reported by ``agent_problems``
+    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    wanted, seen = [cls], set[str]()
+    while wanted:
+        found = classes.get(wanted.pop())
+        if found is None or found.name in seen:
+            continue
+        seen.add(found.name)
+        if any(_sets_uses_sandboxes(statement) for statement in found.body):
+            return True
+        wanted += [base.id for base in found.bases if isinstance(base, ast.Name)]
+    return False
+
+
+def _sets_uses_sandboxes(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Assign):
+        targets, value = statement.targets, statement.value
+    elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+        targets, value = [statement.target], statement.value
+    else:
+        return False
+    is_name = any(isinstance(each, ast.Name) and each.id == "uses_sandboxes" for each in targets)
+    return is_name and isinstance(value, ast.Constant) and value.value is True
 
 
 def _setting_problems(config: Config, names: tuple[EnvName, ...]) -> list[str]:

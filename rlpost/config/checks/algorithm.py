@@ -5,6 +5,7 @@ Input: a ``Config``. Output: one line for each problem.
 
 from __future__ import annotations
 
+from rlpost.config.flags import flag
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled
 
@@ -22,7 +23,11 @@ _OFF = {
 
 
 def algorithm_problems(config: Config) -> list[str]:
-    """Of the table [grpo]."""
+    """Of the tables [grpo] and [critic]."""
+    return _grpo_problems(config) + critic_problems(config)
+
+
+def _grpo_problems(config: Config) -> list[str]:
     grpo, rollout = config.grpo, config.rollout
     is_custom, is_sft = grpo.loss_type == "custom_loss", grpo.loss_type == "sft_loss"
     without_meaning = [name for name in _OFF if is_sft and getattr(grpo, name)]
@@ -80,6 +85,68 @@ def algorithm_problems(config: Config) -> list[str]:
             needs_messages,
             "--loss-type sft_loss needs a response in each line; add --label-key KEY for its key, or "
             "--apply-chat-template true for lists of messages that end with an assistant message",
+        ),
+    ]
+    return [problem for is_broken, problem in rules if is_broken]
+
+
+def critic_problems(config: Config) -> list[str]:
+    """Of the critic, and of discounts that the estimator does not use."""
+    grpo, critic = config.grpo, config.critic
+    estimator = spelled(config, "advantage_estimator")
+    is_ppo = grpo.advantage_estimator == "ppo"
+    default = type(critic)()
+    given = [
+        key for key in type(critic).model_fields if getattr(critic, key) != getattr(default, key)
+    ]
+    words = listed([spelled(config, key) for key in given], "and")
+    discounted = is_ppo or grpo.advantage_estimator == "reinforce_plus_plus"
+    critic_lr = config.optimizer.lr if critic.critic_lr is None else critic.critic_lr
+    sizes = (
+        ("critic_num_nodes", critic.critic_num_nodes, config.actor_num_nodes),
+        (
+            "critic_num_gpus_per_node",
+            critic.critic_num_gpus_per_node,
+            config.cluster.actor_num_gpus_per_node,
+        ),
+    )
+    rules = [
+        (
+            bool(given) and not is_ppo,
+            f"{words} {'needs' if len(given) == 1 else 'need'} a critic, but {estimator} trains none; use "
+            f"--advantage-estimator ppo, or leave {'it' if len(given) == 1 else 'them'} out",
+        ),
+        (
+            grpo.gamma != 1.0 and not discounted,
+            f"{spelled(config, 'gamma')} is not used with {estimator}, which gives all tokens of a response one "
+            "advantage; use --gamma 1, or --advantage-estimator ppo or reinforce_plus_plus",
+        ),
+        (
+            grpo.lambd != 1.0 and not is_ppo,
+            f"{spelled(config, 'lambd')} belongs to GAE, which {estimator} does not use; use --lambd 1, or "
+            "--advantage-estimator ppo",
+        ),
+        (
+            is_ppo and grpo.loss_type == "sft_loss",
+            f"{estimator} trains a critic, and --loss-type sft_loss has no rewards; use --advantage-estimator grpo",
+        ),
+        (
+            is_ppo and grpo.custom_advantage_function_path is not None,
+            f"{spelled(config, 'custom_advantage_function_path')} gets no values of a critic; use "
+            "--advantage-estimator grpo with it, or --custom-advantage-function-path none",
+        ),
+        (
+            is_ppo and config.optimizer.min_lr > critic_lr,
+            f"{spelled(config, 'min_lr')} is above the critic's learning rate, {critic_lr:g}; use --min-lr 0, or "
+            f"--critic-lr {config.optimizer.min_lr:g} or more",
+        ),
+        *(
+            (
+                is_ppo and value not in (None, own),
+                f"{spelled(config, key)}: the critic is trained on the ranks of the policy, {own} here; leave "
+                f"{flag(key)} out",
+            )
+            for key, value, own in sizes
         ),
     ]
     return [problem for is_broken, problem in rules if is_broken]

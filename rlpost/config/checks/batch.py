@@ -42,7 +42,7 @@ def batch_problems(config: Config) -> list[str]:
     if (
         compares
         and rollout.n_samples_per_prompt == 1
-        and config.grpo.advantage_estimator != "reinforce_plus_plus"
+        and config.grpo.advantage_estimator not in ("ppo", "reinforce_plus_plus")
     ):
         problems.append(
             f"--n-samples-per-prompt 1: {spelled(config, 'advantage_estimator')} compares the responses to a "

@@ -6,6 +6,7 @@ Input: a ``Config``. Output: one line for each problem, with the numbers.
 from __future__ import annotations
 
 from rlpost.config.flags import flag
+from rlpost.config.groups.optimizer import OptimizerConfig
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled
 
@@ -19,6 +20,8 @@ def optimizer_problems(config: Config) -> list[str]:
         *_decay_rules(config),
         *_memory_rules(config),
         *_dtype_rules(config),
+        *_frozen_rules(config),
+        *_muon_rules(config),
     ]
     return [problem for is_broken, problem in rules if is_broken]
 
@@ -107,6 +110,54 @@ def _memory_rules(config: Config) -> list[tuple[bool, str]]:
             given.overlap_cpu_optimizer_d2h_h2d and not given.optimizer_cpu_offload,
             "--overlap-cpu-optimizer-d2h-h2d true needs --optimizer-cpu-offload; add --optimizer-cpu-offload true, or "
             "use --overlap-cpu-optimizer-d2h-h2d false",
+        ),
+    ]
+
+
+def _frozen_rules(config: Config) -> list[tuple[bool, str]]:
+    """Parameters that are frozen by name."""
+    given = config.optimizer
+    trained, frozen = given.only_train_params_name_list, given.freeze_params_name_list
+    names = ("only_train_params_name_list", "freeze_params_name_list")
+    return [
+        (
+            bool(trained and frozen),
+            f"{spelled(config, names[0])} with {spelled(config, names[1])}: both say which parameters are trained; use "
+            "one of them",
+        ),
+        *(
+            (
+                bool(getattr(given, name)) and config.lora.lora_rank is not None,
+                f"{spelled(config, name)} with {spelled(config, 'lora_rank')}, which trains adapters alone; use "
+                f"--lora-targets, or omit {flag(name)}",
+            )
+            for name in names
+        ),
+    ]
+
+
+def _muon_rules(config: Config) -> list[tuple[bool, str]]:
+    """What Muon needs, and settings of Muon without it."""
+    given, default = config.optimizer, OptimizerConfig()
+    is_muon = given.optimizer == "muon"
+    names = ("muon_momentum", "muon_nesterov", "muon_num_ns_steps", "muon_scale")
+    return [
+        (
+            is_muon and config.perf.use_distributed_optimizer,
+            "--optimizer muon with --use-distributed-optimizer true: Muon needs whole matrices, and the distributed "
+            "optimizer shards them by element; use --use-distributed-optimizer false",
+        ),
+        (
+            is_muon and config.lora.lora_rank is not None,
+            f"--optimizer muon with {spelled(config, 'lora_rank')}: Muon is for the matrices of the model, which are "
+            "frozen; use --optimizer adam",
+        ),
+        *(
+            (
+                not is_muon and getattr(given, name) != getattr(default, name),
+                f"{spelled(config, name)} has no effect with --optimizer adam; use --optimizer muon, or omit it",
+            )
+            for name in names
         ),
     ]
 

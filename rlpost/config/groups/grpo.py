@@ -28,14 +28,21 @@ class GrpoConfig(Group):
         "cispo",
         "rloo",
         "opo",
+        "ppo",
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
     ] = "grpo"
     """grpo subtracts the group's mean reward and divides by the group's standard deviation; rloo
     subtracts the mean of the other responses; opo subtracts the mean weighted by the lengths of the
-    responses; reinforce_plus_plus whitens over the batch, and
+    responses; ppo trains a critic and estimates with GAE (docs/ppo.md); reinforce_plus_plus whitens over the batch, and
     _baseline subtracts the group's mean first. gspo and cispo, as in published recipes, are grpo
     with the --policy-loss of that name."""
+    gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """Discount per trained token between an action and a reward, with --advantage-estimator ppo or
+    reinforce_plus_plus."""
+    lambd: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """Lambda of GAE, with --advantage-estimator ppo: 1 sums all later rewards, 0 looks one token
+    ahead."""
     policy_loss: Literal["ppo", "gspo", "cispo"] | None = None
     """Ratio that --loss-type policy_loss clips: per token (ppo), per sequence (gspo), or a detached
     per-token weight (cispo). Default: the one that --advantage-estimator names, else ppo."""

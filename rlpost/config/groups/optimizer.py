@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from rlpost.config.groups.base import Group, Positive
+from rlpost.config.groups.base import Group, Positive, several
 
 NotNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=0)]
 
 
-class OptimizerConfig(Group):
-    """Adam, the learning-rate schedule, and the placement of the optimizer state."""
+def _compiles(given: str) -> str:
+    try:
+        re.compile(given)
+    except re.error as error:
+        raise ValueError(f"write a regular expression ({error})") from None
+    return given
 
-    optimizer: Literal["adam"] = "adam"
-    """Optimizer."""
+
+Patterns = Annotated[
+    tuple[Annotated[str, AfterValidator(_compiles)], ...], BeforeValidator(several)
+]
+
+
+class OptimizerConfig(Group):
+    """Adam or Muon, the learning-rate schedule, and the placement of the optimizer state."""
+
+    optimizer: Literal["adam", "muon"] = "adam"
+    """Optimizer. muon: Muon for the matrices of the layers, Adam for embeddings, output layer, norms
+    and biases; needs --use-distributed-optimizer false (docs/optimizers.md)."""
+    muon_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """Decay rate of Muon's momentum."""
+    muon_nesterov: bool = True
+    """Use Nesterov momentum in Muon."""
+    muon_num_ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    """Newton-Schulz steps of Muon."""
+    muon_scale: Literal["match_rms_adam", "original"] = "match_rms_adam"
+    """Scale of Muon's updates: 0.2 sqrt(max(out, in)), the size of Adam's with the same --lr, or the
+    original sqrt(max(1, out / in))."""
     lr: Annotated[float, Field(gt=0.0)] = 1e-6
     """Peak learning rate, after the warm-up."""
     min_lr: NotNegative = 0.0
@@ -72,5 +96,10 @@ class OptimizerConfig(Group):
     """Type of the first moment."""
     exp_avg_sq_dtype: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
     """Type of the second moment."""
+    only_train_params_name_list: Patterns = ()
+    """Regular expressions, searched in Megatron's names of parameters with layers numbered over the
+    whole model: parameters that match none are frozen."""
+    freeze_params_name_list: Patterns = ()
+    """Regular expressions: parameters that match one are frozen."""
     seed: int = 1234
     """Random seed of the trainer."""

@@ -14,11 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rlpost.config.plan.activations import Pass, logits_bytes, stage_bytes, transient_bytes
+from rlpost.config.plan.adapters import adapter_parameters
 from rlpost.config.plan.shape import (
     Layout,
     Parameters,
     Shape,
     attention_elements,
+    critic_parameters,
     layout_of,
     rank_parameters,
     stored_bytes,
@@ -57,7 +59,13 @@ class Rank:
 
     stage: int
     parameters: Parameters
+    trained: Parameters
+    """With adapters these alone, in addition to ``parameters``; otherwise the same."""
     held: RankMemory
+    critic: RankMemory
+    """Of a critic beside the policy; zeros without one."""
+    saved: int
+    """What it writes of a checkpoint."""
     optimizer_host: int
     activations: int
     logits: int
@@ -65,7 +73,8 @@ class Rank:
     @property
     def train(self) -> int:
         """Peak of forward and backward."""
-        return self.held.total + self.activations + self.logits + TRAINER_CONTEXT
+        held = self.held.total + self.critic.total
+        return held + self.activations + self.logits + TRAINER_CONTEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +167,25 @@ def parameter_bytes(config: Config) -> RankMemory:
     )
 
 
-def held_memory(config: Config, layout: Layout, parameters: Parameters) -> tuple[RankMemory, int]:
+def trained_parameters(config: Config, shape: Shape, layout: Layout, stage: int) -> Parameters:
+    """What a rank of a pipeline stage trains: everything, or adapters."""
+    if config.lora.lora_rank is None:
+        return rank_parameters(shape, layout, stage)
+    return adapter_parameters(config.lora, shape, layout, stage)
+
+
+def held_memory(
+    config: Config, layout: Layout, parameters: Parameters, trained: Parameters | None = None
+) -> tuple[RankMemory, int]:
     """Weights, gradients and optimizer of a rank with so many parameters, and the optimizer's bytes
     in host memory.
+
+    With adapters, ``trained``, the parameters have neither gradients nor optimizer.
     """
     each = parameter_bytes(config)
+    has_adapters = config.lora.lora_rank is not None and trained is not None
+    frozen = parameters.total if has_adapters else 0
+    parameters = trained if has_adapters and trained is not None else parameters
     shards = (
         (parameters.dense, layout.world // (layout.tensor * layout.pipeline)),
         (
@@ -179,7 +202,9 @@ def held_memory(config: Config, layout: Layout, parameters: Parameters) -> tuple
     )
     total = parameters.total
     on_gpu = RankMemory(
-        total * each.weights, total * each.gradients, round(state * each.optimizer * (1 - away))
+        (frozen + total) * each.weights,
+        total * each.gradients,
+        round(state * each.optimizer * (1 - away)),
     )
     return on_gpu, round(state * HOST_BYTES * away)
 
@@ -187,8 +212,16 @@ def held_memory(config: Config, layout: Layout, parameters: Parameters) -> tuple
 def fullest_held(config: Config, shape: Shape) -> RankMemory:
     """Weights, gradients and optimizer of the rank that has most of them."""
     layout = layout_of(config)
-    stages = [rank_parameters(shape, layout, stage) for stage in range(layout.pipeline)]
-    return max((held_memory(config, layout, one)[0] for one in stages), key=lambda held: held.total)
+    stages = [
+        held_memory(
+            config,
+            layout,
+            rank_parameters(shape, layout, stage),
+            trained_parameters(config, shape, layout, stage),
+        )[0]
+        for stage in range(layout.pipeline)
+    ]
+    return max(stages, key=lambda held: held.total)
 
 
 def forward_pass(config: Config) -> tuple[Pass, int]:
@@ -230,7 +263,9 @@ def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int 
     )
     stored = parameter_bytes(config)
     state = 0 if config.checkpoint.no_save_optim else stored.optimizer
-    total = shape.parameters.total
+    total = trained_parameters(config, shape, Layout(), 0).total
+    if config.use_critic:
+        total += critic_parameters(shape, Layout(), 0).total
     fullest = max(ranks, key=lambda rank: rank.train)
     update = None
     if engine is not None:
@@ -252,22 +287,31 @@ def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int 
         ranks=ranks,
         engine=engine,
         phases=_phases(config, fullest, engine, update),
-        host_bytes_per_node=_host(config, layout, ranks),
+        host_bytes_per_node=_host(config, ranks),
         checkpoint_bytes=total * (stored.weights + state),
-        checkpoint_bytes_per_rank=max(_saved(config, layout, rank.parameters) for rank in ranks),
-        save_buffer_bytes=max(_save_buffer(config, layout, rank.parameters) for rank in ranks),
+        checkpoint_bytes_per_rank=max(rank.saved for rank in ranks),
+        save_buffer_bytes=max(_save_buffer(config, rank) for rank in ranks),
         update=update,
     )
 
 
 def _rank(config: Config, shape: Shape, layout: Layout, one: Pass, *, stage: int) -> Rank:
     parameters = rank_parameters(shape, layout, stage)
-    held, host = held_memory(config, layout, parameters)
+    trained = trained_parameters(config, shape, layout, stage)
+    held, host = held_memory(config, layout, parameters, trained)
+    critic, of_critic = Parameters(0), RankMemory(0, 0, 0)
+    if config.use_critic:
+        critic = critic_parameters(shape, layout, stage)
+        of_critic, more = held_memory(config, layout, critic, critic)
+        host += more
     is_last = stage == layout.pipeline - 1
     return Rank(
         stage=stage,
         parameters=parameters,
+        trained=trained,
         held=held,
+        critic=of_critic,
+        saved=_saved(config, layout, trained) + _saved(config, layout, critic),
         optimizer_host=host,
         activations=stage_bytes(shape, layout, one, stage) + transient_bytes(shape, layout, one),
         logits=logits_bytes(shape, layout, one, config.grpo.log_probs_chunk_size) if is_last else 0,
@@ -322,19 +366,20 @@ def _phases(
 ) -> tuple[Phase, ...]:
     held = rank.held
     kept = (("weights", held.weights), ("gradients", held.gradients), ("optimizer", held.optimizer))
+    of_critic = (("critic", rank.critic.total),) if rank.critic.total else ()
     context = ("CUDA, NCCL", TRAINER_CONTEXT)
     passing = (("activations", rank.activations), ("logits", rank.logits))
     if engine is None or update is None or not config.cluster.colocate:
         alone = () if engine is None else (_generate(engine, ()),)
-        return (Phase("train", (*kept, *passing, context)), *alone)
+        return (Phase("train", (*kept, *of_critic, *passing, context)), *alone)
     buffers = ("buffers", update.gpu_bytes)
-    shadow = () if config.offload_train else kept
+    shadow = () if config.offload_train else (*kept, *of_critic)
     there = (
         () if config.offload_rollout else (("engine", engine.weights + max(0, engine.kv_cache)),)
     )
     beside = ("engine's CUDA", ENGINE_CONTEXT)
     return (
-        Phase("train", (*kept, *passing, context, beside, *there)),
+        Phase("train", (*kept, *of_critic, *passing, context, beside, *there)),
         Phase(
             "synchronise",
             (("weights", held.weights), ("engine", engine.weights), buffers, context, beside),
@@ -363,23 +408,29 @@ def _saved(config: Config, layout: Layout, parameters: Parameters) -> int:
     return count * (each.weights + (0 if config.checkpoint.no_save_optim else each.optimizer))
 
 
-def _save_buffer(config: Config, layout: Layout, parameters: Parameters) -> int:
+def _save_buffer(config: Config, rank: Rank) -> int:
     """Slots of host memory are made as they are needed, so a small state takes less than
-    --save-buffer-gb.
+    --save-buffer-gb. Policy and critic have a buffer each.
     """
-    return min(int(config.checkpoint.save_buffer_gb * 1e9), _saved(config, layout, parameters))
+    buffers = 2 if config.use_critic else 1
+    return min(buffers * int(config.checkpoint.save_buffer_gb * 1e9), rank.saved)
 
 
-def _host(config: Config, layout: Layout, ranks: tuple[Rank, ...]) -> int:
+def _host(config: Config, ranks: tuple[Rank, ...]) -> int:
     """The fullest node: offloaded optimizer, what leaves the GPU while engines generate, the
     reference's weights with the policy's own beside them while it computes, and the buffer of a
     checkpoint.
     """
-    uses_reference = config.grpo.use_kl_loss or config.grpo.kl_coef > 0
+    # with adapters the reference is the base, whose weights are on the GPU
+    uses_reference = config.lora.lora_rank is None and (
+        config.grpo.use_kl_loss or config.grpo.kl_coef > 0
+    )
     each = 0
     for rank in ranks:
         own = rank.optimizer_host + (2 * rank.held.weights if uses_reference else 0)
-        own += rank.held.weights + rank.held.optimizer if config.offload_train else 0
-        own += _save_buffer(config, layout, rank.parameters)
+        if config.offload_train:
+            own += rank.held.weights + rank.held.optimizer
+            own += rank.critic.weights + rank.critic.optimizer
+        own += _save_buffer(config, rank)
         each = max(each, own)
     return each * config.cluster.actor_num_gpus_per_node

@@ -11,7 +11,7 @@ with sandwich norms, the norms at the end are on every rank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlpost.config.tree import Config
@@ -231,6 +231,16 @@ def rank_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
     # a tied embedding has a copy on the last stage when that is another than the first
     dense += embedding if is_last and (not shape.tied or not is_first) else 0
     return Parameters(dense + (shape.hidden if is_last else 0), expert)
+
+
+def critic_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
+    """What a rank holds of a critic: the policy with a value head in place of the output layer."""
+    policy = rank_parameters(replace(shape, tied=True, mtp=False), layout, stage)
+    if stage != layout.pipeline - 1:
+        return policy
+    # a tied policy has a copy of the embedding on a last stage that is not the first
+    copy = -(-shape.vocab // layout.tensor) * shape.hidden if stage else 0
+    return Parameters(policy.dense - copy + shape.hidden + 1, policy.expert)
 
 
 def sparse_of(shape: Shape, layout: Layout, stage: int) -> list[bool]:

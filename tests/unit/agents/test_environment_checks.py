@@ -11,7 +11,8 @@ import pytest
 from rlpost.agents.environments import make
 from rlpost.agents.environments.make import make_environments
 from rlpost.check import check
-from rlpost.config.checks.agents import agent_problems
+from rlpost.cli.job import job_spec
+from rlpost.config.checks.agents import agent_problems, uses_sandboxes
 from rlpost.config.checks.container import container_problems
 from rlpost.config.load import load
 from rlpost.config.tree import Config
@@ -179,3 +180,32 @@ def test_the_file_of_a_class_is_found_from_any_folder_and_in_a_container(
     inside = config("two=mine.py:Good", **in_image)
     (line,) = [each for each in container_problems(inside, ()) if "--env" in each]
     assert f"--env {tmp_path}/mine.py" in line and "--container-mounts" in line
+
+
+SHELLS = """\
+raise SystemExit("not to be run")
+class Shell:
+    uses_sandboxes: bool = True
+class Child(Shell): ...
+class Loop(Loop): ...
+class Plain:
+    uses_sandboxes = False
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "used"), [("Shell", True), ("Child", True), ("Plain", False), ("Loop", False)]
+)
+def test_a_class_that_uses_sandboxes_is_found_without_running_its_file(
+    tmp_path: Path, name: str, used: bool
+) -> None:
+    (tmp_path / "mine.py").write_text(SHELLS)
+    assert uses_sandboxes(config(f"{tmp_path}/mine.py:{name}")) is used
+
+
+def test_the_agents_of_a_run_check_what_its_sandboxes_need() -> None:
+    shell = "rlpost.agents.examples.shell:Shell"
+    assert "--sandboxes" in job_spec(config(f"label={shell}")).agent_args
+    elsewhere = config(shell, sandbox__sandbox_backend="slurm")
+    for other in (config(), config("rlpost.agents.examples.guess:Guess"), elsewhere):
+        assert "--sandboxes" not in job_spec(other).agent_args

@@ -5,14 +5,24 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlpost.agents.environments.episodes import EnvironmentSet, Episodes
+from rlpost.agents.environments.harness import HarnessRunner
 from rlpost.agents.environments.make import make_environments
+from rlpost.agents.environments.names import parse_envs
+from rlpost.algorithm.plugin import load_function
 from rlpost.config.checks.agents import agent_problems
 from rlpost.config.load import load
-from rlpost.types import Prompt
+from rlpost.data.tokenizer import PromptTokenizer
+from rlpost.rollout.response_builder import ResponseBuilder
+from rlpost.types import Prompt, Sample
+from tests.unit.agents.chat_models import write_model
 from tests.unit.agents.test_environment_episodes import CODEC, Script, play
+from tests.unit.agents.test_gateway import SAMPLING as GATEWAY_SAMPLING
+from tests.unit.agents.test_gateway import setup
 
 PAGE = Path(__file__).parents[3] / "docs/agents.md"
 
@@ -43,6 +53,27 @@ def test_the_environment_of_the_page_plays_an_episode(examples: Path) -> None:
     assert record["turns"][0]["tool"] == "countdown"
 
 
-def test_the_harness_of_the_page_passes_the_check(examples: Path) -> None:
-    config = load([], {"env": {"env": [f"{examples}:Quiz"]}}).config
+def test_the_harness_of_the_page_plays_an_episode_with_the_client_of_openai(
+    examples: Path, tmp_path: Path
+) -> None:
+    """The whole way: --env, the client, the gateway, an engine; what it sampled is the sample."""
+    word, folder = f"{examples}:Quiz", write_model(tmp_path / "model", "qwen")
+    config = load([], {"env": {"env": [word]}}).config
     assert agent_problems(config) == []
+    make_harness = load_function(word, key="--env")
+    question = Prompt(0, "How many legs has a spider?", (), label="eight")
+
+    async def played(answer: str) -> tuple[Sample, list[Any]]:
+        async with setup(folder, [answer]) as made:
+            runner = HarnessRunner(word, make_harness(), made.gateway, 4)
+            every = EnvironmentSet(parse_envs([word]), {"Quiz": runner}, config.env)
+            codec = PromptTokenizer(folder, apply_chat_template=False, template_kwargs={})
+            builder = ResponseBuilder(made.connection, question, GATEWAY_SAMPLING, codec=codec)
+            (sample,) = await Episodes(every, seed=1)(builder, question, GATEWAY_SAMPLING)
+            tokens = [made.sampled.tokens[one].token_id for one in sample.rollout_logprobs]
+            return sample, tokens
+
+    for answer, reward in (("it has eight legs", 1.0), ("it has six legs", 0.0)):
+        sample, tokens = asyncio.run(asyncio.wait_for(played(answer), 60))
+        assert sample.extra["reward"] == reward and sample.text == answer
+        assert tokens == list(sample.response_ids)

@@ -14,10 +14,12 @@ from rlpost.agents.environments.make import make_environments
 from rlpost.agents.environments.names import parse_envs
 from rlpost.agents.environments.plain import PlainRunner
 from rlpost.agents.environments.protocol import Step, Turn
+from rlpost.agents.sandbox.local import LocalSandbox, Root
 from rlpost.agents.sandbox.protocol import SandboxLost, fresh
+from rlpost.agents.sandbox.settings import check_node
 from rlpost.config.groups.env import EnvConfig
 from rlpost.config.load import load
-from rlpost.errors import GradingLost
+from rlpost.errors import ConfigError, GradingLost
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.types import Prompt
 from tests.unit.agents.test_environment_episodes import CODEC, SAMPLING, Script, connected, prompt
@@ -118,3 +120,24 @@ def test_all_environments_of_a_run_share_the_pool_of_its_settings(tmp_path, monk
     plain = {"env": {"env": ["rlpost.agents.examples.guess:Guess"]}}
     make_environments(load([], plain).config, tmp_path)
     assert len(pools) == 1, "no sandbox without a need"
+
+
+def test_a_driver_starts_one_sandbox_before_anything_else_if_the_run_needs_one(monkeypatch) -> None:
+    started: list[Root | None] = []
+
+    async def start(limits: Any, root: Any, cgroups: Any) -> Any:
+        del limits, cgroups
+        started.append(root)
+        raise SandboxLost("Operation not permitted")
+
+    monkeypatch.setattr(LocalSandbox, "start", start)
+    values: dict[str, Any] = {"env": {"env": ["rlpost.agents.examples.shell:Shell"]}}
+    values["sandbox"] = {"sandbox_image": "/image"}
+    with pytest.raises(ConfigError, match=r"this node cannot run sandboxes: Operation not permit"):
+        check_node(load([], values).config)
+    assert started == [Root("/image")]
+    elsewhere = {"sandbox": {"sandbox_backend": "slurm"}}
+    other = {"env": {"env": ["rlpost.agents.examples.guess:Guess"]}}
+    for given in (values | elsewhere, values | other):
+        check_node(load([], given).config)
+    assert len(started) == 1

@@ -13,7 +13,7 @@ from bootstrap.check import GIB, UNLIMITED, Check, level_of
 from bootstrap.preflight.checks import check_bandwidth, check_host, compare_hosts
 from bootstrap.preflight.gpus import Gpu, GpuReading
 from bootstrap.preflight.probe import mount_of
-from bootstrap.preflight.table import Hca, HostFacts, Preflight, Seen, Wanted
+from bootstrap.preflight.table import Hca, HostFacts, Preflight, SandboxOffer, Seen, Wanted
 
 WANTED = Wanted(num_gpus=8, object_store_memory=2 * GIB)
 GPUS = tuple(
@@ -65,6 +65,29 @@ def test_a_fit_host_is_fit() -> None:
 
 def test_nothing_known_is_nothing_wrong() -> None:
     assert level_of(check_host(HostFacts(head_ips=("10.0.0.1",)), WANTED)) == "OK"
+
+
+@pytest.mark.parametrize(
+    ("offer", "level", "words"),
+    [
+        (SandboxOffer(cgroup="/c", has_enroot=True), "OK", "cgroup v2 /c; enroot"),
+        (SandboxOffer(None, "/c"), "OK", "namespaces not tried; "),
+        (SandboxOffer(no_cgroup="none"), "OK", "rlimits and measurement (none); no enroot"),
+        (
+            SandboxOffer("user namespaces: No space left on device", "/c"),
+            "EXCLUDE_NODE",
+            "user namespaces: No space left on device; needed are user namespaces "
+            "(user.max_user_namespaces",
+        ),
+    ],
+)
+def test_what_a_host_offers_for_sandboxes_is_said_when_a_run_needs_it(
+    offer: SandboxOffer, level: str, words: str
+) -> None:
+    facts = HostFacts.from_json(json.loads(json.dumps(asdict(replace(FIT, sandboxes=offer)))))
+    (check,) = [each for each in check_host(facts, WANTED, SEEN) if each.name == "sandboxes"]
+    assert check.level == level and words in check.found
+    assert not [each for each in check_host(FIT, WANTED, SEEN) if each.name == "sandboxes"]
 
 
 @pytest.mark.parametrize(

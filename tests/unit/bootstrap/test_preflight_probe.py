@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bootstrap.preflight.doctor import main
-from bootstrap.preflight.probe import CANARY_DIR, read_host
+from bootstrap.preflight.probe import CANARY_DIR, read_host, read_sandboxes
 
 
 def test_what_is_read_is_what_the_kernel_says(tmp_path: Path) -> None:
@@ -70,3 +70,26 @@ def test_the_doctor_removes_its_canary_and_no_run_of_that_name(tmp_path: Path) -
     (tmp_path / CANARY_DIR / "checkpoints").mkdir(parents=True)
     main(["--folder", str(tmp_path)])
     assert [path.name for path in (tmp_path / CANARY_DIR).iterdir()] == ["checkpoints"]
+
+
+def test_what_a_sandbox_needs_is_tried_in_another_process(tmp_path: Path) -> None:
+    """It says the same as the first sandbox of a run."""
+    from tests.contract.test_sandbox import WHY_NOT
+
+    offer = read_sandboxes({"PATH": str(tmp_path)})
+    assert bool(offer.namespaces) == bool(WHY_NOT), (offer, WHY_NOT)
+    assert not offer.has_enroot and bool(offer.cgroup) != bool(offer.no_cgroup)
+    (tmp_path / "enroot").touch(mode=0o700)
+    assert read_sandboxes({"PATH": str(tmp_path)}).has_enroot
+
+
+def test_a_host_without_namespaces_is_unfit_for_sandboxes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub = tmp_path / "python"
+    stub.write_text("#!/bin/sh\necho 'user namespaces: Operation not permitted'; exit 1\n")
+    stub.chmod(0o700)
+    monkeypatch.setattr("bootstrap.preflight.probe.sys.executable", str(stub))
+    assert main(["--folder", str(tmp_path), "--sandboxes"]) == 1
+    assert "Operation not permitted" in capsys.readouterr().out
+    assert main(["--folder", str(tmp_path)]) == 0, "only a run with sandboxes needs them"

@@ -43,10 +43,10 @@ def test_every_segment_is_a_line_with_what_it_holds(tmp_path, run, capsys):
         dict(zip(columns, re.split(r"\s{2,}", line.strip()), strict=True))
         for line in (first, second)
     ]
-    counts = {"groups": "2", "dropped": "1", "tokens": "11", "batches": "1", "evaluations": "1"}
+    counts = {"groups": "2", "dropped": "1", "tokens": "11", "batches": "1", "evals": "1"}
     assert {key: rows[0][key] for key in counts} == counts
-    assert (rows[1]["segment"], rows[1]["from step"], rows[1]["groups"]) == ("1", "1", "0")
-    assert (rows[0]["follows on"], rows[1]["follows on"]) == ("-", "segment 0")
+    assert (rows[1]["segment"], rows[1]["step"], rows[1]["groups"]) == ("1", "1", "0")
+    assert (rows[0]["after"], rows[1]["after"]) == ("-", "0")
     assert (
         chain
         == "a resume from step 0 (segment 0) uses 0000000 -> 0000001; groups: 2 (11 tokens), batches: 1"

@@ -74,6 +74,19 @@ def test_a_pattern_is_looked_for_in_whole_records(run, capsys):
     assert "no regular expression" in capsys.readouterr().err
 
 
+def test_the_tail_is_the_last_records_of_all_logs_together(run, capsys):
+    assert logs(capsys, "--tail", "1") == "10:00:09 INFO step 1/8\n"
+    assert logs(capsys, "--of", "*", "--level", "error", "--tail", "2").splitlines() == [
+        "actor-0         | 10:00:07 ERROR rlpost.actor: broken",
+        "actor-0         | Traceback:",
+        "actor-0         |   File x",
+        "engine-0-server | [10:00:08] ERROR: cache is full",
+    ]
+    for words in (["--tail", "0"], ["--tail", "3", "-f"]):
+        assert main(["logs", "one", *words]) == 2
+        assert "must be at least 1 record, and not with --follow" in capsys.readouterr().err
+
+
 def test_a_log_that_is_not_there_is_an_error_with_those_that_are(run, capsys):
     assert main(["logs", "one", "--of", "actor-7"]) == 2
     assert "actor-7.log: not written; there are actor-0.log" in capsys.readouterr().err

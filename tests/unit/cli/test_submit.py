@@ -237,7 +237,10 @@ def test_every_problem_is_told_at_once(project, capsys):
 
 def test_the_help_of_train_lists_every_setting():
     done = subprocess.run(
-        [sys.executable, "-m", "rlpost.train", "--help"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "rlpost.train", "--help-all"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0
     assert all(flag(key) in done.stdout for key in fields())

@@ -373,9 +373,7 @@ def test_the_name_of_a_set_of_prompts_stands_apart_from_its_path(tmp_path, monke
         main(["check", "recipe.toml", "--eval-prompt-data", "held-out-2026", "prompts.jsonl"]) == 0
     )
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("eval ")]
-    assert line.split(maxsplit=2)[:2] == ["eval", "held-out-2026"] and line.split()[2].startswith(
-        "/"
-    )
+    assert line.split()[:3] == ["eval", "held-out-2026", "prompts.jsonl:"]
 
 
 def without_the_stack(tmp_path, *words):

@@ -67,4 +67,4 @@ def test_an_abbreviation_is_refused_where_megatron_is_not_installed(
 
 @pytest.mark.parametrize("word", ["--frobnicate", "--modle-parallel"])
 def test_a_word_that_is_like_no_flag_gets_no_suggestion(word: str) -> None:
-    assert refusal(word, "4") == f"{word}: unknown setting; --help lists every setting"
+    assert refusal(word, "4") == f"{word}: unknown setting; --help-all lists every setting"

@@ -83,7 +83,7 @@ def test_every_setting_that_is_empty_by_default_takes_none_and_those_with_a_valu
 
 
 def test_every_leaf_of_the_tree_is_a_flag_of_its_own_name_with_help():
-    text = flags.parser("test", "").format_help()
+    text = flags.parser("test", "").format_help_all()
     for key, group in flags.fields().items():
         assert flags.flag(key) in text
         assert flags.groups()[group].model_fields[key].description, (
@@ -121,7 +121,9 @@ def test_who_writes_no_before_a_switch_is_told_how_it_is_turned_off():
         ConfigError, match="--no-colocate: unknown setting; to turn it off write '--colocate false'"
     ):
         given("--no-colocate")
-    with pytest.raises(ConfigError, match=r"--no-lr: unknown setting; --help lists every setting"):
+    with pytest.raises(
+        ConfigError, match=r"--no-lr: unknown setting; --help-all lists every setting"
+    ):
         given("--no-lr")
     assert given("--colocate", "false")[1] == {"cluster": {"colocate": "false"}}
 

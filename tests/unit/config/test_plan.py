@@ -13,6 +13,7 @@ from rlpost.cli import plan
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.activations import Pass, layer_bytes, logits_bytes, stage_bytes, under_way
+from rlpost.config.plan.adapters import adapter_parameters
 from rlpost.config.plan.estimate import RankMemory, estimate, held_memory
 from rlpost.config.plan.layouts import bubble, nearest, suggest
 from rlpost.config.plan.shape import Layout, Parameters, Shape, layers_of, rank_parameters, shape_of
@@ -389,3 +390,24 @@ def test_the_plan_says_what_fits_and_what_does_not(monkeypatch):
     )
     code, text = shown("qwen3_4b.toml", "24GB", "--suggest")
     assert code == 0 and "at its peak" in text
+
+
+def test_with_adapters_the_base_takes_two_bytes_and_adapters_all_the_rest():
+    """Rank 2 on a dense layer: QKV 8 + 16, output 8 + 8, gate and up 8 + 32, down 16 + 8; TP 2 halves
+    the sharded factor of each.
+    """
+    given = config(lora={"lora_rank": 2}, perf={"use_distributed_optimizer": False})
+    whole = adapter_parameters(given.lora, DENSE, Layout(), 0)
+    assert whole == Parameters(4 * 2 * (24 + 16 + 40 + 24))
+    half = adapter_parameters(given.lora, DENSE, Layout(2, tensor=2), 0)
+    assert half == Parameters(4 * 2 * ((8 + 8) + (4 + 8) + (8 + 16) + (8 + 8)))
+    held, _ = held_memory(given, Layout(), DENSE.parameters, whole)
+    base, trained = DENSE.parameters.total, whole.total
+    assert held == RankMemory(2 * (base + trained), 4 * trained, 12 * trained)
+
+
+def test_adapters_of_experts_are_cut_as_the_experts_are():
+    shape = replace(DENSE, sparse=(True,) * 4, num_experts=8, expert_ffn=4, shared_ffn=4, topk=2)
+    lora = config(lora={"lora_rank": 1, "lora_targets": ["experts"]}).lora
+    found = adapter_parameters(lora, shape, Layout(4, tensor=2, expert=4, expert_tensor=1), 0)
+    assert found == Parameters(0, 4 * 2 * (2 * 8 + 3 * 4))

@@ -2,8 +2,10 @@
 by Prometheus's own parser.
 """
 
+import json
 import socket
 import sys
+import time
 import urllib.error
 import urllib.request
 
@@ -64,9 +66,10 @@ def test_tensorboards_own_reader_finds_every_step_once_after_a_resume(tmp_path):
 
 def test_prometheus_reads_the_newest_line_and_only_with_the_token():
     parser = pytest.importorskip("prometheus_client.parser")
-    server = PrometheusServer("127.0.0.1", 0, token=TOKEN, run='a "run"')
+    about = {"attempt": "2", "job": "4711", "model": "tiny", "version": "1"}
+    server = PrometheusServer("127.0.0.1", 0, token=TOKEN, run='a "run"', about=about)
     try:
-        assert scrape(server.port) == ""
+        assert "last_step" not in scrape(server.port)
         server.write(6, {"reward/mean": 0.1})
         server.write(
             7,
@@ -75,6 +78,8 @@ def test_prometheus_reads_the_newest_line_and_only_with_the_token():
                 "eval/aime/pass@8": 0.5,
                 "eval/math/pass@8": 0.75,
                 "train/my-own": 1.0,
+                "memory/actor_gb": 61.0,
+                "run/num_attempts": 3,
             },
         )
         families = {
@@ -86,7 +91,15 @@ def test_prometheus_reads_the_newest_line_and_only_with_the_token():
             for family in families.values()
             for sample in family.samples
         }
+        (info,) = families["rlpost_run_info"].samples
+        assert info.labels == {"run": 'a "run"', **about}
+        del samples["rlpost_run_info", None]
+        written_at, _ = samples.pop(("rlpost_last_step_timestamp_seconds", None))
+        assert abs(time.time() - written_at) < 600
+        assert families["rlpost_run_attempts"].type == "counter"
         assert samples == {
+            ("rlpost_memory_actor_bytes", None): (61e9, 'a "run"'),
+            ("rlpost_run_attempts_total", None): (3.0, 'a "run"'),
             ("rlpost_step", None): (7.0, 'a "run"'),
             ("rlpost_reward_mean", None): (0.25, 'a "run"'),
             ("rlpost_eval_pass_at_8", "aime"): (0.5, 'a "run"'),
@@ -106,6 +119,22 @@ def test_prometheus_reads_the_newest_line_and_only_with_the_token():
         server.close()
     with pytest.raises(urllib.error.URLError):
         scrape(server.port)
+
+
+def test_the_file_of_targets_follows_the_attempts_and_is_empty_after_the_last(tmp_path):
+    pytest.importorskip("prometheus_client")
+    path = tmp_path / "prometheus.json"
+    first = PrometheusServer("127.0.0.1", 0, token=TOKEN, run="a", targets=path)
+    second = PrometheusServer("0.0.0.0", 0, token=TOKEN, run="a", targets=path)
+    (found,) = json.loads(path.read_text())
+    assert found == {
+        "targets": [f"{socket.gethostname()}:{second.port}"],
+        "labels": {"run": "a"},
+    }
+    first.close()  # a late end of the attempt before changes nothing
+    assert json.loads(path.read_text()) == [found]
+    second.close()
+    assert json.loads(path.read_text()) == []
 
 
 def test_a_port_that_is_taken_is_an_error_of_the_settings():
@@ -150,5 +179,5 @@ def test_the_job_serves_at_its_last_port_with_its_secret(tmp_path):
             1, {"reward/mean": 0.5}
         )
         page = scrape(port)
-    assert f'rlpost_run_num_attempts{{run="{tmp_path.name}"}} 3.0' in page
+    assert f'rlpost_run_attempts_total{{run="{tmp_path.name}"}} 3.0' in page
     assert read_metrics(tmp_path / "m") == [{"step": 1, "reward/mean": 0.5, "run/num_attempts": 3}]

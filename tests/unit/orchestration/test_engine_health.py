@@ -9,7 +9,8 @@ import pytest
 
 from rlpost.config.load import load
 from rlpost.errors import EngineDied, Preempted, RolloutError, SyncError
-from rlpost.orchestration.engine_health import EngineHealth
+from rlpost.orchestration.engine_events import EngineEvents
+from rlpost.orchestration.engine_health import NO_ANSWER, EngineHealth
 from rlpost.orchestration.offload import Offload
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.worker_groups import ActorGroup
@@ -77,7 +78,14 @@ class FakeWeights:
 
 
 def watch_over(
-    fleet, *, failures=0, are_stuck=False, stop=None, check_others=lambda _: None, **cluster
+    fleet,
+    *,
+    failures=0,
+    are_stuck=False,
+    stop=None,
+    check_others=lambda _: None,
+    events=None,
+    **cluster,
 ):
     config = load(
         [], {"cluster": cluster, "sglang": {"rollout_health_check_interval": INTERVAL_S}}
@@ -89,6 +97,7 @@ def watch_over(
         weights,
         stop=stop or StopRequest(Path("/nowhere")),
         check_others=check_others,
+        events=events,
     )
 
 
@@ -139,6 +148,65 @@ def test_an_update_that_fails_is_made_again_with_the_sick_engine_restarted():
         watch_over(fleet, failures=1).update(7, pause="abort", before=nothing, ready=nothing)
     )
     assert fleet.log == ["update 7 abort", *REPAIR_OF_1, "update 7 abort", "admit 1"]
+
+
+class Ledger:
+    """What would be in the ledger, with a clock that advances a second a reading."""
+
+    def __init__(self):
+        self.entries, self.now = [], 0.0
+
+    def record(self, event, **details):
+        self.entries.append({"event": event, **details})
+
+    def clock(self):
+        self.now += 1.0
+        return self.now
+
+    @property
+    def events(self):
+        return EngineEvents(self.record, clock=self.clock)
+
+
+def test_the_ledger_has_the_death_and_the_return_of_an_engine_once():
+    fleet, ledger = FakeFleet(), Ledger()
+    watch = watch_over(fleet, events=ledger.events)
+
+    async def run():
+        await watch.update(4, pause="abort", before=nothing, ready=nothing)
+        async with watch.over():
+            fleet.sick = {1}
+            while "admit 1" not in fleet.log:
+                await asyncio.sleep(INTERVAL_S)
+
+    asyncio.run(asyncio.wait_for(run(), timeout=60))
+    why = {"engines": [1], "phase": "generate", "cause": NO_ANSWER}
+    back = {"event": "recovered", "role": "engine", "seconds": 1.0, "version": 4}
+    assert ledger.entries == [{"event": "engine_lost", **why}, back | why]
+
+
+def test_the_ledger_has_an_engine_that_a_weight_update_lost_with_the_error_of_the_update():
+    fleet, ledger = FakeFleet(sick={1}), Ledger()
+    watch = watch_over(fleet, failures=1, events=ledger.events)
+    asyncio.run(watch.update(7, pause="abort", before=nothing, ready=nothing))
+    assert [(one["event"], one["phase"], one["cause"]) for one in ledger.entries] == [
+        ("engine_lost", "sync", "an engine did not take part"),
+        ("recovered", "sync", "an engine did not take part"),
+    ]
+
+
+def test_engines_that_return_together_are_one_event_per_loss():
+    ledger = Ledger()
+    events = ledger.events
+    events.lost([2], phase="generate", cause=NO_ANSWER)
+    events.lost([0, 2], phase="sync", cause="x")
+    events.back([0, 1, 2], version=3)
+    assert [(one["event"], one["engines"]) for one in ledger.entries] == [
+        ("engine_lost", [2]),
+        ("engine_lost", [0]),
+        ("recovered", [0]),
+        ("recovered", [2]),
+    ]
 
 
 def test_engines_that_wait_for_good_in_a_broken_broadcast_are_restarted_with_the_sick_one():

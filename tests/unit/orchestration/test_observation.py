@@ -277,7 +277,17 @@ def test_an_attempt_counts_those_before_it():
     events = [
         {"event": name} for name in ("submitted", "started", "preempted", "started", "committed")
     ]
-    assert run_metrics(events) == {"run/num_attempts": 2, "run/num_preemptions": 1}
+    events += [
+        {"event": "recovered", "role": "engine", "engines": [0, 3]},
+        {"event": "recovered", "role": "engine", "engines": [3]},
+        {"event": "recovered", "role": "trainer", "engines": [1]},
+        {"event": "engine_lost", "engines": [3]},
+    ]
+    assert run_metrics(events) == {
+        "run/num_attempts": 2,
+        "run/num_preemptions": 1,
+        "run/num_engine_restarts": 3,
+    }
 
 
 def test_an_answer_that_goes_round_at_its_end_is_repetitive_and_prose_is_not():

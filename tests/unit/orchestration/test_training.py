@@ -42,7 +42,9 @@ class Actors:
 
     async def call_each_stored(self, method, arguments):
         self.calls.append((method, [(batch.reference,) for (batch,) in arguments]))
-        value = {"compute_logprobs": -1.0, "compute_ref_logprobs": -2.0}[method]
+        value = {"compute_logprobs": -1.0, "compute_ref_logprobs": -2.0, "compute_values": 0.5}[
+            method
+        ]
         batch = arguments[-1][0].reference
         return [
             None,
@@ -53,6 +55,10 @@ class Actors:
                 ]
             ),
         ]
+
+    async def call(self, method):
+        assert method == "num_critic_steps"
+        return [len(self.named("train_critic"))] * 2
 
     def of_sample(self, value, sample):
         return FloatColumn([value] * sample.response_length)
@@ -81,7 +87,7 @@ def groups():
     ]
 
 
-def train(actors, *, num_steps=1, is_fresh=True, stop=None, **grpo):
+def train(actors, *, num_steps=1, is_fresh=True, stop=None, critic=None, rollouts=1, **grpo):
     config = Config.model_validate(
         {
             "cluster": {"actor_num_nodes": 1, "actor_num_gpus_per_node": 2},
@@ -92,13 +98,20 @@ def train(actors, *, num_steps=1, is_fresh=True, stop=None, **grpo):
                 "num_steps_per_rollout": num_steps,
             },
             "grpo": grpo,
+            "critic": critic or {},
         }
     )
     stop = stop or StopRequest(Path("/nowhere"))
     training = Training(
         config, ActorGroup(actors), [0, 0], stop=stop, is_fresh=is_fresh, break_even=1e9
     )
-    return asyncio.run(training.train(groups()))
+
+    async def all_rollouts():
+        for _ in range(rollouts):
+            metrics = await training.train(groups())
+        return metrics
+
+    return asyncio.run(all_rollouts())
 
 
 def test_one_step_a_rollout_needs_no_log_probs_and_several_take_theirs_before_the_first():
@@ -242,3 +255,64 @@ def test_a_host_that_stays_slow_is_in_the_metrics_and_proposed_for_exclusion(tmp
     assert metrics["perf/straggler_node_peer@1"] == metrics["perf/straggler_peer_max"] > 1.5
     assert events == [("slow_host", "n02")]
     assert "--exclude n02" in caplog.text
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_critic_is_trained_before_the_policy_on_values_from_before_both(num_steps):
+    actors = Actors()
+    metrics = train(actors, num_steps=num_steps, advantage_estimator="ppo", lambd=0.5)
+    names = [name for name, _ in actors.calls]
+    logprobs = ["compute_logprobs"] * 2 if num_steps == 2 else []
+    values = ["compute_values"] * num_steps
+    assert names == [*logprobs, *values, *["train_critic"] * num_steps, *["train_step"] * num_steps]
+    steps = zip(actors.named("train_critic"), actors.named("train_step"), strict=True)
+    for ((batch, _, returns), last_stage), ((own, _, advantages), _) in steps:
+        assert batch == own
+        assert last_stage[1], "the last stage gets its values back"
+        for sample, target, advantage in zip(batch.samples, returns, advantages, strict=True):
+            # values are 0.5; the reward, which is the index, is at the last token; one is masked
+            reward = sample.response_length - 2.0
+            expected = [reward - 0.5]
+            for _ in range(sample.response_length - 2):
+                expected.insert(0, 0.5 * expected[0])
+            assert list(advantage) == pytest.approx([0.0, *expected])
+            assert list(target) == pytest.approx([0.0, *(0.5 + each for each in expected)])
+    assert metrics["train/value_mean"] == 0.5
+
+
+def test_penalties_are_part_of_the_critics_rewards():
+    """KL (k1) is 1 a token, so a return is the reward less 0.1 for each later token."""
+    actors = Actors()
+    metrics = train(actors, advantage_estimator="ppo", kl_coef=0.1, kl_loss_type="k1")
+    ((batch, _, returns), _) = actors.named("train_critic")[0]
+    for sample, target in zip(batch.samples, returns, strict=True):
+        length = sample.response_length
+        expected = [length - 2.0 - 0.1 * (length - place) for place in range(1, length)]
+        assert list(target)[1:] == pytest.approx(expected)
+    assert metrics["train/reward_kl"] == pytest.approx(1.0)
+
+
+def test_the_first_rollouts_may_train_the_critic_alone():
+    actors = Actors()
+    train(
+        actors,
+        num_steps=2,
+        rollouts=3,
+        advantage_estimator="ppo",
+        critic={"num_critic_only_steps": 2},
+    )
+    names = [name for name, _ in actors.calls]
+    alone = ["compute_values"] * 2 + ["train_critic"] * 2
+    assert names[:8] == alone * 2
+    assert names[8:] == ["compute_logprobs"] * 2 + alone + ["train_step"] * 2
+
+
+def test_a_stop_after_the_critics_first_step_lets_the_others_follow(tmp_path):
+    actors = Stopping(tmp_path / "STOP", ("train_critic", 1))
+    train(actors, advantage_estimator="ppo", stop=StopRequest(tmp_path / "STOP"))
+    assert len(actors.named("train_step")) == 1
+    actors = Stopping(tmp_path / "STOP2", ("compute_values", 1))
+    with pytest.raises(Preempted) as found:
+        train(actors, advantage_estimator="ppo", stop=StopRequest(tmp_path / "STOP2"))
+    assert not isinstance(found.value, HalfTrained)
+    assert not actors.named("train_critic")

@@ -94,6 +94,7 @@ def _example(parameter: inspect.Parameter) -> Any:
         return [("x",) * size] * NUM_RANKS
     lists = {"batches": ["b"] * NUM_RANKS, "parts": ("weights",), "ranks": (0,)}
     lists |= {"old_logprobs": [None] * NUM_RANKS, "advantages": [None] * NUM_RANKS}
+    lists |= {"values": ["v"] * NUM_RANKS, "returns": [None] * NUM_RANKS}
     return lists.get(parameter.name, "x")
 
 

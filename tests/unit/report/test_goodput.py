@@ -301,6 +301,8 @@ def test_a_trainer_that_is_started_again_beside_generation_costs_what_its_step_w
     waits = {"time/trainer_waits_frac": 0.5, "time/generation_waited_frac": 0.5}
     entry = recovered(550, 40.0, step=4, phase="generate")
     assert recovering(entry, layout=layout, **waits) == recovering(layout=layout, **waits)
+    engine = recovered(550, 40.0, step=4, phase="sync", role="engine")
+    assert recovering(engine, layout=layout, **waits) == recovering(layout=layout, **waits)
 
 
 def test_steps_that_a_later_driver_of_the_attempt_trains_again_are_repeated_training():

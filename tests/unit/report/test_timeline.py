@@ -130,3 +130,18 @@ def test_a_recovery_within_an_attempt_is_a_mark_and_does_not_end_the_training():
     (mark,) = [mark for mark in told.marks if mark.kind == "recovered"]
     assert mark.text == "trainer recovered in 8.4 s, steps trained again: 2: actor-1 died"
     assert spans(told)[-1] == ("training", 50, 70, "0")
+
+
+def test_a_run_that_is_over_shows_the_loss_of_an_engine_and_its_return():
+    details = {"engines": [1, 3], "phase": "generate", "cause": "no answer to the health check"}
+    engines = ledger(
+        (160, "engine_lost", details),
+        (188.8, "recovered", details | {"role": "engine", "seconds": 28.8, "version": 8}),
+    )
+    told = timeline(PREEMPTED + engines + DONE, BEGIN + timedelta(days=1))
+    assert [(mark.kind, mark.at_s, mark.text) for mark in told.marks[-4:-2]] == [
+        ("failed", 160, "engines 1, 3 lost: no answer to the health check"),
+        ("recovered", 188.8, "engines 1, 3 recovered in 28.8 s: no answer to the health check"),
+    ]
+    assert [mark.kind for mark in told.marks[-2:]] == ["committed", "done"]
+    assert told.attempts[-1].ended == "done"

@@ -28,7 +28,8 @@ TICK = 0.05  # s between two looks at the usage of running commands
 PACKET = 1 << 18  # bytes of a request
 END_SECONDS = 10.0  # s until all killed processes must be gone
 MIB = 1 << 20
-NICENESS = 10
+NICENESS = 10  # at least
+UNCONFINED = b"the command cannot be confined: "
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "HOME": HOME,
@@ -101,23 +102,26 @@ class Init:
         answer = self.wait(child, request)
         failure = os.read(status_read, 4096)
         os.close(status_read)
+        if failure.startswith(UNCONFINED):
+            return {"error": failure.decode("utf-8", "replace")}
         if failure:
             answer |= {"ended": "not started", "error_text": failure.decode("utf-8", "replace")}
         return answer
 
     def become_command(self, request: dict[str, Any], handles: list[int], status: int) -> None:
         """Turn this child into the command; never returns."""
-        code = 127
+        code, kind = 127, UNCONFINED
         try:
             for number, handle in enumerate(handles):
                 os.dup2(handle, number)
             confine(self.limits, request, self.filter)
+            kind = b""  # what fails from here on is the agent's
             if request["op"] == "run":
                 os.chdir(request["cwd"])
                 os.execvpe(request["argv"][0], request["argv"], ENVIRONMENT | request["env"])
             code = files.perform(request)
         except Exception as error:
-            os.write(status, str(error).encode("utf-8", "replace")[:4000])
+            os.write(status, kind + str(error).encode("utf-8", "replace")[:4000])
         finally:
             os._exit(code)
 
@@ -225,7 +229,8 @@ def confine(limits: dict[str, Any], request: dict[str, Any], code: bytes) -> Non
     }
     for name, value in values.items():
         lower(name, value if isinstance(value, tuple) else (value, value))
-    os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+    # the driver may have a lower priority, and only privileged processes may raise theirs
+    os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     seccomp.install(code)
 

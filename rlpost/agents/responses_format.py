@@ -1,0 +1,300 @@
+"""OpenAI's responses: requests in, responses and stream events out. Pure.
+
+Reference: platform.openai.com/docs/api-reference/responses. A request holds the whole conversation
+as items: nothing is stored between requests, so ``previous_response_id`` is refused. Consecutive
+items of the assistant (reasoning, text, calls) are one message inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlpost.agents.messages import BadRequest, Message, ToolCall, checked_arguments
+from rlpost.agents.openai_format import whole_number
+from rlpost.agents.requests import ChatRequest, Choice, Completion
+
+OVERRIDDEN = ("temperature", "top_p", "reasoning")
+REFUSED = ("previous_response_id", "conversation", "background", "prompt", "max_tool_calls")
+TEXT_PARTS = ("input_text", "output_text", "text")
+Event = dict[str, Any]
+
+
+def responses_request(body: object) -> ChatRequest:
+    """Read a request. Raises BadRequest."""
+    if not isinstance(body, Mapping):
+        raise BadRequest("the body must be a JSON object")
+    for name in REFUSED:
+        if body.get(name):
+            raise BadRequest(
+                f"{name} is not supported; send the whole conversation in input", param=name
+            )
+    text = body.get("text")
+    form = text.get("format") if isinstance(text, Mapping) else None
+    if isinstance(form, Mapping) and form.get("type") != "text":
+        raise BadRequest(
+            f"text.format {form.get('type')!r} would constrain sampling, so the log-probs would not "
+            "be the policy's; ask for the format in a message",
+            param="text.format",
+        )
+    if body.get("top_logprobs"):
+        raise BadRequest("top_logprobs is not supported; leave it out", param="top_logprobs")
+    instructions = _text(body.get("instructions"), "instructions")
+    messages = [Message("system", instructions)] if instructions else []
+    messages += _messages(body.get("input"))
+    return ChatRequest(
+        messages=tuple(messages),
+        tools=_tools(body),
+        max_tokens=whole_number(body, "max_output_tokens", 1, 2**31 - 1),
+        is_stream=bool(body.get("stream")),
+        with_usage=True,
+        overridden=tuple(name for name in OVERRIDDEN if body.get(name) is not None),
+    )
+
+
+def response_body(
+    completion: Completion, request: ChatRequest, *, model: str, created: int
+) -> dict[str, Any]:
+    """Return the body of a response; ``created`` is Unix time in seconds."""
+    choice = completion.choices[0]
+    is_truncated = choice.ended_by == "length"
+    prompt, sampled = completion.num_prompt_tokens, completion.num_tokens
+    return {
+        "id": f"resp_{completion.number}",
+        "object": "response",
+        "created_at": created,
+        "status": "incomplete" if is_truncated else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_truncated else None,
+        "error": None,
+        "model": model,
+        "instructions": None,
+        "output": _items(choice, completion.number),
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [
+            {"type": "function", "strict": False, **tool["function"]} for tool in request.tools
+        ],
+        "metadata": {},
+        "temperature": None,
+        "top_p": None,
+        "usage": {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + sampled,
+        },
+    }
+
+
+def response_events(
+    completion: Completion, request: ChatRequest, *, model: str, created: int
+) -> Iterator[Event]:
+    """Yield the events of a streamed response, numbered."""
+    body = response_body(completion, request, model=model, created=created)
+    for number, event in enumerate(_events(body)):
+        yield {**event, "sequence_number": number}
+
+
+def _events(body: dict[str, Any]) -> Iterator[Event]:
+    begun = {
+        **body,
+        "status": "in_progress",
+        "output": [],
+        "usage": None,
+        "incomplete_details": None,
+    }
+    yield {"type": "response.created", "response": begun}
+    yield {"type": "response.in_progress", "response": begun}
+    for index, item in enumerate(body["output"]):
+        at = {"output_index": index}
+        yield {"type": "response.output_item.added", **at, "item": _begun(item)}
+        at_item = {**at, "item_id": item["id"]}
+        if item["type"] == "function_call":
+            kind, arguments = "response.function_call_arguments", item["arguments"]
+            yield {"type": f"{kind}.delta", **at_item, "delta": arguments}
+            yield {"type": f"{kind}.done", **at_item, "name": item["name"], "arguments": arguments}
+        else:
+            yield from _part_events(item["content"][0], {**at_item, "content_index": 0})
+        yield {"type": "response.output_item.done", **at, "item": item}
+    yield {"type": f"response.{body['status']}", "response": body}
+
+
+def _part_events(part: dict[str, Any], at: Mapping[str, object]) -> Iterator[Event]:
+    """Yield the events of one part, of text or reasoning, with all of its text in one delta."""
+    kind, text = part["type"], part["text"]
+    logprobs: dict[str, object] = {"logprobs": []} if kind == "output_text" else {}
+    yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
+    yield {"type": f"response.{kind}.delta", **at, "delta": text, **logprobs}
+    yield {"type": f"response.{kind}.done", **at, "text": text, **logprobs}
+    yield {"type": "response.content_part.done", **at, "part": part}
+
+
+def _begun(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item as it is before its first delta."""
+    begun = {**item, "status": "in_progress"}
+    if item["type"] == "function_call":
+        return {**begun, "arguments": ""}
+    return {**begun, "content": []}
+
+
+def _items(choice: Choice, number: int) -> list[dict[str, Any]]:
+    """Return an answer as items: reasoning, text, calls."""
+    message, items = choice.message, list[dict[str, Any]]()
+    status = "incomplete" if choice.ended_by == "length" else "completed"
+    if message.reasoning:
+        thought = {"type": "reasoning_text", "text": message.reasoning}
+        items.append(
+            {
+                "type": "reasoning",
+                "id": f"rs_{number}",
+                "status": status,
+                "summary": [],
+                "content": [thought],
+            }
+        )
+    if message.content or not message.tool_calls:
+        text = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
+        items.append(
+            {
+                "type": "message",
+                "id": f"msg_{number}",
+                "status": status,
+                "role": "assistant",
+                "content": [text],
+            }
+        )
+    for place, call in enumerate(message.tool_calls):
+        items.append(
+            {
+                "type": "function_call",
+                "id": f"fc_{number}_{place}",
+                "status": status,
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": call.arguments,
+            }
+        )
+    return items
+
+
+@dataclass
+class _Assistant:
+    """Items of the assistant that follow each other."""
+
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def message(self) -> Message:
+        content, reasoning = "".join(self.texts), "".join(self.thoughts)
+        return Message("assistant", content, reasoning, tuple(self.calls))
+
+
+def _messages(given: object) -> list[Message]:
+    """Convert the field ``input``. Raises BadRequest."""
+    if isinstance(given, str):
+        return [Message("user", given)]
+    if not isinstance(given, list) or not given:
+        raise BadRequest("input must be a string or a list with at least one item", param="input")
+    found: list[Message] = []
+    answer: _Assistant | None = None
+    for place, item in enumerate(given):
+        where = f"input[{place}]"
+        if not isinstance(item, Mapping):
+            raise BadRequest(f"{where} must be an object", param=where)
+        if _is_of_the_assistant(item):
+            answer = answer or _Assistant()
+            _add(answer, item, where)
+            continue
+        if answer is not None:
+            found.append(answer.message())
+            answer = None
+        found.append(_message(item, where))
+    if answer is not None:
+        found.append(answer.message())
+    return found
+
+
+def _is_of_the_assistant(item: Mapping[str, Any]) -> bool:
+    if item.get("type", "message") == "message":
+        return item.get("role") == "assistant"
+    return item.get("type") in ("reasoning", "function_call")
+
+
+def _add(answer: _Assistant, item: Mapping[str, Any], where: str) -> None:
+    """Add an item of the assistant."""
+    if item.get("type") == "reasoning":
+        answer.thoughts += [str(part.get("text") or "") for part in item.get("content") or []]
+    elif item.get("type") == "function_call":
+        if not isinstance(item.get("name"), str):
+            raise BadRequest(f"{where} must have a name", param=where)
+        arguments = checked_arguments(str(item.get("arguments") or ""), where)
+        answer.calls.append(ToolCall(str(item.get("call_id") or ""), item["name"], arguments))
+    else:
+        answer.texts.append(_text(item.get("content"), where))
+
+
+def _message(item: Mapping[str, Any], where: str) -> Message:
+    """Convert an item that is not the assistant's."""
+    kind = item.get("type", "message")
+    if kind == "function_call_output":
+        call_id = str(item.get("call_id") or "")
+        return Message("tool", _text(item.get("output"), where), tool_call_id=call_id)
+    if kind != "message":
+        raise BadRequest(f"{where} is of type {kind!r}, which is not supported", param=where)
+    role = "system" if item.get("role") == "developer" else item.get("role")
+    if role not in ("system", "user"):
+        raise BadRequest(
+            f"{where}.role {role!r} must be user, assistant, system or developer", param=where
+        )
+    return Message(role, _text(item.get("content"), where))
+
+
+def _text(content: object, where: str) -> str:
+    """Return the text of a content: a string, None, or parts of text. Raises BadRequest."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise BadRequest(f"{where}: its content must be a string or a list of parts", param=where)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise BadRequest(
+                f"{where} has a part of type {kind!r}; this model reads text only", param=where
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, object], ...]:
+    """Convert the tools to the format of chat completions, which chat templates expect."""
+    given, choice = body.get("tools") or [], body.get("tool_choice")
+    if not isinstance(given, list):
+        raise BadRequest("tools must be a list", param="tools")
+    tools = []
+    for place, tool in enumerate(given):
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        if kind != "function" or not isinstance(tool.get("name"), str):
+            raise BadRequest(
+                f"tools[{place}] must be a function with a name; tools that the server runs are not "
+                "supported",
+                param="tools",
+            )
+        function = {
+            "name": tool["name"],
+            "description": tool.get("description") or "",
+            "parameters": tool.get("parameters") or {"type": "object", "properties": {}},
+        }
+        tools.append({"type": "function", "function": function})
+    if choice == "none":
+        return ()
+    if choice not in (None, "auto"):
+        raise BadRequest(
+            f"tool_choice {choice!r} would constrain sampling, so the log-probs would not be the "
+            "policy's; use 'auto' or 'none'",
+            param="tool_choice",
+        )
+    return tuple(tools)

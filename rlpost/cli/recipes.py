@@ -1,0 +1,78 @@
+"""``rlpost recipes``: the recipes, models and cluster profiles that have a name.
+
+Input: the TOML files in ``jobs/``. Output: name and description of each, or JSON. Settings are not
+loaded: a description is the first sentence of the comment at the top of a file.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rlpost.arguments import Parser
+
+JOBS = Path(__file__).parents[2] / "jobs"
+KINDS = {
+    "recipes": "rlpost submit NAME",
+    "models": "--model NAME",
+    "clusters": "--cluster NAME",
+}
+"""Folders of ``jobs/``, and where a name of each is used."""
+_GAP = 2
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``rlpost recipes [recipes|models|clusters] [--json]``."""
+    made = Parser(
+        prog="rlpost recipes",
+        description="List the recipes, models and cluster profiles that have a name.",
+    )
+    made.add_argument("kind", nargs="?", choices=tuple(KINDS), help="only these (default: all)")
+    made.add_argument("--json", action="store_true", help="print JSON: kind, name, description")
+    options = made.parse_args(arguments)
+    kinds = [options.kind] if options.kind else list(KINDS)
+    found = {kind: named_files(JOBS / kind) for kind in kinds}
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print("\n".join(page(found, shutil.get_terminal_size().columns)))
+    return 0
+
+
+def named_files(folder: Path) -> dict[str, str]:
+    """Return the description of each TOML file of a folder, by its name."""
+    return {path.stem: description(path.read_text()) for path in sorted(folder.glob("*.toml"))}
+
+
+def description(text: str) -> str:
+    """Return the first sentence of the comment at the top of a file; empty without one.
+
+    >>> description("# One node,\\n# no GPU. More.\\n\\n[cluster]")
+    'One node, no GPU.'
+    """
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("# "):
+            break
+        lines.append(line.removeprefix("# "))
+    comment = " ".join(lines)
+    return comment.partition(". ")[0].rstrip(".") + "." if comment else ""
+
+
+def page(found: Mapping[str, Mapping[str, str]], width: int) -> list[str]:
+    """Return the lines of the list, at most ``width`` columns where names leave the room."""
+    lines: list[str] = []
+    for kind, descriptions in found.items():
+        lines += [*([""] if lines else []), f"{kind} ({KINDS[kind]})"]
+        indent = max(map(len, descriptions), default=0) + 2 * _GAP
+        for name, text in descriptions.items():
+            lines += textwrap.wrap(
+                text or "-",
+                max(width - 1, indent + 20),
+                initial_indent=f"{'':{_GAP}}{name:<{indent - _GAP}}",
+                subsequent_indent=" " * indent,
+            )
+    return lines

@@ -1,0 +1,74 @@
+"""Check the table [lora], and what adapters exclude. Pure.
+
+Input: a ``Config``. Output: one line for each problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlpost.config.checks.layout import EXPERT_KEYS
+from rlpost.config.groups.lora import LoraConfig
+from rlpost.config.tree import Config
+from rlpost.config.wording import spelled
+
+
+def lora_problems(config: Config) -> list[str]:
+    """Settings without adapters that need them, and those that adapters exclude."""
+    if config.lora.lora_rank is None:
+        return _unused(config)
+    lora, rank = config.lora, spelled(config, "lora_rank")
+    transformer_impl = spelled(config, "transformer_impl")
+    rules = [
+        (
+            config.grpo.enable_mtp_training,
+            f"--enable-mtp-training true with {rank}: the layer for multi-token prediction has no adapters; use "
+            "--enable-mtp-training false or --lora-rank none",
+        ),
+        (
+            config.perf.transformer_impl == "transformer_engine",
+            f"{transformer_impl} with {rank}: adapters are made for Megatron's own linear layers; use "
+            "--transformer-impl local or omit it",
+        ),
+        (
+            config.use_critic,
+            f"--advantage-estimator ppo with {rank}: the critic trains all of its weights and has no adapters; use "
+            "another estimator, or --lora-rank none",
+        ),
+        (
+            len(set(lora.lora_targets)) != len(lora.lora_targets),
+            f"{spelled(config, 'lora_targets')} names a target twice; name each once",
+        ),
+        (
+            lora.lora_export == "peft" and "experts" in lora.lora_targets,
+            f"--lora-export peft with {spelled(config, 'lora_targets')}: transformers stores the routed experts of a "
+            "layer in one tensor, which an adapter of PEFT for a linear layer does not fit; use --lora-export merged, "
+            "or --lora-targets without experts",
+        ),
+        (
+            lora.lora_export == "peft" and config.checkpoint.save_hf is None,
+            "--lora-export peft without --save-hf: nothing is exported; add --save-hf, or omit --lora-export",
+        ),
+    ]
+    return [problem for is_broken, problem in rules if is_broken]
+
+
+def _unused(config: Config) -> list[str]:
+    given, default = config.lora, LoraConfig()
+    return [
+        f"{spelled(config, key)} has no effect without adapters; add --lora-rank, or omit it"
+        for key in LoraConfig.model_fields
+        if getattr(given, key) != getattr(default, key)
+    ]
+
+
+def lora_model_problems(config: Config, model: Mapping[str, Any]) -> list[str]:
+    """Targets that the model of this config.json does not have."""
+    has_experts = any(model.get(key) for key in EXPERT_KEYS)
+    if config.lora.lora_rank is None or has_experts or "experts" not in config.lora.lora_targets:
+        return []
+    return [
+        f"{spelled(config, 'lora_targets')}: the model's config.json has no routed experts; use --lora-targets without "
+        "experts"
+    ]

@@ -1,0 +1,134 @@
+"""The critic's part of the training stage: values, GAE, and the critic's optimizer steps.
+
+Input: scored groups, the batches of a rollout in the object store. Output: advantages for the
+policy; the critic is trained towards the returns. Values are computed once, before any step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from rlpost.algorithm.advantage import Penalties
+from rlpost.algorithm.gae import Discounts, Estimates, estimate_with_values
+from rlpost.columns import FloatColumn
+from rlpost.config.tree import Config
+from rlpost.orchestration.batches import DealtStep
+from rlpost.orchestration.interruptible import InterruptibleCalls
+from rlpost.orchestration.worker_groups import ActorGroup, StoredBatches, StoredValues
+from rlpost.types import SampleGroup
+
+
+class CriticTraining:
+    """Trains the critic of one run."""
+
+    def __init__(
+        self,
+        config: Config,
+        actors: ActorGroup,
+        data_ranks: Sequence[int],
+        calls: InterruptibleCalls,
+    ) -> None:
+        """``data_ranks``: the data-parallel rank of each actor."""
+        self._config = config
+        self._actors = actors
+        self._data_ranks = data_ranks
+        self._calls = calls
+
+    async def trains_policy(self) -> bool:
+        """Whether the rollouts of --num-critic-only-steps are over.
+
+        Counted by the critic's optimizer steps, which a checkpoint holds.
+        """
+        only = self._config.critic.num_critic_only_steps * self._config.num_steps_per_rollout
+        return only == 0 or await self._actors.num_critic_steps() >= only
+
+    async def values(self, batches: Sequence[StoredBatches]) -> list[StoredValues]:
+        """Compute the values of every step of the rollout; they stay in the object store."""
+        return [
+            await self._calls.make(
+                partial(self._actors.compute_values, own), what="compute_values", may_leave=True
+            )
+            for own in batches
+        ]
+
+    async def estimates(
+        self,
+        groups: Sequence[SampleGroup],
+        steps: Sequence[DealtStep],
+        values: Sequence[StoredValues],
+        penalties: Penalties | None,
+    ) -> Estimates:
+        """Return advantages and returns by group and sample."""
+        of_position: dict[int, FloatColumn] = {}
+        for step, stored in zip(steps, values, strict=True):
+            for data_rank, positions in enumerate(step.positions):
+                for position, column in zip(
+                    positions, await self._of_rank(stored, data_rank), strict=True
+                ):
+                    if position is not None:
+                        of_position[position] = column
+        grpo = self._config.grpo
+        return await asyncio.to_thread(
+            estimate_with_values,
+            groups,
+            by_group(groups, of_position),
+            penalties,
+            Discounts(grpo.gamma, grpo.lambd),
+            normalize_advantages=grpo.normalize_advantages,
+        )
+
+    async def train(
+        self,
+        steps: Sequence[DealtStep],
+        batches: Sequence[StoredBatches],
+        values: Sequence[StoredValues],
+        estimates: Estimates,
+    ) -> Mapping[str, float]:
+        """Run the critic's optimizer steps; return the metrics of the last one.
+
+        Raises:
+            Preempted: a stop was requested before the first one; nothing has changed.
+        """
+        of_samples = [column for group in estimates.returns for column in group]
+        metrics: Mapping[str, float] = {}
+        for number, (step, own, old) in enumerate(zip(steps, batches, values, strict=True)):
+            returns = await self._actors.send(step_returns(step, of_samples), self._data_ranks)
+            call = partial(self._actors.train_critic, own, old, returns)
+            results = await self._calls.make(call, what="train_critic", may_leave=number == 0)
+            metrics = results[0].metrics
+        return metrics
+
+    async def _of_rank(self, stored: StoredValues, data_rank: int) -> list[FloatColumn]:
+        """The values of a data-parallel rank's samples, in order of its batch.
+
+        They are equal on all model-parallel ranks that have them; fetch them from one.
+        """
+        first = next(
+            own
+            for rank, own in zip(self._data_ranks, stored, strict=True)
+            if rank == data_rank and own is not None
+        )
+        return [column for micro in await self._actors.fetch(first) for column in micro]
+
+
+def by_group(
+    groups: Sequence[SampleGroup], of_position: Mapping[int, FloatColumn]
+) -> list[list[FloatColumn]]:
+    """Arrange values by group and sample; positions count the samples of the rollout in order."""
+    in_order = iter([of_position[position] for position in range(len(of_position))])
+    return [[next(in_order) for _ in group.samples] for group in groups]
+
+
+def step_returns(
+    step: DealtStep, of_samples: Sequence[FloatColumn]
+) -> list[tuple[FloatColumn, ...]]:
+    """Return the returns of each data-parallel rank's samples; zeros for those that only fill."""
+    return [
+        tuple(
+            FloatColumn.zeros(sample.response_length) if position is None else of_samples[position]
+            for sample, position in zip(batch.samples, positions, strict=True)
+        )
+        for batch, positions in zip(step.batches, step.positions, strict=True)
+    ]

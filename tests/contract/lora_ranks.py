@@ -1,0 +1,81 @@
+"""What a rank of ``actor_ranks.run_ranks`` does to show its adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from rlpost.types import TrainSample
+from tests.contract.actor_ranks import Files, logits, my_batch, train
+
+
+def train_adapters(
+    actor: Any, steps: Sequence[Sequence[TrainSample]], *, files: Files | None = None
+) -> dict[str, Any]:
+    """Train on the steps that are left; metrics, hash of the merged weights, and whole adapters by
+    their names in PEFT, as NumPy arrays on the first rank.
+    """
+    trained = train(actor, steps, files=files or Files())
+    return trained | {"adapters": whole_adapters(actor), "trained": _num_trained(actor)}
+
+
+def whole_adapters(actor: Any) -> dict[str, Any]:
+    """All factors; collective."""
+    import torch
+
+    from rlpost.actor.lora.targets import peft_settings
+    from rlpost.weights.peft_folder import peft_tensors
+
+    found = peft_tensors(actor.inventory, peft_settings(actor.settings))
+    if torch.distributed.get_rank() != 0:
+        return {}
+    return {name: tensor.clone().numpy() for name, tensor in found.items()}
+
+
+def look_at_adapters(
+    actor: Any, steps: Sequence[Sequence[TrainSample]], *, folder: str
+) -> dict[str, Any]:
+    """Logits of base and adapted model before and after training, and both exports of it."""
+    samples = steps[0]
+    seen: dict[str, Any] = {}
+    actor.import_weights()
+    seen["adapted before"] = logits(actor, samples)
+    with actor._adapters.swapped_in():
+        seen["base"] = logits(actor, samples)
+    batch = my_batch(actor, samples, None)
+    seen["base logprobs"] = actor.compute_logprobs(batch)
+    trained = train_adapters(actor, steps, files=Files(save=f"{folder}/saved"))
+    seen["adapted after"] = logits(actor, samples)
+    with actor._adapters.swapped_in():
+        seen["base after"] = logits(actor, samples)
+    seen["reference logprobs"] = actor.compute_ref_logprobs(batch)
+    actor.export(f"{folder}/merged")
+    actor.settings = dataclasses.replace(actor.settings, lora_export="peft")
+    actor.export(f"{folder}/peft")
+    seen["num_saved"] = _num_saved(f"{folder}/saved")
+    return trained | seen
+
+
+def _num_trained(actor: Any) -> int:
+    return sum(
+        parameter.numel()
+        for chunk in actor.model
+        for parameter in chunk.parameters()
+        if parameter.requires_grad
+    )
+
+
+def _num_saved(folder: str) -> dict[str, int]:
+    """Elements of the weights, and of each state of the optimizer, in a checkpoint."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    found: dict[str, int] = {}
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+    for key, stored in metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
+            is_state = key.startswith("optimizer.state.")
+            kind = key.split(".")[2] if is_state else "weights"
+            found[kind] = found.get(kind, 0) + stored.size.numel()
+    return found

@@ -1,0 +1,30 @@
+"""An environment of two turns for the simulated runs: after the first, a bell of one token rings."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rlpost.agents.environments.protocol import Step, Turn
+from rlpost.types import Prompt
+from tests.crash_consistency import fakes
+from tests.crash_consistency.interception import ROOM
+
+RING = "!"
+
+
+class Bell:
+    """The reward of a turn follows from its tokens."""
+
+    async def reset(self, prompt: Prompt) -> None:
+        """Remember the prompt, for the oracle."""
+        self._prompt = prompt
+
+    async def step(self, turn: Turn) -> Step:
+        """Ring after the first turn; end after the second."""
+        await asyncio.sleep(fakes.GRADE_S)
+        reward = fakes.reward(turn.token_ids)
+        if turn.number == 0:
+            return Step(RING, reward=reward, tool="bell")
+        if not self._prompt.text.startswith("held"):
+            ROOM.attempt.observed.graded.append(self._prompt.prompt_id)
+        return Step(reward=reward, done=True)

@@ -1,0 +1,40 @@
+"""Runs with an environment of two turns, killed and stopped at many places: the episodes that are
+trained are those of a run that nothing disturbed.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.crash_consistency.oracle import baseline
+from tests.crash_consistency.scenarios import Trial, run_trial
+from tests.crash_consistency.world import WITH_ENVIRONMENT
+
+NUM_KILLS, NUM_STOPS = 20, 8
+
+
+@pytest.mark.parametrize("name", WITH_ENVIRONMENT)
+def test_a_run_with_an_environment_resumes_with_the_episodes_of_one_that_lived(
+    base: Path, name: str
+) -> None:
+    """Weights are a hash of all that was trained: tokens, masks, rewards and prompts. With batches
+    that do not depend on the clock they equal those of the undisturbed run; in every mode each
+    token follows from the weights of its version, and no trained episode is played again.
+    """
+    setup = WITH_ENVIRONMENT[name]
+    undisturbed = baseline(base, setup)
+    draw = random.Random(name)
+    numbers = draw.sample(range(undisturbed.num_changes), NUM_KILLS + NUM_STOPS)
+    trials = [Trial("kill", name, "before", number) for number in numbers[:NUM_KILLS]]
+    trials += [Trial("stop", name, "checkpoint", number, 1) for number in numbers[NUM_KILLS:]]
+    failed = []
+    interrupted = 0
+    for trial in trials:
+        result = run_trial(base, trial)
+        interrupted += len(result.endings) > 1
+        failed += [f"{trial}  {result.note}  {problem}" for problem in result.problems]
+    assert not failed, "\n".join(failed)
+    assert interrupted > NUM_KILLS / 2, "most trials end an attempt before the run is done"

@@ -1,0 +1,124 @@
+"""OpenAI's responses at the gateway, read by OpenAI's own client: one conversation, one trajectory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+from openai.resources.responses import AsyncResponses  # now: the import takes seconds
+
+from rlpost.agents.messages import BadRequest, Message, ToolCall
+from rlpost.agents.responses_format import responses_request
+from tests.unit.agents.chat_models import write_model
+from tests.unit.agents.sampled import check
+from tests.unit.agents.test_gateway import CALL, Setup, run
+
+TOOL: Any = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": False,
+}
+QUESTION: Any = {"role": "user", "content": [{"type": "input_text", "text": "How is the weather?"}]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_model(tmp_path_factory.mktemp("qwen"), "qwen")
+
+
+def test_a_loop_of_calls_with_the_client_of_openai_is_one_trajectory(folder: str) -> None:
+    """Items go back as they came; the second answer is streamed, the third truncated."""
+
+    async def act(made: Setup) -> None:
+        async with await made.open() as episode:
+            client = AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0)
+            responses = AsyncResponses(client)
+            given: Any = {"model": "any", "instructions": "Be kind.", "tools": [TOOL]}
+            items: list[Any] = [QUESTION]
+            first = await responses.create(**given, input=items, temperature=0.1)
+            assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+            assert (first.status, first.output_text) == ("completed", "Look:")
+            call: Any = first.output[2]
+            assert (call.name, call.arguments) == ("weather", '{"city": "Paris"}')
+            result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+            items += [*(item.to_dict() for item in first.output), result]
+            kinds, texts = [], []
+            async for event in await responses.create(**given, input=items, stream=True):
+                kinds.append(event.type)
+                if event.type == "response.output_text.delta":
+                    texts.append(event.delta)
+                if event.type == "response.completed":
+                    second = event.response
+            assert kinds[:2] == ["response.created", "response.in_progress"]
+            assert kinds[-1] == "response.completed" and texts == ["It is sunny."]
+            assert second.usage.input_tokens > first.usage.input_tokens
+            items += [
+                *(item.to_dict() for item in second.output),
+                {"role": "user", "content": "So?"},
+            ]
+            third = await responses.create(**given, input=items, max_output_tokens=2)
+            assert third.status == "incomplete"
+            assert third.incomplete_details.reason == "max_output_tokens"
+            first_two, *_ = episode.trajectories()
+            assert [turn.request for turn in first_two.turns[:2]] == [0, 1]
+            check(episode.trajectories(), made.sampled)
+            await client.close()
+
+    answer = f"<think>\nHm.\n</think>\n\nLook:\n{CALL}"
+    run(folder, act, [answer, "It is sunny.", "Take a walk."])
+
+
+def test_items_become_messages_and_those_of_the_assistant_one() -> None:
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "message", "role": "user", "content": "Two cities?"},
+        {
+            "type": "reasoning",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "Hm."}],
+        },
+        {"role": "assistant", "content": [{"type": "output_text", "text": "Both:"}]},
+        {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"},
+        {"type": "function_call", "call_id": "b", "name": "weather", "arguments": ""},
+        {"type": "function_call_output", "call_id": "a", "output": "sun"},
+        {
+            "type": "function_call_output",
+            "call_id": "b",
+            "output": [{"type": "input_text", "text": "rain"}],
+        },
+    ]
+    calls = (ToolCall("a", "weather", "{}"), ToolCall("b", "weather", "{}"))
+    assert responses_request({"input": items}).messages == (
+        Message("system", "Be brief."),
+        Message("user", "Two cities?"),
+        Message("assistant", "Both:", "Hm.", calls),
+        Message("tool", "sun", tool_call_id="a"),
+        Message("tool", "rain", tool_call_id="b"),
+    )
+    assert responses_request({"input": "Hi", "instructions": "Go."}).messages == (
+        Message("system", "Go."),
+        Message("user", "Hi"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
+        ({"input": "x", "tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "arguments": "{}"}]}, "input[0]"),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+    ],
+)
+def test_what_cannot_be_answered_exactly_is_refused(body: Any, param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        responses_request(body)
+    assert caught.value.param == param

@@ -1,0 +1,137 @@
+"""Settings of the critic: what does not go together, and what the planner counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rlpost.config.checks.algorithm import algorithm_problems
+from rlpost.config.checks.batch import batch_problems
+from rlpost.config.load import load
+from rlpost.config.plan.estimate import estimate
+from rlpost.config.plan.shape import Layout, Shape, critic_parameters, rank_parameters
+from rlpost.orchestration.settings_of_actors import actor_settings
+
+DENSE = Shape(hidden=8, ffn=16, heads=4, groups=2, head_dim=2, vocab=30, sparse=(False,) * 4)
+PPO = {"advantage_estimator": "ppo"}
+
+
+def config(**groups):
+    cluster = {"actor_num_nodes": 1, "actor_num_gpus_per_node": 8, "colocate": True}
+    return load([], {"cluster": cluster, **groups}).config
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ({"critic": {"critic_lr": 1e-5}}, ["--critic-lr 1e-05 needs", "--advantage-estimator ppo"]),
+        (
+            {"critic": {"value_clip": 0.5, "num_critic_only_steps": 3}},
+            ["--value-clip 0.5 and --num-critic-only-steps 3 need"],
+        ),
+        ({"grpo": {"gamma": 0.9}}, ["--gamma 0.9", "use --gamma 1", "reinforce_plus_plus"]),
+        (
+            {"grpo": {"advantage_estimator": "reinforce_plus_plus", "lambd": 0.9}},
+            ["--lambd 0.9", "use --lambd 1"],
+        ),
+        (
+            {"grpo": PPO, "critic": {"critic_num_nodes": 2}},
+            ["--critic-num-nodes 2", "ranks of the policy, 1 here", "leave --critic-num-nodes out"],
+        ),
+        (
+            {"grpo": PPO, "critic": {"critic_num_gpus_per_node": 4}},
+            ["--critic-num-gpus-per-node 4", "8 here"],
+        ),
+        (
+            {
+                "grpo": PPO,
+                "optimizer": {"lr": 1e-5, "min_lr": 1e-6},
+                "critic": {"critic_lr": 5e-7},
+            },
+            ["--min-lr 1e-06", "critic's learning rate, 5e-07"],
+        ),
+        (
+            {"grpo": PPO | {"custom_advantage_function_path": "a.b"}},
+            ["--custom-advantage-function-path a.b", "no values"],
+        ),
+        (
+            {
+                "grpo": PPO | {"loss_type": "sft_loss"},
+                "rollout": {"n_samples_per_prompt": 1, "label_key": "x"},
+            },
+            ["--advantage-estimator ppo", "sft_loss has no rewards"],
+        ),
+    ],
+)
+def test_what_a_critic_cannot_do_is_refused(groups, words):
+    (problem,) = algorithm_problems(config(**groups))
+    assert all(word in problem for word in words), problem
+
+
+def test_the_critic_s_own_numbers_and_one_answer_a_prompt_are_accepted():
+    sizes = {"critic_num_nodes": 1, "critic_num_gpus_per_node": 8, "value_clip": None}
+    given = config(
+        grpo=PPO | {"gamma": 0.9, "lambd": 0.9},
+        critic=sizes,
+        rollout={"rollout_batch_size": 8, "n_samples_per_prompt": 1},
+    )
+    assert algorithm_problems(given) == batch_problems(given) == []
+    assert (
+        algorithm_problems(
+            config(grpo={"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9})
+        )
+        == []
+    )
+
+
+def test_the_critic_has_its_own_rate_and_weights(tmp_path):
+    given = {
+        "grpo": PPO,
+        "checkpoint": {"hf_checkpoint": str(tmp_path)},
+        "optimizer": {"lr": 1e-6, "lr_warmup_fraction": 0.1},
+        "critic": {
+            "critic_lr": 1e-5,
+            "critic_lr_warmup_iters": 3,
+            "critic_load": str(tmp_path / "value"),
+        },
+    }
+    settings = actor_settings(config(**given))
+    assert settings.use_critic and settings.lr == 1e-6
+    own = settings.of_critic
+    assert (own.lr, own.lr_warmup_iters, own.lr_warmup_fraction) == (1e-5, 3, None)
+    assert own.ref_load == str(tmp_path / "value")
+    given["critic"] = {}
+    own = actor_settings(config(**given)).of_critic
+    assert own.lr == 1e-6 and own.ref_load is None
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_critic_has_the_policy_s_parameters_with_a_head_for_the_output_layer(tied):
+    shape = replace(DENSE, tied=tied)
+    policy = replace(DENSE, tied=True).parameters.dense
+    assert critic_parameters(shape, Layout(), 0).dense == policy + 8 + 1
+    layout = Layout(world=4, tensor=2, pipeline=2)
+    first, last = (critic_parameters(shape, layout, stage).dense for stage in (0, 1))
+    assert first == rank_parameters(shape, layout, 0).dense
+    assert last == rank_parameters(shape, layout, 1).dense - 15 * 8 + 8 + 1
+
+
+def test_the_planner_counts_the_critic():
+    """Weights, gradients and state beside the policy's; in the checkpoint too."""
+    shape = replace(DENSE, vocab=32000, hidden=256, ffn=512)
+    perf = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 1024}
+    alone, both = (
+        estimate(config(grpo=grpo, perf=perf), shape, gpu_bytes=10**10) for grpo in ({}, PPO)
+    )
+    critic = both.fullest.critic
+    assert alone.fullest.critic.total == 0
+    assert critic.weights == 2 * critic_parameters(shape, Layout(), 0).dense
+    assert critic.gradients == 2 * critic.weights
+    assert both.fullest.train == alone.fullest.train + critic.total
+    assert dict(both.phases[0].parts)["critic"] == critic.total
+    assert "critic" not in dict(both.phases[1].parts), "offloaded before weights are sent"
+    added = both.checkpoint_bytes - alone.checkpoint_bytes
+    assert added == 14 * critic_parameters(shape, Layout(), 0).dense
+    assert both.checkpoint_bytes_per_rank > alone.checkpoint_bytes_per_rank
+    assert both.host_bytes_per_node > alone.host_bytes_per_node

@@ -1,0 +1,96 @@
+"""Settings of adapters that have no effect, or that exclude each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlpost.config.checks.lora import lora_model_problems, lora_problems
+from rlpost.config.checks.optimizer import optimizer_problems
+from rlpost.config.load import load
+from rlpost.config.tree import Config
+
+LORA = {"lora_rank": 8}
+MUON = {"optimizer": "muon"}
+WHOLE = {"use_distributed_optimizer": False}
+
+
+def config(**groups: Any) -> Config:
+    return load([], groups).config
+
+
+def test_adapters_at_every_layer_and_their_defaults_have_no_problems():
+    targets = ("linear_qkv", "experts")
+    for lora in ({}, LORA, LORA | {"lora_targets": targets, "lora_dropout": 0.1}):
+        assert lora_problems(config(lora=lora)) == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        (
+            {"lora": {"lora_alpha": 16}},
+            "--lora-alpha 16 has no effect without adapters; add --lora-",
+        ),
+        ({"lora": {"lora_targets": "experts"}}, "--lora-targets experts has no effect"),
+        (
+            {"lora": LORA, "grpo": {"enable_mtp_training": True}},
+            "has no adapters; use --enable-mtp",
+        ),
+        (
+            {"lora": LORA, "perf": {"transformer_impl": "transformer_engine"}},
+            "--transformer-impl transformer_engine with --lora-rank 8",
+        ),
+        ({"lora": LORA | {"lora_targets": ["experts"] * 2}}, "names a target twice"),
+        (
+            {
+                "lora": LORA | {"lora_targets": "experts", "lora_export": "peft"},
+                "checkpoint": {"save_hf": "/there"},
+            },
+            "--lora-export peft with --lora-targets experts",
+        ),
+        ({"lora": LORA | {"lora_export": "peft"}}, "--lora-export peft without --save-hf"),
+    ],
+)
+def test_what_has_no_effect_or_excludes_adapters_is_named(groups, words):
+    (problem,) = lora_problems(config(**groups))
+    assert words in problem
+
+
+def test_targets_that_the_model_lacks_are_named():
+    given = config(lora=LORA | {"lora_targets": "experts"})
+    assert lora_model_problems(given, {"n_routed_experts": 8}) == []
+    (problem,) = lora_model_problems(given, {"hidden_size": 8})
+    assert "--lora-targets experts: the model's config.json has no routed experts" in problem
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ({"optimizer": MUON}, "--optimizer muon with --use-distributed-optimizer true"),
+        ({"optimizer": MUON, "perf": WHOLE, "lora": LORA}, "--optimizer muon with --lora-rank 8"),
+        ({"optimizer": {"muon_momentum": 0.9}}, "--muon-momentum 0.9 has no effect"),
+        (
+            {
+                "optimizer": {
+                    "only_train_params_name_list": "experts",
+                    "freeze_params_name_list": ["embedding"],
+                }
+            },
+            "--only-train-params-name-list experts with --freeze-params-name-list embedding",
+        ),
+        (
+            {"optimizer": {"freeze_params_name_list": "embedding"}, "lora": LORA},
+            "--freeze-params-name-list embedding with --lora-rank 8",
+        ),
+    ],
+)
+def test_what_excludes_muon_or_frozen_parameters_is_named(groups, words):
+    (problem,) = optimizer_problems(config(**groups))
+    assert words in problem
+
+
+def test_muon_and_patterns_alone_have_no_problems():
+    patterns = {"freeze_params_name_list": [r"layers\.[0-3]\.", "embedding"]}
+    assert optimizer_problems(config(optimizer=MUON | patterns, perf=WHOLE)) == []
