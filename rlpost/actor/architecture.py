@@ -151,19 +151,18 @@ def architecture(family: Family, hf: HfConfig) -> dict[str, object]:
         "swiglu": fields.get("activation_func", "silu") == "silu",
         "quick_geglu": fields.get("activation_func") == "quick_gelu",
         "mtp_num_layers": mtp_layers(family, hf) or None,
-    }
-    if fields.get("multi_latent_attention"):
-        said |= _latent(fields)
+    } | _latent(fields)
     return said | (_experts(fields) if "num_moe_experts" in fields else {})
 
 
 def _latent(fields: Mapping[str, Any]) -> dict[str, object]:
-    names = ["multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim"]
-    names += ["qk_pos_emb_head_dim", "v_head_dim", "rope_type"]
-    if fields["rope_type"] == "yarn":
-        names += ["rotary_scaling_factor", "original_max_position_embeddings"]
-        names += ["mscale", "mscale_all_dim"]
-    return {name: fields[name] for name in names}
+    """Return the values of latent attention, and of YaRN in it."""
+    sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    yarn = ("rotary_scaling_factor", "original_max_position_embeddings", "mscale", "mscale_all_dim")
+    said = {name: fields.get(name) for name in (*sizes, "rope_type")}
+    has_yarn = said["rope_type"] == "yarn"
+    said |= {name: fields.get(name) if has_yarn else None for name in yarn}
+    return said | {"multi_latent_attention": fields.get("multi_latent_attention", False)}
 
 
 def _experts(fields: Mapping[str, Any]) -> dict[str, object]:

@@ -125,8 +125,6 @@ LAYOUTS = [
     Layout("moe-tp2-sp-recompute-experts", MOE, 2, tp(2) | EXPERTS),
     Layout("moe-cp2-pp2-recompute", MOE, 4, CP2 | pp(2) | FULL),
     Layout("moe-tp2-sp-cp2", MOE, 4, tp(2) | CP2),
-    Layout("latent-tp2-sp", LATENT, 2, tp(2)),
-    Layout("latent-pp2-uneven-recompute", LATENT, 2, pp(2, **UNEVEN_MOE) | FULL),
     Layout("latent-cp2-ep2", LATENT, 2, CP2 | ep(2)),
     Layout("cp2-pp2-gspo-kl", DENSE, 4, CP2 | pp(2), "gspo-kl"),
     Layout("tp2-sp-cispo", DENSE, 2, tp(2), "cispo"),
