@@ -90,7 +90,7 @@ def test_the_head_prints_one_table_of_all_nodes_with_the_odd_ones_marked(lab: La
         if " eth0 " in line
     }
     for node in ("n01", "n02"):
-        assert "NCCL_SOCKET_IFNAME==eth0  # NCCL takes a prefix" in attempt.log(f"agent-{node}.log")
+        assert "NCCL_SOCKET_IFNAME==eth0  # = makes NCCL match" in attempt.log(f"agent-{node}.log")
     assert rows["n01"][1:5] == [
         "eth0",
         lab.ip("n01"),

@@ -13,6 +13,15 @@ from rlpost.config.groups.lora import LoraConfig
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled
 
+WITHOUT_ADAPTERS = frozenset(
+    {
+        *("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),  # latent attention
+        *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"),  # linear attention, a gate on attention
+        *("GptOssForCausalLM", "MiniMaxM2ForCausalLM", "Qwen2MoeForCausalLM"),
+    }
+)
+"""Architectures whose layers differ from those that adapters are made and tested for."""
+
 
 def lora_problems(config: Config) -> list[str]:
     """Settings without adapters that need them, and those that adapters exclude."""
@@ -74,9 +83,17 @@ def _unused(config: Config) -> list[str]:
 
 
 def lora_model_problems(config: Config, model: Mapping[str, Any]) -> list[str]:
-    """Targets that the model of this config.json does not have."""
+    """Architectures without adapters, and targets that the model of this config.json lacks."""
+    if config.lora.lora_rank is None:
+        return []
+    architecture = next(iter(model.get("architectures") or ()), "")
+    if architecture in WITHOUT_ADAPTERS:
+        return [
+            f"{spelled(config, 'lora_rank')}: adapters do not exist for the attention or the experts of "
+            f"{architecture}; omit it to train all weights"
+        ]
     has_experts = any(model.get(key) for key in EXPERT_KEYS)
-    if config.lora.lora_rank is None or has_experts or "experts" not in config.lora.lora_targets:
+    if has_experts or "experts" not in config.lora.lora_targets:
         return []
     return [
         f"{spelled(config, 'lora_targets')}: the model's config.json has no routed experts; use --lora-targets without "

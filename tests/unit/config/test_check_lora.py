@@ -65,6 +65,30 @@ def test_targets_that_the_model_lacks_are_named():
     assert "--lora-targets experts: the model's config.json has no routed experts" in problem
 
 
+@pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "GptOssForCausalLM"])
+def test_architectures_without_adapters_are_refused(architecture):
+    model = {"architectures": [architecture]}
+    (problem,) = lora_model_problems(config(lora=LORA), model)
+    assert (
+        f"--lora-rank 8: adapters do not exist for the attention or the experts of {architecture}"
+        in problem
+    )
+    assert lora_model_problems(config(), model) == []
+
+
+def test_what_has_no_adapters_beside_the_policy_is_refused():
+    """The critic, a teacher in the trainer, and a reference that would change."""
+    ppo = config(lora=LORA, grpo={"advantage_estimator": "ppo"})
+    assert any("--advantage-estimator ppo with --lora-rank 8" in one for one in lora_problems(ppo))
+    teacher = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "/t"}
+    taught = lora_problems(config(lora=LORA, distillation=teacher))
+    assert any("--opd-teacher-load with --lora-rank 8" in one for one in taught)
+    updated = config(lora=LORA, grpo={"use_kl_loss": True, "ref_update_interval": 2})
+    assert any(
+        "--ref-update-interval 2 with --lora-rank 8" in one for one in lora_problems(updated)
+    )
+
+
 @pytest.mark.parametrize(
     ("groups", "words"),
     [
