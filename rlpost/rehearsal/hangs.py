@@ -146,7 +146,7 @@ def _told(
     elif mine is not None and theirs is not None and _comes_later(mine, of_group[other][position:]):
         call = theirs
         words = (
-            f"{who} leaves out {number}: {theirs.words} at {theirs.line}; it goes on with {mine.words} "
+            f"{who} leaves out {number}: {theirs.words} at {theirs.line}; it continues with {mine.words} "
             f"at {mine.line}"
         )
     elif mine is not None and theirs is not None and mine.line == theirs.line:
@@ -259,7 +259,7 @@ def _unmet(
         extra = sends[len(receives)]
         words = (
             f"rank {source} sends {len(sends)} times to rank {target}, which receives "
-            f"{len(receives)} times; the first that nobody receives is {extra.words} at {extra.line}"
+            f"{len(receives)} times; the first without a receive is {extra.words} at {extra.line}"
         )
         yield _fault(recordings, (source, target), extra, words)
     elif len(receives) > len(sends):

@@ -88,7 +88,7 @@ class Result:
 def hang_check(faults: Sequence[Fault], *, num_calls: int, num_groups: int) -> Check:
     """The check of all collectives and transfers."""
     extent = f"{num_calls} calls in {num_groups} groups"
-    words = tuple(f"a hang is foretold. {one.words}" for one in faults)
+    words = tuple(f"the step would hang: {one.words}" for one in faults)
     return Check("collectives in the same order, with matching shapes", words, extent)
 
 

@@ -59,7 +59,7 @@ def rehearse_run(
         config: the settings of the run.
         settings: those of an actor, made from ``config``.
         options: what is asked for.
-        say: told what is done next.
+        say: called with the name of each step before it runs.
 
     Raises:
         ConfigError, PlacementError, WeightError: the model or the ranks do not fit the layout.

@@ -1,5 +1,5 @@
 """A supervised run on a real Slurm, killed once in every place it has, beside one that nobody
-killed, whose answers came from a fleet. The benchmark ``crash`` kills as often as one likes.
+killed, whose answers came from a fleet. The benchmark ``crash`` kills any number of times.
 """
 
 import random

@@ -257,7 +257,7 @@ def test_a_node_that_loses_its_power_is_replaced_by_a_spare_within_the_attempt(
         assert run.verdict(0) == "done", run.tell()
         assert job_info(lab, run.job).num_restarts == 0 and len(run.events("attempt")) == 1
         recovered = {event["role"]: event for event in run.events("recovered")}
-        assert set(recovered) == {"trainer", "node"}, run.tell()
+        assert set(recovered) == {"trainer", "engine", "node"}, run.tell()
         assert (recovered["node"]["host"], recovered["node"]["replacement"]) == ("n02", "n03")
         print(f"recovered: {[(role, event['seconds']) for role, event in recovered.items()]}")
         assert run.events("done")[0]["weights"] == undisturbed.events("done")[0]["weights"]

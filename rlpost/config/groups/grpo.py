@@ -82,7 +82,7 @@ class GrpoConfig(Group):
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
     """KL estimator, in the loss and in the reward."""
     ref_update_interval: Positive | None = None
-    """Make the policy the reference after every so many rollouts; checkpoints then hold the
+    """Make the policy the reference each time this many rollouts were trained; checkpoints then hold the
     reference as well. Default: the reference stays as loaded."""
     use_unbiased_kl: bool = False
     """Weight that KL divergence by the ratio of the policy to the old policy, which removes the

@@ -105,7 +105,7 @@ def test_another_quantisation_is_refused_by_name(tmp_path):
         HuggingFaceFolder(tmp_path)
 
 
-def test_shapes_foretell_the_tensors():
+def test_shapes_are_those_of_the_tensors():
     quantisation = BlockFp8(frozenset({"a.weight"}))
     for name, tensor in {"a.weight": torch.randn(200, 64), "norm.weight": torch.randn(64)}.items():
         made = quantisation.tensors(name, tensor)
