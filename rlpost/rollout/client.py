@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,6 +22,9 @@ import aiohttp
 from rlpost.errors import EngineDied, RolloutError
 from rlpost.types import Bucket
 
+logger = logging.getLogger(__name__)
+
+SESSION_IS_OPEN = "a weight-update session is already open"  # SGLang's refusal of a second one
 LISTENING_POLL_S = 2.0  # interval of checks that a slow engine still listens
 
 SECRETS = ("api_key", "admin_api_key", "launch_command")
@@ -55,11 +59,25 @@ class EngineClient:
         await self.request("POST", "/continue_generation", {})
 
     async def begin_weight_update(self) -> bool:
-        """Open a session of weight updates; False where SGLang has none (up to 0.5.20)."""
-        return (
-            await self.request("POST", "/begin_weight_update", {"selector": "all"}, missing_ok=True)
-            is not None
+        """Open a session of weight updates; False where SGLang has none (up to 0.5.20).
+
+        A session that an earlier update left open is closed first: when one engine dies, the update
+        of the others ends wherever it is. The next update sends all weights again.
+        """
+        try:
+            return await self._begin()
+        except RolloutError as error:
+            if SESSION_IS_OPEN not in str(error):
+                raise
+        logger.info("engine %s: closing the weight update that an earlier one left open", self.url)
+        await self.end_weight_update()
+        return await self._begin()
+
+    async def _begin(self) -> bool:
+        answer = await self.request(
+            "POST", "/begin_weight_update", {"selector": "all"}, missing_ok=True
         )
+        return answer is not None
 
     async def end_weight_update(self) -> None:
         """Close the session; only after ``begin_weight_update`` returned True."""

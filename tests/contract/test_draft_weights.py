@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rlpost.rollout.client import SESSION_IS_OPEN
 from rlpost.weights.families import family
 from tests.contract.cuda.library_source import Source
 
@@ -133,6 +134,17 @@ def test_an_update_goes_to_the_draft_model_too():
     assert select(runners, "all") == [("target", 1), ("draft", 2)]
     client = (Path(__file__).parents[2] / "rlpost/rollout/client.py").read_text()
     assert '"/begin_weight_update", {"selector": "all"}' in client
+
+
+def test_a_second_session_is_refused_with_the_words_that_our_client_knows():
+    source = Source()
+    begin = source.run(
+        UPDATER,
+        "SchedulerWeightUpdaterManager.begin_weight_update",
+        BeginWeightUpdateReqOutput=SimpleNamespace,
+    )
+    refused = begin(SimpleNamespace(_session=object()), None)
+    assert not refused.success and SESSION_IS_OPEN in refused.message
 
 
 def test_a_loader_with_other_names_is_noticed():

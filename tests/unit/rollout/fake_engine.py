@@ -27,6 +27,7 @@ class FakeEngine:
 
     has_sessions: bool = True
     refuses: str | None = None  # a path that answers 400
+    in_session: bool = False  # an update was begun and not ended
     ignores_version: bool = False
     answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # of POST /generate
     unavailable: int = 0  # answer so many generations with this status first
@@ -57,6 +58,11 @@ class FakeEngine:
             return web.json_response({"success": False, "message": "no"}, status=400)
         if path.endswith("_weight_update") and not self.has_sessions:
             return web.json_response({"detail": "Not Found"}, status=404)
+        if path.endswith("_weight_update"):
+            if (path == "begin_weight_update") == self.in_session:
+                problem = "a weight-update session is already open" if self.in_session else "none"
+                return web.json_response({"success": False, "message": problem}, status=400)
+            self.in_session = not self.in_session
         if body.get("weight_version") and not self.ignores_version:
             self.version = body["weight_version"]
         if path == "model_info":

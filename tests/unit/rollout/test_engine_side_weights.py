@@ -67,6 +67,15 @@ def test_an_engine_without_sessions_is_updated_without_them() -> None:
     assert old.log[-1] == new.log[-1] == "continue_generation"
 
 
+def test_a_session_that_a_failed_update_left_open_is_closed_before_the_next_one() -> None:
+    """The other engine died while both were asked to open one."""
+    engine = FakeEngine(in_session=True)
+    asyncio.run(update([engine]))
+    begin = "begin_weight_update"
+    assert engine.log[1:4] == [begin, "end_weight_update", begin]
+    assert engine.log[-1] == "continue_generation" and not engine.in_session
+
+
 @pytest.mark.parametrize(
     "path", ["pause_generation", "begin_weight_update", TAKE, "end_weight_update", "flush_cache"]
 )
