@@ -1,6 +1,6 @@
 """Compare a run whose engines come and go with one whose fleet stays.
 
-    python -m benchmarks.fleet --events 100 [--seed 1] [--write]
+    python -m benchmarks.fleet --events 100 [--longest-wait 15] [--seed 1] [--write]
 
 On a real Slurm (the tests' lab, root needed), real Ray, Megatron and SGLang on CPU. A run of the
 tiny model has an engine of its own and a fleet of five: two that were left alone, and three that are
@@ -34,7 +34,7 @@ HEADING = "## Fleet"
 NUM_STATIC, NUM_TOUCHED = 2, 3
 STEPS_AN_EVENT, SPARE_STEPS = 4, 10
 LENGTH = 96  # tokens of an answer while engines come and go
-LONGEST_WAIT_S = 15.0  # between two events
+LONGEST_WAIT_S = 15.0  # between two events, unless given
 SHARE_IN_START = 0.2
 KINDS = {
     "drained, another added": 3,
@@ -100,14 +100,19 @@ def kill_node(fleet: Fleet, engine: str) -> bool:
     return True
 
 
-def disturb(fleet: Fleet, num_events: int, rng: random.Random) -> None:
-    """Do ``num_events`` things to the touched engines, unless the run is done before."""
+def disturb(
+    fleet: Fleet, num_events: int, rng: random.Random, *, longest_wait_s: float = LONGEST_WAIT_S
+) -> None:
+    """Do ``num_events`` things to the touched engines, unless the run is done before.
+
+    They come at random instants, at most ``longest_wait_s`` after each other.
+    """
     kinds: list[str] = []
     while sum(fleet.events.values()) < num_events and not fleet.run.is_done:
         if not kinds:
             kinds = [kind for kind, times in KINDS.items() for _ in range(times)]
             rng.shuffle(kinds)
-        time.sleep(rng.uniform(0.0, LONGEST_WAIT_S))
+        time.sleep(rng.uniform(0.0, longest_wait_s))
         in_start = rng.random() < SHARE_IN_START
         ready = [one for one in fleet.touched if in_start or fleet.run.is_admitted(one)]
         if not ready or not strike(fleet, kinds[-1], rng.choice(ready)):
@@ -118,7 +123,9 @@ def disturb(fleet: Fleet, num_events: int, rng: random.Random) -> None:
         print(f"event {number}: {kind}, at step {step}", file=sys.stderr, flush=True)
 
 
-def disturbed(run: FleetRun, num_events: int, rng: random.Random) -> tuple[Fleet, Watch]:
+def disturbed(
+    run: FleetRun, num_events: int, rng: random.Random, longest_wait_s: float
+) -> tuple[Fleet, Watch]:
     """The run from its first fleet engine to its end."""
     wait_for(run, "the first attempt", lambda: run.is_ready)
     with Watch(run) as watch:
@@ -126,7 +133,7 @@ def disturbed(run: FleetRun, num_events: int, rng: random.Random) -> tuple[Fleet
         until_admitted(run, static)
         fleet = Fleet(run, static, run.add(NUM_TOUCHED, partition="low"))
         until_admitted(run, fleet.touched)
-        disturb(fleet, num_events, rng)
+        disturb(fleet, num_events, rng, longest_wait_s=longest_wait_s)
     run.set_pace(1)  # the rest is for the comparison of the weights alone
     finish(run)
     return fleet, watch
@@ -209,6 +216,13 @@ def main() -> int:
     """Disturb, compare and print; 1 when something differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--events", type=int, default=100, help="(default: 100)")
+    parser.add_argument(
+        "--longest-wait",
+        type=float,
+        default=LONGEST_WAIT_S,
+        metavar="S",
+        help=f"seconds between two events, at most (default: {LONGEST_WAIT_S:g})",
+    )
     parser.add_argument("--seed", type=int, default=1, help="of instants and kinds (default: 1)")
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
@@ -216,7 +230,8 @@ def main() -> int:
     num_steps = SPARE_STEPS + STEPS_AN_EVENT * options.events
     with fleet_lab() as lab:
         run = BusyRun(lab, "touched", num_steps, pace=LENGTH)
-        fleet, watch = disturbed(run, options.events, random.Random(options.seed))
+        rng = random.Random(options.seed)
+        fleet, watch = disturbed(run, options.events, rng, options.longest_wait)
         until = max(second for one in watch.admitted.values() for second in one)
         wrong = left_over(fleet)
         static = BusyRun(lab, "static", num_steps, pace=LENGTH)
@@ -236,7 +251,8 @@ def introduction(
     """What was compared, and with which result."""
     is_same = f"the same weights and metrics, {len(run.finished())} groups finished, each once"
     return [
-        f"`python -m benchmarks.fleet --events {options.events} --seed {options.seed} --write`: "
+        f"`python -m benchmarks.fleet --events {options.events} --longest-wait {options.longest_wait:g} "
+        f"--seed {options.seed} --write`: "
         f"a run of {run.num_steps} steps on",
         "Slurm 22.05 of the tests' lab with real SGLang on CPU: one engine of its own, "
         f"{NUM_STATIC} fleet engines",
