@@ -12,7 +12,8 @@ from tests.contract.cuda.observations_table import OF_EXPERTS, ON_HOST
 
 pytestmark = pytest.mark.timeout(300)
 RECIPES = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml"))
-ROTATES_NEIGHBOURS = ("glm_z1_9b", "glm4-0414")
+# Rotary embedding of neighbours, and latent attention.
+WITHOUT_ROTARY_KERNEL = ("glm_z1_9b", "glm4-0414", "deepseek-v3-moe")
 
 
 def fields(found, table, *names):
@@ -23,7 +24,7 @@ def fields(found, table, *names):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_with_transformer_engine_a_recipe_gets_every_kernel_that_it_asks_for(observe, recipe):
     found = observe("transformer_engine")["recipes"][recipe]
-    experts, rotated = recipe in OF_EXPERTS, recipe not in ROTATES_NEIGHBOURS
+    experts, rotated = recipe in OF_EXPERTS, recipe not in WITHOUT_ROTARY_KERNEL
     assert found["implementation"] == "transformer_engine"
     assert fields(found, "model", "bias_activation_fusion", "apply_rope_fusion") == (True, rotated)
     assert fields(found, "model", "moe_grouped_gemm", "moe_permute_fusion") == (experts, experts)
@@ -92,7 +93,7 @@ def test_every_family_is_built_at_every_layout(observe, implementation, family):
             assert "error" not in found
             continue
         kind = name.partition(",")[0]
-        rotated = kind == "transformer_engine" and family not in ROTATES_NEIGHBOURS
+        rotated = kind == "transformer_engine" and family not in WITHOUT_ROTARY_KERNEL
         assert fields(found, "model", "bias_activation_fusion", "apply_rope_fusion") == (
             True,
             rotated,
