@@ -40,10 +40,15 @@ class Saves:
         self._settings = settings
         self._chunks = chunks
         self._optimizer = optimizer
-        self._critic = critic
-        self._residence = Residence(memory.resident, memory.lock)
+        self.critic = critic
+        """Saved with the policy; None without one."""
+        self._memory = memory
         self._saver: Saver | None = None
         self._writing: JointWriting | None = None
+
+    @property
+    def _residence(self) -> Residence:
+        return Residence(self._memory.resident, self._memory.lock)
 
     def set_buffer(self, num_bytes: int) -> Saver:
         """Replace the host buffer of saves by one of ``num_bytes``. Collective."""
@@ -54,8 +59,8 @@ class Saves:
             residence=self._residence,
             adapters=checkpoint_settings(self._settings),
         )
-        if self._critic is not None:
-            self._critic.set_save_buffer(num_bytes, self._residence)
+        if self.critic is not None:
+            self.critic.set_save_buffer(num_bytes, self._residence)
         return self._saver
 
     def start(self, folder: str | Path, progress: Progress, *, in_background: bool) -> None:
@@ -69,8 +74,8 @@ class Saves:
         writing = JointWriting()
         writing.add(saver, folder, progress)
         self._writing = writing
-        if self._critic is not None:
-            self._critic.start_save(writing, folder, progress.step, self._residence)
+        if self.critic is not None:
+            self.critic.start_save(writing, folder, progress.step, self._residence)
         if in_background:
             if writing.must_stay:
                 self.wait_copied()
