@@ -30,7 +30,7 @@ def whole_adapters(actor: Any) -> dict[str, Any]:
     found = peft_tensors(actor.inventory, peft_settings(actor.settings))
     if torch.distributed.get_rank() != 0:
         return {}
-    return {name: tensor.clone().numpy() for name, tensor in found.items()}
+    return {name: tensor.float().clone().numpy() for name, tensor in found.items()}
 
 
 def look_at_adapters(
