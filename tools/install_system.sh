@@ -12,9 +12,11 @@ browser=chromium
 for program in chromium chromium-browser google-chrome chrome; do
     if command -v "$program" > /dev/null; then browser=; fi
 done
-[ "${#missing[@]}" -gt 0 ] || [ -n "$browser" ] || exit 0
+promtool=promtool
+if command -v promtool > /dev/null; then promtool=; fi
+[ "${#missing[@]}" -gt 0 ] || [ -n "$browser$promtool" ] || exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
-    echo "install: ${missing[*]} $browser"
+    echo "install: ${missing[*]} $browser $promtool"
     export DEBIAN_FRONTEND=noninteractive
     apt-get update -qq
     if [ "${#missing[@]}" -gt 0 ]; then
@@ -24,6 +26,12 @@ if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
         apt-get install -y -qq --no-install-recommends "$browser" > /dev/null ||
             echo "no package $browser here; tests in a browser will be skipped"
     fi
+    if [ -n "$promtool" ]; then # alone: the package would start a server as well
+        folder=$(mktemp -d)
+        (cd "$folder" && apt-get download -qq prometheus && dpkg-deb --extract prometheus_*.deb .) > /dev/null 2>&1
+        install -m 755 "$folder/usr/bin/promtool" /usr/local/bin/promtool
+        rm -rf "$folder"
+    fi
 else
-    echo "missing: ${missing[*]} $browser; tests that need them will be skipped (install them as root, e.g. with apt-get)"
+    echo "missing: ${missing[*]} $browser $promtool; tests that need them will be skipped (install them as root, e.g. with apt-get)"
 fi

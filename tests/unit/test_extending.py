@@ -195,6 +195,6 @@ def test_a_package_whose_family_is_none_is_named(tmp_path, monkeypatch, value, s
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(WeightError, match=f"rlpost.families BadForCausalLM = {value}: {said}"):
         family("BadForCausalLM")
-    with pytest.raises(WeightError, match="known: BadForCausalLM, Glm4ForCausalLM"):
+    with pytest.raises(WeightError, match="known: BadForCausalLM, DeepseekV3ForCausalLM, "):
         family("WorseForCausalLM")
     assert family("LlamaForCausalLM") is FAMILIES["LlamaForCausalLM"]

@@ -57,7 +57,7 @@ def test_the_page_says_where_the_run_is(view):
     ):
         assert words in shown, words
     for words in (
-        "tokens/s, 100",
+        "tokens/s, 99.29 s per step",
         "generate 67%",
         "engine-0 0:0",
         "iter_0000240",

@@ -49,6 +49,8 @@ def test_the_keys_in_tables_are_settings(page: Path) -> None:
         "started",
         "ready",
         "committed",
+        "engine_lost",
+        "recovered",
     }
     assert set(keys) - other - {"preempted", "verdict", "chained", "cancelled"} <= set(fields())
 
