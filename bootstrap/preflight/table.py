@@ -202,12 +202,12 @@ class Preflight:
             yield from (f"{host} {c.level} {c.name}: {c.found}" for c in checks if c.level != "OK")
 
 
-def _blocks(names: Sequence[str], room: int | None) -> list[list[str]]:
-    """Split the columns into blocks of at most ``room`` characters, a space before each name."""
+def _blocks(names: Sequence[str], width: int | None) -> list[list[str]]:
+    """Split the columns into blocks of at most ``width`` characters, a space before each name."""
     blocks: list[list[str]] = [[]]
     used = 0
     for name in names:
-        if room is not None and blocks[-1] and used + len(name) + 1 > room:
+        if width is not None and blocks[-1] and used + len(name) + 1 > width:
             blocks.append([])
             used = 0
         blocks[-1].append(name)

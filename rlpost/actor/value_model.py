@@ -54,7 +54,7 @@ class ValueHead(torch.nn.Module):
     """
 
     def __init__(self, config: TransformerConfig, *, seed: int) -> None:
-        """Draw the weight from a generator of its own: equal at every layout."""
+        """Draw the weight from a separate generator: equal at every layout."""
         super().__init__()
         self.sequence_parallel = config.sequence_parallel
         generator = torch.Generator().manual_seed(seed)

@@ -35,7 +35,7 @@ class Family:
     """Whether queries, and keys, have one norm over all heads instead of one over each head.
 
     Such a family leaves ``qk_layernorm`` out of ``fields``: Megatron sums the gradient of those
-    norms over the tensor-parallel ranks, but here each rank has the weight of its own heads.
+    norms over the tensor-parallel ranks, but here each rank has only the weight of its heads.
     """
     has_yarn: bool = False
     """Whether config.json may extend the rotary embedding with YaRN (arXiv 2309.00071)."""
