@@ -18,15 +18,24 @@ from rlpost.report.svg import Marks
 from rlpost.report.timeline import timeline
 
 
-def compare_page(runs: Sequence[RunFacts]) -> str:
-    """Return the whole page (``templates/compare.html``)."""
+def compare_page(
+    runs: Sequence[RunFacts], *, title: str | None = None, pages: Sequence[str] = ()
+) -> str:
+    """Return the whole page (``templates/compare.html``).
+
+    Args:
+        title: instead of the names of the runs.
+        pages: relative addresses of the reports of the runs, in the same order.
+    """
     names = labels(runs)
     lines = [(name, run.lines) for name, run in zip(names, runs, strict=True)]
     main = compared_panels(lines)
     others = other_panels(lines, compared_names(lines))
     return render(
         "compare.html",
-        title="compare " + ", ".join(names),
+        title=title or "compare " + ", ".join(names),
+        heading=title or " · ".join(names),
+        pages=dict(zip(names, pages, strict=True)) if pages else {},
         names=names,
         colours=[(name, colour_class(number)) for number, name in enumerate(names)],
         figures=figures(runs, is_brief=True),
