@@ -46,7 +46,7 @@ VERBS = {
     "list": ("rlpost.cli.status:list_main", "all runs, the newest first"),
     "logs": (
         "rlpost.cli.logs:main",
-        "the log of the driver, or of any other process (-f, --of NAME, --level, --grep)",
+        "the log of the driver, or of any other process (-f, --of NAME, --level, --grep, --since)",
     ),
     "attach": ("rlpost.cli.attach:attach_main", "a shell on a node of a run"),
     "exec": ("rlpost.cli.attach:exec_main", "a command on every node of a run"),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.attempt import DRIVER_LOG, PREFLIGHT_JSON, VERDICT_JSON
+from common.log_format import as_text
 from common.run_folder import RunFolder
 from rlpost.agents.environments.traces import FILE_NAME as EPISODES
 from rlpost.agents.environments.traces import read_episodes
@@ -34,7 +35,7 @@ MAX_FIXED_STEPS = 20
 TAIL_BYTES, TAIL_LINES = 1 << 14, 60
 _OPEN_OR_OVER = ("attempt", "started", "verdict", "done")
 _NO_FAILURE = ("done", "requeue")
-_DATED = re.compile(r"\d\d:\d\d:\d\d\.\d{3} ")
+_DATED = re.compile(r"(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d\.\d{3} ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,7 @@ def network_table(log: str) -> str:
     """Return the lines below "network of this node" in an agent's log."""
     block: list[str] = []
     inside = False
-    for line in log.splitlines():
+    for line in "\n".join(map(as_text, log.splitlines())).splitlines():
         if _DATED.match(line):
             if inside:
                 break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -23,6 +23,9 @@ Steps = Annotated[str, AfterValidator(_steps)]
 class ObserveConfig(Group):
     """Monitoring and profiling beyond metrics.jsonl (docs/seeing.md)."""
 
+    log_format: Literal["text", "json"] | None = None
+    """Format of the logs of agents, driver, actors and servers: text with date and time, or one JSON
+    object per line (time, level, logger, source, message). Default: text."""
     use_tensorboard: bool = False
     """Also write the metrics of each step for TensorBoard; the driver's node needs the package
     tensorboard."""
