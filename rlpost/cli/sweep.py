@@ -22,6 +22,7 @@ from common.files import write_atomic
 from common.run_folder import RunFolder
 from rlpost.arguments import Parser
 from rlpost.cli.command_line import settings
+from rlpost.cli.run_table import total_cost
 from rlpost.cli.runs import add_runs_dir, newest_job
 from rlpost.cli.status import exit_code
 from rlpost.cli.statuses import statuses
@@ -242,15 +243,17 @@ def _show(arguments: Sequence[str]) -> int:
         shown = [{"values": dict(point.values), **asdict(status)} for point, status in rows]
         print(json.dumps(shown, indent=2))
     else:
-        table = [["run", "values", "state", "step", "reward", "evaluation", "goodput"]]
+        table = [["run", "values", "state", "step", "reward", "evaluation", "goodput", "cost"]]
         for point, status in zip(there, found, strict=True):
             reward = "" if status.reward is None else f"{status.reward:.3f}"
             evals = ", ".join(f"{name} {value:.3f}" for name, value in status.evals.items())
-            goodput = status.goodput.headline if status.goodput else ""
+            spent = status.goodput
+            goodput = spent.headline if spent else ""
+            cost = f"{spent.cost:,.2f}" if spent and spent.cost is not None else ""
             step = f"{status.step}/{status.num_steps}" if status.num_steps else str(status.step)
-            row = [point.run, point.label, status.state, step, reward, evals, goodput]
+            row = [point.run, point.label, status.state, step, reward, evals, goodput, cost]
             table.append(row)
-        print("\n".join(aligned(table, terminal_width())))
+        print("\n".join([*aligned(table, terminal_width()), *total_cost(found)]))
         if missing := len(points) - len(there):
             print(f"{missing} of {len(points)} runs were not submitted; --resume submits them")
     page = write_page(folder, there)
