@@ -24,7 +24,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlpost.actor import parallel
-from rlpost.actor.logprobs import Rows, response_logprobs
+from rlpost.actor.logprobs import Rows, SamplingMasks, response_logprobs
 from rlpost.actor.own_time import OWN_TIME
 from rlpost.actor.packing import PackedMicroBatch
 from rlpost.actor.routing_replay import RoutingReplay
@@ -99,14 +99,22 @@ class MicroBatchLoss:
         self, logits: torch.Tensor, packed: PackedMicroBatch, *, with_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[1, T, V / tp] -> log-probs and entropies [R]; entropies are 0 unless requested."""
-        rows = Rows(
+        return response_logprobs(logits[0], self._rows(packed), with_entropy=with_entropy)
+
+    def _rows(self, packed: PackedMicroBatch) -> Rows:
+        """The rows of the response tokens, with their sampling masks if the settings use them."""
+        masks = None
+        if self.settings.use_rollout_sampling_mask and packed.mask_sizes is not None:
+            assert packed.mask_ids is not None
+            masks = SamplingMasks(packed.mask_sizes, packed.mask_ids)
+        return Rows(
             packed.response_index,
             packed.targets,
             temperature=self.settings.temperature,
             num_valid=self.num_valid,
             chunk_size=self.settings.log_probs_chunk_size,
+            masks=masks,
         )
-        return response_logprobs(logits[0], rows, with_entropy=with_entropy)
 
     def loss(
         self,

@@ -27,6 +27,7 @@ class LossSettings:
     tis_clip: float = 2.0
     tis_clip_low: float = 0.0
     use_rollout_logprobs: bool = False
+    use_rollout_sampling_mask: bool = False
     use_unbiased_kl: bool = False
     use_opsm: bool = False
     opsm_delta: float = 1e-4

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -210,7 +210,10 @@ class Generation:
             )
         writer = GroupWriter(
             self._connection,
-            rollout_sampling(rollout, self._eos),
+            replace(
+                rollout_sampling(rollout, self._eos),
+                returns_mask=config.grpo.use_rollout_sampling_mask,
+            ),
             n=rollout.n_samples_per_prompt,
             grader=self._grading(self._grader, rollout, wanted=self._wanted),
             function=self._function or write_answer,

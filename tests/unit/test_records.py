@@ -29,6 +29,9 @@ SAMPLES = {
         version_spans=((2, 1), (3, 499)),
     ),
     "scored by a teacher": replace(PLAIN, teacher_logprobs=tuple(-0.5 for _ in PLAIN.response_ids)),
+    "sampled from a part of the vocabulary": replace(
+        PLAIN, sampling_mask=tuple((token, 3, 5)[: token % 4] for token in IDS)
+    ),
     "routed": replace(PLAIN, routes=ROUTES, extra={"a": [1, None]}),
     "empty": Sample(4, 0, (), (), (), "", "abort", 0),
 }

@@ -104,6 +104,10 @@ class GrpoConfig(Group):
     use_rollout_logprobs: bool = False
     """Compare the policy with the log-probs that the engines reported, instead of those of the
     trainer before its first optimizer step, which are then not computed; not with --use-tis."""
+    use_rollout_sampling_mask: bool = False
+    """Compute log-probs of policy, reference and teacher, and entropies, over the tokens that
+    --rollout-top-p and --rollout-top-k left to sample from at each position, which the engines
+    return (DeepSeek-V3.2, 2025, section 3.1). Needs --rollout-top-k of at most 4096."""
     use_opsm: bool = False
     """Off-policy sequence masking (DeepSeek-V3.2, 2025, section 3.1): leave responses with a
     negative advantage out of the policy loss when the policy has moved away from them."""
