@@ -36,9 +36,13 @@ _COLUMNS = (
     "loss_mask",
     "routes",
     "teacher_logprobs",
+    "teacher_top_ids",
+    "teacher_top_logprobs",
     "sampling_mask",
 )
 """The columns of a sample, in the order of its fields, which is that of ``Behind``."""
+_ABSENT_IF_NONE = _COLUMNS[3:]
+"""The columns that a sample may lack."""
 _NUMBER_COLUMNS = {"int32": IntColumn, "float32": FloatColumn}
 
 
@@ -121,13 +125,9 @@ def sample_record(sample: Sample, packing: Packing | None = None) -> dict[str, o
     record = {
         name: _written(getattr(sample, name), packing) for name in Sample.__dataclass_fields__
     }
-    if sample.loss_mask is None:
-        del record["loss_mask"]
     if not sample.version_spans:
         del record["version_spans"]
-    if sample.routes is None:
-        del record["routes"]
-    for name in ("teacher_logprobs", "sampling_mask"):
+    for name in _ABSENT_IF_NONE:
         if record[name] is None:
             del record[name]
     if not sample.extra:

@@ -47,6 +47,12 @@ def teacher_problems(config: Config) -> list[str]:
             f"{key}: vocab_size = {theirs['vocab_size']} of the teacher is below {own['vocab_size']} "
             "of --hf-checkpoint, so it has no log-prob for the last tokens; use another teacher"
         ]
+    top_k = given.opd_top_k
+    if top_k is not None and top_k > own["vocab_size"]:
+        return [
+            f"--opd-top-k {top_k} is more than vocab_size = {own['vocab_size']} of --hf-checkpoint; "
+            "use 64, for instance"
+        ]
     problem = vocabulary_problem(policy, folder)
     if problem is None:
         return []

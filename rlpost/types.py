@@ -55,6 +55,9 @@ class Sample:
             Tokens at the end may be missing: the last token of an answer is never an engine's input. The version that
             routed a token is that of the next token in the response.
         teacher_logprobs: log-prob of each response token under a teacher on a server (--opd-type sglang); None without.
+        teacher_top_ids: the --opd-top-k most likely tokens at each response token under that teacher, one position
+            after the other; None without.
+        teacher_top_logprobs: their log-probs.
         sampling_mask: for each response token the ids that top-p and top-k left to sample from
             (--use-rollout-sampling-mask); None without.
         extra: JSON values that a custom generate function passes to its reward and filter (``rlpost.compat``).
@@ -73,6 +76,8 @@ class Sample:
     version_spans: tuple[tuple[int, int], ...] = ()
     routes: RouteColumn | None = None
     teacher_logprobs: FloatColumn | None = None
+    teacher_top_ids: IntColumn | None = None
+    teacher_top_logprobs: FloatColumn | None = None
     sampling_mask: TokenSetColumn | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -84,6 +89,8 @@ class Sample:
             rollout_logprobs=FloatColumn,
             loss_mask=RunColumn,
             teacher_logprobs=FloatColumn,
+            teacher_top_ids=IntColumn,
+            teacher_top_logprobs=FloatColumn,
             sampling_mask=TokenSetColumn,
         )
         length = len(self.response_ids)
@@ -197,8 +204,8 @@ class TrainSample:
     ``token_ids`` has ``prompt_length + response_length`` entries; ``loss_mask`` and
     ``rollout_logprobs`` have ``response_length`` entries. ``routes`` are those of the first tokens,
     see ``Sample``. ``weight`` multiplies the sample's mean over its tokens, and ``count`` is its
-    contribution to the number of samples over which the batch is averaged. ``teacher_logprobs`` are
-    set for a loss that needs those of a server, ``sampling_mask`` as in ``Sample``. If several samples form
+    contribution to the number of samples over which the batch is averaged. ``teacher_logprobs`` and
+    ``teacher_top_*`` are those of a server, ``sampling_mask`` as in ``Sample``. If several samples form
     one answer, their weights add up to 1 and only the first has a count of 1.
     """
 
@@ -211,6 +218,8 @@ class TrainSample:
     count: int = 1
     routes: RouteColumn | None = None
     teacher_logprobs: FloatColumn | None = None
+    teacher_top_ids: IntColumn | None = None
+    teacher_top_logprobs: FloatColumn | None = None
     sampling_mask: TokenSetColumn | None = None
 
     def __post_init__(self) -> None:
@@ -220,6 +229,8 @@ class TrainSample:
             loss_mask=RunColumn,
             rollout_logprobs=FloatColumn,
             teacher_logprobs=FloatColumn,
+            teacher_top_ids=IntColumn,
+            teacher_top_logprobs=FloatColumn,
             sampling_mask=TokenSetColumn,
         )
         if not isinstance(self.advantage, int | float):

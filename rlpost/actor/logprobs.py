@@ -12,7 +12,7 @@ storing it. The chunk size does not change the results.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -72,17 +72,23 @@ def response_logprobs(
 
 @torch.no_grad()
 def top_logprobs(
-    logits_TV: torch.Tensor, rows: Rows, count: int
+    logits_TV: torch.Tensor, rows: Rows, count: int, *, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ``count`` most likely tokens at ``rows`` and their log-probs, by falling log-prob.
 
-    ``rows.masks`` is not used. The vocabulary must have ``count`` tokens.
+    Args:
+        logits_TV: of this rank's part of the vocabulary.
+        rows: without masks; their targets are not used.
+        count: at most ``limit``.
+        limit: only ids below it are returned; log-probs are over the whole vocabulary.
 
     Returns:
         Two tensors [R, count]: ids int64, log-probs float32.
     """
     group, width = parallel.tensor_parallel_group(), logits_TV.size(1)
-    found = [_chunk_top(logits_TV, rows, part, count) for part in _parts(rows)]
+    below = min(rows.num_valid, max(0, limit - group.rank() * width))
+    of_ids = replace(rows, num_valid=below)
+    found = [_chunk_top(logits_TV, of_ids, part, count) for part in _parts(rows)]
     values, columns = (torch.cat(parts) for parts in zip(*found, strict=True))
     ids = columns + group.rank() * width
     if group.size() > 1:

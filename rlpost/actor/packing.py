@@ -245,21 +245,6 @@ def as_trained(found: list[list[T]], batch: TrainBatch) -> list[list[T]]:
     return [list(itertools.islice(values, len(micro_batch))) for micro_batch in batch.micro_batches]
 
 
-def teacher_columns(batch: TrainBatch) -> list[list[FloatColumn]]:
-    """The log-probs under a teacher on a server, by micro-batch and sample.
-
-    Raises:
-        DataError: a sample has none.
-    """
-    found = []
-    for micro_batch in batch.micro_batches:
-        columns = [sample.teacher_logprobs for sample in micro_batch]
-        if any(column is None for column in columns):
-            raise DataError("a sample has no log-probs of the teacher; generate it with --use-opd")
-        found.append([column for column in columns if column is not None])
-    return found
-
-
 def unpack(values_R: torch.Tensor, packed: PackedMicroBatch) -> list[FloatColumn]:
     """Split values per response token into one float32 column per sample, in order."""
     array = values_R.detach().to(device="cpu", dtype=torch.float32, copy=True).numpy()

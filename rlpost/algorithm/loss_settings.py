@@ -36,6 +36,7 @@ class LossSettings:
     opd_type: str | None = None
     opd_form: str = "advantage"
     opd_kl_coef: float = 1.0
+    opd_top_k: int | None = None
 
     @property
     def needs_reference(self) -> bool:

@@ -68,6 +68,8 @@ def train_samples(
             count=count,
             routes=scored.sample.routes,
             teacher_logprobs=scored.sample.teacher_logprobs,
+            teacher_top_ids=scored.sample.teacher_top_ids,
+            teacher_top_logprobs=scored.sample.teacher_top_logprobs,
             sampling_mask=scored.sample.sampling_mask,
         )
         for scored, advantage, (weight, count) in zip(

@@ -306,6 +306,7 @@ class Generation:
             given.opd_teacher_url,
             timeout_s=given.opd_teacher_timeout_s,
             api_key=os.environ.get(TEACHER, ""),
+            top_k=given.opd_top_k,
         )
         self._closing.push_async_callback(teacher.close)
         return teacher

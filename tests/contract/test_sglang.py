@@ -172,7 +172,8 @@ def test_an_engine_as_a_teacher_scores_given_tokens_as_transformers_does(sglang:
     graded = [scored for group in groups for scored in group.samples]
 
     async def act() -> tuple[ScoredSample, ...]:
-        teacher = TeacherServer(sglang.addresses[0].url, timeout_s=60.0, api_key=sglang.api_key)
+        url = sglang.addresses[0].url
+        teacher = TeacherServer(url, timeout_s=60.0, api_key=sglang.api_key, top_k=5)
         try:
             await teacher.check_tokenizer(tokenizer.encode_whole)
             with pytest.raises(ConfigError, match="the teacher's tokenizer is not that"):
@@ -186,6 +187,13 @@ def test_an_engine_as_a_teacher_scores_given_tokens_as_transformers_does(sglang:
     for scored in found:
         wanted = hf_logprobs(model, scored.sample, 1.0)
         assert scored.sample.teacher_logprobs == pytest.approx(wanted, abs=1e-4)
+        ids = torch.tensor([*scored.sample.prompt_ids, *scored.sample.response_ids])
+        with torch.no_grad():
+            rows = model(ids[None]).logits[0, len(scored.sample.prompt_ids) - 1 : -1]
+        top = rows.log_softmax(-1).topk(5, dim=1)
+        assert scored.sample.teacher_top_ids == top.indices.flatten().tolist()
+        expected = top.values.flatten().tolist()
+        assert scored.sample.teacher_top_logprobs == pytest.approx(expected, abs=1e-4)
 
 
 def test_groups_are_complete_and_answers_end_where_they_should(sglang: Sglang) -> None:
