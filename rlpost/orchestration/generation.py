@@ -275,7 +275,9 @@ class Generation:
         config, rollout = self._config, self._config.rollout
         own = {key: value for key in ROLLOUT_KEYS if (value := getattr(one, key)) is not None}
         rollout = rollout.model_copy(update=own)
+        rollout = evaluation_rollout(config, rollout)
         same_reward = not own.keys() & {"rm_type", "custom_rm_path"}
+        same_reward = same_reward and config.eval.eval_reward_key is None
         own_config = config.model_copy(update={"rollout": rollout})
         function: GenerateFunction | None = None
         if not own.keys() & OWN_ANSWERS:
@@ -351,6 +353,14 @@ class Generation:
     def _closed_at_the_end(self, grader: Grader) -> Grader:
         self._closing.push_async_callback(grader.close)
         return grader
+
+
+def evaluation_rollout(config: Config, rollout: RolloutConfig) -> RolloutConfig:
+    """Return the settings with the key of rewards of --eval-reward-key, if given."""
+    key = config.eval.eval_reward_key
+    if key is None:
+        return rollout
+    return rollout.model_copy(update={"reward_key": key, "reward_weights": {}})
 
 
 def route_format(config: Config) -> RouteFormat | None:

@@ -22,6 +22,9 @@ class GrpoConfig(Group):
     """module.function or FILE.py:function: advantages in place of --advantage-estimator
     (docs/actor.md).
     """
+    custom_reward_post_process_path: FunctionPath | None = None
+    """module.function or FILE.py:function of slime, (args, samples) -> (raw_rewards, rewards): the
+    rewards to train on, in place of the group's normalisation (docs/rewards.md)."""
     advantage_estimator: Literal[
         "grpo",
         "gspo",

@@ -8,7 +8,7 @@ import pytest
 
 from rlpost.columns import FloatColumn
 from rlpost.config.tree import Config
-from rlpost.errors import DataError, HalfTrained, Preempted, TrainingError
+from rlpost.errors import ConfigError, DataError, HalfTrained, Preempted, TrainingError
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.training import Training
 from rlpost.orchestration.worker_groups import ActorGroup
@@ -468,3 +468,32 @@ def test_a_stop_after_the_critics_first_step_lets_the_others_follow(tmp_path):
         train(actors, advantage_estimator="ppo", stop=StopRequest(tmp_path / "STOP2"))
     assert not isinstance(found.value, HalfTrained)
     assert not actors.named("train_critic")
+
+
+PLUGINS = Path(__file__).parents[1] / "compat/plugins.py"
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "cispo"])
+def test_post_processed_rewards_of_slime_are_the_advantages(estimator):
+    """Rewards are 0 and 1, responses have 2 and 3 tokens: 2 r + length, without another baseline."""
+    actors = Actors()
+    path = f"{PLUGINS}:post_process"
+    metrics = train(actors, advantage_estimator=estimator, custom_reward_post_process_path=path)
+    found = {sample.response_length: sample.advantage for sample in actors.trained()}
+    assert found == {2: 2.0, 3: 5.0}
+    assert metrics["reward/mean"] == 0.5 and metrics["reward/shaped_mean"] == 3.5
+
+
+def test_a_critic_learns_post_processed_rewards():
+    actors = Actors()
+    path = f"{PLUGINS}:post_process"
+    train(actors, advantage_estimator="ppo", custom_reward_post_process_path=path)
+    ((batch, _, returns), _) = actors.named("train_critic")[0]
+    for sample, target in zip(batch.samples, returns, strict=True):
+        assert list(target)[-1] == pytest.approx({2: 2.0, 3: 5.0}[sample.response_length])
+
+
+def test_a_post_process_that_returns_something_else_is_named():
+    path = f"{PLUGINS}:post_process_wrongly"
+    with pytest.raises(ConfigError, match="return two lists, the raw rewards and those to train"):
+        train(Actors(), custom_reward_post_process_path=path)
