@@ -303,7 +303,10 @@ def estimate(
         longest=longest,
         ranks=ranks,
         engine=engine,
-        phases=(*_phases(config, fullest, engine, update), *_teacher_phase(config, ranks, engine)),
+        phases=(
+            *_phases(config, fullest, engine, update),
+            *_teacher_phase(config, ranks, engine, update),
+        ),
         host_bytes_per_node=_host(config, ranks),
         checkpoint_bytes=total * (stored.weights + state),
         checkpoint_bytes_per_rank=max(rank.saved for rank in ranks),
@@ -422,31 +425,16 @@ def _phases(
 
 
 def _teacher_phase(
-    config: Config, ranks: tuple[Rank, ...], engine: Engine | None
+    config: Config, ranks: tuple[Rank, ...], engine: Engine | None, update: WeightUpdate | None
 ) -> tuple[Phase, ...]:
     """The pass of a teacher in the trainer, on the rank where it takes most; nothing without one."""
-    if not any(rank.teacher for rank in ranks):
+    rank = max(ranks, key=lambda rank: rank.held.total + rank.teacher + rank.teacher_pass)
+    if not rank.teacher:
         return ()
-
-    def parts(rank: Rank) -> tuple[tuple[str, int], ...]:
-        held = rank.held
-        beside = ()
-        if engine is not None and config.cluster.colocate:
-            there = 0 if config.offload_rollout else engine.weights + max(0, engine.kv_cache)
-            beside = (("engine's CUDA", ENGINE_CONTEXT), *((("engine", there),) if there else ()))
-        return (
-            ("weights", held.weights),
-            ("gradients", held.gradients),
-            ("optimizer", held.optimizer),
-            *((("critic", rank.critic.total),) if rank.critic.total else ()),
-            ("teacher", rank.teacher),
-            ("its pass", rank.teacher_pass),
-            ("CUDA, NCCL", TRAINER_CONTEXT),
-            *beside,
-        )
-
-    phases = (Phase("teacher", parts(rank)) for rank in ranks)
-    return (max(phases, key=lambda phase: phase.total),)
+    train = _phases(config, rank, engine, update)[0]
+    kept = (part for part in train.parts if part[0] not in ("activations", "logits"))
+    own = (("teacher", rank.teacher), ("its pass", rank.teacher_pass))
+    return (Phase("teacher", (*kept, *own)),)
 
 
 def _generate(engine: Engine, more: tuple[tuple[str, int], ...]) -> Phase:
