@@ -35,6 +35,7 @@ INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 # What a reader puts a file of his own in the place of.
 PLACEHOLDERS = {"RECIPE": "jobs/recipes/tiny.toml", "PROFILE": "jobs/clusters/local.toml"}
 PLACEHOLDERS |= {"jobs/NAME.sbatch": "jobs/tiny.sbatch"}
+PLACEHOLDERS |= {"jobs/convert_NAME.sbatch": "jobs/convert_qwen3_4b.sbatch"}
 LEFT_OUT_OF_PARSING = {"--help", "-h"}
 
 
@@ -77,7 +78,7 @@ def parse_verb(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         return
     known = {**door.verbs(), "doctor": ""}
     assert words[0] in known, f"no verb {words[0]}"
-    if words[0] in ("submit", "check", "plan", "rehearse", "fetch"):
+    if words[0] in ("submit", "check", "plan", "rehearse", "fetch", "convert"):
         print_config(words[0], words[1:])
         return
     if words[0] == "doctor":
@@ -159,7 +160,7 @@ def runs_anywhere(words: list[str]) -> bool:
         return words[1:3] == ["-m", "bootstrap.network"]
     if "--print-config" in rest:
         return True
-    if verb == "submit":
+    if verb in ("submit", "convert"):
         return "--dry-run" in rest[1:]
     if verb == "check":
         return bool(rest)
