@@ -122,7 +122,7 @@ def _model_word(recipe: Path, given: str | None) -> str | None:
     """The model's description, in addition to config.json: a name in jobs/models, or a path."""
     file, base = recipe_file(recipe), Path.cwd()
     assert file is not None
-    word = given
+    word: object = given
     if given is None:
         word, base = read_toml(file).get("model"), file.absolute().parent
     if not isinstance(word, str):
