@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 from common.run_folder import RunFolder, RunFolderError, create_run_folder
-from rlpost.check import check, notes
+from rlpost.check import absent, check, notes
 from rlpost.cli.command_line import parser, settings
 from rlpost.cli.entry import run_command
 from rlpost.cli.fleet_jobs import engine_settings, fleet_spec, fleet_views, submit_engines
@@ -62,8 +62,8 @@ def submit_main(arguments: Sequence[str]) -> int:
             "which recipe? the first word is a name in jobs/recipes or a TOML file: rlpost submit tiny"
         )
     root = options.run_folder or _new_run_folder(loaded.config)
-    config, local = checked(options, loaded, root)
-    for note in notes(config):
+    config, local, said = checked(options, loaded, root)
+    for note in said:
         print(f"note: {note}", file=sys.stderr)
     if options.rehearse is not None:
         _rehearse(config, options.rehearse)
@@ -109,11 +109,13 @@ def submit_parser(prog: str, description: str) -> argparse.ArgumentParser:
     return made
 
 
-def checked(options: argparse.Namespace, loaded: Loaded, root: Path) -> tuple[Config, bool]:
+def checked(
+    options: argparse.Namespace, loaded: Loaded, root: Path
+) -> tuple[Config, bool, list[str]]:
     """Check the settings of a run in ``root``, before anything is created.
 
-    Returns: the settings as they are submitted, and whether the run is on this machine. Raises
-        ConfigError.
+    Returns: the settings as they are submitted, whether the run is on this machine, and notes for
+        the user. Raises ConfigError.
     """
     config = loaded.config
     given = next((f"--{name}" for name in ("local", "debug") if getattr(options, name)), None)
@@ -123,14 +125,16 @@ def checked(options: argparse.Namespace, loaded: Loaded, root: Path) -> tuple[Co
             config,
             "there is no Slurm on this machine" if given is None else f"{given} excludes Slurm",
         )
-    require_model(options.recipe, config)
+    if not options.dry_run:
+        require_model(options.recipe, config)
     if local and not options.dry_run:
         config = _without_slurm(config)
     seen, why = (config, "") if options.dry_run else as_the_job_would(config)
-    check(seen, run=root, recipe=options.recipe, origins=loaded.origins)
+    check(seen, run=root, recipe=options.recipe, origins=loaded.origins, is_dry=options.dry_run)
+    said = list(absent(config, options.recipe)) if options.dry_run else []
     if why:
-        print(f"note: container {why}", file=sys.stderr)
-    return config, local
+        said.append(f"container {why}")
+    return config, local, [*said, *notes(config)]
 
 
 def _rehearse(config: Config, gpu_memory: str) -> None:
