@@ -50,6 +50,11 @@ MINIMAX = dict(
     num_local_experts=8,
     rotary_dim=8,
     rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    # SGLang reads these keys of the published config.json
+    scoring_func="sigmoid",
+    use_qk_norm=True,
+    use_routing_bias=True,
+    qk_norm_type="per_layer",
 )
 GPT_OSS = dict(
     num_experts_per_tok=2,
