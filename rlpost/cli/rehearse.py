@@ -94,10 +94,10 @@ def rehearsed(
             "external; use rlpost plan"
         )
     actor = actor_settings(config)
-    if actor.use_critic or actor.lora_rank is not None or actor.optimizer != "adam":
+    if actor.only_train_params_name_list or actor.freeze_params_name_list:
         raise ConfigError(
-            "a rehearsal has no critic, no adapters and no optimizer but Adam yet; omit --use-critic, "
-            "--lora-rank and --optimizer for it, or use rlpost plan"
+            "--only-train-params-name-list, --freeze-params-name-list: a rehearsal compares models of "
+            "which all weights or adapters are trained; omit these settings for it"
         )
     # Libraries print, and Megatron repeats each of its warnings for every rank.
     with warnings.catch_warnings(), redirect_stdout(sys.stderr):
@@ -143,6 +143,8 @@ def text(result: Result) -> str:
         f"rank {most.rank} is the fullest: {gb(most.highest)}; rlpost plan says "
         f"{gb(result.planned_bytes)}"
     )
+    lines.append(f"{'':<20}{'planner':>12}{'rehearsal':>12}{'difference':>12}")
+    lines += [f"{one.name:<20}{one.words}" for one in result.compared]
     if len(result.ran) < len(result.memory):
         lines.append(
             f"ranks {shortened(result.ran)} ran, two of each of {len(result.classes)} classes of equal "

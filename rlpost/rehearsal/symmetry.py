@@ -2,10 +2,11 @@
 
 Two ranks are of one class if they are on the same pipeline stage, hold weights of the same shapes,
 are in groups of the same sizes, and have the same part in a weight update; all ranks rehearse the
-same micro-batches. The code of a step branches on nothing else. That is not taken on trust: the
-first and the last rank of each class run, which differ in every coordinate that a class leaves
-open, and if the recording of one does not become that of the other by exchanging their groups, all
-ranks of the class run.
+same micro-batches. On the last stage they also have the same context-parallel rank: log-probs are
+computed of responses alone, and the chunks of a rank hold more or fewer of them. The code of a step
+branches on nothing else. That is not taken on trust: the first and the last rank of each class run,
+which differ in every coordinate that a class leaves open, and if the recording of one does not
+become that of the other by exchanging their groups, all ranks of the class run.
 """
 
 from __future__ import annotations
@@ -93,8 +94,9 @@ def _copies(
 def _key(facts: RankFacts) -> tuple[object, ...]:
     weights = tuple(
         (one.layout, one.shape, one.dim, one.num_shards, one.is_expert, one.is_trained)
-        for one in facts.weights
+        for one in (*facts.weights, *facts.adapters)
     )
     sizes = tuple(sorted((kind, len(group)) for kind, group in facts.groups.items()))
-    pipeline = facts.groups["pipeline"].index(facts.rank)
-    return pipeline, weights, sizes
+    stages = facts.groups["pipeline"]
+    context = facts.groups["context"].index(facts.rank) if facts.rank == stages[-1] else None
+    return stages.index(facts.rank), context, weights, sizes

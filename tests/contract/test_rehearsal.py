@@ -89,7 +89,7 @@ class Step:
             turns or self.turns,
             rank=rank,
             world=WORLD,
-            entries={number: one.entries for number, one in self.facts.items()},
+            facts=self.facts,
         )
 
     def with_rank(self, recording: Recording) -> list[Fault]:
@@ -354,9 +354,8 @@ def rehearsed_layout(
     facts = {
         rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)
     }
-    entries = {rank: one.entries for rank, one in facts.items()}
     return {
-        rank: rehearse_turns(settings, description, turns, rank=rank, world=world, entries=entries)
+        rank: rehearse_turns(settings, description, turns, rank=rank, world=world, facts=facts)
         for rank in range(world)
     }
 
