@@ -95,7 +95,9 @@ def rehearse_run(
         say(f"rank {rank}: {', '.join(turns.names)}")
         return rehearse_turns(settings, description, turns, rank=rank, world=world, facts=facts)
 
-    recorded = record(facts, run, all_ranks=options.all_ranks, all_gather=turns.shares_gpus)
+    recorded = record(
+        facts, run, all_ranks=options.all_ranks, all_gather=turns.shares_gpus, say=say
+    )
     memory = tuple(
         memory_use(one, offloaded_fraction=_offloaded(config))
         for one in recorded.recordings.values()
