@@ -38,6 +38,10 @@ VERBS = {
         "rlpost.cli.fetch:main",
         "download a recipe's model and data from the Hugging Face hub",
     ),
+    "convert": (
+        "rlpost.cli.convert_job:main",
+        "submit the job that converts a recipe's weights to torch_dist (--dry-run)",
+    ),
     "status": ("rlpost.cli.status:status_main", "status of a run (--watch: live)"),
     "list": ("rlpost.cli.status:list_main", "all runs, the newest first"),
     "logs": (
@@ -77,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ["plan"],
         ["rehearse"],
         ["fetch"],
+        ["convert"],
     ):
         hide_keys()
     return run_command(_verb, arguments)

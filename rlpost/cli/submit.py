@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 from common.run_folder import RunFolder, RunFolderError, create_run_folder
-from rlpost.check import check, notes
+from rlpost.check import absent, check, notes
 from rlpost.cli.command_line import parser, settings
 from rlpost.cli.entry import run_command
 from rlpost.cli.fleet_jobs import engine_settings, fleet_spec, fleet_views, submit_engines
@@ -70,12 +70,15 @@ def submit_main(arguments: Sequence[str]) -> int:
             config,
             "there is no Slurm on this machine" if given is None else f"{given} excludes Slurm",
         )
-    require_model(options.recipe, config)
+    if not options.dry_run:
+        require_model(options.recipe, config)
     root = options.run_folder or _new_run_folder(config)
     if local and not options.dry_run:
         config = _without_slurm(config)
     seen, why = (config, "") if options.dry_run else as_the_job_would(config)
-    check(seen, run=root, recipe=options.recipe, origins=loaded.origins)
+    check(seen, run=root, recipe=options.recipe, origins=loaded.origins, is_dry=options.dry_run)
+    for line in absent(config, options.recipe) if options.dry_run else ():
+        print(f"note: {line}", file=sys.stderr)
     if why:
         print(f"note: container {why}", file=sys.stderr)
     for note in notes(config):

@@ -170,8 +170,8 @@ def shape_of(words: Mapping[str, Any]) -> Shape:
     """The shape that [model] describes. Raises ConfigError naming what is missing."""
     if missing := [name for name in NEEDED if words.get(name) is None]:
         raise ConfigError(
-            f"model.{', model.'.join(missing)}: not known; the model's config.json is not there, so name a file of "
-            "jobs/models with --model or in the recipe"
+            f"model.{', model.'.join(missing)}: not known; the model's config.json is not there; bring it with "
+            "rlpost fetch RECIPE, or name a file of jobs/models with --model or in the recipe"
         )
 
     def word(name: str, default: object) -> Any:
