@@ -33,7 +33,12 @@ from rlpost.config.checks.lora import lora_model_problems, lora_problems
 from rlpost.config.checks.missing import image_problems, is_there, missing_problems
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
-from rlpost.config.checks.rollout import debug_problems, eval_problems, rollout_problems
+from rlpost.config.checks.rollout import (
+    debug_problems,
+    eval_problems,
+    rollout_problems,
+    sampling_note,
+)
 from rlpost.config.checks.routing import routing_model_problems, routing_problems
 from rlpost.config.checks.sandbox import sandbox_problems
 from rlpost.config.checks.sync import draft_problems, sync_problems
@@ -167,6 +172,7 @@ def notes(config: Config) -> list[str]:
     found = (
         reference_note(config, shape),
         teacher_note(config),
+        sampling_note(config),
         interpreter_note(config),
         _interval_note(config, shape),
     )

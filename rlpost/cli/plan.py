@@ -42,6 +42,7 @@ from rlpost.errors import ConfigError, WeightError
 from rlpost.hf_shape import hf_shape, weight_bytes
 from rlpost.metrics.earlier_runs import earlier_step_times
 from rlpost.rollout.server_args import check_server_args
+from rlpost.teacher_folder import teacher_shape
 from rlpost.units import count_text
 
 EXIT_NO_FIT = 2
@@ -187,10 +188,12 @@ def show(
         engine_width: bytes of a weight in the engines.
         speed: of disks and of steps.
     """
-    problems = layout_problems(config)
+    problems, teacher = layout_problems(config), teacher_shape(config)
     fits = False
     if not problems:
-        made = estimate(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
+        made = estimate(
+            config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher
+        )
         problems, fits = list(made.problems), not made.problems
         console.print(table(made, speed))
         console.print(bars(made, console.width))
@@ -199,7 +202,9 @@ def show(
             console.print(f"note: {note}", style="yellow")
     choices: list[Choice] = []
     if wants_suggestions or not fits:
-        choices = suggest(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
+        choices = suggest(
+            config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher
+        )
     for problem in problems:
         console.print(f"does not fit: {problem}", style="red")
     if fits:
@@ -229,14 +234,16 @@ def plan_object(
     ``suggestions`` holds the best layouts when they are asked for; else the nearest that fits if
     the recipe's does not.
     """
-    problems = layout_problems(config)
+    problems, teacher = layout_problems(config), teacher_shape(config)
     content: dict[str, Any] = {
         "fits": False,
         "problems": problems,
         "note": reference_note(config, shape),
     }
     if not problems:
-        made = estimate(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
+        made = estimate(
+            config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher
+        )
         content |= {
             "fits": not made.problems,
             "problems": list(made.problems),
@@ -245,7 +252,9 @@ def plan_object(
         content["save_interval"] = asdict(speed.interval(made))
     choices: list[Choice] = []
     if wants_suggestions or not content["fits"]:
-        choices = suggest(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
+        choices = suggest(
+            config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher
+        )
     if not wants_suggestions:
         closest = nearest(config, choices)
         choices = [closest] if closest else []
@@ -337,6 +346,7 @@ def table(made: Estimate, speed: Speed) -> Table:
         ("weights", f"{_gb(rank.held.weights)}, gradients {_gb(rank.held.gradients)}"),
         ("optimizer", f"{_gb(rank.held.optimizer)}{offloaded}"),
         *([("critic", f"{_gb(rank.critic.total)} in all")] if rank.critic.total else []),
+        *([("teacher", f"{_gb(rank.teacher)} during its pass")] if rank.teacher else []),
         (
             "activations",
             f"{_gb(rank.activations)} for {made.tokens} tokens a rank, recomputed: {again}",

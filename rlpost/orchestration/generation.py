@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -210,7 +210,10 @@ class Generation:
             )
         writer = GroupWriter(
             self._connection,
-            rollout_sampling(rollout, self._eos),
+            replace(
+                rollout_sampling(rollout, self._eos),
+                returns_mask=config.grpo.use_rollout_sampling_mask,
+            ),
             n=rollout.n_samples_per_prompt,
             grader=self._grading(self._grader, rollout, wanted=self._wanted),
             function=self._function or write_answer,
@@ -272,7 +275,9 @@ class Generation:
         config, rollout = self._config, self._config.rollout
         own = {key: value for key in ROLLOUT_KEYS if (value := getattr(one, key)) is not None}
         rollout = rollout.model_copy(update=own)
+        rollout = evaluation_rollout(config, rollout)
         same_reward = not own.keys() & {"rm_type", "custom_rm_path"}
+        same_reward = same_reward and config.eval.eval_reward_key is None
         own_config = config.model_copy(update={"rollout": rollout})
         function: GenerateFunction | None = None
         if not own.keys() & OWN_ANSWERS:
@@ -303,6 +308,7 @@ class Generation:
             given.opd_teacher_url,
             timeout_s=given.opd_teacher_timeout_s,
             api_key=os.environ.get(TEACHER, ""),
+            top_k=given.opd_top_k,
         )
         self._closing.push_async_callback(teacher.close)
         return teacher
@@ -347,6 +353,14 @@ class Generation:
     def _closed_at_the_end(self, grader: Grader) -> Grader:
         self._closing.push_async_callback(grader.close)
         return grader
+
+
+def evaluation_rollout(config: Config, rollout: RolloutConfig) -> RolloutConfig:
+    """Return the settings with the key of rewards of --eval-reward-key, if given."""
+    key = config.eval.eval_reward_key
+    if key is None:
+        return rollout
+    return rollout.model_copy(update={"reward_key": key, "reward_weights": {}})
 
 
 def route_format(config: Config) -> RouteFormat | None:

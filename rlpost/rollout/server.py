@@ -189,8 +189,7 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
     if server_args.api_key:
         own = address_of(server_args.host, server_args.port)
         app.add_middleware(ServerProof, key=server_args.api_key, address=own)
-    if given.get("enable_return_routed_experts"):
-        app.add_middleware(RouteRequests)
+    app.add_middleware(RouteRequests)
     try:
         launch_server(
             server_args,

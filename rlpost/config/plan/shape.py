@@ -256,6 +256,15 @@ def layout_of(config: Config) -> Layout:
     )
 
 
+def teacher_layout(config: Config, layout: Layout) -> Layout:
+    """The layout of a teacher in the trainer: that of the policy, but unequal stages are those of
+    the policy's folder alone.
+    """
+    given, policy = config.distillation, config.checkpoint.hf_checkpoint
+    folder = given.opd_teacher_hf_checkpoint or given.opd_teacher_load
+    return layout if folder == policy else replace(layout, first=None, last=None)
+
+
 def layers_of(layout: Layout, num_layers: int, stage: int) -> Sequence[int]:
     """The layers of a pipeline stage; interleaved, those of each of its chunks (arXiv
     2104.04473).
