@@ -33,6 +33,7 @@ from rlpost.data.prompts import PromptSet
 from rlpost.data.supervised import SupervisedTokenizer
 from rlpost.data.tokenizer import PromptTokenizer, eos_token_ids
 from rlpost.hf_shape import hf_shape
+from rlpost.metrics.samples import FIXED_PROMPTS
 from rlpost.orchestration.grading import StoppableGrader, StoppableTeacher
 from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.preemption import StopRequest
@@ -66,12 +67,15 @@ class Evaluation:
     name: str
     prompts: Sequence[Prompt]
     writer: Callable[[Connection], GroupWriter]
+    show: Callable[[str, Sequence[SampleGroup]], None]
 
     async def run(
         self, connection: Connection, stop_requested: Callable[[], bool]
     ) -> dict[str, float]:
         """Evaluate the set; return its metrics as ``eval/NAME/...``. Raises Preempted."""
-        found = await evaluate(self.writer(connection), self.prompts, stop_requested)
+        found = await evaluate(
+            self.writer(connection), self.prompts, stop_requested, partial(self.show, self.name)
+        )
         return {f"eval/{self.name}/{key}": value for key, value in found.items()}
 
 
@@ -125,6 +129,7 @@ class Generation:
             rollout.custom_generate_function_path, self._args
         )
         self._prompts: PromptSet | None = None
+        self._answered: dict[str, list[SampleGroup]] = {}
         self._evaluations = [self._evaluation(one) for one in eval_sets(config.eval)]
 
     def read_prompts(self) -> None:
@@ -271,6 +276,14 @@ class Generation:
             )
         return {key: value for metrics in found for key, value in metrics.items()}
 
+    def take_answered(self) -> dict[str, list[SampleGroup]]:
+        """Return the groups of the first prompts of each set in the newest evaluation, once."""
+        taken, self._answered = self._answered, {}
+        return taken
+
+    def _keep_answered(self, name: str, groups: Sequence[SampleGroup]) -> None:
+        self._answered[name] = list(groups[:FIXED_PROMPTS])
+
     def _evaluation(self, one: EvalSet) -> Evaluation:
         config, rollout = self._config, self._config.rollout
         own = {key: value for key in ROLLOUT_KEYS if (value := getattr(one, key)) is not None}
@@ -289,6 +302,7 @@ class Generation:
         return Evaluation(
             name=one.name,
             prompts=self.prompt_set(one.path, rollout).all(),
+            show=self._keep_answered,
             writer=partial(
                 GroupWriter,
                 sampling=eval_sampling(one, config.eval, config.rollout, self._eos),

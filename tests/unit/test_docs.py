@@ -90,7 +90,8 @@ def parse_verb(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         return
     known = {**door.verbs(), "doctor": ""}
     assert words[0] in known, f"no verb {words[0]}"
-    if words[0] in ("submit", "check", "plan", "rehearse", "fetch", "convert"):
+    submits = words[0] == "sweep" and "--grid" in words
+    if submits or words[0] in ("submit", "check", "plan", "rehearse", "fetch", "convert"):
         print_config(words[0], words[1:])
         return
     if words[0] == "doctor":

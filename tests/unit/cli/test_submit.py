@@ -46,6 +46,11 @@ def test_a_dry_run_prints_the_whole_script_and_leaves_nothing(project, capsys):
     assert not (project / "runs").exists()
 
 
+def test_the_format_of_logs_reaches_the_agent_and_all_that_it_starts(project, capsys):
+    assert main(["recipe.toml", "--dry-run", "--log-format", "json"]) == 0
+    assert " --log-format json " in capsys.readouterr().out
+
+
 def test_a_question_about_the_start_leaves_no_key_with_slurm(
     project, tmp_path, monkeypatch, capsys
 ):
