@@ -8,6 +8,7 @@ nearest layout that does (exit code 2); with --suggest the best layouts for so m
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -65,15 +66,7 @@ GLYPHS = {
 def main(arguments: Sequence[str]) -> int:
     """Print the plan of a recipe."""
     made = parser("rlpost plan", "Estimate the GPU memory, nodes and disks that a recipe needs.")
-    made.add_argument(
-        "--gpus", type=int, metavar="N", help="GPUs of the trainer, instead of the recipe's"
-    )
-    made.add_argument(
-        "--gpu-memory",
-        default=GPU_MEMORY,
-        metavar="SIZE",
-        help=f"of one GPU (default: {GPU_MEMORY})",
-    )
+    add_gpus(made)
     made.add_argument(
         "--write-gbps",
         type=float,
@@ -97,16 +90,11 @@ def main(arguments: Sequence[str]) -> int:
     made.add_argument(
         "--json", action="store_true", help="print a JSON object instead of the tables"
     )
-    options, loaded = settings(made, arguments)
-    if options.recipe is None and not loaded.origins:
-        raise ConfigError(
-            "which recipe? the first word is a TOML file, for instance jobs/recipes/qwen3_4b.toml"
-        )
+    options, config = planned_recipe(made, arguments)
     if options.write_gbps <= 0:
         raise ConfigError(
             f"--write-gbps {options.write_gbps:g}: give the GB/s of a node's disk, more than 0"
         )
-    config = loaded.config if options.gpus is None else on_gpus(loaded.config, options.gpus)
     # the plan counts with them
     check_server_args(
         config.sglang.given_server_args, gpus_per_engine=config.cluster.rollout_num_gpus_per_engine
@@ -136,6 +124,32 @@ def main(arguments: Sequence[str]) -> int:
         speed=speed,
         wants_suggestions=options.suggest,
     )
+
+
+def add_gpus(made: argparse.ArgumentParser) -> None:
+    """Add the flags that say which GPUs a recipe is planned for."""
+    made.add_argument(
+        "--gpus", type=int, metavar="N", help="GPUs of the trainer, instead of the recipe's"
+    )
+    made.add_argument(
+        "--gpu-memory",
+        default=GPU_MEMORY,
+        metavar="SIZE",
+        help=f"of one GPU (default: {GPU_MEMORY})",
+    )
+
+
+def planned_recipe(
+    made: argparse.ArgumentParser, arguments: Sequence[str]
+) -> tuple[argparse.Namespace, Config]:
+    """Read the options and the recipe on the GPUs of ``--gpus``. Raises ConfigError."""
+    options, loaded = settings(made, arguments)
+    if options.recipe is None and not loaded.origins:
+        raise ConfigError(
+            "which recipe? the first word is a TOML file, for instance jobs/recipes/qwen3_4b.toml"
+        )
+    config = loaded.config if options.gpus is None else on_gpus(loaded.config, options.gpus)
+    return options, config
 
 
 @dataclass(frozen=True, slots=True)

@@ -331,7 +331,11 @@ def test_the_settings_read_from_the_source_are_those_of_the_server(sglang: Sglan
 
 def in_buckets(weights: dict[str, torch.Tensor], count: int) -> list[Bucket]:
     names = list(weights)
-    parts = [names[at::count] for at in range(count)]
+    return buckets_of(weights, [names[at::count] for at in range(count)])
+
+
+def buckets_of(weights: dict[str, torch.Tensor], parts: list[list[str]]) -> list[Bucket]:
+    """The buckets with these names."""
     return [
         Bucket(
             tuple(part),
