@@ -38,7 +38,8 @@ def rope(hf: HfConfig) -> Mapping[str, Any]:
     The context before the scaling is that of transformers: the top-level key, the option, or
     ``max_position_embeddings`` (``standardize_rope_params`` in ``modeling_rope_utils.py``).
     """
-    given = hf.get("rope_parameters") or (dict(hf) | (hf.get("rope_scaling") or {}))
+    flat = dict(hf) | (hf.get("rope_scaling") or {})
+    given: Mapping[str, Any] = hf.get("rope_parameters") or flat
     found: Mapping[str, Any] = given.get(FULL, given)
     key = "original_max_position_embeddings"
     context = hf.get(key) or found.get(key) or hf.get("max_position_embeddings")
