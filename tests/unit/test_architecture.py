@@ -120,6 +120,7 @@ PRESCRIBED = {
     ("rlpost.actor.attention", "__init__"),
     ("rlpost.actor.attention", "forward"),
     ("rlpost.compat.slime.sample", "append_response_tokens"),
+    ("rlpost.rollout.sglang_on_cpu.rlpost_triton_on_cpu", "normalise"),
 }
 
 
