@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlpost.actor.architecture import head_dim
+from rlpost.actor.architecture import dense_ffn, head_dim
 from rlpost.config.plan.shape import Shape, latent_of, linear_attention
 from rlpost.errors import WeightError
 from rlpost.weights.families import family
@@ -26,13 +26,13 @@ def hf_shape(hf: Mapping[str, Any]) -> Shape:
         fields = known.fields(hf)
         return Shape(
             hidden=hf["hidden_size"],
-            ffn=hf["intermediate_size"],
+            ffn=dense_ffn(hf),
             heads=hf["num_attention_heads"],
             groups=hf.get("num_key_value_heads") or hf["num_attention_heads"],
             head_dim=head_dim(hf),
             vocab=hf["vocab_size"],
             sparse=tuple(map(bool, fields.get("moe_layer_freq", (0,) * hf["num_hidden_layers"]))),
-            tied=hf.get("tie_word_embeddings", False),
+            tied=known.is_tied(hf),
             qkv_bias=fields.get("add_qkv_bias", False),
             qk_norm=fields.get("qk_layernorm", False) or known.projection_norms,
             qk_norm_per_layer=known.projection_norms,

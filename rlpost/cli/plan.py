@@ -26,7 +26,7 @@ from rlpost.cli.scaled import add_scale_down
 from rlpost.cli.terminal import terminal_width
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.flags import flag
-from rlpost.config.plan.estimate import Estimate, Phase, estimate
+from rlpost.config.plan.estimate import Estimate, Phase, Sizes, estimate
 from rlpost.config.plan.layouts import Choice, nearest, suggest
 from rlpost.config.plan.reference import reference_note
 from rlpost.config.plan.save_interval import (
@@ -43,6 +43,7 @@ from rlpost.errors import ConfigError, WeightError
 from rlpost.hf_shape import hf_shape, weight_bytes
 from rlpost.metrics.earlier_runs import earlier_step_times
 from rlpost.rollout.server_args import check_server_args
+from rlpost.teacher_folder import teacher_shape
 from rlpost.units import count_text
 
 EXIT_NO_FIT = 2
@@ -202,9 +203,10 @@ def show(
         speed: of disks and of steps.
     """
     problems = layout_problems(config)
+    sizes = Sizes(gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher_shape(config))
     fits = False
     if not problems:
-        made = estimate(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
+        made = estimate(config, shape, **sizes)
         problems, fits = list(made.problems), not made.problems
         console.print(table(made, speed))
         console.print(bars(made, console.width))
@@ -213,7 +215,7 @@ def show(
             console.print(f"note: {note}", style="yellow")
     choices: list[Choice] = []
     if wants_suggestions or not fits:
-        choices = suggest(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
+        choices = suggest(config, shape, **sizes)
     for problem in problems:
         console.print(f"does not fit: {problem}", style="red")
     if fits:
@@ -244,13 +246,14 @@ def plan_object(
     the recipe's does not.
     """
     problems = layout_problems(config)
+    sizes = Sizes(gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher_shape(config))
     content: dict[str, Any] = {
         "fits": False,
         "problems": problems,
         "note": reference_note(config, shape),
     }
     if not problems:
-        made = estimate(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
+        made = estimate(config, shape, **sizes)
         content |= {
             "fits": not made.problems,
             "problems": list(made.problems),
@@ -259,7 +262,7 @@ def plan_object(
         content["save_interval"] = asdict(speed.interval(made))
     choices: list[Choice] = []
     if wants_suggestions or not content["fits"]:
-        choices = suggest(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
+        choices = suggest(config, shape, **sizes)
     if not wants_suggestions:
         closest = nearest(config, choices)
         choices = [closest] if closest else []
@@ -351,6 +354,7 @@ def table(made: Estimate, speed: Speed) -> Table:
         ("weights", f"{_gb(rank.held.weights)}, gradients {_gb(rank.held.gradients)}"),
         ("optimizer", f"{_gb(rank.held.optimizer)}{offloaded}"),
         *([("critic", f"{_gb(rank.critic.total)} in all")] if rank.critic.total else []),
+        *([("teacher", f"{_gb(rank.teacher)} during its pass")] if rank.teacher else []),
         (
             "activations",
             f"{_gb(rank.activations)} for {made.tokens} tokens a rank, recomputed: {again}",

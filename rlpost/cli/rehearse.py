@@ -95,7 +95,7 @@ def rehearsed(
             from rlpost.rehearsal.run import Options, rehearse_run
         except ImportError as error:
             raise ConfigError(
-                f"a rehearsal needs the training stack: {error}; run tools/install.sh"
+                f"a rehearsal needs the training stack: {error}; install it as in docs/install.md"
             ) from error
         logging.getLogger("megatron").setLevel(logging.ERROR)
         options = Options(gpu_bytes, all_ranks, micro_batches)

@@ -14,13 +14,14 @@ import pytest
 from rlpost.actor.architecture import architecture
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.activations import Pass, stage_bytes
-from rlpost.config.plan.estimate import held_memory
+from rlpost.config.plan.estimate import estimate, held_memory
 from rlpost.config.plan.shape import Layout, Shape, layout_of, rank_parameters, shape_of
 from rlpost.weights.families import family
 from tests.unit.config.test_models import PUBLISHED
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
+PP2 = {"pipeline_model_parallel_size": 2}
 PP4 = {
     "tensor_model_parallel_size": 8,
     "sequence_parallel": True,
@@ -49,6 +50,7 @@ RANKS = {  # model: settings, layout
     "qwen3_4b": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, Layout(8, 2)),
     "glm4_9b": ({"tensor_model_parallel_size": 2, "context_parallel_size": 2}, Layout(4, 2, 1, 2)),
     "qwen3_30b_a3b": (TP4 | {"expert_model_parallel_size": 8}, Layout(8, 4, 1, 1, 8, 1)),
+    "gemma3_1b": (PP2, Layout(4, 1, 2)),
     "llama3_1_8b": (INTERLEAVED, Layout(4, 1, 4, chunk=2)),
     "glm45_355b": (GLM45, Layout(64, 8, 4, 2, 16, 1)),
     "qwen3_235b_a22b": (QWEN235, Layout(128, 2, 8, 2, 16, 1, first=11, last=11)),
@@ -84,6 +86,13 @@ COUNTS = [(name, stage) for name, (_, layout) in RANKS.items() for stage in rang
 MEASURED = [(name, bf16) for name in MODELS for bf16 in (False, True)]
 
 
+TEACHERS = [  # policy, whose layout both have; teacher; stage
+    ("qwen3_4b", "qwen3_30b_a3b", 0),
+    ("qwen3_235b_a22b", "qwen3_30b_a3b", 0),
+    ("qwen3_235b_a22b", "qwen3_30b_a3b", 7),
+]
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[Any, dict[str, int]]:
     """All that modules and memory say, by case; one process, since starting it takes longer than
@@ -113,6 +122,16 @@ def found() -> dict[Any, dict[str, int]]:
             "hf": small(name),
         }
     cases["full"] = {"what": "measure", "settings": FULL, "hf": small("qwen3_4b")}
+    for policy, teacher, stage in TEACHERS:
+        settings, layout = RANKS[policy]
+        cases[policy, teacher, stage] = {
+            "what": "teacher",
+            "settings": settings,
+            "world": layout.world,
+            "rank": stage * layout.world // layout.pipeline,
+            "policy": PUBLISHED[policy],
+            "teacher": PUBLISHED[teacher],
+        }
     lines = "".join(json.dumps(case) + "\n" for case in cases.values())
     done = subprocess.run(
         [sys.executable, "-m", "tests.contract.plan_modules"],
@@ -135,6 +154,23 @@ def test_a_rank_of_the_full_size_holds_as_many_parameters_as_the_plan_says(name,
     assert {"dense": said.dense, "expert": said.expert} == found[name, stage]
 
 
+@pytest.mark.parametrize(("policy", "teacher", "stage"), TEACHERS)
+def test_a_rank_holds_as_much_of_a_teacher_as_the_plan_says(policy, teacher, stage, found):
+    """Built with the teacher's settings at the policy's layout; the unequal stages of the policy
+    are not the teacher's.
+    """
+    of_model, layout = RANKS[policy]
+    own = {"opd_teacher_load": "teacher", "use_opd": True, "opd_type": "megatron"}
+    cluster = {"actor_num_nodes": 1, "actor_num_gpus_per_node": layout.world}
+    bf16 = {"bf16": True}
+    config = load([], {"distillation": own, "cluster": cluster, "perf": of_model | bf16}).config
+    made = estimate(
+        config, shape(PUBLISHED[policy]), gpu_bytes=80 * 10**9, teacher=shape(PUBLISHED[teacher])
+    )
+    counted = found[policy, teacher, stage]
+    assert made.ranks[stage].teacher == 2 * (counted["dense"] + counted["expert"])
+
+
 @pytest.mark.parametrize(
     "recipe", [path for path in sorted((JOBS / "recipes").glob("*.toml")) if path.stem != "tiny"]
 )
@@ -152,6 +188,7 @@ def test_the_layout_of_every_recipe_is_one_whose_modules_are_counted(recipe):
 SIZES = {
     "qwen3_4b": 4.02e9,
     "glm4_9b": 9.4e9,
+    "gemma3_1b": 1.0e9,
     "qwen3_30b_a3b": 30.5e9,
     "llama3_1_8b": 8.03e9,
     "glm45_355b": 355e9,

@@ -334,6 +334,11 @@ FUNCTIONS = [
 
 ROLLOUT = [
     _of_check(
+        "Sampling masks of unbounded size",
+        "--use-rollout-sampling-mask --rollout-top-p 0.9",
+        "--use-rollout-sampling-mask --rollout-top-p 0.9 --rollout-top-k 1024",
+    ),
+    _of_check(
         "Over-sampling without additional prompts",
         "--over-sampling-batch-size 2",
         "--over-sampling-batch-size 4",
@@ -558,7 +563,7 @@ JOB = [
         "Eight nodes without Slurm",
         "rlpost submit glm45_355b --local",
         ("rlpost submit glm45_355b --local --scale-down",),
-        then="--scale-down: the scaled-down model does not exist yet; create it with: python tools/make_tiny_model.py",
+        then="--scale-down: the scaled-down model does not exist yet; create it with: rlpost fetch",
     ),
     Mistake(
         "Two nodes without Slurm",

@@ -53,10 +53,9 @@ def stage_bytes(shape: Shape, layout: Layout, one: Pass, stage: int) -> int:
     """What a stage keeps at its fullest: its micro-batches under way, and the layers that are just
     recomputed.
     """
-    full = [
-        layer_bytes(shape, layout, one, sparse=is_sparse)
-        for is_sparse in sparse_of(shape, layout, stage)
-    ]
+    layers = sparse_of(shape, layout, stage)
+    each = {sparse: layer_bytes(shape, layout, one, sparse=sparse) for sparse in set(layers)}
+    full = [each[is_sparse] for is_sparse in layers]
     last = (
         one.tokens
         * round(_norm(shape.hidden, one) - one.width * shape.hidden)
@@ -170,7 +169,7 @@ def _mlp(columns: float, one: Pass) -> float:
 
 def _experts(shape: Shape, layout: Layout, one: Pass) -> float:
     """Router scores; each token once for each of its experts, sorted; their MLPs, whose product is
-    kept once more with the router's weight; the shared expert. Tokens are taken to spread evenly
+    kept a second time with the router's weight; the shared expert. Tokens are taken to spread evenly
     over the experts.
     """
     own = 1 / layout.sequence_ranks

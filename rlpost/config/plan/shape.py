@@ -10,6 +10,7 @@ with sandwich norms, the norms at the end are on every rank.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -170,8 +171,8 @@ def shape_of(words: Mapping[str, Any]) -> Shape:
     """The shape that [model] describes. Raises ConfigError naming what is missing."""
     if missing := [name for name in NEEDED if words.get(name) is None]:
         raise ConfigError(
-            f"model.{', model.'.join(missing)}: not known; the model's config.json is not there, so name a file of "
-            "jobs/models with --model or in the recipe"
+            f"model.{', model.'.join(missing)}: not known; the model's config.json is not there; bring it with "
+            "rlpost fetch RECIPE, or name a file of jobs/models with --model or in the recipe"
         )
 
     def word(name: str, default: object) -> Any:
@@ -256,6 +257,15 @@ def layout_of(config: Config) -> Layout:
     )
 
 
+def teacher_layout(config: Config, layout: Layout) -> Layout:
+    """The layout of a teacher in the trainer: that of the policy, but unequal stages are those of
+    the policy's folder alone.
+    """
+    given, policy = config.distillation, config.checkpoint.hf_checkpoint
+    folder = given.opd_teacher_hf_checkpoint or given.opd_teacher_load
+    return layout if folder == policy else replace(layout, first=None, last=None)
+
+
 def layers_of(layout: Layout, num_layers: int, stage: int) -> Sequence[int]:
     """The layers of a pipeline stage; interleaved, those of each of its chunks (arXiv
     2104.04473).
@@ -274,13 +284,11 @@ def layers_of(layout: Layout, num_layers: int, stage: int) -> Sequence[int]:
 
 def rank_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
     """What a rank of a pipeline stage holds."""
-    layers = [
-        _layer(shape, layout, is_sparse, is_linear)
-        for is_sparse, is_linear in zip(
-            sparse_of(shape, layout, stage), linear_of(shape, layout, stage), strict=True
-        )
-    ]
-    dense, expert = sum(layer.dense for layer in layers), sum(layer.expert for layer in layers)
+    kinds = zip(sparse_of(shape, layout, stage), linear_of(shape, layout, stage), strict=True)
+    dense = expert = 0
+    for (is_sparse, is_linear), count in Counter(kinds).items():
+        layer = _layer(shape, layout, is_sparse, is_linear)
+        dense, expert = dense + count * layer.dense, expert + count * layer.expert
     if shape.mtp and stage == layout.pipeline - 1:
         dense += 2 * shape.hidden * (shape.hidden // layout.tensor) + 3 * shape.hidden
     embedding = -(-shape.vocab // layout.tensor) * shape.hidden

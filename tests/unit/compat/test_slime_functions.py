@@ -13,9 +13,11 @@ import pytest
 from rlpost.compat.slime import engines
 from rlpost.compat.slime.arguments import Arguments, settings_of
 from rlpost.compat.slime.filters import SlimeGrader, reward_number
+from rlpost.compat.slime.generate import _sampling_mask
 from rlpost.compat.slime.sample import shown
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, RolloutError
+from rlpost.orchestration.generation import evaluation_rollout
 from rlpost.records import sample_from, sample_record
 from rlpost.reward import grader as grading
 from rlpost.reward.grader import InlineGrader, make_grader
@@ -293,6 +295,27 @@ def test_a_reward_that_is_an_object_counts_under_its_key() -> None:
         graded("tool_reward", right, reward_key="acct")
 
 
+def test_evaluation_has_its_own_key_of_a_reward_that_is_an_object() -> None:
+    config = Config.model_validate(
+        {
+            "rollout": {"reward_key": "score", "custom_rm_path": plugin("tool_reward")},
+            "eval": {"eval_reward_key": "acc"},
+            "checkpoint": {"hf_checkpoint": "model"},
+        }
+    )
+    own = evaluation_rollout(config, config.rollout)
+    assert own.reward_key == "acc" and config.rollout.reward_key == "score"
+    assert settings_of(config)["eval_reward_key"] == "acc"
+    wrong = answer(r"\boxed{41}")
+    keys = [
+        graded("tool_reward", wrong, reward_key=each.reward_key) for each in (config.rollout, own)
+    ]
+    assert keys == [[-1.0], [0.0]]
+    without = config.model_copy(update={"eval": type(config.eval)()})
+    assert evaluation_rollout(without, config.rollout) is config.rollout
+    assert settings_of(without)["eval_reward_key"] == "score"
+
+
 def test_several_values_of_a_reward_count_by_their_weights() -> None:
     right, wrong = answer(r"\boxed{42}"), answer(r"\boxed{41}", index=1, extra={"tool_calls": 3})
     given = {"reward_weights": {"score": 2.0, "acc": -0.5}}
@@ -474,3 +497,15 @@ def test_what_is_wrong_with_a_function_of_ones_own_is_an_error_of_the_settings(
 
     with pytest.raises(ConfigError, match=r"mine.py:answer: \w+Error: .*mine.py, line 5"):
         asyncio.run(call())
+
+
+def test_a_sampling_mask_has_slimes_two_lists_and_is_read_from_them() -> None:
+    sets = ((5, 9), (), (7,))
+    masked = replace(answer("abc"), sampling_mask=sets)
+    made = shown(PROMPT, masked, siblings=2)
+    assert made.rollout_top_p_token_ids == [5, 9, 7]
+    assert made.rollout_top_p_token_offsets == [0, 2, 2, 3]
+    assert _sampling_mask(made, 3, "it") == masked.sampling_mask
+    assert _sampling_mask(shown(PROMPT, answer("abc"), siblings=2), 3, "it") is None
+    with pytest.raises(ConfigError, match=r"it has 3 sets with 3 ids in .* and 4 tokens"):
+        _sampling_mask(made, 4, "it")
