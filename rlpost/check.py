@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from rlpost.actor.architecture import mtp_problem, sharding_problem
 from rlpost.actor.model_description import read_description
@@ -25,6 +26,7 @@ from rlpost.config.checks.algorithm import algorithm_problems
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.container import container_problems, interpreter_note
 from rlpost.config.checks.distillation import distillation_problems
+from rlpost.config.checks.engine_model import engine_model_problems
 from rlpost.config.checks.environment import environment_problems
 from rlpost.config.checks.fleet import fleet_model_problems, fleet_problems
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
@@ -45,7 +47,7 @@ from rlpost.config.checks.sync import draft_problems, sync_problems
 from rlpost.config.eval_sets import ROLLOUT_KEYS, eval_sets
 from rlpost.config.megatron_options import option_names, option_problems
 from rlpost.config.path_variables import variable_problems
-from rlpost.config.plan.estimate import estimate
+from rlpost.config.plan.estimate import estimate, forward_pass
 from rlpost.config.plan.reference import reference_note
 from rlpost.config.plan.save_interval import interval_note, save_interval
 from rlpost.config.plan.shape import Shape
@@ -311,6 +313,7 @@ def _model_folder_problems(config: Config) -> list[str]:
         problems += fleet_model_problems(config, hf_config)
         problems += lora_model_problems(config, hf_config)
         problems += _of_file("--hf-checkpoint", _collect(lambda: _check_description(config, path)))
+        problems += _engine_problems(config, hf_config)
     except FileNotFoundError:
         problems.append(f"{key}: has no config.json; give a Hugging Face folder of a model")
     except json.JSONDecodeError as error:
@@ -337,6 +340,21 @@ def _check_description(config: Config, path: Path) -> None:
     )
     if problem is not None:
         raise ConfigError(problem)
+
+
+def _engine_problems(config: Config, hf: Mapping[str, Any]) -> list[str]:
+    """Problems of the model in the engines; none if the architecture is not supported anyway."""
+    try:
+        known = family((hf.get("architectures") or ["none given"])[0])
+        window = known.fields(hf).get("window_size") if known.engines_lack_windows else None
+    except (RlpostError, KeyError):
+        return []  # reported by ``read_description``
+    return engine_model_problems(
+        config,
+        hf,
+        longest=forward_pass(config)[1],
+        ignored_window=None if window is None else window[0] + 1,
+    )
 
 
 def _mtp_problems(config: Config) -> list[str]:

@@ -32,7 +32,7 @@ def hf_shape(hf: Mapping[str, Any]) -> Shape:
             head_dim=head_dim(hf),
             vocab=hf["vocab_size"],
             sparse=tuple(map(bool, fields.get("moe_layer_freq", (0,) * hf["num_hidden_layers"]))),
-            tied=hf.get("tie_word_embeddings", False),
+            tied=known.is_tied(hf),
             qkv_bias=fields.get("add_qkv_bias", False),
             qk_norm=fields.get("qk_layernorm", False) or known.projection_norms,
             qk_norm_per_layer=known.projection_norms,

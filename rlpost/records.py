@@ -227,10 +227,12 @@ def _written(value: object, packing: Packing | None) -> object:
     if isinstance(value, RouteColumn):  # has no readable form
         packed = (packing or BASE64).packed(_bytes(value.array))
         return {"routes": packed, "dtype": value.array.dtype.name, "shape": list(value.array.shape)}
-    if isinstance(value, TokenSetColumn) and packing is not None:
+    if isinstance(value, TokenSetColumn):
+        if packing is None:
+            return list(value)
         sizes, ids = (packing.packed(_bytes(part.array)) for part in (value.sizes, value.token_ids))
         return {"set_sizes": sizes, "set_ids": ids}
-    if not isinstance(value, IntColumn | FloatColumn | RunColumn | TokenSetColumn):
+    if not isinstance(value, IntColumn | FloatColumn | RunColumn):
         return value
     if packing is None:
         return list(value)

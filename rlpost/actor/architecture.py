@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rlpost.actor.rope import FULL, local_rope, rope, rope_type
 from rlpost.config.wording import value_text
 from rlpost.weights.families.qwen_hybrid import LINEAR_SIZES
 from rlpost.weights.family import Family, HfConfig
@@ -47,11 +48,6 @@ def head_dim(hf: HfConfig) -> int:
 def dense_ffn(hf: HfConfig) -> int:
     """Return the intermediate size of a dense layer; of an expert if the model has no such key."""
     return hf["intermediate_size"] if "intermediate_size" in hf else hf["moe_intermediate_size"]
-
-
-def rope(hf: HfConfig) -> Mapping[str, Any]:
-    """Return the options of the rotary embedding: nested in transformers 5, top-level keys in 4."""
-    return hf.get("rope_parameters") or (dict(hf) | (hf.get("rope_scaling") or {}))
 
 
 def rotary_percent(hf: HfConfig) -> float:
@@ -131,16 +127,16 @@ def architecture(family: Family, hf: HfConfig) -> dict[str, object]:
         "kv_channels": head_dim(hf),
         "normalization": "RMSNorm",
         "norm_epsilon": hf["rms_norm_eps"],
-        "position_embedding_type": "yarn"
-        if family.has_yarn and rope(hf).get("rope_type") == "yarn"
-        else "rope",
+        "position_embedding_type": _position_embedding(fields, hf),
         "use_rotary_position_embeddings": True,
         "rotary_base": rope(hf)["rope_theta"],
+        "local_rotary_base": (local_rope(hf) or {}).get("rope_theta"),
         "rotary_percent": rotary_percent(hf),
         "rotary_interleaved": fields.get("rotary_interleaved", False),
         "vocab_size": hf["vocab_size"],
-        "untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings", False),
+        "untie_embeddings_and_output_weights": not family.is_tied(hf),
         "disable_bias_linear": not fields.get("add_bias_linear", False),
+        "softmax_scale": fields.get("softmax_scale"),
         "softmax_type": fields.get("softmax_type", "vanilla"),
         "sliding_window": hf["sliding_window"] if "window_size" in fields else None,
         "window_attn_skip_freq": tuple(fields.get("window_attn_skip_freq", ())) or None,
@@ -155,9 +151,16 @@ def architecture(family: Family, hf: HfConfig) -> dict[str, object]:
         **{name: fields.get(name) for name in LINEAR_SIZES},
         "swiglu": fields.get("activation_func", "silu") == "silu",
         "quick_geglu": fields.get("activation_func") == "quick_gelu",
+        "geglu": fields.get("activation_func") == "gelu_tanh",
         "mtp_num_layers": mtp_layers(family, hf) or None,
     } | _latent(fields)
     return said | (_experts(fields) if "num_moe_experts" in fields else {})
+
+
+def _position_embedding(fields: Mapping[str, Any], hf: HfConfig) -> str:
+    """Return Megatron's name; in latent attention ``rope_type`` says whether there is YaRN."""
+    is_scaled = rope_type(rope(hf)) == "yarn" and not fields.get("multi_latent_attention")
+    return "yarn" if is_scaled else "rope"
 
 
 def _latent(fields: Mapping[str, Any]) -> dict[str, object]:
@@ -239,8 +242,11 @@ def overridden(given: Mapping[str, Any], hf: HfConfig) -> dict[str, object]:
         key, value = OVERRIDABLE.get(name), given.get(name)
         if key is None or value is None:
             continue
-        if key in (changed.get("rope_parameters") or {}):
-            changed["rope_parameters"] = changed["rope_parameters"] | {key: value}
+        nested = changed.get("rope_parameters") or {}
+        if key in nested.get(FULL, {}):
+            changed["rope_parameters"] = nested | {FULL: nested[FULL] | {key: value}}
+        elif key in nested:
+            changed["rope_parameters"] = nested | {key: value}
         else:
             changed[key] = value
     return changed

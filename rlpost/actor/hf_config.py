@@ -22,6 +22,7 @@ MODEL_TYPES = {
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "Gemma3ForCausalLM": "gemma3_text",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "LlamaForCausalLM": "llama",
     "MiniMaxM2ForCausalLM": "minimax_m2",
@@ -75,6 +76,11 @@ def hf_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
         hf["rotary_dim"] = round(share * hf["head_dim"])
     if name == "GptOssForCausalLM":
         hf |= _windows(arguments)
+    elif arguments.get("sliding_window"):
+        hf |= _sliding(arguments, name)
+    if name == "Gemma3ForCausalLM":
+        del hf["hidden_act"]
+        hf |= _gemma(arguments, hf["rope_parameters"])
     if arguments.get("linear_attention_freq"):
         kinds = ("full_attention", "linear_attention")
         hf["layer_types"] = [kinds[one] for one in arguments["linear_attention_freq"]]
@@ -120,6 +126,8 @@ def architecture_of(arguments: Mapping[str, object]) -> str:
             return "Glm4MoeForCausalLM"
         gated = arguments.get("moe_shared_expert_gate")
         return "Qwen2MoeForCausalLM" if gated else "Qwen3MoeForCausalLM"
+    if arguments.get("geglu"):
+        return "Gemma3ForCausalLM"
     if arguments.get("post_self_attn_layernorm"):
         return "Glm4ForCausalLM"
     if arguments.get("qk_layernorm"):
@@ -148,6 +156,36 @@ def _windows(arguments: Mapping[str, Any]) -> dict[str, object]:
         "sliding_window": arguments.get("sliding_window") or 128,
         "layer_types": [kinds[one] for one in pattern],
         "rope_parameters": YARN_OF_GPT_OSS | rotary,
+    }
+
+
+def _sliding(arguments: Mapping[str, Any], name: str) -> dict[str, object]:
+    """Return the keys of windows in some layers; Qwen's have a switch besides."""
+    kinds = ("full_attention", "sliding_attention")
+    pattern = arguments.get("window_attn_skip_freq") or (1,) * arguments["num_layers"]
+    switch = {"use_sliding_window": True} if name.startswith("Qwen") else {}
+    return switch | {
+        "sliding_window": arguments["sliding_window"],
+        "layer_types": [kinds[one] for one in pattern],
+    }
+
+
+def _gemma(arguments: Mapping[str, Any], rope: dict[str, Any]) -> dict[str, object]:
+    """Return the keys of Gemma-3 in addition to those of its windows."""
+    width = arguments.get("kv_channels") or (
+        arguments["hidden_size"] // arguments["num_attention_heads"]
+    )
+    scale = arguments.get("softmax_scale")
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": round(scale**-2) if scale else width,
+        "rope_parameters": {
+            "full_attention": rope,
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": arguments.get("local_rotary_base") or 10000.0,
+            },
+        },
     }
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from rlpost.actor.layer_specs import LOCAL, has_transformer_engine
 from rlpost.actor.model_description import ModelDescription
+from rlpost.actor.rope import attention_factor
 from rlpost.actor.settings import ActorSettings
 from rlpost.config.transformer_engine import RULED_OUT, Need, needs
 from rlpost.errors import ConfigError
@@ -41,12 +42,14 @@ def kernel_fields(
         # SwiGLU as one kernel of torch.compile. (Without dropout the residual sum is one kernel
         # anyway.)
         "bias_activation_fusion": torch.cuda.is_available()
+        and fields.get("activation_func") != "gelu_tanh"
         and not settings.megatron.get("use_te_activation_func"),
         "masked_softmax_fusion": False,  # of an attention that is not used here
         "persist_layer_norm": False,  # of Apex
         "gradient_accumulation_fusion": False,  # of Apex, unless requested
         "apply_rope_fusion": with_engine
         and not interleaved
+        and attention_factor(description.rope) == 1.0
         # Latent attention has another kernel, for YaRN alone; --apply-rope-fusion true selects it.
         and not fields.get("multi_latent_attention")
         and not given.get("no_rope_fusion", False),
@@ -104,19 +107,27 @@ def _packages_missing(settings: ActorSettings) -> list[str]:
 
 
 def _wrong_rotation(description: ModelDescription, settings: ActorSettings) -> list[str]:
-    """Reject the fused rotary embedding for a model with interleaved rotation.
+    """Reject the fused rotary embedding for a model with interleaved rotation, or with YaRN.
 
-    Megatron-core 0.16.1 does not pass ``interleaved`` to TransformerEngine's kernel for packed
-    sequences (``rope_utils.py``: ``fused_apply_rotary_pos_emb_thd`` has no such parameter).
+    Megatron-core 0.16.1 passes neither ``interleaved`` nor ``mscale`` to TransformerEngine's kernel
+    for packed sequences (``rope_utils.py``: ``fused_apply_rotary_pos_emb_thd`` has no such
+    parameters). Latent attention has another kernel, which has both.
     """
-    if not (
-        settings.megatron.get("apply_rope_fusion") and description.fields.get("rotary_interleaved")
-    ):
+    fields = description.fields
+    if not settings.megatron.get("apply_rope_fusion") or fields.get("multi_latent_attention"):
         return []
-    return [
-        "--apply-rope-fusion true: the kernel rotates the two halves of a head, but this model rotates "
-        "adjacent pairs, so its logits would be wrong; omit the option"
-    ]
+    problems = []
+    if fields.get("rotary_interleaved"):
+        problems.append(
+            "--apply-rope-fusion true: the kernel rotates the two halves of a head, but this model "
+            "rotates adjacent pairs, so its logits would be wrong; omit the option"
+        )
+    if (factor := attention_factor(description.rope)) != 1.0:
+        problems.append(
+            f"--apply-rope-fusion true: the kernel lacks the factor {factor:.4g} of YaRN on queries "
+            "and keys, so the logits would be wrong; omit the option"
+        )
+    return problems
 
 
 def _needs(description: ModelDescription, settings: ActorSettings) -> list[Need]:

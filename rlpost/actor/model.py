@@ -7,9 +7,9 @@ chunk per virtual pipeline stage, with uninitialised weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,8 @@ from rlpost.actor.lora.adapters import freeze_base, low_rank_updates
 from rlpost.actor.lora.targets import adapt_layers
 from rlpost.actor.megatron_fields import configured
 from rlpost.actor.model_description import ModelDescription
+from rlpost.actor.rope import rope_type
+from rlpost.actor.rotary import set_attention_factor, set_frequencies, use_local_rotary
 from rlpost.actor.settings import ActorSettings
 from rlpost.weights.inventory import Inventory
 
@@ -43,7 +45,11 @@ if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
 
 
-ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
+ACTIVATIONS = {
+    "silu": F.silu,
+    "quick_gelu": quick_gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 """Activations of MLPs, by the names that families use."""
 
 
@@ -122,41 +128,65 @@ def _chunk(
     stage: int | None,
 ) -> GPTModel:
     hf = description.hf_config
-    if description.yarn is not None:
-        _set_yarn(config, description.yarn)
-    return GPTModel(
+    if not config.multi_latent_attention:
+        set_attention_factor(config, description.rope)
+    chunk = GPTModel(
         config,
         spec,
         vocab_size=hf["vocab_size"] + -hf["vocab_size"] % config.tensor_model_parallel_size,
         max_sequence_length=hf["max_position_embeddings"],
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        position_embedding_type="rope" if description.yarn is None else "yarn",
-        rotary_base=description.rope_theta,
+        position_embedding_type="rope",
+        rotary_base=description.rope["rope_theta"],
         rotary_percent=description.rotary_percent,
-        rope_scaling=description.rope_factor is not None,
-        rope_scaling_factor=description.rope_factor or 1.0,
         share_embeddings_and_output_weights=description.tied,
         parallel_output=True,
         vp_stage=stage,
     )
+    if not config.multi_latent_attention:
+        _scale_positions(chunk, description)
+    _scale_ends(chunk, description)
+    return chunk
 
 
-def _set_yarn(config: TransformerConfig, yarn: Mapping[str, Any]) -> None:
-    """Set the attributes that GPTModel and its attention read; they are no fields of the class.
+def _scale_positions(chunk: GPTModel, description: ModelDescription) -> None:
+    """Set the frequencies of the checkpoint; latent attention has a rotary embedding in each layer."""
+    if rope_type(description.rope) != "default":
+        set_frequencies(chunk.rotary_pos_emb, description.rope)
+    if description.local_rope is not None:
+        local = copy.copy(chunk.rotary_pos_emb)
+        set_frequencies(local, description.local_rope)
+        use_local_rotary(chunk, local)
 
-    Without mscale the factor of queries and keys is 0.1 ln(factor) + 1 (arXiv 2309.00071, equation
-    22).
+
+def _scale_ends(chunk: GPTModel, description: ModelDescription) -> None:
+    """Scale the embeddings, and limit the logits z to cap * tanh(z / cap), where the family does.
+
+    The factor sqrt(hidden size) is rounded to the dtype of the weights, as in transformers'
+    ``Gemma3TextScaledWordEmbedding``.
     """
-    vars(config).update(
-        yarn_rotary_scaling_factor=yarn["factor"],
-        yarn_original_max_position_embeddings=yarn["original_max_position_embeddings"],
-        yarn_beta_fast=yarn.get("beta_fast") or 32.0,
-        yarn_beta_slow=yarn.get("beta_slow") or 1.0,
-        yarn_mscale=None,
-        yarn_mscale_all_dim=None,
-        yarn_correction_range_round_to_int=yarn.get("truncate", True),
-    )
+    if description.family.scales_embedding and chunk.pre_process:
+        chunk.embedding.register_forward_hook(partial(_scaled, chunk.config.hidden_size**0.5))
+    cap = description.hf_config.get("final_logit_softcapping")
+    if cap and chunk.post_process:
+        chunk.output_layer.register_forward_hook(partial(_capped, cap))
+
+
+def _scaled(
+    factor: float, _: torch.nn.Module, __: tuple[object, ...], output: torch.Tensor
+) -> torch.Tensor:
+    return output * torch.tensor(factor, dtype=output.dtype)
+
+
+def _capped(
+    cap: float,
+    _: torch.nn.Module,
+    __: tuple[object, ...],
+    output: tuple[torch.Tensor, torch.Tensor | None],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    logits, bias = output
+    return cap * torch.tanh(logits / cap), bias
 
 
 def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:

@@ -14,18 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.actor import architecture
+from rlpost.actor.rope import local_rope, missing_options, refused_options, rope
 from rlpost.actor.settings import ActorSettings
 from rlpost.errors import ConfigError, WeightError
 from rlpost.weights import families
 from rlpost.weights.family import Family
 from rlpost.weights.names import Dimensions
-
-LLAMA3_ROPE = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-"""The constants of Megatron's scaled rotary embedding; only its factor is an argument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,29 +61,22 @@ class ModelDescription:
     @property
     def tied(self) -> bool:
         """Whether the output layer is the embedding."""
-        return self.hf_config.get("tie_word_embeddings", False)
+        return self.family.is_tied(self.hf_config)
 
     @property
-    def rope_theta(self) -> float:
-        """The base of the rotary embedding."""
-        return architecture.rope(self.hf_config)["rope_theta"]
+    def rope(self) -> Mapping[str, Any]:
+        """The options of the rotary embedding, in layers without a window where that matters."""
+        return rope(self.hf_config)
+
+    @property
+    def local_rope(self) -> Mapping[str, Any] | None:
+        """The options in layers with a window where they have others; None without."""
+        return local_rope(self.hf_config)
 
     @property
     def rotary_percent(self) -> float:
         """The fraction of each head that is rotated."""
         return architecture.rotary_percent(self.hf_config)
-
-    @property
-    def rope_factor(self) -> float | None:
-        """The factor of Llama 3's scaling of long wavelengths; None without."""
-        rope = architecture.rope(self.hf_config)
-        return rope["factor"] if _rope_type(rope) == "llama3" else None
-
-    @property
-    def yarn(self) -> Mapping[str, Any] | None:
-        """The options of YaRN (arXiv 2309.00071); None without."""
-        rope = architecture.rope(self.hf_config)
-        return rope if self.family.has_yarn and _rope_type(rope) == "yarn" else None
 
     def num_virtual_stages(self, settings: ActorSettings) -> int | None:
         """Return the model chunks of each pipeline rank; None without interleaving, or for one
@@ -221,10 +208,11 @@ def read_description(
         description = ModelDescription(path, known, architecture.overridden(given or {}, hf))
         refused = {key: hf.get(key) for key in description.family.refused}
         _ = description.fields  # reads what its family needs
-        there = description.hf_config.keys() | architecture.rope(description.hf_config).keys()
+        there = description.hf_config.keys() | description.rope.keys()
         if "moe_intermediate_size" in there:
             there.add("intermediate_size")  # a model whose layers are all sparse has no such key
-        if missing := [key for key in (*NEEDED, *TENSOR_PARALLEL_KEYS) if key not in there]:
+        missing = [key for key in (*NEEDED, *TENSOR_PARALLEL_KEYS) if key not in there]
+        if missing := missing + missing_options(description.hf_config):
             raise WeightError(f"has no {', '.join(missing)}; add what the model's page says")
         problems = architecture.problems(given or {}, description.family, hf)
     except json.JSONDecodeError as error:
@@ -245,26 +233,13 @@ def read_description(
     return description
 
 
-def _rope_type(rope: Mapping[str, Any]) -> str:
-    """Return the type of the rotary embedding; older configurations call the key "type"."""
-    return rope.get("rope_type") or rope.get("type") or "default"
-
-
 def _refused_of_all(description: ModelDescription) -> dict[str, object]:
     """Return features that no family supports: other activations, dropout, other rotary
     embeddings.
     """
-    hf = description.hf_config
-    rope = architecture.rope(hf)
-    rope_type = _rope_type(rope)
-    known = rope_type in ("default", description.fields.get("rope_type")) or (
-        rope_type == "llama3" and all(rope.get(key) == value for key, value in LLAMA3_ROPE.items())
-    )
-    if rope_type == "yarn" and description.family.has_yarn:
-        # Megatron derives the factor of queries and keys from that of the positions.
-        known = not any(rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
-    return {
-        "rope_type": None if known else rope_type,
+    hf, fields = description.hf_config, description.fields
+    latent = fields["rope_type"] if fields.get("multi_latent_attention") else None
+    return refused_options(hf, latent=latent) | {
         "hidden_act": hf["hidden_act"] if hf.get("hidden_act", "silu") != "silu" else None,
         "attention_dropout": hf.get("attention_dropout"),
     }

@@ -122,8 +122,9 @@ class Passes:
             index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor
         ) -> tuple[torch.Tensor, list[TopTokens]]:
             ids, logprobs = loss.top_logprobs(logits, micro_batch, count=count, limit=limit)
-            whole = (of_all_context_ranks(each, micro_batch) for each in (ids, logprobs))
-            return logprobs.sum(), unpack_top(*whole, micro_batch)
+            all_ids = of_all_context_ranks(ids, micro_batch)
+            all_logprobs = of_all_context_ranks(logprobs, micro_batch)
+            return logprobs.sum(), unpack_top(all_ids, all_logprobs, micro_batch)
 
         return self._without_gradients(batch, collect, records_routes=False)
 

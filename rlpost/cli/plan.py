@@ -26,7 +26,7 @@ from rlpost.cli.scaled import add_scale_down
 from rlpost.cli.terminal import terminal_width
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.flags import flag
-from rlpost.config.plan.estimate import Estimate, Phase, estimate
+from rlpost.config.plan.estimate import Estimate, Phase, Sizes, estimate
 from rlpost.config.plan.layouts import Choice, nearest, suggest
 from rlpost.config.plan.reference import reference_note
 from rlpost.config.plan.save_interval import (
@@ -202,12 +202,11 @@ def show(
         engine_width: bytes of a weight in the engines.
         speed: of disks and of steps.
     """
-    problems, teacher = layout_problems(config), teacher_shape(config)
+    problems = layout_problems(config)
+    sizes = Sizes(gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher_shape(config))
     fits = False
     if not problems:
-        made = estimate(
-            config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher
-        )
+        made = estimate(config, shape, **sizes)
         problems, fits = list(made.problems), not made.problems
         console.print(table(made, speed))
         console.print(bars(made, console.width))
@@ -216,9 +215,7 @@ def show(
             console.print(f"note: {note}", style="yellow")
     choices: list[Choice] = []
     if wants_suggestions or not fits:
-        choices = suggest(
-            config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher
-        )
+        choices = suggest(config, shape, **sizes)
     for problem in problems:
         console.print(f"does not fit: {problem}", style="red")
     if fits:
@@ -248,16 +245,15 @@ def plan_object(
     ``suggestions`` holds the best layouts when they are asked for; else the nearest that fits if
     the recipe's does not.
     """
-    problems, teacher = layout_problems(config), teacher_shape(config)
+    problems = layout_problems(config)
+    sizes = Sizes(gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher_shape(config))
     content: dict[str, Any] = {
         "fits": False,
         "problems": problems,
         "note": reference_note(config, shape),
     }
     if not problems:
-        made = estimate(
-            config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher
-        )
+        made = estimate(config, shape, **sizes)
         content |= {
             "fits": not made.problems,
             "problems": list(made.problems),
@@ -266,9 +262,7 @@ def plan_object(
         content["save_interval"] = asdict(speed.interval(made))
     choices: list[Choice] = []
     if wants_suggestions or not content["fits"]:
-        choices = suggest(
-            config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher
-        )
+        choices = suggest(config, shape, **sizes)
     if not wants_suggestions:
         closest = nearest(config, choices)
         choices = [closest] if closest else []

@@ -230,10 +230,11 @@ def used_parameters(hf: Mapping[str, Any]) -> int:
     """Return the number of parameters used per token: only routed experts, without the embedding
     lookup.
     """
-    count = hf_shape(hf).parameters
+    shape = hf_shape(hf)
+    count = shape.parameters
     num_experts = next((hf[key] for key in EXPERT_KEYS if hf.get(key)), 1)
     used = hf.get("num_experts_per_tok", 0) / num_experts
-    looked_up = 0 if hf.get("tie_word_embeddings") else hf["vocab_size"] * hf["hidden_size"]
+    looked_up = 0 if shape.tied else hf["vocab_size"] * hf["hidden_size"]
     return round(count.dense - looked_up + count.expert * used)
 
 

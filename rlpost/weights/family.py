@@ -6,7 +6,7 @@ attention and a gated SiLU MLP without biases. A family describes its difference
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,13 +37,33 @@ class Family:
     Such a family leaves ``qk_layernorm`` out of ``fields``: Megatron sums the gradient of those
     norms over the tensor-parallel ranks, but here each rank has only the weight of its heads.
     """
-    has_yarn: bool = False
-    """Whether config.json may extend the rotary embedding with YaRN (arXiv 2309.00071)."""
+    scales_embedding: bool = False
+    """Whether embeddings are multiplied with the square root of the hidden size."""
+    tied_by_default: bool = False
+    """Whether the output layer is the embedding where config.json lacks ``tie_word_embeddings``."""
+    engines_lack_windows: bool = False
+    """Whether SGLang's model of the family ignores a sliding window in config.json."""
     carries_extra_layers: bool = False
     """Whether the folder may contain layers after ``num_hidden_layers`` (multi-token prediction).
 
     They are trained with ``--enable-mtp-training``. Otherwise they are exported unchanged.
     """
+
+    def is_tied(self, hf: HfConfig) -> bool:
+        """Return whether the output layer is the embedding."""
+        tied = hf.get("tie_word_embeddings")
+        return self.tied_by_default if tied is None else bool(tied)
+
+
+def window_fields(hf: HfConfig, layer_types: Sequence[str]) -> dict[str, object]:
+    """TransformerConfig fields of the layers with a sliding window; empty if no layer has one.
+
+    In Megatron's window the first number does not count the query itself.
+    """
+    windowed = [int(kind == "sliding_attention") for kind in layer_types]
+    if not any(windowed):
+        return {}
+    return {"window_size": (hf["sliding_window"] - 1, 0), "window_attn_skip_freq": windowed}
 
 
 def expert_fields(

@@ -35,6 +35,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+LONG_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+WINDOWS = dict(use_sliding_window=True, sliding_window=5, max_window_layers=2)
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
 GLM_EXPERTS = EXPERTS | dict(
     n_routed_experts=8,
@@ -45,6 +52,16 @@ GLM_EXPERTS = EXPERTS | dict(
     routed_scaling_factor=1.5,
 )
 GATED_EXPERTS = {"num_experts": 8, "shared_expert_intermediate_size": 48}
+GEMMA3 = dict(
+    tie_word_embeddings=True,
+    query_pre_attn_scalar=24,
+    sliding_window=5,
+    layer_types=["sliding_attention", "full_attention"] + ["sliding_attention"] * 2,
+    rope_parameters={
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+)
 MINIMAX = dict(
     num_experts_per_tok=2,
     num_local_experts=8,
@@ -118,10 +135,12 @@ FAMILIES: dict[
     "qwen2.5": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
+    "qwen3-long": ("Qwen3", WINDOWS | {"rope_parameters": LONG_ROPE}),
     "qwen3-moe": ("Qwen3Moe", EXPERTS | {"num_experts": 8, "mlp_only_layers": [1]}),
     "qwen2-moe": ("Qwen2Moe", EXPERTS | GATED_EXPERTS | {"norm_topk_prob": False}),
     "llama3": ("Llama", {}),
     "llama3.1": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "gemma3": ("Gemma3", GEMMA3),
     "glm4-0414": ("Glm4", {"attention_bias": True}),
     "minimax-m2-moe": ("MiniMaxM2", MINIMAX),
     "gpt-oss-moe": ("GptOss", GPT_OSS),
@@ -139,6 +158,32 @@ WITH_TENSOR_PARALLEL = {
 WITH_MTP = "-mtp"
 MTP, LATENT_MTP = f"glm4.5-moe{WITH_MTP}", f"deepseek-v3-moe{WITH_MTP}"
 """Two of them with a layer for multi-token prediction, which transformers does not have."""
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2.5-linear": (
+        "Qwen2",
+        WINDOWS | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
+    ),
+    "qwen2-moe-window": (
+        "Qwen2Moe",
+        EXPERTS | GATED_EXPERTS | WINDOWS | {"norm_topk_prob": False},
+    ),
+    "qwen3-moe-window": (
+        "Qwen3Moe",
+        EXPERTS
+        | WINDOWS
+        | {
+            "num_experts": 8,
+            "rope_parameters": LONG_ROPE
+            | {"truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5},
+        },
+    ),
+    "gemma3-capped": ("Gemma3", GEMMA3 | {"final_logit_softcapping": 2.0}),
+    "llama3.1-shorter": (
+        "Llama",
+        {"rope_parameters": LLAMA3_ROPE | {"original_max_position_embeddings": 64}},
+    ),
+}
+"""Options of some families that change no weight."""
 FROM_OUTSIDE = {"mistral": ("Mistral", {"sliding_window": None})}
 """Those that docs/extending.md brings with a package."""
 
@@ -152,7 +197,7 @@ def make_family(folder: Path, name: str) -> None:
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
         for key, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if "inv_freq" not in key:
+            if "inv_freq" not in key and "embed_scale" not in key:
                 tensor.copy_(torch.randn_like(tensor) * 0.2 + _center(kind, key))
     model.save_pretrained(folder)
     if name.endswith(WITH_MTP):
@@ -161,7 +206,8 @@ def make_family(folder: Path, name: str) -> None:
 
 def _center(kind: str, key: str) -> float:
     """Mean of a weight: that of a norm is 1, unless the model adds 1 itself."""
-    adds_one = kind in ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe") and "linear_attn" not in key
+    kinds = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Gemma3")
+    adds_one = kind in kinds and "linear_attn" not in key
     return 1.0 if "norm" in key and not adds_one else 0.0
 
 
@@ -208,7 +254,7 @@ def make_family_config(folder: Path, name: str) -> None:
 def _config(name: str) -> tuple[str, Any]:
     import transformers
 
-    kind, options = (FAMILIES | FROM_OUTSIDE)[name.removesuffix(WITH_MTP)]
+    kind, options = (FAMILIES | VARIANTS | FROM_OUTSIDE)[name.removesuffix(WITH_MTP)]
     of_text = getattr(transformers, f"{kind}TextConfig", None)  # where there is one with images too
     kind_of_config = of_text or getattr(transformers, f"{kind}Config")
     options = COMMON | options

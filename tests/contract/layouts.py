@@ -23,6 +23,7 @@ from tests.contract.samples import STEPS
 
 LIMIT = 1e-5  # relative, in float32
 DENSE, TIED, MOE, LATENT = "qwen3", "qwen3-tied", "glm4.5-moe", "deepseek-v3-moe"
+GEMMA, LONG = "gemma3", "qwen3-long"
 LOSSES = ("train/loss", "train/mtp_loss")
 SHORT = {
     "tensor_model_parallel_size": "TP",
@@ -126,6 +127,9 @@ LAYOUTS = [
     Layout("moe-cp2-pp2-recompute", MOE, 4, CP2 | pp(2) | FULL),
     Layout("moe-tp2-sp-cp2", MOE, 4, tp(2) | CP2),
     Layout("latent-cp2-ep2", LATENT, 2, CP2 | ep(2)),
+    Layout("gemma-tp2-sp-recompute", GEMMA, 2, tp(2) | FULL),
+    Layout("gemma-cp2-pp2-uneven", GEMMA, 4, CP2 | pp(2, **UNEVEN)),
+    Layout("long-tp2-sp-cp2", LONG, 4, tp(2) | CP2),
     Layout("cp2-pp2-gspo-kl", DENSE, 4, CP2 | pp(2), "gspo-kl"),
     Layout("tp2-sp-cispo", DENSE, 2, tp(2), "cispo"),
     Layout("tp2-sp-entropy-tis", DENSE, 2, tp(2) | {"log_probs_chunk_size": 7}, "entropy-tis"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,13 @@ from safetensors.torch import load_file
 
 from rlpost.actor.settings import ActorSettings
 from tests.contract.actor_ranks import look, run_ranks
-from tests.contract.families import FAMILIES, FROM_OUTSIDE, WITH_TENSOR_PARALLEL, make_family
+from tests.contract.families import (
+    FAMILIES,
+    FROM_OUTSIDE,
+    VARIANTS,
+    WITH_TENSOR_PARALLEL,
+    make_family,
+)
 from tests.contract.samples import STEPS
 from tests.examples import install, write_examples
 
@@ -29,42 +36,42 @@ CASES = [(name, cut) for name in FAMILIES for cut in CUTS] + [
     ("deepseek-v3-moe", "ep2"),
     ("qwen3.5-moe", "ep2"),
 ]
-CASES += [(name, "tp2-sp") for name in FROM_OUTSIDE]
+CASES += [(name, "tp2-sp") for name in FROM_OUTSIDE] + [(name, "alone") for name in VARIANTS]
 
 
 @pytest.fixture(scope="module")
-def models(
+def model(
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[dict[str, tuple[Path, torch.Tensor]]]:
-    """Of each family its folder and transformers' logits of the samples, one sequence at a time."""
+) -> Iterator[Callable[[str], tuple[Path, torch.Tensor]]]:
+    """Makes a family's folder, and transformers' logits of the samples, one sequence at a time."""
     from transformers import AutoModelForCausalLM
 
-    made = {}
     monkeypatch = pytest.MonkeyPatch()  # of the module, and the ranks look where this process does
     packages = tmp_path_factory.mktemp("packages")
     monkeypatch.syspath_prepend(
         str(install(write_examples(packages / "from") / "mistral", packages / "to"))
     )
-    for name in (*FAMILIES, *FROM_OUTSIDE):
+
+    @cache
+    def made(name: str) -> tuple[Path, torch.Tensor]:
         folder = tmp_path_factory.mktemp("families") / name
         make_family(folder, name)
-        model = AutoModelForCausalLM.from_pretrained(
+        theirs = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         with torch.no_grad():
-            made[name] = (
-                folder,
-                torch.cat([model(torch.tensor([s.token_ids])).logits[0] for s in SAMPLES]),
-            )
+            logits = [theirs(torch.tensor([s.token_ids])).logits[0] for s in SAMPLES]
+        return folder, torch.cat(logits)
+
     yield made
     monkeypatch.undo()
 
 
 @pytest.mark.parametrize(("name", "cut"), CASES)
 def test_packed_logits_equal_those_of_transformers_and_weights_come_back_bit_for_bit(
-    models, tmp_path, name, cut
+    model, tmp_path, name, cut
 ):
-    folder, expected = models[name]
+    folder, expected = model(name)
     num_ranks, layout = MOE_CUT if cut == "ep2" else CUTS[cut]
     if cut == "tp2-sp":
         layout = layout | WITH_TENSOR_PARALLEL.get(name, {})

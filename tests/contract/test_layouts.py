@@ -29,6 +29,7 @@ KINDS = (
     "mtp-tp2-sp-ep2-pp2-recompute",
     "mtp-cp2-pp2-vpp2-overlap",
     "latent-cp2-ep2",
+    "gemma-cp2-pp2-uneven",
     "mtp-latent-tp2-sp-ep2",
 )
 BY_NAME = {layout.name: layout for layout in LAYOUTS}

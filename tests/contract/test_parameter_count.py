@@ -20,6 +20,7 @@ MODELS = {
     "glm4": {**DENSE, "head_dim": 64},
     "qwen3_moe": {**EXPERTS, "num_experts": 8, "head_dim": 64, "mlp_only_layers": [1]},
     "qwen2_moe": {**EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 320},
+    "gemma3_text": {**DENSE, "head_dim": 128},
     "minimax_m2": {**EXPERTS, "num_local_experts": 8, "head_dim": 64, "intermediate_size": 256},
     "gpt_oss": {**EXPERTS, "num_local_experts": 8, "head_dim": 64, "intermediate_size": 256},
     "glm4_moe": {

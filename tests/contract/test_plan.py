@@ -21,6 +21,7 @@ from tests.unit.config.test_models import PUBLISHED
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
+PP2 = {"pipeline_model_parallel_size": 2}
 PP4 = {
     "tensor_model_parallel_size": 8,
     "sequence_parallel": True,
@@ -49,6 +50,7 @@ RANKS = {  # model: settings, layout
     "qwen3_4b": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, Layout(8, 2)),
     "glm4_9b": ({"tensor_model_parallel_size": 2, "context_parallel_size": 2}, Layout(4, 2, 1, 2)),
     "qwen3_30b_a3b": (TP4 | {"expert_model_parallel_size": 8}, Layout(8, 4, 1, 1, 8, 1)),
+    "gemma3_1b": (PP2, Layout(4, 1, 2)),
     "llama3_1_8b": (INTERLEAVED, Layout(4, 1, 4, chunk=2)),
     "glm45_355b": (GLM45, Layout(64, 8, 4, 2, 16, 1)),
     "qwen3_235b_a22b": (QWEN235, Layout(128, 2, 8, 2, 16, 1, first=11, last=11)),
@@ -186,6 +188,7 @@ def test_the_layout_of_every_recipe_is_one_whose_modules_are_counted(recipe):
 SIZES = {
     "qwen3_4b": 4.02e9,
     "glm4_9b": 9.4e9,
+    "gemma3_1b": 1.0e9,
     "qwen3_30b_a3b": 30.5e9,
     "llama3_1_8b": 8.03e9,
     "glm45_355b": 355e9,

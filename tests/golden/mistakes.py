@@ -334,6 +334,11 @@ FUNCTIONS = [
 
 ROLLOUT = [
     _of_check(
+        "Sampling masks of unbounded size",
+        "--use-rollout-sampling-mask --rollout-top-p 0.9",
+        "--use-rollout-sampling-mask --rollout-top-p 0.9 --rollout-top-k 1024",
+    ),
+    _of_check(
         "Over-sampling without additional prompts",
         "--over-sampling-batch-size 2",
         "--over-sampling-batch-size 4",

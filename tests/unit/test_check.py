@@ -33,9 +33,19 @@ def test_an_architecture_that_is_not_known_is_named_with_those_that_are(tmp_path
 
 
 def test_an_option_that_the_model_here_does_not_compute_is_named(tmp_path):
-    write_model(make_project(tmp_path), use_sliding_window=True)
+    write_model(make_project(tmp_path), attention_bias=True)
     (problem,) = problems(tmp_path)
-    assert "use_sliding_window=True is not supported" in problem
+    assert "attention_bias=True is not supported" in problem
+
+
+def test_what_the_engines_cannot_do_with_a_model_is_named(tmp_path):
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+    write_model(make_project(tmp_path), **windows)
+    (problem,) = problems(tmp_path)
+    assert "window of 8 tokens, which SGLang ignores" in problem
+    write_model(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    (problem,) = problems(tmp_path)
+    assert "its weights are in MXFP4" in problem
 
 
 def test_a_recipe_for_another_model_is_found_out_value_by_value(tmp_path):

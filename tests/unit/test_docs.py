@@ -19,8 +19,10 @@ import typing
 from pathlib import Path
 
 import pytest
+import yaml
 
 from common.run_folder import create_run_folder
+from rlpost import __version__
 from rlpost.cli import main as door
 from rlpost.config.flags import fields, flag
 from rlpost.config.groups.grpo import GrpoConfig
@@ -364,3 +366,14 @@ def test_the_readme_names_every_estimator_and_every_series_of_models():
     for architecture in FAMILIES:
         series = re.match(r"[A-Z][a-z]+(?:-?[0-9]*)?", architecture)[0].lower()
         assert series in text.lower().replace("-", "").replace(" ", ""), architecture
+
+
+def test_the_version_is_that_of_the_newest_release_and_of_the_citation():
+    """It stands in rlpost/__init__.py; setup.cfg reads it there. New entries go above it."""
+    releases = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert releases[0] == "Unreleased"
+    version, _, date = releases[1].partition(" - ")
+    assert version == __version__
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], str(citation["date-released"])) == (version, date)
+    assert "version = attr: rlpost.__version__" in (ROOT / "setup.cfg").read_text()

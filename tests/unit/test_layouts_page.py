@@ -2,9 +2,13 @@
 published with.
 """
 
+import json
+import shlex
+
 import pytest
 
-from tools.pages.layouts import STARTS, layouts_page, planned
+from rlpost.cli import plan
+from tools.pages.layouts import EXAMPLES, NUM_SHOWN, STARTS, layouts_page, planned, search_command
 
 # Billions of parameters, as the models' cards say.
 PUBLISHED = {
@@ -25,3 +29,16 @@ def test_a_recommended_layout_fits(start):
 def test_every_recommended_model_has_a_row():
     text = layouts_page()
     assert all(f"[{start.title}]" in text for start in STARTS)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.model)
+def test_the_commands_of_the_page_print_what_it_shows(example, capsys):
+    page, command = layouts_page(), search_command(example)
+    assert command in page
+    program, verb, *words = shlex.split(command.replace("\\\n", " "))
+    assert (program, verb) == ("rlpost", "plan")
+    assert plan.main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["suggestions"]
+    shown = page.split(command)[1].split("```text\n")[1].split("\n```")[0]
+    lines = [f"{one['layout']}\n    {one['reasons']}" for one in found[:NUM_SHOWN]]
+    assert shown == "\n".join(lines) and len(lines) == NUM_SHOWN

@@ -6,12 +6,15 @@ every machine.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlpost.cli.plan import GPU_MEMORY, model_of, parse_size
+from rlpost.config.flags import flag
 from rlpost.config.load import files_of, load
 from rlpost.config.plan.estimate import Estimate, estimate
-from rlpost.config.plan.layouts import Choice
+from rlpost.config.plan.layouts import Choice, suggest
+from rlpost.config.tree import Config
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,24 @@ STARTS = (
         is_offloaded=True,
     ),
 )
+
+
+@dataclass(frozen=True)
+class Example:
+    """A search for layouts on ``nodes`` of eight GPUs, colocated."""
+
+    model: str
+    title: str
+    nodes: int
+    engine_gpus: int
+
+
+EXAMPLES = (
+    Example("deepseek_v3", "DeepSeek-V3", 32, 32),
+    Example("qwen3_235b_a22b", "Qwen3-235B-A22B", 16, 16),
+)
+NUM_SHOWN = 3
+"""Suggestions of an example."""
 # The workload of every row.
 ROLLOUT = {"rollout_batch_size": 64, "n_samples_per_prompt": 8, "rollout_max_response_len": 8192}
 RECOMPUTE = {
@@ -177,6 +198,14 @@ distributed optimizer. "GPU, training" is the peak of the fullest GPU while it t
 |---|---|---|---|---|---|
 {rows}
 
+## Let the planner search
+
+`--suggest` tries every layout that divides GPUs, model and batch, and prints the best that fit, in seconds. Their order
+is a rule of thumb and no promise of speed: each kind of communication, and an optimizer on the host, costs a share of a
+step. The workload of these examples is that of the table.
+
+{examples}
+
 ## The order in which to change sizes
 
 Start with the smallest sizes that fit, because every split costs communication; the remaining factor is data parallelism.
@@ -211,7 +240,57 @@ def layouts_page() -> str:
         answers=ROLLOUT["n_samples_per_prompt"],
         length=f"{ROLLOUT['rollout_max_response_len']:,}",
         rows="\n".join(_row(start, planned(start)) for start in STARTS),
+        examples="\n\n".join(_example(example) for example in EXAMPLES),
     )
+
+
+def search_flags(example: Example) -> dict[str, dict[str, object]]:
+    """The settings of an example by group, without its model."""
+    return {
+        "cluster": {
+            "actor_num_nodes": example.nodes,
+            "actor_num_gpus_per_node": 8,
+            "colocate": True,
+            "rollout_num_gpus_per_engine": example.engine_gpus,
+        },
+        "rollout": dict(ROLLOUT),
+        "perf": {
+            **RECOMPUTE,
+            "use_dynamic_batch_size": True,
+            "max_tokens_per_gpu": MAX_TOKENS_PER_GPU,
+            "use_distributed_optimizer": True,
+        },
+        "sglang": {"sglang_mem_fraction_static": 0.7},
+    }
+
+
+def search_command(example: Example) -> str:
+    """The command of an example, a group of settings a line."""
+    lines = [f"rlpost plan --suggest --model {example.model}"]
+    for table in search_flags(example).values():
+        words = [
+            flag(key) if value is True else f"{flag(key)} {value}" for key, value in table.items()
+        ]
+        lines.append("    " + " ".join(words))
+    return " \\\n".join(lines)
+
+
+def _example(example: Example) -> str:
+    config = _loaded(example.model, search_flags(example))
+    shape, width = model_of(config)
+    found = suggest(config, shape, gpu_bytes=parse_size(GPU_MEMORY), engine_width=width)
+    lines = [f"{choice.words}\n    {choice.reasons}" for choice in found[:NUM_SHOWN]]
+    return (
+        f"{example.title} on {8 * example.nodes} GPUs of {GPU_MEMORY}:\n\n"
+        f"```bash\n{search_command(example)}\n```\n\n```text\n" + "\n".join(lines) + "\n```"
+    )
+
+
+def _loaded(model: str, values: Mapping[str, Mapping[str, object]]) -> Config:
+    texts = {
+        group: {key: str(value) for key, value in table.items()} for group, table in values.items()
+    }
+    return load(files_of(None, {"model": model}), texts).config
 
 
 def planned(start: Start) -> Estimate:
@@ -235,10 +314,7 @@ def planned(start: Start) -> Estimate:
         "optimizer": {"optimizer_cpu_offload": start.is_offloaded},
         "sglang": {"sglang_mem_fraction_static": 0.7},
     }
-    texts = {
-        group: {key: str(value) for key, value in table.items()} for group, table in values.items()
-    }
-    config = load(files_of(None, {"model": start.model}), texts).config
+    config = _loaded(start.model, values)
     shape, engine_width = model_of(config)
     return estimate(config, shape, gpu_bytes=parse_size(GPU_MEMORY), engine_width=engine_width)
 

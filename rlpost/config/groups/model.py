@@ -68,6 +68,8 @@ class ModelConfig(Group):
     """Older Megatron name for --position-embedding-type rope."""
     rotary_base: PositiveFloat | None = None
     """Base of the rotary embedding (RoPE theta)."""
+    local_rotary_base: PositiveFloat | None = None
+    """Base of the rotary embedding in layers with a sliding window, where it is another (Gemma-3)."""
     rotary_percent: Share | None = None
     """Fraction of each head that is rotated."""
     rotary_interleaved: bool | None = None
@@ -116,6 +118,10 @@ class ModelConfig(Group):
     """Whether the MLP is gated with SiLU."""
     quick_geglu: bool | None = None
     """Whether the MLP is gated with x sigmoid(1.702 x), as in gpt-oss."""
+    geglu: bool | None = None
+    """Whether the MLP is gated with GELU in its tanh approximation, as in Gemma."""
+    softmax_scale: PositiveFloat | None = None
+    """Factor of the attention scores where it is not 1 / sqrt(head dimension)."""
     softmax_type: Literal["vanilla", "learnable"] | None = None
     """Softmax of the attention; learnable has a sink for each head."""
     sliding_window: Positive | None = None

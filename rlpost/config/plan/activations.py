@@ -53,10 +53,9 @@ def stage_bytes(shape: Shape, layout: Layout, one: Pass, stage: int) -> int:
     """What a stage keeps at its fullest: its micro-batches under way, and the layers that are just
     recomputed.
     """
-    full = [
-        layer_bytes(shape, layout, one, sparse=is_sparse)
-        for is_sparse in sparse_of(shape, layout, stage)
-    ]
+    layers = sparse_of(shape, layout, stage)
+    each = {sparse: layer_bytes(shape, layout, one, sparse=sparse) for sparse in set(layers)}
+    full = [each[is_sparse] for is_sparse in layers]
     last = (
         one.tokens
         * round(_norm(shape.hidden, one) - one.width * shape.hidden)

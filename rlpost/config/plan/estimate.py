@@ -12,6 +12,7 @@ sum: ``TRAINER_CONTEXT`` and ``ENGINE_CONTEXT``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 from rlpost.config.plan.activations import Pass, logits_bytes, stage_bytes, transient_bytes
 from rlpost.config.plan.adapters import adapter_parameters
@@ -39,6 +40,14 @@ MEM_FRACTION = 0.85
 """Where the recipe leaves the choice to SGLang, which takes something like it."""
 PROMPT_TOKENS = 1024
 """Longest prompt where the settings do not bound it."""
+
+
+class Sizes(TypedDict):
+    """Arguments of ``estimate`` besides settings and shape."""
+
+    gpu_bytes: int
+    engine_width: int
+    teacher: Shape | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ with sandwich norms, the norms at the end are on every rank.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -283,13 +284,11 @@ def layers_of(layout: Layout, num_layers: int, stage: int) -> Sequence[int]:
 
 def rank_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
     """What a rank of a pipeline stage holds."""
-    layers = [
-        _layer(shape, layout, is_sparse, is_linear)
-        for is_sparse, is_linear in zip(
-            sparse_of(shape, layout, stage), linear_of(shape, layout, stage), strict=True
-        )
-    ]
-    dense, expert = sum(layer.dense for layer in layers), sum(layer.expert for layer in layers)
+    kinds = zip(sparse_of(shape, layout, stage), linear_of(shape, layout, stage), strict=True)
+    dense = expert = 0
+    for (is_sparse, is_linear), count in Counter(kinds).items():
+        layer = _layer(shape, layout, is_sparse, is_linear)
+        dense, expert = dense + count * layer.dense, expert + count * layer.expert
     if shape.mtp and stage == layout.pipeline - 1:
         dense += 2 * shape.hidden * (shape.hidden // layout.tensor) + 3 * shape.hidden
     embedding = -(-shape.vocab // layout.tensor) * shape.hidden

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from rlpost.config.plan.shape import Layout, LinearAttention, Shape, layers_of
 from rlpost.config.tree import Config
@@ -23,7 +24,7 @@ FP8_BLOCK = 128
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Weight:
     """One parameter of Megatron's: its Hugging Face tensors, and whether checkpoints in FP8
     quantise them.
@@ -35,13 +36,18 @@ class Weight:
 
     def num_bytes(self, *, width: int, in_fp8: bool) -> int:
         """As it travels, at ``width`` bytes an element unless it is in FP8."""
-        elements = sum(math.prod(shape) for shape in self.shapes)
         if not (in_fp8 and self.is_quantised):
-            return elements * width
-        blocks = sum(
-            math.prod(-(-length // FP8_BLOCK) for length in shape) for shape in self.shapes
-        )
-        return elements + 4 * blocks
+            return self._elements * width
+        return self._elements + 4 * self._blocks
+
+    @cached_property
+    def _elements(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    @cached_property
+    def _blocks(self) -> int:
+        """FP8 blocks of all tensors."""
+        return sum(math.prod(-(-length // FP8_BLOCK) for length in shape) for shape in self.shapes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +73,48 @@ def weight_update(
     Args: ``width``: bytes of a weight in the trainer; ``in_fp8``: whether engines hold matrices in
     FP8.
     """
-    weights = [
-        Travelling(weight.stage, weight.num_bytes(width=width, in_fp8=in_fp8))
-        for weight in weights_of(shape, layout)
-    ]
-    total, num_engines = sum(weight.num_bytes for weight in weights), config.num_engines
+    # the rest of the layout does not change what is sent
+    layout = Layout(
+        pipeline=layout.pipeline,
+        expert=layout.expert,
+        chunk=layout.chunk,
+        first=layout.first,
+        last=layout.last,
+    )
+    (_, total), num_engines = _travelling(shape, layout, width, in_fp8), config.num_engines
     size = bucket_bytes(
         total,
         limit=config.sync.update_weight_buffer_size,
         num_engines=num_engines,
         device_bytes=gpu_bytes,
     )
-    buckets = deal(weights, size)
-    largest = max(sum(weights[index].num_bytes for index in bucket) for bucket in buckets)
+    count, largest = _buckets(shape, layout, width, in_fp8, size)
     buffers = SHARED_BUFFERS if config.cluster.colocate else SENT_BUFFERS
-    return WeightUpdate(total, len(buckets), largest, len(buckets) * num_engines, buffers * largest)
+    return WeightUpdate(total, count, largest, count * num_engines, buffers * largest)
+
+
+# A search for layouts asks for the same few again and again.
+@lru_cache(maxsize=128)
+def _travelling(
+    shape: Shape, layout: Layout, width: int, in_fp8: bool
+) -> tuple[tuple[Travelling, ...], int]:
+    """All weights with their bytes, and their sum."""
+    weights = tuple(
+        Travelling(weight.stage, weight.num_bytes(width=width, in_fp8=in_fp8))
+        for weight in weights_of(shape, layout)
+    )
+    return weights, sum(weight.num_bytes for weight in weights)
+
+
+@lru_cache(maxsize=1024)
+def _buckets(
+    shape: Shape, layout: Layout, width: int, in_fp8: bool, max_bytes: int
+) -> tuple[int, int]:
+    """The number of buckets, and the bytes of the largest."""
+    weights, _ = _travelling(shape, layout, width, in_fp8)
+    buckets = deal(weights, max_bytes)
+    largest = max(sum(weights[index].num_bytes for index in bucket) for bucket in buckets)
+    return len(buckets), largest
 
 
 def weights_of(shape: Shape, layout: Layout) -> Iterator[Weight]:
@@ -177,8 +210,9 @@ def _mlp(shape: Shape, stage: int, layout: Layout, *, is_sparse: bool) -> Iterat
     if shape.stacked_experts:
         yield from _stacked(shape, stage)
         return
+    at_one_place = tuple(_gated(stage, shape.hidden, shape.expert_ffn, copies=layout.expert))
     for _ in range(shape.num_experts // layout.expert):
-        yield from _gated(stage, shape.hidden, shape.expert_ffn, copies=layout.expert)
+        yield from at_one_place
 
 
 def _stacked(shape: Shape, stage: int) -> Iterator[Weight]:

@@ -15,6 +15,7 @@ from importlib.metadata import entry_points
 from rlpost.errors import WeightError
 from rlpost.weights.families import (
     deepseek,
+    gemma,
     glm,
     gpt_oss,
     llama,
@@ -32,6 +33,7 @@ FAMILIES: dict[str, Family] = {
     **qwen_hybrid.FAMILIES,
     **gpt_oss.FAMILIES,
     **deepseek.FAMILIES,
+    **gemma.FAMILIES,
 }
 """By the first entry of ``architectures`` in config.json."""
 ENTRY_POINTS = "rlpost.families"

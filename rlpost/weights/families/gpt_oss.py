@@ -5,7 +5,7 @@ other layer, biases, and a clamped SwiGLU. Checkpoints in bfloat16 or MXFP4.
 from __future__ import annotations
 
 from rlpost.weights import names
-from rlpost.weights.family import Family, HfConfig, expert_fields
+from rlpost.weights.family import Family, HfConfig, expert_fields, window_fields
 from rlpost.weights.names import Layout, Rule, in_layer
 
 SWIGLU_LIMIT = 7.0
@@ -17,10 +17,8 @@ SWIGLU_LIMIT = 7.0
 def _fields(hf: HfConfig) -> dict[str, object]:
     """Each layer is sparse. The router takes the softmax of the selected scores.
 
-    An expert computes ``(up + 1) gate sigmoid(1.702 gate)`` of clamped halves. In Megatron's window
-    the first number does not count the query itself.
+    An expert computes ``(up + 1) gate sigmoid(1.702 gate)`` of clamped halves.
     """
-    windowed = [kind == "sliding_attention" for kind in hf["layer_types"]]
     return {
         "add_bias_linear": True,
         "add_qkv_bias": True,
@@ -28,8 +26,7 @@ def _fields(hf: HfConfig) -> dict[str, object]:
         "activation_func_clamp_value": hf.get("swiglu_limit", SWIGLU_LIMIT),
         "glu_linear_offset": 1.0,
         "softmax_type": "learnable",
-        "window_size": (hf["sliding_window"] - 1, 0),
-        "window_attn_skip_freq": [int(one) for one in windowed],
+        **window_fields(hf, hf["layer_types"]),
         "moe_router_pre_softmax": False,
         **expert_fields(
             hf,
@@ -67,6 +64,5 @@ FAMILIES: dict[str, Family] = {
             _stacked("linear_fc2.bias", "down_proj_bias", "plain"),
         ),
         fields=_fields,
-        has_yarn=True,
     ),
 }

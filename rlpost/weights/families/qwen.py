@@ -4,10 +4,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from rlpost.errors import WeightError
 from rlpost.weights import names
-from rlpost.weights.family import Family, HfConfig, expert_fields
+from rlpost.weights.family import Family, HfConfig, expert_fields, window_fields
 
 _DENSE = (*names.OUTSIDE_LAYERS, *names.ATTENTION, *names.MLP_NORM, *names.DENSE_MLP)
+
+MAX_WINDOW_LAYERS = 28
+"""Default of ``max_window_layers`` in transformers."""
+
+
+def _windows(hf: HfConfig, is_windowed: Callable[[int, int], bool]) -> dict[str, object]:
+    """Fields of the sliding windows.
+
+    Args:
+        hf: config.json.
+        is_windowed: whether a layer has a window where there are no ``layer_types``, from its
+            number and ``max_window_layers``.
+
+    Raises:
+        WeightError: a layer has a window that is switched off; transformers fails on it.
+    """
+    kinds, bound = hf.get("layer_types"), hf.get("max_window_layers", MAX_WINDOW_LAYERS)
+    if hf.get("use_sliding_window") and hf["sliding_window"] is not None:
+        if kinds is None:
+            kinds = [
+                "sliding_attention" if is_windowed(number, bound) else "full_attention"
+                for number in range(hf["num_hidden_layers"])
+            ]
+        return window_fields(hf, kinds)
+    if "sliding_attention" in (kinds or ()):
+        raise WeightError(
+            "layer_types has sliding_attention while use_sliding_window is false; set "
+            "use_sliding_window = true, or full_attention for each layer"
+        )
+    return {}
+
+
+def _dense_windows(hf: HfConfig) -> dict[str, object]:
+    """Windows in the layers from ``max_window_layers`` on (``Qwen3Config`` in transformers)."""
+    return _windows(hf, lambda number, bound: number >= bound)
 
 
 def mixture(hf: HfConfig) -> dict[str, object]:
@@ -28,7 +66,9 @@ def mixture(hf: HfConfig) -> dict[str, object]:
 
 
 def _qwen3_moe(hf: HfConfig) -> dict[str, object]:
-    return {"qk_layernorm": True, **mixture(hf)}
+    """Every layer has the window (``Qwen3MoeModel`` in transformers)."""
+    windows = _windows({**hf, "layer_types": None}, lambda number, bound: True)
+    return {"qk_layernorm": True, **mixture(hf), **windows}
 
 
 def gated_shared_expert(hf: HfConfig) -> dict[str, object]:
@@ -41,7 +81,9 @@ def gated_shared_expert(hf: HfConfig) -> dict[str, object]:
 
 
 def _qwen2_moe(hf: HfConfig) -> dict[str, object]:
+    """Windows in every other layer before ``max_window_layers`` (``Qwen2MoeConfig``)."""
     return {
+        **_windows(hf, lambda number, bound: number % 2 == 0 and number < bound),
         "add_qkv_bias": hf.get("qkv_bias", True),
         **gated_shared_expert(hf),
         **mixture(hf),
@@ -51,22 +93,24 @@ def _qwen2_moe(hf: HfConfig) -> dict[str, object]:
 FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family(
         rules=(*_DENSE, *names.QKV_BIAS),
-        fields=lambda hf: {"add_qkv_bias": True},
-        refused=("use_sliding_window",),
+        fields=lambda hf: {"add_qkv_bias": True, **_dense_windows(hf)},
+        engines_lack_windows=True,
     ),
     "Qwen2MoeForCausalLM": Family(
         rules=(*_DENSE, *names.QKV_BIAS, *names.EXPERTS, *names.GATED_SHARED_EXPERT),
         fields=_qwen2_moe,
-        refused=("use_sliding_window",),
+        engines_lack_windows=True,
     ),
     "Qwen3ForCausalLM": Family(
         rules=(*_DENSE, *names.QK_NORM),
-        fields=lambda hf: {"qk_layernorm": True},
-        refused=("attention_bias", "use_sliding_window"),
+        fields=lambda hf: {"qk_layernorm": True, **_dense_windows(hf)},
+        refused=("attention_bias",),
+        engines_lack_windows=True,
     ),
     "Qwen3MoeForCausalLM": Family(
         rules=(*_DENSE, *names.QK_NORM, *names.EXPERTS),
         fields=_qwen3_moe,
-        refused=("attention_bias", "use_sliding_window"),
+        refused=("attention_bias",),
+        engines_lack_windows=True,
     ),
 }

@@ -26,6 +26,8 @@ FAMILIES = (
     "qwen3-moe",
     "llama3",
     "llama3.1",
+    "qwen3-long",
+    "gemma3",
     "glm4-0414",
     "glm4.5-moe",
     "deepseek-v3-moe",

@@ -117,7 +117,7 @@ def test_a_description_says_all_that_differs_and_has_what_was_allowed(tmp_path):
     described = read_description(
         tmp_path, given(rotary_base=10000, override_hf_config=["rotary_base"])
     )
-    assert described.rope_theta == 10000
+    assert described.rope["rope_theta"] == 10000
 
 
 @pytest.mark.parametrize(

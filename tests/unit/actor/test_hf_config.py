@@ -21,9 +21,12 @@ def test_a_published_config_comes_back_from_its_words(name):
     made = hf_config(words)
     assert architecture(family(made["architectures"][0]), made) == words
     rope = made.pop("rope_parameters")
+    if "sliding_attention" in rope:
+        assert rope["sliding_attention"]["rope_theta"] == published["rope_local_base_freq"]
+        rope = rope["full_attention"]
     theta = published["rope_theta"]
     assert rope["rope_theta"] == theta
-    left_out = {"rope_theta", "rope_scaling", "max_position_embeddings"}
+    left_out = {"rope_theta", "rope_scaling", "rope_local_base_freq", "max_position_embeddings"}
     assert {key: made[key] for key in published.keys() - left_out} == {
         key: value for key, value in published.items() if key not in left_out
     }

@@ -10,9 +10,12 @@ import torch
 
 from rlpost.actor.kernels import kernel_fields
 from rlpost.actor.settings import ActorSettings
+from rlpost.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without CUDA")
-DENSE, EXPERTS = SimpleNamespace(fields={}), SimpleNamespace(fields={"num_moe_experts": 8})
+DENSE = SimpleNamespace(fields={}, rope={})
+EXPERTS = SimpleNamespace(fields={"num_moe_experts": 8}, rope={})
+SCALED = SimpleNamespace(fields={}, rope={"rope_type": "yarn", "factor": 4.0})
 ASKED = {"moe_grouped_gemm": True, "moe_permute_fusion": True}
 
 
@@ -37,3 +40,17 @@ def test_nothing_is_said_where_nothing_was_asked_for_or_there_are_no_experts(cap
 
 def test_swiglu_is_not_compiled_on_a_cpu(caplog):
     assert chosen(DENSE, caplog)[0]["bias_activation_fusion"] is False
+
+
+def test_the_fused_rotation_that_lacks_the_factor_of_yarn_is_never_chosen(caplog, monkeypatch):
+    """TransformerEngine's kernel for packed sequences takes angles alone."""
+    monkeypatch.setattr("rlpost.actor.kernels._check", lambda *_, **__: None)
+    for description, is_fused in ((DENSE, True), (SCALED, False)):
+        fields = kernel_fields(description, ActorSettings(""), implementation="transformer_engine")
+        assert fields["apply_rope_fusion"] is is_fused
+
+
+def test_a_request_for_that_kernel_is_refused(caplog):
+    asked = {"megatron": {"apply_rope_fusion": True}}
+    with pytest.raises(ConfigError, match=r"lacks the factor 1\.139 of YaRN"):
+        chosen(SCALED, caplog, **asked)

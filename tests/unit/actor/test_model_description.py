@@ -37,20 +37,17 @@ def test_the_head_dimension_follows_from_the_hidden_size_unless_given(tmp_path):
 
 
 def test_the_rope_base_is_found_where_either_version_of_transformers_writes_it(tmp_path):
-    assert read_description(folder_with(tmp_path)).rope_theta == 1e6
-    assert (
-        read_description(folder_with(tmp_path, rope_parameters=None, rope_theta=5e5)).rope_theta
-        == 5e5
-    )
+    older = {"rope_parameters": None, "rope_theta": 5e5}
+    assert read_description(folder_with(tmp_path)).rope["rope_theta"] == 1e6
+    assert read_description(folder_with(tmp_path, **older)).rope["rope_theta"] == 5e5
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0}},
-        {"rope_parameters": None, "rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn"}},
+        {"rope_parameters": {"rope_theta": 1e6, "rope_type": "dynamic", "factor": 4.0}},
+        {"rope_parameters": None, "rope_theta": 1e6, "rope_scaling": {"type": "longrope"}},
         {"attention_bias": True},
-        {"use_sliding_window": True},
         {"hidden_act": "gelu"},
         {"attention_dropout": 0.1},
     ],
@@ -153,30 +150,26 @@ def test_a_layout_that_does_not_fit_the_model_is_refused_with_the_numbers(
         description.check_layout(ActorSettings("", **layout))
 
 
-def test_llama_3_1_frequencies_are_known_and_others_are_not(tmp_path):
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    }
-    llama = {"architectures": ["LlamaForCausalLM"]}
-    known = rope | {"original_max_position_embeddings": 8192}
-    assert (
-        read_description(folder_with(tmp_path, **llama, rope_parameters=known)).rope_factor == 8.0
-    )
-    older = {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": known}
-    assert read_description(folder_with(tmp_path, **llama, **older)).rope_factor == 8.0
-    named_as_of_old = {key: value for key, value in known.items() if key != "rope_type"} | {
-        "type": "llama3"
-    }
-    oldest = older | {"rope_scaling": named_as_of_old}
-    assert read_description(folder_with(tmp_path, **llama, **oldest)).rope_factor == 8.0
-    with pytest.raises(WeightError, match="rope_type='llama3' is not supported"):
-        read_description(
-            folder_with(tmp_path, **llama, rope_parameters=rope | {"low_freq_factor": 2.0})
-        )
+def test_scaled_rotary_embeddings_are_found_in_each_format_of_config_json(tmp_path):
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    newer = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}}
+    older = {"rope_parameters": None, "rope_theta": 5e5}
+    for config in (
+        newer,
+        older | {"rope_scaling": {"rope_type": "llama3", **scaling}},
+        older | {"rope_scaling": {"type": "llama3", **scaling}},
+    ):
+        options = read_description(folder_with(tmp_path, **config)).rope
+        assert options.items() >= {"rope_theta": 5e5, **scaling}.items()
+        # as transformers has it where no other context is given
+        assert options["original_max_position_embeddings"] == 256
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_a_scaled_rotary_embedding_without_its_factor_is_refused(tmp_path, kind):
+    rope = {"rope_theta": 5e5, "rope_type": kind}
+    with pytest.raises(WeightError, match=r"config\.json: has no factor"):
+        read_description(folder_with(tmp_path, rope_parameters=rope))
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 96, 97])
@@ -226,7 +219,61 @@ def test_linear_layers_follow_from_the_interval_of_older_configurations(tmp_path
     assert read_description(folder).fields["linear_attention_freq"] == [1, 1, 1, 0]
 
 
-def test_the_scaling_of_yarn_must_be_the_one_that_megatron_computes(tmp_path):
+def test_a_factor_that_engines_ignore_is_refused(tmp_path):
     rope = {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, "attention_factor": 2.0}
-    with pytest.raises(WeightError, match="rope_type='yarn' is not supported"):
+    with pytest.raises(WeightError, match=r"attention_factor=2\.0 is not supported"):
         read_description(folder_with(tmp_path, **GPT_OSS, rope_parameters=rope))
+
+
+LOCAL = {"rope_type": "default", "rope_theta": 1e4}
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 8,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+
+
+def test_gemma_has_windows_and_rotary_embeddings_by_layer_in_each_format_of_config_json(tmp_path):
+    older = {"rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    older |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2}
+    scaled = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    newer = {
+        "rope_parameters": {"full_attention": scaled, "sliding_attention": LOCAL},
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    for config in (older, newer):
+        found = read_description(folder_with(tmp_path, **GEMMA, **config))
+        assert found.tied
+        assert found.rope.items() >= scaled.items()
+        assert found.local_rope is not None and found.local_rope["rope_theta"] == 1e4
+        assert found.fields["window_size"] == (7, 0)
+        assert found.fields["window_attn_skip_freq"] == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not"),
+        ({"hidden_activation": "gelu"}, "hidden_activation = 'gelu' is not supported"),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0},
+                    "sliding_attention": LOCAL,
+                }
+            },
+            "rope_type='yarn' is not supported",
+        ),
+    ],
+)
+def test_what_gemma_has_here_in_another_way_is_refused(tmp_path, change, said):
+    with pytest.raises(WeightError, match=said):
+        read_description(folder_with(tmp_path, **GEMMA | change))
+
+
+def test_a_window_that_is_switched_off_must_not_be_in_a_layer(tmp_path):
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
+    with pytest.raises(WeightError, match="while use_sliding_window is false"):
+        read_description(folder_with(tmp_path, **kinds))

@@ -13,6 +13,7 @@ import pytest
 from rlpost.compat.slime import engines
 from rlpost.compat.slime.arguments import Arguments, settings_of
 from rlpost.compat.slime.filters import SlimeGrader, reward_number
+from rlpost.compat.slime.generate import _sampling_mask
 from rlpost.compat.slime.sample import shown
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, RolloutError
@@ -496,3 +497,15 @@ def test_what_is_wrong_with_a_function_of_ones_own_is_an_error_of_the_settings(
 
     with pytest.raises(ConfigError, match=r"mine.py:answer: \w+Error: .*mine.py, line 5"):
         asyncio.run(call())
+
+
+def test_a_sampling_mask_has_slimes_two_lists_and_is_read_from_them() -> None:
+    sets = ((5, 9), (), (7,))
+    masked = replace(answer("abc"), sampling_mask=sets)
+    made = shown(PROMPT, masked, siblings=2)
+    assert made.rollout_top_p_token_ids == [5, 9, 7]
+    assert made.rollout_top_p_token_offsets == [0, 2, 2, 3]
+    assert _sampling_mask(made, 3, "it") == masked.sampling_mask
+    assert _sampling_mask(shown(PROMPT, answer("abc"), siblings=2), 3, "it") is None
+    with pytest.raises(ConfigError, match=r"it has 3 sets with 3 ids in .* and 4 tokens"):
+        _sampling_mask(made, 4, "it")

@@ -46,6 +46,10 @@ YARN = {
     "type": "yarn", "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
 # From the config.json of each model on the Hugging Face hub.
 GLM45_EXPERTS = {
     "n_routed_experts": 160, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 1536,
@@ -111,6 +115,12 @@ PUBLISHED = {
         layer_types=[*["linear_attention"] * 3, "full_attention"] * 12, linear_conv_kernel_dim=4,
         linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32,
     ) | {"head_dim": 256},
+    "gemma3_1b": published(
+        "Gemma3ForCausalLM", (26, 1152, 6912, 262144), heads=(4, 1), eps=1e-6, base=1e6, longest=32768, tied=True,
+        hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256, rope_local_base_freq=10000,
+        sliding_window=512,
+        layer_types=[*[*["sliding_attention"] * 5, "full_attention"] * 4, *["sliding_attention"] * 2],
+    ) | {"head_dim": 256},
     # text_config, without the sections of the rotary embedding of images
     "qwen3_5_35b_a3b": published(
         "Qwen3_5MoeForCausalLM", (40, 2048, None, 248320), heads=(16, 2), eps=1e-6, base=1e7, longest=262144,
@@ -145,11 +155,11 @@ PUBLISHED = {
     ),
     "llama3_1_70b": published(
         "LlamaForCausalLM", (80, 8192, 28672, 128256), heads=(64, 8), eps=1e-5, base=5e5, longest=131072,
-        rope_scaling={"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5},
+        rope_scaling=LLAMA3,
     ),
     "llama3_1_8b": published(
         "LlamaForCausalLM", (32, 4096, 14336, 128256), heads=(32, 8), eps=1e-5, base=5e5, longest=131072,
-        rope_scaling={"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5},
+        rope_scaling=LLAMA3,
     ),
 }  # fmt: skip
 

@@ -6,20 +6,24 @@ import json
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from common.attempt import CAUSE_FILE
 from common.cluster import Cluster, Node
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
-from common.run_folder import create_run_folder
+from common.run_folder import RunFolder, create_run_folder
 from rlpost.checkpoint.ownership import claim
 from rlpost.checkpoint.state import RunState
 from rlpost.config.load import dump, load
+from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, Hang, Preempted, RlpostError
+from rlpost.metrics.samples import FIXED_NAME
+from rlpost.metrics.writer import read_metrics
 from rlpost.orchestration import driver
 from rlpost.orchestration.checkpoints import Checkpoints
-from rlpost.types import SampleGroup
+from rlpost.types import Sample, SampleGroup, ScoredSample
 
 TINY = Path(__file__).parents[3] / "assets/tiny"
 ENDS = [
@@ -251,3 +255,25 @@ def test_a_hang_fails_the_attempt_and_its_ranks_are_in_the_ledger(tmp_path, monk
     assert "train_step hangs because of actor-2 on n03" in caplog.text
     cause = Path(cluster.attempt_dir) / CAUSE_FILE
     assert cause.read_text() == "train_step hangs because of actor-2 on n03\n"
+
+
+def test_a_line_goes_to_the_mirrors_and_the_answers_of_its_evaluation_to_a_file(tmp_path):
+    answer = ScoredSample(Sample(0, 0, (104, 105), (1,), (-0.5,), "four", "stop", 0), 1.0)
+    answered = [{"aime": [SampleGroup(0, (answer,))]}, {}]
+    stages = SimpleNamespace(
+        text=lambda ids: "".join(map(chr, ids)),
+        generation=SimpleNamespace(take_answered=lambda: answered.pop(0)),
+    )
+    mirrored = []
+    run = RunFolder(tmp_path)
+    run.report.mkdir()
+    samples, metrics = driver._writers(
+        Config(), run, stages, {}, lambda *line: mirrored.append(line), lambda: None
+    )
+    for step in (20, 21):
+        metrics.write(step, {"train/loss": 0.5})
+    samples.close()
+    assert mirrored == [(20, {"train/loss": 0.5}), (21, {"train/loss": 0.5})]
+    (line,) = read_metrics(run.report / FIXED_NAME)
+    (kept,) = line["samples"]
+    assert (line["step"], kept["set"], kept["prompt"], kept["answer"]) == (20, "aime", "hi", "four")

@@ -222,6 +222,12 @@ def test_evaluation_is_the_mean_over_all_samples() -> None:
             else generated([1] * 8, reason="length")
         )
 
+    shown: list[tuple[int, list[str]]] = []
+
+    def show(groups: Sequence[SampleGroup]) -> None:
+        for group in groups:
+            shown.append((group.prompt_id, [one.sample.text for one in group.samples]))
+
     async def evaluated() -> dict[str, float]:
         engine = FakeEngine(answer=answer)
         grader = InlineGrader(lambda text, label, metadata: float(text == "right"))
@@ -230,10 +236,13 @@ def test_evaluation_is_the_mean_over_all_samples() -> None:
                 GroupWriter(connection, SAMPLING, n=2, grader=grader),
                 prompts(0, 1, 2, 3),
                 lambda: False,
+                show,
             )
 
     means = {"reward_mean": 0.25, "response_length_mean": 7.0, "truncated_frac": 0.75}
     assert asyncio.run(evaluated()) == {**means, "pass@1": 0.25, "pass@2": 0.25}
+    assert [prompt_id for prompt_id, _ in shown] == [0, 1, 2, 3]
+    assert shown[1] == (1, ["right", "right"])
 
 
 class Losing:

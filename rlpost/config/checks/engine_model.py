@@ -1,0 +1,52 @@
+"""Check that the engines can load the model's weights, take updates of them, and compute the model.
+
+Input: a ``Config`` and the model's ``config.json``. Output: one line for each problem. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlpost.config.tree import Config
+
+MXFP4, FP8 = "mxfp4", "fp8"
+"""Values of ``quant_method`` whose weights the trainer reads; engines with the second take updates.
+"""
+
+
+def engine_model_problems(
+    config: Config, hf: Mapping[str, Any], *, longest: int, ignored_window: int | None
+) -> list[str]:
+    """Return the problems of this model in the engines.
+
+    Args:
+        config: the settings.
+        hf: the model's config.json.
+        longest: tokens that a sequence of the run may have.
+        ignored_window: the sliding window if SGLang's model of this architecture ignores it; None
+            without a window, or with an engine that has it.
+    """
+    key = f"--hf-checkpoint {config.checkpoint.hf_checkpoint}"
+    debug = config.debug
+    generates = not debug.debug_train_only and config.grpo.loss_type != "sft_loss"
+    method = (hf.get("quantization_config") or {}).get("quant_method")
+    problems = []
+    if method not in (None, MXFP4, FP8):
+        problems.append(
+            f"{key}: its weights are quantised with {method}, which is not supported; use a "
+            "checkpoint in bfloat16, or in FP8 blocks"
+        )
+    elif method == MXFP4 and generates and not debug.debug_rollout_only:
+        problems.append(
+            f"{key}: its weights are in MXFP4, and engines that load them cannot receive the "
+            "trainer's updates in bfloat16; write the folder in bfloat16 with "
+            "tools/convert_hf_to_torch_dist.py and tools/convert_torch_dist_to_hf.py, and use that"
+        )
+    if generates and ignored_window is not None and longest > ignored_window:
+        problems.append(
+            f"{key}: its layers have a sliding window of {ignored_window} tokens, which SGLang "
+            f"ignores for this model, and a sequence may have {longest} tokens; use a checkpoint "
+            f"without use_sliding_window, or --rollout-max-context-len {ignored_window}"
+        )
+    return problems
