@@ -9,6 +9,7 @@ computes them in torch there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -52,23 +53,18 @@ def sums_of_squares(
 
 
 def normalise(
-    launch: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    query_weight: torch.Tensor,
-    key_weight: torch.Tensor,
-    sums: torch.Tensor,
-    num_ranks: int = 1,
-    eps: float = 1e-5,
+    launch: Callable[..., tuple[torch.Tensor, torch.Tensor]], *given: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norms of queries and keys over the heads of all tensor-parallel ranks.
 
     Args:
-        sums: from ``sums_of_squares``, summed over the ranks.
-        num_ranks: number of the ranks.
+        launch: SGLang's function, used with CUDA.
+        given: its arguments: queries, keys, both weights, the sums of ``sums_of_squares`` over the
+            ranks, their number, and epsilon.
     """
     if torch.cuda.is_available():
-        return launch(queries, keys, query_weight, key_weight, sums, num_ranks, eps)
+        return launch(*given)
+    queries, keys, query_weight, key_weight, sums, num_ranks, eps = given
     of_queries, of_keys = sums[: 2 * len(queries)].chunk(2)
     made = []
     for rows, weight, total in (
