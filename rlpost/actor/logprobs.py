@@ -11,10 +11,10 @@ recomputes the softmax instead of storing it. The chunk size does not change the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import FunctionCtx
 
 from rlpost.actor import parallel
 
@@ -53,7 +53,7 @@ class _VocabParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_TV: torch.Tensor, rows: Rows, with_entropy: bool
+        ctx: FunctionCtx, logits_TV: torch.Tensor, rows: Rows, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         found = [_chunk_forward(logits_TV, rows, part, with_entropy) for part in _parts(rows)]
         log_sum, logprobs, entropy = torch.cat([torch.stack(one) for one in found], dim=1).unbind()
@@ -66,7 +66,7 @@ class _VocabParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
+        ctx: FunctionCtx, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor, None, None]:
         logits_TV, log_sum, entropy = ctx.saved_tensors
         rows: Rows = ctx.rows

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rlpost.actor import device, parallel, step
-from rlpost.actor.mtp import LossOf, MtpTraining, shifted
+from rlpost.actor.mtp import Losses, LossOf, MtpTraining, shifted
 from rlpost.actor.packing import (
     PackedMicroBatch,
     RowLayout,
@@ -135,7 +135,7 @@ class Passes:
         teacher = held_values(teacher_logprobs, packed)
         loss = self._micro_batch_loss(batch)
 
-        def policy_loss(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> object:
+        def policy_loss(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> Losses:
             return loss.loss(micro_batch, old[index], ref[index], logits, teacher[index])
 
         loss_of = self._with_mtp(policy_loss, loss, batch)
