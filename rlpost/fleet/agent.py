@@ -31,6 +31,7 @@ from pathlib import Path
 
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from common.files import is_there
+from common.log_format import configure_logging
 from common.run_folder import RunFolder
 from common.stop_file import parse_stop
 from rlpost.config.load import parse_dump
@@ -158,7 +159,7 @@ class Agent:
                 self._waits = verdict.waits
                 if verdict.exit_code is not None or verdict.restart:
                     return verdict
-                # Read once more: a driver that has just come may have admitted this engine.
+                # Read again: a driver that has just come may have admitted this engine.
                 if verdict.pause and engine is not None and self._folder.lease() == lease:
                     self._pause(engine.url)
                 self._report(verdict.state, verdict.reason, url=_url(starting))
@@ -258,7 +259,7 @@ def driver_address(lease: Lease) -> str:
     if not ipaddress.ip_address(lease.address).is_loopback:
         return lease.address
     if "SLURMD_NODENAME" not in os.environ and lease.host in ("", socket.gethostname()):
-        return lease.address  # both were started by hand on this machine
+        return lease.address  # both were started manually on this machine
     try:
         found = str(socket.getaddrinfo(lease.host, None, type=socket.SOCK_DGRAM)[0][4][0])
     except OSError as error:
@@ -311,9 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stop-file", type=Path, required=True)
     parser.add_argument("--num-gpus", type=int, default=1)
     options = Options(**vars(parser.parse_args(argv)))
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"
-    )
+    configure_logging()
     folder = FleetFolder(options.run_folder)
     notice = StopNotice(options.stop_file)
     if folder.orders().says_leave(options.engine):

@@ -36,8 +36,6 @@ LACKING: dict[str, str] = {
     "custom-model-provider-path": "a model is described by a family (docs/extending.md)",
     "custom-pg-loss-reducer-function-path": "use --calculate-per-token-loss, or "
     "--loss-type custom_loss with --custom-loss-function-path",
-    "custom-reward-post-process-path": "use --custom-advantage-function-path, which gets the "
-    "rewards of each group; for distillation --opd-teacher-url replaces it and --custom-rm-path",
     "custom-rollout-log-function-path": f"{_NO_HOOK}; metrics.jsonl has every metric",
     "custom-tis-function-path": "use --tis-level, --tis-mode, --tis-clip and --tis-clip-low, or "
     "--loss-type custom_loss",
@@ -55,7 +53,6 @@ LACKING: dict[str, str] = {
     "eval-max-context-len": "use --rollout-max-context-len, which holds for evaluation as well",
     "eval-max-prompt-len": "use --rollout-max-prompt-len, which holds for evaluation as well",
     "eval-min-new-tokens": "use --eval-max-response-len; there is no lower bound",
-    "eval-reward-key": "use --reward-key, which holds for evaluation as well",
     "eval-tool-key": "set tool_key of the set in --eval-config",
     "fetch-trajectory-retry-times": _SERVICE,
     "freeze-indexer": "rlpost has no family with such an indexer",

@@ -24,6 +24,7 @@ from rlpost.config.plan.shape import (
     layout_of,
     rank_parameters,
     stored_bytes,
+    teacher_layout,
 )
 from rlpost.config.plan.weight_update import FP8_WIDTH, WeightUpdate, weight_update
 from rlpost.config.tree import Config
@@ -69,6 +70,10 @@ class Rank:
     optimizer_host: int
     activations: int
     logits: int
+    teacher: int = 0
+    """Weights of a teacher in the trainer: in host memory, and on the GPU during its pass."""
+    teacher_pass: int = 0
+    """What its pass takes beside them."""
 
     @property
     def train(self) -> int:
@@ -245,16 +250,28 @@ def forward_pass(config: Config) -> tuple[Pass, int]:
     return one, longest
 
 
-def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int = 2) -> Estimate:
+def estimate(
+    config: Config,
+    shape: Shape,
+    *,
+    gpu_bytes: int,
+    engine_width: int = 2,
+    teacher: Shape | None = None,
+) -> Estimate:
     """All sums.
 
-    ``engine_width``: bytes of a weight in the engines, 1 for FP8. The layout must be a possible
-    one.
+    Args:
+        config: with a possible layout.
+        shape: of the policy.
+        gpu_bytes: memory of a GPU.
+        engine_width: bytes of a weight in the engines, 1 for FP8.
+        teacher: shape of a teacher in the trainer; None without one.
     """
     layout = layout_of(config)
     one, longest = forward_pass(config)
     ranks = tuple(
-        _rank(config, shape, layout, one, stage=stage) for stage in range(layout.pipeline)
+        _rank(config, shape, layout, one, stage=stage, teacher=teacher)
+        for stage in range(layout.pipeline)
     )
     engine = (
         _engine(config, shape, gpu_bytes=gpu_bytes, width=engine_width)
@@ -286,7 +303,10 @@ def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int 
         longest=longest,
         ranks=ranks,
         engine=engine,
-        phases=_phases(config, fullest, engine, update),
+        phases=(
+            *_phases(config, fullest, engine, update),
+            *_teacher_phase(config, ranks, engine, update),
+        ),
         host_bytes_per_node=_host(config, ranks),
         checkpoint_bytes=total * (stored.weights + state),
         checkpoint_bytes_per_rank=max(rank.saved for rank in ranks),
@@ -295,7 +315,15 @@ def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int 
     )
 
 
-def _rank(config: Config, shape: Shape, layout: Layout, one: Pass, *, stage: int) -> Rank:
+def _rank(
+    config: Config,
+    shape: Shape,
+    layout: Layout,
+    one: Pass,
+    *,
+    stage: int,
+    teacher: Shape | None = None,
+) -> Rank:
     parameters = rank_parameters(shape, layout, stage)
     trained = trained_parameters(config, shape, layout, stage)
     held, host = held_memory(config, layout, parameters, trained)
@@ -305,6 +333,12 @@ def _rank(config: Config, shape: Shape, layout: Layout, one: Pass, *, stage: int
         of_critic, more = held_memory(config, layout, critic, critic)
         host += more
     is_last = stage == layout.pipeline - 1
+    of_teacher, passing = 0, 0
+    if teacher is not None:
+        own = teacher_layout(config, layout)
+        of_teacher = rank_parameters(teacher, own, stage).total * parameter_bytes(config).weights
+        logits = logits_bytes(teacher, own, one, config.grpo.log_probs_chunk_size)
+        passing = transient_bytes(teacher, own, one) + (logits if is_last else 0)
     return Rank(
         stage=stage,
         parameters=parameters,
@@ -315,6 +349,8 @@ def _rank(config: Config, shape: Shape, layout: Layout, one: Pass, *, stage: int
         optimizer_host=host,
         activations=stage_bytes(shape, layout, one, stage) + transient_bytes(shape, layout, one),
         logits=logits_bytes(shape, layout, one, config.grpo.log_probs_chunk_size) if is_last else 0,
+        teacher=of_teacher,
+        teacher_pass=passing,
     )
 
 
@@ -388,6 +424,19 @@ def _phases(
     )
 
 
+def _teacher_phase(
+    config: Config, ranks: tuple[Rank, ...], engine: Engine | None, update: WeightUpdate | None
+) -> tuple[Phase, ...]:
+    """The pass of a teacher in the trainer, on the rank where it takes most; nothing without one."""
+    rank = max(ranks, key=lambda rank: rank.held.total + rank.teacher + rank.teacher_pass)
+    if not rank.teacher:
+        return ()
+    train = _phases(config, rank, engine, update)[0]
+    kept = (part for part in train.parts if part[0] not in ("activations", "logits"))
+    own = (("teacher", rank.teacher), ("its pass", rank.teacher_pass))
+    return (Phase("teacher", (*kept, *own)),)
+
+
 def _generate(engine: Engine, more: tuple[tuple[str, int], ...]) -> Phase:
     own = (
         ("engine", engine.weights),
@@ -418,8 +467,8 @@ def _save_buffer(config: Config, rank: Rank) -> int:
 
 def _host(config: Config, ranks: tuple[Rank, ...]) -> int:
     """The fullest node: offloaded optimizer, what leaves the GPU while engines generate, the
-    reference's weights with the policy's own beside them while it computes, and the buffer of a
-    checkpoint.
+    reference's weights with the policy's own beside them while it computes, a teacher's weights,
+    and the buffer of a checkpoint.
     """
     # with adapters the reference is the base, whose weights are on the GPU
     uses_reference = config.lora.lora_rank is None and (
@@ -431,6 +480,6 @@ def _host(config: Config, ranks: tuple[Rank, ...]) -> int:
         if config.offload_train:
             own += rank.held.weights + rank.held.optimizer
             own += rank.critic.weights + rank.critic.optimizer
-        own += _save_buffer(config, rank)
+        own += rank.teacher + _save_buffer(config, rank)
         each = max(each, own)
     return each * config.cluster.actor_num_gpus_per_node
