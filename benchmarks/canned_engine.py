@@ -15,14 +15,23 @@ import asyncio
 import json
 import random
 import sys
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypedDict
 
 VARIANTS = 16
 LARGEST_ID, LETTERS_A_TOKEN = 150_000, 4
 _END = b"\r\n\r\n"
 
 
-def prepared_answer(length: int, seed: int, largest_id: int = LARGEST_ID) -> dict[str, Any]:
+class CannedAnswer(TypedDict):
+    """What is read of an answer of SGLang."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: Mapping[str, Any]
+
+
+def prepared_answer(length: int, seed: int, largest_id: int = LARGEST_ID) -> CannedAnswer:
     """One answer of ``length`` random tokens, as SGLang 0.5.17 sends it with ``return_logprob``."""
     draw = random.Random(seed)
     ids = [draw.randrange(largest_id) for _ in range(length)]
@@ -49,7 +58,7 @@ class Answering(asyncio.Protocol):
         self._answers, self._delay = answers, delay
         self._received = bytearray()
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:
         """See asyncio."""
         self._transport = transport
 

@@ -25,12 +25,11 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 
 from benchmarks import driver_peers as peers
-from benchmarks.canned_engine import VARIANTS, prepared_answer
+from benchmarks.canned_engine import VARIANTS, CannedAnswer, prepared_answer
 from benchmarks.driver_parts import (
     Cost,
     Lags,
@@ -201,7 +200,7 @@ def trainer(layout: Layout, num_groups: int, workers: SharedWorkers) -> Training
 async def measure_ours(bench: Bench, figures: Figures) -> None:
     """One round."""
     groups, costs = None, figures.costs
-    stages: list[tuple[str, Callable[[], Awaitable[Any]]]] = [
+    stages: list[tuple[str, Callable[[], Awaitable[object]]]] = [
         ("grade hand-off", lambda: grade(groups)),
         ("journal", lambda: journal(bench.folder, groups)),
         ("metrics", lambda: metrics(groups)),
@@ -242,10 +241,12 @@ async def measure_verl(bench: Bench, figures: Figures) -> None:
     await send_peer(bench, figures, lambda size: peers.verl_batches(data, size))
 
 
-async def send_peer(bench: Bench, figures: Figures, make: Callable[[int], Sequence[Any]]) -> None:
+async def send_peer(
+    bench: Bench, figures: Figures, make: Callable[[int], Sequence[object]]
+) -> None:
     """Batches for each layout, made and sent."""
 
-    async def made(layout: Layout) -> Sequence[Any]:
+    async def made(layout: Layout) -> Sequence[object]:
         return make(max(layout.data_ranks) + 1)
 
     for num_ranks, workers in bench.workers.items():
@@ -267,7 +268,7 @@ class Bench:
     workers: Mapping[int, SharedWorkers]
     sent: SentBytes
     sending: dict[int, LagSampler]
-    answers: Sequence[Any]
+    answers: Sequence[CannedAnswer]
 
     @property
     def millions(self) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import ray
 
@@ -160,7 +160,7 @@ class SentBytes:
         context = ray._private.worker.global_worker.get_serialization_context()
         serialize = context.serialize
 
-        def counted(value: Any) -> Any:
+        def counted(value: object) -> object:
             found = serialize(value)
             self.total += found.total_bytes
             return found
@@ -171,11 +171,11 @@ class SentBytes:
 class StubRank:
     """Takes what a trainer's rank takes, and does nothing with it."""
 
-    def train_step(self, *_: Any) -> StepResult:
+    def train_step(self, *_: object) -> StepResult:
         """See ``rlpost.actor.actor.Actor``."""
         return StepResult(HEALTHY)
 
-    def read(self, references: Sequence[Any]) -> int:
+    def read(self, references: Sequence[object]) -> int:
         """The peers' ranks: take the data of this rank out of the store."""
         return len(ray.get(references[0]))
 

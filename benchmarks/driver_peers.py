@@ -18,12 +18,12 @@ import io
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpx
 import ray
 import torch
 
+from benchmarks.canned_engine import CannedAnswer
 from rlpost.orchestration.workers import WorkerGroup
 
 MAX_PROMPT_LENGTH = 128
@@ -44,7 +44,7 @@ class SlimeSample:
     weight_versions: list[str] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
     status: str = "pending"
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, object] = field(default_factory=dict)
 
 
 async def slime_receive(url: str, prompt_ids: Sequence[int], count: int) -> list[SlimeSample]:
@@ -72,13 +72,15 @@ async def slime_receive(url: str, prompt_ids: Sequence[int], count: int) -> list
         return list(await asyncio.gather(*(answer(index) for index in range(count))))
 
 
-def slime_batches(samples: Sequence[SlimeSample], data_parallel_size: int) -> list[dict[str, Any]]:
+def slime_batches(
+    samples: Sequence[SlimeSample], data_parallel_size: int
+) -> list[dict[str, object]]:
     """A dict of lists for each data-parallel rank, dealt in turn."""
     for sample in samples:
         if sample.loss_mask is None:
             sample.loss_mask = [1] * sample.response_length
 
-    def of_rank(own: Sequence[SlimeSample]) -> dict[str, Any]:
+    def of_rank(own: Sequence[SlimeSample]) -> dict[str, object]:
         return {
             "tokens": [sample.tokens for sample in own],
             "response_lengths": [sample.response_length for sample in own],
@@ -97,7 +99,7 @@ class DataProto:
     """Tensors by name, all with the same first dimension."""
 
     batch: dict[str, torch.Tensor]
-    meta_info: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, object] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(next(iter(self.batch.values())))
@@ -109,18 +111,18 @@ class DataProto:
             DataProto({name: own[index] for name, own in parts.items()}) for index in range(count)
         ]
 
-    def __getstate__(self) -> tuple[bytes, dict[str, Any]]:
+    def __getstate__(self) -> tuple[bytes, dict[str, object]]:
         buffer = io.BytesIO()
         torch.save(
             {name: tensor.contiguous().clone() for name, tensor in self.batch.items()}, buffer
         )
         return buffer.getvalue(), self.meta_info
 
-    def __setstate__(self, state: tuple[bytes, dict[str, Any]]) -> None:
+    def __setstate__(self, state: tuple[bytes, dict[str, object]]) -> None:
         self.batch, self.meta_info = torch.load(io.BytesIO(state[0]), weights_only=False), state[1]
 
 
-def verl_pickles(answers: Sequence[Any], count: int) -> list[bytes]:
+def verl_pickles(answers: Sequence[CannedAnswer], count: int) -> list[bytes]:
     """What the Ray calls of the engines return: token ids and log-probs as lists."""
     whole = [answers[index % len(answers)] for index in range(count)]
     return [
@@ -174,7 +176,7 @@ def verl_batches(data: DataProto, data_parallel_size: int) -> list[DataProto]:
 
 
 async def send_references(
-    workers: WorkerGroup, batches: Sequence[Any], data_ranks: Sequence[int]
+    workers: WorkerGroup, batches: Sequence[object], data_ranks: Sequence[int]
 ) -> None:
     """Each batch into the object store once; every rank gets the reference to its own, in a list,
     and reads it.

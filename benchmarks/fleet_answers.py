@@ -14,7 +14,6 @@ import random
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
@@ -32,7 +31,7 @@ DROPPED = 5  # one group in so many
 class Whole(SamplingParams):
     """Sampling that continues after the token that ends an answer."""
 
-    def to_sglang(self) -> dict[str, Any]:
+    def to_sglang(self) -> dict[str, object]:
         """See SamplingParams."""
         return {**SamplingParams.to_sglang(self), "ignore_eos": True}
 

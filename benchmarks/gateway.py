@@ -24,16 +24,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.driver_parts import LagSampler, canned_engines, cost_of
 from benchmarks.page import show
 from benchmarks.rollout_parts import KEY, TINY, serving
 from benchmarks.tables import machine, table
 from rlpost.agents.gateway import Gateway, OpenEpisode
+from rlpost.rollout.answer import Answer
 from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
@@ -81,11 +81,16 @@ class Fixed(Connection):
         self._length = length
 
     async def generate(
-        self, what: str, input_ids: Sequence[int], sampling_params: Mapping[str, Any], **other: Any
-    ) -> Any:
+        self,
+        what: str,
+        input_ids: Sequence[int],
+        sampling_params: Mapping[str, object],
+        *,
+        labels: Mapping[str, str] | None = None,
+    ) -> Answer:
         """See ``Connection``."""
         fixed = {**sampling_params, "max_new_tokens": self._length, "ignore_eos": True}
-        return await super().generate(what, input_ids, fixed, **other)
+        return await super().generate(what, input_ids, fixed, labels=labels)
 
 
 async def direct(connection: Connection, load: Load, gateway: Gateway) -> int:
@@ -135,7 +140,7 @@ async def started_harness(load: Load, episodes: list[OpenEpisode]) -> asyncio.su
     return harness
 
 
-async def measured(work: Any) -> Measured:
+async def measured(work: Awaitable[int]) -> Measured:
     """Time the generation of tokens."""
     sampler, started = LagSampler(), time.perf_counter()
     num_tokens, cost = await cost_of(sampler.during(work))

@@ -12,14 +12,22 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from typing import Any
+from typing import TypedDict
 
 import aiohttp
 
 
-async def converse(client: aiohttp.ClientSession, order: Any, base_url: str, key: str) -> int:
+class Order(TypedDict):
+    """What the harness is to do; an episode is its URL and its API key."""
+
+    turns: int
+    user: str
+    episodes: list[tuple[str, str]]
+
+
+async def converse(client: aiohttp.ClientSession, order: Order, base_url: str, key: str) -> int:
     """One episode; the number of sampled tokens."""
-    messages: list[dict[str, Any]] = []
+    messages: list[dict[str, object]] = []
     num_tokens = 0
     headers = {"Authorization": f"Bearer {key}"}
     for _ in range(order["turns"]):
@@ -33,7 +41,7 @@ async def converse(client: aiohttp.ClientSession, order: Any, base_url: str, key
     return num_tokens
 
 
-async def converse_all(order: Any) -> int:
+async def converse_all(order: Order) -> int:
     """All episodes at once."""
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)

@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -32,6 +32,9 @@ SCORED = ("socket_ifname", "rdma", "ib_hca", "gid_index")
 
 class MissingFact(Exception):
     """The layout lacks a fact that a method needs."""
+
+
+T = TypeVar("T")
 
 
 def main() -> int:
@@ -133,7 +136,7 @@ def print_simple_methods(documents: Mapping[str, Mapping[str, Any]]) -> None:
         print(f"{title:<28}{key:<16}{counts[RIGHT]:>6}{counts[WRONG]:>6}{counts[UNDECIDABLE]:>6}")
 
 
-def needed(value: Any) -> Any:
+def needed(value: T | None) -> T:
     """The value, when it is known."""
     if value is None:
         raise MissingFact

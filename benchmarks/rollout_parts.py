@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from rlpost.rollout.answer import Answer
 from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.engine import Engine, Router
 from rlpost.types import EngineAddress, Prompt
@@ -109,8 +109,8 @@ class Forced(Connection):
         self._lengths = lengths
 
     async def generate(
-        self, what: str, input_ids: Sequence[int], sampling_params: Mapping[str, Any]
-    ) -> Any:
+        self, what: str, input_ids: Sequence[int], sampling_params: Mapping[str, object]
+    ) -> Answer:
         """See ``Connection``; ``what`` says which answer it is."""
         prompt_id, index = map(int, re.findall(r"\d+", what))
         written = len(input_ids) - len(make_prompt(prompt_id).token_ids)

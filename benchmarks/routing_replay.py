@@ -17,10 +17,9 @@ import argparse
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -166,7 +165,7 @@ def run(folder: Path, *, replays: bool, num_steps: int, port: int) -> list[dict[
     return metrics
 
 
-def _shown(metrics: dict[str, Any]) -> str:
+def _shown(metrics: Mapping[str, float]) -> str:
     names = (*COLUMNS, "train/routing_diff_frac")
     return ", ".join(f"{name} {metrics[name]:.5f}" for name in names if name in metrics)
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from benchmarks.page import show
 from benchmarks.tables import machine, table
@@ -42,6 +42,9 @@ from rlpost.rollout.connection import RouterAddress
 from rlpost.rollout.engine_side_weights import BroadcastMover, WeightUpdate
 from rlpost.rollout.journal import Journal
 from rlpost.types import Backlog, Bucket, EngineAddress, Prompt, Sample, SampleGroup, ScoredSample
+
+if TYPE_CHECKING:
+    from rlpost.rollout.engine import Router
 
 HEADING = "## Scale"
 NUM_ENGINES, NUM_NODES, GPUS_A_NODE = 512, 128, 8
@@ -112,7 +115,7 @@ async def _nothing(index: int) -> None:
     pass
 
 
-def _router(url: str) -> Any:
+def _router(url: str) -> Router:
     from rlpost.rollout.engine import Router
 
     router = Router(policy="round_robin", api_key="key", log_path="/dev/null", metrics_port=0)
@@ -196,7 +199,7 @@ def nodes(folder: Path) -> list[Row]:
 
 
 def _cluster(nodes_to_train: int, is_colocated: bool) -> Config:
-    more: dict[str, Any] = (
+    more: dict[str, object] = (
         {"colocate": True} if is_colocated else {"rollout_num_gpus": nodes_to_train * GPUS_A_NODE}
     )
     cluster = {"actor_num_nodes": nodes_to_train, "actor_num_gpus_per_node": GPUS_A_NODE, **more}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from typing import Any
 
 from aiohttp import web
 
@@ -43,7 +42,7 @@ class Stubs:
             self.in_flight -= 1
         return web.json_response({"success": True, "weight_version": "1", "version": "0.5.19"})
 
-    async def _workers(self, request: web.Request) -> Any:
+    async def _workers(self, request: web.Request) -> dict[str, list[dict[str, object]]]:
         if request.method == "POST":
             self.urls.append((await request.json())["url"])
         return {"workers": [{"url": url, "is_healthy": True, "id": url} for url in self.urls]}

@@ -34,7 +34,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -359,7 +358,7 @@ def report(
     seconds: dict[str, list[float]],
     samples: Sequence[TrainSample],
     num_parameters: int,
-    options: Any,
+    options: argparse.Namespace,
 ) -> list[str]:
     """The table and what it is about."""
     lengths = [len(sample.token_ids) for sample in samples]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Coroutine
-from typing import Any
 
 
 class _Jump(selectors.SelectSelector):
@@ -16,7 +15,7 @@ class _Jump(selectors.SelectSelector):
 
     now = 0.0
 
-    def select(self, timeout: float | None = None) -> list[Any]:
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Let ``timeout`` seconds pass."""
         assert timeout is not None, "the loop waits for what never comes"
         self.now += max(0.0, timeout)
@@ -35,7 +34,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._jump.now
 
 
-def run_virtually(main: Coroutine[Any, Any, None]) -> None:
+def run_virtually(main: Coroutine[object, object, None]) -> None:
     """Run ``main`` and end what it started."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(main)

@@ -30,12 +30,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.page import put_section
+from benchmarks.plain_copy import BACKEND, DEVICE, HAS_CUDA, PlainCopy
 from rlpost.rollout.client import EngineClient
 from rlpost.rollout.engine import Engine
 from rlpost.rollout.engine_side_weights import (
@@ -54,10 +54,7 @@ from rlpost.weights.trainer_side import Broadcast, Sharing
 from tests.ports import free_port
 
 HEADING = "## Weight sync"
-HAS_CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda", 0) if HAS_CUDA else torch.device("cpu")
 DTYPE = torch.bfloat16 if HAS_CUDA else torch.float32
-BACKEND = "nccl" if HAS_CUDA else "gloo"
 GROUP = "bench"
 GOAL = 1.5
 
@@ -165,7 +162,7 @@ class TimedClient(EngineClient):
     seconds: ClassVar[Counter[str]] = Counter()
 
     async def request(
-        self, method: str, path: str, body: Mapping[str, Any] | None, **how: Any
+        self, method: str, path: str, body: Mapping[str, object] | None, **how: Any
     ) -> Any:
         """See ``EngineClient``."""
         started = time.perf_counter()
@@ -271,104 +268,24 @@ def other_movers(trainer: Trainer, model: Path, folder: Path) -> dict[str, Mover
     }
 
 
-def reader(
-    orders: Connection, memory: torch.Tensor, device: torch.device, port: int | None, path: str
-) -> None:
-    """The other process of a plain copy: takes the bytes by the medium of each order, and answers
-    when it has them. Without a ``port`` nothing is broadcast.
-    """
-    torch.set_num_threads(1)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if port is not None:
-        dist.init_process_group(
-            BACKEND, init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2
-        )
-    own = torch.empty(len(memory), dtype=torch.uint8, device=device)
-    from_disk = (
-        own
-        if device.type == "cpu"
-        else torch.empty(len(memory), dtype=torch.uint8, pin_memory=True)
-    )
-    while (order := orders.recv()) is not None:
-        medium, size = order
-        if medium == "memory":
-            own[:size].copy_(memory[:size])
-        elif medium == "broadcast":
-            dist.broadcast(own[:size], src=0)
-        else:
-            with open(path, "rb") as file:
-                file.readinto(from_disk[:size].numpy())
-            if from_disk is not own:
-                own[:size].copy_(from_disk[:size])
-        synchronise()
-        orders.send(True)
-
-
-def synchronise() -> None:
-    """Wait for the device, where it works by itself."""
-    if HAS_CUDA:
-        torch.cuda.synchronize()
-
-
-class PlainCopy:
-    """Moves the buckets' bytes to another process of ours; ``device`` is that of the other
-    process.
+class Seconds(NamedTuple):
+    """Seconds of each round over one medium: of updates, of plain copies, and of the requests of
+    each update, by path.
     """
 
-    def __init__(
-        self, trainer: Trainer, path: Path, *, device: torch.device, broadcasts: bool
-    ) -> None:
-        self.flats = [trainer.flat(index) for index in range(len(trainer.buckets))]
-        self.path = path
-        self.broadcasts = broadcasts
-        torch.multiprocessing.set_sharing_strategy("file_system")
-        self.memory = torch.empty(max(map(len, self.flats)), dtype=torch.uint8, device=DEVICE)
-        if not HAS_CUDA:
-            self.memory.share_memory_()
-        self.orders, theirs = multiprocessing.Pipe()
-        port = free_port() if broadcasts else None
-        arguments = (theirs, self.memory, device, port, str(path))
-        self.process = multiprocessing.get_context("spawn").Process(
-            target=reader, args=arguments, daemon=True
-        )
-        self.process.start()
-        if broadcasts:
-            dist.init_process_group(
-                BACKEND, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2
-            )
-
-    def move(self, medium: str) -> None:
-        for flat in self.flats:
-            if medium == "memory":
-                self.memory[: len(flat)].copy_(flat)
-                synchronise()  # the other process's stream does not know ours
-            elif medium == "disk":
-                self.path.unlink(missing_ok=True)
-                with self.path.open("wb") as file:
-                    file.write(memoryview(flat.cpu().numpy()))
-            self.orders.send((medium, len(flat)))
-            if medium == "broadcast":
-                dist.broadcast(flat, src=0)
-            self.orders.recv()
-
-    def close(self) -> None:
-        self.orders.send(None)
-        self.process.join()
-        if self.broadcasts:
-            dist.destroy_process_group()
+    updates: list[float]
+    plain_copies: list[float]
+    requests: list[Counter[str]]
 
 
 async def measure(
     trainer: Trainer, whole: WeightUpdate, movers: dict[str, Mover], copy: PlainCopy, repeat: int
-) -> Any:
-    """Seconds of each round: medium -> (updates, plain copies)."""
-    seconds: dict[str, tuple[list[float], list[float], list[Counter[str]]]] = {
-        m: ([], [], []) for m in movers
-    }
+) -> dict[str, Seconds]:
+    """Seconds of each round, by medium."""
+    seconds = {medium: Seconds([], [], []) for medium in movers}
     version = 0
 
-    async def clock(work: Callable[[], Awaitable[Any]]) -> float:
+    async def clock(work: Callable[[], Awaitable[object]]) -> float:
         started = time.perf_counter()
         await work()
         return time.perf_counter() - started
@@ -381,9 +298,9 @@ async def measure(
             requests = Counter(TimedClient.seconds)
             plain = await clock(lambda medium=medium: asyncio.to_thread(copy.move, medium))
             if round_number:  # the first makes buffers and warms caches
-                seconds[medium][0].append(update)
-                seconds[medium][1].append(plain)
-                seconds[medium][2].append(requests)
+                seconds[medium].updates.append(update)
+                seconds[medium].plain_copies.append(plain)
+                seconds[medium].requests.append(requests)
     return seconds
 
 
@@ -399,9 +316,9 @@ class Place:
         return torch.device("cuda", self.gpu) if HAS_CUDA else torch.device("cpu")
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Of the engine."""
-        settings: dict[str, Any] = {"max_total_tokens": 2048, "max_running_requests": 8}
+        settings: dict[str, object] = {"max_total_tokens": 2048, "max_running_requests": 8}
         return (
             settings | {"mem_fraction_static": 0.4, "base_gpu_id": self.gpu}
             if HAS_CUDA
@@ -419,7 +336,7 @@ def places(num_gpus: int) -> list[Place]:
 async def run(size: Size, folder: Path, *, repeat: int) -> list[str]:
     """Start an engine at each place, measure, and make the table."""
     trainer = Trainer(make_model(folder / "model", size), size.bucket_mib * 2**20)
-    seconds: dict[str, Any] = {}
+    seconds: dict[str, Seconds] = {}
     for place_ in places(torch.cuda.device_count()):
         seconds |= await measure_at(place_, trainer, folder, repeat=repeat)
     mib = trainer.num_bytes / 2**20
@@ -440,7 +357,7 @@ async def run(size: Size, folder: Path, *, repeat: int) -> list[str]:
 
 async def measure_at(
     place_: Place, trainer: Trainer, folder: Path, *, repeat: int
-) -> dict[str, Any]:
+) -> dict[str, Seconds]:
     """``measure`` with an engine at one place."""
     model, files = folder / "model", folder / "files"
     log = folder / f"engine-{place_.gpu}.log"
@@ -449,7 +366,8 @@ async def measure_at(
         address = await asyncio.to_thread(engine.start, "127.0.0.1", free_port(), deadline_s=600)
         whole = timed(WeightUpdate([address], api_key=GROUP))
         broadcasts = "broadcast" in place_.media
-        copy = PlainCopy(trainer, folder / "plain", device=place_.device, broadcasts=broadcasts)
+        flats = [trainer.flat(index) for index in range(len(trainer.buckets))]
+        copy = PlainCopy(flats, folder / "plain", device=place_.device, broadcasts=broadcasts)
         movers = {"broadcast": await broadcast_mover(trainer, whole)} if broadcasts else {}
         movers |= other_movers(trainer, model, files)
         seconds = await measure(
@@ -461,14 +379,14 @@ async def measure_at(
         engine.stop()
 
 
-def where_it_goes(seconds: Mapping[str, Any], own: tuple[float, float] | None) -> list[str]:
+def where_it_goes(seconds: Mapping[str, Seconds], own: tuple[float, float] | None) -> list[str]:
     """Seconds of the requests that move weights, of those around them, and between requests;
     ``own`` as ``servers_own`` measures it, None where it was not.
     """
     lines = ["Seconds of an update:"]
     if own is not None:
         making, loading = own
-        plain = statistics.median(seconds["broadcast"][1])
+        plain = statistics.median(seconds["broadcast"].plain_copies)
         with_both = (plain + making + loading) / plain
         lines = [
             "SGLang's own work on the same bytes, called directly in another process:",

@@ -40,7 +40,6 @@ import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 TRIES = 5
 LOCK_S, LOCK_POLL_S = 2.0, 0.02
@@ -56,7 +55,7 @@ class Ledger:
 
     path: Path
 
-    def append(self, event: str, **details: Any) -> None:
+    def append(self, event: str, **details: object) -> None:
         """Append a line and fsync it. ``details`` must be JSON values. Raises OSError."""
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")  # noqa: UP017
         line = json.dumps({"time": now, "event": event, **details}).encode()

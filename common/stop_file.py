@@ -11,7 +11,6 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from common.files import write_first
 
@@ -58,9 +57,9 @@ def read_deadline(path: Path) -> float | None:
         return None
 
 
-def _seconds(value: Any) -> float | None:
+def _seconds(value: float | str | None) -> float | None:
     try:
-        seconds = float(value)
+        seconds = math.nan if value is None else float(value)
     except (TypeError, ValueError):
         return None
     return seconds if math.isfinite(seconds) and seconds > 0 else None

@@ -18,16 +18,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Self, overload
+from typing import ClassVar, Self, TypeVar, overload
 
 import numpy as np
 
+Number = TypeVar("Number", bound=float)
 
-class _NumberColumn(Sequence[Any]):
+
+class _NumberColumn(Sequence[Number]):
     """What columns of one number per token have in common."""
 
     __slots__ = ("array",)
-    DTYPE: ClassVar[Any]
+    DTYPE: ClassVar[np.dtype]
 
     def __init__(self, values: Iterable[float] = ()) -> None:
         """Copy ``values``. Raises OverflowError or ValueError if one does not fit into the type."""
@@ -42,7 +44,7 @@ class _NumberColumn(Sequence[Any]):
         return values if isinstance(values, cls) else cls(values)
 
     @classmethod
-    def view(cls, array: Any) -> Self:
+    def view(cls, array: np.ndarray | bytes | memoryview) -> Self:
         """Wrap a one-dimensional array of the right type, or a buffer of its bytes, without a copy.
 
         The caller must not change the memory afterwards.
@@ -72,11 +74,15 @@ class _NumberColumn(Sequence[Any]):
     def __len__(self) -> int:
         return len(self.array)
 
-    def __getitem__(self, index: object) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Number: ...
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+    def __getitem__(self, index: int | slice) -> Number | Self:
         # ``item`` returns a Python number: a numpy scalar is slow and prints differently.
         return self.view(self.array[index]) if isinstance(index, slice) else self.array.item(index)
 
-    def __iter__(self) -> Iterator[object]:
+    def __iter__(self) -> Iterator[Number]:
         return iter(self.array.tolist())
 
     def __add__(self, other: Iterable[float]) -> Self:
@@ -104,7 +110,7 @@ class _NumberColumn(Sequence[Any]):
     def __hash__(self) -> int:
         return hash(self.array.tobytes())
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self).view, (self.array,)
 
     def __repr__(self) -> str:
@@ -115,21 +121,21 @@ class _NumberColumn(Sequence[Any]):
         return self.array.tobytes()
 
 
-class IntColumn(_NumberColumn):
+class IntColumn(_NumberColumn[int]):
     """Integers of 32 bits."""
 
     __slots__ = ()
     DTYPE = np.dtype(np.int32)
 
 
-class FloatColumn(_NumberColumn):
+class FloatColumn(_NumberColumn[float]):
     """Numbers of 32 bits. A log-prob that an engine computed in float32 is restored exactly."""
 
     __slots__ = ()
     DTYPE = np.dtype(np.float32)
 
 
-class DoubleColumn(_NumberColumn):
+class DoubleColumn(_NumberColumn[float]):
     """Numbers of 64 bits, for values that Python's arithmetic uses afterwards."""
 
     __slots__ = ()
@@ -153,7 +159,7 @@ class RunColumn(Sequence[int]):
         self._length = sum(count for _, count in merged)
 
     @classmethod
-    def of(cls, values: Any) -> RunColumn:
+    def of(cls, values: Iterable[int] | np.ndarray) -> RunColumn:
         """Encode single values, an array or any iterable; a RunColumn is returned as it is."""
         if isinstance(values, cls):
             return values
@@ -167,7 +173,7 @@ class RunColumn(Sequence[int]):
         return cls((int(value), len(list(equal))) for value, equal in itertools.groupby(values))
 
     @property
-    def array(self) -> Any:
+    def array(self) -> np.ndarray:
         """The single values as an int8 array, or int32 where they are larger."""
         values = [value for value, _ in self.runs]
         small = all(-128 <= value <= 127 for value in values)
@@ -214,7 +220,7 @@ class RunColumn(Sequence[int]):
     def __hash__(self) -> int:
         return hash(self.runs)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return RunColumn, (self.runs,)
 
     def __repr__(self) -> str:
@@ -231,7 +237,7 @@ class RouteColumn:
 
     __slots__ = ("array",)
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: np.ndarray) -> None:
         """Wrap an array [tokens, layers, k] of uint8 or uint16, without a copy."""
         assert array.dtype in (np.uint8, np.uint16), array.dtype
         assert array.ndim == 3, array.shape
@@ -239,7 +245,7 @@ class RouteColumn:
         self.array.setflags(write=False)
 
     @staticmethod
-    def dtype(num_experts: int) -> Any:
+    def dtype(num_experts: int) -> np.dtype:
         """The type that holds ``num_experts`` numbers and the mark of an unknown route."""
         return np.dtype(np.uint8 if num_experts <= np.iinfo(np.uint8).max else np.uint16)
 
@@ -255,7 +261,7 @@ class RouteColumn:
         return cls(np.concatenate([column.array for column in columns]))
 
     @property
-    def known(self) -> Any:
+    def known(self) -> np.ndarray:
         """[tokens] bool: whether the routes of a token are known."""
         # an unknown route has it everywhere
         return self.array[:, 0, 0] != np.iinfo(self.array.dtype).max
@@ -276,14 +282,14 @@ class RouteColumn:
     def __hash__(self) -> int:
         return hash((self.array.shape, self.array.tobytes()))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return RouteColumn, (np.ascontiguousarray(self.array),)
 
     def __repr__(self) -> str:
         return f"RouteColumn({self.array.shape}, {self.array.dtype})"
 
 
-class TokenSetColumn(Sequence[Any]):
+class TokenSetColumn(Sequence[tuple[int, ...]]):
     """A set of token ids for each token of a response, as sizes and the ids one after the other.
 
     The set of a sampled token holds the ids that its sampler could choose. An empty set stands for
@@ -298,7 +304,7 @@ class TokenSetColumn(Sequence[Any]):
         self.sizes, self.token_ids = sizes, token_ids
 
     @classmethod
-    def of(cls, sets: Any) -> TokenSetColumn:
+    def of(cls, sets: Sequence[Sequence[int]]) -> TokenSetColumn:
         """Build from sequences of ids; a TokenSetColumn is returned as it is."""
         if isinstance(sets, cls):
             return sets
@@ -322,7 +328,11 @@ class TokenSetColumn(Sequence[Any]):
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> tuple[int, ...]: ...
+    @overload
+    def __getitem__(self, index: slice) -> TokenSetColumn: ...
+    def __getitem__(self, index: int | slice) -> tuple[int, ...] | TokenSetColumn:
         ends = np.concatenate([[0], np.cumsum(self.sizes.array)])
         if not isinstance(index, slice):
             at = range(len(self))[index]
@@ -342,7 +352,7 @@ class TokenSetColumn(Sequence[Any]):
     def __hash__(self) -> int:
         return hash((self.sizes, self.token_ids))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return TokenSetColumn, (self.sizes, self.token_ids)
 
     def __repr__(self) -> str:

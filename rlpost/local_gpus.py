@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def read_local_gpus(root: Path = Path("/")) -> tuple[LocalGpu, ...]:
         pynvml.nvmlShutdown()
 
 
-def _from_nvml(nvml: Any, root: Path) -> Iterator[LocalGpu]:
+def _from_nvml(nvml: ModuleType, root: Path) -> Iterator[LocalGpu]:
     num_words = _last_cpu(root) // _MASK_BITS + 1
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -105,7 +105,7 @@ def _from_nvml(nvml: Any, root: Path) -> Iterator[LocalGpu]:
         yield LocalGpu(index, str(nvml.nvmlDeviceGetUUID(handle)), tuple(_migs(nvml, handle)), cpus)
 
 
-def _migs(nvml: Any, handle: object) -> Iterator[str]:
+def _migs(nvml: ModuleType, handle: object) -> Iterator[str]:
     """Yield the UUIDs of the GPU's MIG devices."""
     with suppress(nvml.NVMLError):
         for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):

@@ -22,7 +22,7 @@ from __future__ import annotations
 import binascii
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 
@@ -43,7 +43,49 @@ _COLUMNS = (
 """The columns of a sample, in the order of its fields, which is that of ``Behind``."""
 _ABSENT_IF_NONE = _COLUMNS[3:]
 """The columns that a sample may lack."""
-_NUMBER_COLUMNS = {"int32": IntColumn, "float32": FloatColumn}
+_NUMBER_COLUMNS: dict[str, type[IntColumn] | type[FloatColumn]] = {
+    "int32": IntColumn,
+    "float32": FloatColumn,
+}
+
+
+class ScoredRecord(TypedDict):
+    """One sample of a group; ``sample`` holds the fields of a ``Sample``."""
+
+    sample: Mapping[str, object]
+    reward: float
+
+
+class GroupRecord(TypedDict):
+    """A scored group as JSON."""
+
+    prompt_id: int
+    samples: list[ScoredRecord]
+
+
+class UnfinishedRecord(TypedDict):
+    """A group in generation as JSON; ``prompt`` holds the fields of a ``Prompt``."""
+
+    prompt: Mapping[str, object]
+    samples: list[Mapping[str, object]]
+
+
+class CountsRecord(TypedDict, total=False):
+    """The numbers of a backlog as JSON."""
+
+    num_fetched: int
+    num_trained: int
+    num_filtered: int
+    newest_id: int
+    counts: Mapping[str, float]
+    lent_counts: Mapping[str, float] | None
+
+
+class BacklogRecord(CountsRecord):
+    """A backlog as JSON."""
+
+    finished: list[GroupRecord]
+    unfinished: list[UnfinishedRecord]
 
 
 class Packing(Protocol):
@@ -108,7 +150,7 @@ def group_record(group: SampleGroup, packing: Packing | None = None) -> dict[str
     return {"prompt_id": group.prompt_id, "samples": samples}
 
 
-def group_from(raw: Mapping[str, Any], packing: Packing = BASE64) -> SampleGroup:
+def group_from(raw: GroupRecord, packing: Packing = BASE64) -> SampleGroup:
     """The inverse of ``group_record``.
 
     Raises KeyError, TypeError or ValueError for malformed input.
@@ -135,12 +177,12 @@ def sample_record(sample: Sample, packing: Packing | None = None) -> dict[str, o
     return record
 
 
-def sample_from(raw: Mapping[str, Any], packing: Packing = BASE64) -> Sample:
+def sample_from(raw: Mapping[str, object], packing: Packing = BASE64) -> Sample:
     """The inverse of ``sample_record``.
 
     Raises KeyError, TypeError or ValueError for malformed input.
     """
-    fields = dict(raw)
+    fields: dict[str, Any] = dict(raw)
     if "version_spans" in fields:
         fields["version_spans"] = tuple(
             (version, count) for version, count in fields["version_spans"]
@@ -183,7 +225,7 @@ def _unfinished_record(entry: Unfinished) -> dict[str, object]:
     }
 
 
-def _counts_record(backlog: Backlog) -> dict[str, object]:
+def _counts_record(backlog: Backlog) -> CountsRecord:
     return {
         "num_fetched": backlog.num_fetched,
         "num_trained": backlog.num_trained,
@@ -196,7 +238,7 @@ def _counts_record(backlog: Backlog) -> dict[str, object]:
     }
 
 
-def backlog_from(raw: Mapping[str, Any]) -> Backlog:
+def backlog_from(raw: BacklogRecord) -> Backlog:
     """The inverse of ``backlog_json`` after parsing.
 
     Raises KeyError, TypeError or ValueError for malformed input.
@@ -213,7 +255,7 @@ def backlog_from(raw: Mapping[str, Any]) -> Backlog:
     )
 
 
-def _unfinished_from(raw: Mapping[str, Any]) -> Unfinished:
+def _unfinished_from(raw: UnfinishedRecord) -> Unfinished:
     samples = tuple(sample_from(sample) for sample in raw["samples"])
     return Unfinished(_prompt_from(raw["prompt"]), samples)
 
@@ -234,7 +276,7 @@ def _written(value: object, packing: Packing | None) -> object:
         return {"set_sizes": sizes, "set_ids": ids}
     if not isinstance(value, IntColumn | FloatColumn | RunColumn):
         return value
-    if packing is None:
+    if packing is None or isinstance(value, TokenSetColumn):
         return list(value)
     if isinstance(value, RunColumn):
         return {"runs": value.runs}

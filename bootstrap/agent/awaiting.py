@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 
-async def all_or_first_error(*wanted: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Return all results, or raise the first exception and cancel the other tasks."""
-    tasks = [asyncio.create_task(one) for one in wanted]
+async def all_or_first_error(
+    one: Coroutine[object, object, T], other: Coroutine[object, object, U]
+) -> tuple[T, U]:
+    """Return both results, or raise the first exception and cancel the other task."""
+    tasks = asyncio.create_task(one), asyncio.create_task(other)
     try:
         return await asyncio.gather(*tasks)
     finally:

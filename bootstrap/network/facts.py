@@ -267,7 +267,7 @@ def load_document(path: Path) -> Mapping[str, object]:
     return document
 
 
-def parse_facts(document: Mapping[str, Any]) -> NetworkFacts:
+def parse_facts(document: Mapping[str, object]) -> NetworkFacts:
     """Parse a document of the schema; unknown keys are ignored.
 
     Raises:
@@ -280,32 +280,47 @@ def parse_facts(document: Mapping[str, Any]) -> NetworkFacts:
     return NetworkFacts(
         interfaces=tuple(_interface(row) for row in _rows(document, "interfaces")),
         rdma_ports=tuple(_port(row) for row in _rows(document, "rdma_devices")),
-        default_route=route.get("iface"),
-        hints=tuple(str(hint) for hint in document.get("provider_hints") or ()),
+        default_route=_text(route, "iface"),
+        hints=tuple(map(str, _list(document, "provider_hints"))),
         slurm_addr=_legible(peers, "slurm_addr"),
         example_peer=_legible(peers, "example_peer"),
         num_gpus=_count(gpus, "count"),
         interfaces_complete=document.get("interfaces_complete") is True,
         gpus=tuple(
-            Gpu(row.get("numa"), tuple(row.get("pci_path") or ()))
-            for row in gpus.get("devices") or ()
+            Gpu(_count(row, "numa"), tuple(map(str, _list(row, "pci_path"))))
+            for row in _list(gpus, "devices")
         ),
     )
 
 
-def _mapping(document: Mapping[str, object], key: str) -> Mapping[str, Any]:
+def _mapping(document: Mapping[str, object], key: str) -> Mapping[str, object]:
     value = document.get(key) or {}
     if not isinstance(value, Mapping):
         raise FactsFileError(f"{key} must be a mapping, got {value!r:.200}")
     return value
 
 
-def _number(row: Mapping[str, Any], key: str) -> float | None:
+def _text(row: Mapping[str, object], key: str) -> str | None:
+    """A text; None if missing or empty."""
+    return str(row[key]) if row.get(key) else None
+
+
+def _list(row: Mapping[str, object], key: str) -> list[Any]:
+    """A list; empty if missing."""
+    value = row.get(key) or []
+    if not isinstance(value, list | tuple):
+        raise FactsFileError(f"{key} must be a list, got {value!r:.200}")
+    return list(value)
+
+
+def _number(row: Mapping[str, object], key: str) -> float | None:
     """A number, possibly in quotes; None if missing."""
     value = row.get(key)
+    if value is None or isinstance(value, bool):
+        return None
     try:
-        return None if value is None or isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+        return float(str(value))
+    except ValueError:
         raise FactsFileError(
             f"{key} must be a number, got {value!r:.200} in {row.get('name')}"
         ) from None
@@ -316,51 +331,53 @@ def _count(row: Mapping[str, object], key: str) -> int | None:
     return None if number is None else int(number)
 
 
-def _rows(document: Mapping[str, Any], key: str) -> Sequence[Mapping[str, object]]:
+def _rows(document: Mapping[str, object], key: str) -> Sequence[Mapping[str, object]]:
     rows = document.get(key) or ()
-    if isinstance(rows, str | Mapping) or any(
-        not isinstance(row, Mapping) or "name" not in row for row in rows
+    if (
+        not isinstance(rows, Sequence)
+        or isinstance(rows, str)
+        or any(not isinstance(row, Mapping) or "name" not in row for row in rows)
     ):
         raise FactsFileError(f"{key} must be a list of mappings with a name, got {rows!r:.200}")
     return rows
 
 
-def _interface(row: Mapping[str, Any]) -> Interface:
+def _interface(row: Mapping[str, object]) -> Interface:
     return Interface(
         name=str(row["name"]),
-        type=row.get("type") or "ether",
-        state=row.get("state") or "unknown",
+        type=_text(row, "type") or "ether",
+        state=_text(row, "state") or "unknown",
         ipv4=_addresses(row, "ipv4"),
         ipv6=_addresses(row, "ipv6"),
         mtu=_count(row, "mtu"),
         speed_mbps=_count(row, "speed_mbps"),
-        driver=row.get("driver"),
-        pci=row.get("pci"),
-        master=row.get("master"),
-        parent=row.get("parent"),
+        driver=_text(row, "driver"),
+        pci=_text(row, "pci"),
+        master=_text(row, "master"),
+        parent=_text(row, "parent"),
         sriov_vf=bool(row.get("sriov_vf") or row.get("vf_of")),
     )
 
 
-def _port(row: Mapping[str, Any]) -> RdmaPort:
+def _port(row: Mapping[str, object]) -> RdmaPort:
     gids = tuple(
         Gid(int(gid["index"]), gid.get("type") or "", str(gid["addr"]))
-        for gid in row.get("gids") or ()
+        for gid in _list(row, "gids")
         if gid.get("index") is not None and _is_legible(gid.get("addr"))
     )
     return RdmaPort(
         name=str(row["name"]),
         port=_count(row, "port") or 1,
         state=_port_state(str(row.get("state") or "")),
-        link_layer=row.get("link_layer"),
+        link_layer=_text(row, "link_layer"),
         rate_gbps=_number(row, "rate_gbps"),
-        netdev=row.get("netdev"),
-        pci=row.get("pci"),
+        netdev=_text(row, "netdev"),
+        pci=_text(row, "pci"),
         numa=_count(row, "numa"),
-        driver=row.get("driver"),
+        driver=_text(row, "driver"),
         sriov_vf=bool(row.get("sriov_vf") or row.get("vf_of")),
         gids=gids,
-        pci_path=tuple(row.get("pci_path") or ()),
+        pci_path=tuple(map(str, _list(row, "pci_path"))),
     )
 
 
@@ -378,15 +395,14 @@ def _port_state(text: str) -> str:
     )
 
 
-def _addresses(row: Mapping[str, Any], key: str) -> tuple[str, ...] | None:
+def _addresses(row: Mapping[str, object], key: str) -> tuple[str, ...] | None:
     """The valid addresses; None if all are masked, as users do in bug reports."""
     given = row.get(key)
     if given is None:
         return None
-    if isinstance(given, str):
-        given = [given]
-    legible = tuple(str(text) for text in given if _is_legible(text))
-    return legible if legible or not given else None
+    texts = [given] if isinstance(given, str) else _list(row, key)
+    legible = tuple(str(text) for text in texts if _is_legible(text))
+    return legible if legible or not texts else None
 
 
 def _is_legible(text: object) -> bool:

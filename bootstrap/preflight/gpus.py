@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 _DRIVER = Path("/proc/driver/nvidia")
 _KERNEL_LOG = "/dev/kmsg"
@@ -40,6 +41,8 @@ _RECOVERY = (
 )
 _FABRIC = ("not supported", "not started", "in progress", "completed")
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F]+):([0-9a-fA-F]+):([0-9a-fA-F]+)[^)]*\): (\d+)")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,14 +246,14 @@ def _from_nvml() -> GpuReading:
     )
 
 
-def _gpu_of(nvml: Any, index: int) -> Gpu:
-    def ask(question: Callable[[], object]) -> Any:
+def _gpu_of(nvml: ModuleType, index: int) -> Gpu:
+    def ask(question: Callable[[], T]) -> T | None:
         try:
             return question()
         except (nvml.NVMLError, AttributeError):
             return None  # not supported by this card, driver or version of the bindings
 
-    def link_state(link: int) -> Any:
+    def link_state(link: int) -> int | None:
         return ask(lambda: nvml.nvmlDeviceGetNvLinkState(handle, link))
 
     try:
@@ -284,7 +287,7 @@ def _gpu_of(nvml: Any, index: int) -> Gpu:
     )
 
 
-def _fabric_of(nvml: Any, handle: object) -> int:
+def _fabric_of(nvml: ModuleType, handle: object) -> int:
     info = nvml.c_nvmlGpuFabricInfo_v2_t()
     nvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(info))
     return int(info.state)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
@@ -206,7 +205,7 @@ def with_end_norm(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
     class WithEndNorm(linear):  # type: ignore[misc,valid-type]
         def __init__(
-            self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any
+            self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: object
         ) -> None:
             super().__init__(input_size, output_size, config=config, **kwargs)
             self.end_norm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)

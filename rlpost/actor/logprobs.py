@@ -14,10 +14,10 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import FunctionCtx
 
 from rlpost.actor import parallel
 from rlpost.algorithm.sampling_mask import removed_columns
@@ -129,7 +129,7 @@ class _VocabParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_TV: torch.Tensor, rows: Rows, with_entropy: bool
+        ctx: FunctionCtx, logits_TV: torch.Tensor, rows: Rows, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         found = [_chunk_forward(logits_TV, rows, part, with_entropy) for part in _parts(rows)]
         log_sum, logprobs, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -142,7 +142,7 @@ class _VocabParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
+        ctx: FunctionCtx, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor, None, None]:
         logits_TV, log_sum, entropy = ctx.saved_tensors
         rows: Rows = ctx.rows

@@ -205,7 +205,7 @@ class Saver:
 
     def _common(self, progress: Progress, with_random_state: bool) -> dict[str, object]:
         """Plain values only, because they are read with ``weights_only``."""
-        found: dict[str, Any] = dataclasses.asdict(progress)
+        found: dict[str, object] = dataclasses.asdict(progress)
         found["content_metadata"] = METADATA | {
             "transformer_impl": implementation_name(self._model)
         }

@@ -24,10 +24,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 PACKAGE = "megatron.core"
 FACTORIES = (
@@ -80,7 +84,7 @@ class _Finder(MetaPathFinder):
     proxy: types.ModuleType | None = None
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: Any = None
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
             return None
@@ -112,23 +116,23 @@ class _Loader(SourceFileLoader):
             adapt(module)
 
 
-def _with_cpu_type_names(constant: object) -> Any:
-    """Replace the names of CUDA tensor types in a code object or constant, including nested
-    ones.
-    """
+def _with_cpu_type_names(code: types.CodeType) -> types.CodeType:
+    """Replace the names of CUDA tensor types in a code object, including nested ones."""
+    return code.replace(co_consts=tuple(map(_constant, code.co_consts)))
+
+
+def _constant(constant: object) -> object:
     if isinstance(constant, types.CodeType):
-        return constant.replace(
-            co_consts=tuple(_with_cpu_type_names(inner) for inner in constant.co_consts)
-        )
+        return _with_cpu_type_names(constant)
     if isinstance(constant, tuple):
-        return tuple(_with_cpu_type_names(inner) for inner in constant)
+        return tuple(map(_constant, constant))
     return TYPE_NAMES.get(constant, constant) if isinstance(constant, str) else constant
 
 
 class _Proxy(types.ModuleType):
     """A module with some names replaced; all others are those of the real module."""
 
-    def __init__(self, real: types.ModuleType, own: dict[str, Any]) -> None:
+    def __init__(self, real: types.ModuleType, own: Mapping[str, object]) -> None:
         super().__init__(real.__name__)
         self.__dict__.update(own, _real=real)
 
@@ -140,7 +144,7 @@ def _torch_proxy() -> types.ModuleType:
     import torch
 
     def on_cpu(factory: Callable[..., object]) -> Callable[..., object]:
-        def make(*args: Any, **kwargs: Any) -> object:
+        def make(*args: object, **kwargs: object) -> object:
             if str(kwargs.get("device")).startswith("cuda"):
                 kwargs["device"] = torch.device(DEVICE)
             kwargs.pop("pin_memory", None)
@@ -148,7 +152,7 @@ def _torch_proxy() -> types.ModuleType:
 
         return make
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
+    def nothing(*args: object, **kwargs: object) -> None:
         return None
 
     # also an event
@@ -219,13 +223,15 @@ def _adapt_mappings(module: types.ModuleType) -> None:
     """
     import torch.distributed as dist
 
-    def all_gather(parts: list[Any], mine: object, group: Any) -> None:
+    def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup) -> None:
         parts[group.rank()].copy_(mine)
         for rank, part in enumerate(parts):
             if part.numel():
                 dist.broadcast(part, group=group, group_src=rank)
 
-    def reduce_scatter(mine: Any, parts: list[Any], group: Any) -> None:
+    def reduce_scatter(
+        mine: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup
+    ) -> None:
         for rank, part in enumerate(parts):
             if part.numel():
                 summed = part.clone()
@@ -244,7 +250,9 @@ def _adapt_rotary(module: types.ModuleType) -> None:
     """
     import torch
 
-    def on_this_rank(table: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+    def on_this_rank(
+        table: torch.Tensor, seq_dim: int, cp_group: dist.ProcessGroup
+    ) -> torch.Tensor:
         rank, num_chunks = cp_group.rank(), 2 * cp_group.size()
         chunks = table.chunk(num_chunks, dim=seq_dim)
         return torch.cat([chunks[rank], chunks[num_chunks - 1 - rank]], dim=seq_dim)

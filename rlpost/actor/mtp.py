@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,13 +57,15 @@ PASSED_ON = (
 
 ATTENTION_STATE = "core_attention._extra_state"
 
-LossOf = Callable[[int, PackedMicroBatch, torch.Tensor], Any]
+Losses = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+"""The loss of a micro-batch, its number of tokens, and further sums by name."""
+LossOf = Callable[[int, PackedMicroBatch, torch.Tensor], Losses]
 
 
 class _Block(MultiTokenPredictionBlock):
     """Megatron's block, with the same checkpoint keys with and without TransformerEngine."""
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, object]:
+    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
         """Omit the empty extra state of TransformerEngine's attention, as the decoder does."""
         state = super().sharded_state_dict(*args, **kwargs)
         return {key: part for key, part in state.items() if not key.endswith(ATTENTION_STATE)}
@@ -127,7 +128,7 @@ class MtpTraining:
         self._first, self._last = chunks[0], chunks[-1]
         self._factor = scaling_factor
         self._is_on = False
-        self._seen: tuple[torch.Tensor, dict[str, Any]] | None = None
+        self._seen: tuple[torch.Tensor, dict[str, object]] | None = None
         if self.is_here:
             self._last.decoder.register_forward_hook(self._keep, with_kwargs=True)
 
@@ -151,7 +152,7 @@ class MtpTraining:
         later, self._is_on = list(packed), self.is_here
         embedding = self._embedding()
 
-        def both(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> object:
+        def both(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> Losses:
             policy_loss, num_tokens, stats = loss_of(index, micro_batch, logits)
             mtp_loss = self._loss(loss, later[index], embedding)
             # The terms share no trained weight, so neither changes the gradients of the other.

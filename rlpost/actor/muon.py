@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -108,6 +108,15 @@ class Matrix:
         return "gated" if layout == "fused_gated" else layout
 
 
+class ParamGroup(TypedDict, total=False):
+    """What Muon reads of a parameter group of an optimizer."""
+
+    params: list[torch.Tensor]
+    lr: float
+    weight_decay: float
+    matrices: bool
+
+
 class Muon(torch.optim.AdamW):
     """Muon for groups with ``MATRICES``, AdamW for the others.
 
@@ -116,10 +125,10 @@ class Muon(torch.optim.AdamW):
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        groups: list[ParamGroup],
         matrices: Mapping[torch.Tensor, Matrix],
         settings: MuonSettings,
-        **adam: Any,
+        **adam: object,
     ) -> None:
         """
         Args:
@@ -135,12 +144,12 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update all parameters. Collective of the tensor-parallel ranks."""
-        groups: list[dict[str, Any]] = self.param_groups
+        groups: list[ParamGroup] = self.param_groups
         for group in groups:
             if group[MATRICES]:
                 for parameter in group["params"]:
                     self._update(parameter, lr=group["lr"], weight_decay=group["weight_decay"])
-        self.param_groups: list[dict[str, Any]] = [group for group in groups if not group[MATRICES]]
+        self.param_groups: list[ParamGroup] = [group for group in groups if not group[MATRICES]]
         try:
             super().step()
         finally:
@@ -197,9 +206,9 @@ def _is_matrix(held: Held) -> bool:
     return held.tensor.dim() == 2 and held.rule.megatron.startswith("decoder.layers.")
 
 
-def _split(group: dict[str, Any], matrices: Mapping[torch.Tensor, Matrix]) -> list[dict[str, Any]]:
+def _split(group: ParamGroup, matrices: Mapping[torch.Tensor, Matrix]) -> list[ParamGroup]:
     """Return a group of Megatron's as one of matrices and one of other parameters."""
-    both = []
+    both: list[ParamGroup] = []
     for is_matrix in (True, False):
         chosen = [weight for weight in group["params"] if (weight in matrices) == is_matrix]
         both.append(group | {"params": chosen, MATRICES: is_matrix})

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +49,7 @@ class RecordedRoutes:
     """
 
     def __init__(self) -> None:
-        self._routes: dict[bytes, np.ndarray[Any, Any]] = {}
+        self._routes: dict[bytes, np.ndarray[object, object]] = {}
         self._is_used = False
 
     def add(self, micro_batch: MicroBatch, routes: torch.Tensor, layout: RowLayout) -> None:

@@ -8,14 +8,17 @@ name.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 COUNTS = 2
 """Columns before those of the experts: tokens with known routes, and those that differ."""
 
 
 def routing_metrics(
-    counts: Any, layer_numbers: Sequence[int], *, topk: int, with_replay: bool
+    counts: np.ndarray, layer_numbers: Sequence[int], *, topk: int, with_replay: bool
 ) -> dict[str, float]:
     """Compute shares and loads.
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from rlpost.algorithm.loss_settings import LossSettings
 
@@ -22,9 +21,9 @@ class ActorSettings(LossSettings):
     no_save_optim: bool = False
     save_buffer_gb: float = 4.0
     save_deadline_s: float = 1800.0
-    model_args: Mapping[str, Any] = field(default_factory=dict)
+    model_args: Mapping[str, object] = field(default_factory=dict)
     """Values of [model] by name; all others come from config.json."""
-    megatron: Mapping[str, Any] = field(default_factory=dict)
+    megatron: Mapping[str, object] = field(default_factory=dict)
     """Fields of Megatron's dataclasses by name; they take precedence over those that the trainer
     sets.
     """

@@ -38,7 +38,7 @@ from rlpost.progress.position import RECORDER
 
 
 def finalize_summed_grads(
-    model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: Any
+    model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: object
 ) -> None:
     """Megatron's ``finalize_model_grads`` without the division by ``num_tokens``."""
     OWN_TIME.end()

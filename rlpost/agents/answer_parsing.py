@@ -14,11 +14,11 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from rlpost.agents.messages import END_THINK, THINK
+from rlpost.agents.messages import END_THINK, THINK, Tool
 
-Tools = Sequence[Mapping[str, Any]]
+Tools = Sequence[Tool]
 Format = Literal["qwen", "glm", "none"]
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -99,7 +99,7 @@ def _glm_call(text: str, tools: Tools) -> ParsedCall | None:
     if not name:
         return None
     types = _types(name, tools)
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, object] = {}
     for found in _GLM_ARGUMENT.finditer("<arg_key>" + rest):
         key, value = found[1].strip(), found[2]
         arguments[key] = value if types.get(key) == "string" else _value(value)

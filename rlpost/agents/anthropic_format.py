@@ -10,13 +10,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlpost.agents.messages import BadRequest, Message, ToolCall, text_of
+from rlpost.agents.messages import BadRequest, Message, Tool, ToolCall, ToolFunction, text_of
 from rlpost.agents.openai_format import stop_strings, whole_number
 from rlpost.agents.requests import ChatRequest, Choice, Completion
 
 OVERRIDDEN = ("temperature", "top_p", "top_k")
 IGNORED_BLOCKS = ("redacted_thinking",)
-Event = tuple[str, dict[str, Any]]
+Event = tuple[str, dict[str, object]]
 
 
 def messages_request(body: object) -> ChatRequest:
@@ -128,7 +128,7 @@ def _assistant(blocks: list[Mapping[str, Any]], where: str) -> Message:
     return Message("assistant", "".join(texts), "".join(thoughts), tuple(calls))
 
 
-def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, object], ...]:
+def _tools(body: Mapping[str, object]) -> tuple[Tool, ...]:
     """Convert the tools to OpenAI's format, which chat templates expect."""
     given, choice = body.get("tools") or [], body.get("tool_choice") or {"type": "auto"}
     if not isinstance(given, list) or not isinstance(choice, Mapping):
@@ -141,11 +141,11 @@ def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, object], ...]:
             "not be the policy's; use 'auto' or 'none'",
             param="tool_choice",
         )
-    tools = []
+    tools: list[Tool] = []
     for place, tool in enumerate(given):
         if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str):
             raise BadRequest(f"tools[{place}] must have a name", param="tools")
-        function = {
+        function: ToolFunction = {
             "name": tool["name"],
             "description": tool.get("description") or "",
             "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
@@ -155,7 +155,7 @@ def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, object], ...]:
 
 
 def _blocks(message: Message) -> list[dict[str, object]]:
-    blocks: list[dict[str, Any]] = []
+    blocks: list[dict[str, object]] = []
     if message.reasoning:
         blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
     if message.content or not message.tool_calls:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rlpost.agents.messages import Message
 from rlpost.columns import IntColumn
@@ -18,7 +17,7 @@ from rlpost.errors import ConfigError, DataError
 class ChatTemplate:
     """Renders conversations. Not safe for use by several threads at once."""
 
-    def __init__(self, model_folder: str, kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, model_folder: str, kwargs: Mapping[str, object] | None = None) -> None:
         """``kwargs`` are additional arguments of the template.
 
         Raises:
@@ -36,7 +35,7 @@ class ChatTemplate:
         self._special = frozenset(self._tokenizer.all_special_ids)
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] | None = None
     ) -> str:
         """Return the text of a conversation, up to and including the header of the next answer.
 
@@ -93,7 +92,7 @@ class CodecOf:
         return self._template.visible(token_ids)
 
 
-def _default_template(given: Any) -> str:
+def _default_template(given: str | Mapping[str, str]) -> str:
     """A tokenizer may have several templates by name."""
     if isinstance(given, str):
         return given

@@ -28,17 +28,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
-from rlpost.agents.messages import Message
+from rlpost.agents.messages import Message, Tool
 from rlpost.agents.trajectory import NO_VERSION, Trajectory, Turn
 from rlpost.columns import FloatColumn, IntColumn, RunColumn, TokenSetColumn
 from rlpost.errors import DataError
 from rlpost.types import Sample
 
-Tools = Sequence[Mapping[str, Any]]
+Tools = Sequence[Tool]
 PROBE = "a-plain-answer"
 
 

@@ -116,7 +116,10 @@ class _Routes:
             for event in responses_format.response_events(
                 completion, asked, model=episode.model, created=created
             ):
-                yield b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event))
+                yield b"event: %b\ndata: %b\n\n" % (
+                    str(event["type"]).encode(),
+                    orjson.dumps(event),
+                )
 
         def failed(body: dict[str, object]) -> bytes:
             return b"event: error\ndata: %b\n\n" % orjson.dumps({"type": "error", **body})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 ROLES = ("system", "user", "assistant", "tool")
 THINK, END_THINK = "<think>", "</think>"
@@ -26,6 +26,21 @@ class BadRequest(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
+
+
+class ToolFunction(TypedDict, total=False):
+    """A function that the model may call; ``parameters`` is a JSON schema of an object."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+
+class Tool(TypedDict, total=False):
+    """A tool in OpenAI's format."""
+
+    type: str
+    function: ToolFunction
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +85,7 @@ class Message:
 
     def for_template(self) -> dict[str, object]:
         """Return the message as chat templates expect it, with parsed arguments of calls."""
-        found: dict[str, Any] = {"role": self.role, "content": self.content}
+        found: dict[str, object] = {"role": self.role, "content": self.content}
         if self.reasoning:
             found["reasoning_content"] = self.reasoning
         if self.tool_calls:
@@ -90,7 +105,7 @@ class Message:
 
     def for_openai(self) -> dict[str, object]:
         """Return the message as OpenAI's chat completions have it."""
-        found: dict[str, Any] = {"role": self.role, "content": self.content}
+        found: dict[str, object] = {"role": self.role, "content": self.content}
         if self.reasoning:
             found["reasoning_content"] = self.reasoning
         if self.tool_calls:
@@ -177,8 +192,9 @@ def _text(raw: Mapping[str, object], field: str, where: str) -> str:
     return value
 
 
-def _call(raw: Any, where: str) -> ToolCall:
-    function = raw.get("function") if isinstance(raw, Mapping) else None
+def _call(given: object, where: str) -> ToolCall:
+    raw = given if isinstance(given, Mapping) else {}
+    function = raw.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRequest(f"{where} must have a function with a name", param=where)
     arguments = function.get("arguments")

@@ -6,9 +6,9 @@ Reference: platform.openai.com/docs/api-reference/chat.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Literal, TypedDict
 
-from rlpost.agents.messages import BadRequest, messages_from_openai
+from rlpost.agents.messages import BadRequest, Tool, messages_from_openai
 from rlpost.agents.requests import MAX_CHOICES, MAX_STOPS, ChatRequest, Choice, Completion
 
 OVERRIDDEN = (
@@ -94,7 +94,7 @@ def chat_chunks(
     """Yield the events of a streamed response."""
     head = _head(completion, "chat.completion.chunk", model, created)
 
-    def chunk(index: int, delta: dict[str, object], **other: Any) -> dict[str, object]:
+    def chunk(index: int, delta: dict[str, object], **other: object) -> dict[str, object]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return {**head, "choices": [{**choice, **other}]}
 
@@ -125,7 +125,14 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def models(model: str, created: int) -> dict[str, Any]:
+class ModelList(TypedDict):
+    """The body of ``GET /v1/models``."""
+
+    object: Literal["list"]
+    data: list[dict[str, str | int]]
+
+
+def models(model: str, created: int) -> ModelList:
     """Return the list of models."""
     return {
         "object": "list",
@@ -163,7 +170,7 @@ def _check_response_format(given: object) -> None:
         )
 
 
-def _tools(body: Mapping[str, object]) -> tuple[Mapping[str, object], ...]:
+def _tools(body: Mapping[str, object]) -> tuple[Tool, ...]:
     given, choice = body.get("tools") or [], body.get("tool_choice")
     if not isinstance(given, list):
         raise BadRequest("tools must be a list", param="tools")

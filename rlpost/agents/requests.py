@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlpost.agents.messages import Message
+from rlpost.agents.messages import Message, Tool
 from rlpost.columns import FloatColumn, IntColumn
 
 AnswerEnd = Literal["stop", "length", "tool_calls"]
@@ -26,7 +26,7 @@ class ChatRequest:
     """
 
     messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Tool, ...] = ()
     n: int = 1
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()

@@ -11,14 +11,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlpost.agents.messages import BadRequest, Message, ToolCall, checked_arguments
+from rlpost.agents.messages import (
+    BadRequest,
+    Message,
+    Tool,
+    ToolCall,
+    ToolFunction,
+    checked_arguments,
+)
 from rlpost.agents.openai_format import whole_number
 from rlpost.agents.requests import ChatRequest, Choice, Completion
 
 OVERRIDDEN = ("temperature", "top_p", "reasoning")
 REFUSED = ("previous_response_id", "conversation", "background", "prompt", "max_tool_calls")
 TEXT_PARTS = ("input_text", "output_text", "text")
-Event = dict[str, Any]
+Event = dict[str, object]
 
 
 def responses_request(body: object) -> ChatRequest:
@@ -121,7 +128,7 @@ def _events(body: dict[str, Any]) -> Iterator[Event]:
     yield {"type": f"response.{body['status']}", "response": body}
 
 
-def _part_events(part: dict[str, Any], at: Mapping[str, object]) -> Iterator[Event]:
+def _part_events(part: dict[str, object], at: Mapping[str, object]) -> Iterator[Event]:
     """Yield the events of one part, of text or reasoning, with all of its text in one delta."""
     kind, text = part["type"], part["text"]
     logprobs: dict[str, object] = {"logprobs": []} if kind == "output_text" else {}
@@ -131,7 +138,7 @@ def _part_events(part: dict[str, Any], at: Mapping[str, object]) -> Iterator[Eve
     yield {"type": "response.content_part.done", **at, "part": part}
 
 
-def _begun(item: dict[str, Any]) -> dict[str, Any]:
+def _begun(item: dict[str, object]) -> dict[str, object]:
     """Return an item as it is before its first delta."""
     begun = {**item, "status": "in_progress"}
     if item["type"] == "function_call":
@@ -139,9 +146,9 @@ def _begun(item: dict[str, Any]) -> dict[str, Any]:
     return {**begun, "content": []}
 
 
-def _items(choice: Choice, number: int) -> list[dict[str, Any]]:
+def _items(choice: Choice, number: int) -> list[dict[str, object]]:
     """Return an answer as items: reasoning, text, calls."""
-    message, items = choice.message, list[dict[str, Any]]()
+    message, items = choice.message, list[dict[str, object]]()
     status = "incomplete" if choice.ended_by == "length" else "completed"
     if message.reasoning:
         thought = {"type": "reasoning_text", "text": message.reasoning}
@@ -217,7 +224,7 @@ def _messages(given: object) -> list[Message]:
     return found
 
 
-def _is_of_the_assistant(item: Mapping[str, Any]) -> bool:
+def _is_of_the_assistant(item: Mapping[str, object]) -> bool:
     if item.get("type", "message") == "message":
         return item.get("role") == "assistant"
     return item.get("type") in ("reasoning", "function_call")
@@ -236,7 +243,7 @@ def _add(answer: _Assistant, item: Mapping[str, Any], where: str) -> None:
         answer.texts.append(_text(item.get("content"), where))
 
 
-def _message(item: Mapping[str, Any], where: str) -> Message:
+def _message(item: Mapping[str, object], where: str) -> Message:
     """Convert an item that is not the assistant's."""
     kind = item.get("type", "message")
     if kind == "function_call_output":
@@ -269,12 +276,12 @@ def _text(content: object, where: str) -> str:
     return "".join(texts)
 
 
-def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, object], ...]:
+def _tools(body: Mapping[str, object]) -> tuple[Tool, ...]:
     """Convert the tools to the format of chat completions, which chat templates expect."""
     given, choice = body.get("tools") or [], body.get("tool_choice")
     if not isinstance(given, list):
         raise BadRequest("tools must be a list", param="tools")
-    tools = []
+    tools: list[Tool] = []
     for place, tool in enumerate(given):
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if kind != "function" or not isinstance(tool.get("name"), str):
@@ -283,7 +290,7 @@ def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, object], ...]:
                 "supported",
                 param="tools",
             )
-        function = {
+        function: ToolFunction = {
             "name": tool["name"],
             "description": tool.get("description") or "",
             "parameters": tool.get("parameters") or {"type": "object", "properties": {}},

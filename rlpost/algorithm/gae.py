@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from rlpost.algorithm.turns import turns_of
 from rlpost.columns import FloatColumn
 from rlpost.types import SampleGroup, ScoredSample
 
-Array: TypeAlias = Any
+Array: TypeAlias = np.ndarray
 """A one-dimensional numpy array of float64."""
 SHORT = 64
 """Tokens up to which one chunk is used."""

@@ -7,7 +7,7 @@ Schulman, "Approximating KL divergence" (2020), which names them k1, k2 and k3.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
@@ -71,7 +71,7 @@ def kl_values(difference_T: object, kind: str) -> object:
     }[kind]()
 
 
-def _k3(d_T: Any) -> Any:
+def _k3(d_T: np.ndarray) -> np.ndarray:
     # numpy's exp differs from the C library's in the last bit, and between processors.
     exp_T = np.fromiter(map(math.exp, (-d_T).tolist()), dtype=np.float64, count=len(d_T))
     return exp_T + d_T - 1

@@ -73,12 +73,12 @@ def blaming(function: Callable[..., object], path: str, *, key: str) -> Callable
     """Wrap a function, async or not, with ``blamed_on``."""
 
     @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: object, **kwargs: object) -> object:
         with blamed_on(path, key=key):
             returned = function(*args, **kwargs)
         return awaited(returned) if inspect.isawaitable(returned) else returned
 
-    async def awaited(returned: Awaitable[object]) -> Any:
+    async def awaited(returned: Awaitable[object]) -> object:
         with blamed_on(path, key=key):
             return await returned
 

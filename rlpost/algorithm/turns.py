@@ -37,7 +37,7 @@ class TurnReward:
     number: int
 
 
-def turn_record(turns: Sequence[TurnReward]) -> dict[str, Any]:
+def turn_record(turns: Sequence[TurnReward]) -> dict[str, object]:
     """Return the entry of ``Sample.extra`` for the turns of a sample."""
     return {KEY: [[turn.start, turn.end, turn.reward, turn.number] for turn in turns]}
 

@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 from huggingface_hub import HfApi, hf_hub_url
@@ -72,7 +71,7 @@ class Hub:
         with self._errors(asset), path.open("ab") as opened:
             present = opened.tell()
 
-            def bar(*, initial: int = 0, **_: Any) -> _Bar:
+            def bar(*, initial: int = 0, **_: object) -> _Bar:
                 advance(initial - present)  # negative if the server cannot resume a file
                 return _Bar(advance)
 
@@ -103,7 +102,7 @@ class Hub:
             raise AssetError(f"{where}: {type(error).__name__}: {line}; {RETRY_REMEDY}") from None
 
 
-class _Bar(contextlib.nullcontext[Any]):
+class _Bar(contextlib.nullcontext[object]):
     """The part of tqdm's interface that http_get uses."""
 
     def __init__(self, advance: Callable[[int], None]) -> None:

@@ -23,9 +23,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlpost.cli import arithmetic_data
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 COMPLETE = "tiny_model.json"
 FORMAT = 1  # increment it when existing folders become invalid
@@ -43,7 +46,7 @@ PREDICTS_MORE = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
 """Model types whose published checkpoints have an additional layer for multi-token prediction."""
 
 
-def make_tokenizer() -> Any:
+def make_tokenizer() -> PreTrainedTokenizerFast:
     """One id per character; unused ids get names, so that every sampled id can be decoded."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
@@ -78,7 +81,7 @@ TINY: dict[str, Any] = dict(
 """Eight query and four key-value heads, so that grouped attention and four-way splits are real."""
 
 
-def make_model(tokenizer: Any, hf: Mapping[str, Any]) -> Any:
+def make_model(tokenizer: PreTrainedTokenizerFast, hf: Mapping[str, Any]) -> PreTrainedModel:
     """Random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -97,7 +100,7 @@ def make_model(tokenizer: Any, hf: Mapping[str, Any]) -> Any:
 
 
 def read_problems(
-    path: Path, tokenizer: Any, *, in_chat: bool
+    path: Path, tokenizer: PreTrainedTokenizerFast, *, in_chat: bool
 ) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, answer ids with the end token) of each line; ``in_chat``: through the chat
     template.
@@ -111,7 +114,7 @@ def read_problems(
     return pairs
 
 
-def accuracy(model: Any, pairs: list[tuple[list[int], list[int]]]) -> float:
+def accuracy(model: PreTrainedModel, pairs: list[tuple[list[int], list[int]]]) -> float:
     """Share of problems whose greedy answer is right to the last token. All prompts have one
     length.
     """
@@ -132,7 +135,7 @@ def accuracy(model: Any, pairs: list[tuple[list[int], list[int]]]) -> float:
 
 
 def warm_up(
-    model: Any, pairs: list[tuple[list[int], list[int]]], *, num_steps: int, seed: int
+    model: PreTrainedModel, pairs: list[tuple[list[int], list[int]]], *, num_steps: int, seed: int
 ) -> None:
     """Supervised steps on the answers alone (Adam, cross entropy)."""
     import torch
@@ -176,9 +179,13 @@ class Plan:
     num_steps: int = 240
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """All settings that determine the files, as the marker stores them."""
-        said: dict[str, Any] = {"format": FORMAT, "seed": self.seed, "warmup_steps": self.num_steps}
+        said: dict[str, object] = {
+            "format": FORMAT,
+            "seed": self.seed,
+            "warmup_steps": self.num_steps,
+        }
         return said if self.hf == TINY else said | {"model": self.hf, "in_chat": self.in_chat}
 
 
@@ -270,7 +277,7 @@ def quantised(source: Path, folder: Path, block: tuple[int, int]) -> None:
     )
 
 
-def is_complete(out: Path, settings: Mapping[str, Any]) -> bool:
+def is_complete(out: Path, settings: Mapping[str, object]) -> bool:
     """Whether ``out`` holds everything that a call with these settings would make."""
     marker = out / COMPLETE
     if not marker.is_file():
@@ -295,7 +302,7 @@ def publish(built: Path, out: Path, said: dict[str, Any]) -> None:
     os.replace(marker, out / COMPLETE)
 
 
-def produce(out: Path, settings: Mapping[str, Any], make: Callable[[Path], float]) -> None:
+def produce(out: Path, settings: Mapping[str, object], make: Callable[[Path], float]) -> None:
     """Create files with ``make`` and move them to ``out``, unless ``out`` is complete."""
     if is_complete(out, settings):
         print(f"{out}: already there")

@@ -48,7 +48,7 @@ class EvalSet(Group):
     metadata_key: str | None = None
     tool_key: str | None = None
     apply_chat_template: bool | None = None
-    apply_chat_template_kwargs: dict[str, Any] | None = None
+    apply_chat_template_kwargs: dict[str, object] | None = None
     custom_generate_function_path: FunctionPath | None = None
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from rlpost.config.flags import flag, groups, kinds
 from rlpost.config.wording import COMMAND_LINE, listed, near_path, value_text
@@ -30,7 +30,7 @@ _PLAIN = {
 _OUT_OF_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 
-def describe(fault: Any, origins: Mapping[str, str]) -> str:
+def describe(fault: ErrorDetails, origins: Mapping[str, str]) -> str:
     """Describe an invalid value: its flag, the value, its origin, the constraint."""
     where = [str(part) for part in fault["loc"][:2]]
     origin = origins.get(".".join(where), COMMAND_LINE)
@@ -41,7 +41,7 @@ def describe(fault: Any, origins: Mapping[str, str]) -> str:
     return f"{named} {text or repr(text)}{source}: {_needed(fault)}"
 
 
-def _needed(fault: Any) -> str:
+def _needed(fault: ErrorDetails) -> str:
     """Return the constraint in plain English."""
     field = _field(fault["loc"])
     limits = _limits(field) if field is not None else ""
@@ -86,9 +86,9 @@ def _limits(field: FieldInfo) -> str:
     return " and ".join(texts)
 
 
-def _bounds(parts: Iterable[object]) -> dict[str, Any]:
+def _bounds(parts: Iterable[object]) -> dict[str, float]:
     """The bounds in the metadata of a field, or of a part of its annotation."""
-    found: dict[str, Any] = {}
+    found: dict[str, float] = {}
     for part in parts:
         inner = [
             *getattr(part, "__metadata__", ()),
@@ -102,7 +102,7 @@ def _bounds(parts: Iterable[object]) -> dict[str, Any]:
     return found
 
 
-def _numbers(annotation: object) -> set[Any]:
+def _numbers(annotation: object) -> set[type]:
     """Return the plain types within an annotation."""
     inner = typing.get_args(annotation)
     if inner:

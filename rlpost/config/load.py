@@ -14,7 +14,6 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -264,7 +263,7 @@ def absolute_paths(config: Config, base: Path) -> Config:
     A leading environment variable is expanded. If it is unset the path stays, and a check reports
     it.
     """
-    update: dict[str, Any] = {}
+    update: dict[str, object] = {}
     variables = variables_of(config.cluster, os.environ)
     if (assets := variables.get(ASSETS)) and not assets.startswith("$"):
         variables[ASSETS] = str(base / Path(assets).expanduser())  # a mount must be absolute too

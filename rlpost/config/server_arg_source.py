@@ -35,9 +35,9 @@ class ServerArg:
     may_be_none: bool = False
     may_be_empty: bool = False
     suffixes: bool = False
-    choices: tuple[Any, ...] = ()
-    default: Any = None
-    const: Any = None
+    choices: tuple[object, ...] = ()
+    default: object = None
+    const: object = None
     aliases: tuple[str, ...] = ()
 
 

@@ -141,7 +141,7 @@ def typed_args(
     An unset value is left out if SGLang's default is None.
     """
     table = table or server_arg_table()
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, value in given.items():
         name = table.name_of(key)
         arg = table.args.get(name)
@@ -156,7 +156,7 @@ def typed_args(
     return found
 
 
-def typed_value(name: str, arg: ServerArg, value: object) -> Any:
+def typed_value(name: str, arg: ServerArg, value: object) -> object:
     """Return the value with the type of the field.
 
     Raises ValueError with the constraint and a remedy.
@@ -164,7 +164,8 @@ def typed_value(name: str, arg: ServerArg, value: object) -> Any:
     if arg.kind == OPAQUE:
         raise ValueError("a Python object, which text cannot express; leave it out")
     if value is None or (value == NONE and NONE not in arg.choices):
-        return _unset(arg)
+        _check_unset(arg)
+        return None
     if value is True and arg.const is not None:  # the flag without a value
         return arg.const
     if not arg.is_list or (arg.kind == "json" and isinstance(value, str)):
@@ -177,7 +178,7 @@ def typed_value(name: str, arg: ServerArg, value: object) -> Any:
     return [_checked(name, arg, one) for one in values]
 
 
-def _unset(arg: ServerArg) -> None:
+def _check_unset(arg: ServerArg) -> None:
     if not arg.may_be_none:
         raise ValueError(f"cannot be unset; {_remedy(arg, None)}")
 
@@ -252,7 +253,7 @@ def _switch(value: object) -> bool:
     return switches[str(value).lower()]
 
 
-def _json(value: object) -> Any:
+def _json(value: object) -> object:
     found = json.loads(value) if isinstance(value, str) else value
     if not isinstance(found, Mapping | list):
         raise TypeError(value)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from pydantic.fields import FieldInfo
 
@@ -115,7 +114,7 @@ def _type(field: FieldInfo) -> str:
     return ", ".join(words)
 
 
-_NAMES: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "switch"}
+_NAMES: dict[object, str] = {int: "whole number", float: "number", str: "text", bool: "switch"}
 
 
 def _default(field: FieldInfo) -> str:

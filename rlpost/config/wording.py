@@ -55,9 +55,9 @@ def value_text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def with_values(config: Config, **values: Any) -> Config:
+def with_values(config: Config, **values: object) -> Config:
     """The same settings with other values, to try a remedy."""
-    updates: dict[str, dict[str, Any]] = {}
+    updates: dict[str, dict[str, object]] = {}
     for key, value in values.items():
         updates.setdefault(_tables()[key], {})[key] = value
     groups = {

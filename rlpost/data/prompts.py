@@ -61,7 +61,7 @@ class Row:
 
     content: Content
     label: str | None
-    metadata: dict[str, Any]
+    metadata: dict[str, object]
     tools: Tools | None
 
 
@@ -270,7 +270,7 @@ def _without_nulls(value: object) -> Any:
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _value(raw: Mapping[str, object], key: str, where: str, flag: str) -> Any:
+def _value(raw: Mapping[str, object], key: str, where: str, flag: str) -> object:
     if key not in raw:
         raise DataError(
             f"{where}: no key {key!r}; it has {', '.join(map(repr, raw)) or 'none'}. Set {flag} to one of them"

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from rlpost.columns import FloatColumn, IntColumn, RunColumn
 from rlpost.data.tokenizer import Content, PromptTokenizer, Tools
 from rlpost.errors import DataError
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
 
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, object]]
 
 
 class SupervisedTokenizer(PromptTokenizer):

@@ -10,15 +10,52 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypedDict
 
 from rlpost.errors import ConfigError, DataError
 
-Content = str | Sequence[Mapping[str, Any]]
-Tools = Sequence[Mapping[str, Any]]
+Content = str | Sequence[Mapping[str, object]]
+Tools = Sequence[Mapping[str, object]]
 
 # transformers can build a tokenizer from any one of them.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
+
+
+class Encoded(TypedDict, total=False):
+    """The result of calling a tokenizer; offsets are positions of characters, (start, end)."""
+
+    input_ids: list[int]
+    offset_mapping: list[tuple[int, int]]
+
+
+class HfTokenizer(Protocol):
+    """What rlpost uses of transformers' ``PreTrainedTokenizerBase``."""
+
+    chat_template: str | dict[str, str] | None
+    all_special_ids: list[int]
+    eos_token_id: int | None
+
+    def __call__(
+        self, text: str, *, add_special_tokens: bool = True, return_offsets_mapping: bool = False
+    ) -> Encoded:
+        """Return the ids of a text, and on request the place of each in it."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text."""
+
+    def decode(
+        self,
+        token_ids: list[int],
+        *,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str:
+        """Return the text of ids."""
+
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, object]], **options: object
+    ) -> str:
+        """Return the text of a conversation; the result is text with ``tokenize=False`` alone."""
 
 
 def check_tokenizer_folder(path: str | Path) -> None:
@@ -65,7 +102,7 @@ def eos_token_ids(path: str | Path) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def hf_tokenizer(path: str) -> Any:
+def hf_tokenizer(path: str) -> HfTokenizer:
     """Load the tokenizer of a Hugging Face folder. Code in the folder is never executed."""
     from transformers import AutoTokenizer
 
@@ -133,7 +170,7 @@ class PromptTokenizer:
             raise DataError(f"a prompt {what}; add --apply-chat-template to convert it to text")
         return content
 
-    def _templated(self, messages: list[Any], **given: Any) -> str:
+    def _templated(self, messages: Sequence[Mapping[str, object]], **given: object) -> str:
         """Render messages with the chat template; the arguments of the settings override
         ``given``.
         """

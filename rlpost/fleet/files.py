@@ -217,7 +217,7 @@ def settings_digest(run_json: Mapping[str, Any]) -> str:
 
     A run that is resumed with others needs new servers.
     """
-    used: dict[str, Any] = {}
+    used: dict[str, object] = {}
     for name in SERVER_TABLES:
         table = run_json.get(name) or {}
         used[name] = {key: table[key] for key in table if key not in NOT_OF_SERVER}

@@ -13,8 +13,7 @@ engine reports a version; the update before the first generation replaces them i
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Mapping, Sequence
 
 from rlpost.errors import EngineDied, RlpostError, RolloutError
 from rlpost.orchestration.worker_groups import EngineWorkers
@@ -24,7 +23,7 @@ from rlpost.rollout.engine_side_weights import MAX_CONNECTIONS, connection_name,
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 10.0
-Running = tuple[str, Mapping[str, Any]]
+Running = tuple[str, Mapping[str, object]]
 """URL and settings of a server."""
 
 
@@ -90,7 +89,7 @@ async def _quiet(client: EngineClient, incarnation: int, num_stages: int) -> Non
     await client.resume()
 
 
-async def _may_refuse(call: Any) -> bool:
+async def _may_refuse(call: Awaitable[object]) -> bool:
     """Await a request that an engine refuses when there is nothing to do; False then."""
     try:
         await call

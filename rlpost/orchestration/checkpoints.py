@@ -18,7 +18,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rlpost.checkpoint.commit import (
     begin,
@@ -41,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "run_state.json"
 LONGEST_PAUSE_S = 2.0
-Write = Callable[[Path], Awaitable[Any]]
+Write = Callable[[Path], Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,8 @@ class Checkpoints:
         self._owed: int | None = None  # the newest step whose commit was due and is missing
         self._newest: Path | None = None  # the newest checkpoint committed by this attempt
         self._resumed: Path | None = None  # the one that this attempt started from
-        self._finishing: asyncio.Future[Any] | None = None  # the ranks' part of a background save
+        # the ranks' part of a background save
+        self._finishing: asyncio.Future[object] | None = None
         self.last: SaveTimes | None = None
 
     @property

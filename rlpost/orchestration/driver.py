@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import wait as wait_for
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from common.attempt import CAUSE_FILE
 from common.cluster import Cluster
@@ -143,7 +143,7 @@ def _counted(
     """Return the metrics of every line, and ``ledger.soon`` that counts restarts of engines there."""
     always = run_metrics(entries)
 
-    def record(event: str, **details: Any) -> None:
+    def record(event: str, **details: object) -> None:
         always["run/num_engine_restarts"] += num_engine_restarts({"event": event, **details})
         ledger.soon(event, **details)
 

@@ -436,7 +436,7 @@ class Fleet:
         extra |= (
             {"enable_return_routed_experts": True} if config.grpo.use_rollout_routing_replay else {}
         )
-        several: dict[str, Any] = {"nnodes": len(parts)} if len(parts) > 1 else {}
+        several: dict[str, object] = {"nnodes": len(parts)} if len(parts) > 1 else {}
         # With attention data parallelism, SGLang derives several ports from this address; without
         # one it chooses a port whose successors may belong to other engines.
         if several or config.sglang.shares_attention:

@@ -21,7 +21,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlpost.daemon_threads import in_daemon
 from rlpost.errors import (
@@ -285,7 +284,7 @@ class FleetSync:
         if not (allocated or used):
             return
         served = sum(one.gpu_s for one in self._members.usage().values())
-        details: dict[str, Any] = {"used": used, "served_gpu_s": round(served, 1)}
+        details: dict[str, object] = {"used": used, "served_gpu_s": round(served, 1)}
         self._record("fleet", attempt=self._lease.attempt, **details, allocated=allocated)
 
     def _set_places(self, serving: Sequence[EngineRecord]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from common.ledger import Ledger
 from rlpost.run_files import RunFile
@@ -28,15 +27,15 @@ class LedgerLines:
         self._ledger = ledger
         self._file = RunFile(ledger.path, lost=LOST, check=check)
 
-    async def append(self, event: str, **details: Any) -> bool:
+    async def append(self, event: str, **details: object) -> bool:
         """Add a line; False when it is not on disk within the deadline. Raises Fenced."""
         return await self._file.do(partial(self._ledger.append, event, **details))
 
-    def soon(self, event: str, **details: Any) -> None:
+    def soon(self, event: str, **details: object) -> None:
         """Like ``append``, but return immediately."""
         self._file.soon(partial(self._ledger.append, event, **details))
 
-    def finish(self, event: str, **details: Any) -> bool:
+    def finish(self, event: str, **details: object) -> bool:
         """Like ``append``, for the last line and without an event loop."""
         is_written = self._file.finish(partial(self._ledger.append, event, **details))
         if not is_written:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from common.cluster import Cluster
 from rlpost.config.tree import Config
 from rlpost.orchestration.ledger_lines import LedgerLines
 
-Entry = Mapping[str, Any]
+Entry = Mapping[str, object]
 
 
 class StartLines:

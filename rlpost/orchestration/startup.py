@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from common.cluster import Cluster, Node
 from rlpost.actor.settings import ActorSettings
@@ -62,7 +61,7 @@ class Startup:
             over_tcp=config.sglang.shares_attention,
         )
 
-    async def within_deadline(self, *starting: Awaitable[Any]) -> None:
+    async def within_deadline(self, *starting: Awaitable[object]) -> None:
         """Await all of them.
 
         Raises Preempted on a stop request, RlpostError after --bringup-deadline-s.

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from rlpost.algorithm.advantage import Advantage
 from rlpost.algorithm.guards import Bounds, Guards, check_tokens
@@ -52,11 +52,11 @@ logger = logging.getLogger(__name__)
 class Record(Protocol):
     """Writes an event with JSON values into the ledger."""
 
-    def __call__(self, event: str, **details: Any) -> None:
+    def __call__(self, event: str, **details: object) -> None:
         """Write it soon."""
 
 
-def _not_recorded(event: str, **details: Any) -> None:
+def _not_recorded(event: str, **details: object) -> None:
     pass
 
 
@@ -211,7 +211,7 @@ class Training:
             self._record("slow_host", host=slow.host, peer=round(slow.peer, 3), steps=slow.steps)
         return self._stragglers.metrics()
 
-    def _warn(self, warnings: Any) -> None:
+    def _warn(self, warnings: Iterable[str | None]) -> None:
         for warning in warnings:
             if warning is not None:
                 logger.warning("%s", warning)

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import TypedDict
 
 from rlpost.config.keys import without_keys
 from rlpost.errors import ConfigError, GradingLost, RolloutError
@@ -40,6 +40,15 @@ another signal.
 """
 
 What = tuple[str, str]  # kind and name of a function, see ``worker.scorer``
+
+
+class GradingAnswer(TypedDict, total=False):
+    """The answer of a grading process: rewards, or an error and what it is blamed on."""
+
+    rewards: list[float]
+    error: str
+    lost: bool
+    blame: str | None
 
 
 class GradingTimeout(Exception):
@@ -171,7 +180,7 @@ class _Worker:
 
     def ask(
         self, what: What, timeout_s: float, prompt: Prompt | None, samples: Sequence[Sample]
-    ) -> dict[str, Any]:
+    ) -> GradingAnswer:
         """Send one request and return the answer; without samples the function is only loaded."""
         assert self._process.stdin is not None and self._process.stdout is not None
         # Routes are most of a sample's bytes, and no reward reads them.

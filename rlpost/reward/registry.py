@@ -12,7 +12,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rlpost.errors import ConfigError, suggestion
 from rlpost.reward.answers import last_boxed
@@ -24,7 +23,7 @@ from rlpost.reward.gsm8k import gsm8k, number_in_box
 from rlpost.reward.ifeval import ifeval
 from rlpost.reward.mathverify import boxed_math, math
 
-RewardFunction = Callable[[str, str | None, Mapping[str, Any]], float]
+RewardFunction = Callable[[str, str | None, Mapping[str, object]], float]
 
 BOXED = "boxed_"
 REMOTE = (

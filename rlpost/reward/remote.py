@@ -14,7 +14,8 @@ import json
 import logging
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from rlpost.errors import GradingLost, RolloutError
 from rlpost.types import Prompt, Sample
@@ -86,7 +87,7 @@ class RemoteReward:
         if self._session is not None:
             await self._session.close()
 
-    async def _post(self, body: dict[str, Any]) -> tuple[float | None, str]:
+    async def _post(self, body: Mapping[str, object]) -> tuple[float | None, str]:
         """Return (reward, "") or (None, reason to retry).
 
         Raises RolloutError if a retry cannot help.

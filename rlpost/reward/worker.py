@@ -22,8 +22,8 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, BinaryIO, TypeVar
 
 from rlpost.algorithm.plugin import WRONG_CODE, checked_interface, load_function
 from rlpost.compat.slime.filters import reward_number
@@ -47,6 +47,7 @@ _LONGEST_CHAIN = 20  # causes of one error
 # shared by all calls, so that a function can keep an HTTP session open between them
 _loop = asyncio.Runner()
 
+T = TypeVar("T")
 Score = Callable[[Prompt, Sequence[Sample]], list[float]]
 
 
@@ -93,17 +94,20 @@ def scorer(kind: str, name: str, settings: Mapping[str, Any]) -> Score:
     return group
 
 
-def _result(given: Any) -> Any:
+def _result(given: Awaitable[T] | T) -> T:
     """Return the value of a call, awaited if the function is asynchronous."""
 
-    async def wait() -> Any:
+    if not inspect.isawaitable(given):
+        return given
+
+    async def wait() -> T:
         return await given
 
-    return _loop.run(wait()) if inspect.isawaitable(given) else given
+    return _loop.run(wait())
 
 
 def _number(
-    reward: Any, key: str | None = None, weights: Mapping[str, float] | None = None
+    reward: object, key: str | None = None, weights: Mapping[str, float] | None = None
 ) -> float:
     number = reward_number(reward, key, weights)
     if not math.isfinite(number):
@@ -127,7 +131,9 @@ def main() -> None:
         try:
             if what not in loaded:
                 loaded[what] = scorer(what[0], what[1], settings)
-            answer: dict[str, Any] = {"rewards": loaded[what](prompt, samples) if samples else []}
+            answer: dict[str, object] = {
+                "rewards": loaded[what](prompt, samples) if samples else []
+            }
         except (
             Exception
         ) as error:  # a user's function, or sympy on adversarial text, may raise any type

@@ -21,10 +21,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from rlpost.errors import ConfigError, DataError, Preempted
 from rlpost.rollout.buffer import RolloutBuffer
+from rlpost.rollout.connection import Connection
 from rlpost.rollout.filters import BufferFilter, GroupFilter, keeps_when_insufficient, pop_first
 from rlpost.rollout.journal import Journal
 from rlpost.rollout.journal_format import GROUP
@@ -57,7 +58,7 @@ class Cursor(Protocol):
 class Writer(Protocol):
     """Generates groups; see ``rlpost.rollout.generate.GroupWriter``."""
 
-    connection: Any
+    connection: Connection
 
     async def write(self, entry: Unfinished) -> SampleGroup | Unfinished:
         """Return the group, or its partial answers when generation was aborted."""

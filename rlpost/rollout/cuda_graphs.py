@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 PREFILL = "cuda_graph_backend_prefill"
@@ -30,7 +29,7 @@ class GraphSettings:
     """Additions to an engine's environment and to its ServerArgs."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
-    server_args: Mapping[str, Any] = field(default_factory=dict)
+    server_args: Mapping[str, object] = field(default_factory=dict)
 
 
 def graph_settings(

@@ -9,27 +9,22 @@ the API key before this middleware runs.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
-from typing import Any
 from urllib.parse import parse_qs
 
 from rlpost.metrics.spans import SPANS, clock_and_spans
+from rlpost.rollout.asgi import App, Receive, Scope, Send
 
 PATH = "/spans"
 _UNRECORDED = ("health", "liveness", "readiness", "metrics", "spans")
-
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class RequestSpans:
     """ASGI middleware (asgi.readthedocs.io, version 3)."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+    def __init__(self, app: App) -> None:
         self._app = app
 
-    async def __call__(
-        self, scope: dict[str, Any], receive: Callable[[], Awaitable[object]], send: Send
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -45,7 +40,7 @@ class RequestSpans:
                     SPANS.add(name, begin)
 
 
-async def _answer(scope: dict[str, Any], send: Send) -> None:
+async def _answer(scope: Scope, send: Send) -> None:
     since = float(parse_qs(scope["query_string"].decode()).get("since", ["0"])[0])
     body = json.dumps(clock_and_spans(since)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]

@@ -15,27 +15,24 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 
 from rlpost.rollout.answer import MASK_LABEL
+from rlpost.rollout.asgi import App, Event, Header, Receive, Scope, Send
 from rlpost.rollout.routes import NARROW, ROUTES_FROM
 
-Receive = Callable[[], Awaitable[Any]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-Header = tuple[bytes, bytes]
 _EXPERTS = b'"routed_experts":"'
 
 
 class RouteRequests:
     """ASGI middleware (asgi.readthedocs.io, version 3)."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+    def __init__(self, app: App) -> None:
         self._app = app
 
-    async def __call__(self, scope: dict[str, object], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One connection."""
         if scope["type"] == "http" and scope["path"] == "/generate":
             scope, receive, wants_routes = await _translated(scope, receive)
@@ -43,9 +40,7 @@ class RouteRequests:
         await self._app(scope, receive, send)
 
 
-async def _translated(
-    scope: dict[str, Any], receive: Receive
-) -> tuple[dict[str, object], Receive, bool]:
+async def _translated(scope: Scope, receive: Receive) -> tuple[Scope, Receive, bool]:
     """Return scope and receive function with the translated body, and whether it asks for routes.
 
     The application receives the body in one message.
@@ -59,7 +54,7 @@ async def _translated(
         return scope, _first(message, receive), False
     given = b"".join([*pieces, message.get("body", b"")])
     body = translated(given)
-    whole = {"type": "http.request", "body": body, "more_body": False}
+    whole: Event = {"type": "http.request", "body": body, "more_body": False}
     return (
         {**scope, "headers": _with_length(scope["headers"], body)},
         _first(whole, receive),
@@ -67,11 +62,11 @@ async def _translated(
     )
 
 
-def _first(message: dict[str, object], receive: Receive) -> Receive:
+def _first(message: Event, receive: Receive) -> Receive:
     """Return a receive function that returns ``message`` first."""
     waiting = [message]
 
-    async def receive_it() -> object:
+    async def receive_it() -> Event:
         return waiting.pop() if waiting else await receive()
 
     return receive_it
@@ -79,10 +74,10 @@ def _first(message: dict[str, object], receive: Receive) -> Receive:
 
 def _narrowing(send: Send) -> Send:
     """Return a send function that sends the response as one message, with narrow routes."""
-    start: dict[str, Any] = {}
+    start: Event = {}
     pieces: list[bytes] = []
 
-    async def send_narrowed(message: dict[str, Any]) -> None:
+    async def send_narrowed(message: Event) -> None:
         if message["type"] == "http.response.start":
             start.update(message)
             return

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from rlpost.config.eval_sets import EvalSet
 from rlpost.config.groups.eval import EvalConfig
 from rlpost.config.groups.rollout import RolloutConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,6 @@ def eval_sampling(
     )
 
 
-def _first(*values: Any) -> Any:
+def _first(*values: T | None) -> T:
     """Return the first value that is not None."""
     return next(value for value in values if value is not None)

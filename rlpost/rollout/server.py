@@ -36,7 +36,7 @@ from rlpost.rollout.server_proof import ServerProof, address_of
 
 LISTEN_POLL_S = 0.02
 STAND_INS = Path(__file__).with_name("sglang_on_cpu")
-WITHOUT_CUDA: Mapping[str, Any] = {
+WITHOUT_CUDA: Mapping[str, object] = {
     "device": "cpu",
     "dtype": "float32",
     "attention_backend": "torch_native",
@@ -53,7 +53,7 @@ WITHOUT_CUDA: Mapping[str, Any] = {
 }
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h of glibc
-ONLY_ON_CUDA: Mapping[str, Any] = {
+ONLY_ON_CUDA: Mapping[str, object] = {
     "enable_memory_saver": False,
     # The plain-torch attention and experts of SGLang support tensor parallelism only.
     "enable_dp_attention": False,

@@ -14,20 +14,17 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
-from collections.abc import Awaitable, Callable
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import aiohttp
 
 from rlpost.errors import EngineDied, RolloutError
+from rlpost.rollout.asgi import App, Receive, Scope, Send
 
 PATH = "/health_proof"
 """SGLang requires no key for paths that begin with /health (``sglang/srt/utils/auth.py``)."""
 LONGEST_CHALLENGE = 256  # characters
 MAX_BODY = 4096
-
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 def proof(key: str, challenge: str, address: str) -> str:
@@ -44,12 +41,10 @@ def address_of(host: str, port: int) -> str:
 class ServerProof:
     """ASGI middleware that answers challenges."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], *, key: str, address: str) -> None:
+    def __init__(self, app: App, *, key: str, address: str) -> None:
         self._app, self._key, self._address = app, key, address
 
-    async def __call__(
-        self, scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Send
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
         if scope["type"] != "http" or scope["path"] != PATH:
             await self._app(scope, receive, send)

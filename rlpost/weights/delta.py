@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,7 @@ MANIFEST = "rlpost_weights.json"
 DATA = "delta.bin"
 GAP_BYTES = (1, 2, 4, 8)
 
-Words: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
+Words: TypeAlias = npt.NDArray[np.unsignedinteger[object]]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 How = Literal["same", "gaps", "bitmap", "whole"]
 

@@ -134,7 +134,7 @@ class _Watched(Exporter):
     def plan(self, max_bytes: int, **how: Any) -> tuple[tuple[Entry, ...], ...]:
         return self._exporter.plan(max_bytes, **how)
 
-    def gather(self, bucket: tuple[Entry, ...], **how: Any) -> dict[str, torch.Tensor]:
+    def gather(self, bucket: tuple[Entry, ...], **how: object) -> dict[str, torch.Tensor]:
         tensors = self._exporter.gather(bucket, **how)
         self._show(tensors)
         return tensors

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 """Names of the main weight and of both moments in the format."""
-MATRICES = "matrices"
+MATRICES: Final = "matrices"
 """Key of a parameter group: whether its parameters are updated by Muon, without a second moment."""
 PLAIN = (bool, int, float, str, type(None))
 

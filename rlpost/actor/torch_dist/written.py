@@ -10,7 +10,6 @@ is sharded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -123,7 +122,7 @@ def written_states(optimizer: MegatronOptimizer | None, regions: Regions) -> set
     written = {tensor for tensor, is_main in main.items() if is_main}
     for one, group in optimizer_state.sharded_optimizers(optimizer):
         parameters = [parameter for buffer in one.buffers for parameter in buffer.param_index_map]
-        flags: list[Any] = [None] * group.size()
+        flags: list[list[bool]] = [[]] * group.size()
         dist.all_gather_object(flags, [main[parameter] for parameter in parameters], group=group)
         written |= {
             parameter

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rlpost.daemon_threads import in_daemon
 from rlpost.errors import ConfigError, DataError, GradingLost
@@ -24,7 +24,7 @@ CLOSE_S = 30.0  # for an environment to release what it has
 POLL_S = 0.5  # of a halt; requests to the engines end at once
 
 
-async def call(method: Callable[..., object], *args: Any) -> object:
+async def call(method: Callable[..., Awaitable[T] | T], *args: object) -> T:
     """Call a method; await its result if it is one that can be awaited."""
     if inspect.iscoroutinefunction(method):
         return await method(*args)
@@ -32,7 +32,7 @@ async def call(method: Callable[..., object], *args: Any) -> object:
     return await result if inspect.isawaitable(result) else result
 
 
-async def call_if_there(thing: object, name: str, *args: Any, default: object = None) -> object:
+async def call_if_there(thing: object, name: str, *args: object, default: object = None) -> object:
     """Call a method that an environment may lack; return ``default`` without one."""
     method = getattr(thing, name, None)
     return default if method is None else await call(method, *args)
@@ -65,7 +65,7 @@ async def unless_halted(connection: Connection, work: Coroutine[object, object, 
             await cancelled(task)
 
 
-async def cancelled(task: asyncio.Future[Any]) -> None:
+async def cancelled(task: asyncio.Future[T]) -> None:
     """Cancel a task and wait until it has ended."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -16,7 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from rlpost.agents.environments.calls import is_final, lost, unless_halted
 from rlpost.agents.environments.names import EnvName, env_of
@@ -216,11 +216,17 @@ class Episodes:
         return why
 
     def _write(
-        self, label: str, prompt: Prompt, record: dict[str, Any], *, began: float, index: int
+        self,
+        label: str,
+        prompt: Prompt,
+        record: Mapping[str, object],
+        *,
+        began: float,
+        index: int,
     ) -> None:
         if self._record is None:
             return
-        head: dict[str, Any] = {
+        head: dict[str, object] = {
             "prompt_id": prompt.prompt_id,
             "index": index,
             "env": label,
@@ -230,4 +236,4 @@ class Episodes:
         }
         if self._evaluation is not None:
             head["evaluation"] = self._evaluation
-        self._record(head | record)
+        self._record({**head, **record})

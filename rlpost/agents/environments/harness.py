@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rlpost.agents.environments.calls import call, call_if_there, cancelled, closed
 from rlpost.agents.environments.plain import finite
-from rlpost.agents.environments.protocol import Episode, Outcome
+from rlpost.agents.environments.protocol import Episode, Harness, Outcome
 from rlpost.agents.environments.results import EpisodeResult, TurnResult
 from rlpost.agents.gateway import EpisodeLimits, Gateway, OpenEpisode
 from rlpost.agents.trajectory import Trajectory, to_samples
@@ -32,7 +31,7 @@ class HarnessRunner:
     """
 
     word: str
-    harness: Any
+    harness: Harness
     gateway: Gateway
     max_turns: int
     max_requests: int | None = None

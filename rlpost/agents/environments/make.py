@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlpost.agents.environments.episodes import EnvironmentSet, Runner
 from rlpost.agents.environments.harness import HarnessRunner
 from rlpost.agents.environments.names import EnvName, parse_envs
 from rlpost.agents.environments.plain import PlainRunner
+from rlpost.agents.environments.protocol import Environment, Harness
 from rlpost.agents.gateway import Gateway
 from rlpost.agents.sandbox.protocol import Pool
 from rlpost.agents.sandbox.settings import pool_of
@@ -55,7 +56,9 @@ def make_environments(
         pools.append(pool_of(config.sandbox, run_folder))
         return pools[0]
 
-    made: dict[str, Any] = {name.label: _make(name, config, sandboxes) for name in names}
+    made: dict[str, _Harness | Callable[[], Environment]] = {
+        name.label: _make(name, config, sandboxes) for name in names
+    }
     gateway = None
     if any(isinstance(each, _Harness) for each in made.values()):
         gateway = Gateway(
@@ -79,21 +82,27 @@ def make_environments(
     return EnvironmentSet(names, runners, settings, sandboxes=pool), gateway
 
 
+class UsesSandboxes(Protocol):
+    """An environment that gets the run's pool of sandboxes."""
+
+    sandboxes: Pool
+
+
 class _Harness:
-    def __init__(self, harness: Any) -> None:
+    def __init__(self, harness: Harness) -> None:
         self.harness = harness
 
 
 def _make(
     name: EnvName, config: Config, sandboxes: Callable[[], Pool]
-) -> _Harness | Callable[[], object]:
+) -> _Harness | Callable[[], Environment]:
     """Return the harness of a name, or a function that makes an environment.
 
     ``sandboxes`` returns the run's pool, for classes with ``uses_sandboxes``.
     """
-    given: Mapping[str, Any] = config.env.env_args.get(name.label, {})
+    given: Mapping[str, object] = config.env.env_args.get(name.label, {})
     path = name.target
-    arguments: tuple[Any, ...] = ()
+    arguments: tuple[object, ...] = ()
     if name.kind != "own":
         path, arguments = ADAPTERS[name.kind], (name.target,)
         if name.kind != "openenv":  # its turns are counted as those of environments of our own
@@ -124,7 +133,7 @@ def _make(
     )
 
 
-def _with_sandboxes(create: Callable[[], Any], pool: Pool) -> Any:
+def _with_sandboxes(create: Callable[[], UsesSandboxes], pool: Pool) -> UsesSandboxes:
     made = create()
     made.sandboxes = pool
     return made

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Mapping
+from types import ModuleType
 from typing import Any
 
 from rlpost.agents.environments.protocol import Episode, Outcome
@@ -34,7 +35,7 @@ class VerifiersHarness:
         self,
         name: str,
         *,
-        config: Mapping[str, Any] | None = None,
+        config: Mapping[str, object] | None = None,
         select: Mapping[str, object] | None = None,
         max_turns: int = 16,
         allow_local_commands: bool = False,
@@ -151,20 +152,20 @@ class VerifiersHarness:
 
 
 def configuration(
-    name: str, kind: object, given: Mapping[str, object], max_turns: int, vf: object
+    name: str, kind: object, given: Mapping[str, object], max_turns: int, vf: ModuleType
 ) -> dict[str, object]:
     """Return the configuration of an environment: ours, with what is given over it.
 
     ``kind`` is the class of the configuration. Programs of agents run as processes of the node
     unless a runtime is given, not in the hosted service that is the default of verifiers.
     """
-    found: dict[str, Any] = {"taskset": {"id": name}}
+    found: dict[str, object] = {"taskset": {"id": name}}
     for role in roles(kind, vf):
         found[role] = {"runtime": {"type": "subprocess"}, "max_turns": max_turns}
     return _merged(found, given)
 
 
-def roles(config: Any, vf: Any) -> dict[str, Any]:
+def roles(config: Any, vf: ModuleType) -> dict[str, Any]:
     """Return the agents of a configuration, or of its class, by the name of their field."""
     is_class = isinstance(config, type)
     known: Mapping[str, Any] = (config if is_class else type(config)).model_fields

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpost.agents.environments.calls import call, call_if_there, closed
-from rlpost.agents.environments.protocol import Step, Turn
+from rlpost.agents.environments.protocol import Environment, Step, Turn
 from rlpost.agents.environments.results import EpisodeResult, TurnResult
 from rlpost.errors import ConfigError
 from rlpost.rollout.response_builder import ResponseBuilder
@@ -24,7 +24,7 @@ class PlainRunner:
     """Runs the episodes of one environment. ``make`` returns a new one for each episode."""
 
     word: str
-    make: Callable[[], Any]
+    make: Callable[[], Environment]
     max_turns: int
 
     async def start(self) -> None:
@@ -55,7 +55,7 @@ class PlainRunner:
         return EpisodeResult((builder.sample(),), tuple(turns), finite(self.word, score, "score"))
 
     async def _turns(
-        self, environment: Any, builder: ResponseBuilder, prompt: Prompt
+        self, environment: Environment, builder: ResponseBuilder, prompt: Prompt
     ) -> list[TurnResult]:
         stop = tuple(getattr(environment, "stop", ()))
         opening = await call(environment.reset, prompt)

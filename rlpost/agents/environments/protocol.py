@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from rlpost.columns import IntColumn
 from rlpost.types import FinishReason, Prompt
@@ -100,7 +100,7 @@ class Episode:
     model: str
     prompt: Prompt
     index: int
-    sampling: Mapping[str, Any]
+    sampling: Mapping[str, object]
     max_turns: int
 
 
@@ -117,7 +117,7 @@ class Outcome:
 
     reward: float = 0.0
     turn_rewards: Sequence[float] = ()
-    info: Mapping[str, Any] = field(default_factory=dict)
+    info: Mapping[str, object] = field(default_factory=dict)
 
 
 class Harness(Protocol):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from rlpost.algorithm.turns import TurnReward, turn_record
 from rlpost.types import Sample
@@ -40,7 +39,7 @@ class TurnResult:
 
     def to_json(self) -> dict[str, object]:
         """Return the turn as an entry of a record; what is empty is left out."""
-        record: dict[str, Any] = {
+        record: dict[str, object] = {
             "text": self.text,
             "tokens": self.end - self.start,
             "reward": self.reward,
@@ -70,7 +69,7 @@ class EpisodeResult:
     samples: tuple[Sample, ...]
     turns: tuple[TurnResult, ...]
     score: float = 0.0
-    info: Mapping[str, Any] = field(default_factory=dict)
+    info: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def reward(self) -> float:
@@ -92,7 +91,7 @@ def rewarded(result: EpisodeResult, label: str, *, by_turn: bool) -> tuple[Sampl
     extra = {ENV: label, REWARD: result.reward, NUM_TURNS: len(result.turns)}
     found = []
     for position, sample in enumerate(result.samples):
-        own: dict[str, Any] = dict(extra)
+        own: dict[str, object] = dict(extra)
         if by_turn:
             last = len(result.turns) - 1
             own |= turn_record(
@@ -118,7 +117,7 @@ def record_of(result: EpisodeResult) -> dict[str, object]:
         spans = sample.version_spans or ((sample.policy_version, len(sample.response_ids)),)
         for version, count in spans:
             versions[version] = versions.get(version, 0) + count
-    record: dict[str, Any] = {
+    record: dict[str, object] = {
         "outcome": "scored",
         "reward": result.reward,
         "finish": [sample.finish_reason for sample in result.samples],

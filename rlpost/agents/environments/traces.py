@@ -54,7 +54,7 @@ def shortened(value: object) -> Any:
     return value
 
 
-def _append(path: Path, record: Mapping[str, Any]) -> None:
+def _append(path: Path, record: Mapping[str, object]) -> None:
     line = json.dumps(record, ensure_ascii=False, default=str) + "\n"
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
@@ -77,11 +77,11 @@ def read_episodes(path: Path) -> list[dict[str, object]]:
         return []
     if size > MAX_READ:
         lines = lines[1:]
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    found: dict[tuple[object, ...], dict[str, object]] = {}
     for line in lines:
         try:
             record = json.loads(line)
-            key: tuple[Any, ...] = (None, record["prompt_id"], record["index"])
+            key: tuple[object, ...] = (None, record["prompt_id"], record["index"])
             if record.get("evaluation") is not None:  # evaluated again and again
                 key = (record["evaluation"], *key[1:], record["began"])
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -97,8 +97,8 @@ def chosen(records: Sequence[Mapping[str, Any]], *, most: int) -> list[Mapping[s
     Of each environment the newest failed ones, and the newest with its best and its worst reward,
     as many of each kind as ``most`` allows.
     """
-    kinds: dict[tuple[Any, str], list[int]] = {}
-    rewards: dict[Any, list[float]] = {}
+    kinds: dict[tuple[object, str], list[int]] = {}
+    rewards: dict[object, list[float]] = {}
     for record in records:
         if record.get("outcome") == "scored":
             rewards.setdefault(record.get("env"), []).append(record["reward"])

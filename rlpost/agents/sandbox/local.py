@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlpost.agents.sandbox import snapshots
 from rlpost.agents.sandbox.cgroup import Cgroup, Parent
+from rlpost.agents.sandbox.inner.files import Answer, Request
 from rlpost.agents.sandbox.protocol import (
     MIB,
     WORK,
@@ -129,7 +129,7 @@ class LocalSandbox:
         if "failed" in answer:
             raise SandboxLost(f"sandbox {self.name} did not start: {answer['failed']}")
 
-    async def _answer(self) -> dict[str, object]:
+    async def _answer(self) -> Answer:
         assert self._control is not None
         try:
             data = await asyncio.get_running_loop().sock_recv(self._control, REQUEST_BYTES)
@@ -138,7 +138,7 @@ class LocalSandbox:
         if not data:
             self._is_exhausted = self._was_killed_for_memory()
             raise SandboxLost(f"sandbox {self.name} ended")
-        answer: dict[str, Any] = json.loads(data)
+        answer: Answer = json.loads(data)
         return answer
 
     def _was_killed_for_memory(self) -> bool:
@@ -164,19 +164,19 @@ class LocalSandbox:
     ) -> Result:
         """Run a command; see ``Sandbox.run``."""
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        request = {"op": "run", "argv": argv, "cwd": cwd, "env": dict(env or {})}
+        request: Request = {"op": "run", "argv": argv, "cwd": cwd, "env": dict(env or {})}
         wall = min(timeout or self.limits.wall_seconds, self.limits.wall_seconds)
         return await self._request(request, wall, self.limits.output_kib * 1024, stdin)
 
     async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
         """Write a file; see ``Sandbox.write``."""
-        request = {"op": "write", "path": path, "executable": executable}
+        request: Request = {"op": "write", "path": path, "executable": executable}
         result = await self._request(request, FILE_SECONDS, MIB, data)
         _check_file(result, path)
 
     async def read(self, path: str, *, limit: int = MIB) -> bytes:
         """Read a file; see ``Sandbox.read``."""
-        request = {"op": "read", "path": path, "limit": limit}
+        request: Request = {"op": "read", "path": path, "limit": limit}
         result = await self._request(request, FILE_SECONDS, limit)
         _check_file(result, path)
         return result.stdout
@@ -189,7 +189,7 @@ class LocalSandbox:
         """Copy a folder; see ``Sandbox.snapshot``."""
         size = self.limits.snapshot_mib * MIB
         count = self.limits.snapshot_files
-        request = {"op": "snapshot", "path": folder, "max_bytes": size, "max_files": count}
+        request: Request = {"op": "snapshot", "path": folder, "max_bytes": size, "max_files": count}
         result = await self._request(request, FILE_SECONDS, size + count * 4096)
         if not result.ok or result.stdout_truncated:
             reason = result.stderr.decode("utf-8", "replace") or result.ended.value
@@ -203,7 +203,7 @@ class LocalSandbox:
         _check_file(result, folder)
 
     async def _request(
-        self, request: dict[str, Any], wall: float, output: int, stdin: bytes = b""
+        self, request: Request, wall: float, output: int, stdin: bytes = b""
     ) -> Result:
         async with self._busy:
             request |= {"wall_seconds": self._remaining(wall), "cpu_seconds": self._cpu(request)}
@@ -214,7 +214,7 @@ class LocalSandbox:
                 await asyncio.shield(self.close())
                 raise
 
-    def _cpu(self, request: dict[str, Any]) -> float:
+    def _cpu(self, request: Request) -> float:
         return self.limits.cpu_seconds if request["op"] == "run" else FILE_SECONDS
 
     def _remaining(self, wall: float) -> float:
@@ -223,7 +223,7 @@ class LocalSandbox:
             self._deadline = now + self.limits.lifetime_seconds
         return max(0.001, min(wall, self._deadline - now))
 
-    async def _exchange(self, request: dict[str, Any], output: int, stdin: bytes) -> Result:
+    async def _exchange(self, request: Request, output: int, stdin: bytes) -> Result:
         if self._is_exhausted:
             return _exhausted()
         if self._control is None:
@@ -313,7 +313,7 @@ def _check_file(result: Result, path: str) -> None:
 
 
 def _result(
-    answer: dict[str, Any], stdout: bytes, stderr: bytes, captures: list[Capture], seconds: float
+    answer: Answer, stdout: bytes, stderr: bytes, captures: list[Capture], seconds: float
 ) -> Result:
     code = os.waitstatus_to_exitcode(answer["status"])
     ended = Ended(answer["ended"])

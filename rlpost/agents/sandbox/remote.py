@@ -13,7 +13,6 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rlpost.agents.sandbox import snapshots, wire
 from rlpost.agents.sandbox.protocol import (
@@ -120,7 +119,9 @@ class RemoteSandbox:
         """Write the entries of a snapshot; see ``Sandbox.restore``."""
         await self._request({"op": "restore", "folder": folder}, snapshots.encode(snapshot.entries))
 
-    async def _request(self, header: dict[str, object], body: bytes = b"") -> tuple[Any, bytes]:
+    async def _request(
+        self, header: dict[str, object], body: bytes = b""
+    ) -> tuple[wire.Header, bytes]:
         async with self._busy:
             if not self._open:
                 raise SandboxLost(f"sandbox {self.name} is closed")
@@ -134,7 +135,7 @@ class RemoteSandbox:
                 await self.close()
                 raise
 
-    async def _answer(self) -> tuple[Any, bytes]:
+    async def _answer(self) -> tuple[wire.Header, bytes]:
         """Return the next answer; signs of life only extend the wait."""
         while True:
             header, body = await wire.receive(self._reader, wire.SILENCE_SECONDS)

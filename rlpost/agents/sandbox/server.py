@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 from common.log_format import configure_logging
@@ -49,7 +49,8 @@ ERRORS: dict[str, type[Exception]] = {
     "refused": SnapshotRefused,
     "lost": SandboxLost,
 }
-Answer = tuple[dict[str, Any], bytes]
+Answer = tuple[wire.Header, bytes]
+T = TypeVar("T")
 
 
 class Server:
@@ -57,7 +58,7 @@ class Server:
 
     def __init__(self, pool: Pool, secret: bytes) -> None:
         self.pool, self.secret = pool, secret
-        self.connections: set[asyncio.Task[Any]] = set()
+        self.connections: set[asyncio.Task[None]] = set()
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection: one sandbox."""
@@ -96,8 +97,8 @@ class Server:
                 await asyncio.shield(sandbox.close())
 
     async def _while_alive(
-        self, work: Awaitable[Any], reading: asyncio.Task[None], writer: asyncio.StreamWriter
-    ) -> Any:
+        self, work: Awaitable[T], reading: asyncio.Task[None], writer: asyncio.StreamWriter
+    ) -> T:
         """Await work, with signs of life to the driver; cancel it when the driver is gone."""
         task = asyncio.ensure_future(work)
         try:
@@ -117,7 +118,7 @@ class Server:
             if not task.done():
                 task.cancel()
                 with contextlib.suppress(BaseException):
-                    given = await task
+                    given: Any = await task
                     await given.close()  # a place that came too late
 
     async def close(self) -> None:
@@ -136,7 +137,7 @@ async def _read_all(reader: asyncio.StreamReader, inbox: asyncio.Queue[Answer | 
         await inbox.put(None)
 
 
-async def answered(sandbox: Sandbox, header: dict[str, object], body: bytes) -> Answer:
+async def answered(sandbox: Sandbox, header: wire.Header, body: bytes) -> Answer:
     """Perform one request of the driver; errors of the agent travel by name."""
     try:
         return await perform(sandbox, header, body)
@@ -145,7 +146,7 @@ async def answered(sandbox: Sandbox, header: dict[str, object], body: bytes) -> 
         return {"error": name, "text": str(error)}, b""
 
 
-async def perform(sandbox: Sandbox, header: dict[str, Any], body: bytes) -> Answer:
+async def perform(sandbox: Sandbox, header: wire.Header, body: bytes) -> Answer:
     """Perform one request; return the answer's header and content."""
     operation = header["op"]
     if operation == "run":

@@ -23,7 +23,7 @@ ROUTER_ARGUMENTS = ("sglang_router_ip", "sglang_router_port", "sglang_api_key")
 
 def settings_of(config: Config) -> dict[str, object]:
     """Return all settings in one table, as JSON values."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for table in config.model_dump(mode="json").values():
         found |= table
     rollout = config.rollout
@@ -84,7 +84,7 @@ class Arguments(Namespace):
             f"args.{name}: this run has no such setting{suggestion(name, vars(self))}"
         )
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in self._held and value != vars(self)[name]:
             flag = "--" + name.replace("_", "-")
             raise AbsentAttribute(

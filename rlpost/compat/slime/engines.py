@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import logging
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ import aiohttp
 
 from rlpost.algorithm.plugin import load_function as import_function
 from rlpost.columns import FloatColumn, IntColumn, RouteColumn
-from rlpost.data.tokenizer import hf_tokenizer
+from rlpost.data.tokenizer import HfTokenizer, hf_tokenizer
 from rlpost.errors import ConfigError
 from rlpost.rollout.client import authorization
 from rlpost.rollout.connection import Connection, Halted
@@ -69,7 +70,7 @@ class Engines:
     """Access to the engines for one call of a generate function, with a record of their outputs."""
 
     connection: Connection
-    tokenizer: Any
+    tokenizer: HfTokenizer
     prompt: Prompt
     index: int
     written: list[Written] = field(default_factory=list)
@@ -95,7 +96,7 @@ class Engines:
         builder = ResponseBuilder(
             self.connection, prompt, params, index=self.index, codec=_Codec(self.tokenizer, params)
         )
-        reason: dict[str, Any] = {"type": "abort"}
+        reason: dict[str, object] = {"type": "abort"}
         try:
             await builder.write()
             reason = {"type": builder.finish_reason, "matched": builder.stopped_at}
@@ -161,9 +162,9 @@ class Engines:
 class RequestParams(SamplingParams):
     """Sampling parameters of a plug-in: those of rlpost, and additional ``fields`` of SGLang."""
 
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, object] = field(default_factory=dict)
 
-    def to_sglang(self) -> dict[str, Any]:
+    def to_sglang(self) -> dict[str, object]:
         """See ``SamplingParams``."""
         return {**self.fields, **SamplingParams.to_sglang(self)}
 
@@ -200,7 +201,7 @@ def request_params(payload: Mapping[str, Any]) -> RequestParams:
     )
 
 
-def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
+def sampling_fields(sampling: SamplingParams) -> dict[str, object]:
     """Return the ``sampling_params`` of a generate function, as in slime: special tokens and stop
     strings are kept.
     """
@@ -228,7 +229,10 @@ def reachable(engines: Engines) -> Iterator[None]:
 
 
 async def post(
-    url: str, payload: Any, max_retries: int = 60, headers: Mapping[str, str] | None = None
+    url: str,
+    payload: Mapping[str, object] | None,
+    max_retries: int = 60,
+    headers: Mapping[str, str] | None = None,
 ) -> Any:
     """Send a POST request, like slime's function of this name; return the parsed JSON, or else the
     text.
@@ -239,7 +243,7 @@ async def post(
     """
     engines = _router_of(url)
     if engines is not None and urlsplit(url).path == "/generate":
-        return await engines.generate(payload)
+        return await engines.generate(payload or {})
     return await _request(
         "POST", url, engines, payload=payload or {}, headers=headers, tries=max_retries
     )
@@ -293,9 +297,9 @@ async def _request(
 class SingletonMeta(type):
     """Metaclass of singletons: a class has one instance per process."""
 
-    _made: ClassVar[dict[type, Any]] = {}
+    _made: ClassVar[dict[type, object]] = {}
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: object, **kwargs: object) -> Any:
         """Return the instance."""
         if cls not in cls._made:
             cls._made[cls] = super().__call__(*args, **kwargs)
@@ -307,7 +311,7 @@ class GenerateState(metaclass=SingletonMeta):
     settings.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Namespace) -> None:
         self.args = args
         self.tokenizer = load_tokenizer(args.hf_checkpoint)
         self.processor = None  # of images
@@ -332,13 +336,13 @@ class GenerateState(metaclass=SingletonMeta):
         return engines is not None and engines.connection.halted
 
 
-def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
+def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate") -> str:
     """Return the URL of an endpoint. There is one model, so every name leads to the router."""
     del model_name
     return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
 
 
-def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
+def load_tokenizer(name_or_path: str, **kwargs: object) -> HfTokenizer:
     """Load the tokenizer of a Hugging Face folder, once per process; code in the folder is never
     executed.
     """
@@ -347,7 +351,7 @@ def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
 
 
 @cache
-def _tokenizer(path: str) -> object:
+def _tokenizer(path: str) -> HfTokenizer:
     return hf_tokenizer(path)
 
 
@@ -361,8 +365,9 @@ class _Codec:
     them.
     """
 
-    def __init__(self, tokenizer: Any, params: RequestParams) -> None:
-        self._tokenizer, self._skips = tokenizer, params.fields.get("skip_special_tokens", True)
+    def __init__(self, tokenizer: HfTokenizer, params: RequestParams) -> None:
+        self._tokenizer = tokenizer
+        self._skips = bool(params.fields.get("skip_special_tokens", True))
 
     def encode(self, text: str) -> Sequence[int]:
         """Return the ids of a text."""

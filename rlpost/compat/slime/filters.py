@@ -11,14 +11,17 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlpost.compat.slime.arguments import Arguments
 from rlpost.compat.slime.modules import sample_class
-from rlpost.compat.slime.sample import START, begun, shown
+from rlpost.compat.slime.sample import START, Sample, begun, shown
 from rlpost.errors import ConfigError
 from rlpost.types import Prompt, SampleGroup, Unfinished
 from rlpost.types import Sample as Answer
+
+if TYPE_CHECKING:
+    from rlpost.reward.grader import Grader
 
 SMALLEST_STD = 1e-6
 
@@ -39,7 +42,7 @@ class DynamicFilterOutput:
 class SlimeFilter:
     """A group filter of slime with rlpost's interface."""
 
-    def __init__(self, function: Callable[..., Any], args: Arguments) -> None:
+    def __init__(self, function: Callable[..., object], args: Arguments) -> None:
         self._function, self._args = function, args
         self.prompts: dict[int, Prompt] = {}  # of groups that are graded and not yet filtered
         self.keep_when_insufficient = False  # for the group of the last call
@@ -93,10 +96,10 @@ class SlimeBufferFilter:
                 "of its argument buffer"
             ) from None
 
-    def _group(self, entry: Unfinished) -> list[object]:
+    def _group(self, entry: Unfinished) -> list[Sample]:
         siblings, kind = self._args.n_samples_per_prompt, sample_class()
         started = {answer.index: answer for answer in entry.samples}
-        samples = []
+        samples: list[Sample] = []
         for index in range(siblings):
             if index in started:
                 samples.append(_resumed(entry.prompt, started[index], siblings, kind))
@@ -105,14 +108,14 @@ class SlimeBufferFilter:
         return samples
 
 
-def _resumed(prompt: Prompt, answer: Answer, siblings: int, kind: type[object]) -> object:
+def _resumed(prompt: Prompt, answer: Answer, siblings: int, kind: type[Sample]) -> Sample:
     made = shown(prompt, answer, siblings=siblings, kind=kind)
     made.metadata.setdefault(START, answer.oldest_version)
     return made
 
 
 def check_reward_nonzero_std(
-    args: object, samples: Sequence[Any], **kwargs: Any
+    args: object, samples: Sequence[Sample], **kwargs: object
 ) -> DynamicFilterOutput:
     """Whether the rewards of a group differ."""
     del kwargs
@@ -122,14 +125,16 @@ def check_reward_nonzero_std(
 
 
 def check_reward_nonzero_std_with_fallback(
-    args: Any, samples: Sequence[Any], **kwargs: Any
+    args: object, samples: Sequence[Sample], **kwargs: object
 ) -> DynamicFilterOutput:
     """Like ``check_reward_nonzero_std``, but prefer equal rewards to more prompts."""
     found = check_reward_nonzero_std(args, samples, **kwargs)
     return DynamicFilterOutput(found.keep, found.reason, keep_when_insufficient=True)
 
 
-def pop_first(args: Any, rollout_id: Any, buffer: list[object], num_samples: int) -> list[object]:
+def pop_first(
+    args: object, rollout_id: object, buffer: list[object], num_samples: int
+) -> list[object]:
     """Take the oldest groups out of the buffer."""
     del args, rollout_id
     taken, buffer[:] = buffer[:num_samples], buffer[num_samples:]
@@ -143,9 +148,9 @@ class SlimeGrader:
 
     def __init__(
         self,
-        grader: Any,
+        grader: Grader,
         *,
-        wanted: Any,
+        wanted: object,
         takes_given: bool,
         reward_key: str | None,
         reward_weights: Mapping[str, float] | None = None,
@@ -154,7 +159,7 @@ class SlimeGrader:
         self._weights = reward_weights or {}
         self._prompts = wanted.prompts if isinstance(wanted, SlimeFilter) else None
 
-    async def grade(self, prompt: Prompt, samples: Sequence[Answer]) -> Any:
+    async def grade(self, prompt: Prompt, samples: Sequence[Answer]) -> list[float | None]:
         """See ``rlpost.reward.grader.Grader``.
 
         Raises ConfigError if --reward-key does not match a reward.
@@ -181,7 +186,7 @@ class SlimeGrader:
         """See ``Grader``."""
         await self._grader.close()
 
-    def _number(self, reward: Any) -> float:
+    def _number(self, reward: object) -> float:
         return reward_number(reward, self._key, self._weights)
 
 

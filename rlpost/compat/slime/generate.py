@@ -78,7 +78,7 @@ class SlimeGenerate:
             "train on them"
         )
 
-    async def _samples(self, engines: Engines, sampling_params: dict[str, Any]) -> list[Any]:
+    async def _samples(self, engines: Engines, sampling_params: dict[str, object]) -> list[Sample]:
         siblings = self._args.n_samples_per_prompt
         sample = begun(engines.prompt, engines.index, siblings=siblings, kind=sample_class())
         given = (self._args, sample, sampling_params)
@@ -99,7 +99,7 @@ class SlimeGenerate:
         return samples
 
 
-def trained(sample: Any, engines: Engines) -> Answer:
+def trained(sample: Sample, engines: Engines) -> Answer:
     """Convert a sample that a plug-in returned.
 
     Raises:
@@ -144,7 +144,7 @@ def trained(sample: Any, engines: Engines) -> Answer:
     )
 
 
-def _sampling_mask(sample: Any, length: int, what: str) -> TokenSetColumn | None:
+def _sampling_mask(sample: Sample, length: int, what: str) -> TokenSetColumn | None:
     """Return the ids that each token was sampled from, if the sample has them.
 
     Raises:
@@ -190,12 +190,11 @@ def _found(response: list[int], written: Sequence[Written]) -> list[tuple[float,
         if start is None:
             continue  # part of another sample, or unused
         versions = RunColumn(answer.version_spans)
-        for at, (token, *known) in enumerate(
+        for at, (token, logprob, version) in enumerate(
             zip(answer.token_ids, answer.logprobs, versions, strict=True), start
         ):
             if at == len(response) or response[at] != token:
                 break
-            logprob, version = known
             found[at] = (logprob, version)
             cursor = at + 1
     return found
@@ -209,7 +208,7 @@ def _place(response: list[int], head: list[int], start: int) -> int | None:
 
 
 def _versions(
-    found: Sequence[tuple[float, int] | None], sample: Any, engines: Engines, what: str
+    found: Sequence[tuple[float, int] | None], sample: Sample, engines: Engines, what: str
 ) -> list[int]:
     """Return the policy version of each token.
 
@@ -260,15 +259,15 @@ def _logprobs(
     )
 
 
-def _finish_reason(sample: Any) -> FinishReason:
+def _finish_reason(sample: Sample) -> FinishReason:
     return "length" if sample.status.value == Sample.Status.TRUNCATED.value else "stop"
 
 
-def _extra(sample: Any, prompt: Prompt) -> dict[str, Any]:
+def _extra(sample: Sample, prompt: Prompt) -> dict[str, object]:
     """Return the attributes set by a plug-in that rlpost's sample has no field for, for its reward
     and filter.
     """
-    left: dict[str, Any] = {
+    left: dict[str, object] = {
         name: value for name, value in vars(sample).items() if name not in _KNOWN
     }
     left |= {
@@ -285,7 +284,7 @@ def _extra(sample: Any, prompt: Prompt) -> dict[str, Any]:
     return {name: value for name, value in left.items() if _is_kept(name, value)}
 
 
-def _is_kept(name: str, value: Any) -> bool:
+def _is_kept(name: str, value: object) -> bool:
     """Whether a value survives JSON, in which it is sent to other processes and saved; warn once if
     not.
     """
@@ -301,7 +300,7 @@ def _is_kept(name: str, value: Any) -> bool:
     return is_same
 
 
-def _read_back(value: Any) -> Any:
+def _read_back(value: object) -> object:
     return json.loads(json.dumps(value))
 
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rlpost.compat.slime.names import PROVIDED, lacking, packages
+
+if TYPE_CHECKING:
+    from rlpost.compat.slime.sample import Sample
 
 
 def install() -> None:
@@ -63,8 +66,8 @@ class _Loader(Loader):
         module.__getattr__ = _getter(module.__name__)  # type: ignore[method-assign]
 
 
-def _getter(module: str) -> Any:
-    def get(name: str) -> Any:
+def _getter(module: str) -> Callable[[str], object]:
+    def get(name: str) -> object:
         """Resolve a name at its first use, so that a plug-in imports only what it needs."""
         if name.startswith("__") or f"{module}.{name}" in {*packages(), *PROVIDED}:
             raise AttributeError(name)  # a submodule: the import system finds it
@@ -78,8 +81,8 @@ def _getter(module: str) -> Any:
     return get
 
 
-def sample_class() -> type[Any]:
+def sample_class() -> type[Sample]:
     """Return ``slime.utils.types.Sample``: slime's class if slime is installed, else rlpost's."""
     install()
-    found: type[Any] = importlib.import_module("slime.utils.types").Sample
+    found: type[Sample] = importlib.import_module("slime.utils.types").Sample
     return found

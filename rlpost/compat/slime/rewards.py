@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from rlpost.columns import FloatColumn, IntColumn
 from rlpost.compat.slime.arguments import Arguments
 from rlpost.compat.slime.modules import sample_class
-from rlpost.compat.slime.sample import shown
+from rlpost.compat.slime.sample import Sample, shown
 from rlpost.errors import ConfigError
 from rlpost.reward.answers import last_boxed
 from rlpost.reward.dapo import GRADED_CHARACTERS, RIGHT, dapo, normalized
@@ -31,10 +32,11 @@ INVALID = "[INVALID]"
 
 
 def one(
-    function: Callable[..., object], settings: Mapping[str, Any]
-) -> Callable[[Prompt, Answer], Any]:
+    function: Callable[..., object], settings: Mapping[str, object]
+) -> Callable[[Prompt, Answer], object]:
     """Wrap a reward for one answer; ``settings`` become its ``args``."""
-    args, siblings = Arguments(settings), settings["n_samples_per_prompt"]
+    args = Arguments(settings)
+    siblings = args.n_samples_per_prompt
 
     def score(prompt: Prompt, answer: Answer) -> object:
         return function(args, shown(prompt, answer, siblings=siblings, kind=sample_class()))
@@ -43,10 +45,11 @@ def one(
 
 
 def several(
-    function: Callable[..., Any], settings: Mapping[str, Any]
-) -> Callable[[Prompt, Sequence[Answer]], Any]:
+    function: Callable[..., object], settings: Mapping[str, object]
+) -> Callable[[Prompt, Sequence[Answer]], object]:
     """Wrap a reward for all answers to a prompt; ``settings`` become its ``args``."""
-    args, siblings = Arguments(settings), settings["n_samples_per_prompt"]
+    args = Arguments(settings)
+    siblings = args.n_samples_per_prompt
 
     def score(prompt: Prompt, answers: Sequence[Answer]) -> object:
         kind = sample_class()
@@ -57,7 +60,7 @@ def several(
     return score
 
 
-async def async_rm(args: Any, sample: Any, **kwargs: Any) -> float:
+async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> float:
     """Grade one answer with --rm-type, or with ``rm_type`` in the sample's metadata. Raises
     ConfigError.
     """
@@ -70,12 +73,14 @@ async def async_rm(args: Any, sample: Any, **kwargs: Any) -> float:
     return await asyncio.to_thread(reward_function(name), sample.response, label, metadata)
 
 
-async def batched_async_rm(args: Any, samples: Sequence[Any], **kwargs: Any) -> list[float]:
+async def batched_async_rm(
+    args: Namespace, samples: Sequence[Sample], **kwargs: object
+) -> list[float]:
     """Call ``async_rm`` for several answers concurrently."""
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
 
-async def _remote(args: Any, sample: Any) -> float:
+async def _remote(args: Namespace, sample: Any) -> float:
     if args.rm_url is None:
         raise ConfigError(f"--rm-type {REMOTE} needs --rm-url: the address of the reward model")
     server = RemoteReward(args.rm_url, deadline_s=args.rm_url_timeout_s)
@@ -92,12 +97,20 @@ async def _remote(args: Any, sample: Any) -> float:
         await server.close()
 
 
+class DapoScore(TypedDict):
+    """The result of ``dapo_score``; ``pred`` is the graded answer, None without a box."""
+
+    score: float
+    acc: bool
+    pred: str | None
+
+
 def dapo_score(
     solution_str: str,
     ground_truth: str,
     strict_box_verify: bool = False,
-    pause_tokens_index: Any = None,
-) -> dict[str, Any]:
+    pause_tokens_index: object = None,
+) -> DapoScore:
     """Return ``score`` (1 or -1), ``acc`` and ``pred`` by DAPO's rules.
 
     The answer is the last ``Answer:`` line, or with ``strict_box_verify`` the last box near the
@@ -120,7 +133,7 @@ def extract_answer(passage: str) -> str | None:
     return last_boxed(passage)
 
 
-def deepscaler_reward(response: str, label: Any) -> int:
+def deepscaler_reward(response: str, label: object) -> int:
     """Return 1 or 0, like --rm-type deepscaler."""
     return int(deepscaler(response, None if label is None else str(label), {}))
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NoReturn, TypedDict, TypeVar
 
 from rlpost.data.prompts import label_text
 from rlpost.errors import ConfigError
@@ -26,6 +26,22 @@ ABSENT = {
     "prefix_cache_info": "rlpost reports prefix caches in its metrics, by engine",
 }
 """Unsupported attributes of slime's Sample, with the reason."""
+
+
+class EngineFinish(TypedDict):
+    """SGLang's ``finish_reason``."""
+
+    type: str
+
+
+class MetaInfo(TypedDict, total=False):
+    """What a sample reads of SGLang's ``meta_info``."""
+
+    finish_reason: EngineFinish
+    weight_version: str | None
+
+
+Number = TypeVar("Number", int, float)
 
 
 class AbsentAttribute(ConfigError, AttributeError):
@@ -58,10 +74,10 @@ class Sample:
     rollout_id: int | None = None
     prompt: str | list[dict[str, str]] = ""
     tokens: list[int] = field(default_factory=list)
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    apply_chat_template_kwargs: dict[str, object] = field(default_factory=dict)
     response: str = ""
     response_length: int = 0
-    label: Any = None
+    label: object = None
     reward: Any = None
     loss_mask: list[int] | None = None
     weight_versions: list[str] = field(default_factory=list)
@@ -72,14 +88,14 @@ class Sample:
     remove_sample: bool = False
     teacher_log_probs: list[float] | None = None
     status: Status = Status.PENDING
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, object] = field(default_factory=dict)
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
-    train_metadata: dict[str, Any] | None = None
+    train_metadata: dict[str, object] | None = None
     session_id: str | None = None
     non_generation_time: float = 0.0
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         """Raise an error; Python calls this only for missing attributes."""
         if name in ABSENT:
             raise AbsentAttribute(f"sample.{name}: {ABSENT[name]}")
@@ -90,7 +106,7 @@ class Sample:
         """The number of response tokens that are trained."""
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
-    def get_reward_value(self, args: object) -> object:
+    def get_reward_value(self, args: object) -> float:
         """Return the reward as a number: the value under --reward-key if rewards are objects."""
         key = getattr(args, "reward_key", None)
         return self.reward[key] if key and isinstance(self.reward, Mapping) else self.reward
@@ -99,10 +115,10 @@ class Sample:
         self,
         args: object = None,
         *,
-        tokens: object = None,
-        log_probs: object = None,
+        tokens: Iterable[int] | None = None,
+        log_probs: Iterable[float] | None = None,
         trainable: bool = True,
-        meta_info: Mapping[str, object] | None = None,
+        meta_info: MetaInfo | None = None,
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
@@ -144,16 +160,15 @@ class Sample:
         return {**vars(self), "status": self.status.value}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Sample:
+    def from_dict(cls, data: Mapping[str, object]) -> Sample:
         """The inverse of ``to_dict``."""
-        known = {each.name for each in fields(cls)}
-        made = cls(**{name: value for name, value in data.items() if name in known})
+        made = cls()
+        for name, value in data.items():
+            setattr(made, name, value)
         made.status = cls.Status(data["status"])
-        for name in data.keys() - known:
-            setattr(made, name, data[name])
         return made
 
-    def _end_as(self, meta_info: Mapping[str, Any]) -> None:
+    def _end_as(self, meta_info: MetaInfo) -> None:
         if "finish_reason" not in meta_info:
             return
         if meta_info.get("weight_version") is not None:
@@ -175,7 +190,7 @@ numbers rollouts from 0, as rlpost numbers policy versions, so the value is the 
 """
 
 
-def begun(prompt: Prompt, index: int, *, siblings: int, kind: type[Any] = Sample) -> Any:
+def begun(prompt: Prompt, index: int, *, siblings: int, kind: type[Sample] = Sample) -> Sample:
     """Make a sample before generation.
 
     ``siblings`` is --n-samples-per-prompt; ``kind`` is the class to use.
@@ -190,8 +205,13 @@ def begun(prompt: Prompt, index: int, *, siblings: int, kind: type[Any] = Sample
 
 
 def shown(
-    prompt: Prompt, answer: Answer, *, siblings: int, reward: Any = None, kind: type[Any] = Sample
-) -> Any:
+    prompt: Prompt,
+    answer: Answer,
+    *,
+    siblings: int,
+    reward: float | Mapping[str, float] | None = None,
+    kind: type[Sample] = Sample,
+) -> Sample:
     """Convert an answer to a sample, including the attributes set by a generate function."""
     made = begun(prompt, answer.index, siblings=siblings, kind=kind)
     made.tokens = [*answer.prompt_ids, *answer.response_ids]
@@ -225,7 +245,9 @@ def label_of(prompt: Prompt) -> object:
     return prompt.label
 
 
-def _numbers(values: Any, kind: type[Any]) -> list[Any]:
+def _numbers(values: Iterable[float] | None, kind: type[Number]) -> list[Number]:
     """Convert a list, an array or a tensor to a list of numbers; None to an empty list."""
-    plain: Iterable[Any] = values.tolist() if hasattr(values, "tolist") else values or ()
+    if values is None:
+        return []
+    plain: Iterable[float] = values.tolist() if hasattr(values, "tolist") else values
     return [kind(value) for value in plain]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems
@@ -133,7 +132,7 @@ def _last_stage(num_layers: int, pipeline: int) -> int | None:
 
 
 def _possible(config: Config, layout: Layout, *, has_experts: bool) -> Iterator[Config]:
-    perf: dict[str, Any] = {
+    perf: dict[str, object] = {
         "tensor_model_parallel_size": layout.tensor,
         "sequence_parallel": layout.tensor > 1,
         "pipeline_model_parallel_size": layout.pipeline,

@@ -13,7 +13,7 @@ import os
 import stat
 import struct
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypedDict
 
 CHUNK = 1 << 16
 MAX_DEPTH = 64
@@ -21,11 +21,47 @@ FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
+class Request(TypedDict, total=False):
+    """A request to the first process: ``op`` and the fields that belong to it."""
+
+    op: str
+    wall_seconds: float
+    cpu_seconds: float
+    argv: list[str]  # of run
+    cwd: str
+    env: dict[str, str]
+    path: str  # of the operations of this module
+    limit: int  # bytes
+    executable: bool
+    max_bytes: int
+    max_files: int
+
+
+class Answer(TypedDict, total=False):
+    """An answer of the first process: how a command ended, or why it could not be confined."""
+
+    ended: str
+    status: int
+    error: str
+    error_text: str
+    failed: str  # the sandbox did not start
+
+
+class Entry(TypedDict, total=False):
+    """Header of an entry of a snapshot; ``size`` of its content in bytes."""
+
+    path: str
+    kind: str
+    size: int
+    executable: bool
+    reason: str
+
+
 class Refused(Exception):
     """The operation breaks a rule; the text says which."""
 
 
-def perform(request: dict[str, Any]) -> int:
+def perform(request: Request) -> int:
     """Perform ``request['op']`` on descriptors 0 and 1; return the exit code."""
     operation = {"read": read, "write": write, "snapshot": snapshot, "restore": restore}
     try:
@@ -40,7 +76,7 @@ def perform(request: dict[str, Any]) -> int:
     return 0
 
 
-def read(request: dict[str, Any]) -> None:
+def read(request: Request) -> None:
     """Write a regular file of at most ``limit`` bytes to standard output."""
     handle = os.open(request["path"], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -53,7 +89,7 @@ def read(request: dict[str, Any]) -> None:
         _write_all(1, data)
 
 
-def write(request: dict[str, Any]) -> None:
+def write(request: Request) -> None:
     """Write standard input to a file, following links as the agent's own programs do."""
     path = request["path"]
     os.makedirs(os.path.dirname(path) or "/", exist_ok=True)
@@ -69,7 +105,7 @@ def write(request: dict[str, Any]) -> None:
     os.close(handle)
 
 
-def snapshot(request: dict[str, Any]) -> None:
+def snapshot(request: Request) -> None:
     """Write all entries of a folder to standard output.
 
     No process of the agent is alive, so nothing changes meanwhile; links are never followed.
@@ -183,7 +219,7 @@ def _send(header: dict[str, object], content: bytes = b"") -> None:
     _write_all(1, content)
 
 
-def restore(request: dict[str, Any]) -> None:
+def restore(request: Request) -> None:
     """Write the entries on standard input below a folder, in place of what is there.
 
     A link or file that stands where an entry or its folder belongs is removed, never followed.
@@ -195,7 +231,7 @@ def restore(request: dict[str, Any]) -> None:
             _place(root, header, _exactly(stream, header["size"]))
 
 
-def _place(root: int, header: dict[str, Any], content: bytes) -> None:
+def _place(root: int, header: Entry, content: bytes) -> None:
     *parents, name = header["path"].split("/")
     handle = os.dup(root)
     try:

@@ -7,7 +7,7 @@ the host.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TypedDict
 
 from rlpost.agents.sandbox.inner import kernel
 
@@ -27,7 +27,30 @@ PASSWD = f"root:x:0:0:root:/root:/bin/sh\nagent:x:{UID}:{UID}:agent:{HOME}:/bin/
 GROUP = f"root:x:0:\nagent:x:{UID}:\n"
 
 
-def open_sources(spec: dict[str, Any]) -> dict[str, int]:
+class LimitValues(TypedDict):
+    """The limits of ``Limits`` that are enforced inside the sandbox."""
+
+    cores: int
+    memory_mib: int
+    processes: int
+    open_files: int
+    file_mib: int
+    disk_mib: int
+    files: int
+    network: bool
+
+
+class Spec(TypedDict):
+    """What the launcher is told about its sandbox."""
+
+    limits: LimitValues
+    image: str | None
+    read_only: list[str]
+    user: int
+    slot: int
+
+
+def open_sources(spec: Spec) -> dict[str, int]:
     """Open what will be bound, by target path. Call in the mount namespace of the sandbox.
 
     The tmpfs may cover the paths later; and root gives up its user only after this.
@@ -53,7 +76,7 @@ def open_sources(spec: dict[str, Any]) -> dict[str, int]:
     return sources
 
 
-def enter(spec: dict[str, Any], sources: dict[str, int]) -> None:
+def enter(spec: Spec, sources: dict[str, int]) -> None:
     """Build the file system that ``spec`` describes and make it the root of this process.
 
     ``sources``: what ``open_sources`` returned.

@@ -19,10 +19,9 @@ import select
 import signal
 import socket
 import time
-from typing import Any
 
 from rlpost.agents.sandbox.inner import files, kernel, seccomp, usage
-from rlpost.agents.sandbox.inner.filesystem import HOME
+from rlpost.agents.sandbox.inner.filesystem import HOME, LimitValues
 
 TICK = 0.05  # s between two readings of the usage of running commands
 PACKET = 1 << 18  # bytes of a request
@@ -43,7 +42,7 @@ ENVIRONMENT = {
 class Init:
     """Serves requests on the control socket, one at a time."""
 
-    def __init__(self, control: socket.socket, limits: dict[str, Any]) -> None:
+    def __init__(self, control: socket.socket, limits: LimitValues) -> None:
         self.control, self.limits = control, limits
         self.filter = seccomp.program()
         self.reaped_cpu = 0.0
@@ -70,7 +69,7 @@ class Init:
             except OSError:
                 return
 
-    def receive(self) -> tuple[dict[str, object], list[int]]:
+    def receive(self) -> tuple[files.Request, list[int]]:
         """Receive a request and its descriptors. Raises EOFError at the end."""
         handles = array.array("i")
         space = socket.CMSG_SPACE(3 * handles.itemsize)
@@ -82,7 +81,7 @@ class Init:
                 handles.frombytes(content)
         return json.loads(data), list(handles)
 
-    def perform(self, request: dict[str, object], descriptors: list[int]) -> dict[str, object]:
+    def perform(self, request: files.Request, descriptors: list[int]) -> files.Answer:
         """Perform one request; every descriptor is closed afterwards."""
         if request["op"] in ("end", "snapshot") and not self.end_all():
             return {"error": "processes of the agent cannot be killed"}
@@ -108,7 +107,7 @@ class Init:
             answer |= {"ended": "not started", "error_text": failure.decode("utf-8", "replace")}
         return answer
 
-    def become_command(self, request: dict[str, Any], handles: list[int], status: int) -> None:
+    def become_command(self, request: files.Request, handles: list[int], status: int) -> None:
         """Turn this child into the command; never returns."""
         code, kind = 127, UNCONFINED
         try:
@@ -125,7 +124,7 @@ class Init:
         finally:
             os._exit(code)
 
-    def wait(self, child: int, request: dict[str, Any]) -> dict[str, object]:
+    def wait(self, child: int, request: files.Request) -> files.Answer:
         """Wait for a command, within its limits; describe how it ended."""
         deadline = time.monotonic() + request["wall_seconds"]
         start_cpu = self.reaped_cpu + usage.measure().cpu_seconds
@@ -153,9 +152,7 @@ class Init:
             reason = "signalled" if os.WIFSIGNALED(status) else "exited"
         return {"ended": reason, "status": status}
 
-    def broken_limit(
-        self, request: dict[str, Any], deadline: float, start_cpu: float
-    ) -> str | None:
+    def broken_limit(self, request: files.Request, deadline: float, start_cpu: float) -> str | None:
         """Name the limit that the running command exceeds."""
         if time.monotonic() > deadline:
             return "timeout"
@@ -206,7 +203,7 @@ def over_cpu_limit(status: int) -> bool:
     return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU
 
 
-def confine(limits: dict[str, Any], request: dict[str, Any], code: bytes) -> None:
+def confine(limits: LimitValues, request: files.Request, code: bytes) -> None:
     """Apply everything that a command must not undo. The system-call filter comes last."""
     os.setsid()
     os.umask(0o022)

@@ -17,7 +17,6 @@ import select
 import signal
 import socket
 import sys
-from typing import Any
 
 from rlpost.agents.sandbox.inner import filesystem, kernel
 from rlpost.agents.sandbox.inner.init import Init
@@ -66,7 +65,7 @@ def watch(init: int, parent: int) -> int:
     return 0
 
 
-def isolate(spec: dict[str, Any]) -> dict[str, int]:
+def isolate(spec: filesystem.Spec) -> dict[str, int]:
     """Enter new namespaces as an unprivileged user; return the opened folders of the root."""
     user = spec["user"] if os.geteuid() == 0 else os.geteuid()
     group = spec["user"] if os.geteuid() == 0 else os.getegid()
@@ -113,7 +112,7 @@ def map_users(process: int, user: int, group: int) -> int:
 
 
 def first_process(
-    control: socket.socket, spec: dict[str, Any], sources: dict[str, int], alive: int
+    control: socket.socket, spec: filesystem.Spec, sources: dict[str, int], alive: int
 ) -> None:
     """Prepare and serve as the first process of the sandbox; never returns."""
     try:

@@ -14,7 +14,7 @@ import torch
 FP8_LINEAR = "sglang.srt.layers.quantization.fp8.Fp8LinearMethod"
 
 
-def keep_as_loaded(prepare: Callable[..., None], method: Any, layer: Any) -> None:
+def keep_as_loaded(prepare: Callable[..., None], method: object, layer: torch.nn.Module) -> None:
     """Instead of packing weights for AMX: nothing, so that updates find them as they were loaded."""
     if torch.cuda.is_available():
         prepare(method, layer)
@@ -23,7 +23,7 @@ def keep_as_loaded(prepare: Callable[..., None], method: Any, layer: Any) -> Non
 def multiply(
     apply: Callable[..., torch.Tensor],
     method: Any,
-    layer: Any,
+    layer: torch.nn.Module,
     x: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:

@@ -11,14 +11,16 @@ It becomes unnecessary when ``torch_native`` has a handler of its own in SGLang'
 
 from __future__ import annotations
 
-from typing import Any
+import enum
 
 import torch
 
 DISPATCH = "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method"
 
 
-def absorbed(method: Any, attention: Any, *_args: Any, **_kwargs: Any) -> Any:
+def absorbed(
+    method: enum.Enum, attention: torch.nn.Module, *_args: object, **_kwargs: object
+) -> enum.Enum:
     """The absorbed form on the attention of a CPU; elsewhere SGLang's choice."""
     if torch.cuda.is_available() or attention.current_attention_backend != "torch_native":
         return method

@@ -9,7 +9,6 @@ It becomes unnecessary when SGLang's table of allocators (``ALLOC_MEMORY_FUNCS``
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ REGISTER = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 
 
 def leave_unregistered(
-    register_memory: Callable[..., None], buffer: Any, *args: Any, **options: Any
+    register_memory: Callable[..., None], buffer: object, *args: object, **options: object
 ) -> None:
     """Register memory where CUDA exists; elsewhere leave it as it is."""
     if torch.cuda.is_available():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 __version__ = "0.28.0"  # transformers compares it
 
@@ -49,7 +49,7 @@ class _Submodules:
         pass
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     return _name(name)
 
 
