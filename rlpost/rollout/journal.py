@@ -399,7 +399,8 @@ def settings_hash(config: Config) -> str:
     equal ones.
     """
     tables = config.model_dump(mode="json", include={"rollout", "grpo", "optimizer", "model"})
-    del tables["rollout"]["num_rollout"]
+    for key in ("num_rollout", "num_epoch"):
+        del tables["rollout"][key]
     for (table, key), before in _ADDED.items():
         if tables[table][key] == before:
             del tables[table][key]

@@ -82,7 +82,6 @@ LACKING: dict[str, str] = {
     "min-batch-collection-ratio": _SERVICE,
     "model-name": "remove it: the family is that of config.json in --hf-checkpoint",
     "multimodal-keys": "rlpost trains text models only",
-    "num-epoch": "use --num-rollout: number of prompts x epochs / --rollout-batch-size",
     "offload": "use --offload-train --offload-rollout",
     "opd-teacher-ckpt-step": f"{_LATEST} as --opd-teacher-load",
     "padded-vocab-size": "remove it: the vocabulary is padded for --tensor-model-parallel-size",

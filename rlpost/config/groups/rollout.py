@@ -72,6 +72,10 @@ class RolloutConfig(Group):
     """Maximum grading processes; they start on demand."""
     num_rollout: Positive = 1
     """Training steps; each generates, trains and updates the engines' weights once."""
+    num_epoch: Positive | None = None
+    """Epochs over --prompt-data, instead of --num-rollout: the number of rows divided by
+    --rollout-batch-size, rounded down, is the number of steps of an epoch. Rows that are skipped
+    count."""
     rollout_batch_size: Positive = 1
     """Prompts per step."""
     n_samples_per_prompt: Positive = 1

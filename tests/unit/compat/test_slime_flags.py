@@ -52,8 +52,8 @@ def test_a_flag_of_slime_and_its_key_in_a_recipe_are_answered_with_what_to_do(tm
     line = str(caught.value)
     assert line.startswith("--use-fault-tolerance: a flag of slime") and "remove it" in line
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text("[rollout]\nnum_epoch = 3\n")
-    with pytest.raises(ConfigError, match=r"unknown key 'num_epoch'.*use --num-rollout"):
+    recipe.write_text("[rollout]\nstart_rollout_id = 3\n")
+    with pytest.raises(ConfigError, match=r"unknown key 'start_rollout_id'.*use --load"):
         load([recipe], {})
     with pytest.raises(ConfigError, match="--sglang-router-ip: a flag of slime"):
         flags.parse(made, ["--sglang-router-ip", "10.0.0.1"])
