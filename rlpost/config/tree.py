@@ -159,6 +159,11 @@ class Config(Group):
         return self.grpo.advantage_estimator == "ppo" and self.grpo.loss_type != "sft_loss"
 
     @property
+    def keeps_old_policy(self) -> bool:
+        """Whether trainer ranks keep the weights of an update of the engines in host memory."""
+        return self.grpo.keep_old_actor or self.rollout.update_weights_interval > 1
+
+    @property
     def samples_per_rollout(self) -> int:
         return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
 

@@ -69,9 +69,7 @@ def num_rows(source: str | Path) -> int:
         raise DataError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
     except OSError as error:
         reason = error.strerror or error
-        raise DataError(
-            f"{path}: cannot read the prompts: {reason}; is the path right?"
-        ) from error
+        raise DataError(f"{path}: cannot read the prompts: {reason}; is the path right?") from error
     return len(range(count)[wanted])
 
 

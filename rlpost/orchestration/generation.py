@@ -373,4 +373,5 @@ def rules(config: Config) -> Rules:
         if rollout.rollout_mode == "fully_async"
         else None,
         keep_partial=rollout.partial_rollout,
+        update_interval=rollout.update_weights_interval,
     )

@@ -136,11 +136,12 @@ class ClusterStages(RunStages):
             host=head.host,
             address=head.ip,
         )
+        actors, interval = self._actors, self.config.rollout.update_weights_interval
         return FleetSync(
             FleetFolder(attempt.parents[1]),
             lease,
             self._fleet.router.fleet,
-            export=self._actors.export,
+            export=actors.export_engine_weights if interval > 1 else actors.export,
             rules=fleet_rules(self.config, self.hf),
             check=self.checkpoints.check_owner,
             record=self.record,
@@ -201,8 +202,8 @@ class ClusterStages(RunStages):
             return await self.observation.around(groups, self.recovery.training.train(groups))
 
         metrics = await self.recovery.over("train", train)
-        self.recovery.trained()
-        self._engine_health.trained()
+        step = self.recovery.trained()
+        self._engine_health.trained(self.config.rollout.engine_version(step))
         return metrics
 
     async def sync(self, policy_version: int) -> None:

@@ -1,8 +1,9 @@
 """The training stage: runs the optimizer steps of a rollout on the actors.
 
 Input: scored groups. Output: the metrics of the last optimizer step; guards check every step. With
-several steps, or a KL penalty in the reward, the log-probs under the rollout's weights are computed
-before the first step. With a critic (``critic_training``) it is trained first, on the same batches.
+several steps, a KL penalty in the reward or a kept old policy, the log-probs under the rollout's
+weights are computed before the first step. With a critic (``critic_training``) it is trained first,
+on the same batches.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class Training:
         self._stragglers = Stragglers(hosts or ["this host"] * len(data_ranks))
         self._record = record or _not_recorded
         bounds = Bounds(**{name: getattr(config.grpo, name) for name in Bounds.__slots__})
-        if config.grpo.use_rollout_logprobs:  # the KL before an update is that to the engines
+        if config.grpo.use_rollout_logprobs or config.grpo.keep_old_actor:
+            # the KL before an update is that to the engines, or to the weights that generated
             bounds = replace(bounds, guard_initial_kl=0.0)
         self._guards = Guards(bounds, is_fresh=is_fresh)
         self._shaping = shaping_of(config)
@@ -123,7 +125,8 @@ class Training:
             steps
         )
         trains_distilled = trains_policy and distillation.in_advantage(given)
-        is_compared = trains_policy and len(steps) > 1 and not grpo.use_rollout_logprobs
+        has_old_policy = len(steps) > 1 or grpo.keep_old_actor
+        is_compared = trains_policy and has_old_policy and not grpo.use_rollout_logprobs
         needs_own = trains_distilled and not grpo.use_rollout_logprobs
         if grpo.kl_coef or is_compared or needs_own:
             old = [await self._logprobs(own) for own in batches]
@@ -185,6 +188,9 @@ class Training:
         return deal(samples, self._config, break_even=self._break_even)
 
     async def _logprobs(self, batches: StoredBatches) -> StoredLogprobs:
+        if self._config.grpo.keep_old_actor:
+            call = partial(self._actors.compute_old_logprobs, batches)
+            return await self._calls.make(call, what="compute_old_logprobs", may_leave=True)
         call = partial(self._actors.compute_logprobs, batches)
         return await self._calls.make(call, what="compute_logprobs", may_leave=True)
 

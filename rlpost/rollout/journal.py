@@ -383,7 +383,9 @@ _ADDED: dict[tuple[str, str], object] = {
     ("grpo", "lambd"): 1.0,
     ("grpo", "ref_update_interval"): None,
     ("grpo", "disable_rewards_normalization"): False,
+    ("grpo", "keep_old_actor"): False,
     ("rollout", "reward_weights"): {},
+    ("rollout", "update_weights_interval"): 1,
 }
 """Settings added later, with their former behaviour as value, so that older journals stay usable.
 """

@@ -62,8 +62,6 @@ LACKING: dict[str, str] = {
     "get-mismatch-metrics": "remove it: train/rollout_kl and train/rollout_ratio are always "
     "computed",
     "http-proxy": "engines are reached directly; set proxies for other programs with --environment",
-    "keep-old-actor": "the log-probs of the old policy are computed before the first optimizer "
-    "step of a rollout; --use-tis corrects for the engine's",
     "load-debug-rollout-data-subsample": "record fewer prompts with --rollout-batch-size",
     "load-forge-rollout-data": "use --load-debug-rollout-data with recordings of rlpost",
     "log-correct-samples": "report/samples.jsonl has answers with their rewards",
@@ -119,9 +117,6 @@ LACKING: dict[str, str] = {
     "repeated",
     "update-weight-disk-keep-files": "files of an update are removed once all engines have read "
     "them; keep weights with --save-hf",
-    "update-weights-interval": "engines get the weights after each step, because a resumed run has "
-    "only the newest; use --num-steps-per-rollout, or --rollout-mode fully_async with "
-    "--max-staleness",
     "use-distributed-post": "remove it: requests are sent by the driver (docs/scale.md has the "
     "limits)",
     "use-fault-tolerance": _ALWAYS + ": dead engines are restarted",

@@ -16,6 +16,7 @@ _OFF = {
     "use_tis": "--use-tis false",
     "use_opsm": "--use-opsm false",
     "use_rollout_logprobs": "--use-rollout-logprobs false",
+    "keep_old_actor": "--keep-old-actor false",
     "disable_rewards_normalization": "--disable-rewards-normalization false",
     "normalize_advantages": "--normalize-advantages false",
     "custom_advantage_function_path": "--custom-advantage-function-path none",
@@ -27,7 +28,7 @@ HAVE_BASELINE = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 
 def algorithm_problems(config: Config) -> list[str]:
     """Of the tables [grpo] and [critic]."""
-    return _grpo_problems(config) + critic_problems(config)
+    return _grpo_problems(config) + _old_policy_problems(config) + critic_problems(config)
 
 
 def _grpo_problems(config: Config) -> list[str]:
@@ -104,6 +105,31 @@ def _grpo_problems(config: Config) -> list[str]:
             needs_messages,
             "--loss-type sft_loss needs a response in each line; add --label-key KEY for its key, or "
             "--apply-chat-template true for lists of messages that end with an assistant message",
+        ),
+    ]
+    return [problem for is_broken, problem in rules if is_broken]
+
+
+def _old_policy_problems(config: Config) -> list[str]:
+    """Of --keep-old-actor."""
+    grpo, rollout = config.grpo, config.rollout
+    if not grpo.keep_old_actor:
+        return []
+    rules = [
+        (
+            rollout.rollout_mode == "sync" and rollout.update_weights_interval == 1,
+            "--keep-old-actor true with --rollout-mode sync and --update-weights-interval 1: the weights that "
+            "generated are those before the first optimizer step, to which the policy is compared anyway; omit it",
+        ),
+        (
+            grpo.use_rollout_logprobs,
+            "--keep-old-actor true and --use-rollout-logprobs true both say what the policy is compared with; use one "
+            "of them",
+        ),
+        (
+            config.lora.lora_rank is not None,
+            f"--keep-old-actor true with {spelled(config, 'lora_rank')}: only whole weights are kept; use "
+            "--use-rollout-logprobs true, or --lora-rank none",
         ),
     ]
     return [problem for is_broken, problem in rules if is_broken]

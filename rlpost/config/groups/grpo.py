@@ -104,6 +104,10 @@ class GrpoConfig(Group):
     use_rollout_logprobs: bool = False
     """Compare the policy with the log-probs that the engines reported, instead of those of the
     trainer before its first optimizer step, which are then not computed; not with --use-tis."""
+    keep_old_actor: bool = False
+    """Compare the policy with the weights that generated, kept in host memory, instead of with
+    itself before the rollout's first optimizer step: those of the update before the last one, or,
+    with --update-weights-interval above 1, of the last one (docs/rollout.md)."""
     use_opsm: bool = False
     """Off-policy sequence masking (DeepSeek-V3.2, 2025, section 3.1): leave responses with a
     negative advantage out of the policy loss when the policy has moved away from them."""

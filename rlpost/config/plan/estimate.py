@@ -264,6 +264,7 @@ def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int 
     stored = parameter_bytes(config)
     state = 0 if config.checkpoint.no_save_optim else stored.optimizer
     total = trained_parameters(config, shape, Layout(), 0).total
+    kept = total * stored.weights * _num_kept(config)
     if config.use_critic:
         total += critic_parameters(shape, Layout(), 0).total
     fullest = max(ranks, key=lambda rank: rank.train)
@@ -288,7 +289,7 @@ def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int 
         engine=engine,
         phases=_phases(config, fullest, engine, update),
         host_bytes_per_node=_host(config, ranks),
-        checkpoint_bytes=total * (stored.weights + state),
+        checkpoint_bytes=total * (stored.weights + state) + kept,
         checkpoint_bytes_per_rank=max(rank.saved for rank in ranks),
         save_buffer_bytes=max(_save_buffer(config, rank) for rank in ranks),
         update=update,
@@ -311,7 +312,9 @@ def _rank(config: Config, shape: Shape, layout: Layout, one: Pass, *, stage: int
         trained=trained,
         held=held,
         critic=of_critic,
-        saved=_saved(config, layout, trained) + _saved(config, layout, critic),
+        saved=_saved(config, layout, trained)
+        + _saved(config, layout, critic)
+        + _saved_weights(config, layout, trained) * _num_kept(config),
         optimizer_host=host,
         activations=stage_bytes(shape, layout, one, stage) + transient_bytes(shape, layout, one),
         logits=logits_bytes(shape, layout, one, config.grpo.log_probs_chunk_size) if is_last else 0,
@@ -397,15 +400,29 @@ def _generate(engine: Engine, more: tuple[tuple[str, int], ...]) -> Phase:
     return Phase("generate", (*own, *more))
 
 
+def _num_kept(config: Config) -> int:
+    """Further sets of weights that a checkpoint may have: an updated reference, the old policy."""
+    return (config.grpo.ref_update_interval is not None) + config.keeps_old_policy
+
+
+def _saved_weights(config: Config, layout: Layout, parameters: Parameters) -> int:
+    """Bytes of weights that a rank writes: its share of what data-parallel ranks hold too."""
+    return _share(layout, parameters) * parameter_bytes(config).weights
+
+
 def _saved(config: Config, layout: Layout, parameters: Parameters) -> int:
-    """Bytes that a rank writes: its share of what data-parallel ranks hold too."""
+    """The same with the state of the optimizer."""
+    state = 0 if config.checkpoint.no_save_optim else parameter_bytes(config).optimizer
+    return _saved_weights(config, layout, parameters) + _share(layout, parameters) * state
+
+
+def _share(layout: Layout, parameters: Parameters) -> int:
+    """Parameters that a rank writes."""
     dense = layout.world // (layout.tensor * layout.pipeline)
     expert = layout.world // (layout.expert_tensor * layout.expert * layout.pipeline)
-    count = -(-parameters.dense // dense) + (
+    return -(-parameters.dense // dense) + (
         -(-parameters.expert // expert) if parameters.expert else 0
     )
-    each = parameter_bytes(config)
-    return count * (each.weights + (0 if config.checkpoint.no_save_optim else each.optimizer))
 
 
 def _save_buffer(config: Config, rank: Rank) -> int:
@@ -417,17 +434,18 @@ def _save_buffer(config: Config, rank: Rank) -> int:
 
 
 def _host(config: Config, ranks: tuple[Rank, ...]) -> int:
-    """The fullest node: offloaded optimizer, what leaves the GPU while engines generate, the
-    reference's weights with the policy's own beside them while it computes, and the buffer of a
-    checkpoint.
+    """The fullest node: offloaded optimizer, what leaves the GPU while engines generate, the weights
+    of the reference and of the old policy with the policy's own beside them while these compute,
+    and the buffer of a checkpoint.
     """
     # with adapters the reference is the base, whose weights are on the GPU
     uses_reference = config.lora.lora_rank is None and (
         config.grpo.use_kl_loss or config.grpo.kl_coef > 0
     )
+    copies = uses_reference + config.keeps_old_policy
     each = 0
     for rank in ranks:
-        own = rank.optimizer_host + (2 * rank.held.weights if uses_reference else 0)
+        own = rank.optimizer_host + (copies + 1 if copies else 0) * rank.held.weights
         if config.offload_train:
             own += rank.held.weights + rank.held.optimizer
             own += rank.critic.weights + rank.critic.optimizer

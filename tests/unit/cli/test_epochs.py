@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 
 from rlpost.cli import command_line
@@ -38,7 +37,9 @@ def test_a_requeued_run_keeps_its_number_of_steps(seven, tmp_path):
 def test_a_recipe_with_both_numbers_must_agree(seven):
     both = ("--prompt-data", seven, "--num-epoch", "2", "--num-rollout")
     assert loaded(*both, "14").config.rollout.num_rollout == 14
-    with pytest.raises(ConfigError, match="14 steps .7 rows, 1 a step.*--num-rollout 15 is given"):
+    with pytest.raises(
+        ConfigError, match=r"14 steps \(7 rows, 1 a step\).*--num-rollout 15 is given"
+    ):
         loaded(*both, "15")
 
 

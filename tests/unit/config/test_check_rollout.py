@@ -32,6 +32,32 @@ def config(**groups: object):
             "--over-sampling-batch-size 7 has no",
         ),
         ({"rollout": {"max_staleness": 2}}, "--max-staleness 2 has no effect"),
+        (
+            {"rollout": {"rollout_mode": "fully_async", "update_weights_interval": 2}},
+            "use --max-staleness 2 or more",
+        ),
+        (
+            {
+                "rollout": {"update_weights_interval": 2, "num_rollout": 4},
+                "eval": {"eval_interval": 3, "eval_prompt_data": ["a.jsonl"]},
+            },
+            "--eval-interval 3 with --update-weights-interval 2",
+        ),
+        (
+            {
+                "rollout": {"update_weights_interval": 2, "num_rollout": 5},
+                "eval": {"eval_interval": 2, "eval_prompt_data": ["a.jsonl"]},
+            },
+            "--num-rollout 5 with --update-weights-interval 2",
+        ),
+        (
+            {"rollout": {"update_weights_interval": 2}, "lora": {"lora_rank": 4}},
+            "--update-weights-interval 2 with --lora-rank 4",
+        ),
+        (
+            {"rollout": {"update_weights_interval": 2}, "grpo": {"loss_type": "sft_loss"}},
+            "--update-weights-interval 2 has no effect with --loss-type sft_loss",
+        ),
         ({"rollout": {"mask_offpolicy_in_partial_rollout": True}}, "add --partial-rollout true"),
         (
             {"rollout": {"rollout_mode": "one_step_off"}, "cluster": {"colocate": True}},
@@ -82,6 +108,36 @@ def test_a_knob_of_the_algorithm_without_effect_is_named(
 ) -> None:
     (problem,) = algorithm_problems(config(grpo=grpo))
     assert words in problem
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ({"grpo": {"keep_old_actor": True}}, "--keep-old-actor true with --rollout-mode sync"),
+        (
+            {
+                "rollout": {"rollout_mode": "one_step_off"},
+                "grpo": {"keep_old_actor": True, "use_rollout_logprobs": True},
+            },
+            "--keep-old-actor true and --use-rollout-logprobs true",
+        ),
+        (
+            {
+                "rollout": {"rollout_mode": "one_step_off"},
+                "grpo": {"keep_old_actor": True},
+                "lora": {"lora_rank": 4},
+            },
+            "--keep-old-actor true with --lora-rank 4",
+        ),
+    ],
+)
+def test_an_old_policy_that_is_not_used_or_cannot_be_kept_is_named(
+    groups: dict[str, dict[str, object]], words: str
+) -> None:
+    (problem,) = algorithm_problems(config(**groups))
+    assert words in problem
+    ahead = {"rollout": {"rollout_mode": "one_step_off"}, "grpo": {"keep_old_actor": True}}
+    assert algorithm_problems(config(**ahead)) == []
 
 
 def test_engines_of_somebody_else_take_no_gpus_of_the_run_and_share_none() -> None:

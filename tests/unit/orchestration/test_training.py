@@ -46,6 +46,7 @@ class Actors:
         value = {
             "compute_logprobs": -1.0,
             "compute_ref_logprobs": -2.0,
+            "compute_old_logprobs": -4.0,
             "compute_teacher_logprobs": -3.0,
             "compute_values": 0.5,
         }[method]
@@ -138,6 +139,16 @@ def test_one_step_a_rollout_needs_no_log_probs_and_several_take_theirs_before_th
     assert [name for name, _ in several.calls] == ["compute_logprobs"] * 2 + ["train_step"] * 2
     assert one.named("train_step")[0][0][1] is None
     assert several.named("train_step")[0][1][1], "the last stage gets its own log-probs back"
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_with_a_kept_old_policy_even_one_step_is_compared_with_its_log_probs(num_steps):
+    actors = Actors(HEALTHY | {"train/ppo_kl": 0.5})  # the policy has moved since
+    train(actors, num_steps=num_steps, keep_old_actor=True)
+    named = [name for name, _ in actors.calls]
+    assert named == ["compute_old_logprobs"] * num_steps + ["train_step"] * num_steps
+    _, (batch, old, _) = actors.named("train_step")[0]
+    assert old == [[actors.of_sample(-4.0, one) for one in micro] for micro in batch.micro_batches]
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])
