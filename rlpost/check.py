@@ -37,7 +37,7 @@ from rlpost.config.checks.rollout import debug_problems, eval_problems, rollout_
 from rlpost.config.checks.routing import routing_model_problems, routing_problems
 from rlpost.config.checks.sandbox import sandbox_problems
 from rlpost.config.checks.sync import draft_problems, sync_problems
-from rlpost.config.eval_sets import ROLLOUT_KEYS, eval_sets
+from rlpost.config.eval_sets import eval_sets, set_settings
 from rlpost.config.megatron_options import option_names, option_problems
 from rlpost.config.path_variables import variable_problems
 from rlpost.config.plan.estimate import estimate
@@ -401,14 +401,11 @@ def _prompt_problems(config: Config) -> list[str]:
     except ConfigError:  # reported by another check
         return problems
     for one in sets:
-        overrides = {
-            key: getattr(one, key) for key in ROLLOUT_KEYS if getattr(one, key) is not None
-        }
-        settings = rollout.model_copy(update=overrides)
+        settings = set_settings(one, config.eval, rollout)
         if is_there([one.path]):
             found = _collect(partial(check_prompts, [one.path], settings))
             problems += _of_file(f"--eval-prompt-data {one.name}", found)
-        if overrides.keys() & REWARD_KEYS:
+        if any(getattr(one, key) is not None for key in REWARD_KEYS):
             problems += [
                 f"{one.name}: {line}" for line in _collect(partial(check_reward, settings))
             ]

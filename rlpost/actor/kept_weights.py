@@ -42,7 +42,7 @@ class KeptWeights:
         self._saver: megatron_checkpoint.Saver | None = None
         self._live = [held.tensor.data for held in inventory.held.values()]
         self._kept = [_on_host_like(tensor) for tensor in self._live]
-        self._mine = (
+        self._mine: list[torch.Tensor] = (
             [_on_host_like(tensor) for tensor in self._live] if shares is None else shares._mine
         )
         self._is_in = False

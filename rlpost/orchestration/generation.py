@@ -22,7 +22,7 @@ from rlpost.agents.gateway import Gateway
 from rlpost.checkpoint.state import RunState
 from rlpost.compat.slime.arguments import Arguments, settings_of
 from rlpost.compat.slime.filters import SlimeGrader
-from rlpost.config.eval_sets import ROLLOUT_KEYS, EvalSet, eval_sets
+from rlpost.config.eval_sets import ROLLOUT_KEYS, EvalSet, eval_sets, set_settings
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.keys import TEACHER
 from rlpost.config.tree import Config
@@ -269,9 +269,9 @@ class Generation:
         return {key: value for metrics in found for key, value in metrics.items()}
 
     def _evaluation(self, one: EvalSet) -> Evaluation:
-        config, rollout = self._config, self._config.rollout
+        config = self._config
         own = {key: value for key in ROLLOUT_KEYS if (value := getattr(one, key)) is not None}
-        rollout = rollout.model_copy(update=own)
+        rollout = set_settings(one, config.eval, config.rollout)
         same_reward = not own.keys() & {"rm_type", "custom_rm_path"}
         own_config = config.model_copy(update={"rollout": rollout})
         function: GenerateFunction | None = None
@@ -286,7 +286,7 @@ class Generation:
             prompts=self.prompt_set(one.path, rollout).all(),
             writer=partial(
                 GroupWriter,
-                sampling=eval_sampling(one, config.eval, config.rollout, self._eos),
+                sampling=eval_sampling(one, config.eval, rollout, self._eos),
                 n=one.n_samples_per_eval_prompt or config.eval.n_samples_per_eval_prompt,
                 grader=self._grading(grader, rollout),
                 function=function or write_answer,

@@ -384,6 +384,7 @@ _ADDED: dict[tuple[str, str], object] = {
     ("grpo", "ref_update_interval"): None,
     ("grpo", "disable_rewards_normalization"): False,
     ("grpo", "keep_old_actor"): False,
+    ("grpo", "disable_compute_advantages_and_returns"): False,
     ("rollout", "reward_weights"): {},
     ("rollout", "update_weights_interval"): 1,
 }

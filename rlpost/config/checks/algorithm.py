@@ -89,6 +89,13 @@ def _grpo_problems(config: Config) -> list[str]:
             "one of them",
         ),
         (
+            grpo.disable_compute_advantages_and_returns
+            and (not (is_custom or is_sft) or bool(_uses_advantages(config))),
+            f"--disable-compute-advantages-and-returns true with "
+            f"{_uses_advantages(config) or spelled(config, 'loss_type')}, which needs them; use --loss-type sft_loss "
+            "or custom_loss, or omit it",
+        ),
+        (
             grpo.tis_clip_low >= grpo.tis_clip,
             f"{spelled(config, 'tis_clip_low')} must be below {spelled(config, 'tis_clip')}; use --tis-clip-low 0",
         ),
@@ -108,6 +115,19 @@ def _grpo_problems(config: Config) -> list[str]:
         ),
     ]
     return [problem for is_broken, problem in rules if is_broken]
+
+
+def _uses_advantages(config: Config) -> str:
+    """The first setting that changes advantages; empty without."""
+    grpo = config.grpo
+    given = {
+        "advantage_estimator": config.use_critic,
+        "kl_coef": bool(grpo.kl_coef),
+        "normalize_advantages": grpo.normalize_advantages,
+        "custom_advantage_function_path": grpo.custom_advantage_function_path is not None,
+        "opd_type": config.distillation.use_opd and config.distillation.opd_form == "advantage",
+    }
+    return next((spelled(config, key) for key, is_set in given.items() if is_set), "")
 
 
 def _old_policy_problems(config: Config) -> list[str]:

@@ -21,6 +21,7 @@ def rollout_problems(config: Config) -> list[str]:
         rollout.rollout_mode,
         rollout.max_staleness,
     )
+    longest = config.eval.eval_max_response_len or rollout.rollout_max_response_len
     rules = [
         (
             over is not None and over < rollout.rollout_batch_size and mode != "fully_async",
@@ -49,6 +50,11 @@ def rollout_problems(config: Config) -> list[str]:
             and mode == "sync",
             "--mask-offpolicy-in-partial-rollout true needs --partial-rollout, else no response has off-policy tokens; "
             "add --partial-rollout true, or use --mask-offpolicy-in-partial-rollout false",
+        ),
+        (
+            (config.eval.eval_min_new_tokens or 0) > longest,
+            f"{spelled(config, 'eval_min_new_tokens')} is more than the {longest} tokens that a response may have "
+            f"(--eval-max-response-len, else --rollout-max-response-len); use at most {longest}",
         ),
         (
             bool(rollout.reward_weights and rollout.reward_key),

@@ -50,6 +50,9 @@ class GrpoConfig(Group):
     """Do not divide advantages by the group's standard deviation (Dr. GRPO)."""
     disable_rewards_normalization: bool = False
     """Take rewards as advantages, without a baseline (REINFORCE)."""
+    disable_compute_advantages_and_returns: bool = False
+    """Compute no advantages: with --loss-type sft_loss, or a custom loss that uses none and gets
+    zeros."""
     normalize_advantages: bool = False
     """Shift and scale the advantages of a rollout to mean 0 and variance 1 over all its tokens."""
     overlong_buffer_len: Positive | None = None

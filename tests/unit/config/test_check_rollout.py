@@ -9,8 +9,9 @@ import pytest
 from rlpost.config.checks.algorithm import algorithm_problems
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.checks.rollout import debug_problems, eval_problems, rollout_problems
-from rlpost.config.eval_sets import EvalSet, eval_sets
+from rlpost.config.eval_sets import EvalSet, eval_sets, set_settings
 from rlpost.config.groups.eval import EvalConfig
+from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.load import load, parse_dump
 from rlpost.errors import ConfigError
 
@@ -32,6 +33,10 @@ def config(**groups: object):
             "--over-sampling-batch-size 7 has no",
         ),
         ({"rollout": {"max_staleness": 2}}, "--max-staleness 2 has no effect"),
+        (
+            {"rollout": {"rollout_max_response_len": 9}, "eval": {"eval_min_new_tokens": 10}},
+            "--eval-min-new-tokens 10 is more than the 9 tokens",
+        ),
         (
             {"rollout": {"rollout_mode": "fully_async", "update_weights_interval": 2}},
             "use --max-staleness 2 or more",
@@ -100,6 +105,19 @@ def test_a_contradiction_is_named(groups: dict[str, dict[str, object]], key: str
         (
             {"disable_rewards_normalization": True, "custom_advantage_function_path": "a.b"},
             "does not apply to --custom-advantage-function-path",
+        ),
+        (
+            {"disable_compute_advantages_and_returns": True},
+            "with --loss-type policy_loss, which needs them",
+        ),
+        (
+            {
+                "disable_compute_advantages_and_returns": True,
+                "loss_type": "custom_loss",
+                "custom_loss_function_path": "a.b",
+                "kl_coef": 0.1,
+            },
+            "with --kl-coef 0.1, which needs them",
         ),
     ],
 )
@@ -202,6 +220,29 @@ def test_sets_come_from_a_file_with_settings_of_their_own(
             **given | {"temperature": 0.0},
         ),
     )
+
+
+def test_keys_and_limits_for_all_sets_give_way_to_those_of_a_set(tmp_path: Path) -> None:
+    file = tmp_path / "sets.toml"
+    file.write_text(
+        '[[datasets]]\nname = "a"\npath = "a.jsonl"\ninput_key = "question"\n'
+        '[[datasets]]\nname = "b"\npath = "b.jsonl"\n'
+    )
+    given = EvalConfig(
+        eval_config=str(file),
+        eval_input_key="problem",
+        eval_label_key="answer",
+        eval_max_prompt_len=7,
+        eval_max_context_len=20,
+    )
+    rollout = RolloutConfig(tool_key="tools", label_key="label", rollout_max_prompt_len=5)
+    made = [set_settings(one, given, rollout) for one in eval_sets(given)]
+    assert [one.input_key for one in made] == ["question", "problem"]
+    for one in made:
+        assert (one.label_key, one.tool_key) == ("answer", "tools")
+        assert (one.rollout_max_prompt_len, one.rollout_max_context_len) == (7, 20)
+    (plain,) = eval_sets(EvalConfig(eval_prompt_data=("a.jsonl",)))
+    assert set_settings(plain, EvalConfig(), rollout) == rollout
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,12 @@ def test_a_penalty_in_the_reward_reaches_the_right_sample(num_steps):
     assert metrics["train/reward_kl"] == pytest.approx(1.0)
 
 
+def test_a_loss_that_uses_no_advantages_gets_zeros():
+    actors, off = Actors(), {"disable_compute_advantages_and_returns": True}
+    train(actors, loss_type="custom_loss", custom_loss_function_path="a.b", **off)
+    assert [sample.advantage for sample in actors.trained()] == [0.0] * 4
+
+
 def test_returns_to_go_are_one_advantage_a_token():
     actors = Actors()
     train(actors, kl_coef=0.1, kl_loss_type="k1", advantage_estimator="reinforce_plus_plus")
