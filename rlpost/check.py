@@ -24,6 +24,7 @@ from rlpost.config.checks.agents import agent_problems
 from rlpost.config.checks.algorithm import algorithm_problems
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.container import container_problems, interpreter_note
+from rlpost.config.checks.critic import own_critic_model_problems, own_critic_problems
 from rlpost.config.checks.distillation import distillation_problems
 from rlpost.config.checks.environment import environment_problems
 from rlpost.config.checks.fleet import fleet_model_problems, fleet_problems
@@ -102,6 +103,7 @@ def _settings_problems(config: Config) -> list[str]:
         *layout_problems(config),
         *batch_problems(config),
         *algorithm_problems(config),
+        *own_critic_problems(config),
         *distillation_problems(config),
         *agent_problems(config),
         *routing_problems(config),
@@ -284,6 +286,7 @@ def _model_folder_problems(config: Config) -> list[str]:
     try:
         hf_config = json.loads((path / "config.json").read_text())
         problems += [*model_problems(config, hf_config), *routing_model_problems(config, hf_config)]
+        problems += own_critic_model_problems(config, hf_config)
         problems += fleet_model_problems(config, hf_config)
         problems += lora_model_problems(config, hf_config)
         problems += _of_file("--hf-checkpoint", _collect(lambda: _check_description(config, path)))

@@ -28,7 +28,6 @@ from rlpost.actor import (
     muon,
     optimizer,
     parallel,
-    progress,
     random_state,
     weight_files,
 )
@@ -45,6 +44,7 @@ from rlpost.actor.packing import RowLayout, teacher_columns
 from rlpost.actor.parallel import Rendezvous
 from rlpost.actor.passes import Logprobs, Passes
 from rlpost.actor.profiling import Profiling
+from rlpost.actor.rank import Rank
 from rlpost.actor.reference import ReferenceWeights
 from rlpost.actor.routing_replay import RoutingReplay
 from rlpost.actor.saves import Saves
@@ -57,7 +57,6 @@ from rlpost.algorithm.guards import check_finite
 from rlpost.columns import FloatColumn
 from rlpost.errors import Interrupted
 from rlpost.metrics.spans import span
-from rlpost.progress.position import Position
 from rlpost.types import StepResult, TrainBatch
 from rlpost.weights.bucket_plan import SMALLEST
 from rlpost.weights.delta import Written
@@ -69,7 +68,7 @@ from rlpost.weights.trainer_side import Broadcast, Buckets, Sharing
 logger = logging.getLogger(__name__)
 
 
-class Actor:
+class Actor(Rank):
     """One rank of the trainer."""
 
     def __init__(
@@ -189,40 +188,6 @@ class Actor:
         self.memory = DeviceMemory(self.model, self.optimizer, critic)
         self.saves = Saves(settings, self.chunks, self.optimizer, self.memory, self.critic)
         self.profiling = Profiling(dist.get_rank())
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Index of this rank's TrainBatch."""
-        return parallel.data_parallel_rank()
-
-    @property
-    def visible_gpu(self) -> str:
-        """The GPU of this rank, for an engine that shares it."""
-        return device.visible()
-
-    @property
-    def gpu_position(self) -> int | None:
-        """Index of this rank's GPU on its node; None if unknown or without a GPU."""
-        return device.position()
-
-    @property
-    def peak_flops(self) -> float | None:
-        """Peak FLOP/s of this rank's device; None if unknown."""
-        return device.peak_flops()
-
-    @property
-    def memory_use(self) -> dict[str, float]:
-        """Current memory use of this rank, by metric name; safe to call from another thread."""
-        return device.memory_use()
-
-    @property
-    def position(self) -> Position:
-        """Where this rank is; safe to call from another thread, also while a collective hangs."""
-        return progress.position()
-
-    def write_flight_record(self, folder: str | Path) -> str | None:
-        """Write torch's record of the newest collectives; return its path, None without one."""
-        return progress.write_flight_record(folder)
 
     @property
     def sync_stage(self) -> int | None:

@@ -94,7 +94,7 @@ def rehearsed(
             "external; use rlpost plan"
         )
     actor = actor_settings(config)
-    if actor.use_critic or actor.lora_rank is not None or actor.optimizer != "adam":
+    if config.use_critic or actor.lora_rank is not None or actor.optimizer != "adam":
         raise ConfigError(
             "a rehearsal has no critic, no adapters and no optimizer but Adam yet; omit --use-critic, "
             "--lora-rank and --optimizer for it, or use rlpost plan"

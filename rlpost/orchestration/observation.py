@@ -259,7 +259,7 @@ class Flops:
         if config.num_steps_per_rollout > 1 or grpo.kl_coef or needs_policy_logprobs(config):
             passes += 1  # log-probs under the rollout's weights
         passes += bool(grpo.use_kl_loss) + bool(grpo.kl_coef)  # and under the reference's
-        if config.use_critic:
+        if config.use_critic and not config.has_own_critic:
             passes += 4  # values, forward and backward of the critic
         self._a_token = 2.0 * used_parameters(hf) * passes
         self._break_even = model_break_even(hf)

@@ -55,6 +55,7 @@ class ClusterStages(RunStages):
         self._fleet = Fleet(config, self.cluster, placement, ports)
         self.closing.callback(self._fleet.close)
         self._actors = startup.actor_workers(placement)
+        self.critics = startup.critic_workers(placement)
         self._offload = Offload(config, self._actors, self._fleet)
         if config.cluster.colocate:  # engines measure free memory, so the actors start first
             await startup.within_deadline(self._start_trainer(placement, ports, checkpoint))
@@ -122,7 +123,7 @@ class ClusterStages(RunStages):
         await self.recovery.begin(self._training)
         cluster = self.config.cluster
         if cluster.spare_nodes:
-            ranks_recover = cluster.max_trainer_recoveries > 0
+            ranks_recover = self.config.trainer_recoveries > 0
             await self._nodes.begin(placement, ranks_recover=ranks_recover)
             self.closing.push_async_callback(self._nodes.close)
 
@@ -151,7 +152,12 @@ class ClusterStages(RunStages):
         self, placement: Placement, ports: Ports, checkpoint: Path | None
     ) -> None:
         self._training = await self.startup.trainer(
-            self._actors, placement, ports, checkpoint, break_even=self.break_even
+            self._actors,
+            placement,
+            ports,
+            checkpoint,
+            break_even=self.break_even,
+            critics=self.critics,
         )
 
     async def _start_engines(self, num_ranks: int) -> None:

@@ -278,7 +278,7 @@ class TrainerRecovery:
             phase,
             self._step,
             now,
-            settings.cluster.max_trainer_recoveries,
+            settings.trainer_recoveries,
             engines_hold_gpus=self._ranks.engines_hold_gpus(),
             lacks_optimizer=settings.checkpoint.no_save_optim and self._checkpoints.has_committed,
         )

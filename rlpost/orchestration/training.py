@@ -22,6 +22,7 @@ from rlpost.algorithm.kl import kl_values
 from rlpost.algorithm.schedule import sequence_work
 from rlpost.algorithm.shaping import shaped
 from rlpost.columns import DoubleColumn, FloatColumn
+from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.tree import Config
 from rlpost.orchestration import distillation
@@ -32,7 +33,7 @@ from rlpost.orchestration.batches import (
     samples_with,
     shaping_of,
 )
-from rlpost.orchestration.critic_training import CriticTraining
+from rlpost.orchestration.critic_training import CriticBatches, CriticGroup, CriticTraining
 from rlpost.orchestration.interruptible import InterruptibleCalls
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.worker_groups import (
@@ -73,6 +74,7 @@ class Training:
         break_even: float,
         hosts: Sequence[str] | None = None,
         record: Record | None = None,
+        critics: CriticGroup | None = None,
     ) -> None:
         """
         Args:
@@ -81,6 +83,7 @@ class Training:
             break_even: see ``batches.model_break_even``.
             hosts: the host of each actor. Default: one host.
             record: writes an event into the ledger.
+            critics: the ranks of a critic on its own GPUs.
         """
         self._config = config
         self._actors = actors
@@ -97,7 +100,18 @@ class Training:
         self._shaping = shaping_of(config)
         self._critic = None
         if config.use_critic:
-            self._critic = CriticTraining(config, actors, data_ranks, self._calls)
+            self._critic = self._made_critic(critics, stop)
+
+    def _made_critic(self, critics: CriticGroup | None, stop: StopRequest) -> CriticTraining:
+        if critics is None:
+            return CriticTraining(self._config, self._actors, self._data_ranks, self._calls)
+        return CriticTraining(
+            critic_ranks(self._config),
+            critics.ranks,
+            critics.data_ranks,
+            InterruptibleCalls(critics.ranks, stop),
+            has_own_ranks=True,
+        )
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """Run all optimizer steps of a rollout; return the metrics of the last one.
@@ -114,7 +128,7 @@ class Training:
             groups = await asyncio.to_thread(shaped, groups, self._shaping)
             rewards = [reward for group in groups for reward in group.rewards]
             metrics["reward/shaped_mean"] = statistics.fmean(rewards)
-        steps = await asyncio.to_thread(self._deal, groups)
+        steps = await asyncio.to_thread(self._deal, groups, self._config)
         self._warn(check_tokens(step.batches) for step in steps)
         # Stored once for all passes. The store frees them with these lists, at the end of the
         # rollout's training.
@@ -144,11 +158,14 @@ class Training:
             )
         by_group: Sequence[Sequence[Advantage]] | None = None
         if self._critic is not None:
-            values = await self._critic.values(batches)
-            estimates = await self._critic.estimates(groups, steps, values, penalties)
+            of_critic = await self._critic.batches(
+                CriticBatches(steps, batches), partial(self._deal, groups)
+            )
+            values = await self._critic.values(of_critic)
+            estimates = await self._critic.estimates(groups, of_critic, values, penalties)
             metrics |= estimates.metrics
             by_group = estimates.advantages
-            metrics |= await self._critic.train(steps, batches, values, estimates)
+            metrics |= await self._critic.train(of_critic, values, estimates)
         elif penalties is not None or trains_distilled:
             by_group = await asyncio.to_thread(
                 distillation.base_advantages, groups, grpo, given, penalties
@@ -175,9 +192,9 @@ class Training:
         """Return an argument that is None on every rank."""
         return [None] * len(self._data_ranks)
 
-    def _deal(self, groups: Sequence[SampleGroup]) -> list[DealtStep]:
-        """Return the batches of a rollout; with a KL penalty, a critic or a teacher, advantages are
-        0 until replaced.
+    def _deal(self, groups: Sequence[SampleGroup], config: Config) -> list[DealtStep]:
+        """Return the batches of a rollout for the ranks of ``config``; with a KL penalty, a critic
+        or a teacher, advantages are 0 until replaced.
         """
         grpo, given = self._config.grpo, self._config.distillation
         has_teacher = distillation.in_advantage(given) or (given.use_opd and given.opd_alone)
@@ -185,7 +202,7 @@ class Training:
             samples = samples_with([[0.0] * len(group.samples) for group in groups], groups, grpo)
         else:
             samples = rollout_samples(groups, grpo)
-        return deal(samples, self._config, break_even=self._break_even)
+        return deal(samples, config, break_even=self._break_even)
 
     async def _logprobs(self, batches: StoredBatches) -> StoredLogprobs:
         if self._config.grpo.keep_old_actor:

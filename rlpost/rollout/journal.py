@@ -38,6 +38,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from rlpost.config.critic_ranks import LAYOUT
 from rlpost.config.tree import Config
 from rlpost.daemon_threads import in_daemon
 from rlpost.errors import CheckpointError
@@ -397,6 +398,12 @@ _TEACHER_SERVER = {"opd_teacher_url", "opd_teacher_timeout_s"}
 """Settings of [distillation] that may change: a teacher may move to another server."""
 
 
+CRITIC_LAYOUT = {"critic_own_gpus", *LAYOUT} - {"critic_num_nodes", "critic_num_gpus_per_node"}
+"""Where the critic runs: it may change, as the layout of the policy may. Both numbers stay for
+journals of earlier versions.
+"""
+
+
 def settings_hash(config: Config) -> str:
     """Hash all settings that decide what is generated and trained; a journal resumes only with
     equal ones.
@@ -414,7 +421,7 @@ def settings_hash(config: Config) -> str:
             mode="json", exclude=_TEACHER_SERVER
         )
     if config.use_critic:
-        tables["critic"] = config.critic.model_dump(mode="json")
+        tables["critic"] = config.critic.model_dump(mode="json", exclude=CRITIC_LAYOUT)
     origin = {
         name: getattr(config.checkpoint, name) for name in ("hf_checkpoint", "ref_load", "load")
     }

@@ -28,7 +28,12 @@ HAVE_BASELINE = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 
 def algorithm_problems(config: Config) -> list[str]:
     """Of the tables [grpo] and [critic]."""
-    return _grpo_problems(config) + _old_policy_problems(config) + critic_problems(config)
+    return [
+        *_grpo_problems(config),
+        *_no_advantage_problems(config),
+        *_old_policy_problems(config),
+        *critic_problems(config),
+    ]
 
 
 def _grpo_problems(config: Config) -> list[str]:
@@ -89,13 +94,6 @@ def _grpo_problems(config: Config) -> list[str]:
             "one of them",
         ),
         (
-            grpo.disable_compute_advantages_and_returns
-            and (not (is_custom or is_sft) or bool(_uses_advantages(config))),
-            f"--disable-compute-advantages-and-returns true with "
-            f"{_uses_advantages(config) or spelled(config, 'loss_type')}, which needs them; use --loss-type sft_loss "
-            "or custom_loss, or omit it",
-        ),
-        (
             grpo.tis_clip_low >= grpo.tis_clip,
             f"{spelled(config, 'tis_clip_low')} must be below {spelled(config, 'tis_clip')}; use --tis-clip-low 0",
         ),
@@ -128,6 +126,19 @@ def _uses_advantages(config: Config) -> str:
         "opd_type": config.distillation.use_opd and config.distillation.opd_form == "advantage",
     }
     return next((spelled(config, key) for key, is_set in given.items() if is_set), "")
+
+
+def _no_advantage_problems(config: Config) -> list[str]:
+    """Of --disable-compute-advantages-and-returns."""
+    if not config.grpo.disable_compute_advantages_and_returns:
+        return []
+    user = _uses_advantages(config)
+    if not user and config.grpo.loss_type != "policy_loss":
+        return []
+    return [
+        f"--disable-compute-advantages-and-returns true with {user or spelled(config, 'loss_type')}, which needs them; "
+        "use --loss-type sft_loss or custom_loss, or omit it"
+    ]
 
 
 def _old_policy_problems(config: Config) -> list[str]:
@@ -207,9 +218,9 @@ def critic_problems(config: Config) -> list[str]:
         ),
         *(
             (
-                is_ppo and value not in (None, own),
+                is_ppo and not critic.critic_own_gpus and value not in (None, own),
                 f"{spelled(config, key)}: the critic is trained on the ranks of the policy, {own} here; leave "
-                f"{flag(key)} out",
+                f"{flag(key)} out, or add --critic-own-gpus true",
             )
             for key, value, own in sizes
         ),

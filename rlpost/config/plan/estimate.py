@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.plan.activations import Pass, logits_bytes, stage_bytes, transient_bytes
 from rlpost.config.plan.adapters import adapter_parameters
 from rlpost.config.plan.shape import (
@@ -287,7 +288,7 @@ def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int 
         longest=longest,
         ranks=ranks,
         engine=engine,
-        phases=_phases(config, fullest, engine, update),
+        phases=(*_phases(config, fullest, engine, update), *_critic_phase(config, shape)),
         host_bytes_per_node=_host(config, ranks),
         checkpoint_bytes=total * (stored.weights + state) + kept,
         checkpoint_bytes_per_rank=max(rank.saved for rank in ranks),
@@ -301,7 +302,7 @@ def _rank(config: Config, shape: Shape, layout: Layout, one: Pass, *, stage: int
     trained = trained_parameters(config, shape, layout, stage)
     held, host = held_memory(config, layout, parameters, trained)
     critic, of_critic = Parameters(0), RankMemory(0, 0, 0)
-    if config.use_critic:
+    if config.use_critic and not config.has_own_critic:
         critic = critic_parameters(shape, layout, stage)
         of_critic, more = held_memory(config, layout, critic, critic)
         host += more
@@ -391,6 +392,28 @@ def _phases(
     )
 
 
+def _critic_phase(config: Config, shape: Shape) -> tuple[Phase, ...]:
+    """What the GPUs of a critic hold that has its own; nothing without."""
+    if not config.has_own_critic:
+        return ()
+    own = critic_ranks(config)
+    layout, one = layout_of(own), forward_pass(own)[0]
+    phases = []
+    for stage in range(layout.pipeline):
+        parameters = critic_parameters(shape, layout, stage)
+        held, _ = held_memory(own, layout, parameters, parameters)
+        activations = stage_bytes(shape, layout, one, stage) + transient_bytes(shape, layout, one)
+        parts = (
+            ("weights", held.weights),
+            ("gradients", held.gradients),
+            ("optimizer", held.optimizer),
+            ("activations", activations),
+            ("CUDA, NCCL", TRAINER_CONTEXT),
+        )
+        phases.append(Phase("critic", parts))
+    return (max(phases, key=lambda phase: phase.total),)
+
+
 def _generate(engine: Engine, more: tuple[tuple[str, int], ...]) -> Phase:
     own = (
         ("engine", engine.weights),
@@ -429,7 +452,7 @@ def _save_buffer(config: Config, rank: Rank) -> int:
     """Slots of host memory are made as they are needed, so a small state takes less than
     --save-buffer-gb. Policy and critic have a buffer each.
     """
-    buffers = 2 if config.use_critic else 1
+    buffers = 2 if rank.critic.total else 1
     return min(buffers * int(config.checkpoint.save_buffer_gb * 1e9), rank.saved)
 
 
