@@ -98,7 +98,7 @@ class TrainOnly(RunStages):
         """Start the actors; load ``checkpoint``, or the Hugging Face weights without one."""
         placement, ports = self.startup.layout()
         self._actors = self.startup.actor_workers(placement)
-        self.critics = self.startup.critic_workers(placement)
+        self.critics = self.observation.critics = self.startup.critic_workers(placement)
         await self.startup.within_deadline(self._start_trainer(placement, ports, checkpoint))
         await self.observation.attach(self._actors, None, None)
 

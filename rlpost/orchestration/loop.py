@@ -202,7 +202,9 @@ class Loop:
             with _timed(metrics, "time/generate_s"):
                 await self._rollouts.settle()
             is_needed = self._rollouts.wants_weights() or self._must_evaluate()
-            if is_needed and self._engine_version != self._sent:
+            # engines that leave their GPU lose their weights, and the update brings them back
+            has_left = self._config.offload_rollout or self._config.offload_train
+            if is_needed and (has_left or self._engine_version != self._sent):
                 with _timed(metrics, "time/sync_s"):
                     await self._sync()
             self._rollouts.synced(self._engine_version)

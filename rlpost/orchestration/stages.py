@@ -55,7 +55,7 @@ class ClusterStages(RunStages):
         self._fleet = Fleet(config, self.cluster, placement, ports)
         self.closing.callback(self._fleet.close)
         self._actors = startup.actor_workers(placement)
-        self.critics = startup.critic_workers(placement)
+        self.critics = self.observation.critics = startup.critic_workers(placement)
         self._offload = Offload(config, self._actors, self._fleet)
         if config.cluster.colocate:  # engines measure free memory, so the actors start first
             await startup.within_deadline(self._start_trainer(placement, ports, checkpoint))
