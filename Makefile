@@ -22,7 +22,7 @@ system:  ## Debian packages for the tests on a real Slurm (as root)
 	@tools/install_system.sh
 
 assets: install  ## the tiny model, its tokenizer and its prompts
-	@$(BIN)/python tools/make_tiny_model.py --out $(ASSETS)
+	@$(BIN)/python -m rlpost.cli.tiny_model --out $(ASSETS)
 
 quickstart: assets  ## train the tiny model on this machine: Ray, Megatron-core, SGLang, no GPU
 	$(BIN)/python -m rlpost.submit jobs/recipes/tiny.toml

@@ -53,6 +53,8 @@ PLACES = {
     "node": (signal.SIGKILL,),
     "batch shell": (signal.SIGUSR2, signal.SIGTERM, signal.SIGKILL),
 }
+QUEUED_S = 0.5
+"""A group that was finished within this time of a kill may not be on disk."""
 
 
 @dataclass
@@ -202,8 +204,37 @@ def killed(run: CrashedRun, num_kills: int, rng: random.Random) -> list[Kill]:
     return kills
 
 
-def differences(run: CrashedRun, undisturbed: CrashedRun) -> list[str]:
-    """Differences from the undisturbed run, as messages; empty if there are none."""
+def repeated(finished: Sequence[tuple[int, float]], killed_at: Sequence[float] = ()) -> list[int]:
+    """Return the prompts whose finished group was generated again, sorted.
+
+    The journal writes a group to disk in the moments after it is finished: a group that a kill
+    took from this queue is generated again, and does not count (``rlpost.rollout.journal``).
+
+    Args:
+        finished: prompt and time in s of each finished group.
+        killed_at: times of the kills on the same clock.
+    """
+    by_prompt: dict[int, list[float]] = {}
+    for prompt, at in finished:
+        by_prompt.setdefault(prompt, []).append(at)
+
+    def may_be_lost(at: float) -> bool:
+        return any(abs(kill - at) <= QUEUED_S for kill in killed_at)
+
+    return sorted(
+        prompt
+        for prompt, times in by_prompt.items()
+        if not all(may_be_lost(at) for at in sorted(times)[:-1])
+    )
+
+
+def differences(
+    run: CrashedRun, undisturbed: CrashedRun, killed_at: Sequence[float] = ()
+) -> list[str]:
+    """Differences from the undisturbed run, as messages; empty if there are none.
+
+    ``killed_at``: when the run was killed, in seconds of ``time.monotonic``.
+    """
     found = []
     if run.weights() != undisturbed.weights():
         found.append("the final weights differ")
@@ -215,10 +246,10 @@ def differences(run: CrashedRun, undisturbed: CrashedRun) -> list[str]:
         found.append(
             f"the metrics of {len(run.lines())} and {len(undisturbed.lines())} steps differ: {steps[:5]}"
         )
-    finished = run.finished()
-    twice = sorted({prompt for prompt in finished if finished.count(prompt) > 1})
+    twice = repeated(run.finished_in_time(), killed_at)
     if twice:
         found.append(f"groups finished twice: prompts {twice[:10]}")
+    finished = run.finished()
     if set(finished) != set(undisturbed.finished()):
         found.append(f"other prompts: {sorted(set(finished) ^ set(undisturbed.finished()))[:10]}")
     return found
@@ -286,7 +317,7 @@ def main() -> int:
         alone_s = time.monotonic() - began
         run = CrashedRun(lab, "killed", num_steps(options.kills))
         kills = killed(run, options.kills, random.Random(options.seed))
-        wrong = differences(run, undisturbed)
+        wrong = differences(run, undisturbed, [kill.at for kill in kills])
         groups = len(run.finished())
         exits = [
             line["seconds_from_signal"]

@@ -5,7 +5,7 @@
 
 Input: a prompt. Output: tokens, log-probs and text that depend on prompt and index only, so that
 two runs can be compared bit for bit, independent of the engines' batches. Every finished group is
-recorded, with the process that finished it, in the file beside this one.
+recorded, with the process that finished it and the time, in the file beside this one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ async def answer(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingPar
 
 def is_wanted(group: SampleGroup) -> bool:
     """Not every fifth group; each call is a group that is finished."""
-    _append(FINISHED, f"{group.prompt_id} {os.getpid()}")
+    _append(FINISHED, f"{group.prompt_id} {os.getpid()} {time.monotonic()}")
     return group.prompt_id % DROPPED != 0
 
 

@@ -34,7 +34,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.crash import Kill, bring_back_if_lost, crash_lab, differences, finish, strike
+from benchmarks.crash import (
+    Kill,
+    bring_back_if_lost,
+    crash_lab,
+    differences,
+    finish,
+    repeated,
+    strike,
+)
 from benchmarks.crashed_run import DEADLINE_S, CrashedRun, wait_for
 from benchmarks.page import show
 from benchmarks.tables import machine, table
@@ -221,8 +229,8 @@ def until_past(run: CrashedRun, progress: Progress, step: int, kill: Kill) -> No
     wait_for(run, f"step {step + 1} after {kill}", is_past, deadline_s=2 * DEADLINE_S)
 
 
-def kill_repeatedly(run: CrashedRun, losses: Losses, kills: int, rng: random.Random) -> None:
-    """Kill a run ``kills`` times and let it finish; add to ``losses``."""
+def kill_repeatedly(run: CrashedRun, losses: Losses, kills: int, rng: random.Random) -> list[float]:
+    """Kill a run ``kills`` times and let it finish; add to ``losses``. Return when it was killed."""
     progress, struck = Progress(run), dict[int, float]()  # step: time of the kill
     with progress.watched():
         wait_for(run, "the first step", lambda: progress.step > 0)
@@ -250,14 +258,17 @@ def kill_repeatedly(run: CrashedRun, losses: Losses, kills: int, rng: random.Ran
     for line in run.ledger:
         if line["event"] == "verdict" and line["verdict"] != "done":
             print(f"{run.folder.name}: {line}", file=sys.stderr, flush=True)
+    return list(struck.values())
 
 
-def compared(run: CrashedRun, undisturbed: CrashedRun | None) -> list[str]:
+def compared(
+    run: CrashedRun, undisturbed: CrashedRun | None, killed_at: Sequence[float]
+) -> list[str]:
     """What differs from an undisturbed run; without one, whether groups were finished twice."""
     if undisturbed is not None:
-        return differences(run, undisturbed)
-    found = run.finished()
-    return [] if len(found) == len(set(found)) else ["a group was finished twice"]
+        return differences(run, undisturbed, killed_at)
+    twice = repeated(run.finished_in_time(), killed_at)
+    return [f"groups finished twice: prompts {twice[:10]}"] if twice else []
 
 
 Begin = Callable[[str, int, Sequence[str]], CrashedRun]
@@ -285,8 +296,8 @@ def measured(
         for first in range(0, count, kills_a_run):
             name = f"{role}-{mode}-{kind}-{first}".replace(" ", "-")
             run = begin(name, num_steps, [*settings, *flags])
-            kill_repeatedly(run, losses, min(kills_a_run, count - first), rng)
-            losses.wrong += compared(run, undisturbed)
+            killed_at = kill_repeatedly(run, losses, min(kills_a_run, count - first), rng)
+            losses.wrong += compared(run, undisturbed, killed_at)
         if losses.seconds:
             yield losses
 

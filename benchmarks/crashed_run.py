@@ -171,8 +171,12 @@ class CrashedRun:
 
     def finished(self) -> list[int]:
         """Prompts of the groups that were finished, as often as they were."""
-        path = self.plugin.with_suffix(".finished")
-        return [int(line.split()[0]) for line in path.read_text().splitlines()]
+        return [prompt for prompt, _ in self.finished_in_time()]
+
+    def finished_in_time(self) -> list[tuple[int, float]]:
+        """Each finished group: its prompt, and when, in seconds of ``time.monotonic``."""
+        lines = self.plugin.with_suffix(".finished").read_text().splitlines()
+        return [(int(prompt), float(at)) for prompt, _, at in map(str.split, lines)]
 
     def answers_in_time(self) -> list[tuple[float, float]]:
         """Begin and end of each answer that was finished, in seconds of ``time.monotonic``."""

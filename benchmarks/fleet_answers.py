@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ async def answer(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingPar
 
 def is_wanted(group: SampleGroup) -> bool:
     """Not every fifth group; each call is a group that is finished."""
-    line = f"{group.prompt_id} {os.getpid()}\n".encode()
+    line = f"{group.prompt_id} {os.getpid()} {time.monotonic()}\n".encode()
     file = os.open(FINISHED, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         os.write(file, line)

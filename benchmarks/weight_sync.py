@@ -80,7 +80,7 @@ def make_model(folder: Path, size: Size) -> dict[str, torch.Tensor]:
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from tools.make_tiny_model import make_tokenizer
+    from rlpost.cli.tiny_model import make_tokenizer
 
     make_tokenizer().save_pretrained(folder)
     config = Qwen3Config(

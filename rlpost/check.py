@@ -34,7 +34,12 @@ from rlpost.config.checks.lora import lora_model_problems, lora_problems
 from rlpost.config.checks.missing import image_problems, is_there, missing_problems
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
-from rlpost.config.checks.rollout import debug_problems, eval_problems, rollout_problems
+from rlpost.config.checks.rollout import (
+    debug_problems,
+    eval_problems,
+    rollout_problems,
+    sampling_note,
+)
 from rlpost.config.checks.routing import routing_model_problems, routing_problems
 from rlpost.config.checks.sandbox import sandbox_problems
 from rlpost.config.checks.sync import draft_problems, sync_problems
@@ -72,6 +77,7 @@ def check(
     mounted: Sequence[str] = (),
     recipe: str | None = None,
     origins: Mapping[str, str] | None = None,
+    is_dry: bool = False,
 ) -> None:
     """Raise ConfigError with one line for each problem, root causes first, or return.
 
@@ -80,11 +86,13 @@ def check(
         mounted: folders mounted in its container besides that one and ``container_mounts``.
         recipe: the recipe as named on the command line, for remedies that are commands.
         origins: origin of each given ``group.key``, to be named in messages.
+        is_dry: nothing is submitted, so ``absent`` files are no problem.
     """
     unset, no_image = variable_problems(config), image_problems(config)
-    problems = [*unset, *no_image, *_settings_problems(config)]
+    problems = [] if is_dry else absent(config, recipe)
+    problems += [*no_image, *_settings_problems(config)]
     if not unset:  # otherwise paths are unknown
-        problems += _file_problems(config, run, recipe)
+        problems += _file_problems(config, run)
         always = (*mounted, *(() if run is None else (str(run.absolute()),)))
         problems += [] if no_image else container_problems(config, always)
     problems += _option_problems(config)
@@ -127,14 +135,23 @@ def _settings_problems(config: Config) -> list[str]:
     ]
 
 
-def _file_problems(config: Config, run: Path | None, recipe: str | None) -> list[str]:
-    """Problems of the files that the settings name. A missing file is reported once, without the
-    errors that follow from it."""
+def absent(config: Config, recipe: str | None) -> list[str]:
+    """Variables and files that must be there when the job starts and are not, one line each with
+    the command that brings them.
+    """
+    if unset := variable_problems(config):
+        return unset
     return [
         *missing_problems(config, recipe),
-        *_model_folder_problems(config),
         *_reference_problems(config),
         *teacher_problems(config),
+    ]
+
+
+def _file_problems(config: Config, run: Path | None) -> list[str]:
+    """Problems of the files that are there, without the errors that follow from a missing one."""
+    return [
+        *_model_folder_problems(config),
         *_save_problems(config),
         *export_problems(config.checkpoint, run),
         *_prompt_problems(config),
@@ -142,8 +159,14 @@ def _file_problems(config: Config, run: Path | None, recipe: str | None) -> list
 
 
 def notes(config: Config) -> list[str]:
-    """Valid settings that are probably unintended, one line each. Call ``check`` first."""
-    hf = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
+    """Valid settings that are probably unintended, one line each. Call ``check`` first.
+
+    Without the model's config.json, as in a dry run, the notes that depend on it are left out.
+    """
+    path = Path(config.checkpoint.hf_checkpoint) / "config.json"
+    if not path.is_file():
+        return [note for note in (interpreter_note(config),) if note is not None]
+    hf = json.loads(path.read_text())
     try:
         shape = hf_shape(hf)
     except WeightError:
@@ -151,6 +174,7 @@ def notes(config: Config) -> list[str]:
     found = (
         reference_note(config, shape),
         teacher_note(config),
+        sampling_note(config),
         interpreter_note(config),
         _interval_note(config, shape),
     )
@@ -365,7 +389,7 @@ def _weight_problems(folder: str | None, given: str, default: str) -> list[str]:
         else "no such folder"
     )
     return [
-        f"{given} {folder}: {what}; make it with tools/convert_hf_to_torch_dist.py, or use {given} none "
+        f"{given} {folder}: {what}; make it with rlpost convert RECIPE, or use {given} none "
         f"to take {default}"
     ]
 

@@ -9,6 +9,7 @@ store maps into a reader's memory without a copy (pickle protocol 5, PEP 574).
     DoubleColumn  float64: penalties, whose sums go into rewards
     RunColumn     run-length coded integers: loss masks
     RouteColumn   [tokens, layers, k] uint8 or uint16: the experts that a router chose
+    TokenSetColumn  sets of token ids, one for each token: what top-p and top-k left to sample from
 
 A column compares equal to any sequence of the same values. Its ``array`` is read-only.
 """
@@ -280,3 +281,69 @@ class RouteColumn:
 
     def __repr__(self) -> str:
         return f"RouteColumn({self.array.shape}, {self.array.dtype})"
+
+
+class TokenSetColumn(Sequence[Any]):
+    """A set of token ids for each token of a response, as sizes and the ids one after the other.
+
+    The set of a sampled token holds the ids that its sampler could choose. An empty set stands for
+    the whole vocabulary.
+    """
+
+    __slots__ = ("sizes", "token_ids")
+
+    def __init__(self, sizes: IntColumn, token_ids: IntColumn) -> None:
+        """Wrap the number of ids in each set, and all ids in order."""
+        assert int(sizes.array.sum()) == len(token_ids), (sizes, len(token_ids))
+        self.sizes, self.token_ids = sizes, token_ids
+
+    @classmethod
+    def of(cls, sets: Any) -> TokenSetColumn:
+        """Build from sequences of ids; a TokenSetColumn is returned as it is."""
+        if isinstance(sets, cls):
+            return sets
+        sizes = IntColumn([len(each) for each in sets])
+        return cls(sizes, IntColumn(itertools.chain.from_iterable(sets)))
+
+    @classmethod
+    def whole(cls, length: int) -> TokenSetColumn:
+        """Return ``length`` sets that stand for the whole vocabulary."""
+        return cls(IntColumn.zeros(length), IntColumn())
+
+    @classmethod
+    def joined(cls, columns: Iterable[TokenSetColumn]) -> TokenSetColumn:
+        """Concatenate columns."""
+        parts = list(columns)
+        return cls(
+            IntColumn.joined(part.sizes for part in parts),
+            IntColumn.joined(part.token_ids for part in parts),
+        )
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: Any) -> Any:
+        ends = np.concatenate([[0], np.cumsum(self.sizes.array)])
+        if not isinstance(index, slice):
+            at = range(len(self))[index]
+            return tuple(self.token_ids[int(ends[at]) : int(ends[at + 1])])
+        start, stop, step = index.indices(len(self))
+        assert step == 1, step
+        stop = max(start, stop)
+        return TokenSetColumn(
+            self.sizes[start:stop], self.token_ids[int(ends[start]) : int(ends[stop])]
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenSetColumn):
+            return NotImplemented
+        return self.sizes == other.sizes and self.token_ids == other.token_ids
+
+    def __hash__(self) -> int:
+        return hash((self.sizes, self.token_ids))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenSetColumn, (self.sizes, self.token_ids)
+
+    def __repr__(self) -> str:
+        return f"TokenSetColumn({[list(each) for each in self]})"

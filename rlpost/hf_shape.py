@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlpost.actor.architecture import head_dim
+from rlpost.actor.architecture import dense_ffn, head_dim
 from rlpost.config.plan.shape import Shape, latent_of, linear_attention
 from rlpost.errors import WeightError
 from rlpost.weights.families import family
@@ -26,7 +26,7 @@ def hf_shape(hf: Mapping[str, Any]) -> Shape:
         fields = known.fields(hf)
         return Shape(
             hidden=hf["hidden_size"],
-            ffn=hf["intermediate_size"],
+            ffn=dense_ffn(hf),
             heads=hf["num_attention_heads"],
             groups=hf.get("num_key_value_heads") or hf["num_attention_heads"],
             head_dim=head_dim(hf),

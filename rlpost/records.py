@@ -8,7 +8,8 @@ A column is written in one of two ways, and both are always read:
 
     as numbers   a list; recordings, which people read, and checkpoints of rlpost up to November 2026
     as bytes     {"int32": PACKED}, {"float32": PACKED}, {"runs": [[value, count], ...]} or
-                 {"routes": PACKED, "dtype": "uint8", "shape": [tokens, layers, k]}
+                 {"routes": PACKED, "dtype": "uint8", "shape": [tokens, layers, k]} or
+                 {"set_sizes": PACKED, "set_ids": PACKED}
 
 PACKED stands for bytes (little endian). In a checkpoint it is base64 text; in the journal it is the
 number of bytes, which follow the JSON text (see ``Packing``). Routes are not compressed: zlib at
@@ -25,7 +26,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn
+from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn, TokenSetColumn
 from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 
 _COLUMNS = (
@@ -35,8 +36,13 @@ _COLUMNS = (
     "loss_mask",
     "routes",
     "teacher_logprobs",
+    "teacher_top_ids",
+    "teacher_top_logprobs",
+    "sampling_mask",
 )
 """The columns of a sample, in the order of its fields, which is that of ``Behind``."""
+_ABSENT_IF_NONE = _COLUMNS[3:]
+"""The columns that a sample may lack."""
 _NUMBER_COLUMNS = {"int32": IntColumn, "float32": FloatColumn}
 
 
@@ -119,14 +125,11 @@ def sample_record(sample: Sample, packing: Packing | None = None) -> dict[str, o
     record = {
         name: _written(getattr(sample, name), packing) for name in Sample.__dataclass_fields__
     }
-    if sample.loss_mask is None:
-        del record["loss_mask"]
     if not sample.version_spans:
         del record["version_spans"]
-    if sample.routes is None:
-        del record["routes"]
-    if sample.teacher_logprobs is None:
-        del record["teacher_logprobs"]
+    for name in _ABSENT_IF_NONE:
+        if record[name] is None:
+            del record[name]
     if not sample.extra:
         del record["extra"]
     return record
@@ -224,7 +227,10 @@ def _written(value: object, packing: Packing | None) -> object:
     if isinstance(value, RouteColumn):  # has no readable form
         packed = (packing or BASE64).packed(_bytes(value.array))
         return {"routes": packed, "dtype": value.array.dtype.name, "shape": list(value.array.shape)}
-    if not isinstance(value, IntColumn | FloatColumn | RunColumn):
+    if isinstance(value, TokenSetColumn) and packing is not None:
+        sizes, ids = (packing.packed(_bytes(part.array)) for part in (value.sizes, value.token_ids))
+        return {"set_sizes": sizes, "set_ids": ids}
+    if not isinstance(value, IntColumn | FloatColumn | RunColumn | TokenSetColumn):
         return value
     if packing is None:
         return list(value)
@@ -244,6 +250,9 @@ def _read(value: object, packing: Packing) -> object:
     if "routes" in value:
         flat = np.frombuffer(packing.unpacked(value["routes"]), dtype=value["dtype"])
         return RouteColumn(flat.reshape(value["shape"]))
+    if "set_sizes" in value:
+        sizes = IntColumn.view(packing.unpacked(value["set_sizes"]))
+        return TokenSetColumn(sizes, IntColumn.view(packing.unpacked(value["set_ids"])))
     ((name, packed),) = value.items()
     return _NUMBER_COLUMNS[name].view(packing.unpacked(packed))
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from rlpost.actor.teacher_description import teacher_description, teacher_folder
 from rlpost.actor.torch_dist_folder import find_checkpoint
-from rlpost.config.plan.estimate import fullest_held
+from rlpost.config.plan.estimate import parameter_bytes
+from rlpost.config.plan.shape import Shape, layout_of, rank_parameters, teacher_layout
 from rlpost.config.tree import Config
 from rlpost.data.vocabulary import vocabulary_problem
 from rlpost.errors import RlpostError, WeightError
@@ -47,28 +48,46 @@ def teacher_problems(config: Config) -> list[str]:
             f"{key}: vocab_size = {theirs['vocab_size']} of the teacher is below {own['vocab_size']} "
             "of --hf-checkpoint, so it has no log-prob for the last tokens; use another teacher"
         ]
+    top_k = given.opd_top_k
+    if top_k is not None and top_k > own["vocab_size"]:
+        return [
+            f"--opd-top-k {top_k} is more than vocab_size = {own['vocab_size']} of --hf-checkpoint; "
+            "use 64, for instance"
+        ]
     problem = vocabulary_problem(policy, folder)
     if problem is None:
         return []
     return [f"{key}: {problem}; distillation needs a teacher with the same tokenizer"]
 
 
-def teacher_note(config: Config) -> str | None:
-    """What a teacher in the trainer takes of memory; None without one, or for a plugin's family."""
+def teacher_shape(config: Config) -> Shape | None:
+    """The shape of a teacher in the trainer; None without one, without its config.json, or for a
+    plugin's family.
+    """
     given = config.distillation
     if not given.use_opd or given.opd_type != "megatron" or given.opd_teacher_load is None:
         return None
     policy, own = config.checkpoint.hf_checkpoint, given.opd_teacher_hf_checkpoint
     folder = teacher_folder(given.opd_teacher_load, own, policy)
     try:
-        shape = hf_shape(json.loads((folder / "config.json").read_text()))
-    except WeightError:
+        return hf_shape(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError, WeightError):
         return None
-    each = fullest_held(config, shape).weights
+
+
+def teacher_note(config: Config) -> str | None:
+    """What a teacher in the trainer takes of memory; None without one, or for a plugin's family."""
+    shape = teacher_shape(config)
+    if shape is None:
+        return None
+    layout = layout_of(config)
+    own = teacher_layout(config, layout)
+    most = max(rank_parameters(shape, own, stage).total for stage in range(layout.pipeline))
+    each = most * parameter_bytes(config).weights
     node = each * config.cluster.actor_num_gpus_per_node
     return (
         f"--opd-teacher-load: the teacher takes {size_text(node)} of host memory a node, and "
-        f"{size_text(each)} on each GPU of the trainer during its pass, in addition to `rlpost plan`"
+        f"{size_text(each)} on each GPU of the trainer during its pass, which `rlpost plan` counts"
     )
 
 

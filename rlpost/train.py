@@ -15,6 +15,7 @@ from pathlib import Path
 
 from common.cluster import Cluster
 from common.exit_codes import EXIT_CONFIG, EXIT_CRASHED, EXIT_FAILED
+from common.log_format import configure_logging
 from common.run_folder import RunFolder, create_run_folder
 from rlpost.agents.sandbox.settings import check_node
 from rlpost.check import check, check_installed
@@ -52,9 +53,7 @@ def _train(arguments: Sequence[str], *, owns_process: bool) -> int:
             "rlpost.train runs inside a cluster that is up; "
             "use 'python -m rlpost.submit RECIPE' or 'sbatch jobs/tiny.sbatch'"
         )
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"
-    )
+    configure_logging(log_format=loaded.config.observe.log_format)
     run = RunFolder(options.run_folder)
     config = _settled(run, loaded.config)
     check_installed(config)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn
+from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn, TokenSetColumn
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -45,7 +45,7 @@ class Sample:
     Attributes:
         response_ids: the generated tokens, including a stop token.
         rollout_logprobs: the engine's log-prob of each response token, under the temperature-scaled distribution over
-            the full vocabulary.
+            the full vocabulary, or over ``sampling_mask``.
         policy_version: the version of the weights at the end of the response.
         loss_mask: one entry per response token, 0 for tokens that the model did not generate (the output of a tool);
             None if it generated all.
@@ -55,6 +55,11 @@ class Sample:
             Tokens at the end may be missing: the last token of an answer is never an engine's input. The version that
             routed a token is that of the next token in the response.
         teacher_logprobs: log-prob of each response token under a teacher on a server (--opd-type sglang); None without.
+        teacher_top_ids: the --opd-top-k most likely tokens at each response token under that teacher, one position
+            after the other; None without.
+        teacher_top_logprobs: their log-probs.
+        sampling_mask: for each response token the ids that top-p and top-k left to sample from
+            (--use-rollout-sampling-mask); None without.
         extra: JSON values that a custom generate function passes to its reward and filter (``rlpost.compat``).
     """
 
@@ -71,6 +76,9 @@ class Sample:
     version_spans: tuple[tuple[int, int], ...] = ()
     routes: RouteColumn | None = None
     teacher_logprobs: FloatColumn | None = None
+    teacher_top_ids: IntColumn | None = None
+    teacher_top_logprobs: FloatColumn | None = None
+    sampling_mask: TokenSetColumn | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -81,11 +89,15 @@ class Sample:
             rollout_logprobs=FloatColumn,
             loss_mask=RunColumn,
             teacher_logprobs=FloatColumn,
+            teacher_top_ids=IntColumn,
+            teacher_top_logprobs=FloatColumn,
+            sampling_mask=TokenSetColumn,
         )
         length = len(self.response_ids)
         assert length == len(self.rollout_logprobs), (length, len(self.rollout_logprobs))
         assert self.loss_mask is None or length == len(self.loss_mask), (length, self.loss_mask)
-        assert self.teacher_logprobs is None or length == len(self.teacher_logprobs), length
+        for column in (self.teacher_logprobs, self.sampling_mask):
+            assert column is None or length == len(column), (length, len(column))
         assert not self.version_spans or length == sum(count for _, count in self.version_spans), (
             self.version_spans
         )
@@ -192,8 +204,8 @@ class TrainSample:
     ``token_ids`` has ``prompt_length + response_length`` entries; ``loss_mask`` and
     ``rollout_logprobs`` have ``response_length`` entries. ``routes`` are those of the first tokens,
     see ``Sample``. ``weight`` multiplies the sample's mean over its tokens, and ``count`` is its
-    contribution to the number of samples over which the batch is averaged. ``teacher_logprobs`` are
-    set for a loss that needs those of a server. If several samples form
+    contribution to the number of samples over which the batch is averaged. ``teacher_logprobs`` and
+    ``teacher_top_*`` are those of a server, ``sampling_mask`` as in ``Sample``. If several samples form
     one answer, their weights add up to 1 and only the first has a count of 1.
     """
 
@@ -206,6 +218,9 @@ class TrainSample:
     count: int = 1
     routes: RouteColumn | None = None
     teacher_logprobs: FloatColumn | None = None
+    teacher_top_ids: IntColumn | None = None
+    teacher_top_logprobs: FloatColumn | None = None
+    sampling_mask: TokenSetColumn | None = None
 
     def __post_init__(self) -> None:
         _convert(
@@ -214,6 +229,9 @@ class TrainSample:
             loss_mask=RunColumn,
             rollout_logprobs=FloatColumn,
             teacher_logprobs=FloatColumn,
+            teacher_top_ids=IntColumn,
+            teacher_top_logprobs=FloatColumn,
+            sampling_mask=TokenSetColumn,
         )
         if not isinstance(self.advantage, int | float):
             _convert(self, advantage=FloatColumn)
@@ -299,7 +317,9 @@ class EngineAddress:
     num_gpus: int = 1
 
 
-def _convert(value: object, **columns: type[IntColumn | FloatColumn | RunColumn]) -> None:
+def _convert(
+    value: object, **columns: type[IntColumn | FloatColumn | RunColumn | TokenSetColumn]
+) -> None:
     """Replace sequences in the named fields of a frozen value by columns; None is kept."""
     for name, column in columns.items():
         given = getattr(value, name)

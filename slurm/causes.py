@@ -20,7 +20,12 @@ MAX_LINES = 8
 MAX_CHARS = 1200
 SIGN_LINES = 30  # number of last lines of a log in which a permanent pattern counts
 
-_AGENT_LINE = re.compile(r"^\d\d:\d\d:\d\d\.\d+ [A-Z]+ agent\[", re.M)
+# as text, or as JSON (common.log_format)
+_AGENT_LINE = re.compile(
+    r"^(?:(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d\.\d+ [A-Z]+ agent\["
+    r'|\{"time": .*"source": "agent\[)',
+    re.M,
+)
 
 
 class Sign(NamedTuple):

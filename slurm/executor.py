@@ -122,13 +122,26 @@ def submit_sandboxes(spec: SandboxSpec, run: RunFolder, environ: Mapping[str, st
     return _submit_beside(render_sandbox(spec), path, run, environ)
 
 
+def submit_script(script: str, path: Path, num_nodes: int, environ: Mapping[str, str]) -> str:
+    """Write a batch script to ``path`` and submit it; return the id of the job.
+
+    Raises: SubmitError: sbatch rejected the job (with its output).
+    """
+    return _submit(script, path, path.parent / "submitit", num_nodes, environ)
+
+
 def _submit_beside(script: str, path: Path, run: RunFolder, environ: Mapping[str, str]) -> str:
     """Submit jobs that belong to a run; return their id."""
+    return _submit(script, path, run.submitit, 1, environ)
+
+
+def _submit(
+    script: str, path: Path, folder: Path, num_nodes: int, environ: Mapping[str, str]
+) -> str:
     write_atomic(path, script, mode=0o700)
     try:
         with _environment(for_script(environ, script)):
-            executor = RunExecutor(run.submitit, script=script, num_nodes=1)
-            return executor.submit_script()
+            return RunExecutor(folder, script=script, num_nodes=num_nodes).submit_script()
     except RuntimeError as error:
         raise SubmitError(f"sbatch rejected {path}: {error}") from error
 

@@ -21,7 +21,7 @@ from slurm.spec import JobSpec
 
 
 def render_conversion(spec: JobSpec, save: str) -> str:
-    """Render the script that converts weights into ``save`` (tools/convert_hf_to_torch_dist.py).
+    """Render the script that converts weights into ``save`` (rlpost/cli/convert.py).
 
     The shell expands a leading variable of ``save``. One torchrun runs per node, with one process
     per GPU. If ``save`` exists, the job ends at once. The job writes to a folder with its job id in
@@ -39,7 +39,7 @@ mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 address=${{MASTER_ADDR:-${{hosts[0]}}}} port=${{MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}}
 
 {_srun(spec)}bash "$RLPOST_HOME/slurm/torchrun.sh" "$python" {spec.num_gpus_per_node} "$address" "$port" \\
-  "$RLPOST_HOME/tools/convert_hf_to_torch_dist.py" {words} \\
+  -m rlpost.cli.convert to-torch-dist {words} \\
   --save "$writing" "$@"
 code=$?
 {removal(spec)}\

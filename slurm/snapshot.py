@@ -96,7 +96,9 @@ def _git_files(source: Path) -> list[Path]:
 
 
 def _package_files(source: Path) -> list[Path]:
-    files = (path for package in PACKAGES for path in (source / package).rglob("*"))
+    """Files of the packages, and the metadata of the installation, which has the version pins."""
+    files = [path for package in PACKAGES for path in (source / package).rglob("*")]
+    files += source.glob("rlpost-*.dist-info/METADATA") if files else []
     kept = (path.relative_to(source) for path in files if "__pycache__" not in path.parts)
     return sorted(
         path for path in kept if not (source / path).is_dir() or (source / path).is_symlink()

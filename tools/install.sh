@@ -2,14 +2,14 @@
 # Create or update the virtual environment: tools/install.sh [FOLDER], by default .venv.
 #
 # With a GPU driver: install the gpu extra with all dependencies, and TransformerEngine if a CUDA toolkit can compile it.
-# Without a driver: install the CPU stack in three steps, so that no package pulls CUDA wheels; see tools/no_deps.txt.
+# Without a driver: install the CPU stack in three steps, so that no package pulls CUDA wheels; see bootstrap/image/no_deps.txt.
 # RLPOST_TORCH overrides the torch requirement (for instance a local CPU wheel). RLPOST_SGLANG overrides the version of
 # SGLang on a machine without a GPU; use a separate FOLDER to try another version.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
 stamp="$venv/.installed"
-wanted=$(cat setup.cfg tools/no_deps.txt tools/install.sh - <<< "${RLPOST_SGLANG:-}" | sha256sum)
+wanted=$(cat setup.cfg bootstrap/image/no_deps.txt tools/install.sh - <<< "${RLPOST_SGLANG:-}" | sha256sum)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
     exit 0
 fi
@@ -43,7 +43,7 @@ else
     echo "install 2/3: libraries"
     "${pip[@]}" -e '.[cpu,dev]'
     echo "install 3/3: SGLang, router and Megatron-core, without their CUDA dependencies"
-    "${pip[@]}" --no-deps -r tools/no_deps.txt
+    "${pip[@]}" --no-deps -r bootstrap/image/no_deps.txt
     [ -z "${RLPOST_SGLANG:-}" ] || "${pip[@]}" --no-deps "sglang==$RLPOST_SGLANG"
 fi
 echo "$wanted" > "$stamp"

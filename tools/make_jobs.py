@@ -18,6 +18,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from rlpost.cli.convert_job import CONVERSION_NODES, CONVERTED, TIME, conversion_spec
 from rlpost.cli.job import job_spec
 from rlpost.config.late_flags import refusing_script
 from rlpost.config.load import SITE, files_of, load, read_toml
@@ -29,9 +30,6 @@ from slurm.spec import JobSpec
 PROJECT = Path(__file__).parents[1]
 JOBS = {"tiny": {"nodes": 2}}  # settings of [cluster] that override the recipe
 LATE_FLAGS = PROJECT / "slurm/cluster_flags.sh"
-CONVERTED = "_torch_dist"
-# 16 GPUs of 80 GB, at most 45 GB of weights on each; the other models fit one node.
-CONVERSION_NODES = {"glm45_355b": 2, "glm46_355b": 2, "glm47_355b": 2, "qwen3_235b_a22b": 2}
 VARIABLES = ("RLPOST_ASSETS", "RLPOST_IMAGE", "RLPOST_CONTAINER", "RLPOST_IMAGE_CACHE")
 
 
@@ -68,15 +66,11 @@ def rendered_conversion(name: str) -> str:
     job = {
         "job_name": f"convert_{name}",
         "nodes": CONVERSION_NODES.get(name, 1),
-        "time": "04:00:00",
+        "time": TIME,
     }
     config = load(files_of(recipe, {"cluster": SITE}), {"cluster": job}).config
-    save = config.checkpoint.ref_load
-    words = ("--model", read_toml(recipe)["model"], "--hf-checkpoint", save.removesuffix(CONVERTED))
-    spec = job_spec(config, driver_args=(*words, "--distributed-timeout-minutes", "60"))
-    return render_conversion(
-        for_any_home(replace(spec, reads=(save.removesuffix(CONVERTED),)), config), save
-    )
+    spec = conversion_spec(config, read_toml(recipe)["model"])
+    return render_conversion(for_any_home(spec, config), config.checkpoint.ref_load)
 
 
 def for_any_home(spec: JobSpec, config: Config) -> JobSpec:

@@ -30,6 +30,7 @@ from bootstrap.network.here import NetworkError
 from bootstrap.preflight.probe import raise_limits
 from common.attempt import SECRET_FILE, VERDICT_FILE
 from common.files import write_first
+from common.log_format import configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +72,7 @@ def main() -> int:
     raise_limits()
     options = parse_options(sys.argv[1:])
     host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s.%(msecs)03d %(levelname)s agent[{host}] %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    configure_logging(f"agent[{host}]", log_format=options.log_format)
     if (options.attempt_dir / VERDICT_FILE).exists():
         logger.error(
             "%s already has a verdict; use a new --attempt-dir for every start", options.attempt_dir

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.attempt import DRIVER_RESTARTS
+from common.log_format import FORMATS, VARIABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Options:
     num_nodes: int | None = None
     driver_restarts: int = DRIVER_RESTARTS
     sandboxes: bool = False
+    log_format: str | None = None
 
 
 def parse_options(argv: Sequence[str]) -> Options:
@@ -98,6 +100,11 @@ def parse_options(argv: Sequence[str]) -> Options:
         "--sandboxes",
         action="store_true",
         help="the host must be able to run sandboxes of agents",
+    )
+    parser.add_argument(
+        "--log-format",
+        choices=FORMATS,
+        help=f"format of all logs (default: ${VARIABLE}, else text)",
     )
     parser.add_argument(
         "driver", nargs="+", metavar="DRIVER", help="after --: command that the head runs"

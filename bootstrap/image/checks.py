@@ -82,7 +82,7 @@ def check_image(
 
     Args:
         cpu: omit the checks that need GPUs. On a CPU, SGLang runs without its CUDA dependencies
-            (tools/no_deps.txt).
+            (bootstrap/image/no_deps.txt).
         compiled: pins of packages that are compiled against torch (``te`` in setup.cfg).
         te_reasons: settings of a recipe that need TransformerEngine; if there are none, a missing
             TransformerEngine is a warning only.

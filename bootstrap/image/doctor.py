@@ -1,7 +1,7 @@
 """Report what an image lacks, from inside it: ``python3 -m bootstrap.image.doctor [--cpu]
 [--te-for=SETTING,...]``
 
-Input: the image, and setup.cfg of the code that contains this file. Output: a table or JSON on
+Input: the image, and the version pins of the code that contains this file. Output: a table or JSON on
 standard output or in a separate file, because the container runtime and setup commands also write
 to standard output. Exit code 0 if a run would work in the image, 1 if something is missing. Only
 the standard library of Python 3.8 and later.
@@ -20,20 +20,20 @@ from typing import Sequence  # noqa: UP035
 from bootstrap.check import Check, level_of
 from bootstrap.image.checks import check_image
 from bootstrap.image.facts import read_image
-from bootstrap.image.pins import Requirement, parse, python_required, requirements
+from bootstrap.image.pins import Requirement, parse, python_required, read_pins, requirements
 
 CODE = Path(__file__).resolve().parents[2]
 COMPILED = ("te",)
-# from tools/no_deps.txt; the GPU stack installs its other packages itself
+# from bootstrap/image/no_deps.txt; the GPU stack installs its other packages itself
 ALWAYS = ("megatron-core",)
 
 
 def wanted_packages(
     code: Path, *, cpu: bool = False, extras: Sequence[str] = ()
 ) -> list[Requirement]:
-    """Requirements of a training node, from setup.cfg and tools/no_deps.txt."""
-    found = requirements((code / "setup.cfg").read_text(), ["cpu" if cpu else "gpu", *extras])
-    for line in (code / "tools/no_deps.txt").read_text().splitlines():
+    """Requirements of a training node: the pins of ``code``, and bootstrap/image/no_deps.txt."""
+    found = requirements(read_pins(code), ["cpu" if cpu else "gpu", *extras])
+    for line in (code / "bootstrap/image/no_deps.txt").read_text().splitlines():
         requirement = parse(line)
         if requirement is None or not requirement.bounds:
             continue
@@ -44,9 +44,9 @@ def wanted_packages(
 
 def compiled_packages(code: Path) -> list[Requirement]:
     """Packages to compile against the installed torch: the extras ``COMPILED`` of setup.cfg."""
-    text = (code / "setup.cfg").read_text()
-    always = requirements(text, [])
-    return [one for one in requirements(text, COMPILED) if one not in always]
+    pins = read_pins(code)
+    always = requirements(pins, [])
+    return [one for one in requirements(pins, COMPILED) if one not in always]
 
 
 def table(checks: Sequence[Check]) -> str:
@@ -90,11 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="settings that require TransformerEngine",
     )
     options = parser.parse_args(argv)
-    if not (CODE / "setup.cfg").is_file():
-        print(
-            f"no setup.cfg with the version pins in {CODE}; run this from a checkout",
-            file=sys.stderr,
-        )
+    try:
+        pins = read_pins(CODE)
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
         return 2
     if options.compiled:
         print("\n".join(one.text for one in compiled_packages(CODE)))
@@ -107,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         )
         return 0
-    python = python_required((CODE / "setup.cfg").read_text())
+    python = python_required(pins)
     facts = read_image(
         {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH",)}
     )

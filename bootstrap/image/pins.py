@@ -1,16 +1,20 @@
-"""Read the versions that rlpost requires from setup.cfg and tools/no_deps.txt.
+"""Read the versions that rlpost requires: from setup.cfg in a checkout, from METADATA of an
+installation.
 
-Input: the text of setup.cfg, names of extras. Output: ``Requirement`` values. Only the standard
+Input: the folder of the code, names of extras. Output: ``Requirement`` values. Only the standard
 library of Python 3.8 and later, because it runs in images that are being built or diagnosed.
 """
 
 from __future__ import annotations
 
 import configparser
+import email
 import re
+from pathlib import Path
 from typing import Iterable, NamedTuple  # noqa: UP035
 
 _FORM = re.compile(r"([A-Za-z0-9._-]+)(\[[^\]]*\])?\s*((?:(?:==|>=|<=|!=|~=|<|>)[^,;]+,?\s*)*)$")
+_EXTRA = re.compile(r"""extra\s*==\s*["']([^"']+)["']""")
 _BOUND = re.compile(r"(==|>=|<=|!=|~=|<|>)\s*([^,;\s]+)")
 
 
@@ -37,24 +41,72 @@ def parse(line: str) -> Requirement | None:
     return Requirement(canonical(found[1]), tuple(_BOUND.findall(found[3])), line.strip())
 
 
-def requirements(setup_cfg: str, extras: Iterable[str]) -> list[Requirement]:
+class Pins(NamedTuple):
+    """Lines of requirements: those of every installation, those of each extra; bounds of Python."""
+
+    always: tuple[str, ...]
+    extras: dict[str, tuple[str, ...]]
+    python: str
+
+
+def read_pins(code: Path) -> Pins:
+    """Read the pins of the code in a folder.
+
+    Raises:
+        FileNotFoundError: the folder has neither setup.cfg nor METADATA of an installed rlpost.
+    """
+    if (code / "setup.cfg").is_file():
+        return _of_setup_cfg((code / "setup.cfg").read_text())
+    for path in sorted(code.glob("rlpost-*.dist-info/METADATA")):
+        return _of_metadata(path.read_text())
+    raise FileNotFoundError(
+        f"{code}: has neither setup.cfg nor rlpost-*.dist-info/METADATA with the version pins; "
+        "run this from a checkout, or install the wheel"
+    )
+
+
+def _of_setup_cfg(text: str) -> Pins:
+    read = configparser.ConfigParser()
+    read.read_string(text)
+    extras = read["options.extras_require"]
+    return Pins(
+        _lines(read["options"]["install_requires"]),
+        {extra: _lines(extras[extra]) for extra in extras if extra not in read.defaults()},
+        read["options"]["python_requires"],
+    )
+
+
+def _of_metadata(text: str) -> Pins:
+    """Core metadata (packaging.python.org/specifications/core-metadata): Requires-Dist lines."""
+    fields = email.message_from_string(text)
+    extras: dict[str, list[str]] = {}
+    always: list[str] = []
+    for line in fields.get_all("Requires-Dist", []):
+        requirement, _, marker = line.partition(";")
+        found = _EXTRA.search(marker)
+        (extras.setdefault(found[1], []) if found else always).append(requirement.strip())
+    return Pins(
+        tuple(always),
+        {extra: tuple(lines) for extra, lines in extras.items()},
+        fields["Requires-Python"],
+    )
+
+
+def _lines(text: str) -> tuple[str, ...]:
+    return tuple(line.strip() for line in text.splitlines() if line.strip())
+
+
+def requirements(pins: Pins, extras: Iterable[str]) -> list[Requirement]:
     """Requirements of the package with these extras, without duplicates. Raises KeyError for an
     unknown extra.
     """
-    read = configparser.ConfigParser()
-    read.read_string(setup_cfg)
-    lines = read["options"]["install_requires"].splitlines()
-    for extra in extras:
-        lines += read["options.extras_require"][extra].splitlines()
+    lines = [*pins.always, *(line for extra in extras for line in pins.extras[extra])]
     return list(dict.fromkeys(found for line in lines if (found := parse(line))))
 
 
-def python_required(setup_cfg: str) -> Requirement:
+def python_required(pins: Pins) -> Requirement:
     """The required Python version."""
-    read = configparser.ConfigParser()
-    read.read_string(setup_cfg)
-    bounds = read["options"]["python_requires"]
-    return Requirement("python", tuple(_BOUND.findall(bounds)), f"Python {bounds}")
+    return Requirement("python", tuple(_BOUND.findall(pins.python)), f"Python {pins.python}")
 
 
 def canonical(name: str) -> str:

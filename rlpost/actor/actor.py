@@ -40,7 +40,7 @@ from rlpost.actor.model_description import ModelDescription, read_description
 from rlpost.actor.mtp import MtpTraining
 from rlpost.actor.old_policy import OldPolicy
 from rlpost.actor.own_time import OWN_TIME
-from rlpost.actor.packing import RowLayout, teacher_columns
+from rlpost.actor.packing import RowLayout
 from rlpost.actor.parallel import Rendezvous
 from rlpost.actor.passes import Logprobs, Passes
 from rlpost.actor.profiling import Profiling
@@ -52,6 +52,7 @@ from rlpost.actor.settings import ActorSettings
 from rlpost.actor.stop_points import StopPoints
 from rlpost.actor.teacher import Teacher
 from rlpost.actor.teacher_description import teacher_description
+from rlpost.actor.teacher_scores import TeacherScores, scores_of_server
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.algorithm.guards import check_finite
 from rlpost.columns import FloatColumn
@@ -249,13 +250,13 @@ class Actor(Rank):
         if advantages is not None:
             batch = batch.with_advantages(advantages)
         ref_logprobs = self.compute_ref_logprobs(batch) if self.settings.use_kl_loss else None
-        teacher_logprobs = self._loss_of_teacher(batch) if self.settings.distils_in_loss else None
+        teacher = self._teacher_scores(batch) if self.settings.distils_in_loss else None
         if self.settings.enable_mtp_training:  # it reads the embedding before the forward pass
             self._finish_param_sync()
         self._zero_grad()
         before = random_state.collect()
         try:
-            metrics = self.passes.gradients(batch, old_logprobs, ref_logprobs, teacher_logprobs)
+            metrics = self.passes.gradients(batch, old_logprobs, ref_logprobs, teacher)
         except Interrupted:
             self._zero_grad()
             random_state.restore(before)
@@ -431,11 +432,14 @@ class Actor(Rank):
         else:
             megatron_checkpoint.load_weights(folder, chunks=self.chunks)
 
-    def _loss_of_teacher(self, batch: TrainBatch) -> Logprobs:
-        """The teacher's log-probs for the loss: of the trainer, or those that a server gave."""
-        if self._teacher is not None:
-            return self.compute_teacher_logprobs(batch)
-        return teacher_columns(batch)
+    def _teacher_scores(self, batch: TrainBatch) -> TeacherScores:
+        """What the loss needs of the teacher: of the trainer, or columns that a server gave."""
+        top_k, vocab_size = self.settings.opd_top_k, self.description.dims.vocab_size
+        if self._teacher is None:
+            return scores_of_server(batch, top_k=top_k, vocab_size=vocab_size)
+        if top_k is None:
+            return TeacherScores(logprobs=self.compute_teacher_logprobs(batch))
+        return TeacherScores(top=self._teacher.top_tokens(batch, count=top_k, limit=vocab_size))
 
     def _mtp_training(self) -> MtpTraining | None:
         if not self.settings.enable_mtp_training:

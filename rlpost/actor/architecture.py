@@ -44,6 +44,11 @@ def head_dim(hf: HfConfig) -> int:
     return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
 
 
+def dense_ffn(hf: HfConfig) -> int:
+    """Return the intermediate size of a dense layer; of an expert if the model has no such key."""
+    return hf["intermediate_size"] if "intermediate_size" in hf else hf["moe_intermediate_size"]
+
+
 def rope(hf: HfConfig) -> Mapping[str, Any]:
     """Return the options of the rotary embedding: nested in transformers 5, top-level keys in 4."""
     return hf.get("rope_parameters") or (dict(hf) | (hf.get("rope_scaling") or {}))
@@ -119,7 +124,7 @@ def architecture(family: Family, hf: HfConfig) -> dict[str, object]:
     said = {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
-        "ffn_hidden_size": hf["intermediate_size"],
+        "ffn_hidden_size": dense_ffn(hf),
         "num_attention_heads": heads,
         "group_query_attention": groups < heads,
         "num_query_groups": groups,

@@ -30,6 +30,7 @@ MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 """transformers' ``model_type`` of each architecture."""
@@ -104,7 +105,11 @@ def architecture_of(arguments: Mapping[str, object]) -> str:
     if arguments.get("softmax_type") == "learnable":
         return "GptOssForCausalLM"
     if arguments.get("linear_attention_freq"):
-        return "Qwen3NextForCausalLM" if arguments.get("num_experts") else "Qwen3_5ForCausalLM"
+        if not arguments.get("num_experts"):
+            return "Qwen3_5ForCausalLM"
+        # Qwen3.5's config.json has no size of a dense layer; the two differ only in names of weights
+        has_dense = arguments.get("ffn_hidden_size") != arguments.get("moe_ffn_hidden_size")
+        return "Qwen3NextForCausalLM" if has_dense else "Qwen3_5MoeForCausalLM"
     if arguments.get("qk_norm_type") == "per_layer":
         return "MiniMaxM2ForCausalLM"
     if arguments.get("multi_latent_attention"):

@@ -71,6 +71,10 @@ class DeviceMemory:
         _report("restored", taken)
         return taken
 
+    def tensors(self, part: str) -> Iterable[torch.Tensor]:
+        """Return the tensors of a part, views of one storage included."""
+        return self._find[part]()
+
     def resident(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a flat tensor, or its copy in host memory if it is offloaded. Requires
         ``lock``.
@@ -86,9 +90,9 @@ class DeviceMemory:
 
     def _offload(self, part: str) -> int:
         away = []
-        keep = {storage.data_ptr() for storage in self._kept_by_others(part)}
+        keep = {_id_of(storage) for storage in self._kept_by_others(part)}
         for storage in storages(self._find[part]()):
-            if storage.data_ptr() in keep:
+            if _id_of(storage) in keep:
                 continue
             size = storage.nbytes()
             host = None if part == GRADS else HostCopy(bytes_of(storage))
@@ -178,7 +182,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if tensor.device.type == here.type and storage.nbytes() and tensor.dim():
-            found.setdefault(storage.data_ptr(), storage)
+            found.setdefault(_id_of(storage), storage)
     return list(found.values())
 
 

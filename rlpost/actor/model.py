@@ -20,7 +20,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from rlpost.actor import device, mtp, parallel
+from rlpost.actor import architecture, device, mtp, parallel
 from rlpost.actor.frozen import freeze_by_name, keep_graph
 from rlpost.actor.kernels import kernel_fields
 from rlpost.actor.layer_specs import (
@@ -175,7 +175,7 @@ def _transformer_config(
         num_attention_heads=hf["num_attention_heads"],
         num_query_groups=hf["num_key_value_heads"],
         kv_channels=description.head_dim,
-        ffn_hidden_size=hf["intermediate_size"],
+        ffn_hidden_size=architecture.dense_ffn(hf),
         gated_linear_unit=True,
         normalization="RMSNorm",
         layernorm_epsilon=hf["rms_norm_eps"],

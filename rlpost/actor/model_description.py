@@ -115,7 +115,9 @@ class ModelDescription:
             settings.pipeline_model_parallel_size,
         )
         sizes: list[tuple[str, int, str, int | None]] = [
-            (key, hf[key], "tensor_model_parallel_size", tensor) for key in TENSOR_PARALLEL_KEYS
+            (key, hf[key], "tensor_model_parallel_size", tensor)
+            for key in TENSOR_PARALLEL_KEYS
+            if key in hf
         ]
         if "num_moe_experts" in fields:
             expert_tensor = settings.expert_tensor_parallel_size or tensor
@@ -220,6 +222,8 @@ def read_description(
         refused = {key: hf.get(key) for key in description.family.refused}
         _ = description.fields  # reads what its family needs
         there = description.hf_config.keys() | architecture.rope(description.hf_config).keys()
+        if "moe_intermediate_size" in there:
+            there.add("intermediate_size")  # a model whose layers are all sparse has no such key
         if missing := [key for key in (*NEEDED, *TENSOR_PARALLEL_KEYS) if key not in there]:
             raise WeightError(f"has no {', '.join(missing)}; add what the model's page says")
         problems = architecture.problems(given or {}, description.family, hf)

@@ -53,6 +53,10 @@ class PackedMicroBatch:
     # sequence parallelism, else T. See ``rlpost.actor.routes``.
     routes: torch.Tensor | None = None  # [rows, this rank's MoE layers, k] int16, -1: unknown
     is_token: torch.Tensor | None = None  # [rows] bool, False at padding
+    # With sampling masks: the number of ids that each token was sampled from, 0 for the whole
+    # vocabulary, and the ids one set after the other.
+    mask_sizes: torch.Tensor | None = None  # [R] int64
+    mask_ids: torch.Tensor | None = None  # [sum of mask_sizes] int64
 
     def to(self, device: torch.device) -> PackedMicroBatch:
         """Copy to ``device``."""
@@ -119,6 +123,7 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
             held
         ]
 
+    mask_sizes, mask_ids = _masks(micro_batch, held)
     return PackedMicroBatch(
         input_ids=torch.from_numpy(input_ids)[rows].unsqueeze(0),
         positions=torch.cat([torch.arange(length) for length in sequences])[rows].unsqueeze(0),
@@ -134,7 +139,32 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
         rollout_logprobs=of_response([s.rollout_logprobs.array for s in micro_batch], np.float32),
         max_length=max(sequences),
         response_lengths=tuple(responses),
+        mask_sizes=mask_sizes,
+        mask_ids=mask_ids,
     )
+
+
+def _masks(
+    micro_batch: MicroBatch, held: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return sizes and ids of the sampling masks of the tokens at ``held``; None without masks.
+
+    Raises:
+        DataError: only some of the samples have one.
+    """
+    masks = [sample.sampling_mask for sample in micro_batch if sample.sampling_mask is not None]
+    if not masks:
+        return None, None
+    if len(masks) < len(micro_batch):
+        raise DataError(
+            f"{len(masks)} of {len(micro_batch)} samples of a micro-batch have a sampling mask; "
+            "generate all with --use-rollout-sampling-mask"
+        )
+    sizes = _joined([mask.sizes.array for mask in masks], np.int64)
+    ids = _joined([mask.token_ids.array for mask in masks], np.int64)
+    is_held = torch.zeros(len(sizes), dtype=torch.bool)
+    is_held[held] = True
+    return sizes[held], ids[is_held.repeat_interleave(sizes)]
 
 
 def held_tokens(lengths: Sequence[int], layout: RowLayout) -> torch.Tensor:
@@ -213,21 +243,6 @@ def as_trained(found: list[list[T]], batch: TrainBatch) -> list[list[T]]:
     in_order = dict(zip(positions, itertools.chain.from_iterable(found), strict=True))
     values = (in_order[position] for position in range(len(in_order)))
     return [list(itertools.islice(values, len(micro_batch))) for micro_batch in batch.micro_batches]
-
-
-def teacher_columns(batch: TrainBatch) -> list[list[FloatColumn]]:
-    """The log-probs under a teacher on a server, by micro-batch and sample.
-
-    Raises:
-        DataError: a sample has none.
-    """
-    found = []
-    for micro_batch in batch.micro_batches:
-        columns = [sample.teacher_logprobs for sample in micro_batch]
-        if any(column is None for column in columns):
-            raise DataError("a sample has no log-probs of the teacher; generate it with --use-opd")
-        found.append([column for column in columns if column is not None])
-    return found
 
 
 def unpack(values_R: torch.Tensor, packed: PackedMicroBatch) -> list[FloatColumn]:

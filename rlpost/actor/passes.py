@@ -10,7 +10,8 @@ prediction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,11 +31,17 @@ from rlpost.actor.report import global_metrics
 from rlpost.actor.routing_replay import RoutingReplay
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.stop_points import StopPoints
+from rlpost.actor.teacher_scores import TeacherScores, TopTokens, held_scores, unpack_top
 from rlpost.columns import FloatColumn
 from rlpost.types import MicroBatch, TrainBatch
 
 Logprobs = list[list[FloatColumn]]
 """Log-probs of the response tokens, per micro-batch and per sample."""
+
+
+T = TypeVar("T")
+Collect = Callable[[int, PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, list[T]]]
+"""(index, micro-batch, logits) -> a scalar for Megatron, and a value for each sample."""
 
 
 class Passes:
@@ -83,8 +90,6 @@ class Passes:
         Raises:
             Interrupted: at one of the stop points.
         """
-        micro_batches = log_prob_micro_batches(batch)
-        packed = self._pack(micro_batches)
         loss = self._micro_batch_loss(batch)
 
         def collect(
@@ -95,6 +100,39 @@ class Passes:
                 of_all_context_ranks(logprobs_R, micro_batch), micro_batch
             )
 
+        return self._without_gradients(batch, collect, records_routes=records_routes)
+
+    def top_tokens(self, batch: TrainBatch, *, count: int, limit: int) -> list[list[TopTokens]]:
+        """Compute the most likely tokens at all response tokens; forward only.
+
+        Args:
+            batch: this rank's micro-batches.
+            count: tokens at each position.
+            limit: only ids below it.
+
+        Returns:
+            By micro-batch and sample; empty on all pipeline stages but the last.
+
+        Raises:
+            Interrupted: at one of the stop points.
+        """
+        loss = self._micro_batch_loss(batch)
+
+        def collect(
+            index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor
+        ) -> tuple[torch.Tensor, list[TopTokens]]:
+            ids, logprobs = loss.top_logprobs(logits, micro_batch, count=count, limit=limit)
+            whole = (of_all_context_ranks(each, micro_batch) for each in (ids, logprobs))
+            return logprobs.sum(), unpack_top(*whole, micro_batch)
+
+        return self._without_gradients(batch, collect, records_routes=False)
+
+    def _without_gradients(
+        self, batch: TrainBatch, collect: Collect[T], *, records_routes: bool
+    ) -> list[list[T]]:
+        """Run a forward pass; the values of ``collect`` by micro-batch and sample of ``batch``."""
+        micro_batches = log_prob_micro_batches(batch)
+        packed = self._pack(micro_batches)
         self._set_mode(training=False)
         recorded = micro_batches if records_routes else ()
         with torch.no_grad(), self._routing.passing(is_training=False, micro_batches=recorded):
@@ -113,7 +151,7 @@ class Passes:
         batch: TrainBatch,
         old_logprobs: Logprobs | None,
         ref_logprobs: Logprobs | None,
-        teacher_logprobs: Logprobs | None = None,
+        teacher: TeacherScores | None = None,
     ) -> dict[str, float]:
         """Accumulate the gradients of the loss. Clear them before.
 
@@ -121,7 +159,7 @@ class Passes:
             batch: this rank's micro-batches.
             old_logprobs: None for those of this pass: the ratio is 1 and only its gradient counts.
             ref_logprobs: None without the KL divergence from the reference.
-            teacher_logprobs: None without the divergence from a teacher in the loss.
+            teacher: None without the divergence from a teacher in the loss.
 
         Returns:
             The metrics of the loss and of routing, equal on every rank.
@@ -132,11 +170,11 @@ class Passes:
         packed = self._pack(batch.micro_batches)
         old = held_values(old_logprobs, packed)
         ref = held_values(ref_logprobs, packed)
-        teacher = held_values(teacher_logprobs, packed)
+        of_teacher = held_scores(teacher, packed)
         loss = self._micro_batch_loss(batch)
 
         def policy_loss(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> object:
-            return loss.loss(micro_batch, old[index], ref[index], logits, teacher[index])
+            return loss.loss(micro_batch, old[index], ref[index], logits, of_teacher[index])
 
         loss_of = self._with_mtp(policy_loss, loss, batch)
         self._set_mode(training=True)
@@ -188,8 +226,9 @@ class Passes:
 
 
 def of_all_context_ranks(values_R: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:
-    """Values of all response tokens, combined from all context-parallel ranks."""
-    whole = torch.zeros(sum(packed.response_lengths), dtype=values_R.dtype, device=values_R.device)
+    """Values of all response tokens, [R, ...], combined from all context-parallel ranks."""
+    length = sum(packed.response_lengths)
+    whole = values_R.new_zeros((length, *values_R.shape[1:]))
     whole[packed.held] = values_R
     if parallel.context_parallel_group().size() > 1:
         dist.all_reduce(whole, group=parallel.context_parallel_group())

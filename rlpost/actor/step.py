@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,12 +24,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlpost.actor import parallel
-from rlpost.actor.logprobs import Rows, response_logprobs
+from rlpost.actor.logprobs import Rows, SamplingMasks, response_logprobs, top_logprobs
 from rlpost.actor.own_time import OWN_TIME
 from rlpost.actor.packing import PackedMicroBatch
 from rlpost.actor.routing_replay import RoutingReplay
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.stop_points import StopPoints
+from rlpost.actor.teacher_scores import WITHOUT_TEACHER, HeldScores
 from rlpost.algorithm.loss import token_weights
 from rlpost.algorithm.objective import Stats, Tokens, loss_function
 from rlpost.metrics.spans import span
@@ -99,14 +100,40 @@ class MicroBatchLoss:
         self, logits: torch.Tensor, packed: PackedMicroBatch, *, with_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[1, T, V / tp] -> log-probs and entropies [R]; entropies are 0 unless requested."""
-        rows = Rows(
+        return response_logprobs(logits[0], self._rows(packed), with_entropy=with_entropy)
+
+    def top_logprobs(
+        self, logits: torch.Tensor, packed: PackedMicroBatch, *, count: int, limit: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[1, T, V / tp] -> the ``count`` most likely ids below ``limit``, and log-probs [R, count]."""
+        rows = replace(self._rows(packed), masks=None)
+        return top_logprobs(logits[0], rows, count, limit=limit)
+
+    def _logprobs_with_top(
+        self, logits: torch.Tensor, packed: PackedMicroBatch, top_ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return log-probs [R], entropies [R], and the log-probs of ``top_ids`` [R, k] if given."""
+        if top_ids is None:
+            return *self.logprobs(logits, packed, with_entropy=True), None
+        targets = torch.cat([packed.targets[:, None], top_ids], dim=1)
+        rows = replace(self._rows(packed), targets_R=targets)
+        logprobs, entropy = response_logprobs(logits[0], rows, with_entropy=True)
+        return logprobs[:, 0], entropy, logprobs[:, 1:]
+
+    def _rows(self, packed: PackedMicroBatch) -> Rows:
+        """The rows of the response tokens, with their sampling masks if the settings use them."""
+        masks = None
+        if self.settings.use_rollout_sampling_mask and packed.mask_sizes is not None:
+            assert packed.mask_ids is not None
+            masks = SamplingMasks(packed.mask_sizes, packed.mask_ids)
+        return Rows(
             packed.response_index,
             packed.targets,
             temperature=self.settings.temperature,
             num_valid=self.num_valid,
             chunk_size=self.settings.log_probs_chunk_size,
+            masks=masks,
         )
-        return response_logprobs(logits[0], rows, with_entropy=with_entropy)
 
     def loss(
         self,
@@ -114,7 +141,7 @@ class MicroBatchLoss:
         old_logprobs: torch.Tensor | None,
         ref_logprobs: torch.Tensor | None,
         logits: torch.Tensor,
-        teacher_logprobs: torch.Tensor | None = None,
+        teacher: HeldScores = WITHOUT_TEACHER,
     ) -> tuple[torch.Tensor, torch.Tensor, Stats]:
         """Compute the loss of a micro-batch.
 
@@ -123,14 +150,16 @@ class MicroBatchLoss:
             unused, and this micro-batch's terms of the metrics: sums, and maxima under names that
             end in ``_max``.
         """
-        logprobs_R, entropy_R = self.logprobs(logits, packed, with_entropy=True)
+        logprobs_R, entropy_R, top_RK = self._logprobs_with_top(logits, packed, teacher.top_ids)
         tokens = Tokens(
             logprobs=logprobs_R,
             entropy=entropy_R,
             old_logprobs=logprobs_R.detach() if old_logprobs is None else old_logprobs,
             rollout_logprobs=packed.rollout_logprobs,
             ref_logprobs=ref_logprobs,
-            teacher_logprobs=teacher_logprobs,
+            teacher_logprobs=teacher.logprobs,
+            top_logprobs=top_RK,
+            teacher_top_logprobs=teacher.top_logprobs,
             advantages=packed.advantages,
             loss_mask=packed.loss_mask,
             sample_lengths=packed.sample_lengths,

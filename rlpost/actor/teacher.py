@@ -24,6 +24,7 @@ from rlpost.actor.routing_replay import RoutingReplay
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.stop_points import StopPoints
 from rlpost.actor.teacher_description import teacher_description, teacher_settings
+from rlpost.actor.teacher_scores import TopTokens
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.types import TrainBatch
 from rlpost.weights.importer import import_weights
@@ -75,6 +76,15 @@ class Teacher:
         """
         with self._weights.on_device():
             return self._passes.logprobs(batch, records_routes=False)
+
+    def top_tokens(self, batch: TrainBatch, *, count: int, limit: int) -> list[list[TopTokens]]:
+        """Compute the teacher's most likely tokens, as ``Passes.top_tokens`` does.
+
+        Raises:
+            Interrupted: at one of the stop points.
+        """
+        with self._weights.on_device():
+            return self._passes.top_tokens(batch, count=count, limit=limit)
 
 
 class ParkedWeights:

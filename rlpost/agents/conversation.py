@@ -34,7 +34,7 @@ from typing import Any, Protocol
 
 from rlpost.agents.messages import Message
 from rlpost.agents.trajectory import NO_VERSION, Trajectory, Turn
-from rlpost.columns import FloatColumn, IntColumn, RunColumn
+from rlpost.columns import FloatColumn, IntColumn, RunColumn, TokenSetColumn
 from rlpost.errors import DataError
 from rlpost.types import Sample
 
@@ -79,6 +79,7 @@ class Line:
             loss_mask=sample.mask[:count],
             version_spans=spans,
             policy_version=spans[-1][0],
+            sampling_mask=None if sample.sampling_mask is None else sample.sampling_mask[:count],
             # as after a request that ended here: no engine had read the last token
             routes=None if sample.routes is None else sample.routes[: length - 1],
         )
@@ -100,6 +101,9 @@ class Line:
                 replace(turn, is_trained=turn.start >= self.own_from) for turn in self.turns
             ),
             routes=sample.routes,
+            sampling_mask=None
+            if sample.sampling_mask is None
+            else TokenSetColumn.joined([TokenSetColumn.whole(prompt), sample.sampling_mask]),
         )
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn
+from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn, TokenSetColumn
 from rlpost.types import FinishReason, Sample
 
 NO_VERSION = -1
@@ -62,6 +62,7 @@ class Trajectory:
         logprobs: the engine's log-prob of each sampled token, 0 for others.
         versions: policy version that sampled the token, ``NO_VERSION`` for others.
         routes: experts of the first tokens, see ``rlpost.types.Sample``; None if not recorded.
+        sampling_mask: the ids that each token was sampled from; None if not recorded.
         turns: the answers in it, in order; at least one is trained here.
     """
 
@@ -72,6 +73,7 @@ class Trajectory:
     versions: RunColumn
     turns: tuple[Turn, ...]
     routes: RouteColumn | None = None
+    sampling_mask: TokenSetColumn | None = None
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -125,6 +127,7 @@ class Trajectory:
             loss_mask=trained if is_masked else None,
             version_spans=spans if len(spans) > 1 else (),
             routes=self.routes,
+            sampling_mask=None if self.sampling_mask is None else self.sampling_mask[start:],
             extra=dict(extra or {}),
         )
 

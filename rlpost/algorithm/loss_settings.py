@@ -27,6 +27,7 @@ class LossSettings:
     tis_clip: float = 2.0
     tis_clip_low: float = 0.0
     use_rollout_logprobs: bool = False
+    use_rollout_sampling_mask: bool = False
     use_unbiased_kl: bool = False
     use_opsm: bool = False
     opsm_delta: float = 1e-4
@@ -35,6 +36,7 @@ class LossSettings:
     opd_type: str | None = None
     opd_form: str = "advantage"
     opd_kl_coef: float = 1.0
+    opd_top_k: int | None = None
 
     @property
     def needs_reference(self) -> bool:

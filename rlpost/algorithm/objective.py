@@ -20,7 +20,7 @@ from rlpost.algorithm.correction import (
     mismatch,
     sequence_mask,
 )
-from rlpost.algorithm.distillation import distillation_loss
+from rlpost.algorithm.distillation import distillation_loss, top_k_divergence
 from rlpost.algorithm.kl import estimate_kl, unbiased_kl
 from rlpost.algorithm.loss import cispo_loss, policy_loss, sequence_level, sft_loss
 from rlpost.algorithm.loss_settings import LossSettings
@@ -47,6 +47,10 @@ class Tokens:
     sample_lengths: Tensor  # loss-masked tokens of the token's sample
     sample_sums: SampleSums  # value per token -> sum over the loss-masked tokens of its sample
     teacher_logprobs: Tensor | None = None  # under a teacher; only with --opd-form loss
+    # [T, k], with --opd-top-k: the teacher's most likely tokens under the current weights, with
+    # gradient, and under the teacher
+    top_logprobs: Tensor | None = None
+    teacher_top_logprobs: Tensor | None = None
 
 
 LossFunction = Callable[[Tokens, LossSettings], tuple[Tensor, Stats]]
@@ -109,6 +113,9 @@ def policy_objective(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, St
             tokens.logprobs, tokens.teacher_logprobs
         )
         stats["opd_reverse_kl"] = tokens.logprobs - tokens.teacher_logprobs
+    if tokens.top_logprobs is not None and tokens.teacher_top_logprobs is not None:
+        kl_T = top_k_divergence(tokens.top_logprobs, tokens.teacher_top_logprobs)
+        loss_T, stats = loss_T + settings.opd_kl_coef * kl_T, stats | {"opd_reverse_kl": kl_T}
     if settings.entropy_coef:
         loss_T = loss_T - settings.entropy_coef * tokens.entropy
     return loss_T, {name: value.detach() for name, value in stats.items()}

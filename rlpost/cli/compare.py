@@ -32,10 +32,12 @@ def main(arguments: Sequence[str]) -> int:
     add_runs_dir(made)
     output = made.add_mutually_exclusive_group()
     output.add_argument(
+        "--html",
         "--out",
+        dest="out",
         type=Path,
         metavar="FILE",
-        help="the page (default: report/compare.html of the first)",
+        help="write the page to this file (default: report/compare.html of the first run)",
     )
     output.add_argument(
         "--json", action="store_true", help="print figures and differing settings for programs"

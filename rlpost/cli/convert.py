@@ -1,4 +1,6 @@
-"""Converts weights: tools/convert_hf_to_torch_dist.py and tools/convert_torch_dist_to_hf.py.
+"""Convert weights: ``python -m rlpost.cli.convert to-torch-dist`` or ``to-hf``.
+
+The same as tools/convert_hf_to_torch_dist.py and tools/convert_torch_dist_to_hf.py of a checkout.
 
 Input: command-line arguments, and the rank variables of torchrun or srun; without them, the
 conversion runs in a single process.
@@ -213,3 +215,11 @@ def _prepared(config: Config, origin: str | None, num_ranks: int) -> Config:
     return config.model_copy(
         update={"checkpoint": checkpoint, "perf": perf.model_copy(update=update), "model": model}
     )
+
+
+DIRECTIONS = {"to-torch-dist": hf_to_torch_dist, "to-hf": torch_dist_to_hf}
+
+if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1] in DIRECTIONS:
+        sys.exit(DIRECTIONS[sys.argv[1]](sys.argv[2:]))
+    sys.exit(f"usage: python -m rlpost.cli.convert {{{','.join(DIRECTIONS)}}} [...]")

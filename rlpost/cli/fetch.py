@@ -3,6 +3,9 @@
 Input: a recipe with a table [assets], a cluster profile, flags. Output: a table of present and
 missing files with sizes; then the folders. Makes no requests if everything is present. Exit code 1
 when an asset is unavailable.
+
+The model and the problems of ``tiny`` and of ``--scale-down`` are created instead
+(``rlpost.cli.tiny_model``), which needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -13,15 +16,19 @@ import shutil
 import stat
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlpost.assets.store import Status, inspect
 from rlpost.assets.wanted import Asset, from_elsewhere, wanted
 from rlpost.cli import command_line as command_line
+from rlpost.cli.scaled import FLAG, add_scale_down
 from rlpost.cli.terminal import aligned, terminal_width
+from rlpost.config.checks.missing import is_made
 from rlpost.config.keys import KEYS
 from rlpost.config.path_variables import ASSETS
+from rlpost.config.tree import Config
 from rlpost.config.wording import near_path
 from rlpost.errors import AssetError, ConfigError
 from rlpost.units import size_text
@@ -62,7 +69,10 @@ def main(arguments: Sequence[str]) -> int:
         default=21_600,
         help="seconds to wait for another fetch (default: 21600)",
     )
+    add_scale_down(made)
     options, loaded = command_line.settings(made, arguments)
+    if options.scale_down is not None or is_made(loaded.config.checkpoint.hf_checkpoint):
+        return _make(loaded.config, options.recipe, options.scale_down)
     assets = wanted(loaded.config)
     if not assets:
         raise ConfigError(
@@ -76,8 +86,28 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_NOT_HAD
     for line in from_elsewhere(loaded.config, str(root), assets):
-        print(f"not of the hub: {line} (a conversion job makes it: jobs/convert_*.sbatch)")
+        print(f"not of the hub: {line} (rlpost convert RECIPE makes it)")
     return code
+
+
+def _make(config: Config, recipe: str | None, ranks: int | None) -> int:
+    """Create the model and the problems of ``tiny``, or of a scaled-down recipe."""
+    from rlpost.cli import tiny_model
+
+    folder = config.checkpoint.hf_checkpoint
+    if ranks is None:
+        tiny_model.make_problems(Path(folder))
+    lacking = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if lacking:
+        raise ConfigError(
+            f"making the model in {near_path(folder)} needs {' and '.join(lacking)}, missing in "
+            f"{sys.executable}; run this command in the environment of the training nodes (docs/install.md)"
+        )
+    if ranks is None:
+        return tiny_model.main(["--out", folder])
+    if recipe is None:
+        raise ConfigError(f"{FLAG}: which recipe? the first word is a name or a TOML file")
+    return tiny_model.main(["--recipe", recipe, FLAG, str(ranks)])
 
 
 def _run(

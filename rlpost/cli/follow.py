@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from datetime import datetime
 from pathlib import Path
 
 from common.attempt import VERDICT_FILE, VERDICT_JSON
 from common.exit_codes import EXIT_DONE, EXIT_PREEMPTED
 from common.run_folder import RunFolder
-from rlpost.cli.log_lines import Wanted, merged, prefixed
+from rlpost.cli.log_lines import DAY, Wanted, merged, prefixed, wall_seconds
 from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
 from rlpost.metrics.writer import eval_rewards, read_metrics
 from slurm.client import POLL_S
@@ -25,9 +26,16 @@ EXIT_CODES = {"done": EXIT_DONE, "requeue": EXIT_PREEMPTED, "config": 2}
 
 
 def follow(
-    run: RunFolder, job_id: str, *, wanted: Wanted | None = None, started_it: bool = False
+    run: RunFolder,
+    job_id: str,
+    *,
+    wanted: Wanted | None = None,
+    started_it: bool = False,
+    since: float | None = None,
 ) -> int:
     """Print the driver's log, or the ``wanted`` logs, until the job is over; return 0 if done.
+
+    With ``since``, only records from that second of local time on.
 
     Ctrl-C detaches and the run continues. A local run that this process has started
     (``started_it``) receives the same Ctrl-C from the terminal and stops at its next checkpoint; a
@@ -38,7 +46,7 @@ def follow(
         if job_id.startswith(LOCAL)
         else _slurm_is_over(run, job_id)
     )
-    log = _LogTail(run.attempts, wanted or Wanted())
+    log = _LogTail(run.attempts, wanted or Wanted(), since)
     interrupted = False
     while True:
         try:
@@ -58,8 +66,9 @@ def follow(
 class _LogTail:
     """Prints new records of the wanted logs of the newest attempt."""
 
-    def __init__(self, attempts: Path, wanted: Wanted) -> None:
+    def __init__(self, attempts: Path, wanted: Wanted, since: float | None = None) -> None:
         self._attempts = attempts
+        self._since = since
         self._wanted = wanted
         self._current: Path | None = None
         self._read: dict[str, int] = {}  # bytes read of each log
@@ -81,7 +90,8 @@ class _LogTail:
             if self._wanted.log(path.stem):
                 new[path.stem] = self._wanted.records(self._new_lines(path))
         width = max(map(len, new), default=0)
-        for name, record in merged(new):
+        today = wall_seconds(datetime.now()) // DAY * DAY
+        for name, record in merged(new, days=dict.fromkeys(new, today), since=self._since):
             print(
                 record if self._wanted.is_one else prefixed(name, record, width), end="", flush=True
             )

@@ -50,6 +50,8 @@ def _job_spec(config: Config, driver_args: tuple[str, ...]) -> JobSpec:
     agent_args += ["--signal-lead-s", str(cluster.signal_lead_s)]
     if cluster.max_driver_restarts != DRIVER_RESTARTS:
         agent_args += ["--driver-restarts", str(cluster.max_driver_restarts)]
+    if config.observe.log_format is not None:
+        agent_args += ["--log-format", config.observe.log_format]
     if cluster.socket_ifname is not None:
         agent_args += ["--socket-ifname", cluster.socket_ifname]
     if cluster.ray_object_store_memory is not None:

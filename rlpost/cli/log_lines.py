@@ -2,23 +2,29 @@
 
 Input: lines by the name of their log.
 Output: the selected records in order of time, prefixed with the name of their log. A record is a
-line that begins with a time of day, with the lines after it that do not; it is selected as a whole.
+line that begins with a time, with the lines after it that do not; it is selected as a whole. Lines
+of JSON (``common.log_format``) are records as well. Times are seconds of local wall-clock time.
 """
 
 from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, datetime, timedelta
 from fnmatch import fnmatch
 
 LEVELS = ("debug", "info", "warning", "error")
-_TIME = re.compile(r"\[?(?:\d{4}-\d\d-\d\d[ T])?(\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
+_TIME = re.compile(
+    r'(?:\[|\{"time": ")?(?:(\d{4}-\d\d-\d\d)[ T])?(\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?'
+)
+_AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\b")
 _RANK = {"DEBUG": 0, "INFO": 1, "WARNING": 2, "WARN": 2, "ERROR": 3, "CRITICAL": 3, "FATAL": 3}
 _HEAD = 80  # characters of a record in which its level is searched
-_DAY = 86400.0
+DAY = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +72,93 @@ def _records(lines: Iterable[str]) -> Iterator[str]:
         yield held
 
 
-def merged(logs: dict[str, Iterable[str]]) -> Iterator[tuple[str, str]]:
+def merged(
+    logs: Mapping[str, Iterable[str]],
+    *,
+    days: Mapping[str, float] | None = None,
+    since: float | None = None,
+) -> Iterator[tuple[str, str]]:
     """Return (name, record) pairs of several logs in order of time.
 
     Records before the first time of a log come first.
+
+    Args:
+        days: the second at which the day of the first record of a log begins, where its times have
+            no date.
+        since: the second from which records are returned.
     """
-    timed = [_timed(name, records) for name, records in sorted(logs.items())]
-    return ((name, record) for _, name, record in heapq.merge(*timed, key=lambda one: one[0]))
+    starts = days or {}
+    timed = [_timed(name, records, starts.get(name, 0.0)) for name, records in sorted(logs.items())]
+    for seconds, name, record in heapq.merge(*timed, key=lambda one: one[0]):
+        if since is None or seconds >= since:
+            yield name, record
 
 
-def _timed(name: str, records: Iterable[str]) -> Iterator[tuple[float, str, str]]:
+def _timed(name: str, records: Iterable[str], day: float) -> Iterator[tuple[float, str, str]]:
     """Yield (seconds, name, record), with times that never decrease within a log.
 
-    A decrease of more than half a day is a new day; a smaller one repeats the previous time.
+    Without a date, a decrease of more than half a day is a new day. A smaller decrease repeats the
+    previous time.
     """
-    latest = 0.0
+    latest, is_first = day, True
     for record in records:
         if found := _TIME.match(record):
-            hours, minutes, seconds = (int(found[n]) for n in (1, 2, 3))
-            now = 3600 * hours + 60 * minutes + seconds + float(f"0.{found[4] or 0}")
-            now += latest // _DAY * _DAY
-            latest = max(latest, now + _DAY if latest - now > _DAY / 2 else now)
+            hours, minutes, seconds = (int(found[n]) for n in (2, 3, 4))
+            now = 3600 * hours + 60 * minutes + seconds + float(f"0.{found[5] or 0}")
+            if (dated := _day(found[1])) is not None:
+                now += dated
+            else:
+                now += latest // DAY * DAY
+                now = now + DAY if latest - now > DAY / 2 else now
+            latest, is_first = now if is_first else max(latest, now), False
         yield latest, name, record
+
+
+def _day(text: str | None) -> float | None:
+    """The second at which a day begins; None without a date, or with one that does not exist."""
+    try:
+        return None if text is None else date.fromisoformat(text).toordinal() * DAY
+    except ValueError:
+        return None
+
+
+def wall_seconds(moment: datetime) -> float:
+    """Return a local time as seconds, as those of records."""
+    of_day = moment.hour * 3600 + moment.minute * 60 + moment.second + moment.microsecond / 1e6
+    return moment.toordinal() * DAY + of_day
+
+
+def first_day(first: str, modified: datetime) -> float:
+    """Return the second at which the day of a log's first record begins, if it has no date.
+
+    Args:
+        modified: local time of the log's last change: the log is taken to be shorter than a day.
+    """
+    found = _TIME.match(first)
+    today = modified.toordinal() * DAY
+    if found is None:
+        return today
+    of_day = int(found[2]) * 3600 + int(found[3]) * 60 + int(found[4])
+    return today - DAY if today + of_day > wall_seconds(modified) + 1 else today
+
+
+def parse_since(text: str, now: datetime) -> datetime:
+    """Return the local time of ``10m``, ``14:30`` or ``2026-11-23 14:30``. Raises ValueError.
+
+    A time of day is the newest one that is over.
+
+    >>> parse_since("90m", datetime(2026, 11, 23, 1, 0))
+    datetime.datetime(2026, 11, 22, 23, 30)
+    >>> parse_since("14:30", datetime(2026, 11, 23, 1, 0))
+    datetime.datetime(2026, 11, 22, 14, 30)
+    """
+    if found := _AGO.fullmatch(text):
+        return now - timedelta(**{_UNITS[found[2]]: float(found[1])})
+    if re.fullmatch(r"\d\d:\d\d(?::\d\d)?", text):
+        of_today = datetime.fromisoformat(f"{now:%Y-%m-%d} {text}")
+        return of_today if of_today <= now else of_today - timedelta(days=1)
+    moment = datetime.fromisoformat(text)
+    return moment if moment.tzinfo is None else moment.astimezone().replace(tzinfo=None)
 
 
 def prefixed(name: str, record: str, width: int) -> str:

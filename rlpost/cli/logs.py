@@ -6,12 +6,21 @@ import argparse
 import re
 from collections import deque
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 from common.run_folder import RunFolder
 from rlpost.arguments import Parser
 from rlpost.cli.follow import follow
-from rlpost.cli.log_lines import LEVELS, Wanted, merged, prefixed
+from rlpost.cli.log_lines import (
+    LEVELS,
+    Wanted,
+    first_day,
+    merged,
+    parse_since,
+    prefixed,
+    wall_seconds,
+)
 from rlpost.cli.runs import add_run_options, current_job, find_run
 from rlpost.errors import ConfigError
 
@@ -43,6 +52,12 @@ def main(arguments: Sequence[str]) -> int:
     made.add_argument(
         "--tail", type=int, metavar="N", help="only the last N records of all selected logs"
     )
+    made.add_argument(
+        "--since",
+        type=_since,
+        metavar="AGO|TIME",
+        help="only records from then on: 90s, 10m, 2h, 1d ago, or 14:30, or '2026-11-23 14:30'",
+    )
     options = made.parse_args(arguments)
     if options.tail is not None and (options.tail < 1 or options.follow):
         raise ConfigError(
@@ -53,25 +68,48 @@ def main(arguments: Sequence[str]) -> int:
     names = [*options.of, *([f"agent-{options.node}"] if options.node else [])] or ["driver"]
     wanted = Wanted(names, options.level, options.grep)
     if options.follow:
-        return follow(run, current_job(run), wanted=wanted)
-    _print(run, run.attempts / options.attempt, wanted, options.tail)
+        return follow(run, current_job(run), wanted=wanted, since=options.since)
+    _print(run, run.attempts / options.attempt, wanted, options.tail, options.since)
     return 0
 
 
-def _print(run: RunFolder, attempt: Path, wanted: Wanted, tail: int | None) -> None:
+def _print(
+    run: RunFolder, attempt: Path, wanted: Wanted, tail: int | None, since: float | None
+) -> None:
     logs = {path.stem: path for path in attempt.glob("*.log") if wanted.log(path.stem)}
     if not logs:
         raise ConfigError(_what_there_is(run, attempt, wanted))
     width = max(map(len, logs))
     files = {name: path.open(errors="replace") for name, path in logs.items()}
     try:
-        records = merged({name: wanted.records(file) for name, file in files.items()})
+        records = merged(
+            {name: wanted.records(file) for name, file in files.items()},
+            days={name: _first_day(path) for name, path in logs.items()},
+            since=since,
+        )
         for name, record in records if tail is None else deque(records, maxlen=tail):
             ended = record if record.endswith("\n") else record + "\n"
             print(ended if wanted.is_one else prefixed(name, ended, width), end="")
     finally:
         for file in files.values():
             file.close()
+
+
+def _first_day(path: Path) -> float:
+    """The day of a log whose times have no date; foreign processes write such logs."""
+    with path.open(errors="replace") as file:
+        first = file.readline()
+    return first_day(first, datetime.fromtimestamp(path.stat().st_mtime))
+
+
+def _since(given: str) -> float:
+    try:
+        return wall_seconds(parse_since(given, datetime.now()))
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(
+            f"{given!r} is no time; use a duration such as 90s, 10m, 2h or 1d, or a time such as "
+            "14:30 or '2026-11-23 14:30'"
+        ) from None
 
 
 def _pattern(given: str) -> re.Pattern[str]:

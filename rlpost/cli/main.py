@@ -24,6 +24,10 @@ VERBS = {
         "rlpost.cli.submit:submit_main",
         "check a recipe and submit it (--dry-run, --test-only, --wait, --local)",
     ),
+    "sweep": (
+        "rlpost.cli.sweep:main",
+        "submit a run for each point of a grid (--grid), or show where they stand",
+    ),
     "recipes": ("rlpost.cli.recipes:main", "recipes, models and clusters that have a name"),
     "check": ("rlpost.cli.check:main", "check a recipe and show its arithmetic"),
     "plan": (
@@ -38,11 +42,15 @@ VERBS = {
         "rlpost.cli.fetch:main",
         "download a recipe's model and data from the Hugging Face hub",
     ),
+    "convert": (
+        "rlpost.cli.convert_job:main",
+        "submit the job that converts a recipe's weights to torch_dist (--dry-run)",
+    ),
     "status": ("rlpost.cli.status:status_main", "status of a run (--watch: live)"),
     "list": ("rlpost.cli.status:list_main", "all runs, the newest first"),
     "logs": (
         "rlpost.cli.logs:main",
-        "the log of the driver, or of any other process (-f, --of NAME, --level, --grep)",
+        "the log of the driver, or of any other process (-f, --of NAME, --level, --grep, --since)",
     ),
     "attach": ("rlpost.cli.attach:attach_main", "a shell on a node of a run"),
     "exec": ("rlpost.cli.attach:exec_main", "a command on every node of a run"),
@@ -73,10 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of ``rlpost`` and ``python -m rlpost``."""
     if arguments is None and sys.argv[1:2] in (
         ["submit"],
+        ["sweep"],
         ["check"],
         ["plan"],
         ["rehearse"],
         ["fetch"],
+        ["convert"],
     ):
         hide_keys()
     return run_command(_verb, arguments)

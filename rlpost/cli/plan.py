@@ -8,6 +8,7 @@ nearest layout that does (exit code 2); with --suggest the best layouts for so m
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -42,6 +43,7 @@ from rlpost.errors import ConfigError, WeightError
 from rlpost.hf_shape import hf_shape, weight_bytes
 from rlpost.metrics.earlier_runs import earlier_step_times
 from rlpost.rollout.server_args import check_server_args
+from rlpost.teacher_folder import teacher_shape
 from rlpost.units import count_text
 
 EXIT_NO_FIT = 2
@@ -64,15 +66,7 @@ GLYPHS = {
 def main(arguments: Sequence[str]) -> int:
     """Print the plan of a recipe."""
     made = parser("rlpost plan", "Estimate the GPU memory, nodes and disks that a recipe needs.")
-    made.add_argument(
-        "--gpus", type=int, metavar="N", help="GPUs of the trainer, instead of the recipe's"
-    )
-    made.add_argument(
-        "--gpu-memory",
-        default=GPU_MEMORY,
-        metavar="SIZE",
-        help=f"of one GPU (default: {GPU_MEMORY})",
-    )
+    add_gpus(made)
     made.add_argument(
         "--write-gbps",
         type=float,
@@ -96,16 +90,11 @@ def main(arguments: Sequence[str]) -> int:
     made.add_argument(
         "--json", action="store_true", help="print a JSON object instead of the tables"
     )
-    options, loaded = settings(made, arguments)
-    if options.recipe is None and not loaded.origins:
-        raise ConfigError(
-            "which recipe? the first word is a TOML file, for instance jobs/recipes/qwen3_4b.toml"
-        )
+    options, config = planned_recipe(made, arguments)
     if options.write_gbps <= 0:
         raise ConfigError(
             f"--write-gbps {options.write_gbps:g}: give the GB/s of a node's disk, more than 0"
         )
-    config = loaded.config if options.gpus is None else on_gpus(loaded.config, options.gpus)
     # the plan counts with them
     check_server_args(
         config.sglang.given_server_args, gpus_per_engine=config.cluster.rollout_num_gpus_per_engine
@@ -135,6 +124,32 @@ def main(arguments: Sequence[str]) -> int:
         speed=speed,
         wants_suggestions=options.suggest,
     )
+
+
+def add_gpus(made: argparse.ArgumentParser) -> None:
+    """Add the flags that say which GPUs a recipe is planned for."""
+    made.add_argument(
+        "--gpus", type=int, metavar="N", help="GPUs of the trainer, instead of the recipe's"
+    )
+    made.add_argument(
+        "--gpu-memory",
+        default=GPU_MEMORY,
+        metavar="SIZE",
+        help=f"of one GPU (default: {GPU_MEMORY})",
+    )
+
+
+def planned_recipe(
+    made: argparse.ArgumentParser, arguments: Sequence[str]
+) -> tuple[argparse.Namespace, Config]:
+    """Read the options and the recipe on the GPUs of ``--gpus``. Raises ConfigError."""
+    options, loaded = settings(made, arguments)
+    if options.recipe is None and not loaded.origins:
+        raise ConfigError(
+            "which recipe? the first word is a TOML file, for instance jobs/recipes/qwen3_4b.toml"
+        )
+    config = loaded.config if options.gpus is None else on_gpus(loaded.config, options.gpus)
+    return options, config
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +202,12 @@ def show(
         engine_width: bytes of a weight in the engines.
         speed: of disks and of steps.
     """
-    problems = layout_problems(config)
+    problems, teacher = layout_problems(config), teacher_shape(config)
     fits = False
     if not problems:
-        made = estimate(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
+        made = estimate(
+            config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher
+        )
         problems, fits = list(made.problems), not made.problems
         console.print(table(made, speed))
         console.print(bars(made, console.width))
@@ -199,7 +216,9 @@ def show(
             console.print(f"note: {note}", style="yellow")
     choices: list[Choice] = []
     if wants_suggestions or not fits:
-        choices = suggest(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
+        choices = suggest(
+            config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher
+        )
     for problem in problems:
         console.print(f"does not fit: {problem}", style="red")
     if fits:
@@ -229,14 +248,16 @@ def plan_object(
     ``suggestions`` holds the best layouts when they are asked for; else the nearest that fits if
     the recipe's does not.
     """
-    problems = layout_problems(config)
+    problems, teacher = layout_problems(config), teacher_shape(config)
     content: dict[str, Any] = {
         "fits": False,
         "problems": problems,
         "note": reference_note(config, shape),
     }
     if not problems:
-        made = estimate(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
+        made = estimate(
+            config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher
+        )
         content |= {
             "fits": not made.problems,
             "problems": list(made.problems),
@@ -245,7 +266,9 @@ def plan_object(
         content["save_interval"] = asdict(speed.interval(made))
     choices: list[Choice] = []
     if wants_suggestions or not content["fits"]:
-        choices = suggest(config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
+        choices = suggest(
+            config, shape, gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher
+        )
     if not wants_suggestions:
         closest = nearest(config, choices)
         choices = [closest] if closest else []
@@ -337,6 +360,7 @@ def table(made: Estimate, speed: Speed) -> Table:
         ("weights", f"{_gb(rank.held.weights)}, gradients {_gb(rank.held.gradients)}"),
         ("optimizer", f"{_gb(rank.held.optimizer)}{offloaded}"),
         *([("critic", f"{_gb(rank.critic.total)} in all")] if rank.critic.total else []),
+        *([("teacher", f"{_gb(rank.teacher)} during its pass")] if rank.teacher else []),
         (
             "activations",
             f"{_gb(rank.activations)} for {made.tokens} tokens a rank, recomputed: {again}",

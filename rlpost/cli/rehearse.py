@@ -13,10 +13,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rlpost.cli.command_line import parser, settings
-from rlpost.cli.plan import EXIT_NO_FIT, GPU_MEMORY, on_gpus, parse_size
+from rlpost.cli.command_line import parser
+from rlpost.cli.plan import EXIT_NO_FIT, add_gpus, parse_size, planned_recipe
+from rlpost.cli.rehearse_nodes import nodes_check
 from rlpost.cli.scaled import add_scale_down
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems
@@ -34,15 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         "rlpost rehearse",
         "Run every rank of a recipe for one step without GPUs and without data, and check the result.",
     )
-    made.add_argument(
-        "--gpus", type=int, metavar="N", help="GPUs of the trainer, instead of the recipe's"
-    )
-    made.add_argument(
-        "--gpu-memory",
-        default=GPU_MEMORY,
-        metavar="SIZE",
-        help=f"of one GPU (default: {GPU_MEMORY})",
-    )
+    add_gpus(made)
     made.add_argument(
         "--all-ranks",
         action="store_true",
@@ -56,14 +50,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     made.add_argument("--json", action="store_true", help="print one object")
     add_scale_down(made)
-    options, loaded = settings(made, arguments)
-    if options.recipe is None and not loaded.origins:
-        raise ConfigError(
-            "which recipe? the first word is a TOML file, for instance jobs/recipes/qwen3_4b.toml"
-        )
+    options, config = planned_recipe(made, arguments)
     if options.micro_batches is not None and options.micro_batches < 1:
         raise ConfigError(f"--micro-batches {options.micro_batches}: give at least 1")
-    config = loaded.config if options.gpus is None else on_gpus(loaded.config, options.gpus)
     result = rehearsed(
         config,
         gpu_bytes=parse_size(options.gpu_memory),
@@ -93,11 +82,16 @@ def rehearsed(
             "a rehearsal needs engines of this run, and --rollout-num-gpus is 0 or the engines are "
             "external; use rlpost plan"
         )
-    actor = actor_settings(config)
-    if config.use_critic or actor.lora_rank is not None or actor.optimizer != "adam":
+    if config.has_own_critic:
         raise ConfigError(
-            "a rehearsal has no critic, no adapters and no optimizer but Adam yet; omit --use-critic, "
-            "--lora-rank and --optimizer for it, or use rlpost plan"
+            "--critic-own-gpus true: a rehearsal has the ranks of the policy alone; use "
+            "--critic-own-gpus false for it, or rlpost plan"
+        )
+    actor = actor_settings(config)
+    if actor.only_train_params_name_list or actor.freeze_params_name_list:
+        raise ConfigError(
+            "--only-train-params-name-list, --freeze-params-name-list: a rehearsal compares models of "
+            "which all weights or adapters are trained; omit these settings for it"
         )
     # Libraries print, and Megatron repeats each of its warnings for every rank.
     with warnings.catch_warnings(), redirect_stdout(sys.stderr):
@@ -106,15 +100,12 @@ def rehearsed(
             from rlpost.rehearsal.run import Options, rehearse_run
         except ImportError as error:
             raise ConfigError(
-                f"a rehearsal needs the training stack: {error}; run tools/install.sh"
+                f"a rehearsal needs the training stack: {error}; install it as in docs/install.md"
             ) from error
         logging.getLogger("megatron").setLevel(logging.ERROR)
-        return rehearse_run(
-            config,
-            actor,
-            Options(gpu_bytes, all_ranks, micro_batches),
-            say=_say,
-        )
+        options = Options(gpu_bytes, all_ranks, micro_batches)
+        found = rehearse_run(config, actor, options, say=_say)
+    return replace(found, checks=(*found.checks, nodes_check(config)))
 
 
 def _say(words: str) -> None:
@@ -143,6 +134,8 @@ def text(result: Result) -> str:
         f"rank {most.rank} is the fullest: {gb(most.highest)}; rlpost plan says "
         f"{gb(result.planned_bytes)}"
     )
+    lines.append(f"{'':<20}{'planner':>12}{'rehearsal':>12}{'difference':>12}")
+    lines += [f"{one.name:<20}{one.words}" for one in result.compared]
     if len(result.ran) < len(result.memory):
         lines.append(
             f"ranks {shortened(result.ran)} ran, two of each of {len(result.classes)} classes of equal "

@@ -1,4 +1,6 @@
-"""``rlpost report``: write a run's report as HTML and text, also while it runs."""
+"""``rlpost report``: write a run's report as HTML and text, also while it runs and before its first
+step.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,6 @@ from rlpost.cli.follow import summary
 from rlpost.cli.runs import add_run_options, find_run
 from rlpost.cli.status import rows
 from rlpost.cli.statuses import statuses
-from rlpost.errors import ConfigError
 from rlpost.metrics.plot import plot_rewards
 from rlpost.metrics.writer import read_metrics
 from rlpost.report.write import write_report
@@ -26,12 +27,8 @@ def main(arguments: Sequence[str]) -> int:
     add_run_options(made)
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
-    if not read_metrics(run.metrics):
-        raise ConfigError(
-            f"{run.metrics}: no step yet, so there is nothing to report; see rlpost status"
-        )
     page = write_report(run)
-    if importlib.util.find_spec("matplotlib") is not None:
+    if read_metrics(run.metrics) and importlib.util.find_spec("matplotlib") is not None:
         plot_rewards(run.metrics, run.report / "reward.png")
     text = "\n".join([*report_lines(run), "", f"page {page}"]) + "\n"
     write_atomic(run.report / "report.txt", text)

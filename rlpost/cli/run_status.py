@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.attempt import DRIVER_LOG, VERDICT_FILE, VERDICT_JSON
+from common.log_format import as_text
 from common.run_folder import RunFolder
 from rlpost.cli.runs import LOCAL, last, local_is_alive, settings_of
 from rlpost.metrics.pace import PACE_STEPS, STEP_S, recent, throughput
@@ -29,7 +30,9 @@ from slurm.states import JobState
 MAX_WARNINGS = 4
 MAX_HEADLINE = 160  # characters
 LOG_TAIL = 1 << 16  # bytes
-_WARNING = re.compile(r"^\d\d:\d\d:\d\d \S* ?(WARNING|ERROR|CRITICAL)\b")
+_WARNING = re.compile(
+    r"^(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d(?:\.\d+)? \S* ?(WARNING|ERROR|CRITICAL)\b"
+)
 STATE_COLOURS = {
     "RUNNING": "green",
     "COMPLETED": "green",
@@ -205,7 +208,8 @@ def ago(seconds: float) -> str:
 
 def warnings_in(log: str) -> list[str]:
     """The newest distinct warnings of a driver's log."""
-    found = [line for line in log.splitlines() if _WARNING.match(line)]
+    lines = [as_text(line).partition("\n")[0] for line in log.splitlines()]
+    found = [line for line in lines if _WARNING.match(line)]
     return list(dict.fromkeys(found))[-MAX_WARNINGS:]
 
 

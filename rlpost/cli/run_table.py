@@ -23,6 +23,10 @@ class Column:
     value: Callable[[Status], str]
 
 
+def _money(cost: float | None) -> str:
+    return "" if cost is None else f"{cost:,.2f}"
+
+
 def _step(status: Status) -> str:
     if not status.step and not status.num_attempts:
         return ""
@@ -37,8 +41,9 @@ COLUMNS = (
     Column("verdict", 2, lambda status: status.verdict or ""),
     Column("reward", 3, lambda s: "" if s.reward is None else f"{s.reward:.3f}"),
     Column("goodput", 4, lambda s: s.goodput.headline if s.goodput else ""),
-    Column("attempts", 5, lambda s: str(s.num_attempts) if s.num_attempts else ""),
-    Column("checkpoint", 6, lambda status: status.checkpoint or ""),
+    Column("cost", 5, lambda s: _money(s.goodput.cost) if s.goodput else ""),
+    Column("attempts", 6, lambda s: str(s.num_attempts) if s.num_attempts else ""),
+    Column("checkpoint", 7, lambda status: status.checkpoint or ""),
 )
 
 
@@ -47,7 +52,7 @@ def table(found: Sequence[Status], width: int) -> list[list[str]]:
 
     A table whose names and states alone are wider is returned whole.
     """
-    columns = list(COLUMNS)
+    columns = [one for one in COLUMNS if one.name != "cost" or any(map(one.value, found))]
     while True:
         rows = [
             [column.name for column in columns],
@@ -60,6 +65,20 @@ def table(found: Sequence[Status], width: int) -> list[list[str]]:
                 [cell.ljust(size) for cell, size in zip(row, widths, strict=True)] for row in rows
             ]
         columns.remove(last)
+
+
+def total_cost(found: Sequence[Status]) -> list[str]:
+    """Return a line with the GPU hours and the cost of all runs; none unless two have a cost.
+
+    >>> total_cost([])
+    []
+    """
+    spent = [one.goodput for one in found if one.goodput is not None]
+    costs = [one.cost for one in spent if one.cost is not None]
+    if len(costs) < 2:
+        return []
+    hours = sum(one.gpu_hours for one in spent if one.cost is not None)
+    return [f"cost of {len(costs)} runs: {_money(sum(costs))} for {hours:,.1f} GPU h"]
 
 
 def reasons(found: Sequence[Status]) -> list[str]:

@@ -1,4 +1,4 @@
-"""``--scale-down [RANKS]`` of submit, check and plan: shrink a recipe to run on this machine.
+"""``--scale-down [RANKS]`` of submit, check, plan and fetch: shrink a recipe to run on this machine.
 
 Input: loaded settings.
 Output: the scaled settings, with ``--scale-down`` as the origin of each changed value, and a table
@@ -95,9 +95,7 @@ def require_model(recipe: str | None, config: Config) -> None:
     """Raise ConfigError, with the command to create it, if the scaled-down model is missing."""
     folder = Path(config.checkpoint.hf_checkpoint)
     if FOLDER.absolute() in folder.parents and not (folder / "config.json").is_file():
-        command = (
-            f"python tools/make_tiny_model.py --recipe {recipe} {FLAG} {config.actor_world_size}"
-        )
         raise ConfigError(
-            f"{FLAG}: the scaled-down model does not exist yet; create it with: {command}"
+            f"{FLAG}: the scaled-down model does not exist yet; create it with: "
+            f"rlpost fetch {recipe} {FLAG} {config.actor_world_size}"
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rlpost.arguments import Parser
 from rlpost.cli.run_status import STATE_COLOURS, Status, ago, headline
-from rlpost.cli.run_table import GAP, reasons, table
+from rlpost.cli.run_table import GAP, reasons, table, total_cost
 from rlpost.cli.runs import add_run_options, add_runs_dir, all_runs, find_run
 from rlpost.cli.statuses import statuses
 from rlpost.errors import ConfigError, suggestion
@@ -71,6 +71,7 @@ def rows(status: Status) -> list[tuple[str, str]]:
         ("preemptions", str(status.num_preemptions) if status.num_preemptions else ""),
         ("recoveries", ", ".join(f"{role} {n}" for role, n in status.recoveries.items())),
         ("goodput", goodput_words(status)),
+        ("cost", status.goodput.cost_words if status.goodput else ""),
         *(("warning", line) for line in status.warnings),
     ]
     return [(name, value) for name, value in shown if value]
@@ -107,7 +108,8 @@ def show_list(found: Sequence[Status]) -> None:
         for state, style in STATE_COLOURS.items():
             line.highlight_regex(rf"(?<= ){state}\b", style)
         out.print(line, soft_wrap=True)
-    for number, why in enumerate(reasons(found)):
+    below = [*reasons(found), *total_cost(found)]
+    for number, why in enumerate(below):
         out.print(Text(why if number else f"\n{why}"), soft_wrap=True)
 
 

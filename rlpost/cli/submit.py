@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 from common.run_folder import RunFolder, RunFolderError, create_run_folder
-from rlpost.check import check, notes
+from rlpost.check import absent, check, notes
 from rlpost.cli.command_line import parser, settings
 from rlpost.cli.entry import run_command
 from rlpost.cli.fleet_jobs import engine_settings, fleet_spec, fleet_views, submit_engines
@@ -31,7 +31,7 @@ from rlpost.cli.secret_file import has_wandb_key, put_away
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.keys import without_keys
-from rlpost.config.load import dump
+from rlpost.config.load import Loaded, dump
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled, with_values
 from rlpost.errors import ConfigError
@@ -55,30 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def submit_main(arguments: Sequence[str]) -> int:
     """``rlpost submit RECIPE``. Raises ConfigError."""
-    made = parser("rlpost submit", "Check a recipe, create its run folder and submit it.")
-    _add_options(made)
+    made = submit_parser("rlpost submit", "Check a recipe, create its run folder and submit it.")
     options, loaded = settings(made, arguments)
-    config = loaded.config
     if options.recipe is None and not loaded.origins:
         raise ConfigError(
             "which recipe? the first word is a name in jobs/recipes or a TOML file: rlpost submit tiny"
         )
-    given = next((f"--{name}" for name in ("local", "debug") if getattr(options, name)), None)
-    local = given is not None or not is_available()
-    if local and not (options.dry_run or options.test_only):
-        _check_local(
-            config,
-            "there is no Slurm on this machine" if given is None else f"{given} excludes Slurm",
-        )
-    require_model(options.recipe, config)
-    root = options.run_folder or _new_run_folder(config)
-    if local and not options.dry_run:
-        config = _without_slurm(config)
-    seen, why = (config, "") if options.dry_run else as_the_job_would(config)
-    check(seen, run=root, recipe=options.recipe, origins=loaded.origins)
-    if why:
-        print(f"note: container {why}", file=sys.stderr)
-    for note in notes(config):
+    root = options.run_folder or _new_run_folder(loaded.config)
+    config, local, said = checked(options, loaded, root)
+    for note in said:
         print(f"note: {note}", file=sys.stderr)
     if options.rehearse is not None:
         _rehearse(config, options.rehearse)
@@ -115,6 +100,41 @@ def submit_main(arguments: Sequence[str]) -> int:
         return conclude(run)
     wait = local if options.wait is None else options.wait
     return follow(run, job_id, started_it=local) if wait else 0
+
+
+def submit_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser with the options of a submission and a flag for every setting."""
+    made = parser(prog, description)
+    _add_options(made)
+    return made
+
+
+def checked(
+    options: argparse.Namespace, loaded: Loaded, root: Path
+) -> tuple[Config, bool, list[str]]:
+    """Check the settings of a run in ``root``, before anything is created.
+
+    Returns: the settings as they are submitted, whether the run is on this machine, and notes for
+        the user. Raises ConfigError.
+    """
+    config = loaded.config
+    given = next((f"--{name}" for name in ("local", "debug") if getattr(options, name)), None)
+    local = given is not None or not is_available()
+    if local and not (options.dry_run or options.test_only):
+        _check_local(
+            config,
+            "there is no Slurm on this machine" if given is None else f"{given} excludes Slurm",
+        )
+    if not options.dry_run:
+        require_model(options.recipe, config)
+    if local and not options.dry_run:
+        config = _without_slurm(config)
+    seen, why = (config, "") if options.dry_run else as_the_job_would(config)
+    check(seen, run=root, recipe=options.recipe, origins=loaded.origins, is_dry=options.dry_run)
+    said = list(absent(config, options.recipe)) if options.dry_run else []
+    if why:
+        said.append(f"container {why}")
+    return config, local, [*said, *notes(config)]
 
 
 def _rehearse(config: Config, gpu_memory: str) -> None:

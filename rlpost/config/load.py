@@ -109,7 +109,7 @@ def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]
     to the working directory if it is from the command line. Raises ConfigError for an unreadable
     recipe.
     """
-    recipe = _recipe_file(recipe)
+    recipe = recipe_file(recipe)
     named = read_toml(recipe) if recipe is not None else {}
     found: dict[str, list[Path]] = {}
     for table, folder in PROFILES.items():
@@ -165,7 +165,7 @@ def site_profile(recipe: Path | None) -> str | None:
     Only cluster recipes have it: those with a path below $RLPOST_ASSETS. Raises ConfigError for an
     unreadable recipe.
     """
-    path = _recipe_file(recipe)
+    path = recipe_file(recipe)
     named = {} if path is None else read_toml(path)
     if isinstance(named.get("cluster"), str) or not (JOBS / "clusters" / f"{SITE}.toml").exists():
         return None
@@ -180,7 +180,7 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(part)
 
 
-def _recipe_file(recipe: Path | None) -> Path | None:
+def recipe_file(recipe: Path | None) -> Path | None:
     """The file of a recipe given by path or NAME. Raises ConfigError for an unknown name."""
     return None if recipe is None else _of_name(recipe, "recipe", JOBS / "recipes")
 

@@ -32,7 +32,7 @@ WIDTH_MULTIPLE = 16
 """Divisor of every width, for tensor parallelism and FP8 blocks."""
 FP8_BLOCK = (16, 16)
 VOCAB = 64
-"""Vocabulary size of the tokenizer that tools/make_tiny_model.py makes."""
+"""Vocabulary size of the tokenizer that rlpost/cli/tiny_model.py makes."""
 PROMPTS, ANSWER = 4, 32
 """Upper limits of prompts per step and tokens per answer; batch and lengths are halved until they
 fit.
@@ -336,7 +336,7 @@ def _batch_values(config: Config) -> Values:
 
 
 def _assets(config: Config, *, fp8: bool) -> Values:
-    """The files of tools/make_tiny_model.py: a model, and arithmetic problems as prompts."""
+    """The files of rlpost/cli/tiny_model.py: a model, and arithmetic problems as prompts."""
     folder = FOLDER / config.cluster.job_name
     path = {name: str((folder / name).absolute()) for name in (MODEL, MODEL_FP8, TRAIN, HELDOUT)}
     values: Values = {

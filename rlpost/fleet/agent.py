@@ -31,6 +31,7 @@ from pathlib import Path
 
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from common.files import is_there
+from common.log_format import configure_logging
 from common.run_folder import RunFolder
 from common.stop_file import parse_stop
 from rlpost.config.load import parse_dump
@@ -311,9 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stop-file", type=Path, required=True)
     parser.add_argument("--num-gpus", type=int, default=1)
     options = Options(**vars(parser.parse_args(argv)))
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"
-    )
+    configure_logging()
     folder = FleetFolder(options.run_folder)
     notice = StopNotice(options.stop_file)
     if folder.orders().says_leave(options.engine):

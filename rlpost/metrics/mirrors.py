@@ -1,4 +1,5 @@
-"""Mirrors the lines of ``metrics.jsonl`` to Weights & Biases, TensorBoard and Prometheus.
+"""Mirrors the lines of ``metrics.jsonl`` to Weights & Biases, TensorBoard and Prometheus, and sends
+the spans of each step as OpenTelemetry traces.
 
 Input: the settings, run folder and cluster of an attempt.
 Output: a function that writes a line to every enabled mirror, valid inside the context.
@@ -6,6 +7,7 @@ Output: a function that writes a line to every enabled mirror, valid inside the 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,9 +16,13 @@ from pathlib import Path
 from common.cluster import Cluster
 from rlpost import __version__
 from rlpost.config.tree import Config
+from rlpost.errors import ConfigError
+from rlpost.metrics.otlp import OtlpWriter, is_requested
 from rlpost.metrics.prometheus import TARGETS_FILE, PrometheusServer
 from rlpost.metrics.tensorboard import TensorBoardWriter
 from rlpost.metrics.wandb import Write, mirrored
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -45,6 +51,11 @@ def mirrors(config: Config, run_folder: Path, cluster: Cluster) -> Iterator[Writ
             )
             open_ones.callback(server.close)
             writes.append(server.write)
+        if is_requested(settings.otlp_endpoint, os.environ):
+            labels = {"run": run_folder.name, **about(config, cluster, os.environ)}
+            if (traces := _traces(settings.otlp_endpoint, labels)) is not None:
+                open_ones.callback(traces.close)
+                writes.append(traces.write)
         wandb = open_ones.enter_context(
             mirrored(config.wandb, run_folder, config.model_dump(mode="json"))
         )
@@ -56,6 +67,19 @@ def mirrors(config: Config, run_folder: Path, cluster: Cluster) -> Iterator[Writ
                 one(step, metrics)
 
         yield write if writes else None
+
+
+def _traces(endpoint: str | None, labels: Mapping[str, str]) -> OtlpWriter | None:
+    """The writer of traces. Raises ConfigError, unless only the environment asks for traces: a site
+    may set OpenTelemetry's variables for all of its programs.
+    """
+    try:
+        return OtlpWriter(endpoint, labels)
+    except ConfigError as error:
+        if endpoint is not None:
+            raise
+        logger.warning("no traces: %s", error)
+        return None
 
 
 def about(config: Config, cluster: Cluster, environ: Mapping[str, str]) -> dict[str, str]:

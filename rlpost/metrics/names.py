@@ -64,6 +64,11 @@ METRICS = tuple(
             "share",
             "tokens whose experts no engine returned, so that the trainer chooses them",
         ),
+        (
+            "rollout/sampling_mask_size",
+            "tokens",
+            "with --use-rollout-sampling-mask: ids that a response token was sampled from, mean",
+        ),
         ("rollout/num_tokens", "tokens", "tokens of all responses"),
         (
             "rollout/staleness_mean",

@@ -1,9 +1,11 @@
-"""Sample answers of selected steps for inspection: ``RUN/report/samples.jsonl``.
+"""Sample answers of selected steps for inspection: ``samples.jsonl`` and ``eval_samples.jsonl`` in
+``RUN/report``.
 
-Input: the scored groups of a rollout and a decoder of token ids.
+Input: the scored groups of a rollout, or of an evaluation, and a decoder of token ids.
 Output: the best and the worst answer of the first group with different rewards (otherwise of the
-first group), truncated to a readable length. The file has the format of a metrics file, so a resume
-truncates it in the same way. It holds at most about MAX_LINES steps.
+first group); of an evaluation one answer to each of the first prompts of each set, which are the
+same each time. Both are truncated to a readable length. The files have the format of a metrics
+file, so a resume truncates them in the same way. The first holds at most about MAX_LINES steps.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from rlpost.metrics.writer import MetricsWriter
 from rlpost.types import SampleGroup, ScoredSample
 
 FILE_NAME = "samples.jsonl"
+FIXED_NAME = "eval_samples.jsonl"
+FIXED_PROMPTS = 2  # of each evaluation set
 MAX_LINES = 500
 MAX_PROMPT, MAX_ANSWER = 1200, 2400  # characters
 
@@ -38,25 +42,42 @@ class SampleWriter:
             check: raises Fenced when another attempt owns the run.
         """
         self._writer = MetricsWriter(report_folder / FILE_NAME, check=check)
+        self._fixed_path = report_folder / FIXED_NAME
+        self._fixed = MetricsWriter(self._fixed_path, check=check)
         self._interval = max(1, -(-num_steps // MAX_LINES))
         self._decode = decode
 
     async def begin(self, step: int) -> None:
         """Remove the answers of all steps after ``step``. Raises Fenced."""
         await self._writer.begin(step)
+        if self._fixed_path.exists():
+            await self._fixed.begin(step)
 
     def rewind(self, step: int) -> None:
         """Like ``begin``, but blocking and without a deadline. Raises OSError and Fenced."""
         self._writer.rewind(step)
+        if self._fixed_path.exists():
+            self._fixed.rewind(step)
 
     def write(self, step: int, groups: Sequence[SampleGroup]) -> None:
         """Queue sample answers if ``step`` is selected. A failed write never ends the run."""
         if groups and (step - 1) % self._interval == 0:
             self._writer.put_soon(step, {"samples": chosen(groups, self._decode)})
 
+    def write_evaluated(self, step: int, answered: Mapping[str, Sequence[SampleGroup]]) -> None:
+        """Queue the answers of an evaluation, by set. A failed write never ends the run."""
+        found = [
+            {"set": name, **_record(group.samples[0], self._decode)}
+            for name, groups in sorted(answered.items())
+            for group in groups
+        ]
+        if found:
+            self._fixed.put_soon(step, {"samples": found})
+
     def close(self) -> None:
         """Wait for pending writes."""
         self._writer.close()
+        self._fixed.close()
 
 
 def chosen(groups: Sequence[SampleGroup], decode: Decode) -> list[Mapping[str, object]]:

@@ -24,6 +24,7 @@ from rlpost.columns import RunColumn
 from rlpost.config.checks.layout import EXPERT_KEYS
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.tree import Config
+from rlpost.errors import DataError
 from rlpost.hf_shape import hf_shape
 from rlpost.rollout.evaluate import summarise
 from rlpost.types import SampleGroup, TrainBatch, TrainSample
@@ -67,6 +68,9 @@ def train_samples(
             count=count,
             routes=scored.sample.routes,
             teacher_logprobs=scored.sample.teacher_logprobs,
+            teacher_top_ids=scored.sample.teacher_top_ids,
+            teacher_top_logprobs=scored.sample.teacher_top_logprobs,
+            sampling_mask=scored.sample.sampling_mask,
         )
         for scored, advantage, (weight, count) in zip(
             group.samples, advantages, weights, strict=True
@@ -112,7 +116,18 @@ def rollout_advantages(
 def samples_with(
     advantages: Sequence[Sequence[Advantage]], groups: Sequence[SampleGroup], grpo: GrpoConfig
 ) -> list[TrainSample]:
-    """Return all samples of a rollout, in order of groups, with the given advantages."""
+    """Return all samples of a rollout, in order of groups, with the given advantages.
+
+    Raises:
+        DataError: --use-rollout-sampling-mask, and a sample has no sampling mask.
+    """
+    samples = [scored.sample for group in groups for scored in group.samples]
+    if grpo.use_rollout_sampling_mask and any(each.sampling_mask is None for each in samples):
+        raise DataError(
+            "--use-rollout-sampling-mask needs the sampling mask of every sample, and one has none: "
+            "generate functions must take tokens from their ResponseBuilder, and recordings must be "
+            "made with the same setting"
+        )
     by_answer = counts_answers(groups, grpo)
     found: list[TrainSample] = []
     for group, of_group in zip(groups, advantages, strict=True):
@@ -295,6 +310,7 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
         ),
         "rollout/num_tokens": sum(lengths),
         **route_metrics(groups),
+        **mask_metrics(groups),
         **episode_metrics(groups),
     }
 
@@ -315,6 +331,16 @@ def route_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
         "rollout/routes_bytes_per_token": sum(column.array.nbytes for column in routes) / num_read,
         "rollout/routes_unknown_frac": max(0.0, 1 - num_known / num_read),
     }
+
+
+def mask_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Return the mean number of ids that a token was sampled from; empty without sampling masks."""
+    samples = [scored.sample for group in groups for scored in group.samples]
+    masks = [sample.sampling_mask for sample in samples if sample.sampling_mask is not None]
+    num_masked = sum(int((mask.sizes.array > 0).sum()) for mask in masks)
+    if not num_masked:
+        return {}
+    return {"rollout/sampling_mask_size": sum(len(mask.token_ids) for mask in masks) / num_masked}
 
 
 def staleness_metrics(groups: Sequence[SampleGroup], version: int) -> dict[str, float]:

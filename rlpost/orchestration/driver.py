@@ -47,6 +47,7 @@ from rlpost.orchestration.loop import Loop
 from rlpost.orchestration.loop_lag import LoopLag
 from rlpost.orchestration.observation import num_engine_restarts, run_metrics, steps_again
 from rlpost.orchestration.preemption import StopRequest
+from rlpost.orchestration.run_stages import RunStages
 from rlpost.orchestration.start_lines import StartLines
 from rlpost.report.write import Reporter, try_to_write_report
 from rlpost.rollout.journal import Journal, settings_hash
@@ -194,9 +195,7 @@ async def _train(
     stop.saves.recall(entry for entry in entries if entry["event"] == "committed")
     always, record = _counted(ledger, entries)
     stages = make_stages(config, cluster, checkpoints=checkpoints, stop=stop, record=record)
-    num_steps, owned = config.rollout.num_rollout, checkpoints.check_owner
-    samples = SampleWriter(run.report, num_steps=num_steps, decode=stages.text, check=owned)
-    metrics = MetricsWriter(run.metrics, always=always, also=also, show=samples.write, check=owned)
+    samples, metrics = _writers(config, run, stages, always, also, checkpoints.check_owner)
     await samples.begin(state.step)
     await metrics.begin(state.step if state.pending is None else state.step - 1)
     loop = None
@@ -285,6 +284,27 @@ async def _within(deadline_s: float, waiting: Awaitable[T], *, what: str) -> T:
             f"{what} took more than {deadline_s:.0f} s (--save-deadline-s): the storage hangs; repair the storage or "
             "the mount. A requeue resumes from the same checkpoint"
         ) from error
+
+
+def _writers(
+    config: Config,
+    run: RunFolder,
+    stages: RunStages,
+    always: Mapping[str, float],
+    also: Write | None,
+    owned: Callable[[], None],
+) -> tuple[SampleWriter, MetricsWriter]:
+    """Return the writers of sample answers and of metrics; each line goes to ``also`` as well."""
+
+    def mirror(step: int, metrics: Mapping[str, float]) -> None:
+        if also is not None:
+            also(step, metrics)
+        samples.write_evaluated(step, stages.generation.take_answered())
+
+    num_steps = config.rollout.num_rollout
+    samples = SampleWriter(run.report, num_steps=num_steps, decode=stages.text, check=owned)
+    show = samples.write
+    return samples, MetricsWriter(run.metrics, always=always, also=mirror, show=show, check=owned)
 
 
 async def _close(*files: Journal | SampleWriter | MetricsWriter | LedgerLines) -> None:

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from rlpost.data.prompts import PromptSet
 from rlpost.data.supervised import SupervisedTokenizer
 from rlpost.data.tokenizer import PromptTokenizer, eos_token_ids
 from rlpost.hf_shape import hf_shape
+from rlpost.metrics.samples import FIXED_PROMPTS
 from rlpost.orchestration.grading import StoppableGrader, StoppableTeacher
 from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.preemption import StopRequest
@@ -66,12 +67,15 @@ class Evaluation:
     name: str
     prompts: Sequence[Prompt]
     writer: Callable[[Connection], GroupWriter]
+    show: Callable[[str, Sequence[SampleGroup]], None]
 
     async def run(
         self, connection: Connection, stop_requested: Callable[[], bool]
     ) -> dict[str, float]:
         """Evaluate the set; return its metrics as ``eval/NAME/...``. Raises Preempted."""
-        found = await evaluate(self.writer(connection), self.prompts, stop_requested)
+        found = await evaluate(
+            self.writer(connection), self.prompts, stop_requested, partial(self.show, self.name)
+        )
         return {f"eval/{self.name}/{key}": value for key, value in found.items()}
 
 
@@ -125,6 +129,7 @@ class Generation:
             rollout.custom_generate_function_path, self._args
         )
         self._prompts: PromptSet | None = None
+        self._answered: dict[str, list[SampleGroup]] = {}
         self._evaluations = [self._evaluation(one) for one in eval_sets(config.eval)]
 
     def read_prompts(self) -> None:
@@ -210,7 +215,10 @@ class Generation:
             )
         writer = GroupWriter(
             self._connection,
-            rollout_sampling(rollout, self._eos),
+            replace(
+                rollout_sampling(rollout, self._eos),
+                returns_mask=config.grpo.use_rollout_sampling_mask,
+            ),
             n=rollout.n_samples_per_prompt,
             grader=self._grading(self._grader, rollout, wanted=self._wanted),
             function=self._function or write_answer,
@@ -268,11 +276,21 @@ class Generation:
             )
         return {key: value for metrics in found for key, value in metrics.items()}
 
+    def take_answered(self) -> dict[str, list[SampleGroup]]:
+        """Return the groups of the first prompts of each set in the newest evaluation, once."""
+        taken, self._answered = self._answered, {}
+        return taken
+
+    def _keep_answered(self, name: str, groups: Sequence[SampleGroup]) -> None:
+        self._answered[name] = list(groups[:FIXED_PROMPTS])
+
     def _evaluation(self, one: EvalSet) -> Evaluation:
         config = self._config
         own = {key: value for key in ROLLOUT_KEYS if (value := getattr(one, key)) is not None}
         rollout = set_settings(one, config.eval, config.rollout)
+        rollout = evaluation_rollout(config, rollout)
         same_reward = not own.keys() & {"rm_type", "custom_rm_path"}
+        same_reward = same_reward and config.eval.eval_reward_key is None
         own_config = config.model_copy(update={"rollout": rollout})
         function: GenerateFunction | None = None
         if not own.keys() & OWN_ANSWERS:
@@ -284,6 +302,7 @@ class Generation:
         return Evaluation(
             name=one.name,
             prompts=self.prompt_set(one.path, rollout).all(),
+            show=self._keep_answered,
             writer=partial(
                 GroupWriter,
                 sampling=eval_sampling(one, config.eval, rollout, self._eos),
@@ -303,6 +322,7 @@ class Generation:
             given.opd_teacher_url,
             timeout_s=given.opd_teacher_timeout_s,
             api_key=os.environ.get(TEACHER, ""),
+            top_k=given.opd_top_k,
         )
         self._closing.push_async_callback(teacher.close)
         return teacher
@@ -347,6 +367,14 @@ class Generation:
     def _closed_at_the_end(self, grader: Grader) -> Grader:
         self._closing.push_async_callback(grader.close)
         return grader
+
+
+def evaluation_rollout(config: Config, rollout: RolloutConfig) -> RolloutConfig:
+    """Return the settings with the key of rewards of --eval-reward-key, if given."""
+    key = config.eval.eval_reward_key
+    if key is None:
+        return rollout
+    return rollout.model_copy(update={"reward_key": key, "reward_weights": {}})
 
 
 def route_format(config: Config) -> RouteFormat | None:

@@ -22,11 +22,13 @@ from rlpost.algorithm.kl import kl_values
 from rlpost.algorithm.schedule import sequence_work
 from rlpost.algorithm.shaping import shaped
 from rlpost.columns import DoubleColumn, FloatColumn
+from rlpost.compat.slime.post_process import reward_post_process
 from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.tree import Config
 from rlpost.orchestration import distillation
 from rlpost.orchestration.batches import (
+    RAW,
     DealtStep,
     deal,
     rollout_samples,
@@ -98,6 +100,8 @@ class Training:
             bounds = replace(bounds, guard_initial_kl=0.0)
         self._guards = Guards(bounds, is_fresh=is_fresh)
         self._shaping = shaping_of(config)
+        self._post_process = reward_post_process(config)
+        self._grpo = estimator_settings(config)
         self._critic = None
         if config.use_critic:
             self._critic = self._made_critic(critics, stop)
@@ -122,10 +126,16 @@ class Training:
             HalfTrained: the deadline of a stop passed after the first optimizer step. Without a
                 near deadline, all steps are completed.
         """
-        grpo, given = self._config.grpo, self._config.distillation
+        grpo, given = self._grpo, self._config.distillation
         metrics: dict[str, float] = {}
         if not self._shaping.is_off:
             groups = await asyncio.to_thread(shaped, groups, self._shaping)
+            rewards = [reward for group in groups for reward in group.rewards]
+            metrics["reward/shaped_mean"] = statistics.fmean(rewards)
+        if self._post_process is not None:
+            processed = await asyncio.to_thread(self._post_process, groups)
+            groups = processed.groups
+            metrics["reward/mean"] = statistics.fmean(processed.raw_rewards)
             rewards = [reward for group in groups for reward in group.rewards]
             metrics["reward/shaped_mean"] = statistics.fmean(rewards)
         steps = await asyncio.to_thread(self._deal, groups, self._config)
@@ -196,7 +206,7 @@ class Training:
         """Return the batches of a rollout for the ranks of ``config``; with a KL penalty, a critic
         or a teacher, advantages are 0 until replaced.
         """
-        grpo, given = self._config.grpo, self._config.distillation
+        grpo, given = self._grpo, self._config.distillation
         has_teacher = distillation.in_advantage(given) or (given.use_opd and given.opd_alone)
         if grpo.kl_coef or self._critic is not None or has_teacher:
             samples = samples_with([[0.0] * len(group.samples) for group in groups], groups, grpo)
@@ -315,6 +325,16 @@ class Training:
             )
             for step in steps
         ]
+
+
+def estimator_settings(config: Config) -> GrpoConfig:
+    """Return the settings of the estimator; rewards of --custom-reward-post-process-path are taken
+    without another baseline, as in slime.
+    """
+    grpo = config.grpo
+    if grpo.custom_reward_post_process_path is None or grpo.advantage_estimator not in RAW:
+        return grpo
+    return grpo.model_copy(update={"disable_rewards_normalization": True})
 
 
 def kl_penalties(

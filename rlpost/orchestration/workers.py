@@ -25,6 +25,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from common.cluster import Cluster, Node
+from common.log_format import VARIABLE, configure_logging
 from rlpost.errors import PlacementError, RlpostError, WorkerDied, WorkerFailed
 from rlpost.metrics.spans import SPANS, Span, clock_and_spans, span
 from rlpost.metrics.trace import ProcessSpans, clock_offset
@@ -137,12 +138,7 @@ class _Worker:
     def __init__(self, make: Callable[[], object], log_path: str, env: dict[str, str]) -> None:
         os.environ.update(env)  # before anything heavy is imported here
         self.log_to(log_path)
-        logging.basicConfig(
-            level=logging.INFO,
-            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-            datefmt="%H:%M:%S",
-            force=True,
-        )
+        configure_logging(with_logger=True, force=True)
         self._target = make()
 
     def log_to(self, path: str) -> None:
@@ -237,7 +233,8 @@ class WorkerGroup:
                 max_concurrency=1,
                 **(outliving if outlive_driver else {}),
             )
-            return options.remote(makes[index], log, dict(envs[index]))
+            log_format = {VARIABLE: os.environ[VARIABLE]} if VARIABLE in os.environ else {}
+            return options.remote(makes[index], log, {**log_format, **envs[index]})
 
         self._workers = [created(index) for index in range(len(slots))]
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+TRAIN, UPDATE, OFFLOAD = "train", "weight update", "offload"
+"""Turns: in the last two a part of the trainer may be offloaded."""
 SEND, RECEIVE = "send", "recv"
 POINT_TO_POINT = frozenset({SEND, RECEIVE})
 SPLIT = "all_to_all"
@@ -60,6 +62,24 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadCycle:
+    """What one cycle moved.
+
+    Attributes:
+        leaving: bytes that left the device, by part.
+        returning: bytes that returned to it, by part.
+        host_bytes: in host memory while engines generate; gradients are dropped.
+        faults: one sentence for each tensor that stayed on the device, or that did not return to
+            where it was.
+    """
+
+    leaving: Mapping[str, int]
+    returning: Mapping[str, int]
+    host_bytes: int
+    faults: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Recording:
     """What one rank did.
 
@@ -68,12 +88,14 @@ class Recording:
         calls: in the order in which they were issued.
         peaks: largest bytes on the device, by turn.
         held: bytes that stay on the device between turns, by part.
+        offload: one cycle of offload and onload; None where the trainer is not offloaded.
     """
 
     rank: int
     calls: tuple[Call, ...]
     peaks: Mapping[str, int]
     held: Mapping[str, int]
+    offload: OffloadCycle | None = None
 
 
 def translated(
@@ -105,7 +127,7 @@ def translated(
             distance = root - call.group.index(recording.rank)
             root = (group.index(rank) + distance) % len(group)
         calls.append(replace(call, group=group, root=root))
-    return Recording(rank, tuple(calls), recording.peaks, recording.held)
+    return replace(recording, rank=rank, calls=tuple(calls))
 
 
 def _same_kind(

@@ -8,12 +8,13 @@ plan agree.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
-from rlpost.config.plan.estimate import RankMemory, held_memory, parameter_bytes
+from rlpost.config.plan.adapters import adapter_parameters
+from rlpost.config.plan.estimate import RankMemory, held_memory, parameter_bytes, trained_parameters
 from rlpost.config.plan.shape import (
     Layout,
     Parameters,
@@ -24,9 +25,10 @@ from rlpost.config.plan.shape import (
 from rlpost.config.plan.shape import Shape as ModelShape
 from rlpost.config.plan.weight_update import weight_update
 from rlpost.config.tree import Config
+from rlpost.hf_shape import hf_shape
 from rlpost.rehearsal import coverage
-from rlpost.rehearsal.facts import RankFacts, num_elements
-from rlpost.rehearsal.published import Published
+from rlpost.rehearsal.facts import RankFacts, Weight, num_elements
+from rlpost.rehearsal.published import Published, published
 from rlpost.rehearsal.rank_coordinates import KINDS, members, place
 from rlpost.rehearsal.update_plan import GPU_BYTES, Plan
 from rlpost.types import Bucket
@@ -51,20 +53,28 @@ class Expected:
         return layout_of(self.config)
 
 
+def expected_of(config: Config, hf: Mapping[str, object]) -> Expected:
+    """What the ranks of a configuration are compared with, by the config.json of its model."""
+    has_mtp = config.grpo.enable_mtp_training
+    shape = replace(hf_shape(hf), mtp=has_mtp)
+    return Expected(config, shape, published(hf, with_mtp=has_mtp))
+
+
 def problems(
     ranks: Mapping[int, RankFacts], plans: Mapping[int, Plan], expected: Expected
 ) -> list[str]:
     """Return all contradictions; ``ranks`` and ``plans`` hold every rank of the layout."""
-    layout, published = expected.layout, expected.published
+    layout, model = expected.layout, expected.published
     missing = [rank for rank in range(layout.world) if rank not in ranks or rank not in plans]
     if missing:
         return [f"ranks {missing}: no facts, or no plan"]
     return [
         *group_problems(ranks, layout),
-        *coverage.weight_problems(ranks, layout, expected.shape, published),
+        *coverage.weight_problems(ranks, layout, expected.shape, model),
         *coverage.optimizer_problems(ranks, spread=expected.config.perf.use_distributed_optimizer),
-        *coverage.checkpoint_problems(ranks, layout, published),
+        *coverage.checkpoint_problems(ranks, layout, model, num_adapted=num_adapted(expected)),
         *parameter_problems(ranks, expected),
+        *adapter_problems(ranks, expected),
         *memory_problems(ranks, expected),
         *plan_problems(ranks, plans, expected),
         *traffic_problems(plans[0], expected),
@@ -101,8 +111,9 @@ def parameter_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> It
         wanted = rank_parameters(expected.shape, layout, place(layout, rank).pipeline)
         if found != wanted:
             yield f"rank {rank}: {found} are built, the planner counts {wanted}"
-        if found.total != facts.num_parameters:
-            yield f"rank {rank}: its modules have {facts.num_parameters} parameters, the weights {found.total}"
+        held = found.total + sum(one.size for one in facts.adapters)
+        if held != facts.num_parameters:
+            yield f"rank {rank}: its modules have {facts.num_parameters} parameters, the weights {held}"
     total = expected.published.num_parameters
     if (counted := expected.shape.parameters.total) != total:
         yield f"the planner counts {counted} parameters of the model, transformers has {total}"
@@ -111,12 +122,12 @@ def parameter_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> It
 
 
 def num_distinct(ranks: Mapping[int, RankFacts], expected: Expected) -> int:
-    """Return the trained elements of all ranks, without replicas and vocabulary padding."""
+    """Return the parameters of all ranks, without adapters, replicas and vocabulary padding."""
     shards = {
         (weight.name, weight.shard): weight.size
         for facts in ranks.values()
         for weight in facts.weights
-        if weight.is_trained and not weight.is_tied_copy
+        if weight.is_parameter and not weight.is_tied_copy
     }
     padded_rows = -expected.shape.vocab % expected.layout.tensor
     num_padded = 1 if expected.shape.tied else 2
@@ -124,10 +135,16 @@ def num_distinct(ranks: Mapping[int, RankFacts], expected: Expected) -> int:
 
 
 def parameters_of(facts: RankFacts) -> Parameters:
-    """Return the trained elements that a rank holds."""
-    trained = [weight for weight in facts.weights if weight.is_trained]
-    expert = sum(weight.size for weight in trained if weight.is_expert)
-    return Parameters(dense=sum(weight.size for weight in trained) - expert, expert=expert)
+    """Return the parameters that a rank holds, without adapters."""
+    return _counted(weight for weight in facts.weights if weight.is_parameter)
+
+
+def _counted(weights: Iterable[Weight]) -> Parameters:
+    sizes = [(weight.size, weight.is_expert) for weight in weights]
+    return Parameters(
+        dense=sum(size for size, is_expert in sizes if not is_expert),
+        expert=sum(size for size, is_expert in sizes if is_expert),
+    )
 
 
 def memory_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Iterator[str]:
@@ -141,7 +158,7 @@ def memory_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Itera
     for rank, facts in ranks.items():
         stages.setdefault(place(layout, rank).pipeline, []).append(facts)
     for stage, of_stage in sorted(stages.items()):
-        planned = planned_bytes(expected, rank_parameters(expected.shape, layout, stage))
+        planned = planned_bytes(expected, stage)
         padding = (
             PADDING * max(len(facts.weights) for facts in of_stage)
             + 2 * BUCKET_PADDING * layout.world
@@ -171,16 +188,48 @@ def memory_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Itera
             yield f"rank {rank}: main weights take {size} bytes, its optimizer has {elements} elements"
 
 
-def planned_bytes(expected: Expected, parameters: Parameters) -> RankMemory:
-    """Return the planner's bytes on a rank without offload."""
+def adapter_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Iterator[str]:
+    """Check the adapters of each rank: those of the planner's count, at the rank's coordinates,
+    and all shards of each on some rank.
+    """
+    lora, layout = expected.config.lora, expected.layout
+    if lora.lora_rank is None:
+        return
+    shards: dict[tuple[str, int], set[int]] = {}
+    for rank, facts in ranks.items():
+        where, found = place(layout, rank), _counted(facts.adapters)
+        wanted = adapter_parameters(lora, expected.shape, layout, where.pipeline)
+        if found != wanted:
+            yield f"rank {rank}: {found} are in adapters, the planner counts {wanted}"
+        for one in facts.adapters:
+            shards.setdefault((one.name, one.num_shards), set()).add(one.shard)
+            coordinate = where.expert_tensor if one.is_expert else where.tensor
+            if one.num_shards > 1 and one.shard != coordinate:
+                yield f"rank {rank}: it holds shard {one.shard} of {one.name}, its place is {coordinate}"
+    for (name, count), held in shards.items():
+        if held != set(range(count)):
+            yield f"{name}: its shards are {sorted(held)}, {count} are needed"
+
+
+def num_adapted(expected: Expected) -> int | None:
+    """Return the elements of all adapters of the model; None without adapters."""
+    if expected.config.lora.lora_rank is None:
+        return None
+    return adapter_parameters(expected.config.lora, expected.shape, Layout(), 0).total
+
+
+def planned_bytes(expected: Expected, stage: int) -> RankMemory:
+    """Return the planner's bytes on a rank of a stage without offload."""
+    parameters = rank_parameters(expected.shape, expected.layout, stage)
     optimizer = expected.config.optimizer.model_copy(update={"optimizer_cpu_offload": False})
     here = expected.config.model_copy(update={"optimizer": optimizer})
-    return held_memory(here, expected.layout, parameters)[0]
+    trained = trained_parameters(here, expected.shape, expected.layout, stage)
+    return held_memory(here, expected.layout, parameters, trained)[0]
 
 
 def num_optimized(facts: RankFacts) -> int:
     """Return the number of elements whose optimizer state is on the rank."""
-    ranges = [weight.optimizer for weight in facts.weights if weight.optimizer is not None]
+    ranges = [weight.optimizer for weight in facts.trained if weight.optimizer is not None]
     return sum(end - start for start, end in ranges)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from rlpost.config.plan.shape import Layout, layers_of
 from rlpost.config.plan.shape import Shape as ModelShape
@@ -24,7 +25,10 @@ UNTRAINED, UNTRAINED_HF = "expert_bias", "e_score_correction_bias"
 optimizer.
 """
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(?:(\d+)\.|.*\[(\d+)\]$)")
+_STACKED = re.compile(r"\.mlp\.experts\.\D")
+TRANSPOSED = ("transposed", "interleaved_gated")
+"""Layouts of weights whose tensor has inputs before outputs."""
 
 Piece = tuple[int, int, int]
 """Dimension, start and end of the part of a tensor."""
@@ -47,12 +51,13 @@ def weight_problems(
     ranks: Mapping[int, RankFacts], layout: Layout, shape: ModelShape, published: Published
 ) -> Iterator[str]:
     """Check that each rank holds its stage and experts, and that shards cover each tensor once."""
-    holders = {name: _holders(name, layout, shape) for name in published.tensors}
+    tensors = _unstacked(published.tensors, shape)
+    holders = {name: _holders(name, layout, shape) for name in tensors}
     by_place: dict[tuple[int, int], list[str]] = {}
     for name, (stage, expert_rank) in holders.items():
         for holder in range(layout.expert) if expert_rank is None else [expert_rank]:
             by_place.setdefault((stage, holder), []).append(name)
-    pieces: dict[str, set[Piece]] = {name: set() for name in published.tensors}
+    pieces: dict[str, set[Piece]] = {name: set() for name in tensors}
     for rank, facts in ranks.items():
         where = place(layout, rank)
         held = Counter(
@@ -65,22 +70,43 @@ def weight_problems(
             yield f"rank {rank}: it holds {name}, which belongs on other ranks or is held twice"
         for one in facts.weights:
             if not one.is_tied_copy and pieces.keys() >= set(one.hugging_face):
-                yield from _shard_problems(rank, one, where, published.tensors)
-                for name, piece in _pieces(one, published.tensors):
+                one = _as_stored(one)
+                yield from _shard_problems(rank, one, where, tensors)
+                for name, piece in _pieces(one, tensors, shape):
                     pieces[name].add(piece)
     for name, found in pieces.items():
-        if not _tiles(found, published.tensors[name]):
-            yield f"{name} of shape {published.tensors[name]}: its shards are {sorted(found)}"
+        if not _tiles(found, tensors[name]):
+            yield f"{name} of shape {tensors[name]}: its shards are {sorted(found)}"
     yield from _tied_problems(ranks, layout, shape)
+
+
+def _unstacked(tensors: Mapping[str, Shape], shape: ModelShape) -> dict[str, Shape]:
+    """The tensors, with one for each expert in place of a tensor that holds all experts."""
+    found: dict[str, Shape] = {}
+    for name, whole in tensors.items():
+        if shape.stacked_experts and _STACKED.search(name):
+            found |= {f"{name}[{expert}]": whole[1:] for expert in range(whole[0])}
+        else:
+            found[name] = whole
+    return found
+
+
+def _as_stored(weight: Weight) -> Weight:
+    """The weight with the axes of its tensor."""
+    if weight.layout not in TRANSPOSED or len(weight.shape) != 2:
+        return weight
+    dim = None if weight.dim is None else 1 - weight.dim
+    return replace(weight, shape=weight.shape[::-1], dim=dim)
 
 
 def _holders(name: str, layout: Layout, shape: ModelShape) -> tuple[int, int | None]:
     """Return the stage of a tensor, and for an expert's tensor the expert-parallel rank."""
     expert = _EXPERT.search(name)
+    stage = stage_of(name, layout, shape.num_layers)
+    if expert is None:
+        return stage, None
     per_rank = max(1, shape.num_experts // layout.expert)
-    return stage_of(name, layout, shape.num_layers), None if expert is None else int(
-        expert[1]
-    ) // per_rank
+    return stage, int(expert[1] or expert[2]) // per_rank
 
 
 def _tied_problems(
@@ -115,27 +141,34 @@ def _width(shape: Shape, dim: int | None) -> Shape:
     return shape[:dim] + shape[dim + 1 :]
 
 
-def _pieces(weight: Weight, tensors: Mapping[str, Shape]) -> Iterator[tuple[str, Piece]]:
-    """Yield the part of each Hugging Face tensor that a weight holds."""
+def _pieces(
+    weight: Weight, tensors: Mapping[str, Shape], shape: ModelShape
+) -> Iterator[tuple[str, Piece]]:
+    """Yield the parts of each Hugging Face tensor that a weight holds."""
     dim = weight.dim or 0
     rows = weight.shape[dim]
     whole = sum(tensors[name][dim] for name in weight.hugging_face)
     for name in weight.hugging_face:
-        size = tensors[name][dim]
-        if weight.layout == "fused_gated":  # gate above up, both in one tensor
-            half, middle = rows // 2, size // 2
-            start = weight.shard * half
-            yield name, (0, start, start + half)
-            yield name, (0, middle + start, middle + start + half)
-            continue
-        # A rank's rows of query, key and value, or of gate and up, have the proportions of the
-        # whole tensors.
-        length = rows * size // whole if weight.layout in ("qkv", "gated") else rows
-        end = (weight.shard + 1) * length
-        yield (
-            name,
-            (dim, weight.shard * length, min(end, size) if weight.layout == "vocabulary" else end),
-        )
+        begin = 0
+        for size in _kinds(weight, tensors[name][dim], shape):
+            # A rank's rows of each kind (query and key, gate and up) have the proportions of the
+            # whole tensors; the padding of a vocabulary counts to the last rank.
+            length = rows if weight.layout == "vocabulary" else rows * size // whole
+            start = begin + weight.shard * length
+            end = start + length
+            begin += size
+            yield name, (dim, start, min(end, size) if weight.layout == "vocabulary" else end)
+
+
+def _kinds(weight: Weight, size: int, shape: ModelShape) -> tuple[int, ...]:
+    """Rows of each kind in one tensor, which is sharded kind by kind."""
+    if weight.layout == "fused_gated":  # gate above up, both in one tensor
+        return size // 2, size // 2
+    if weight.layout in ("linear_qkv", "linear_qkvz") and shape.linear is not None:
+        keys, values = shape.linear.keys, shape.linear.values
+        if size == 2 * keys + values:
+            return keys, keys, values
+    return (size,)
 
 
 def _tiles(pieces: set[Piece], shape: Shape) -> bool:
@@ -160,9 +193,7 @@ def optimizer_problems(ranks: Mapping[int, RankFacts], *, spread: bool) -> Itera
     ranges: dict[tuple[tuple[int, ...], str], list[tuple[int, int]]] = {}
     sizes: dict[tuple[tuple[int, ...], str], int] = {}
     for facts in ranks.values():
-        for weight in facts.weights:
-            if not weight.is_trained:
-                continue
+        for weight in facts.trained:
             kind = "expert_data" if weight.is_expert else "data_with_context"
             group = facts.groups[kind] if spread else (facts.rank,)
             sizes[group, weight.name] = weight.size
@@ -179,12 +210,16 @@ def optimizer_problems(ranks: Mapping[int, RankFacts], *, spread: bool) -> Itera
 
 
 def checkpoint_problems(
-    ranks: Mapping[int, RankFacts], layout: Layout, published: Published
+    ranks: Mapping[int, RankFacts],
+    layout: Layout,
+    published: Published,
+    *,
+    num_adapted: int | None = None,
 ) -> Iterator[str]:
     """Check that the boxes that the ranks write cover every tensor of a checkpoint once.
 
     All tensors together must have the elements of the model, once as weights and once as optimizer
-    state.
+    state; of a model with adapters ``num_adapted``, their elements alone.
     """
     parts: dict[str, list[CheckpointPart]] = {}
     for facts in ranks.values():
@@ -203,9 +238,12 @@ def checkpoint_problems(
     for name, shape in published.tensors.items():
         rows = shape[0] + (padding if name in VOCABULARY else 0)
         wanted += 0 if name.endswith(UNTRAINED_HF) else num_elements((rows, *shape[1:]))
+    whose = "the model has {} with its padded vocabulary"
+    if num_adapted is not None:
+        wanted, whose = num_adapted, "the adapters have {}"
     for what, total in totals.items():
         if total != wanted:
-            yield f"checkpoint: its {what} have {total} elements, the model has {wanted} with its padded vocabulary"
+            yield f"checkpoint: its {what} have {total} elements, {whose.format(wanted)}"
 
 
 def _part_problem(parts: list[CheckpointPart]) -> str | None:

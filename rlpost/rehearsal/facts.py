@@ -5,7 +5,7 @@ Sizes are in elements unless a name says bytes. Shapes are those of this rank's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rlpost.weights.inventory import Entry
@@ -22,7 +22,9 @@ class Weight:
 
     name: str
     hugging_face: tuple[str, ...]
-    """The tensors of the checkpoint that it holds, in memory order."""
+    """The tensors of the checkpoint that it holds, in memory order; ``name[3]`` for expert 3 of a
+    tensor that holds all experts. Empty for an adapter.
+    """
     layout: Layout
     shape: Shape
     dim: int | None
@@ -31,6 +33,8 @@ class Weight:
     num_shards: int
     is_expert: bool
     """Whether Megatron reduces its gradient over the expert-data-parallel ranks."""
+    is_parameter: bool
+    """False for a buffer of the router."""
     is_trained: bool
     is_tied_copy: bool
     """Whether it repeats the embedding as the output layer of the last pipeline stage."""
@@ -95,6 +99,15 @@ class RankFacts:
     """Of the weights and of one state of the optimizer; its other states are sharded alike."""
     memory: Memory
     update: UpdateRole
+    adapters: tuple[Weight, ...] = ()
+    """The factors of low-rank updates, which are trained in place of the weights."""
+    critic: RankFacts | None = None
+    """The value model of this rank, of a run with PPO."""
+
+    @property
+    def trained(self) -> Iterator[Weight]:
+        """Everything that the optimizer updates."""
+        return (one for one in (*self.weights, *self.adapters) if one.is_trained)
 
 
 def num_elements(shape: Shape) -> int:

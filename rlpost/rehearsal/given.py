@@ -29,18 +29,21 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.moe import token_dispatcher
-from torch.overrides import TorchFunctionMode
 
 from rlpost.actor import attention
 from rlpost.actor.packing import PackedMicroBatch
+from rlpost.rehearsal.meta import MetaAsHost
 from rlpost.rehearsal.recorder import Recorder, check_floating
 
 P2P = p2p_communication.P2PCommunicator
 DISPATCHER = token_dispatcher.MoEAlltoAllTokenDispatcher
 
 
-class Given(TorchFunctionMode):
-    """Answers reads of tensors without data."""
+class Given(MetaAsHost):
+    """Answers reads of tensors without data.
+
+    A subclass, because each further mode costs time for every operation.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +71,7 @@ class Given(TorchFunctionMode):
         if function is torch.tensor and isinstance(args[0], list | tuple):
             # It reads its tensors without an operation that a dispatch mode sees.
             return function(_known(args[0]), *args[1:], **options)
-        return function(*args, **options)
+        return super().__torch_function__(function, types, args, options)
 
     def _listed(self, tensor: torch.Tensor) -> object:
         if not tensor.is_floating_point() and self.shapes:
@@ -175,6 +178,7 @@ def given_values(recorder: Recorder, *, topk: int) -> Iterator[Schedule]:
         stack.enter_context(patch.object(dist, "batch_isend_irecv", _one_by_one))
         stack.enter_context(patch.object(PackedMicroBatch, "to", _with_integers_on_host))
         stack.enter_context(patch.object(attention, "attend", _fused_attention))
+        stack.enter_context(patch.object(attention, "attend_windowed", _fused_windowed))
         stack.enter_context(given)
         yield schedule
 
@@ -245,22 +249,41 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         output = query.new_empty(*query.shape[:-1], value.size(-1))
         sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
-        ctx.save_for_backward(query, key, value, output, sums)
+        ctx.save_for_backward(query, key, value, output, sums, sinks)
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        query, key, value, *_ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, _, _, sinks = ctx.saved_tensors
+        return tuple(
+            None if one is None else torch.empty_like(one) for one in (query, key, value, sinks)
+        )
 
 
 def _fused_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: object, *, scale: float
 ) -> torch.Tensor:
-    found = _FusedAttention.apply(query, key, value)
+    return _fused_windowed(query, key, value, bounds, scale=scale, window=None, sinks=None)
+
+
+def _fused_windowed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: object,
+    *,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    found = _FusedAttention.apply(query, key, value, sinks)
     assert isinstance(found, torch.Tensor)
     return found

@@ -28,8 +28,8 @@ META = torch.device("meta")
 def as_rank(
     rank: int, world: int, settings: ActorSettings, *, num_virtual_stages: int | None
 ) -> Iterator[None]:
-    """Emulate a rank of ``world`` in the context: groups are formed and new tensors are on the meta
-    device.
+    """Emulate a rank of ``world`` in the context: groups are formed, and the trainer's device is
+    meta.
 
     Raises:
         PlacementError: the layout does not match the number of ranks.
@@ -48,13 +48,20 @@ def as_rank(
             f"rank {rank} is not one of the {world} ranks of the trainer; give 0 to {world - 1}"
         )
     parallel.check_layout(settings, world)
-    with _fake_groups_only(), _meta_in_place_of_cuda(), META, _MetaAsHost():
+    with _fake_groups_only(), _meta_in_place_of_cuda():
         try:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
             parallel.form_groups(settings, num_virtual_stages=num_virtual_stages)
             yield
         finally:
             parallel.destroy()
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Context in which tensors without a device are on the meta device."""
+    with META, _WithoutGenerator():
+        yield
 
 
 @contextmanager
@@ -83,7 +90,7 @@ def _fake_groups_only() -> Iterator[None]:
         parallel_state.create_group = create
 
 
-class _MetaAsHost(TorchFunctionMode):
+class MetaAsHost(TorchFunctionMode):
     """Make two methods of tensors on the meta device behave as on the host.
 
     Megatron's optimizers dispatch on ``Tensor.type()`` and do not know the meta device. Embeddings
@@ -104,3 +111,18 @@ class _MetaAsHost(TorchFunctionMode):
         if function is torch.Tensor.cpu and args[0].is_meta:
             return args[0]
         return function(*args, **options)
+
+
+class _WithoutGenerator(MetaAsHost):
+    """Also draw no values: a generator of the host does not fit tensors on the meta device."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., object],
+        types: Iterable[type],
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        options.pop("generator", None)
+        return super().__torch_function__(function, types, args, options)

@@ -1,16 +1,19 @@
 """The batch of a rehearsal: samples of planned lengths, scheduled as in a run. Pure.
 
-The lengths of a step run evenly from a quarter of the longest sample to the longest. The schedule
-of the whole step is made, and every data-parallel rank then gets the first micro-batches of the
-first rank. With balanced routing all ranks of an expert group thus have equal rows.
+The lengths of a step run evenly from a quarter of the longest sample to the longest, each rounded
+to a length whose rows spread evenly over the experts. The schedule of the whole step is made, and
+every data-parallel rank then gets the first micro-batches of the first rank. With balanced routing
+all experts, and all ranks of an expert group, thus have equal rows.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rlpost.algorithm.schedule import Schedule, regroup, schedule, sequence_work
 from rlpost.config.plan.estimate import forward_pass
+from rlpost.config.plan.shape import Shape
 from rlpost.config.tree import Config
 from rlpost.types import MicroBatch, TrainBatch, TrainSample
 
@@ -30,11 +33,12 @@ class PlannedStep:
     num_micro_batches: tuple[int, ...]
 
 
-def planned_step(config: Config, *, limit: int | None = None) -> PlannedStep:
+def planned_step(config: Config, shape: Shape, *, limit: int | None = None) -> PlannedStep:
     """The step of a configuration.
 
     Args:
         config: the settings.
+        shape: of the model.
         limit: micro-batches to rehearse; by default enough for a pipeline to be full, which is when
             it holds most: its stages and one more.
 
@@ -42,7 +46,7 @@ def planned_step(config: Config, *, limit: int | None = None) -> PlannedStep:
         ValueError: the samples cannot be distributed over the ranks.
     """
     _, longest = forward_pass(config)
-    lengths = planned_lengths(config, longest)
+    lengths = planned_lengths(config, longest, multiple=length_multiple(config, shape))
     dealt = _schedule(config, lengths)
     multiple = config.micro_batch_multiple
     wanted = config.perf.pipeline_model_parallel_size + 1 if limit is None else limit
@@ -58,14 +62,29 @@ def planned_step(config: Config, *, limit: int | None = None) -> PlannedStep:
     return PlannedStep(batch, _log_prob_batch(config, batch), tuple(map(len, dealt)))
 
 
-def planned_lengths(config: Config, longest: int) -> list[int]:
+def length_multiple(config: Config, shape: Shape) -> int:
+    """The tokens of which a sample is a multiple; 1 for a dense model.
+
+    Of n rows a rank sends n k copies, k to each of a row's experts. They spread evenly if the number
+    of experts divides n k. Context and tensor parallelism shard the rows of a sample.
+    """
+    if not shape.num_experts:
+        return 1
+    perf = config.perf
+    rows = shape.num_experts // math.gcd(shape.num_experts, shape.topk)
+    ranks = perf.context_parallel_size * perf.tensor_model_parallel_size
+    return math.lcm(rows * ranks, 2 * ranks)
+
+
+def planned_lengths(config: Config, longest: int, *, multiple: int = 1) -> list[int]:
     """Tokens of each sample of a step, as many as the data-parallel ranks need."""
     unit = config.data_parallel_size * config.micro_batch_multiple
     num_samples = config.samples_per_rollout // config.num_steps_per_rollout
     num_samples += -num_samples % unit
     shortest = max(2, longest // 4)
     span = max(1, num_samples - 1)
-    return [shortest + (longest - shortest) * index // span for index in range(num_samples)]
+    even = [shortest + (longest - shortest) * index // span for index in range(num_samples)]
+    return [max(1, round(length / multiple)) * multiple for length in even]
 
 
 def _schedule(config: Config, lengths: list[int]) -> Schedule:

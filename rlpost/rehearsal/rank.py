@@ -14,9 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 
-from rlpost.actor import optimizer, parallel
+from rlpost.actor import muon, optimizer, parallel
+from rlpost.actor.lora.adapters import low_rank_updates
+from rlpost.actor.lora.linear import AdaptedLinear
 from rlpost.actor.model import build_model
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.model_state import model_state
@@ -30,9 +33,12 @@ from rlpost.actor.torch_dist.written import (
     states_of,
     written_weights,
 )
+from rlpost.actor.value_model import build_value_model, value_family
 from rlpost.rehearsal.facts import CheckpointPart, Memory, RankFacts, UpdateRole, Weight
-from rlpost.rehearsal.meta import as_rank
+from rlpost.rehearsal.meta import as_rank, building
+from rlpost.weights import names
 from rlpost.weights.inventory import OUTPUT_LAYER, Entry, Held, Inventory
+from rlpost.weights.low_rank import ADAPTER_A, ADAPTER_B
 
 Ranges = dict[torch.nn.Parameter, tuple[int, int]]
 MOMENTS = f"{OPTIMIZER_PREFIX}exp_avg."
@@ -48,9 +54,8 @@ def rehearse_rank(
     """
     settings = as_on_gpu(settings)
     description.check_layout(settings)
-    with as_rank(
-        rank, world, settings, num_virtual_stages=description.num_virtual_stages(settings)
-    ):
+    num_stages = description.num_virtual_stages(settings)
+    with as_rank(rank, world, settings, num_virtual_stages=num_stages), building():
         chunks = build_model(description, settings)
         inventory = Inventory(
             chunks,
@@ -58,30 +63,54 @@ def rehearse_rank(
             dims=description.dims,
             groups=parallel.weight_groups(),
             tied=description.tied,
+            low_rank=low_rank_updates(chunks),
             gather=_own_stage_alone,
         )
-        model = optimizer.wrap(chunks, settings)
-        adam = optimizer.build(model, settings)
-        ranges = _optimizer_ranges(adam, chunks)
-        return RankFacts(
-            rank=rank,
-            groups={
-                kind: tuple(dist.get_process_group_ranks(group))
-                for kind, group in (_other_groups() | _groups()).items()
-            },
-            weights=tuple(_weight(held, ranges) for held in inventory.held.values()),
-            num_parameters=sum(
-                parameter.numel() for chunk in chunks for parameter in chunk.parameters()
-            ),
-            entries=inventory.entries,
-            checkpoint=tuple(_checkpoint_parts(chunks, adam, settings)),
-            memory=_memory(model, adam, settings),
-            update=UpdateRole(
-                stage=inventory.groups.pipeline.rank(),
-                gathers=parallel.holds_first_copy(),
-                is_source=parallel.is_source_of_stage(),
-            ),
+        policy = _facts(rank, chunks, inventory, settings)
+        if not settings.use_critic:
+            return policy
+        of_critic = settings.of_critic
+        chunks = build_value_model(description, of_critic)
+        inventory = Inventory(
+            chunks,
+            family=value_family(description.family),
+            dims=description.dims,
+            groups=parallel.weight_groups(),
+            tied=False,
+            gather=_own_stage_alone,
         )
+        return replace(policy, critic=_facts(rank, chunks, inventory, of_critic))
+
+
+def _facts(
+    rank: int, chunks: Sequence[GPTModel], inventory: Inventory, settings: ActorSettings
+) -> RankFacts:
+    """Wrap a model of this rank, build its optimizer, and list what both have."""
+    model = optimizer.wrap(chunks, settings)
+    adam = optimizer.build(model, settings)
+    if settings.optimizer == "muon":
+        muon.install(adam, inventory, settings)
+    ranges = _optimizer_ranges(adam, chunks)
+    return RankFacts(
+        rank=rank,
+        groups={
+            kind: tuple(dist.get_process_group_ranks(group))
+            for kind, group in (_other_groups() | _groups()).items()
+        },
+        weights=tuple(_weight(held, ranges) for held in inventory.held.values()),
+        num_parameters=sum(
+            parameter.numel() for chunk in chunks for parameter in chunk.parameters()
+        ),
+        entries=inventory.entries,
+        checkpoint=tuple(_checkpoint_parts(chunks, adam, settings)),
+        memory=_memory(model, adam, settings),
+        update=UpdateRole(
+            stage=inventory.groups.pipeline.rank(),
+            gathers=parallel.holds_first_copy(),
+            is_source=parallel.is_source_of_stage(),
+        ),
+        adapters=tuple(_adapters(chunks, inventory, ranges)),
+    )
 
 
 def as_on_gpu(settings: ActorSettings) -> ActorSettings:
@@ -134,20 +163,52 @@ def _other_groups() -> dict[str, dist.ProcessGroup]:
 
 def _weight(held: Held, ranges: Ranges) -> Weight:
     is_parameter = isinstance(held.tensor, torch.nn.Parameter)
+    hugging_face = held.rule.hugging_face
+    if held.rule.is_stacked:
+        hugging_face = (f"{hugging_face[0]}[{names.expert_number(held.rule.megatron)}]",)
     return Weight(
         name=held.rule.megatron,
-        hugging_face=held.rule.hugging_face,
+        hugging_face=hugging_face,
         layout=held.rule.layout,
         shape=tuple(held.tensor.shape),
         dim=held.dim,
         shard=0 if held.dim is None else held.group.rank(),
         num_shards=1 if held.dim is None else held.group.size(),
         is_expert=not getattr(held.tensor, "allreduce", True),
-        is_trained=is_parameter,
+        is_parameter=is_parameter,
+        is_trained=is_parameter and held.tensor.requires_grad,
         is_tied_copy=held.rule.megatron == OUTPUT_LAYER
         and held.rule.hugging_face == ("model.embed_tokens.weight",),
         optimizer=ranges.get(held.tensor) if is_parameter else None,
     )
+
+
+def _adapters(
+    chunks: Sequence[torch.nn.Module], inventory: Inventory, ranges: Ranges
+) -> Iterator[Weight]:
+    """Both factors of each adapter, by the name of the weight that they belong to."""
+    weight_names = {held.tensor: name for name, held in inventory.held.items()}
+    for linear in (one for chunk in chunks for one in chunk.modules()):
+        if not isinstance(linear, AdaptedLinear) or linear.low_rank is None:
+            continue
+        prefix = weight_names[linear.weight].removesuffix("weight")
+        factors = {ADAPTER_A: linear.low_rank.a, ADAPTER_B: linear.low_rank.b}
+        for name, factor in factors.items():
+            dim = linear.shard_axis.get(name) if linear.tp_group.size() > 1 else None
+            yield Weight(
+                name=prefix + name,
+                hugging_face=(),
+                layout="plain",
+                shape=tuple(factor.shape),
+                dim=dim,
+                shard=0 if dim is None else linear.tp_group.rank(),
+                num_shards=1 if dim is None else linear.tp_group.size(),
+                is_expert=not getattr(factor, "allreduce", True),
+                is_parameter=True,
+                is_trained=factor.requires_grad,
+                is_tied_copy=False,
+                optimizer=ranges.get(factor),
+            )
 
 
 def _optimizer_ranges(adam: MegatronOptimizer, chunks: Sequence[torch.nn.Module]) -> Ranges:

@@ -8,16 +8,13 @@ Input: the settings and, where it is known, config.json of the model as publishe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rlpost.actor.settings import ActorSettings
 from rlpost.config.tree import Config
-from rlpost.errors import ConfigError
-from rlpost.hf_shape import hf_shape
-from rlpost.rehearsal.check import Expected, problems
+from rlpost.rehearsal.check import Expected, expected_of, problems
 from rlpost.rehearsal.facts import RankFacts
 from rlpost.rehearsal.model import description_of
-from rlpost.rehearsal.published import published
 from rlpost.rehearsal.rank import rehearse_rank
 from rlpost.rehearsal.update_plan import Plan, update_plans
 
@@ -47,18 +44,10 @@ def rehearse(
     Raises:
         ConfigError, PlacementError, WeightError: the model or the ranks do not fit the layout.
     """
-    patterns = settings.only_train_params_name_list or settings.freeze_params_name_list
-    if settings.lora_rank is not None or patterns:
-        raise ConfigError(
-            "--lora-rank, --only-train-params-name-list, --freeze-params-name-list: the rehearsal compares models of "
-            "which all parameters are trained; omit these settings, the weights are the same"
-        )
     description, world = description_of(settings), config.actor_world_size
     ranks = {
         rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)
     }
     plans = update_plans(ranks, config)
     compared = description.hf_config if hf is None else hf
-    has_mtp = settings.enable_mtp_training
-    shape = replace(hf_shape(compared), mtp=has_mtp)
-    return Rehearsal(ranks, plans, Expected(config, shape, published(compared, with_mtp=has_mtp)))
+    return Rehearsal(ranks, plans, expected_of(config, compared))

@@ -6,11 +6,11 @@ for programs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlpost.config.plan.estimate import RESERVE, TRAINER_CONTEXT
-from rlpost.rehearsal.calls import Recording
+from rlpost.config.plan.estimate import RESERVE, TRAINER_CONTEXT, Rank
+from rlpost.rehearsal.calls import TRAIN, UPDATE, Recording
 from rlpost.rehearsal.hangs import Fault
 
 BAR = 40
@@ -52,6 +52,21 @@ class MemoryUse:
 
 
 @dataclass(frozen=True, slots=True)
+class Compared:
+    """Bytes of one part of a rank as ``rlpost plan`` estimates them, and as rehearsed."""
+
+    name: str
+    planned: int
+    rehearsed: int
+
+    @property
+    def words(self) -> str:
+        """Three columns: planner, rehearsal, difference relative to the rehearsal."""
+        share = (self.planned - self.rehearsed) / self.rehearsed if self.rehearsed else 0.0
+        return f"{gb(self.planned):>12}{gb(self.rehearsed):>12}{share:>+12.1%}"
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """What a rehearsal found.
 
@@ -64,6 +79,8 @@ class Result:
         micro_batches: rehearsed ones, and those of a step.
         gpu_bytes: memory of a GPU.
         planned_bytes: what ``rlpost plan`` says of the fullest rank while it trains.
+        compared: the parts of the fullest rank while it trains, with those of the planner for the
+            layers that a rehearsal has, without TransformerEngine.
         seconds: that it took.
         peak_host_bytes: largest resident memory of the rehearsal itself.
     """
@@ -76,6 +93,7 @@ class Result:
     micro_batches: tuple[int, int]
     gpu_bytes: int
     planned_bytes: int
+    compared: tuple[Compared, ...]
     seconds: float
     peak_host_bytes: int
 
@@ -99,10 +117,35 @@ def memory_use(recording: Recording, *, offloaded_fraction: float) -> MemoryUse:
         recording: of the rank, with its optimizer on the device.
         offloaded_fraction: the part that is not.
     """
-    away = round(recording.held["optimizer"] * offloaded_fraction)
-    held = dict(recording.held) | {"optimizer": recording.held["optimizer"] - away}
-    peaks = {turn: max(0, peak - away) for turn, peak in recording.peaks.items() if turn != "build"}
+    held, away = dict(recording.held), 0
+    for part in ("optimizer", "critic optimizer"):
+        if part in held:
+            in_host_memory = round(held[part] * offloaded_fraction)
+            held[part] -= in_host_memory
+            away += in_host_memory
+    # its optimizer left the device before the weights were sent
+    without = {UPDATE} if recording.offload is not None else set()
+    peaks = {
+        turn: max(0, peak - (0 if turn in without else away))
+        for turn, peak in recording.peaks.items()
+        if turn != "build"
+    }
     return MemoryUse(recording.rank, held, peaks)
+
+
+def offload_check(recordings: Iterable[Recording]) -> Check:
+    """Whether all bytes of a rank leave its GPU and return to where they were."""
+    faults, largest = [], 0
+    for one in recordings:
+        if one.offload is None:
+            continue
+        faults += [f"rank {one.rank}: {fault}" for fault in one.offload.faults]
+        if one.offload.returning != one.offload.leaving:
+            leaving, returning = dict(one.offload.leaving), dict(one.offload.returning)
+            faults.append(f"rank {one.rank}: {leaving} bytes leave its GPU, {returning} return")
+        largest = max(largest, sum(one.offload.leaving.values()))
+    extent = f"at most {gb(largest)} of a rank leave and return"
+    return Check("offload while engines generate, and onload", tuple(faults), extent)
 
 
 def memory_check(memory: Sequence[MemoryUse], gpu_bytes: int) -> Check:
@@ -125,6 +168,29 @@ def memory_check(memory: Sequence[MemoryUse], gpu_bytes: int) -> Check:
 def fullest(result: Result) -> MemoryUse:
     """The rank with the highest peak."""
     return max(result.memory, key=lambda one: one.highest)
+
+
+def compared_parts(memory: Sequence[MemoryUse], ranks: Sequence[Rank]) -> tuple[Compared, ...]:
+    """Compare the rank that is fullest while it trains with the planner's of its stage.
+
+    Args:
+        memory: of all ranks, in order; those of a pipeline stage are adjacent.
+        ranks: the planner's, one for each stage.
+    """
+    most = max(memory, key=lambda one: one.peaks[TRAIN])
+    planned = ranks[most.rank * len(ranks) // len(memory)]
+    of_critic = sum(size for part, size in most.held.items() if part.startswith("critic"))
+    passing = most.peaks[TRAIN] - sum(most.held.values())
+    found = [
+        Compared("weights", planned.held.weights, most.held["weights"]),
+        Compared("gradients", planned.held.gradients, most.held["gradients"]),
+        Compared("optimizer", planned.held.optimizer, most.held["optimizer"]),
+        Compared("activations, logits", planned.activations + planned.logits, passing),
+        Compared("all while training", planned.train - TRAINER_CONTEXT, most.peaks[TRAIN]),
+    ]
+    if of_critic:
+        found.insert(3, Compared("critic", planned.critic.total, of_critic))
+    return tuple(found)
 
 
 def bars(result: Result) -> list[str]:
@@ -164,6 +230,10 @@ def as_object(result: Result) -> dict[str, object]:
         },
         "gpu_bytes": result.gpu_bytes,
         "planned_bytes": result.planned_bytes,
+        "compared": [
+            {"part": one.name, "planned": one.planned, "rehearsed": one.rehearsed}
+            for one in result.compared
+        ],
         "seconds": result.seconds,
         "peak_host_bytes": result.peak_host_bytes,
     }

@@ -10,23 +10,30 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rlpost.actor.settings import ActorSettings
-from rlpost.config.plan.estimate import estimate
+from rlpost.config.plan.estimate import Estimate, estimate
 from rlpost.config.tree import Config
-from rlpost.hf_shape import hf_shape
-from rlpost.rehearsal import check, coverage
+from rlpost.rehearsal import check, coverage, critic
 from rlpost.rehearsal.calls import Recording
-from rlpost.rehearsal.check import Expected
+from rlpost.rehearsal.check import Expected, expected_of
 from rlpost.rehearsal.facts import RankFacts
 from rlpost.rehearsal.hangs import hangs
 from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.other_layout import load_check
 from rlpost.rehearsal.planned import PlannedStep, planned_step
-from rlpost.rehearsal.published import published
+from rlpost.rehearsal.published import Published, published
 from rlpost.rehearsal.rank import rehearse_rank
-from rlpost.rehearsal.result import Check, Result, hang_check, memory_check, memory_use
+from rlpost.rehearsal.result import (
+    Check,
+    Result,
+    compared_parts,
+    hang_check,
+    memory_check,
+    memory_use,
+    offload_check,
+)
 from rlpost.rehearsal.symmetry import Recorded, record
 from rlpost.rehearsal.turns import Turns, rehearse_turns
 from rlpost.rehearsal.update_plan import Plan, update_plans
@@ -66,40 +73,45 @@ def rehearse_run(
     """
     started = time.monotonic()
     description, world = description_of(settings), config.actor_world_size
-    step = planned_step(config, limit=options.micro_batches)
+    expected = expected_of(config, description.hf_config)
+    policy = published(description.hf_config) if settings.use_critic else expected.published
+    step = planned_step(config, expected.shape, limit=options.micro_batches)
     say(f"building {world} ranks")
     facts = {
         rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)
     }
     plans = update_plans(facts, config)
-    hf, has_mtp = description.hf_config, settings.enable_mtp_training
-    shape = replace(hf_shape(hf), mtp=has_mtp)
-    expected = Expected(config, shape, published(hf, with_mtp=has_mtp))
-    entries = {rank: of_rank.entries for rank, of_rank in facts.items()}
     turns = Turns(
         step.batch,
         step.log_prob_batch,
         shares_gpus=config.cluster.colocate,
         updates=config.num_engines > 0 and config.sync.update_weight_transport != "disk",
         gpu_bytes=options.gpu_bytes,
+        offloads=config.offload_train,
+        has_critic=config.use_critic,
     )
 
     def run(rank: int) -> Recording:
         say(f"rank {rank}: {', '.join(turns.names)}")
-        return rehearse_turns(settings, description, turns, rank=rank, world=world, entries=entries)
+        return rehearse_turns(settings, description, turns, rank=rank, world=world, facts=facts)
 
-    recorded = record(facts, run, all_ranks=options.all_ranks, all_gather=turns.shares_gpus)
+    recorded = record(
+        facts, run, all_ranks=options.all_ranks, all_gather=turns.shares_gpus, say=say
+    )
     memory = tuple(
         memory_use(one, offloaded_fraction=_offloaded(config))
         for one in recorded.recordings.values()
     )
     say("a checkpoint at another layout")
+    perf = config.perf.model_copy(update={"transformer_impl": "local"})
+    local = config.model_copy(update={"perf": perf})
     return Result(
         checks=(
-            *_built(facts, plans, expected),
+            *_built(facts, plans, expected, policy),
             _schedule_check(step),
             _hangs(recorded),
             load_check(config, settings, facts),
+            *([offload_check(recorded.recordings.values())] if turns.offloads else []),
             memory_check(memory, options.gpu_bytes),
         ),
         memory=memory,
@@ -108,20 +120,25 @@ def rehearse_run(
         num_calls=sum(len(one.calls) for one in recorded.recordings.values()),
         micro_batches=(len(step.batch.micro_batches), step.num_micro_batches[0]),
         gpu_bytes=options.gpu_bytes,
-        planned_bytes=_planned(config, expected, options.gpu_bytes),
+        planned_bytes=_planned(config, expected, options.gpu_bytes).fullest.train,
+        compared=compared_parts(memory, _planned(local, expected, options.gpu_bytes).ranks),
         seconds=time.monotonic() - started,
         peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
 
 
-def _built(facts: Facts, plans: Mapping[int, Plan], expected: Expected) -> list[Check]:
-    """The checks of what every rank built."""
+def _built(
+    facts: Facts, plans: Mapping[int, Plan], expected: Expected, policy: Published
+) -> list[Check]:
+    """The checks of what every rank built; ``policy`` has no layer for multi-token prediction."""
     layout, model = expected.layout, expected.published
     spread = expected.config.perf.use_distributed_optimizer
     ranks, tensors = f"{len(facts)} ranks", f"{len(model.tensors)} tensors"
     weights = [
         *coverage.weight_problems(facts, layout, expected.shape, model),
         *check.parameter_problems(facts, expected),
+        *check.adapter_problems(facts, expected),
+        *critic.weight_problems(facts, expected, policy),
     ]
     update = [
         *check.plan_problems(facts, plans, expected),
@@ -133,13 +150,21 @@ def _built(facts: Facts, plans: Mapping[int, Plan], expected: Expected) -> list[
         Check("each weight on its ranks, once", tuple(weights), tensors),
         Check(
             "optimizer state of each weight, once",
-            tuple(coverage.optimizer_problems(facts, spread=spread)),
+            (
+                *coverage.optimizer_problems(facts, spread=spread),
+                *critic.optimizer_problems(facts, spread=spread),
+            ),
             ranks,
         ),
         Check("each weight to each engine, once", tuple(update), buckets),
         Check(
             "each part of a checkpoint, once",
-            tuple(coverage.checkpoint_problems(facts, layout, model)),
+            (
+                *coverage.checkpoint_problems(
+                    facts, layout, model, num_adapted=check.num_adapted(expected)
+                ),
+                *critic.checkpoint_problems(facts, expected, policy),
+            ),
             f"{sum(len(one.checkpoint) for one in facts.values())} parts",
         ),
     ]
@@ -167,5 +192,5 @@ def _offloaded(config: Config) -> float:
     return given.optimizer_offload_fraction if given.optimizer_cpu_offload else 0.0
 
 
-def _planned(config: Config, expected: Expected, gpu_bytes: int) -> int:
-    return estimate(config, expected.shape, gpu_bytes=gpu_bytes).fullest.train
+def _planned(config: Config, expected: Expected, gpu_bytes: int) -> Estimate:
+    return estimate(config, expected.shape, gpu_bytes=gpu_bytes)

@@ -2,10 +2,11 @@
 
 Two ranks are of one class if they are on the same pipeline stage, hold weights of the same shapes,
 are in groups of the same sizes, and have the same part in a weight update; all ranks rehearse the
-same micro-batches. The code of a step branches on nothing else. That is not taken on trust: the
-first and the last rank of each class run, which differ in every coordinate that a class leaves
-open, and if the recording of one does not become that of the other by exchanging their groups, all
-ranks of the class run.
+same micro-batches. On the last stage they also have the same context-parallel rank: log-probs are
+computed of responses alone, and the chunks of a rank hold more or fewer of them. The code of a step
+branches on nothing else. That is not taken on trust: the first and the last rank of each class run,
+which differ in every coordinate that a class leaves open, and if the recording of one does not
+become that of the other by exchanging their groups, all ranks of the class run.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def record(
     *,
     all_ranks: bool,
     all_gather: bool = False,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Recorded:
     """Record every rank, or two of each class.
 
@@ -52,6 +54,7 @@ def record(
         run: runs one rank.
         all_ranks: run each rank.
         all_gather: see ``classes``.
+        say: called with the reason where all ranks of a class run.
     """
     recordings: dict[int, Recording] = {}
     ran: list[int] = []
@@ -62,8 +65,10 @@ def record(
         chosen = members if all_ranks else dict.fromkeys((first, last))
         mine = {rank: run(rank) for rank in chosen}
         if len(mine) < len(members):
-            made = _copies(mine[first], mine[last], members, groups)
-            if made is None:
+            try:
+                made = _copies(mine[first], mine[last], members, groups)
+            except ValueError as error:
+                say(f"all of the ranks {first} to {last} that are alike run: {error}")
                 mine |= {rank: run(rank) for rank in members if rank not in mine}
             else:
                 ran += mine
@@ -79,22 +84,27 @@ def _copies(
     last: Recording,
     members: tuple[int, ...],
     groups: Mapping[int, Mapping[str, tuple[int, ...]]],
-) -> dict[int, Recording] | None:
-    """The recordings of a class from those of two members; None if these two differ."""
-    try:
-        if translated(first, last.rank, groups).calls != last.calls:
-            return None
-        made = {rank: translated(first, rank, groups) for rank in members}
-    except ValueError:
-        return None
+) -> dict[int, Recording]:
+    """The recordings of a class from those of two members; ValueError if these two differ."""
+    expected = translated(first, last.rank, groups).calls
+    if expected != last.calls:
+        pairs = enumerate(zip(expected, last.calls, strict=False))
+        number = next((at for at, (one, other) in pairs if one != other), len(expected))
+        theirs = last.calls[number].words if number < len(last.calls) else "no call"
+        ours = expected[number].words if number < len(expected) else "no call"
+        raise ValueError(
+            f"call {number} of rank {first.rank} is {ours}, that of rank {last.rank} is {theirs}"
+        )
+    made = {rank: translated(first, rank, groups) for rank in members}
     return made | {first.rank: first, last.rank: last}
 
 
 def _key(facts: RankFacts) -> tuple[object, ...]:
     weights = tuple(
         (one.layout, one.shape, one.dim, one.num_shards, one.is_expert, one.is_trained)
-        for one in facts.weights
+        for one in (*facts.weights, *facts.adapters)
     )
     sizes = tuple(sorted((kind, len(group)) for kind, group in facts.groups.items()))
-    pipeline = facts.groups["pipeline"].index(facts.rank)
-    return pipeline, weights, sizes
+    stages = facts.groups["pipeline"]
+    context = facts.groups["context"].index(facts.rank) if facts.rank == stages[-1] else None
+    return stages.index(facts.rank), context, weights, sizes

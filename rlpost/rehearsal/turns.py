@@ -6,8 +6,8 @@ Input: settings, description, the batch of the rank. Output: its ``Recording``. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -18,27 +18,33 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
 
 from rlpost.actor import actor as actor_module
+from rlpost.actor import critic as critic_module
 from rlpost.actor import device, memory, parallel, step
 from rlpost.actor.actor import Actor
+from rlpost.actor.lora.adapters import low_rank_updates
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.packing import PackedMicroBatch
 from rlpost.actor.passes import Logprobs
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.torch_dist import optimizer_state
+from rlpost.actor.value_model import value_family
 from rlpost.columns import FloatColumn
 from rlpost.errors import WeightError
-from rlpost.rehearsal.calls import Recording
+from rlpost.rehearsal.calls import OFFLOAD, TRAIN, UPDATE, OffloadCycle, Recording
+from rlpost.rehearsal.facts import RankFacts
 from rlpost.rehearsal.given import Schedule, given_values
-from rlpost.rehearsal.meta import as_rank
+from rlpost.rehearsal.meta import as_rank, building
+from rlpost.rehearsal.offload import run_cycle, without_host_memory
 from rlpost.rehearsal.rank import as_on_gpu
 from rlpost.rehearsal.recorder import Recorder
 from rlpost.types import TrainBatch
 from rlpost.weights.importer import HuggingFaceFolder
 from rlpost.weights.inventory import Entry, Inventory
 
-LOG_PROBS, TRAIN, UPDATE = "log-probs", "train", "weight update"
+LOG_PROBS, VALUES, TRAIN_CRITIC = "log-probs", "values", "train critic"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,8 @@ class Turns:
         shares_gpus: the engines are on the trainer's GPUs, so each rank gathers every bucket.
         updates: whether engines receive weights over the network or from the same GPU.
         gpu_bytes: memory of a GPU, which the size of the buckets depends on.
+        offloads: whether the trainer is offloaded while engines generate.
+        has_critic: whether a critic is trained before the policy.
     """
 
     batch: TrainBatch
@@ -58,12 +66,21 @@ class Turns:
     shares_gpus: bool
     updates: bool = True
     gpu_bytes: int = 80 * 10**9
+    offloads: bool = False
+    has_critic: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """The turns in order."""
-        first = () if self.log_prob_batch is None else (LOG_PROBS,)
-        return (*first, TRAIN, *((UPDATE,) if self.updates else ()))
+        given = {
+            LOG_PROBS: self.log_prob_batch is not None,
+            VALUES: self.has_critic,
+            TRAIN_CRITIC: self.has_critic,
+            TRAIN: True,
+            UPDATE: self.updates,
+            OFFLOAD: self.offloads,
+        }
+        return tuple(name for name, is_there in given.items() if is_there)
 
 
 def rehearse_turns(
@@ -73,7 +90,7 @@ def rehearse_turns(
     *,
     rank: int,
     world: int,
-    entries: Mapping[int, Sequence[Entry]],
+    facts: Mapping[int, RankFacts],
 ) -> Recording:
     """Run all turns of one rank of ``world``.
 
@@ -83,8 +100,8 @@ def rehearse_turns(
         turns: what the rank does.
         rank: the rank.
         world: number of ranks.
-        entries: the weights of the stage of each rank, from ``rehearse_rank``; the stages exchange
-            them when a run starts.
+        facts: of all ranks, from ``rehearse_rank``; the pipeline stages tell each other their
+            weights when a run starts.
 
     Raises:
         ConfigError, PlacementError: the model or the number of ranks does not fit the layout.
@@ -98,27 +115,28 @@ def rehearse_turns(
         recorder.during("build"),
     ):
         actor = Actor(settings, description)
-        with _without_files(actor, entries, gpu_bytes=turns.gpu_bytes):
+        with building(), _without_files(actor, facts, gpu_bytes=turns.gpu_bytes):
             actor.build()
-        placeholders = _moments(actor)
+            placeholders = {one: _moments(one) for one in _optimizers(actor)}
         topk = int(actor.description.fields.get("moe_router_topk") or 0)
         # As in a run, tensors without a device are in host memory from here on.
-        host = torch.device("cpu")
         with (
-            host,
             given_values(recorder, topk=topk) as schedule,
             _followed(actor, schedule),
-            _replaced_at_first_step(actor, placeholders),
+            _replaced_at_first_step(placeholders),
+            without_host_memory(),
         ):
-            run_turns(actor, turns, recorder)
-        return recorder.recorded(rank, _held(actor))
+            cycle = run_turns(actor, turns, recorder)
+        return recorder.recorded(rank, _held(actor), cycle)
 
 
 @contextmanager
 def _without_files(
-    actor: Actor, entries: Mapping[int, Sequence[Entry]], *, gpu_bytes: int
+    actor: Actor, facts: Mapping[int, RankFacts], *, gpu_bytes: int
 ) -> Iterator[None]:
     """Context in which an actor is built without its weights, for a GPU of this size."""
+    entries = {rank: one.entries for rank, one in facts.items()}
+    of_critics = {rank: one.critic.entries for rank, one in facts.items() if one.critic}
 
     def inventory(chunks: Sequence[GPTModel], description: ModelDescription) -> Inventory:
         return Inventory(
@@ -127,13 +145,25 @@ def _without_files(
             dims=description.dims,
             groups=parallel.weight_groups(),
             tied=description.tied,
+            low_rank=low_rank_updates(chunks),
             gather=partial(_exchanged, entries),
+        )
+
+    def value_inventory(chunks: Sequence[GPTModel], description: ModelDescription) -> Inventory:
+        return Inventory(
+            chunks,
+            family=value_family(description.family),
+            dims=description.dims,
+            groups=parallel.weight_groups(),
+            tied=False,
+            gather=partial(_exchanged, of_critics),
         )
 
     with (
         patch.object(actor, "_read_initial_weights"),
         patch.object(actor_module, "HuggingFaceFolder", _folder),
         patch.object(actor_module, "inventory_of", inventory),
+        patch.object(critic_module, "value_inventory", value_inventory),
         patch.object(device, "total_memory", partial(int, gpu_bytes)),
     ):
         yield
@@ -156,15 +186,32 @@ def _folder(path: str) -> HuggingFaceFolder | SimpleNamespace:
         return SimpleNamespace(quantisation=None)
 
 
-def run_turns(actor: Actor, turns: Turns, recorder: Recorder) -> None:
-    """Run the turns on a built actor, real or rehearsed."""
+def run_turns(actor: Actor, turns: Turns, recorder: Recorder) -> OffloadCycle | None:
+    """Run the turns on a built actor, real or rehearsed; return what offload moved."""
     old: Logprobs | None = None
     if turns.log_prob_batch is not None:
         with recorder.during(LOG_PROBS):
             actor.compute_logprobs(turns.log_prob_batch)
         old = _as_zeros(turns.batch) if _is_last_stage() else []
+    if turns.has_critic:
+        with recorder.during(VALUES):
+            actor.compute_values(turns.batch)
+        with recorder.during(TRAIN_CRITIC):
+            values = _as_zeros(turns.batch) if _is_last_stage() else None
+            returns = [column for micro in _as_zeros(turns.batch) for column in micro]
+            actor.train_critic(turns.batch, values, returns)
     with recorder.during(TRAIN):
         actor.train_step(turns.batch, old)
+    update = partial(_update, actor, turns, recorder)
+    if not turns.offloads:
+        update()
+        return None
+    with recorder.during(OFFLOAD):
+        return run_cycle(actor.memory, update, measured=recorder.measure_again)
+
+
+def _update(actor: Actor, turns: Turns, recorder: Recorder) -> None:
+    """Gather all weights as one weight update does."""
     if not turns.updates:
         return
     with recorder.during(UPDATE):
@@ -218,37 +265,48 @@ def _followed(actor: Actor, schedule: Schedule) -> Iterator[None]:
         yield
 
 
-def _moments(actor: Actor) -> list[torch.Tensor]:
-    """Adam's two moments of each weight, which exist from the first step on."""
-    mains = [
-        parameter
-        for one in optimizer_state.inner(actor.optimizer)
+def _optimizers(actor: Actor) -> list[MegatronOptimizer]:
+    return [actor.optimizer] + ([] if actor.critic is None else [actor.critic.optimizer])
+
+
+def _moments(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
+    """The moments of each weight, which exist from the first step on: Adam's two, Muon's one."""
+    return [
+        torch.empty_like(parameter)
+        for one in optimizer_state.inner(optimizer)
         for group in one.optimizer.param_groups
         for parameter in group["params"]
+        for _ in range(1 if group.get(optimizer_state.MATRICES) else 2)
     ]
-    return [torch.empty_like(parameter) for parameter in mains for _ in range(2)]
 
 
 @contextmanager
-def _replaced_at_first_step(actor: Actor, placeholders: list[torch.Tensor]) -> Iterator[None]:
-    """Free the placeholders of the moments when the optimizer makes its own."""
-    optimizer_step = actor.optimizer.step
+def _replaced_at_first_step(
+    placeholders: Mapping[MegatronOptimizer, list[torch.Tensor]],
+) -> Iterator[None]:
+    """Free the placeholders of the moments when an optimizer makes its own."""
 
-    def first_step() -> object:
-        placeholders.clear()
-        return optimizer_step()
+    def first_step(own: list[torch.Tensor], step: Callable[[], object]) -> object:
+        own.clear()
+        return step()
 
-    with patch.object(actor.optimizer, "step", first_step):
+    with ExitStack() as stack:
+        for optimizer, own in placeholders.items():
+            replaced = partial(first_step, own, optimizer.step)
+            stack.enter_context(patch.object(optimizer, "step", replaced))
         yield
 
 
 def _held(actor: Actor) -> dict[str, int]:
     """Bytes that stay on the device between turns, by part; none is counted twice."""
-    parts = {
-        "weights": memory._weights(actor.model),
-        "gradients": memory._grads(actor.model),
-        "optimizer": memory._optimizer_tensors(actor.optimizer),
-    }
+    models = {"": (actor.model, actor.optimizer)}
+    if actor.critic is not None:
+        models["critic "] = (actor.critic.model, actor.critic.optimizer)
+    parts = {}
+    for whose, (model, optimizer) in models.items():
+        parts[f"{whose}weights"] = memory._weights(model)
+        parts[f"{whose}gradients"] = memory._grads(model)
+        parts[f"{whose}optimizer"] = memory._optimizer_tensors(optimizer)
     seen: set[int] = set()
     held: dict[str, int] = {}
     for name, tensors in parts.items():

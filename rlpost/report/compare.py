@@ -9,23 +9,41 @@ from dataclasses import asdict
 
 from rlpost.metrics.pace import STEP_S, THROUGHPUT, recent
 from rlpost.metrics.writer import eval_rewards
-from rlpost.report.html import colour_class, render
+from rlpost.report.clock import hours_of_steps
+from rlpost.report.html import colour_class, curve_points, render
 from rlpost.report.page import key_figures
-from rlpost.report.panels import compared_panels
+from rlpost.report.panels import compared_names, compared_panels, other_panels
 from rlpost.report.run_facts import RunFacts
+from rlpost.report.svg import Marks
 from rlpost.report.timeline import timeline
 
 
-def compare_page(runs: Sequence[RunFacts]) -> str:
-    """Return the whole page (``templates/compare.html``)."""
+def compare_page(
+    runs: Sequence[RunFacts], *, title: str | None = None, pages: Sequence[str] = ()
+) -> str:
+    """Return the whole page (``templates/compare.html``).
+
+    Args:
+        title: instead of the names of the runs.
+        pages: relative addresses of the reports of the runs, in the same order.
+    """
     names = labels(runs)
+    lines = [(name, run.lines) for name, run in zip(names, runs, strict=True)]
+    main = compared_panels(lines)
+    others = other_panels(lines, compared_names(lines))
     return render(
         "compare.html",
-        title="compare " + ", ".join(names),
+        title=title or "compare " + ", ".join(names),
+        heading=title or " · ".join(names),
+        pages=dict(zip(names, pages, strict=True)) if pages else {},
         names=names,
         colours=[(name, colour_class(number)) for number, name in enumerate(names)],
-        figures=figures(runs),
-        panels=compared_panels([(name, run.lines) for name, run in zip(names, runs, strict=True)]),
+        figures=figures(runs, is_brief=True),
+        panels=main,
+        others=others,
+        num_points=curve_points(main, *(group.panels for group in others)),
+        hours=[hours_of_steps(run.events, run.lines) for run in runs],
+        marks=Marks(),
         settings=differing_settings(runs),
     )
 

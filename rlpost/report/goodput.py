@@ -111,6 +111,21 @@ class Goodput:
         return f"{self.trained_frac:.0%} of {_hours(self.gpu_hours)}"
 
     @property
+    def cost_words(self) -> str:
+        """GPU hours and their cost; empty without a price.
+
+        >>> Goodput(0.75, 8.0, {"trained": 6.0, "start-up": 2.0}, 90.0, 2.5, 20.0).cost_words
+        '20.00 for 8.0 GPU h at 2.50, 15.00 of it trained steps'
+        """
+        if self.cost is None:
+            return ""
+        trained = self.cost * self.trained_frac
+        return (
+            f"{self.cost:,.2f} for {_hours(self.gpu_hours)} at {self.gpu_hour_price:,.2f}, "
+            f"{trained:,.2f} of it trained steps"
+        )
+
+    @property
     def line(self) -> str:
         """Everything on one line; uses below SHOWN_FROM are left out.
 

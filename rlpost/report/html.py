@@ -18,15 +18,20 @@ from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
 
 from rlpost.report.panels import Panel
-from rlpost.report.series import short
-from rlpost.report.svg import NUM_COLOURS, line_plot, stacked_plot
+from rlpost.report.series import MAX_POINTS, short
+from rlpost.report.svg import NUM_COLOURS, Marks, line_plot, stacked_plot
 from rlpost.units import duration_text
+
+PAGE_POINTS = 40_000
+"""Points of all curves of a page, except where a curve would get fewer than MIN_CURVE."""
+MIN_CURVE, MAX_CURVE = 120, 1000
+SMALL_POINTS = 60
 
 
 def render(template: str, *, title: str, **values: Any) -> str:
     """Return the page that ``templates/TEMPLATE`` makes of ``values``."""
     environment = _environment()
-    script = _source("page.js")
+    script = _source("page.js") + _source("plots.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
@@ -52,10 +57,23 @@ def colour_class(number: int) -> str:
     return f"c{number % NUM_COLOURS}"
 
 
-def _picture(panel: Panel, resumed: Sequence[float]) -> Markup:
-    draw = stacked_plot if panel.is_stacked else line_plot
+def curve_points(*of_groups: Sequence[Panel]) -> int:
+    """Return how many points a curve may have, so that a page of many curves stays small."""
+    num_curves = sum(len(panel.curves) for panels in of_groups for panel in panels)
+    return min(MAX_CURVE, max(MIN_CURVE, PAGE_POINTS // max(1, num_curves)))
+
+
+def _picture(panel: Panel, marks: Marks, num_points: int, *, is_small: bool = False) -> Markup:
+    """The plot of a panel; a small one is drawn coarsely until the page's script draws it."""
     # svg.py escapes its texts
-    return Markup(draw(panel.curves, title=panel.title, resumed=resumed))
+    if panel.is_stacked:
+        return Markup(stacked_plot(panel.curves, title=panel.title, marks=marks))
+    drawn = SMALL_POINTS if is_small else min(num_points, MAX_POINTS)
+    return Markup(
+        line_plot(
+            panel.curves, title=panel.title, marks=marks, num_points=num_points, num_drawn=drawn
+        )
+    )
 
 
 @cache
@@ -74,6 +92,7 @@ def _environment() -> Environment:
         "json": json.dumps,
         "legend_of": legend_of,
         "picture": _picture,
+        "numbers": lambda value: Markup(json.dumps(value, separators=(",", ":"))),
     }
     return environment
 

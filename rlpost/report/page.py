@@ -8,12 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpost.agents.environments.traces import chosen, summary
-from rlpost.metrics.pace import recent
+from rlpost.metrics.pace import STEP_S, recent
 from rlpost.metrics.writer import eval_rewards
-from rlpost.report.html import render
-from rlpost.report.panels import panels
+from rlpost.report.attempts import (
+    GROUPED_FROM,
+    bar_marks,
+    bar_spans,
+    by_cause,
+    committed_steps,
+    steps_lost,
+)
+from rlpost.report.clock import hours_of_steps
+from rlpost.report.html import curve_points, render
+from rlpost.report.panels import drawn_names, other_panels, panels
 from rlpost.report.run_facts import HostCheck, RunFacts
 from rlpost.report.series import short
+from rlpost.report.svg import Marks
 from rlpost.report.timeline import COMES_BACK, Doing, Timeline, timeline
 from rlpost.units import duration_text
 
@@ -38,6 +48,7 @@ _ANSWER_OPTIONS = (
 )
 _EPISODE_OPTIONS = (("", "any outcome"), ("scored", "scored"), ("failed", "failed or timed out"))
 MAX_EPISODES = 60  # conversations on the page
+MAX_FIXED = 6  # prompts that are followed over time
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +68,22 @@ class _Answer:
     is_best: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """A prompt that was answered at several steps, with its answers in order of the steps."""
+
+    prompt: str
+    of: str
+    answers: tuple[Mapping[str, Any], ...]
+
+
 def report_page(facts: RunFacts) -> str:
     """Return the whole page."""
     history = timeline(facts.events, facts.written)
     folder = shlex.quote(facts.folder)
     steps = facts.setting("rollout.num_rollout")
+    main = panels(facts.lines)
+    others = other_panels([(facts.name, facts.lines)], drawn_names(facts.lines))
     return render(
         "run.html",
         title=facts.name,
@@ -72,8 +94,14 @@ def report_page(facts: RunFacts) -> str:
         tiles=_tiles(facts, history),
         activities=_activities(history) if history else (),
         bar=_bar_parts(history) if history else (),
-        panels=panels(facts.lines) if facts.lines else (),
-        resumed=resumed_steps(history),
+        causes=by_cause(history.attempts) if history else (),
+        is_grouped=history is not None and len(history.attempts) >= GROUPED_FROM,
+        panels=main,
+        others=others,
+        num_points=curve_points(main, *(group.panels for group in others)),
+        hours=[hours_of_steps(facts.events, facts.lines)],
+        marks=Marks(resumed_steps(history), committed_steps(facts.events)),
+        followed=_followed(facts.samples, facts.fixed),
         answers=_answers(facts.samples),
         answer_options=_ANSWER_OPTIONS,
         environments=summary(facts.episodes),
@@ -137,8 +165,20 @@ def _state(facts: RunFacts, history: Timeline | None) -> tuple[str, str]:
 
 
 def _tiles(facts: RunFacts, history: Timeline | None) -> list[tuple[str, str]]:
-    tiles = key_figures(facts.lines, facts.setting("rollout.num_rollout"))
+    steps = facts.setting("rollout.num_rollout")
+    tiles = key_figures(facts.lines, steps)
+    pace = recent(facts.lines, STEP_S)
+    if history is not None and isinstance(steps, int) and pace is not None:
+        left = steps - int(facts.lines[-1]["step"])
+        if left > 0 and history.spans and _state(facts, history)[1] != "bad":
+            tiles.append((duration_text(round(left * pace)), f"left at {short(pace)} s a step"))
+    if (spent := facts.goodput) is not None:
+        tiles.append((f"{spent.trained_frac:.0%}", "goodput"))
+        tiles.append((f"{spent.gpu_hours:,.1f}", "GPU hours"))
+        if spent.cost is not None:
+            tiles.append((f"{spent.cost:,.2f}", "cost"))
     if history is not None:
+        tiles.append((str(steps_lost(facts.events)), "steps lost and trained again"))
         tiles.append((duration_text(round(history.end_s)), "since submission"))
         attempts = "attempt" if len(history.attempts) == 1 else "attempts"
         tiles.append(
@@ -162,14 +202,14 @@ def _bar_parts(history: Timeline) -> list[_BarPart]:
     """Return what the time bar shows, from the first entry of the ledger to the last."""
     whole = history.end_s or 1.0
     parts = []
-    for span in history.spans:
+    for span in bar_spans(history):
         attempt = f"attempt {span.attempt}: " if span.attempt is not None else ""
         words = (
             f"{attempt}{_ACTIVITIES[span.doing]}, {duration_text(round(span.end_s - span.begin_s))}"
         )
         place = f"left:{span.begin_s / whole:.4%};width:{(span.end_s - span.begin_s) / whole:.4%}"
         parts.append(_BarPart(f"span {span.doing}", place, words))
-    for mark in history.marks:
+    for mark in bar_marks(history):
         parts.append(
             _BarPart(f"mark {mark.kind}", f"left:{min(1.0, mark.at_s / whole):.4%}", mark.text)
         )
@@ -181,6 +221,25 @@ def _answers(samples: Sequence[Mapping[str, Any]]) -> list[_Answer]:
     for sample in samples:
         best[_group(sample)] = max(sample["reward"], best.get(_group(sample), sample["reward"]))
     return [_Answer(sample, sample["reward"] == best[_group(sample)]) for sample in samples]
+
+
+def _followed(
+    samples: Sequence[Mapping[str, Any]], fixed: Sequence[Mapping[str, Any]]
+) -> list[_Followed]:
+    """Return the prompts that were answered at several steps: of evaluations, else of the
+    rollout.
+    """
+    by_prompt: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
+    for sample in (*fixed, *reversed(samples)):
+        if sample.get("prompt"):
+            key = (str(sample.get("set") or "rollout"), str(sample["prompt"]))
+            by_prompt.setdefault(key, {}).setdefault(sample["step"], sample)
+    found = [
+        _Followed(prompt, of, tuple(answers[step] for step in sorted(answers)))
+        for (of, prompt), answers in by_prompt.items()
+        if len(answers) > 1
+    ]
+    return found[:MAX_FIXED]
 
 
 def _group(sample: Mapping[str, object]) -> tuple[object, object]:

@@ -1,15 +1,18 @@
 """The plots of a report and their curves. Pure.
 
-Input: the lines of ``metrics.jsonl`` of one run or of several. Output: the panels that have data.
+Input: the lines of ``metrics.jsonl`` of one run or of several. Output: the panels that have data:
+the main ones, and groups with every other metric, also those that rlpost does not declare.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from rlpost.metrics.names import declared
 from rlpost.metrics.writer import eval_rewards
-from rlpost.report.series import points
+from rlpost.report.series import not_finite, points
 from rlpost.report.svg import Curve
 
 Lines = Sequence[Mapping[str, float]]
@@ -30,6 +33,22 @@ class Panel:
     unit: str
     curves: tuple[Curve, ...]
     is_stacked: bool = False
+    meaning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PanelGroup:
+    """Plots of metrics that the main plots leave out, and the names of those beyond MAX_OTHERS."""
+
+    title: str
+    panels: tuple[Panel, ...]
+    left_out: tuple[str, ...] = ()
+
+
+MAX_OTHERS = 300
+"""Metrics of all groups that are drawn: a plugin may write thousands."""
+CUSTOM = "custom"
+_PASS_RATE = re.compile(r"eval/(?P<set>[^/]+)/pass@(?P<k>\d+)")
 
 
 # title, unit, curves (label, metric); comparisons of runs draw only the first curve
@@ -139,8 +158,8 @@ _DOTS = ("Checkpoint",)  # few points
 
 
 def panels(lines: Lines) -> list[Panel]:
-    """Return the plots of one run, reward first."""
-    found = [_reward(lines)]
+    """Return the main plots of one run, reward first."""
+    found = [_reward(lines), *_pass_rates(lines)]
     found += [_panel(lines, *plot) for plot in _PLOTS]
     trained = [line for line in lines if "time/step_s" in line]
     phases = [Curve(label, points(trained, name), n) for n, (label, name) in enumerate(PHASES)]
@@ -156,46 +175,139 @@ def panels(lines: Lines) -> list[Panel]:
     return [panel for panel in found if panel.curves]
 
 
+def other_panels(runs: Sequence[tuple[str, Lines]], drawn: Iterable[str]) -> list[PanelGroup]:
+    """Return a plot of each metric that is not in ``drawn``, grouped by area; custom ones last."""
+    by_area: dict[str, list[str]] = {}
+    names = dict.fromkeys(name for _, lines in runs for line in lines for name in line)
+    known = set(drawn)
+    for name in sorted(set(names) - known - {"step"}):
+        metric = declared(name)
+        by_area.setdefault(CUSTOM if metric is None else metric.area, []).append(name)
+    groups, room = [], MAX_OTHERS
+    for area in sorted(by_area, key=lambda area: (area == CUSTOM, area)):
+        found = [panel for name in by_area[area] if (panel := _single(runs, name)).curves]
+        if found:
+            left_out = tuple(panel.title for panel in found[room:])
+            groups.append(PanelGroup(area, tuple(found[:room]), left_out))
+            room = max(0, room - len(found))
+    return groups
+
+
+def drawn_names(lines: Lines) -> set[str]:
+    """Return the metrics that ``panels`` draws."""
+    found = {name for _, _, plotted in _PLOTS for _, name in plotted} | {"reward/mean"}
+    found |= {name for _, name in PHASES}
+    for line in lines:
+        found.update(eval_rewards(line))
+        found.update(name for name in line if _PASS_RATE.fullmatch(name))
+    return found
+
+
 def compared_panels(runs: Sequence[tuple[str, Lines]]) -> list[Panel]:
     """Return plots of several runs: of each panel the first metric that any run has."""
+    return [
+        panel
+        for title, unit, name in _compared(runs)
+        if (panel := _of_runs(runs, name, title, f"{name}, {unit}" if unit else name)).curves
+    ]
+
+
+def compared_names(runs: Sequence[tuple[str, Lines]]) -> set[str]:
+    """Return the metrics that ``compared_panels`` draws."""
+    return {name for _, _, name in _compared(runs)}
+
+
+def _compared(runs: Sequence[tuple[str, Lines]]) -> list[tuple[str, str, str]]:
+    """Title, unit and metric of each main plot of several runs."""
     wanted = [("Reward of the rollout", "mean", "reward/mean")]
-    evals = sorted({name for _, lines in runs for line in lines for name in eval_rewards(line)})
+    there = {name for _, lines in runs for line in lines for name in line}
+    evals = eval_rewards(dict.fromkeys(there, 0.0))
     wanted += [(f"Evaluation: {name.split('/')[1]}", "mean reward", name) for name in evals]
     for title, unit, plotted in _PLOTS:
-        there = [
-            name for _, name in plotted if any(name in line for _, lines in runs for line in lines)
-        ]
-        wanted += [(title, unit, there[0])] if there else []
+        names = [name for _, name in plotted if name in there]
+        wanted += [(title, unit, names[0])] if names else []
     wanted += [("Time of a step", "s", "time/step_s")]
-    wanted += [(f"Time: {label}", "s", name) for label, name in PHASES]
-    found = []
-    for title, unit, name in wanted:
-        of_runs = [(label, points(lines, name), n) for n, (label, lines) in enumerate(runs)]
-        dots, soften = name.startswith("eval/") or title in _DOTS, title not in _AS_IT_IS
-        curves = tuple(
-            Curve(label, own, n, dots=dots, soften=soften) for label, own, n in of_runs if own
-        )
-        found.append(Panel(title, f"{name}, {unit}" if unit else name, curves))
-    return [panel for panel in found if panel.curves]
+    return wanted + [(f"Time: {label}", "s", name) for label, name in PHASES]
+
+
+def _of_runs(runs: Sequence[tuple[str, Lines]], name: str, title: str, unit: str) -> Panel:
+    """One metric with a curve for each run that has it."""
+    dots = name.startswith("eval/") or title in _DOTS
+    curves = [
+        _curve(lines, name, label, number, dots=dots, soften=title not in _AS_IT_IS, run=number)
+        for number, (label, lines) in enumerate(runs)
+    ]
+    return Panel(title, unit, _present(curves))
+
+
+def _single(runs: Sequence[tuple[str, Lines]], name: str) -> Panel:
+    """The plot of one metric under its own name."""
+    metric = declared(name)
+    panel = _of_runs(runs, name, name, "" if metric is None else metric.unit)
+    if len(runs) > 1:
+        return panel
+    curves = tuple(replace(curve, label=name) for curve in panel.curves)
+    return replace(panel, curves=curves, meaning="" if metric is None else metric.meaning)
 
 
 def _reward(lines: Lines) -> Panel:
     evals = sorted({name for line in lines for name in eval_rewards(line)})
-    curves = [Curve("rollout, mean", points(lines, "reward/mean"), 0)]
+    curves = [_curve(lines, "reward/mean", "rollout, mean", 0)]
     curves += [
-        Curve(name.split("/")[1], points(lines, name), n, dots=True, soften=False)
+        _curve(lines, name, name.split("/")[1], n, dots=True, soften=False)
         for n, name in enumerate(evals, 1)
     ]
-    return Panel("Reward", "mean", tuple(curve for curve in curves if curve.points))
+    return Panel("Reward", "mean", _present(curves))
+
+
+def _pass_rates(lines: Lines) -> list[Panel]:
+    """A plot of each evaluation set that is answered several times per prompt."""
+    by_set: dict[str, dict[int, str]] = {}
+    for name in {name for line in lines for name in line}:
+        if found := _PASS_RATE.fullmatch(name):
+            by_set.setdefault(found["set"], {})[int(found["k"])] = name
+    return [
+        Panel(
+            f"pass@k: {label}",
+            "share of prompts",
+            _present(
+                [
+                    _curve(lines, rates[k], f"pass@{k}", n, dots=True, soften=False)
+                    for n, k in enumerate(sorted(rates))
+                ]
+            ),
+        )
+        for label, rates in sorted(by_set.items())
+    ]
 
 
 def _panel(lines: Lines, title: str, unit: str, plotted: Sequence[tuple[str, str]]) -> Panel:
-    there = [(label, own) for label, name in plotted if (own := points(lines, name))]
     soften, dots = title not in _AS_IT_IS, title in _DOTS
-    curves = tuple(
-        Curve(label, own, n, soften=soften, dots=dots) for n, (label, own) in enumerate(there)
-    )
-    return Panel(title, unit, curves)
+    names = [(label, name) for label, name in plotted if any(name in line for line in lines)]
+    curves = [
+        _curve(lines, name, label, n, soften=soften, dots=dots)
+        for n, (label, name) in enumerate(names)
+    ]
+    return Panel(title, unit, _present(curves))
+
+
+def _curve(
+    lines: Lines,
+    name: str,
+    label: str,
+    colour: int,
+    *,
+    dots: bool = False,
+    soften: bool = True,
+    run: int = 0,
+) -> Curve:
+    lost = not_finite(lines, name)
+    return Curve(label, points(lines, name), colour, dots, soften, lost, run)
+
+
+def _present(curves: Iterable[Curve]) -> tuple[Curve, ...]:
+    """Curves that have a value, be it one that is not finite."""
+    return tuple(curve for curve in curves if curve.points or curve.lost)
 
 
 def mean_phases(lines: Lines) -> dict[str, float]:

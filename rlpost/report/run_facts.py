@@ -9,26 +9,33 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from common.attempt import PREFLIGHT_JSON
+from common.attempt import DRIVER_LOG, PREFLIGHT_JSON, VERDICT_JSON
+from common.log_format import as_text
 from common.run_folder import RunFolder
 from rlpost.agents.environments.traces import FILE_NAME as EPISODES
 from rlpost.agents.environments.traces import read_episodes
 from rlpost.config.keys import KEYS
 from rlpost.config.tree import Config
-from rlpost.metrics.samples import FILE_NAME, MAX_ANSWER, cut
+from rlpost.metrics.samples import FILE_NAME, FIXED_NAME, MAX_ANSWER, cut
 from rlpost.metrics.writer import read_metrics
 from rlpost.report.goodput import Goodput, Layout, goodput
 
 MAX_SAMPLE_STEPS = 60
 RECORDED_GROUPS = 2  # of each recorded step, with the best and the worst answer of each
 MAX_ATTEMPTS = 20  # whose hosts are shown, the newest
-_DATED = re.compile(r"\d\d:\d\d:\d\d\.\d{3} ")
+MAX_AGENT_LOGS = 4  # of an attempt that the page links to
+MAX_FIXED_STEPS = 20
+TAIL_BYTES, TAIL_LINES = 1 << 14, 60
+_OPEN_OR_OVER = ("attempt", "started", "verdict", "done")
+_NO_FAILURE = ("done", "requeue")
+_DATED = re.compile(r"(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d\.\d{3} ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +64,25 @@ class HostCheck:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """How the newest attempt failed: its verdict, and the end of the log that tells most."""
+
+    attempt: str
+    verdict: str
+    cause: str
+    log: str = ""
+    tail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class RunFacts:
     """One run.
 
     ``samples`` are records of ``rlpost.metrics.samples`` with their step; ``episodes`` those of
     ``rlpost.agents.environments.traces``; ``network`` is the text
-    of each agent of the newest attempt, by host.
+    of each agent of the newest attempt, by host. ``fixed`` are answers to prompts of evaluations
+    that are asked at every evaluation. ``logs`` are the files of each attempt that has any, by
+    its name; ``failure`` is set when the newest attempt failed.
     """
 
     name: str
@@ -77,6 +97,9 @@ class RunFacts:
     episodes: tuple[Mapping[str, Any], ...] = ()
     code: str = ""
     layout: Layout | None = None
+    fixed: tuple[Mapping[str, Any], ...] = ()
+    logs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    failure: Failure | None = None
 
     def setting(self, key: str) -> object:
         """The value of a setting, None when it is not there."""
@@ -93,12 +116,14 @@ def read_facts(run: RunFolder) -> RunFacts:
     settings = _json(run.run_json)
     latest = run.attempts / "latest"
     code = _json(run.root / "code.json")
+    events = tuple(entry for entry in run.ledger.read() if "time" in entry and "event" in entry)
+    answers = _samples(run.report / FILE_NAME, MAX_SAMPLE_STEPS)
     return RunFacts(
         name=run.root.name,
         folder=str(run.root),
         written=datetime.now(UTC),
         lines=tuple(read_metrics(run.metrics)),
-        events=tuple(entry for entry in run.ledger.read() if "time" in entry and "event" in entry),
+        events=events,
         settings=compared(settings),
         checks=tuple(
             check
@@ -109,12 +134,15 @@ def read_facts(run: RunFolder) -> RunFacts:
             path.stem.removeprefix("agent-"): network_table(_text(path))
             for path in _agent_logs(latest)
         },
-        samples=tuple(_samples(run.report / FILE_NAME) or _recorded(settings)),
+        samples=tuple(chain(*reversed(answers)) if answers else _recorded(settings)),
         episodes=tuple(read_episodes(run.root / EPISODES)),
         code=f"{code['commit']}{', with changes' if code.get('is_dirty') else ''}"
         if code.get("commit")
         else "",
         layout=Layout.of_settings(settings),
+        fixed=tuple(chain(*_samples(run.report / FIXED_NAME, MAX_FIXED_STEPS))),
+        logs={path.name: logs for path in _all(run.attempts) if (logs := _log_names(path))},
+        failure=_failure(run, events),
     )
 
 
@@ -146,7 +174,7 @@ def network_table(log: str) -> str:
     """Return the lines below "network of this node" in an agent's log."""
     block: list[str] = []
     inside = False
-    for line in log.splitlines():
+    for line in "\n".join(map(as_text, log.splitlines())).splitlines():
         if _DATED.match(line):
             if inside:
                 break
@@ -157,24 +185,64 @@ def network_table(log: str) -> str:
 
 
 def _attempts(folder: Path) -> list[Path]:
+    return _all(folder)[-MAX_ATTEMPTS:]
+
+
+def _all(folder: Path) -> list[Path]:
     paths = [path for path in folder.glob("*") if path.name.isdecimal()]
-    return sorted(paths, key=lambda path: int(path.name))[-MAX_ATTEMPTS:]
+    return sorted(paths, key=lambda path: int(path.name))
+
+
+def _log_names(attempt: Path) -> tuple[str, ...]:
+    """The driver's log and those of the agents, as far as they exist."""
+    found = {path.name for path in attempt.glob("*.log")}
+    agents = sorted(name for name in found if name.startswith("agent-"))[:MAX_AGENT_LOGS]
+    return tuple([*({DRIVER_LOG} & found), *agents])
+
+
+def _failure(run: RunFolder, events: Sequence[Mapping[str, Any]]) -> Failure | None:
+    """The newest verdict, if it is a failure, and no later attempt has begun."""
+    newest = next((one for one in reversed(events) if one["event"] in _OPEN_OR_OVER), None)
+    if newest is None or newest["event"] != "verdict" or newest.get("verdict") in _NO_FAILURE:
+        return None
+    name = str(newest.get("attempt"))
+    attempt = run.attempts / name
+    cause = str(newest.get("cause") or _json(attempt / VERDICT_JSON).get("cause") or "")
+    logs = [path for log in _log_names(attempt) if _tail(path := attempt / log)]
+    if not logs:
+        return Failure(name, str(newest.get("verdict")), cause)
+    return Failure(
+        name,
+        str(newest.get("verdict")),
+        cause,
+        f"../attempts/{name}/{logs[0].name}",
+        _tail(logs[0]),
+    )
+
+
+def _tail(path: Path) -> str:
+    """The last lines of a file, at most TAIL_BYTES."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-TAIL_LINES:])
 
 
 def _agent_logs(attempt: Path) -> list[Path]:
     return sorted(attempt.glob("agent-*.log"))
 
 
-def _samples(path: Path) -> list[dict[str, object]]:
-    """Read recorded answers, evenly spread over the run, newest first."""
+def _samples(path: Path, most: int) -> list[list[dict[str, object]]]:
+    """Read the recorded answers of at most ``most`` steps, evenly spread, by step."""
     lines: list[Any] = read_metrics(path)
-    if len(lines) > MAX_SAMPLE_STEPS:
+    if len(lines) > most:
         last = len(lines) - 1
-        lines = [lines[round(n * last / (MAX_SAMPLE_STEPS - 1))] for n in range(MAX_SAMPLE_STEPS)]
+        lines = [lines[round(n * last / (most - 1))] for n in range(most)]
     return [
-        {"step": line["step"], **sample}
-        for line in reversed(lines)
-        for sample in line.get("samples", ())
+        [{"step": line["step"], **sample} for sample in line.get("samples", ())] for line in lines
     ]
 
 

@@ -1,6 +1,7 @@
 """Curves: from the lines of ``metrics.jsonl`` to few points, axes and short numbers. Pure.
 
-Input: lines and names. Output: points (x, y), finite, in order of x.
+Input: lines and names. Output: points (x, y), finite, in order of x; and where a value is not
+finite.
 """
 
 from __future__ import annotations
@@ -20,6 +21,30 @@ def points(lines: Sequence[Mapping[str, float]], name: str) -> list[Point]:
     """Return the finite values of a metric over steps."""
     found = ((line["step"], line[name]) for line in lines if name in line)
     return [(float(x), float(y)) for x, y in found if type(y) in _NUMBERS and math.isfinite(y)]
+
+
+def not_finite(lines: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, str]]:
+    """Return the steps at which a metric is not finite, with ``NaN``, ``∞`` or ``-∞``."""
+    found = []
+    for line in lines:
+        value = line.get(name)
+        if type(value) is float and not math.isfinite(value):
+            word = "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+            found.append((float(line["step"]), word))
+    return found
+
+
+def spaced(places: Sequence[float], gap: float) -> list[float]:
+    """Return ascending places, without those closer than ``gap`` to the one kept before.
+
+    >>> spaced([5.0, 1.0, 1.5, 5.5], 2.0)
+    [1.0, 5.0]
+    """
+    kept: list[float] = []
+    for place in sorted(places):
+        if not kept or place - kept[-1] >= gap:
+            kept.append(place)
+    return kept
 
 
 def thin(curve: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:

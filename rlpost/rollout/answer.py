@@ -17,12 +17,15 @@ from typing import Any
 import numpy as np
 import orjson
 
-from rlpost.columns import FloatColumn, IntColumn, RouteColumn
+from rlpost.columns import FloatColumn, IntColumn, RouteColumn, TokenSetColumn
 from rlpost.errors import RolloutError
 from rlpost.rollout.routes import NARROW, RouteFormat
 
 _LOGPROBS = b'"output_token_logprobs":[['
 """Cannot occur inside a JSON string, where quotes are escaped."""
+MASK_LABEL = "rlpost_sampling_mask"
+"""Label of a request that asks for sampling masks: the router (sglang-router 0.3.2) drops
+``return_sampling_mask`` and passes labels on. ``route_requests`` translates it."""
 _BETWEEN, _AT_END = b",null],[", b",null"
 
 
@@ -35,6 +38,8 @@ class Answer:
         version_spans: pairs (policy version, number of tokens) in order.
         routes: experts of the tokens that the engine has read, from the first requested one; None
             if it returned none.
+        sampling_mask: the ids that each token was sampled from; None if it returned none. Then
+            ``logprobs`` are of the distribution over these ids.
         meta_info: SGLang's other fields, without the lists with one entry per token.
     """
 
@@ -45,6 +50,7 @@ class Answer:
     version_spans: tuple[tuple[int, int], ...]
     meta_info: Mapping[str, Any]
     routes: RouteColumn | None = None
+    sampling_mask: TokenSetColumn | None = None
 
 
 def parse(body: bytes, routes: RouteFormat | None = None) -> Answer:
@@ -64,14 +70,29 @@ def parse(body: bytes, routes: RouteFormat | None = None) -> Answer:
         if logprobs is None:
             logprobs = FloatColumn([entry[0] for entry in listed])
         text, found = raw.get("text") or "", _routes(meta, routes)
+        mask, of_mask = _sampling_mask(meta)
+        logprobs = logprobs if of_mask is None else of_mask
     except (KeyError, TypeError, IndexError, OverflowError, AttributeError) as error:
         raise ValueError(f"not an answer of SGLang: {type(error).__name__}: {error}") from error
     if len(logprobs) != len(token_ids):
         raise ValueError(f"{len(logprobs)} log-probs for {len(token_ids)} tokens")
     if np.isnan(logprobs.array).any():  # None reads as nan
         raise ValueError("a token without a log-prob, or one that is not a number")
+    if mask is not None and len(mask) != len(token_ids):
+        raise ValueError(f"sampling masks of {len(mask)} tokens for {len(token_ids)} tokens")
     spans = version_spans(meta, len(token_ids))
-    return Answer(token_ids, logprobs, text, reason, spans, meta, found)
+    return Answer(token_ids, logprobs, text, reason, spans, meta, found, mask)
+
+
+def _sampling_mask(meta: dict[str, Any]) -> tuple[TokenSetColumn | None, FloatColumn | None]:
+    """Take out of ``meta_info`` the ids that each token was sampled from, and its log-prob over
+    these.
+    """
+    sets = meta.pop("output_token_sampling_mask", None)
+    logprobs = meta.pop("output_token_sampling_logprobs", None)
+    if not sets or not logprobs:
+        return None, None
+    return TokenSetColumn.of(sets), FloatColumn(logprobs)
 
 
 def _routes(meta: dict[str, Any], form: RouteFormat | None) -> RouteColumn | None:

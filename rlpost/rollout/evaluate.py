@@ -72,9 +72,14 @@ def answer_rewards(group: SampleGroup) -> list[float]:
 
 
 async def evaluate(
-    writer: GroupWriter, prompts: Sequence[Prompt], stop_requested: Callable[[], bool]
+    writer: GroupWriter,
+    prompts: Sequence[Prompt],
+    stop_requested: Callable[[], bool],
+    show: Callable[[Sequence[SampleGroup]], None] = lambda groups: None,
 ) -> dict[str, float]:
     """Generate one group per prompt; return ``summarise`` and ``pass_rates`` of the groups.
+
+    ``show`` is called with all groups that have an answer, in order of their prompts.
 
     Prompts whose gradings were all lost do not count. Raises RolloutError if that holds for all
     prompts; otherwise raises as ``write_all`` does.
@@ -84,6 +89,7 @@ async def evaluate(
         raise RolloutError(
             f"the gradings of all {len(prompts)} prompts were lost: there is nothing to evaluate"
         )
+    show(groups)
     of_environments = {
         name.removesuffix("_mean"): value
         for name, value in episode_metrics(groups).items()

@@ -386,6 +386,8 @@ _ADDED: dict[tuple[str, str], object] = {
     ("grpo", "disable_rewards_normalization"): False,
     ("grpo", "keep_old_actor"): False,
     ("grpo", "disable_compute_advantages_and_returns"): False,
+    ("grpo", "use_rollout_sampling_mask"): False,
+    ("grpo", "custom_reward_post_process_path"): None,
     ("rollout", "reward_weights"): {},
     ("rollout", "update_weights_interval"): 1,
 }
@@ -417,8 +419,9 @@ def settings_hash(config: Config) -> str:
     if config.env.env:  # without environments a journal is the one of earlier versions
         tables["env"] = config.env.model_dump(mode="json", include=set(_DECIDES))
     if config.distillation.use_opd:  # likewise
+        added = {"opd_top_k"} if config.distillation.opd_top_k is None else set()
         tables["distillation"] = config.distillation.model_dump(
-            mode="json", exclude=_TEACHER_SERVER
+            mode="json", exclude=_TEACHER_SERVER | added
         )
     if config.use_critic:
         tables["critic"] = config.critic.model_dump(mode="json", exclude=CRITIC_LAYOUT)

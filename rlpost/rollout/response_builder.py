@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
-from rlpost.columns import FloatColumn, IntColumn, RunColumn
+from rlpost.columns import FloatColumn, IntColumn, RunColumn, TokenSetColumn
 from rlpost.errors import RolloutError
-from rlpost.rollout.answer import Answer
+from rlpost.rollout.answer import MASK_LABEL, Answer
 from rlpost.rollout.answer_routes import AnswerRoutes
 from rlpost.rollout.connection import Connection
 from rlpost.rollout.sampling import SamplingParams
@@ -41,6 +41,12 @@ class _Piece:
     token_ids: IntColumn
     logprobs: FloatColumn
     mask: RunColumn
+    sampled_from: TokenSetColumn | None = None  # None: the whole vocabulary
+
+    @property
+    def token_sets(self) -> TokenSetColumn:
+        """The ids that each token was sampled from."""
+        return self.sampled_from or TokenSetColumn.whole(len(self.token_ids))
 
     @classmethod
     def joined(cls, pieces: Sequence[_Piece]) -> Self:
@@ -49,11 +55,15 @@ class _Piece:
             IntColumn.joined(piece.token_ids for piece in pieces),
             FloatColumn.joined(piece.logprobs for piece in pieces),
             RunColumn(run for piece in pieces for run in piece.mask.runs),
+            TokenSetColumn.joined(piece.token_sets for piece in pieces)
+            if any(piece.sampled_from is not None for piece in pieces)
+            else None,
         )
 
     def first(self, count: int) -> _Piece:
         """Return the first ``count`` tokens."""
-        return _Piece(self.token_ids[:count], self.logprobs[:count], self.mask[:count])
+        sets = None if self.sampled_from is None else self.sampled_from[:count]
+        return _Piece(self.token_ids[:count], self.logprobs[:count], self.mask[:count], sets)
 
 
 class ResponseBuilder:
@@ -77,7 +87,8 @@ class ResponseBuilder:
         self.connection, self._codec = connection, codec
         self._pieces: list[_Piece] = []
         if so_far:
-            self._pieces.append(_Piece(so_far.response_ids, so_far.rollout_logprobs, so_far.mask))
+            columns = (so_far.response_ids, so_far.rollout_logprobs, so_far.mask)
+            self._pieces.append(_Piece(*columns, so_far.sampling_mask))
         self._spans = list(_spans(so_far)) if so_far else []
         self._routes = _routes(connection, so_far)
         self.text = so_far.text if so_far else ""
@@ -144,8 +155,11 @@ class ResponseBuilder:
         while self.num_tokens < end:
             params = replace(self.sampling, stop=stops, max_new_tokens=end - self.num_tokens)
             input_ids = self.prompt.token_ids + self.response_ids
-            labels = {} if self._routes is None else {"labels": self._routes.labels()}
-            answer = await self.connection.generate(what, input_ids, params.to_sglang(), **labels)
+            labels = {} if self._routes is None else self._routes.labels()
+            if self.sampling.returns_mask:
+                labels |= {MASK_LABEL: "1"}
+            more = {"labels": labels} if labels else {}
+            answer = await self.connection.generate(what, input_ids, params.to_sglang(), **more)
             ended_by = self._add(answer)
             if self._truncate_at_spanning_stop(stops) or ended_by != "abort":
                 break
@@ -195,6 +209,7 @@ class ResponseBuilder:
             loss_mask=whole.mask if masks_some else None,
             version_spans=tuple(self._spans) if len(self._spans) > 1 else (),
             routes=None if self._routes is None else self._routes.column(),
+            sampling_mask=whole.sampled_from,
         )
 
     def _joined(self) -> _Piece:
@@ -215,8 +230,16 @@ class ResponseBuilder:
                 f"an engine ended prompt {self.prompt.prompt_id}, sample {self.index} by {reason['type']!r} "
                 f"({reason.get('message')}): unexpected finish reason"
             )
+        if self.sampling.returns_mask and answer.token_ids and answer.sampling_mask is None:
+            raise RolloutError(
+                "an engine returned no meta_info.output_token_sampling_mask, which "
+                "--use-rollout-sampling-mask needs; use engines of SGLang 0.5.21 or later"
+            )
         generated = _Piece(
-            answer.token_ids, answer.logprobs, RunColumn([(1, len(answer.token_ids))])
+            answer.token_ids,
+            answer.logprobs,
+            RunColumn([(1, len(answer.token_ids))]),
+            answer.sampling_mask,
         )
         self._pieces = [*self._pieces, generated] if self.num_tokens else [generated]
         for version, count in answer.version_spans:

@@ -1,12 +1,13 @@
-"""Requests expert routes through a router that drops the request fields for them.
+"""Requests expert routes and sampling masks through a router that drops the request fields for
+them.
 
-Input: an ASGI application, SGLang's server. Output: the application wrapped so that the label
-``ROUTES_FROM`` of a ``POST /generate`` becomes ``return_routed_experts`` and
-``routed_experts_start_len``, and the response has one byte per expert instead of four, because one
-driver reads the responses of all engines.
+Input: an ASGI application, SGLang's server. Output: the application wrapped so that labels of a
+``POST /generate`` become fields: ``ROUTES_FROM`` becomes ``return_routed_experts`` and
+``routed_experts_start_len``, ``MASK_LABEL`` becomes ``return_sampling_mask``. Routes have one byte
+per expert in the response instead of four, because one driver reads the responses of all engines.
 
-sglang-router 0.3.2 parses a request and forwards known fields only: labels, but not these two. The
-wrapper becomes unnecessary once the router forwards both fields.
+sglang-router 0.3.2 parses a request and forwards known fields only: labels, but not these three.
+The wrapper becomes unnecessary once the router forwards them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from rlpost.rollout.answer import MASK_LABEL
 from rlpost.rollout.routes import NARROW, ROUTES_FROM
 
 Receive = Callable[[], Awaitable[Any]]
@@ -44,7 +46,7 @@ class RouteRequests:
 async def _translated(
     scope: dict[str, Any], receive: Receive
 ) -> tuple[dict[str, object], Receive, bool]:
-    """Return scope and receive function with the translated body, and whether the body changed.
+    """Return scope and receive function with the translated body, and whether it asks for routes.
 
     The application receives the body in one message.
     """
@@ -61,7 +63,7 @@ async def _translated(
     return (
         {**scope, "headers": _with_length(scope["headers"], body)},
         _first(whole, receive),
-        body is not given,
+        ROUTES_FROM.encode() in given,
     )
 
 
@@ -116,14 +118,17 @@ def narrowed(body: bytes) -> bytes:
 
 
 def translated(body: bytes) -> bytes:
-    """Replace our label in a request body by SGLang's fields; return any other body unchanged."""
-    if ROUTES_FROM.encode() not in body:
+    """Replace our labels in a request body by SGLang's fields; return any other body unchanged."""
+    if ROUTES_FROM.encode() not in body and MASK_LABEL.encode() not in body:
         return body
     fields = json.loads(body)
     labels = dict(fields.pop("custom_labels"))
-    start = int(labels.pop(ROUTES_FROM))
+    if ROUTES_FROM in labels:
+        start = int(labels.pop(ROUTES_FROM))
+        fields |= {"return_routed_experts": True, "routed_experts_start_len": start}
+    if MASK_LABEL in labels:
+        del labels[MASK_LABEL]
+        fields["return_sampling_mask"] = True
     if labels:
         fields["custom_labels"] = labels
-    return json.dumps(
-        {**fields, "return_routed_experts": True, "routed_experts_start_len": start}
-    ).encode()
+    return json.dumps(fields).encode()

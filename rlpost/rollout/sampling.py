@@ -21,6 +21,7 @@ class SamplingParams:
 
     A stop id is part of the answer's ids and log-probs. A stop string is part of its ids, but
     removed from its text. ``max_context_len`` limits prompt and answer together, in tokens.
+    ``returns_mask`` asks for the ids that each token was sampled from.
     """
 
     max_new_tokens: int
@@ -31,6 +32,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     max_context_len: int | None = None
     min_new_tokens: int = 0
+    returns_mask: bool = False
 
     def to_sglang(self) -> dict[str, object]:
         """Return the field ``sampling_params`` of ``POST /generate``."""

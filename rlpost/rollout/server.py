@@ -26,6 +26,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.log_format import configure_logging
 from rlpost.cpu_affinity import bind_to_gpus
 from rlpost.rollout.cuda_graphs import graph_settings
 from rlpost.rollout.request_spans import RequestSpans
@@ -189,8 +190,7 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
     if server_args.api_key:
         own = address_of(server_args.host, server_args.port)
         app.add_middleware(ServerProof, key=server_args.api_key, address=own)
-    if given.get("enable_return_routed_experts"):
-        app.add_middleware(RouteRequests)
+    app.add_middleware(RouteRequests)
     try:
         launch_server(
             server_args,
@@ -252,7 +252,7 @@ def main(argv: list[str]) -> int:
     not_in_children(ready_fd)  # end-of-file must mean that this process has ended
     end_with_parent()
     redact(arguments.get("api_key"))
-    logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
+    configure_logging()
     if argv == ["engine"]:
         if (gpus_per_node := document.get("gpus_per_node")) is not None:
             bind_to_gpus(os.environ.get("CUDA_VISIBLE_DEVICES", ""), gpus_per_node=gpus_per_node)

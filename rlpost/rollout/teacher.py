@@ -1,12 +1,13 @@
 """A teacher on a server: log-probs of given tokens, for on-policy distillation.
 
 Input: the URL of a server with SGLang's ``POST /generate``, and samples. Output: the samples with
-``teacher_logprobs``.
+``teacher_logprobs``, and with ``top_k`` its most likely tokens at each response token.
 
 A request has the tokens of prompt and response and asks for no new token. SGLang answers with
 ``meta_info.input_token_logprobs``, entries [log-prob, token id, text] from token
 ``logprob_start_len`` on; the first has no log-prob. Its log-probs of given tokens are those at
-temperature 1.
+temperature 1. With ``top_logprobs_num``, ``meta_info.input_top_logprobs`` has such entries of the
+most likely tokens at each given token, by falling log-prob, or null.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from rlpost.columns import FloatColumn
+from rlpost.columns import FloatColumn, IntColumn
 from rlpost.errors import ConfigError, GradingLost, RolloutError
 from rlpost.rollout.client import authorization
 from rlpost.types import Sample, ScoredSample
@@ -39,15 +40,20 @@ PROBES = (
 )
 """Texts whose tokens differ between tokenizers: code, digits, other scripts, white space."""
 
+Entry = tuple[float | None, int]
+"""Log-prob and id of a token."""
 Encode = Callable[[str], Sequence[int]]
 
 
 class TeacherServer:
     """The teacher at ``url``; at most MAX_CONNECTIONS requests at a time."""
 
-    def __init__(self, url: str, *, timeout_s: float, api_key: str = "") -> None:
-        """``timeout_s`` limits one score with all its attempts."""
+    def __init__(
+        self, url: str, *, timeout_s: float, api_key: str = "", top_k: int | None = None
+    ) -> None:
+        """``timeout_s`` limits one score with all its attempts; ``top_k`` is --opd-top-k."""
         self.url = generate_url(url)
+        self._top_k = top_k
         self._headers = {"Content-Type": "application/json"} | authorization(api_key)
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
@@ -63,7 +69,7 @@ class TeacherServer:
         """
         for text in PROBES:
             try:
-                entries = await self._entries({"text": text, "logprob_start_len": 0})
+                entries, _ = await self._scores({"text": text, "logprob_start_len": 0})
             except GradingLost as lost:
                 raise RolloutError(f"{lost}; start the teacher before the run") from lost
             theirs, own = [entry[1] for entry in entries], list(encode(text))
@@ -91,7 +97,7 @@ class TeacherServer:
 
     async def _one(self, graded: ScoredSample) -> ScoredSample | None:
         try:
-            column = await self.logprobs(graded.sample)
+            sample = await self.score(graded.sample)
         except GradingLost as lost:
             self._lost_in_a_row += 1
             logger.warning("prompt %d: an answer is left out: %s", graded.sample.prompt_id, lost)
@@ -101,32 +107,55 @@ class TeacherServer:
                 ) from lost
             return None
         self._lost_in_a_row = 0
-        return replace(graded, sample=replace(graded.sample, teacher_logprobs=column))
+        return replace(graded, sample=sample)
 
-    async def logprobs(self, sample: Sample) -> FloatColumn:
-        """Return the log-prob of each response token under the teacher, at temperature 1.
+    async def score(self, sample: Sample) -> Sample:
+        """Return the sample with the teacher's log-probs of its response, at temperature 1.
 
         Raises:
             GradingLost: the server did not answer in time.
             RolloutError: it refused the request, or its answer is not one.
         """
         prompt, response = list(sample.prompt_ids), list(sample.response_ids)
-        body = {"input_ids": prompt + response, "logprob_start_len": len(prompt) - 1}
-        entries = (await self._entries(body))[-len(response) :]
+        body: dict[str, object] = {
+            "input_ids": prompt + response,
+            "logprob_start_len": len(prompt) - 1,
+        }
+        if self._top_k is not None:
+            body["top_logprobs_num"] = self._top_k
+        entries, top = await self._scores(body)
+        entries = entries[-len(response) :]
         if not _are_same([entry[1] for entry in entries], response):
             raise RolloutError(
                 f"--opd-teacher-url {self.url} returned {len(entries)} log-probs that are not those "
                 f"of the {len(response)} tokens of the response; it must have SGLang's /generate"
             )
+        scored = replace(sample, teacher_logprobs=self._column(entries))
+        if self._top_k is None:
+            return scored
+        flat = [entry for position in top[-len(response) :] for entry in position]
+        if len(flat) != len(response) * self._top_k:
+            raise RolloutError(
+                f"--opd-teacher-url {self.url} returned {len(flat)} most likely tokens for "
+                f"{len(response)} tokens and --opd-top-k {self._top_k}; it must support "
+                "top_logprobs_num of SGLang's /generate"
+            )
+        return replace(
+            scored,
+            teacher_top_ids=IntColumn([token for _, token in flat]),
+            teacher_top_logprobs=self._column(flat),
+        )
+
+    def _column(self, entries: Sequence[Entry]) -> FloatColumn:
         values = [value for value, _ in entries if value is not None and math.isfinite(value)]
-        if len(values) < len(response):
+        if len(values) < len(entries):
             raise RolloutError(
                 f"--opd-teacher-url {self.url} returned a log-prob that is not a finite number"
             )
         return FloatColumn(values)
 
-    async def _entries(self, body: dict[str, object]) -> list[tuple[float | None, int]]:
-        """Return log-prob and token id of the given tokens, from ``logprob_start_len`` on."""
+    async def _scores(self, body: dict[str, object]) -> tuple[list[Entry], list[list[Entry]]]:
+        """Return the given tokens from ``logprob_start_len`` on, and the most likely ones there."""
         request = body | {
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
             "return_logprob": True,
@@ -168,10 +197,15 @@ class TeacherServer:
         except aiohttp.ClientError as error:
             return None, f"does not answer ({error or type(error).__name__})"
 
-    def _parsed(self, answer: bytes) -> list[tuple[float | None, int]]:
+    def _parsed(self, answer: bytes) -> tuple[list[Entry], list[list[Entry]]]:
         try:
-            listed = orjson.loads(answer)["meta_info"]["input_token_logprobs"]
-            return [(entry[0], entry[1]) for entry in listed]
+            meta = orjson.loads(answer)["meta_info"]
+            given = [(entry[0], entry[1]) for entry in meta["input_token_logprobs"]]
+            top = [
+                [(entry[0], entry[1]) for entry in position or ()]
+                for position in meta.get("input_top_logprobs") or ()
+            ]
+            return given, top
         except (ValueError, KeyError, TypeError, IndexError):
             raise RolloutError(
                 f"--opd-teacher-url {self.url} returned no meta_info.input_token_logprobs; it must "

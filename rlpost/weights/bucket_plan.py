@@ -32,6 +32,8 @@ class Travelling:
 
     stage: int
     num_bytes: int
+    joins: bool = False
+    """Whether it must be in the bucket of the weight before it, which is of the same stage."""
 
 
 def bucket_bytes(total: int, *, limit: int, num_engines: int, device_bytes: int | None) -> int:
@@ -54,15 +56,21 @@ def deal(weights: Sequence[Travelling], max_bytes: int) -> list[list[int]]:
     """Indices of the weights of each bucket, by stage and in order.
 
     A bucket holds at most ``max_bytes`` of weights of one stage; a larger weight is alone in its
-    bucket.
+    bucket, with those that join it.
     """
+    units: list[list[int]] = []
+    for index in sorted(range(len(weights)), key=lambda index: weights[index].stage):
+        if weights[index].joins:
+            units[-1].append(index)
+        else:
+            units.append([index])
     buckets: list[list[int]] = []
     remaining, stage = 0, -1
-    for index in sorted(range(len(weights)), key=lambda index: weights[index].stage):
-        weight = weights[index]
-        if not buckets or weight.num_bytes > remaining or weight.stage != stage:
+    for unit in units:
+        num_bytes = sum(weights[index].num_bytes for index in unit)
+        if not buckets or num_bytes > remaining or weights[unit[0]].stage != stage:
             buckets.append([])
-            remaining, stage = max_bytes, weight.stage
-        buckets[-1].append(index)
-        remaining -= weight.num_bytes
+            remaining, stage = max_bytes, weights[unit[0]].stage
+        buckets[-1] += unit
+        remaining -= num_bytes
     return buckets

@@ -27,6 +27,7 @@ from rlpost.weights.files import INDEX, SINGLE
 from rlpost.weights.flat import num_bytes, widest_first
 from rlpost.weights.importer import HuggingFaceFolder, extra_layers, shared_tensors
 from rlpost.weights.inventory import Entry, Inventory
+from rlpost.weights.names import LOADED_TOGETHER
 from rlpost.weights.quantise import BlockFp8
 from rlpost.weights.quantised_gather import all_gather, gather_quantised
 
@@ -35,6 +36,14 @@ logger = logging.getLogger(__name__)
 SHARD_BYTES = 5 * 10**9  # default file size of save_pretrained
 COPIED_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration and tokenizer
 NOT_COPIED = (INDEX,)
+
+
+def _joins(entries: Sequence[Entry]) -> list[bool]:
+    """For each entry, whether it must be in the bucket of the one before it."""
+    found = [entry.rules[0].megatron for entry in entries]
+    first, second = LOADED_TOGETHER
+    pairs = zip(["", *found], found, strict=False)
+    return [name.endswith(second) and before.endswith(first) for before, name in pairs]
 
 
 class Exporter:
@@ -49,12 +58,13 @@ class Exporter:
     ) -> tuple[tuple[Entry, ...], ...]:
         """All weights, by pipeline stage, in buckets of at most ``max_bytes``.
 
-        A larger weight is alone in its bucket. The weights of a bucket are of one stage. With
-        ``quantisation`` bytes are counted in FP8.
+        A larger weight is alone in its bucket. The weights of a bucket are of one stage;
+        ``names.LOADED_TOGETHER`` are in one bucket. With ``quantisation`` bytes are counted in FP8.
         """
         entries = self.inventory.entries
         weights = [
-            Travelling(entry.owner, travelling_bytes(entry, quantisation)) for entry in entries
+            Travelling(entry.owner, travelling_bytes(entry, quantisation), joins)
+            for entry, joins in zip(entries, _joins(entries), strict=True)
         ]
         return tuple(
             tuple(entries[index] for index in bucket) for bucket in deal(weights, max_bytes)

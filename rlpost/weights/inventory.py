@@ -220,17 +220,17 @@ class Inventory:
 def in_order(stages: Sequence[Sequence[Entry]]) -> tuple[Entry, ...]:
     """Sort the entries of all pipeline stages: embedding, layers in order, then all others.
 
-    Within a layer the experts come last, grouped by expert. The order does not depend on Megatron's
-    module for experts.
+    Within a layer ``names.LOADED_TOGETHER`` come first and the experts last, grouped by expert. The
+    order does not depend on Megatron's module for experts.
     """
     entries = [entry for stage in stages for entry in stage]
 
-    def place(entry: Entry) -> tuple[float, int]:
+    def place(entry: Entry) -> tuple[float, int, int]:
         name = entry.rules[0].megatron
         number, expert = names.layer_number(name), names.expert_number(name)
         if number is not None:
-            return number, -1 if expert is None else expert
-        return -1 if name == EMBEDDING else float("inf"), -1
+            return number, -1 if expert is None else expert, names.place_in_layer(name)
+        return -1 if name == EMBEDDING else float("inf"), -1, 0
 
     return tuple(sorted(entries, key=place))
 

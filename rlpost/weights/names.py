@@ -127,6 +127,15 @@ MTP_LAYER: tuple[Rule, ...] = (
 )
 """Weights of a layer for multi-token prediction in addition to those of a decoder layer."""
 
+LOADED_TOGETHER = (
+    "self_attention.linear_q_down_proj.weight",
+    "self_attention.linear_kv_down_proj.weight",
+)
+"""Weights of a layer that an engine must get in one bucket. SGLang fuses the two if one call of its
+loader has both, and otherwise drops them without an error (``cached_a_proj`` in
+``deepseek_weight_loader.py`` of 0.5.21).
+"""
+
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -147,6 +156,14 @@ def canonical(name: str) -> str:
 
 
 _MTP = re.compile(r"(?P<module>mtp\.layers\.\d+)\.(?:transformer_layer\.)?")
+
+
+def place_in_layer(name: str) -> int:
+    """Return the rank of a parameter in the order of its layer: ``LOADED_TOGETHER``, the others."""
+    for place, together in enumerate(LOADED_TOGETHER):
+        if name.endswith(together):
+            return place
+    return len(LOADED_TOGETHER)
 
 
 def mtp_module(name: str) -> str | None:

@@ -166,6 +166,33 @@ def look(actor: Any, samples: Sequence[TrainSample], export: str) -> dict[str, A
     }
 
 
+def step_and_score(
+    actor: Any, samples: Sequence[TrainSample], *, export: str, bucket_bytes: int
+) -> dict[str, Any]:
+    """Train one step on the samples and export.
+
+    Returns:
+        ``logprobs``: of each sample, in order. ``buckets``: the names of the tensors of each.
+    """
+    from rlpost.weights.exporter import Exporter
+
+    actor.import_weights()
+    batch = my_batch(actor, samples, max_tokens=None)
+    actor.train_step(batch)
+    actor.export(export)
+    columns = actor.compute_logprobs(batch)
+    found = {
+        sample.token_ids: list(column)
+        for micro, of_micro in zip(batch.micro_batches, columns, strict=True)
+        for sample, column in zip(micro, of_micro, strict=True)
+    }
+    plan = Exporter(actor.inventory).plan(bucket_bytes)
+    return {
+        "logprobs": [found[sample.token_ids] for sample in samples],
+        "buckets": [[name for entry in bucket for name in entry.hugging_face] for bucket in plan],
+    }
+
+
 def logprobs_in_groups(
     actor: Any, samples: Sequence[TrainSample], groups: Sequence[Sequence[int]]
 ) -> list[Any]:

@@ -41,10 +41,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     opinions.
     """
     folder = tmp_path_factory.mktemp("tiny")
-    tool = ROOT / "tools" / "make_tiny_model.py"
-    subprocess.run(
-        [sys.executable, str(tool), "--out", str(folder), "--warmup-steps", "60"], check=True
-    )
+    words = ["--out", str(folder), "--warmup-steps", "60"]
+    subprocess.run([sys.executable, "-m", "rlpost.cli.tiny_model", *words], cwd=ROOT, check=True)
     return folder
 
 

@@ -50,6 +50,11 @@ MINIMAX = dict(
     num_local_experts=8,
     rotary_dim=8,
     rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    # SGLang reads these keys of the published config.json
+    scoring_func="sigmoid",
+    use_qk_norm=True,
+    use_routing_bias=True,
+    qk_norm_type="per_layer",
 )
 GPT_OSS = dict(
     num_experts_per_tok=2,
@@ -122,6 +127,7 @@ FAMILIES: dict[
     "gpt-oss-moe": ("GptOss", GPT_OSS),
     "qwen3-next-moe": ("Qwen3Next", HYBRID | EXPERTS | GATED_EXPERTS | {"mlp_only_layers": [2]}),
     "qwen3.5": ("Qwen3_5", HYBRID),
+    "qwen3.5-moe": ("Qwen3_5Moe", HYBRID | EXPERTS | GATED_EXPERTS),
     "deepseek-v3-moe": ("DeepseekV3", DEEPSEEK_V3),
     "glm4.7-flash-moe": ("Glm4MoeLite", LATENT | {"mlp_layer_types": ["dense"] + ["sparse"] * 3}),
     "glm4.5-moe": ("Glm4Moe", GLM_EXPERTS | {"attention_bias": True, "use_qk_norm": True}),
@@ -155,7 +161,7 @@ def make_family(folder: Path, name: str) -> None:
 
 def _center(kind: str, key: str) -> float:
     """Mean of a weight: that of a norm is 1, unless the model adds 1 itself."""
-    adds_one = kind in ("Qwen3Next", "Qwen3_5") and "linear_attn" not in key
+    adds_one = kind in ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe") and "linear_attn" not in key
     return 1.0 if "norm" in key and not adds_one else 0.0
 
 
@@ -205,7 +211,10 @@ def _config(name: str) -> tuple[str, Any]:
     kind, options = (FAMILIES | FROM_OUTSIDE)[name.removesuffix(WITH_MTP)]
     of_text = getattr(transformers, f"{kind}TextConfig", None)  # where there is one with images too
     kind_of_config = of_text or getattr(transformers, f"{kind}Config")
-    return kind, kind_of_config(**(COMMON | options))
+    options = COMMON | options
+    if kind == "Qwen3_5Moe":
+        del options["intermediate_size"]  # as in published files: no layer is dense
+    return kind, kind_of_config(**options)
 
 
 def load_folder(folder: Path) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from rlpost.actor import parallel
 from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.settings import ActorSettings
+from rlpost.actor.teacher_description import teacher_description, teacher_settings
 from rlpost.rehearsal.check import parameters_of
 from rlpost.rehearsal.rank import rehearse_rank
 
@@ -55,6 +57,24 @@ def count(case: dict[str, Any]) -> dict[str, int]:
     """Parameters of one rank's modules, on the meta device."""
     settings = ActorSettings(hf_checkpoint="model", **case["settings"])
     facts = rehearse_rank(settings, described(case["hf"]), rank=case["rank"], world=case["world"])
+    return asdict(parameters_of(facts))
+
+
+def count_teacher(case: dict[str, Any]) -> dict[str, int]:
+    """Parameters of one rank's part of a teacher in the trainer, on the meta device."""
+    with tempfile.TemporaryDirectory() as made:
+        folders = {name: Path(made) / name for name in ("policy", "teacher")}
+        for name, folder in folders.items():
+            folder.mkdir()
+            hf = {"max_position_embeddings": 4096} | case[name]
+            (folder / "config.json").write_text(json.dumps(hf))
+        settings = ActorSettings(
+            hf_checkpoint=str(folders["policy"]),
+            opd_teacher_load=str(folders["teacher"]),
+            **case["settings"],
+        )
+        own, description = teacher_settings(settings), teacher_description(settings)
+        facts = rehearse_rank(own, description, rank=case["rank"], world=case["world"])
     return asdict(parameters_of(facts))
 
 
@@ -107,4 +127,5 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     for line in sys.stdin:
         case = json.loads(line)
-        print("RESULT " + json.dumps(measure(case) if case["what"] == "measure" else count(case)))
+        made = {"measure": measure, "count": count, "teacher": count_teacher}[case["what"]](case)
+        print("RESULT " + json.dumps(made))

@@ -4,6 +4,7 @@ asks nobody.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -157,6 +158,77 @@ def test_a_plot_tells_the_values_under_the_pointer(browser, page):
     assert browser.value("document.querySelector('.tip').textContent").startswith(
         f"step {step - 1}"
     )
+    assert browser.complaints == []
+
+
+REWARD = "document.querySelector('svg.plot[aria-label=Reward]')"
+
+
+def axis_texts(browser: Browser, anchor: str) -> list[str]:
+    return browser.value(
+        f"[...{REWARD}.querySelectorAll('text[text-anchor={anchor}]')].map((t) => t.textContent)"
+    )
+
+
+def set_view(browser: Browser, name: str, value: str | bool) -> None:
+    browser.value(
+        f"(() => {{ const f = document.querySelector('#view [name={name}]');"
+        f" f[f.type === 'checkbox' ? 'checked' : 'value'] = {json.dumps(value)};"
+        " f.dispatchEvent(new Event('change', {bubbles: true})); })()"
+    )
+
+
+def test_the_script_draws_what_python_drew(browser, page):
+    """Same curves and axes, so that the page is the same with and without it."""
+    browser.open(page)
+    path = f"{REWARD}.querySelector('path.line.c0').getAttribute('d')"
+    before = (browser.value(path), axis_texts(browser, "end"), axis_texts(browser, "middle"))
+    browser.value("redraw()")
+    after = (browser.value(path), axis_texts(browser, "end"), axis_texts(browser, "middle"))
+    assert after[1:] == before[1:]
+    numbers = [
+        [float(word) for word in text[1:].replace("L", " ").split()]
+        for text in (before[0], after[0])
+    ]
+    assert numbers[1] == pytest.approx(numbers[0], abs=0.11)
+    assert browser.complaints == []
+
+
+def test_plots_are_zoomed_logarithmic_and_over_hours(browser, page):
+    browser.open(page)
+    set_view(browser, "from", "100")
+    set_view(browser, "to", "140")
+    assert axis_texts(browser, "middle") == ["100", "110", "120", "130", "140"]
+    set_view(browser, "log", True)
+    assert axis_texts(browser, "end") == ["0.1", "1"]
+    loss = "[...document.querySelectorAll('svg.plot[aria-label=Loss] text[text-anchor=end]')]"
+    assert browser.value(f"{loss}.some((t) => t.textContent.startsWith('-'))")  # stays linear
+    assert {"from=100", "to=140", "log=1"} <= set(browser.value("location.hash")[1:].split("&"))
+    set_view(browser, "axis", "hours")
+    assert axis_texts(browser, "middle") == ["2 h", "4 h", "6 h"]
+    browser.open(page, fragment="#axis=hours&from=2&to=4")
+    assert axis_texts(browser, "middle") == ["2 h", "2.5 h", "3 h", "3.5 h", "4 h"]
+    browser.value("document.querySelector('#view button').click()")
+    assert axis_texts(browser, "middle") == ["2 h", "4 h", "6 h"]
+    assert browser.complaints == []
+
+
+def test_a_drag_over_one_plot_zooms_all(browser, page):
+    browser.open(page)
+    browser.value(f"{REWARD}.scrollIntoView()")
+    x, y, width = browser.value(
+        f"(({{x, y, width, height}}) => [x, y + height / 2, width])({REWARD}.getBoundingClientRect())"
+    )
+    for kind, at in (("mousePressed", 0.4), ("mouseMoved", 0.6), ("mouseReleased", 0.6)):
+        held = {"button": "left", "buttons": 1, "clickCount": 1}
+        browser.ask("Input.dispatchMouseEvent", type=kind, x=x + width * at, y=y, **held)
+    low, high = browser.value("[view.from, view.to]")
+    assert 60 < low < 90 and 130 < high < 160
+    entropy = "document.querySelector('svg.plot[aria-label=Entropy]')"
+    shown = browser.value(
+        f"[...{entropy}.querySelectorAll('text[text-anchor=middle]')].map((t) => Number(t.textContent))"
+    )
+    assert shown and all(low <= step <= high for step in shown)
     assert browser.complaints == []
 
 

@@ -135,7 +135,9 @@ def test_the_tools_do_the_same_under_torchrun_with_megatrons_words(converted, tm
         "--disable-bias-linear",
     ]
     there = [
-        str(ROOT / "tools/convert_hf_to_torch_dist.py"),
+        "-m",
+        "rlpost.cli.convert",
+        "to-torch-dist",
         *words,
         "--hf-checkpoint",
         original,
@@ -150,7 +152,9 @@ def test_the_tools_do_the_same_under_torchrun_with_megatrons_words(converted, tm
         "--nproc-per-node",
         "2",
     ]
-    done = subprocess.run([*launcher, *there], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [*launcher, *there], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     assert f"{kept}: written in" in done.stdout and "by 2 ranks" in done.stdout
     assert "parameters of this rank" in done.stderr

@@ -181,6 +181,92 @@ def test_the_layout_does_not_change_the_teacher_or_the_step(models, alone, layou
         assert last["metrics"][name] == pytest.approx(alone["metrics"][name], rel=1e-3), name
 
 
+TOP_K = 9
+
+
+@pytest.fixture(scope="module")
+def top_k_of_hugging_face(models: Path) -> dict[str, Any]:
+    """The step with --opd-top-k in plain torch: one sample at a time, over full logits."""
+    from transformers import AutoModelForCausalLM
+
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(models / name, dtype=torch.float32)
+        for name in ("student", "teacher")
+    )
+    loss, total, num_tokens, columns = torch.zeros(()), 0.0, 0, {}
+    for sample in STEPS[0]:
+        ids = torch.tensor([list(sample.token_ids)])
+        part = slice(sample.prompt_length - 1, -1)
+        p = (student(ids).logits[0, part] / TEMPERATURE).log_softmax(-1)
+        with torch.no_grad():
+            q = (teacher(ids).logits[0, part] / TEMPERATURE).log_softmax(-1)
+        distances = []
+        for row, of_teacher in zip(p, q, strict=True):
+            chosen = of_teacher.topk(TOP_K).indices
+            others = torch.ones(len(row), dtype=torch.bool).index_fill(0, chosen, value=False)
+            rest, rest_of_teacher = row[others].exp().sum(), of_teacher[others].exp().sum()
+            distance = rest * (rest / rest_of_teacher).log()
+            for token in chosen:
+                distance = distance + row[token].exp() * (row[token] - of_teacher[token])
+            distances.append(distance)
+        top = q.topk(TOP_K, dim=1)
+        columns[tuple(sample.token_ids)] = (top.indices.flatten(), top.values.flatten())
+        mask = torch.tensor(list(sample.loss_mask))
+        masked = torch.stack(distances) * mask
+        loss = loss + COEF * masked.sum() / mask.sum() / len(STEPS[0])
+        total, num_tokens = total + masked.sum().item(), num_tokens + int(mask.sum())
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+    return {
+        "train/loss": loss.item(),
+        "train/opd_reverse_kl": total / num_tokens,
+        "train/grad_norm": norm.item(),
+        "columns": {key: (ids.tolist(), values.tolist()) for key, (ids, values) in columns.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("megatron", {}),
+        ("megatron", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        ("megatron", {"pipeline_model_parallel_size": 2}),
+        ("megatron", {"context_parallel_size": 2}),
+        ("sglang", {"context_parallel_size": 2}),
+    ],
+    ids=["tp1", "tp2_sp", "pp2", "cp2", "server_cp2"],
+)
+def test_the_step_over_the_teachers_top_tokens_is_that_of_a_loop_over_full_logits(
+    models, top_k_of_hugging_face, kind, layout
+):
+    given = settings(
+        models,
+        opd_form="loss",
+        opd_top_k=TOP_K,
+        opd_type=kind,
+        opd_teacher_load=str(models / "teacher") if kind == "megatron" else None,
+        **layout,
+    )
+    columns = None if kind == "megatron" else top_k_of_hugging_face["columns"]
+    *_, found = run_ranks(top_k_step, 2 if layout else 1, given, columns=columns)
+    for name in ("train/loss", "train/opd_reverse_kl", "train/grad_norm"):
+        assert found[name] == pytest.approx(top_k_of_hugging_face[name], rel=1e-3), name
+
+
+def top_k_step(actor: Any, *, columns: dict[tuple[int, ...], Any] | None) -> dict[str, float]:
+    """Metrics of one step with advantages of 0; ``columns`` are those of a server."""
+    from dataclasses import replace
+
+    actor.import_weights()
+    samples = list(STEPS[0])
+    for position, sample in enumerate(samples if columns else ()):
+        ids, values = columns[tuple(sample.token_ids)]
+        samples[position] = replace(sample, teacher_top_ids=ids, teacher_top_logprobs=values)
+    batch = my_batch(actor, samples, max_tokens=64)
+    batch = batch.with_advantages([0.0] * len(batch.samples))
+    return dict(actor.train_step(batch).metrics)
+
+
 def test_a_teacher_that_cannot_be_sharded_as_the_policy_is_an_error_before_it_is_built(models):
     from rlpost.actor.actor import Actor
 

@@ -2,6 +2,7 @@
 broken link.
 """
 
+import json
 import re
 import subprocess
 import sys
@@ -64,6 +65,30 @@ def test_every_local_link_leads_to_a_file_and_a_heading(site):
             ):
                 broken.append((page.name, link))
     assert not broken
+
+
+JOURNEYS = ("one-box", "slurm-pyxis", "slurm-enroot", "slurm-bare", "first-job", "write-reward")
+JOURNEYS += (
+    "write-environment",
+    "layouts",
+    "hangs",
+    "compare-runs",
+    "from-slime",
+    "from-verl-nemo",
+)
+JOURNEYS += ("metric-names", "glossary", "faq")
+
+
+def test_the_search_index_holds_every_journey_with_its_title(site):
+    """Sphinx's own search: an index of the pages that the browser reads from the folder."""
+    text = (site / "searchindex.js").read_text()
+    index = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
+    assert set(JOURNEYS) <= set(index["docnames"])
+    for name in JOURNEYS:
+        title = (ROOT / f"docs/{name}.md").read_text().splitlines()[0].removeprefix("# ")
+        assert index["titles"][index["docnames"].index(name)] == title
+    scripts = re.findall(r'<script src="([^"]+)"', (site / "search.html").read_text())
+    assert scripts and not [script for script in scripts if "://" in script]
 
 
 def test_the_search_index_holds_the_settings(site):

@@ -27,6 +27,7 @@ CASES = [(name, cut) for name in FAMILIES for cut in CUTS] + [
     ("glm4.5-moe", "ep2"),
     ("minimax-m2-moe", "ep2"),
     ("deepseek-v3-moe", "ep2"),
+    ("qwen3.5-moe", "ep2"),
 ]
 CASES += [(name, "tp2-sp") for name in FROM_OUTSIDE]
 

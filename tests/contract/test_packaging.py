@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.examples import install, write_examples
 from tests.installed import ROOT, Built, build_wheel, clean_environment
@@ -85,17 +86,88 @@ def test_a_login_node_with_the_wheel_alone_checks_and_renders_a_job(programs, tm
     assert run(programs / "rlpost", "list", cwd=project) is not None
 
 
+@pytest.fixture
+def rlpost(programs, tmp_path):
+    """``rlpost(words)``: the installed program in an empty folder, without RLPOST_ASSETS."""
+
+    def call(words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [programs / "rlpost", *words.split()],
+            cwd=tmp_path,
+            env={"PATH": "/usr/bin:/bin", **environ},
+            capture_output=True,
+            text=True,
+        )
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("verb", "printed", "noted"),
+    [
+        ("submit qwen3_4b --dry-run", "bootstrap.agent", "export RLPOST_ASSETS=FOLDER"),
+        ("submit tiny --dry-run", "bootstrap.agent", "not made yet; run: rlpost fetch tiny"),
+        ("convert qwen3_4b --dry-run", "-m rlpost.cli.convert to-torch-dist", "Qwen3-4B is miss"),
+        ("plan qwen3_4b --json", '"fits": true', ""),
+        ("recipes", "qwen3_4b", ""),
+        ("list --json", "[]", ""),
+    ],
+)
+def test_a_verb_needs_no_weights_and_no_folder(rlpost, verb, printed, noted):
+    done = rlpost(verb)
+    assert done.returncode == 0, done.stderr
+    assert printed in done.stdout and noted in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("verb", "said"),
+    [
+        ("check tiny", "not made yet; run: rlpost fetch tiny"),
+        ("check qwen3_4b --assets-dir a", "run: rlpost fetch qwen3_4b --assets-dir"),
+        ("check qwen3_4b --assets-dir a", "make it with rlpost convert"),
+        ("fetch qwen3_4b --assets-dir a", "pip install 'huggingface_hub"),
+        ("fetch tiny", "needs torch and transformers"),
+        ("check qwen3_4b --scale-down", "rlpost fetch qwen3_4b --scale-down"),
+        ("plan tiny", "rlpost fetch"),
+        ("rehearse tiny", "docs/install.md"),
+    ],
+)
+def test_what_is_missing_is_said_with_the_command_that_brings_it(rlpost, verb, said):
+    done = rlpost(verb)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+def test_the_prompts_of_the_tiny_recipe_are_made_without_the_stack(rlpost, tmp_path):
+    rlpost("fetch tiny")
+    assert len((tmp_path / "assets/tiny/train.jsonl").read_text().splitlines()) == 2300
+
+
+def test_an_installation_knows_the_versions_that_an_image_needs(rlpost):
+    """From its metadata, which setuptools wrote; the checkout reads setup.cfg."""
+    command = [sys.executable, "-m", "bootstrap.image.doctor", "--requirements", "wandb"]
+    ours = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    theirs = rlpost("doctor --image --requirements wandb")
+    assert set(map(Requirement, theirs.stdout.splitlines())) == set(
+        map(Requirement, ours.splitlines())
+    )
+    found = rlpost("doctor --image")
+    assert found.returncode == 1 and "megatron-core" in found.stdout
+
+
 def test_the_snapshot_of_an_installation_is_what_a_job_runs(built, programs, tmp_path):
-    """There is no git to ask; packages and jobs are copied, and the agent starts from the copy."""
+    """There is no git to ask; packages and jobs are copied, and the agent and the check of an image
+    start from the copy.
+    """
     code = (
         "from pathlib import Path; from slurm.snapshot import snapshot_code; from rlpost.cli.submit import PROJECT; "
         "print(snapshot_code(PROJECT, Path('code')).num_files)"
     )
     count = int(run(programs / "python", "-c", code, cwd=tmp_path))
-    assert count == len(built.files)
-    assert "usage" in run(
-        programs / "python", "-m", "bootstrap.agent", "--help", cwd=tmp_path / "code"
-    )
+    assert count == len(built.files) + 1  # and METADATA
+    snapshot = tmp_path / "code"
+    assert "usage" in run(programs / "python", "-m", "bootstrap.agent", "--help", cwd=snapshot)
+    listed = [sys.executable, "-S", "-m", "bootstrap.image.doctor", "--requirements"]
+    assert "torch==" in run(*listed, cwd=snapshot)
 
 
 def test_a_family_of_an_installed_package_is_known_on_the_login_node(tmp_path):

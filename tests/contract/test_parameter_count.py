@@ -59,6 +59,12 @@ MODELS |= {
         "mlp_only_layers": [1],
     },
     "qwen3_5_text": {**DENSE, **HYBRID},
+    "qwen3_5_moe_text": {
+        **{key: value for key, value in EXPERTS.items() if key != "intermediate_size"},
+        **HYBRID,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 320,
+    },
 }
 
 

@@ -14,7 +14,7 @@ import pytest
 from rlpost.actor.architecture import architecture
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.activations import Pass, stage_bytes
-from rlpost.config.plan.estimate import held_memory
+from rlpost.config.plan.estimate import estimate, held_memory
 from rlpost.config.plan.shape import Layout, Shape, layout_of, rank_parameters, shape_of
 from rlpost.weights.families import family
 from tests.unit.config.test_models import PUBLISHED
@@ -84,6 +84,13 @@ COUNTS = [(name, stage) for name, (_, layout) in RANKS.items() for stage in rang
 MEASURED = [(name, bf16) for name in MODELS for bf16 in (False, True)]
 
 
+TEACHERS = [  # policy, whose layout both have; teacher; stage
+    ("qwen3_4b", "qwen3_30b_a3b", 0),
+    ("qwen3_235b_a22b", "qwen3_30b_a3b", 0),
+    ("qwen3_235b_a22b", "qwen3_30b_a3b", 7),
+]
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[Any, dict[str, int]]:
     """All that modules and memory say, by case; one process, since starting it takes longer than
@@ -113,6 +120,16 @@ def found() -> dict[Any, dict[str, int]]:
             "hf": small(name),
         }
     cases["full"] = {"what": "measure", "settings": FULL, "hf": small("qwen3_4b")}
+    for policy, teacher, stage in TEACHERS:
+        settings, layout = RANKS[policy]
+        cases[policy, teacher, stage] = {
+            "what": "teacher",
+            "settings": settings,
+            "world": layout.world,
+            "rank": stage * layout.world // layout.pipeline,
+            "policy": PUBLISHED[policy],
+            "teacher": PUBLISHED[teacher],
+        }
     lines = "".join(json.dumps(case) + "\n" for case in cases.values())
     done = subprocess.run(
         [sys.executable, "-m", "tests.contract.plan_modules"],
@@ -133,6 +150,23 @@ def test_a_rank_of_the_full_size_holds_as_many_parameters_as_the_plan_says(name,
     """Exactly, module by module, experts apart."""
     said = rank_parameters(shape(PUBLISHED[name]), RANKS[name][1], stage)
     assert {"dense": said.dense, "expert": said.expert} == found[name, stage]
+
+
+@pytest.mark.parametrize(("policy", "teacher", "stage"), TEACHERS)
+def test_a_rank_holds_as_much_of_a_teacher_as_the_plan_says(policy, teacher, stage, found):
+    """Built with the teacher's settings at the policy's layout; the unequal stages of the policy
+    are not the teacher's.
+    """
+    of_model, layout = RANKS[policy]
+    own = {"opd_teacher_load": "teacher", "use_opd": True, "opd_type": "megatron"}
+    cluster = {"actor_num_nodes": 1, "actor_num_gpus_per_node": layout.world}
+    bf16 = {"bf16": True}
+    config = load([], {"distillation": own, "cluster": cluster, "perf": of_model | bf16}).config
+    made = estimate(
+        config, shape(PUBLISHED[policy]), gpu_bytes=80 * 10**9, teacher=shape(PUBLISHED[teacher])
+    )
+    counted = found[policy, teacher, stage]
+    assert made.ranks[stage].teacher == 2 * (counted["dense"] + counted["expert"])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ none, and the calls are those of a run over gloo.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,7 +89,7 @@ class Step:
             turns or self.turns,
             rank=rank,
             world=WORLD,
-            entries={number: one.entries for number, one in self.facts.items()},
+            facts=self.facts,
         )
 
     def with_rank(self, recording: Recording) -> list[Fault]:
@@ -324,41 +324,73 @@ def test_a_key_that_another_layout_reads_and_nobody_writes_is_named(step):
 
 # The rehearsal and a run over gloo.
 
+CHEAP = ("cp2-pp2-vpp2", "moe-tp2-sp-ep2-etp2", "tp2-sp-pp2-muon", "mtp-pp2")
+"""Layouts that are rehearsed in every run of the tests."""
 REAL = ["tp2-sp", "pp2-vpp2", "moe-ep2-overlap"]
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
-def calls_of_a_run(actor: Any, *, turns: Turns) -> tuple[Call, ...]:
-    """Record the turns of a real rank."""
+def run_of_a_rank(actor: Any, *, turns: Turns) -> tuple[tuple[Call, ...], dict[str, int]]:
+    """Record the turns of a real rank, and the bytes that it then holds."""
     from rlpost.rehearsal.recorder import Recorder
 
     actor.import_weights()
     recorder = Recorder(transfers=True)
     with recorder.recording():
         run_turns(actor, turns, recorder)
-    return tuple(recorder.calls)
+    return tuple(recorder.calls), bytes_of(actor.model, actor.optimizer)
+
+
+def bytes_of(model: Any, optimizer: Any) -> dict[str, int]:
+    """Bytes of weights, gradient buffers and optimizer state on the device, by their addresses."""
+    parameters = [one for chunk in model for one in chunk.parameters()]
+    buffers = [one for chunk in model for one in chunk.buffers + chunk.expert_parallel_buffers]
+    inner = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
+    adams = [one for one in inner if one is not None]
+    mains = [one for adam in adams for group in adam.param_groups for one in group["params"]]
+    states = [value for adam in adams for state in adam.state.values() for value in state.values()]
+    tensors = [one for one in mains + states if isinstance(one, torch.Tensor)]
+    weights, all_state = addresses(parameters), addresses(tensors)
+    return {
+        "weights": sum(weights.values()),
+        "gradients": sum(addresses([one.grad_data for one in buffers]).values()),
+        "optimizer": sum(size for at, size in all_state.items() if at not in weights),
+        "parameters": sum(one.nbytes for one in parameters),
+    }
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Bytes of each block of memory that the tensors are views of."""
+    blocks = [one.untyped_storage() for one in tensors]
+    return {block.data_ptr(): block.nbytes() for block in blocks}
 
 
 def table_settings(folder: Path, layout: TableLayout) -> ActorSettings:
     make_family(folder / layout.model, layout.model)
     return ActorSettings(
         str(folder / layout.model), bf16=False, temperature=0.8, distributed_timeout_minutes=2,
-        update_weight_buffer_size=40_000, **layout.settings, **ALGORITHMS[layout.algorithm],
+        update_weight_buffer_size=40_000, **(layout.settings | ALGORITHMS[layout.algorithm]),
     )  # fmt: skip
 
 
-def rehearsed_layout(
-    settings: ActorSettings, layout: TableLayout, turns: Turns
-) -> dict[int, Recording]:
+@dataclass(frozen=True)
+class RehearsedLayout:
+    """Every rank of a layout."""
+
+    facts: Mapping[int, RankFacts]
+    recordings: Mapping[int, Recording]
+
+
+def rehearsed_layout(settings: ActorSettings, layout: TableLayout, turns: Turns) -> RehearsedLayout:
     description, world = description_of(settings), layout.num_ranks
     facts = {
         rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)
     }
-    entries = {rank: one.entries for rank, one in facts.items()}
-    return {
-        rank: rehearse_turns(settings, description, turns, rank=rank, world=world, entries=entries)
+    recordings = {
+        rank: rehearse_turns(settings, description, turns, rank=rank, world=world, facts=facts)
         for rank in range(world)
     }
+    return RehearsedLayout(facts, recordings)
 
 
 def compared(call: Call) -> tuple[object, ...]:
@@ -368,23 +400,30 @@ def compared(call: Call) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_the_calls_are_those_of_a_run_over_gloo(tmp_path, name):
+def test_calls_and_bytes_are_those_of_a_run_over_gloo(tmp_path, name):
     layout = BY_NAME[name]
     settings = table_settings(tmp_path, layout)
     turns = Turns(batch(24, 16), batch(24, 16), shares_gpus=True)
-    real = run_ranks(calls_of_a_run, layout.num_ranks, settings, turns=turns)
+    real = run_ranks(run_of_a_rank, layout.num_ranks, settings, turns=turns)
     made = rehearsed_layout(settings, layout, turns)
-    for rank, calls in enumerate(real):
-        ours = [call for call in made[rank].calls if call.turn != "build"]
+    for rank, (calls, held) in enumerate(real):
+        facts = made.facts[rank]
+        assert held.pop("parameters") == facts.memory.weights
+        assert held["gradients"] == facts.memory.gradients
+        assert made.recordings[rank].held == held
+        ours = [call for call in made.recordings[rank].calls if call.turn != "build"]
         assert [compared(call) for call in ours] == [compared(call) for call in calls]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize(
+    "name",
+    [one if one in CHEAP else pytest.param(one, marks=pytest.mark.slow) for one in BY_NAME],
+)
 def test_no_layout_of_the_equality_table_has_a_fault(tmp_path, name):
     layout = BY_NAME[name]
     turns = Turns(batch(24, 16, 12, 8), batch(24, 16, 12, 8), shares_gpus=True)
-    assert hangs(rehearsed_layout(table_settings(tmp_path, layout), layout, turns)) == []
+    made = rehearsed_layout(table_settings(tmp_path, layout), layout, turns)
+    assert hangs(made.recordings) == []
 
 
 def test_nothing_stays_patched_after_a_rehearsal(step):

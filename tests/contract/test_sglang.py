@@ -136,6 +136,35 @@ def test_logprobs_are_those_of_transformers(sglang: Sglang, temperature: float) 
             assert scored.sample.rollout_logprobs == pytest.approx(wanted, abs=1e-4)
 
 
+def test_sampling_masks_and_log_probs_over_them_are_those_of_transformers(sglang: Sglang) -> None:
+    """top-p and top-k are both taken from the whole distribution; a token is in its mask."""
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+    model = load(sglang.model)
+    sampling = SamplingParams(
+        MAX_NEW, 1.3, top_p=0.8, top_k=12, stop_token_ids=(1,), returns_mask=True
+    )
+    groups = groups_of(sglang, held_out(sglang.model, 3), sampling, n=3)
+    sizes = set()
+    for sample in (scored.sample for group in groups for scored in group.samples):
+        assert sample.sampling_mask is not None
+        ids = torch.tensor([*sample.prompt_ids, *sample.response_ids])
+        with torch.no_grad():
+            rows = model(ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1] / 1.3
+        removed = (
+            TopKLogitsWarper(12)(None, rows).isinf() | TopPLogitsWarper(0.8)(None, rows).isinf()
+        )
+        rows = rows.masked_fill(removed, -torch.inf)
+        sizes |= set(sample.sampling_mask.sizes)
+        for row, token, kept, logprob in zip(
+            rows, sample.response_ids, sample.sampling_mask, sample.rollout_logprobs, strict=True
+        ):
+            assert token in kept
+            assert sorted(kept) == row.isfinite().nonzero()[:, 0].tolist()
+            assert logprob == pytest.approx(row.log_softmax(0)[token].item(), abs=1e-4)
+    assert len(sizes) > 1 and max(sizes) <= 12
+
+
 def test_an_engine_as_a_teacher_scores_given_tokens_as_transformers_does(sglang: Sglang) -> None:
     """Also answers that its policy would not have given; and its tokenizer is compared."""
     model, tokenizer = load(sglang.model), PromptTokenizer(sglang.model)
@@ -143,7 +172,8 @@ def test_an_engine_as_a_teacher_scores_given_tokens_as_transformers_does(sglang:
     graded = [scored for group in groups for scored in group.samples]
 
     async def act() -> tuple[ScoredSample, ...]:
-        teacher = TeacherServer(sglang.addresses[0].url, timeout_s=60.0, api_key=sglang.api_key)
+        url = sglang.addresses[0].url
+        teacher = TeacherServer(url, timeout_s=60.0, api_key=sglang.api_key, top_k=5)
         try:
             await teacher.check_tokenizer(tokenizer.encode_whole)
             with pytest.raises(ConfigError, match="the teacher's tokenizer is not that"):
@@ -157,6 +187,13 @@ def test_an_engine_as_a_teacher_scores_given_tokens_as_transformers_does(sglang:
     for scored in found:
         wanted = hf_logprobs(model, scored.sample, 1.0)
         assert scored.sample.teacher_logprobs == pytest.approx(wanted, abs=1e-4)
+        ids = torch.tensor([*scored.sample.prompt_ids, *scored.sample.response_ids])
+        with torch.no_grad():
+            rows = model(ids[None]).logits[0, len(scored.sample.prompt_ids) - 1 : -1]
+        top = rows.log_softmax(-1).topk(5, dim=1)
+        assert scored.sample.teacher_top_ids == top.indices.flatten().tolist()
+        expected = top.values.flatten().tolist()
+        assert scored.sample.teacher_top_logprobs == pytest.approx(expected, abs=1e-4)
 
 
 def test_groups_are_complete_and_answers_end_where_they_should(sglang: Sglang) -> None:
@@ -294,7 +331,11 @@ def test_the_settings_read_from_the_source_are_those_of_the_server(sglang: Sglan
 
 def in_buckets(weights: dict[str, torch.Tensor], count: int) -> list[Bucket]:
     names = list(weights)
-    parts = [names[at::count] for at in range(count)]
+    return buckets_of(weights, [names[at::count] for at in range(count)])
+
+
+def buckets_of(weights: dict[str, torch.Tensor], parts: list[list[str]]) -> list[Bucket]:
+    """The buckets with these names."""
     return [
         Bucket(
             tuple(part),

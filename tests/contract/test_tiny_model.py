@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.contract.conftest import ROOT
 
-TOOL = [sys.executable, str(ROOT / "tools" / "make_tiny_model.py")]
+TOOL = [sys.executable, "-m", "rlpost.cli.tiny_model"]
 SHORT = ["--warmup-steps", "60"]
 
 
@@ -19,11 +19,16 @@ def test_it_is_made_once_and_always_the_same(tiny_model: Path, tmp_path: Path) -
     """The same settings give the same bytes; what is complete is left alone."""
     before = {path.name: path.stat().st_mtime_ns for path in tiny_model.iterdir()}
     said = subprocess.run(
-        [*TOOL, "--out", str(tiny_model), *SHORT], check=True, capture_output=True, text=True
+        [*TOOL, "--out", str(tiny_model), *SHORT],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     assert "already there" in said.stdout
     assert {path.name: path.stat().st_mtime_ns for path in tiny_model.iterdir()} == before
-    subprocess.run([*TOOL, "--out", str(tmp_path), "--data", str(tiny_model), *SHORT], check=True)
+    command = [*TOOL, "--out", str(tmp_path), "--data", str(tiny_model), *SHORT]
+    subprocess.run(command, cwd=ROOT, check=True)
     assert (tmp_path / "model.safetensors").read_bytes() == (
         tiny_model / "model.safetensors"
     ).read_bytes()

@@ -50,9 +50,8 @@ for path in of_ray + of_proc:
 def assets() -> Path:
     """The folder that the tiny recipe names; made once, kept between test runs."""
     folder = ROOT / "assets/tiny"
-    subprocess.run(
-        [sys.executable, "tools/make_tiny_model.py", "--out", str(folder)], cwd=ROOT, check=True
-    )
+    command = [sys.executable, "-m", "rlpost.cli.tiny_model", "--out", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True)
     return folder
 
 

@@ -55,7 +55,7 @@ def make_models(home: Path, names: list[str], ranks: int) -> None:
     """The models of recipes in small, in a home of their own, without a warm-up: what they answer
     is no matter.
     """
-    tool = [sys.executable, str(ROOT / "tools/make_tiny_model.py"), "--warmup-steps", "0"]
+    tool = [sys.executable, "-m", "rlpost.cli.tiny_model", "--warmup-steps", "0"]
     words = ["--scale-down", str(ranks), "--recipe", *map(recipe, names)]
     subprocess.run([*tool, *words], cwd=home, check=True, timeout=DEADLINE_S)
 

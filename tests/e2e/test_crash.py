@@ -15,6 +15,6 @@ def test_a_run_killed_in_every_place_ends_with_the_same_weights_and_every_prompt
     undisturbed = fleet_story.run
     run = CrashedRun(crash_cluster, "killed", num_steps(NUM_KILLS))
     kills = killed(run, NUM_KILLS, random.Random(3))
-    assert differences(run, undisturbed) == [], run.tell()
+    assert differences(run, undisturbed, [kill.at for kill in kills]) == [], run.tell()
     assert {kill.place for kill in kills} == set(PLACES)
     assert len(kills) == NUM_KILLS

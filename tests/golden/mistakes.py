@@ -558,7 +558,7 @@ JOB = [
         "Eight nodes without Slurm",
         "rlpost submit glm45_355b --local",
         ("rlpost submit glm45_355b --local --scale-down",),
-        then="--scale-down: the scaled-down model does not exist yet; create it with: python tools/make_tiny_model.py",
+        then="--scale-down: the scaled-down model does not exist yet; create it with: rlpost fetch",
     ),
     Mistake(
         "Two nodes without Slurm",

@@ -111,6 +111,7 @@ FORBIDDEN = {
     "rlpost.orchestration": {"ray", "sglang", "slurm", "submitit", "rlpost.cli", "bootstrap"},
     "rlpost.orchestration.workers": {"sglang", "slurm", "submitit", "rlpost.cli", "bootstrap"},
     "rlpost.cli": HEAVY | {"bootstrap"},
+    "rlpost.cli.tiny_model": (HEAVY - {"torch", "transformers"}) | {"bootstrap"},
 }
 MAX_FILE, MAX_FUNCTION = 500, 80
 MAX_POSITIONAL, MAX_PARAMETERS = 6, 10  # keyword-only parameters count in the second only

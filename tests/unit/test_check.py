@@ -95,7 +95,7 @@ def test_a_reference_that_is_no_checkpoint_is_named_with_the_tool_that_makes_one
     for name in files:
         (tmp_path / "reference" / name).write_text("release")
     (problem,) = problems(tmp_path, checkpoint={"ref_load": "reference"})
-    assert "--ref-load" in problem and "convert_hf_to_torch_dist.py" in problem
+    assert "--ref-load" in problem and "rlpost convert" in problem
 
 
 @pytest.mark.parametrize(

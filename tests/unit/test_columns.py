@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn
+from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn, TokenSetColumn
 
 INTS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20)
 
@@ -104,3 +104,15 @@ def test_unknown_routes_are_marked_and_never_an_expert():
     routes = RouteColumn(np.zeros((2, 3, 1), np.uint8))
     mixed = RouteColumn.joined([routes, RouteColumn.unknown(1, routes)])
     assert mixed.known.tolist() == [True, True, False]
+
+
+@given(st.lists(st.lists(st.integers(0, 99), max_size=4).map(tuple), max_size=8), st.data())
+def test_a_column_of_sets_is_sliced_joined_and_pickled_by_token(sets, data):
+    column = TokenSetColumn.of(sets)
+    start, stop = (data.draw(st.integers(-9, 9)) for _ in range(2))
+    assert list(column) == sets and len(column) == len(sets)
+    assert list(column[start:stop]) == sets[start:stop]
+    both = TokenSetColumn.joined([column, TokenSetColumn.whole(2)])
+    assert list(both) == [*sets, (), ()]
+    assert pickle.loads(pickle.dumps(column)) == column and hash(column[:]) == hash(column)
+    assert both != column and column != sets

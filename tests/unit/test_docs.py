@@ -15,6 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,15 @@ import pytest
 from common.run_folder import create_run_folder
 from rlpost.cli import main as door
 from rlpost.config.flags import fields, flag
+from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.show import reference
+from rlpost.metrics.names import METRICS
 from rlpost.metrics.writer import MetricsWriter
 from rlpost.rollout.server_args import server_arg_names
+from rlpost.weights.families import FAMILIES
+from tests.examples import write_examples
 from tests.unit.cli.projects import make_project
+from tests.unit.jobs.assets import make_assets
 from tools.pages.api import api_page
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +41,12 @@ INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 # What a reader puts a file of his own in the place of.
 PLACEHOLDERS = {"RECIPE": "jobs/recipes/tiny.toml", "PROFILE": "jobs/clusters/local.toml"}
 PLACEHOLDERS |= {"jobs/NAME.sbatch": "jobs/tiny.sbatch"}
+PLACEHOLDERS |= {"jobs/convert_NAME.sbatch": "jobs/convert_qwen3_4b.sbatch"}
 LEFT_OUT_OF_PARSING = {"--help", "-h"}
+
+
+AREAS = "reward|rollout|env|train|eval|time|perf|sync|checkpoint|memory|run|driver"
+FILE_AND_NAME = re.compile(r"`([\w./-]+\.(?:py|sh|toml))`(?:: `(\w+)`)?")
 
 
 class Parsed(Exception):
@@ -77,7 +88,8 @@ def parse_verb(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         return
     known = {**door.verbs(), "doctor": ""}
     assert words[0] in known, f"no verb {words[0]}"
-    if words[0] in ("submit", "check", "plan", "rehearse", "fetch"):
+    submits = words[0] == "sweep" and "--grid" in words
+    if submits or words[0] in ("submit", "check", "plan", "rehearse", "fetch", "convert"):
         print_config(words[0], words[1:])
         return
     if words[0] == "doctor":
@@ -134,6 +146,7 @@ def site(tmp_path_factory) -> Path:
     trained two steps.
     """
     folder = make_project(tmp_path_factory.mktemp("site"))
+    make_assets(folder / "models")
     (folder / "jobs").symlink_to(ROOT / "jobs")
     (folder / "assets").mkdir()
     (folder / "model").rename(folder / "assets/tiny")
@@ -159,7 +172,7 @@ def runs_anywhere(words: list[str]) -> bool:
         return words[1:3] == ["-m", "bootstrap.network"]
     if "--print-config" in rest:
         return True
-    if verb == "submit":
+    if verb in ("submit", "convert"):
         return "--dry-run" in rest[1:]
     if verb == "check":
         return bool(rest)
@@ -188,6 +201,7 @@ def test_commands_of_each_kind_are_run():
 def test_a_command_of_the_docs_that_needs_no_cluster_runs(words, site, monkeypatch):
     """As it stands there; it leaves with 0, and ``status`` with 3: the site has no Slurm."""
     monkeypatch.chdir(site)
+    monkeypatch.setenv("RLPOST_ASSETS", str(site / "models"))
     words = [PLACEHOLDERS.get(word, word) for word in words]
     module, rest = ("rlpost", words[1:]) if words[0] == "rlpost" else (words[2], words[3:])
     if module.startswith("bootstrap"):
@@ -258,7 +272,11 @@ def flags_of_verbs() -> set[str]:
     return set(re.findall(r"--[a-z][a-z-]*", shown.getvalue()))
 
 
-@pytest.mark.parametrize("name", ["troubleshooting.md", "first-run.md", "install.md"])
+WITH_FLAGS = ("troubleshooting", "first-run", "install", "first-job", "faq", "write-reward")
+WITH_FLAGS += ("write-environment", "compare-runs", "from-slime", "from-verl-nemo", "metric-names")
+
+
+@pytest.mark.parametrize("name", [f"{name}.md" for name in WITH_FLAGS])
 def test_flags_that_are_named_exist(name, flags_of_verbs):
     known = {flag(key) for key in fields()} | flags_of_verbs
     engine = {"--sglang-" + arg.replace("_", "-") for arg in server_arg_names() or ()}
@@ -294,3 +312,55 @@ def test_every_symptom_has_a_command_that_finds_it():
     for symptom in SYMPTOMS:
         section = next(part for part in sections if symptom in part.splitlines()[0])
         assert "`rlpost " in section, symptom
+
+
+def test_each_of_our_names_beside_those_of_other_stacks_is_a_metric():
+    rows = re.findall(r"^\| `([a-z]+/[^`]+)` \|", (ROOT / "docs/metric-names.md").read_text(), re.M)
+    assert len(rows) > 40 and set(rows) <= {metric.name for metric in METRICS}
+
+
+def test_metrics_that_the_journeys_name_are_declared():
+    for name in ("first-job", "write-reward", "write-environment", "faq"):
+        text = (ROOT / f"docs/{name}.md").read_text()
+        found = {
+            code for code in INLINE.findall(text) if re.match(rf"({AREAS})/[a-zA-Z_/]+$", code)
+        }
+        assert found <= {metric.name for metric in METRICS}, name
+
+
+def test_a_reward_is_tried_as_the_page_says(tmp_path, monkeypatch, capsys):
+    """With the example of docs/extending.md; the number is that of the page."""
+    write_examples(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    page = (ROOT / "docs/write-reward.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    exec(compile(code, "write-reward.md", "exec"), {})
+    printed = capsys.readouterr().out.strip()
+    assert printed == "1.01" and f"prints {printed}:" in page
+
+
+def test_what_a_contributor_opens_exists():
+    """Each task names the file to open first and the files after it, in order."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = text.split("## Where to change what")[1].split("\n## ")[0]
+    rows = [row.split("|")[1:4] for row in table.splitlines() if row.startswith("| ")][1:]
+    assert len(rows) == 8
+    for task, first, then in rows:
+        names = FILE_AND_NAME.findall(first) + FILE_AND_NAME.findall(then)
+        assert FILE_AND_NAME.match(first.strip()) and len(names) > 1, task
+        for path, name in names:
+            assert (ROOT / path).is_file(), f"{task}: {path}"
+            assert not name or re.search(rf"\b{name}\b", (ROOT / path).read_text()), (
+                f"{path}: {name}"
+            )
+
+
+def test_the_readme_names_every_estimator_and_every_series_of_models():
+    text = (ROOT / "README.md").read_text()
+    estimators = typing.get_args(GrpoConfig.model_fields["advantage_estimator"].annotation)
+    for name in estimators:
+        word = {"ppo": "PPO with a critic"}.get(name, name.removesuffix("_baseline").upper())
+        assert word.replace("_PLUS_PLUS", "++") in text, name
+    for architecture in FAMILIES:
+        series = re.match(r"[A-Z][a-z]+(?:-?[0-9]*)?", architecture)[0].lower()
+        assert series in text.lower().replace("-", "").replace(" ", ""), architecture

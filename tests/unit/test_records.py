@@ -29,6 +29,15 @@ SAMPLES = {
         version_spans=((2, 1), (3, 499)),
     ),
     "scored by a teacher": replace(PLAIN, teacher_logprobs=tuple(-0.5 for _ in PLAIN.response_ids)),
+    "scored by a teacher over its top tokens": replace(
+        PLAIN,
+        teacher_logprobs=LOGPROBS,
+        teacher_top_ids=(*IDS, *IDS),
+        teacher_top_logprobs=(*LOGPROBS, *LOGPROBS),
+    ),
+    "sampled from a part of the vocabulary": replace(
+        PLAIN, sampling_mask=tuple((token, 3, 5)[: token % 4] for token in IDS)
+    ),
     "routed": replace(PLAIN, routes=ROUTES, extra={"a": [1, None]}),
     "empty": Sample(4, 0, (), (), (), "", "abort", 0),
 }

@@ -1,8 +1,8 @@
-"""tools/make_tiny_model.py fills a folder that is its own, and none that holds somebody's model."""
+"""rlpost/cli/tiny_model.py fills a folder that is its own, and none that holds somebody's model."""
 
 import pytest
 
-from tools.make_tiny_model import is_complete, produce, publish
+from rlpost.cli.tiny_model import is_complete, produce, publish
 
 SETTINGS = {"seed": 1}
 

@@ -21,6 +21,8 @@ _HEAD = """\
 # Recipes
 
 Written by `make docs` from `jobs/recipes/*.toml`. Each has a batch script of its name in `jobs/`.
+`jobs/recipes/small/` has the tiny model with adapters ([LoRA](lora.md)) and with a teacher
+([distillation](distillation.md)).
 
 Once per site, in **one** place: fill `jobs/clusters/site.toml` and run `make jobs`, or set three variables:
 
@@ -63,10 +65,10 @@ the free space, and rejects a download that does not fit (quotas are not visible
 - `name@revision` in `[assets]` pins a commit. Weights in other formats are skipped where there are safetensors.
 - Through a mirror: `HF_ENDPOINT`. Downloads are plain HTTP, also of repositories in Xet storage.
 
-If a recipe names weights in Megatron's format (`--ref-load`), `jobs/convert_*.sbatch` converts the fetched folder with
-`tools/convert_hf_to_torch_dist.py`, on two nodes for GLM-4.5; `--ref-load` also accepts the model's own folder. The
-converted folder, too, appears only when it is complete. The rendezvous address of the ranks is the first node's name
-unless `MASTER_ADDR` is set.
+If a recipe names weights in Megatron's format (`--ref-load`), `rlpost convert RECIPE` (or
+`sbatch jobs/convert_NAME.sbatch`) converts the fetched folder, on two nodes for GLM-4.5; `--ref-load` also accepts the
+model's own folder. The converted folder, too, appears only when it is complete. The rendezvous address of the ranks is
+the first node's name unless `MASTER_ADDR` is set.
 
 `rlpost check RECIPE` validates a recipe, `rlpost plan RECIPE` prints its resource needs. The values are those of the
 published scripts; where these are inconsistent, a comment in the recipe names the correct value and the reason.
@@ -78,7 +80,7 @@ _SMALL = """\
 ## A recipe on this machine
 
 ```bash
-python tools/make_tiny_model.py --recipe jobs/recipes/glm45_355b.toml --scale-down 4
+rlpost fetch glm45_355b --scale-down 4
 rlpost submit jobs/recipes/glm45_355b.toml --scale-down 4 --num-rollout 20
 ```
 

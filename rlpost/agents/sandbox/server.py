@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
+from common.log_format import configure_logging
 from rlpost.agents.sandbox import wire
 from rlpost.agents.sandbox.images import unpacked
 from rlpost.agents.sandbox.local import Root
@@ -227,7 +228,7 @@ async def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--read-only", action="append", default=[], help="folder to show as well")
     parser.add_argument("--host", help="address to listen on; default: that of this node's name")
     given = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    configure_logging()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGUSR2):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)

@@ -36,8 +36,6 @@ LACKING: dict[str, str] = {
     "custom-model-provider-path": "a model is described by a family (docs/extending.md)",
     "custom-pg-loss-reducer-function-path": "use --calculate-per-token-loss, or "
     "--loss-type custom_loss with --custom-loss-function-path",
-    "custom-reward-post-process-path": "use --custom-advantage-function-path, which gets the "
-    "rewards of each group; for distillation --opd-teacher-url replaces it and --custom-rm-path",
     "custom-rollout-log-function-path": f"{_NO_HOOK}; metrics.jsonl has every metric",
     "custom-tis-function-path": "use --tis-level, --tis-mode, --tis-clip and --tis-clip-low, or "
     "--loss-type custom_loss",
@@ -49,7 +47,6 @@ LACKING: dict[str, str] = {
     "disable-wandb-random-suffix": "remove it: the run in Weights & Biases has the run's own name",
     "distributed-backend": "remove it: nccl on GPUs, gloo without",
     "dump-details": "use --save-debug-rollout-data and --trace-steps",
-    "eval-reward-key": "use --reward-key, which holds for evaluation as well",
     "fetch-trajectory-retry-times": _SERVICE,
     "freeze-indexer": "rlpost has no family with such an indexer",
     "get-mismatch-metrics": "remove it: train/rollout_kl and train/rollout_ratio are always "

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn
+from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn, TokenSetColumn
 from rlpost.compat.slime.arguments import Arguments
 from rlpost.compat.slime.engines import Engines, Written, load_tokenizer, reachable, sampling_fields
 from rlpost.compat.slime.modules import sample_class
@@ -139,7 +140,26 @@ def trained(sample: Any, engines: Engines) -> Answer:
         version_spans=_spans(versions),
         extra=_extra(sample, engines.prompt),
         routes=_routes(tokens, length, engines),
+        sampling_mask=_sampling_mask(sample, length, what),
     )
+
+
+def _sampling_mask(sample: Any, length: int, what: str) -> TokenSetColumn | None:
+    """Return the ids that each token was sampled from, if the sample has them.
+
+    Raises:
+        ConfigError: they are not those of ``length`` tokens.
+    """
+    ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
+    if ids is None or offsets is None:
+        return None
+    sizes = [int(end) - int(start) for start, end in itertools.pairwise(offsets)]
+    if len(sizes) != length or sum(sizes) != len(ids):
+        raise ConfigError(
+            f"{what} has {len(sizes)} sets with {sum(sizes)} ids in rollout_top_p_token_offsets, "
+            f"{len(ids)} in rollout_top_p_token_ids and {length} tokens; give one set per token"
+        )
+    return TokenSetColumn(IntColumn(sizes), IntColumn([int(token) for token in ids]))
 
 
 def _routes(tokens: Sequence[int], length: int, engines: Engines) -> RouteColumn | None:

@@ -8,6 +8,7 @@ are not supported: access to their attributes raises an error that says so.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -197,6 +198,10 @@ def shown(
     made.response, made.response_length = answer.text, len(answer.response_ids)
     made.loss_mask, made.rollout_log_probs = list(answer.mask), list(answer.rollout_logprobs)
     made.rollout_routed_experts = None if answer.routes is None else answer.routes.array
+    if answer.sampling_mask is not None:
+        made.rollout_top_p_token_ids = list(answer.sampling_mask.token_ids)
+        sizes = answer.sampling_mask.sizes
+        made.rollout_top_p_token_offsets = list(itertools.accumulate(sizes, initial=0))
     versions = answer.version_spans or ((answer.policy_version, 0),)
     made.weight_versions = [str(version) for version, _ in versions]
     made.status = kind.Status(STATUS[answer.finish_reason].value)

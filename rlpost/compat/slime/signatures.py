@@ -16,7 +16,16 @@ from inspect import Parameter, Signature
 from typing import Literal
 
 Interface = Literal["rlpost", "slime"]
-Kind = Literal["filter", "buffer filter", "reward", "group reward", "generate", "advantage", "loss"]
+Kind = Literal[
+    "filter",
+    "buffer filter",
+    "reward",
+    "group reward",
+    "generate",
+    "advantage",
+    "loss",
+    "reward post-process",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,7 @@ FORMS: dict[Kind, Forms] = {
     "generate": Forms(("builder", "prompt", "sampling"), ("args", "sample", "sampling_params")),
     "advantage": Forms(("groups", "penalties")),
     "loss": Forms(("tokens", "settings")),
+    "reward post-process": Forms(("args", "samples"), ("args", "samples")),  # slime's alone
 }
 EVALUATION = "evaluation"
 """The argument that tells a generate function whether it answers held-out prompts."""
@@ -69,7 +79,7 @@ def problem(kind: Kind, name: str, signature: Signature) -> str | None:
 def needed(kind: Kind) -> str:
     """Return the accepted signatures of a kind, as text."""
     ours, slimes = FORMS[kind].ours, FORMS[kind].slimes
-    if slimes is None:
+    if slimes is None or slimes == ours:
         return f"use ({', '.join(ours)})"
     optional = ("evaluation=False",) if kind == "generate" else ()
     return f"use ({', '.join(ours)}), or slime's ({', '.join((*slimes, *optional, '**kwargs'))})"

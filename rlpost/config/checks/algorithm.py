@@ -20,6 +20,7 @@ _OFF = {
     "disable_rewards_normalization": "--disable-rewards-normalization false",
     "normalize_advantages": "--normalize-advantages false",
     "custom_advantage_function_path": "--custom-advantage-function-path none",
+    "custom_reward_post_process_path": "--custom-reward-post-process-path none",
 }
 """Settings that only a policy loss uses, and the flags that turn them off."""
 HAVE_BASELINE = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
@@ -30,10 +31,36 @@ def algorithm_problems(config: Config) -> list[str]:
     """Of the tables [grpo] and [critic]."""
     return [
         *_grpo_problems(config),
+        *_reward_problems(config),
         *_no_advantage_problems(config),
         *_old_policy_problems(config),
         *critic_problems(config),
     ]
+
+
+def _reward_problems(config: Config) -> list[str]:
+    """Of what advantages are made of."""
+    grpo = config.grpo
+    rules = [
+        (
+            grpo.disable_rewards_normalization and grpo.advantage_estimator not in HAVE_BASELINE,
+            f"--disable-rewards-normalization leaves nothing of "
+            f"{spelled(config, 'advantage_estimator')}; use it with grpo, gspo, cispo or "
+            "reinforce_plus_plus_baseline",
+        ),
+        (
+            grpo.disable_rewards_normalization and grpo.custom_advantage_function_path is not None,
+            "--disable-rewards-normalization does not apply to --custom-advantage-function-path; use "
+            "one of them",
+        ),
+        (
+            grpo.custom_reward_post_process_path is not None
+            and grpo.advantage_estimator in ("rloo", "opo"),
+            f"--custom-reward-post-process-path takes the place of a baseline, which is all of "
+            f"{spelled(config, 'advantage_estimator')}; use --advantage-estimator grpo",
+        ),
+    ]
+    return [problem for is_broken, problem in rules if is_broken]
 
 
 def _grpo_problems(config: Config) -> list[str]:
@@ -81,17 +108,6 @@ def _grpo_problems(config: Config) -> list[str]:
             grpo.ref_update_interval is not None and not (grpo.use_kl_loss or grpo.kl_coef),
             f"{spelled(config, 'ref_update_interval')} has no reference to update; add --use-kl-loss "
             "or --kl-coef, or leave it out",
-        ),
-        (
-            grpo.disable_rewards_normalization and grpo.advantage_estimator not in HAVE_BASELINE,
-            f"--disable-rewards-normalization leaves nothing of "
-            f"{spelled(config, 'advantage_estimator')}; use it with grpo, gspo, cispo or "
-            "reinforce_plus_plus_baseline",
-        ),
-        (
-            grpo.disable_rewards_normalization and grpo.custom_advantage_function_path is not None,
-            "--disable-rewards-normalization does not apply to --custom-advantage-function-path; use "
-            "one of them",
         ),
         (
             grpo.tis_clip_low >= grpo.tis_clip,

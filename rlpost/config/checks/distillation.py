@@ -71,6 +71,16 @@ def _conflicts(config: Config) -> list[str]:
             "use --opd-form advantage",
         ),
         (
+            given.opd_top_k is not None and not is_loss,
+            f"{spelled(config, 'opd_top_k')}: the divergence over several tokens is no advantage of "
+            "the one that was generated; add --opd-form loss",
+        ),
+        (
+            given.opd_top_k is not None and grpo.use_rollout_sampling_mask,
+            f"{spelled(config, 'opd_top_k')} compares both models over the vocabulary, and "
+            "--use-rollout-sampling-mask leaves a part of it; use one of them",
+        ),
+        (
             given.opd_type == "sglang" and rollout.rollout_temperature != 1.0,
             f"{spelled(config, 'rollout_temperature')}: a server scores given tokens at temperature "
             "1, and the policy would be compared at another; use --rollout-temperature 1, or "

@@ -27,6 +27,7 @@ from rlpost.errors import ConfigError, suggestion
 SETTINGS: tuple[tuple[str, str, Kind], ...] = (
     ("grpo", "custom_loss_function_path", "loss"),
     ("grpo", "custom_advantage_function_path", "advantage"),
+    ("grpo", "custom_reward_post_process_path", "reward post-process"),
     ("rollout", "custom_rm_path", "reward"),
     ("rollout", "custom_generate_function_path", "generate"),
     ("rollout", "dynamic_sampling_filter_path", "filter"),

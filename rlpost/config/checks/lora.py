@@ -16,7 +16,8 @@ from rlpost.config.wording import spelled
 WITHOUT_ADAPTERS = frozenset(
     {
         *("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),  # latent attention
-        *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"),  # linear attention, a gate on attention
+        # linear attention, a gate on attention
+        *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
         *("GptOssForCausalLM", "MiniMaxM2ForCausalLM", "Qwen2MoeForCausalLM"),
     }
 )

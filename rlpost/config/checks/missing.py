@@ -1,20 +1,23 @@
 """Check that the image, the model folder and the prompt files of a run exist.
 
 Input: a ``Config``; only the existence of paths is checked.
-Output: one line for all missing assets that `rlpost fetch` downloads, with the command, and one
-line for each other path.
+Output: one line for all missing assets that `rlpost fetch` downloads or makes, with the command, and
+one line for each other path.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 
 from rlpost.config.eval_sets import eval_sets
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, near_path
 from rlpost.errors import ConfigError, suggestion
+
+TINY = ("assets", "tiny")
 
 
 def image_problems(config: Config) -> list[str]:
@@ -34,23 +37,34 @@ def is_there(sources: Iterable[str]) -> bool:
 
 
 def missing_problems(config: Config, recipe: str | None) -> list[str]:
-    """Missing paths; those that `rlpost fetch` downloads share one line."""
+    """Missing paths; those that `rlpost fetch` downloads share one line, and those it makes."""
     fetched: list[str] = []
+    made: list[str] = []
     others: list[str] = []
     folders = _of_the_hub(config)
     for name, path, kind in _needed(config):
         if os.path.isdir(path) if kind == "folder" else os.path.exists(_file(path)):
             continue  # both are False without permission
-        if folders & set(Path(path).parts):
+        if is_made(path):
+            made.append(f"{name} {near_path(path)}")
+        elif folders & set(Path(path).parts):
             fetched.append(f"{name} {path}")
         else:
             others.append(f"{name} {path}: {_why(_file(path), kind)}{_of_a_hub(name, path)}")
+    command = f"rlpost fetch {near_path(recipe) if recipe else 'RECIPE'}"
+    if made:
+        others = [f"{listed(made, 'and')}: not made yet; run: {command}", *others]
     if not fetched:
         return others
-    command = f"rlpost fetch {near_path(recipe) if recipe else 'RECIPE'}"
     if config.cluster.assets_dir is not None:
         command += f" --assets-dir {config.cluster.assets_dir}"
     return [f"{listed(fetched, 'and')}: not downloaded yet; run: {command}", *others]
+
+
+def is_made(path: str) -> bool:
+    """Whether a path lies in the folder of the tiny model, which `rlpost fetch` makes."""
+    parts = Path(path).parts
+    return TINY in pairwise(parts)
 
 
 def _needed(config: Config) -> list[tuple[str, str, str]]:

@@ -12,6 +12,9 @@ from rlpost.config.tree import Config
 from rlpost.config.wording import spelled
 from rlpost.errors import ConfigError
 
+MAX_MASK = 4096
+"""Default of SGLang's --sampling-mask-max-tokens."""
+
 
 def rollout_problems(config: Config) -> list[str]:
     """Conflicting rollout settings."""
@@ -77,7 +80,7 @@ def rollout_problems(config: Config) -> list[str]:
         ),
     ]
     problems = [problem for is_broken, problem in rules if is_broken]
-    return problems + _update_interval_problems(config)
+    return problems + _update_interval_problems(config) + _mask_problems(config)
 
 
 def _update_interval_problems(config: Config) -> list[str]:
@@ -112,6 +115,62 @@ def _update_interval_problems(config: Config) -> list[str]:
         (
             config.grpo.loss_type == "sft_loss",
             f"{every} has no effect with --loss-type sft_loss, which has no engines; omit it",
+        ),
+    ]
+    return [problem for is_broken, problem in rules if is_broken]
+
+
+def is_truncated(config: Config) -> bool:
+    """Whether responses are sampled from a part of the vocabulary."""
+    return config.rollout.rollout_top_p < 1.0 or config.rollout.rollout_top_k > 0
+
+
+def sampling_note(config: Config) -> str | None:
+    """Sampling from a part of the vocabulary while training with log-probs over all of it."""
+    grpo = config.grpo
+    if not is_truncated(config) or grpo.use_rollout_sampling_mask or grpo.loss_type == "sft_loss":
+        return None
+    name = "rollout_top_p" if config.rollout.rollout_top_p < 1.0 else "rollout_top_k"
+    return (
+        f"{spelled(config, name)}: responses are sampled from a part of the vocabulary, and their "
+        "log-probs in training are over all of it, so the ratios of policies are biased; add "
+        "--use-rollout-sampling-mask (with --rollout-top-k), or sample with --rollout-top-p 1 "
+        "--rollout-top-k -1"
+    )
+
+
+def _mask_problems(config: Config) -> list[str]:
+    """Of --use-rollout-sampling-mask."""
+    if not config.grpo.use_rollout_sampling_mask:
+        return []
+    args, top_k = config.sglang.server_args, config.rollout.rollout_top_k
+    limit = args.get("sampling_mask_max_tokens", MAX_MASK)
+    limit = limit if isinstance(limit, int) else MAX_MASK  # another problem of --sglang-...
+    flag = "--use-rollout-sampling-mask"
+    rules = [
+        (
+            not 1 <= top_k <= limit,
+            f"{flag} with {spelled(config, 'rollout_top_k')}: engines return sampling masks of at most "
+            f"{limit} tokens; use --rollout-top-k {min(limit, 1024)}, or another number up to {limit}",
+        ),
+        (
+            config.grpo.loss_type == "sft_loss",
+            f"{flag}: nothing is sampled with --loss-type sft_loss; leave it out",
+        ),
+        (
+            args.get("speculative_algorithm") is not None,
+            f"{flag}: engines return no sampling masks with speculative decoding; leave out "
+            "--sglang-speculative-algorithm, or the mask",
+        ),
+        (
+            bool(config.sglang.rollout_external_engine_addrs),
+            f"{flag}: the router in front of external engines does not forward the request for "
+            "masks; let the run start its engines, or leave the mask out",
+        ),
+        (
+            config.distillation.use_opd and config.distillation.opd_type == "sglang",
+            f"{flag}: the teacher of --opd-type sglang has log-probs over the whole vocabulary; use "
+            "--opd-type megatron, or leave the mask out",
         ),
     ]
     return [problem for is_broken, problem in rules if is_broken]

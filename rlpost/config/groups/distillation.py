@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlpost.config.groups.base import FilePath, Group, PositiveNumber
+from rlpost.config.groups.base import FilePath, Group, Positive, PositiveNumber
 
 
 class DistillationConfig(Group):
@@ -23,6 +23,9 @@ class DistillationConfig(Group):
     opd_form: Literal["advantage", "loss"] = "advantage"
     """Subtract the divergence from the advantage of each token, as slime does (advantage), or add
     its square, whose gradient is that of the divergence, to the loss (loss)."""
+    opd_top_k: Positive | None = None
+    """With --opd-form loss: compute the divergence over this many most likely tokens of the teacher
+    at each position, and all others together, instead of the generated token alone."""
     opd_alone: bool = False
     """Train on the teacher alone: every advantage of a reward is 0. Rewards are still graded,
     filtered on and reported."""

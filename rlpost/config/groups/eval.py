@@ -21,6 +21,8 @@ class EvalConfig(Group):
     (docs/rollout.md)."""
     eval_function_path: str | None = None
     """Accepted for slime command lines, as --rollout-function-path is."""
+    eval_reward_key: str | None = None
+    """Key of the value to use where a reward is an object. Default: --reward-key."""
     n_samples_per_eval_prompt: Positive = 1
     """Responses per held-out prompt."""
     eval_temperature: Annotated[float, Field(ge=0.0)] | None = None

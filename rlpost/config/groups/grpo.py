@@ -22,6 +22,9 @@ class GrpoConfig(Group):
     """module.function or FILE.py:function: advantages in place of --advantage-estimator
     (docs/actor.md).
     """
+    custom_reward_post_process_path: FunctionPath | None = None
+    """module.function or FILE.py:function of slime, (args, samples) -> (raw_rewards, rewards): the
+    rewards to train on, in place of the group's normalisation (docs/rewards.md)."""
     advantage_estimator: Literal[
         "grpo",
         "gspo",
@@ -111,6 +114,10 @@ class GrpoConfig(Group):
     """Compare the policy with the weights that generated, kept in host memory, instead of with
     itself before the rollout's first optimizer step: those of the update before the last one, or,
     with --update-weights-interval above 1, of the last one (docs/rollout.md)."""
+    use_rollout_sampling_mask: bool = False
+    """Compute log-probs of policy, reference and teacher, and entropies, over the tokens that
+    --rollout-top-p and --rollout-top-k left to sample from at each position, which the engines
+    return (DeepSeek-V3.2, 2025, section 3.1). Needs --rollout-top-k of at most 4096."""
     use_opsm: bool = False
     """Off-policy sequence masking (DeepSeek-V3.2, 2025, section 3.1): leave responses with a
     negative advantage out of the policy loss when the policy has moved away from them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -17,12 +17,22 @@ def _steps(given: str) -> str:
     return given
 
 
+def _address(given: str) -> str:
+    if not re.match(r"https?://[^/]", given):
+        raise ValueError("write an address that begins with http:// or https://")
+    return given
+
+
 Steps = Annotated[str, AfterValidator(_steps)]
+HttpAddress = Annotated[str, AfterValidator(_address)]
 
 
 class ObserveConfig(Group):
     """Monitoring and profiling beyond metrics.jsonl (docs/seeing.md)."""
 
+    log_format: Literal["text", "json"] | None = None
+    """Format of the logs of agents, driver, actors and servers: text with date and time, or one JSON
+    object per line (time, level, logger, source, message). Default: text."""
     use_tensorboard: bool = False
     """Also write the metrics of each step for TensorBoard; the driver's node needs the package
     tensorboard."""
@@ -35,6 +45,9 @@ class ObserveConfig(Group):
     """Address to bind, for sites whose Prometheus runs on another machine."""
     prometheus_port: Annotated[int, Field(gt=0, lt=65536)] | None = None
     """Port to bind. Default: the last port of the job's block; the driver logs it."""
+    otlp_endpoint: HttpAddress | None = None
+    """Base address of an OpenTelemetry collector, such as http://host:4318: the driver sends the
+    spans of each step as a trace, over OTLP/HTTP. Default: OTEL_EXPORTER_OTLP_ENDPOINT, else none."""
     trace_steps: Steps | None = None
     """FIRST:LAST, inclusive: trace driver, actors and engines in these steps and write RUN/traces,
     for Perfetto."""

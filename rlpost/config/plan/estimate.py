@@ -11,20 +11,20 @@ sum: ``TRAINER_CONTEXT`` and ``ENGINE_CONTEXT``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.plan.activations import Pass, logits_bytes, stage_bytes, transient_bytes
 from rlpost.config.plan.adapters import adapter_parameters
+from rlpost.config.plan.engine_weights import engine_weights, replicas
 from rlpost.config.plan.shape import (
     Layout,
     Parameters,
     Shape,
-    attention_elements,
     critic_parameters,
     layout_of,
     rank_parameters,
-    stored_bytes,
+    teacher_layout,
 )
 from rlpost.config.plan.weight_update import FP8_WIDTH, WeightUpdate, weight_update
 from rlpost.config.tree import Config
@@ -70,6 +70,10 @@ class Rank:
     optimizer_host: int
     activations: int
     logits: int
+    teacher: int = 0
+    """Weights of a teacher in the trainer: in host memory, and on the GPU during its pass."""
+    teacher_pass: int = 0
+    """What its pass takes beside them."""
 
     @property
     def train(self) -> int:
@@ -246,16 +250,28 @@ def forward_pass(config: Config) -> tuple[Pass, int]:
     return one, longest
 
 
-def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int = 2) -> Estimate:
+def estimate(
+    config: Config,
+    shape: Shape,
+    *,
+    gpu_bytes: int,
+    engine_width: int = 2,
+    teacher: Shape | None = None,
+) -> Estimate:
     """All sums.
 
-    ``engine_width``: bytes of a weight in the engines, 1 for FP8. The layout must be a possible
-    one.
+    Args:
+        config: with a possible layout.
+        shape: of the policy.
+        gpu_bytes: memory of a GPU.
+        engine_width: bytes of a weight in the engines, 1 for FP8.
+        teacher: shape of a teacher in the trainer; None without one.
     """
     layout = layout_of(config)
     one, longest = forward_pass(config)
     ranks = tuple(
-        _rank(config, shape, layout, one, stage=stage) for stage in range(layout.pipeline)
+        _rank(config, shape, layout, one, stage=stage, teacher=teacher)
+        for stage in range(layout.pipeline)
     )
     engine = (
         _engine(config, shape, gpu_bytes=gpu_bytes, width=engine_width)
@@ -288,7 +304,11 @@ def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int 
         longest=longest,
         ranks=ranks,
         engine=engine,
-        phases=(*_phases(config, fullest, engine, update), *_critic_phase(config, shape)),
+        phases=(
+            *_phases(config, fullest, engine, update),
+            *_teacher_phase(config, ranks, engine, update),
+            *_critic_phase(config, shape),
+        ),
         host_bytes_per_node=_host(config, ranks),
         checkpoint_bytes=total * (stored.weights + state) + kept,
         checkpoint_bytes_per_rank=max(rank.saved for rank in ranks),
@@ -297,7 +317,15 @@ def estimate(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int 
     )
 
 
-def _rank(config: Config, shape: Shape, layout: Layout, one: Pass, *, stage: int) -> Rank:
+def _rank(
+    config: Config,
+    shape: Shape,
+    layout: Layout,
+    one: Pass,
+    *,
+    stage: int,
+    teacher: Shape | None = None,
+) -> Rank:
     parameters = rank_parameters(shape, layout, stage)
     trained = trained_parameters(config, shape, layout, stage)
     held, host = held_memory(config, layout, parameters, trained)
@@ -307,6 +335,12 @@ def _rank(config: Config, shape: Shape, layout: Layout, one: Pass, *, stage: int
         of_critic, more = held_memory(config, layout, critic, critic)
         host += more
     is_last = stage == layout.pipeline - 1
+    of_teacher, passing = 0, 0
+    if teacher is not None:
+        own = teacher_layout(config, layout)
+        of_teacher = rank_parameters(teacher, own, stage).total * parameter_bytes(config).weights
+        logits = logits_bytes(teacher, own, one, config.grpo.log_probs_chunk_size)
+        passing = transient_bytes(teacher, own, one) + (logits if is_last else 0)
     return Rank(
         stage=stage,
         parameters=parameters,
@@ -319,50 +353,20 @@ def _rank(config: Config, shape: Shape, layout: Layout, one: Pass, *, stage: int
         optimizer_host=host,
         activations=stage_bytes(shape, layout, one, stage) + transient_bytes(shape, layout, one),
         logits=logits_bytes(shape, layout, one, config.grpo.log_probs_chunk_size) if is_last else 0,
+        teacher=of_teacher,
+        teacher_pass=passing,
     )
-
-
-def engine_weights(config: Config, shape: Shape, width: int) -> int:
-    """What weights of so many bytes take on each GPU of an engine."""
-    gpus = config.cluster.rollout_num_gpus_per_engine
-    shape = replace(shape, mtp=drafts(config))
-    projections = shape.num_layers * attention_elements(shape)
-    everywhere = 0
-    if (latent := shape.latent) is not None:
-        # an engine keeps the projections to the narrow vectors on each GPU (SGLang, deepseek_v2.py)
-        rows = latent.query_rank + latent.kv_rank + latent.position
-        everywhere = shape.num_layers * rows * shape.hidden
-        projections -= everywhere
-    others = stored_bytes(shape, width) - width * (projections + everywhere)
-    return others // gpus + width * projections * _replicas(config) // gpus + width * everywhere
-
-
-def drafts(config: Config) -> bool:
-    """Whether engines hold the layer for multi-token prediction, as a draft model."""
-    args = config.sglang.server_args
-    return (
-        args.get("speculative_algorithm") is not None
-        and args.get("speculative_draft_model_path") is None
-    )
-
-
-def _replicas(config: Config) -> int:
-    """Parts of an engine that each have the whole attention: its weights and KV heads are cut among
-    fewer GPUs.
-    """
-    args = config.sglang.server_args
-    return int(args.get("dp_size", 1)) if args.get("enable_dp_attention") else 1
 
 
 def _engine(config: Config, shape: Shape, *, gpu_bytes: int, width: int) -> Engine:
-    replicas, weights = _replicas(config), engine_weights(config, shape, width)
+    copies, weights = replicas(config), engine_weights(config, shape, width)
     fraction = float(config.sglang.server_args.get("mem_fraction_static", MEM_FRACTION))
-    heads = max(1.0, shape.groups * replicas / config.cluster.rollout_num_gpus_per_engine)
+    heads = max(1.0, shape.groups * copies / config.cluster.rollout_num_gpus_per_engine)
     per_token = 2 * shape.num_layers * heads * shape.head_dim * 2
     if shape.latent is not None:  # one narrow vector for all heads, on each GPU
         per_token = 2 * shape.num_layers * (shape.latent.kv_rank + shape.latent.position)
     cache = int(fraction * gpu_bytes) - weights
-    return Engine(weights, cache, per_token, int(cache / per_token) * replicas)
+    return Engine(weights, cache, per_token, int(cache / per_token) * copies)
 
 
 def _phases(
@@ -414,6 +418,19 @@ def _critic_phase(config: Config, shape: Shape) -> tuple[Phase, ...]:
     return (max(phases, key=lambda phase: phase.total),)
 
 
+def _teacher_phase(
+    config: Config, ranks: tuple[Rank, ...], engine: Engine | None, update: WeightUpdate | None
+) -> tuple[Phase, ...]:
+    """The pass of a teacher in the trainer, on the rank where it takes most; nothing without one."""
+    rank = max(ranks, key=lambda rank: rank.held.total + rank.teacher + rank.teacher_pass)
+    if not rank.teacher:
+        return ()
+    train = _phases(config, rank, engine, update)[0]
+    kept = (part for part in train.parts if part[0] not in ("activations", "logits"))
+    own = (("teacher", rank.teacher), ("its pass", rank.teacher_pass))
+    return (Phase("teacher", (*kept, *own)),)
+
+
 def _generate(engine: Engine, more: tuple[tuple[str, int], ...]) -> Phase:
     own = (
         ("engine", engine.weights),
@@ -458,8 +475,8 @@ def _save_buffer(config: Config, rank: Rank) -> int:
 
 def _host(config: Config, ranks: tuple[Rank, ...]) -> int:
     """The fullest node: offloaded optimizer, what leaves the GPU while engines generate, the weights
-    of the reference and of the old policy with the policy's own beside them while these compute,
-    and the buffer of a checkpoint.
+    of the reference and of the old policy with the policy's own beside them while these compute, a
+    teacher's weights, and the buffer of a checkpoint.
     """
     # with adapters the reference is the base, whose weights are on the GPU
     uses_reference = config.lora.lora_rank is None and (
@@ -472,6 +489,6 @@ def _host(config: Config, ranks: tuple[Rank, ...]) -> int:
         if config.offload_train:
             own += rank.held.weights + rank.held.optimizer
             own += rank.critic.weights + rank.critic.optimizer
-        own += _save_buffer(config, rank)
+        own += rank.teacher + _save_buffer(config, rank)
         each = max(each, own)
     return each * config.cluster.actor_num_gpus_per_node

@@ -68,11 +68,20 @@ class Choice:
         return "; ".join(said)
 
 
-def suggest(config: Config, shape: Shape, *, gpu_bytes: int, engine_width: int = 2) -> list[Choice]:
+def suggest(
+    config: Config,
+    shape: Shape,
+    *,
+    gpu_bytes: int,
+    engine_width: int = 2,
+    teacher: Shape | None = None,
+) -> list[Choice]:
     """All layouts that fit, the best first; each with the smallest engines that do."""
     found: dict[tuple[Layout, bool], Choice] = {}
     for candidate in candidates(config, shape):
-        made = estimate(candidate, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
+        made = estimate(
+            candidate, shape, gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher
+        )
         if not made.problems:
             found.setdefault(
                 (made.layout, candidate.optimizer.optimizer_cpu_offload), Choice(made, _cost(made))

@@ -170,8 +170,8 @@ def shape_of(words: Mapping[str, Any]) -> Shape:
     """The shape that [model] describes. Raises ConfigError naming what is missing."""
     if missing := [name for name in NEEDED if words.get(name) is None]:
         raise ConfigError(
-            f"model.{', model.'.join(missing)}: not known; the model's config.json is not there, so name a file of "
-            "jobs/models with --model or in the recipe"
+            f"model.{', model.'.join(missing)}: not known; the model's config.json is not there; bring it with "
+            "rlpost fetch RECIPE, or name a file of jobs/models with --model or in the recipe"
         )
 
     def word(name: str, default: object) -> Any:
@@ -254,6 +254,15 @@ def layout_of(config: Config) -> Layout:
         first=perf.decoder_first_pipeline_num_layers,
         last=perf.decoder_last_pipeline_num_layers,
     )
+
+
+def teacher_layout(config: Config, layout: Layout) -> Layout:
+    """The layout of a teacher in the trainer: that of the policy, but unequal stages are those of
+    the policy's folder alone.
+    """
+    given, policy = config.distillation, config.checkpoint.hf_checkpoint
+    folder = given.opd_teacher_hf_checkpoint or given.opd_teacher_load
+    return layout if folder == policy else replace(layout, first=None, last=None)
 
 
 def layers_of(layout: Layout, num_layers: int, stage: int) -> Sequence[int]:

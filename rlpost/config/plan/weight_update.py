@@ -115,8 +115,13 @@ def weights_of(shape: Shape, layout: Layout) -> Iterator[Weight]:
 def _attention(shape: Shape, stage: int) -> Iterator[Weight]:
     if shape.latent is not None:
         norm = Weight(stage, ((shape.hidden,),))
+        output, *to_queries, kv_down, kv_up = shape.attention_matrices
+        if shape.latent.query_rank:  # engines need both in one bucket
+            yield Weight(stage, (to_queries.pop(0), kv_down), is_quantised=True)
+        else:
+            to_queries.append(kv_down)
         yield norm
-        for matrix in shape.attention_matrices:
+        for matrix in (output, *to_queries, kv_up):
             yield Weight(stage, (matrix,), is_quantised=True)
         for rank in filter(None, (shape.latent.query_rank, shape.latent.kv_rank)):
             yield Weight(stage, ((rank,),))

@@ -1,5 +1,6 @@
-"""Qwen3-Next (https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct) and the dense text models of
-Qwen3.5: gated delta nets (arXiv 2412.06464) with gated attention in every fourth layer.
+"""Qwen3-Next (https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct) and the text models of
+Qwen3.5 and 3.6, dense and mixture of experts (https://huggingface.co/Qwen/Qwen3.5-35B-A3B): gated
+delta nets (arXiv 2412.06464) with gated attention in every fourth layer.
 """
 
 from __future__ import annotations
@@ -44,6 +45,13 @@ def _next(hf: HfConfig) -> dict[str, object]:
     return _hybrid(hf) | gated_shared_expert(hf) | mixture(hf)
 
 
+def _mixture_of_3_5(hf: HfConfig) -> dict[str, object]:
+    """Every layer is sparse and the selected scores are divided by their sum: transformers 5.12 has
+    no keys for either (``Qwen3_5MoeDecoderLayer``, ``Qwen3_5MoeTopKRouter``).
+    """
+    return _next({**hf, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []})
+
+
 def _linear(*projections: Rule) -> tuple[Rule, ...]:
     """Rules of linear attention."""
     return (
@@ -69,6 +77,25 @@ _ATTENTION = (
 )
 _QKVZ, _BA = "self_attention.in_proj_qkvz.weight", "self_attention.in_proj_ba.weight"
 
+_OF_3_5: tuple[Rule, ...] = (
+    *names.OUTSIDE_LAYERS,
+    *_ATTENTION,
+    *_linear(
+        in_layer(
+            _QKVZ,
+            "linear_attn.in_proj_qkv.weight",
+            "linear_attn.in_proj_z.weight",
+            layout="linear_qkvz",
+        ),
+        in_layer(
+            _BA,
+            "linear_attn.in_proj_b.weight",
+            "linear_attn.in_proj_a.weight",
+            layout="linear_ba",
+        ),
+    ),
+)
+
 FAMILIES: dict[str, Family] = {
     "Qwen3NextForCausalLM": Family(
         rules=(
@@ -87,26 +114,14 @@ FAMILIES: dict[str, Family] = {
         carries_extra_layers=True,
     ),
     "Qwen3_5ForCausalLM": Family(
-        rules=(
-            *names.OUTSIDE_LAYERS,
-            *_ATTENTION,
-            *_linear(
-                in_layer(
-                    _QKVZ,
-                    "linear_attn.in_proj_qkv.weight",
-                    "linear_attn.in_proj_z.weight",
-                    layout="linear_qkvz",
-                ),
-                in_layer(
-                    _BA,
-                    "linear_attn.in_proj_b.weight",
-                    "linear_attn.in_proj_a.weight",
-                    layout="linear_ba",
-                ),
-            ),
-            *names.DENSE_MLP,
-        ),
+        rules=(*_OF_3_5, *names.DENSE_MLP),
         fields=_hybrid,
+        refused=("attention_bias",),
+        carries_extra_layers=True,
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        rules=(*_OF_3_5, *names.EXPERTS, *names.GATED_SHARED_EXPERT),
+        fields=_mixture_of_3_5,
         refused=("attention_bias",),
         carries_extra_layers=True,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ def sample_of(prompt: int, response: int, dice: random.Random) -> TrainSample:
         loss_mask=tuple(dice.choices((0, 1), k=response)),
         rollout_logprobs=tuple(dice.randint(-320, 320) / 32 for _ in range(response)),
         advantage=dice.randint(-320, 320) / 32,
+        sampling_mask=[range(100)[:: dice.randint(20, 90)] for _ in range(response)],
     )
 
 
@@ -96,6 +98,13 @@ def test_moving_a_micro_batch_moves_all_its_tensors():
     assert moved.input_ids.is_meta and moved.rollout_logprobs.is_meta and moved.max_length == 2
 
 
+def test_sampling_masks_of_some_samples_alone_are_refused():
+    one = sample_of(2, 3, random.Random(1))
+    assert pack((replace(one, sampling_mask=None),)).mask_sizes is None
+    with pytest.raises(DataError, match="1 of 2 samples of a micro-batch have a sampling mask"):
+        pack((one, replace(one, sampling_mask=None)))
+
+
 def test_a_micro_batch_without_samples_is_refused():
     with pytest.raises(DataError, match="empty micro-batch"):
         pack(())
@@ -146,6 +155,12 @@ def test_context_parallel_ranks_share_the_response_tokens_of_the_whole(micro_bat
         assert all(
             torch.equal(getattr(part, name), getattr(whole, name)[part.held]) for name in names
         )
+        ends = part.mask_sizes.cumsum(0).tolist()
+        masks = [mask for sample in micro_batch for mask in sample.sampling_mask]
+        assert [
+            tuple(part.mask_ids[end - length : end].tolist())
+            for end, length in zip(ends, part.mask_sizes.tolist(), strict=True)
+        ] == [masks[held] for held in part.held.tolist()]
         starts = part.cu_seqlens[:-1][part.sample_index] // size
         assert (part.response_index >= starts).all()
         before = [sample.token_ids for sample in micro_batch]

@@ -12,6 +12,7 @@ from rlpost.algorithm.distillation import (
     distances,
     distillation_loss,
     distilled,
+    top_k_divergence,
     whitened_tokens,
 )
 from rlpost.algorithm.loss import policy_loss
@@ -88,3 +89,41 @@ def test_advantage_and_loss_have_one_gradient_where_the_policy_generated_the_tok
     (of_advantage,) = torch.autograd.grad(loss.sum(), logits, retain_graph=True)
     (of_loss,) = torch.autograd.grad((coef * distillation_loss(p, q)).sum(), logits)
     assert torch.allclose(of_advantage, of_loss, atol=1e-12)
+
+
+def divergence_by_hand(p: list[float], q: list[float], chosen: list[int]) -> float:
+    """Over the chosen tokens and all others as one."""
+    p_rest = sum(each for token, each in enumerate(p) if token not in chosen)
+    q_rest = sum(each for token, each in enumerate(q) if token not in chosen)
+    found = sum(p[token] * math.log(p[token] / q[token]) for token in chosen)
+    return found + (p_rest * math.log(p_rest / q_rest) if p_rest else 0.0)
+
+
+@pytest.mark.parametrize("k", [1, 3, 6, 7])
+def test_the_divergence_over_top_tokens_and_the_rest_is_that_of_a_loop(student_and_teacher, k):
+    logits, teacher = student_and_teacher
+    p, q = logits.log_softmax(0), teacher.log_softmax(0)
+    chosen = q.topk(k).indices
+    found = top_k_divergence(p[chosen][None], q[chosen][None])
+    expected = divergence_by_hand(p.exp().tolist(), q.exp().tolist(), chosen.tolist())
+    assert found.tolist() == pytest.approx([expected], rel=1e-6)
+    exact = torch.nn.functional.kl_div(q, p, log_target=True, reduction="sum")  # KL(p || q)
+    assert 0.0 <= found.item() <= exact.item() + 1e-9
+    assert found.item() == pytest.approx(exact.item(), rel=1e-4) or k < 6
+
+
+def test_with_the_whole_vocabulary_the_gradient_is_that_of_torchs_divergence(student_and_teacher):
+    logits, teacher = student_and_teacher
+    logits.requires_grad_()
+    p, q = logits.log_softmax(0), teacher.log_softmax(0)
+    exact = torch.nn.functional.kl_div(q, p, log_target=True, reduction="sum")
+    (wanted,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    (found,) = torch.autograd.grad(top_k_divergence(p[None], q[None]).sum(), logits)
+    assert torch.allclose(found, wanted, atol=1e-9)
+
+
+def test_leaving_the_tokens_of_the_teacher_does_not_lower_the_divergence():
+    """Without the rest, a student far from them would have a sum near 0."""
+    q = torch.tensor([[0.5, 0.3]]).log()
+    near, far = torch.tensor([[0.45, 0.35]]).log(), torch.tensor([[0.005, 0.005]]).log()
+    assert top_k_divergence(near, q) < 0.1 < 1.0 < top_k_divergence(far, q)

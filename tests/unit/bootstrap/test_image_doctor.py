@@ -21,10 +21,10 @@ from bootstrap.check import GIB, UNLIMITED
 from bootstrap.image.checks import ImageFacts, check_image
 from bootstrap.image.doctor import CODE, compiled_packages, main, wanted_packages
 from bootstrap.image.facts import nccl_version, read_image
-from bootstrap.image.pins import canonical, parse, python_required, requirements
+from bootstrap.image.pins import canonical, parse, python_required, read_pins, requirements
 
-SETUP = (CODE / "setup.cfg").read_text()
-PYTHON = python_required(SETUP)
+PINS = read_pins(CODE)
+PYTHON = python_required(PINS)
 WANTED = wanted_packages(CODE)
 COMPILED = compiled_packages(CODE)
 
@@ -239,7 +239,7 @@ def test_on_a_node_without_gpus_nothing_of_gpus_is_wanted():
 @pytest.mark.parametrize("extra", ["gpu", "cpu", "wandb", "dev"])
 def test_requirements_are_read_as_pip_reads_them(extra):
     """Names, and which versions are allowed, by the library that pip uses."""
-    for one in requirements(SETUP, [extra]):
+    for one in requirements(PINS, [extra]):
         theirs = Packaging(one.text)
         assert canonical(theirs.name) == one.name
         for candidate in (

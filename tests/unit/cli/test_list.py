@@ -11,8 +11,10 @@ from common.run_folder import RunFolder
 from rlpost.cli import statuses as statuses_module
 from rlpost.cli.main import main
 from rlpost.cli.run_status import Status, status_of
-from rlpost.cli.run_table import reasons, table
+from rlpost.cli.run_table import reasons, table, total_cost
+from rlpost.cli.status import rows as shown
 from rlpost.cli.statuses import CACHE, statuses
+from rlpost.report.goodput import Goodput
 from slurm.queue import FORGOTTEN, QueueEntry
 from slurm.states import JobState
 from tests.unit.report.runs import make_run
@@ -54,6 +56,28 @@ def test_at_80_columns_names_of_runs_and_jobs_are_whole_and_the_least_columns_go
     narrow = table(found, 20)
     assert [cell.strip() for cell in narrow[0]] == ["run", "job", "state"]
     assert narrow[1][0].strip() == LONG
+
+
+def spent(gpu_hours: float, price: float | None) -> Goodput:
+    cost = None if price is None else gpu_hours * price
+    return Goodput(0.5, gpu_hours, {"trained": gpu_hours / 2}, 0.0, price, cost)
+
+
+def test_a_price_gives_a_column_and_a_sum_over_the_runs_that_have_one() -> None:
+    found = [
+        status("a", goodput=spent(512.0, 2.5)),
+        status("b", goodput=spent(8.0, 2.0)),
+        status("c", goodput=spent(100.0, None)),
+        status("d"),
+    ]
+    rows = [[cell.strip() for cell in cells] for cells in table(found, 200)]
+    at = rows[0].index("cost")
+    assert [row[at] for row in rows[1:]] == ["1,280.00", "16.00", "", ""]
+    assert total_cost(found) == ["cost of 2 runs: 1,296.00 for 520.0 GPU h"]
+    assert total_cost(found[1:]) == []
+    assert "cost" not in [cell.strip() for cell in table(found[2:], 200)[0]]
+    assert ("cost", "1,280.00 for 512 GPU h at 2.50, 640.00 of it trained steps") in shown(found[0])
+    assert "cost" not in dict(shown(found[2]))
 
 
 def test_reasons_stand_below_the_table_and_a_common_one_stands_there_once() -> None:

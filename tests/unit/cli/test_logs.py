@@ -2,13 +2,15 @@
 is asked for.
 """
 
+import os
 import re
+from datetime import datetime
 
 import pytest
 
 from common.run_folder import create_run_folder
 from rlpost.cli.follow import _LogTail
-from rlpost.cli.log_lines import Wanted, merged
+from rlpost.cli.log_lines import Wanted, merged, parse_since, wall_seconds
 from rlpost.cli.main import main
 
 LOGS = {
@@ -116,3 +118,55 @@ def test_what_is_asked_for_is_known_by_name():
     wanted = Wanted(("engine-?",), pattern=re.compile("x"))
     assert wanted.log("engine-0") and not wanted.log("engine-0-server") and not wanted.log("driver")
     assert not wanted.is_one and Wanted().is_one
+
+
+NOW = datetime(2026, 11, 23, 12, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("90s", datetime(2026, 11, 23, 11, 58, 30)),
+        ("1.5h", datetime(2026, 11, 23, 10, 30)),
+        ("2d", datetime(2026, 11, 21, 12, 0)),
+        ("11:30", datetime(2026, 11, 23, 11, 30)),
+        ("12:30:05", datetime(2026, 11, 22, 12, 30, 5)),
+        ("2026-11-20 08:00", datetime(2026, 11, 20, 8, 0)),
+    ],
+)
+def test_a_beginning_is_a_duration_or_a_time(given, expected):
+    assert parse_since(given, NOW) == expected
+
+
+def test_since_leaves_out_older_records_with_their_tracebacks(run, capsys):
+    attempt = run.attempts / "0"
+    (attempt / "driver.log").write_text(
+        "2026-11-22 23:59:58.100 ERROR old\nTraceback:\n"
+        "2026-11-23 00:00:02.000 INFO new\n  more\n"
+        '{"time": "2026-11-23T00:00:05.000+00:00", "level": "WARNING", "message": "json"}\n'
+    )
+    lines = logs(capsys, "--since", "2026-11-23 00:00").splitlines()
+    assert [line.strip()[:10] for line in lines] == ["2026-11-23", "more", '{"time": "']
+    assert len(logs(capsys, "--since", "2026-11-23 00:00:03").splitlines()) == 1
+    assert "json" in logs(capsys, "--level", "warning", "--since", "2026-11-23")
+    assert main(["logs", "one", "--since", "soon"]) == 2
+    assert "use a duration such as 90s" in capsys.readouterr().err
+
+
+def test_times_without_a_date_are_of_the_day_of_the_last_change(run, capsys):
+    """23:59 in a log that changed at 00:01 is of the day before."""
+    path = run.attempts / "0/engine-0-server.log"
+    path.write_text("23:59:00 before\n00:00:30 after\n")
+    changed = datetime(2026, 11, 23, 0, 1).timestamp()
+    os.utime(path, (changed, changed))
+    assert logs(capsys, "--of", "engine-0-server", "--since", "2026-11-23") == "00:00:30 after\n"
+    assert len(logs(capsys, "--of", "engine-0-server", "--since", "2026-11-22").splitlines()) == 2
+
+
+def test_a_follower_leaves_out_older_records(run, capsys):
+    since = wall_seconds(datetime(2026, 11, 23))
+    (run.attempts / "0/driver.log").write_text(
+        "2026-11-22 23:59:58 INFO old\n2026-11-23 00:00:02 INFO new\n"
+    )
+    _LogTail(run.attempts, Wanted(), since).print_new()
+    assert capsys.readouterr().out.splitlines()[1:] == ["2026-11-23 00:00:02 INFO new"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from rlpost.cli import rehearse, submit
 from rlpost.errors import ConfigError
-from rlpost.rehearsal.result import Check, MemoryUse, Result, memory_check
+from rlpost.rehearsal.result import Check, Compared, MemoryUse, Result, memory_check
 
 RECIPE = str(Path(__file__).parents[3] / "jobs/recipes/qwen3_4b.toml")
 
@@ -29,6 +30,7 @@ def result(gpu_bytes: int) -> Result:
         micro_batches=(2, 40),
         gpu_bytes=gpu_bytes,
         planned_bytes=55 * 10**9,
+        compared=(Compared("weights", 9 * 10**9, 8 * 10**9),),
         seconds=1.0,
         peak_host_bytes=10**9,
     )
@@ -53,6 +55,7 @@ def test_no_fault_ends_with_0(capsys):
     assert rehearse.main([RECIPE]) == 0
     shown = capsys.readouterr().out
     assert "rank 1 is the fullest: 60.0 GB; rlpost plan says 55.0 GB" in shown
+    assert re.search(r"weights +9\.0 GB +8\.0 GB +\+12\.5%", shown)
     assert "2 of the 40 micro-batches of a step were rehearsed" in shown
 
 

@@ -18,6 +18,15 @@ def test_a_report_is_a_page_a_recipe_and_a_text(tmp_path, monkeypatch, capsys):
     assert modes == {"report.html": 0o600, "recipe.toml": 0o600}
 
 
+def test_a_run_without_a_step_has_a_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm
+    run = make_run(tmp_path / "runs/seven-b", num_steps=1, preempted_at=())
+    run.metrics.unlink()
+    assert main(["report", str(run.root)]) == 0
+    assert (run.report / "report.html").exists() and not (run.report / "reward.png").exists()
+    assert "page " in capsys.readouterr().out
+
+
 def test_a_comparison_lies_in_the_first_run_unless_told_otherwise(tmp_path, capsys):
     runs = [make_run(tmp_path / name, num_steps=5, preempted_at=()) for name in ("a", "b")]
     assert main(["compare", *(str(run.root) for run in runs)]) == 0
@@ -31,7 +40,7 @@ def test_a_comparison_lies_in_the_first_run_unless_told_otherwise(tmp_path, caps
                 "b",
                 "--runs-dir",
                 str(tmp_path),
-                "--out",
+                "--html",
                 str(tmp_path / "out/two.html"),
             ]
         )

@@ -42,7 +42,7 @@ def test_without_a_number_two_ranks_train(capsys):
 
 @pytest.mark.parametrize("verb", [check.main, submit_main])
 def test_a_model_that_is_not_made_yet_is_named_with_the_command_that_makes_it(verb):
-    with pytest.raises(ConfigError, match=rf"make_tiny_model.py --recipe {GLM} --scale-down 4$"):
+    with pytest.raises(ConfigError, match=rf"rlpost fetch {GLM} --scale-down 4$"):
         verb([GLM, "--scale-down", "4"])
 
 

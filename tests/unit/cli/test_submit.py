@@ -46,6 +46,11 @@ def test_a_dry_run_prints_the_whole_script_and_leaves_nothing(project, capsys):
     assert not (project / "runs").exists()
 
 
+def test_the_format_of_logs_reaches_the_agent_and_all_that_it_starts(project, capsys):
+    assert main(["recipe.toml", "--dry-run", "--log-format", "json"]) == 0
+    assert " --log-format json " in capsys.readouterr().out
+
+
 def test_a_question_about_the_start_leaves_no_key_with_slurm(
     project, tmp_path, monkeypatch, capsys
 ):
@@ -168,8 +173,6 @@ def test_a_container_sees_what_the_recipe_names_or_the_run_is_refused(project, c
             ["--tensor-model-parallel-size", "3"],
             ["--tensor-model-parallel-size 3", "2 GPUs", "1 or 2"],
         ),
-        (["--prompt-data", "nowhere.jsonl"], ["nowhere.jsonl"]),
-        (["--hf-checkpoint", "nowhere"], ["--hf-checkpoint", "nowhere", "no such folder"]),
         (["--rm-type", "exact"], ["--rm-type", "exact_match"]),
         (
             ["--sglang-mem-fraction-statik", "1"],
@@ -182,6 +185,17 @@ def test_a_container_sees_what_the_recipe_names_or_the_run_is_refused(project, c
 def test_bad_input_is_named_with_what_was_got_and_what_is_needed(project, capsys, arguments, words):
     message = refused(capsys, *arguments)
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"), [("--prompt-data", "no such file"), ("--hf-checkpoint", "no such folder")]
+)
+def test_a_missing_file_is_refused_and_a_note_of_a_dry_run(project, capsys, flag, said):
+    assert main(["recipe.toml", flag, "nowhere"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {flag}") and "nowhere" in error and said in error
+    assert main(["recipe.toml", flag, "nowhere", "--dry-run"]) == 0
+    assert capsys.readouterr().err.startswith(f"note: {flag}")
 
 
 def test_two_nodes_without_slurm_are_refused_before_anything_is_made(project, capsys):
@@ -203,6 +217,23 @@ def test_what_this_machine_cannot_run_is_refused_before_its_files_are_looked_for
     assert not (project / "runs").exists()
 
 
+def test_a_dry_run_needs_no_files_and_notes_what_is_missing(tmp_path, monkeypatch, capsys):
+    """Without the folder of models too; wrong settings are refused all the same."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RLPOST_ASSETS", raising=False)
+    assert main(["qwen3_4b", "--dry-run"]) == 0
+    unset = capsys.readouterr()
+    assert "$RLPOST_ASSETS is not set" in unset.err and '"$RLPOST_ASSETS:' in unset.out
+    monkeypatch.setenv("RLPOST_ASSETS", str(tmp_path))
+    assert main(["qwen3_4b", "--dry-run"]) == 0
+    missing = capsys.readouterr()
+    assert "not downloaded yet; run: rlpost fetch qwen3_4b" in missing.err
+    assert "run: rlpost convert" not in missing.out and f'"{tmp_path}:' in missing.out
+    assert subprocess.run(["bash", "-n"], input=missing.out, text=True).returncode == 0
+    assert main(["qwen3_4b", "--dry-run", "--tensor-model-parallel-size", "3"]) == 2
+    assert "--tensor-model-parallel-size 3" in capsys.readouterr().err
+
+
 def test_a_run_of_several_nodes_is_not_sent_to_one_that_is_too_small(project, capsys):
     layout = ["--nodes", "2", "--actor-num-nodes", "2", "--tensor-model-parallel-size", "4"]
     assert main(["recipe.toml", "--local", *layout]) == 2
@@ -221,16 +252,12 @@ def test_a_model_folder_without_a_tokenizer_is_refused(project, capsys):
     assert "no tokenizer" in refused(capsys)
 
 
+WRONG = ("--tensor-model-parallel-size", "3", "--prompt-data", "nowhere.jsonl", "--rm-type", "x")
+
+
 def test_every_problem_is_told_at_once(project, capsys):
-    message = refused(
-        capsys,
-        "--tensor-model-parallel-size",
-        "3",
-        "--prompt-data",
-        "nowhere.jsonl",
-        "--rm-type",
-        "x",
-    )
+    assert main(["recipe.toml", *WRONG]) == 2
+    message = capsys.readouterr().err
     assert len(message.splitlines()) == 3
     assert all(line.startswith("error: ") for line in message.splitlines())
 

@@ -194,3 +194,15 @@ def newest_first(args, rollout_id, buffer, num_samples):
 
 def of_nowhere(args, rollout_id, buffer, num_samples):
     return [[Sample(group_index=99)]]
+
+
+def post_process(args, samples, **kwargs):
+    """As slime's documentation of the flag: raw rewards, and those to train on."""
+    raw = [sample.get_reward_value(args) for sample in samples]
+    return raw, [
+        2.0 * reward + sample.response_length for reward, sample in zip(raw, samples, strict=True)
+    ]
+
+
+def post_process_wrongly(args, samples):
+    return [sample.reward for sample in samples]

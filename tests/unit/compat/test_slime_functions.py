@@ -16,6 +16,7 @@ from rlpost.compat.slime.filters import SlimeGrader, reward_number
 from rlpost.compat.slime.sample import shown
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, RolloutError
+from rlpost.orchestration.generation import evaluation_rollout
 from rlpost.records import sample_from, sample_record
 from rlpost.reward import grader as grading
 from rlpost.reward.grader import InlineGrader, make_grader
@@ -291,6 +292,27 @@ def test_a_reward_that_is_an_object_counts_under_its_key() -> None:
         match=r"--reward-key acct: a reward is an object with the keys score, acc, pred",
     ):
         graded("tool_reward", right, reward_key="acct")
+
+
+def test_evaluation_has_its_own_key_of_a_reward_that_is_an_object() -> None:
+    config = Config.model_validate(
+        {
+            "rollout": {"reward_key": "score", "custom_rm_path": plugin("tool_reward")},
+            "eval": {"eval_reward_key": "acc"},
+            "checkpoint": {"hf_checkpoint": "model"},
+        }
+    )
+    own = evaluation_rollout(config, config.rollout)
+    assert own.reward_key == "acc" and config.rollout.reward_key == "score"
+    assert settings_of(config)["eval_reward_key"] == "acc"
+    wrong = answer(r"\boxed{41}")
+    keys = [
+        graded("tool_reward", wrong, reward_key=each.reward_key) for each in (config.rollout, own)
+    ]
+    assert keys == [[-1.0], [0.0]]
+    without = config.model_copy(update={"eval": type(config.eval)()})
+    assert evaluation_rollout(without, config.rollout) is config.rollout
+    assert settings_of(without)["eval_reward_key"] == "score"
 
 
 def test_several_values_of_a_reward_count_by_their_weights() -> None:

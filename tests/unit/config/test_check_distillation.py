@@ -64,6 +64,12 @@ def test_a_teacher_that_is_complete_has_no_problems(given):
             "use --normalize-advantages false",
         ),
         (IN_TRAINER | {"opd_alone": True, "opd_kl_coef": 0.0}, {}, "trains on nothing"),
+        (IN_TRAINER | {"opd_top_k": 8}, {}, "--opd-top-k 8: the divergence over several tokens"),
+        (
+            IN_TRAINER | {"opd_top_k": 8, "opd_form": "loss"},
+            {"grpo": {"use_rollout_sampling_mask": True}},
+            "--use-rollout-sampling-mask leaves a part",
+        ),
     ],
 )
 def test_a_conflict_is_named_with_its_remedy(distillation, groups, words):
@@ -145,3 +151,13 @@ def test_vocabularies_are_compared_by_token_and_not_by_file(project):
     assert "token 'end' has id 3" in vocabulary_problem(own, theirs)
     (theirs / "tokenizer.json").unlink()
     assert "no vocabulary file in common" in vocabulary_problem(own, theirs)
+
+
+def test_more_tokens_than_the_vocabulary_has_are_named(project):
+    more = {"opd_form": "loss", "opd_top_k": 1000}
+    teacher = {"opd_teacher_load": str(project / "teacher")}
+    config = load(
+        [project / "recipe.toml"], {"distillation": IN_TRAINER | teacher | more}, base=project
+    ).config
+    with pytest.raises(ConfigError, match="--opd-top-k 1000 is more than vocab_size = 64"):
+        check(config)

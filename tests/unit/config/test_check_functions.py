@@ -153,3 +153,17 @@ def _has(field, marker) -> bool:
 
 def reward(path: str | Path) -> Config:
     return Config.model_validate({"rollout": {"custom_rm_path": str(path)}})
+
+
+def test_a_reward_post_process_has_slimes_signature(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def good(args, samples, **kwargs): pass\ndef bad(groups, penalties, more): pass\n"
+    )
+
+    def found(name):
+        grpo = {"custom_reward_post_process_path": f"{tmp_path}/mine.py:{name}"}
+        return function_problems(Config.model_validate({"grpo": grpo}))
+
+    assert found("good") == []
+    (problem,) = found("bad")
+    assert "bad(groups, penalties, more) cannot be called; use (args, samples)" in problem

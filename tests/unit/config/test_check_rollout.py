@@ -8,7 +8,12 @@ import pytest
 
 from rlpost.config.checks.algorithm import algorithm_problems
 from rlpost.config.checks.layout import layout_problems
-from rlpost.config.checks.rollout import debug_problems, eval_problems, rollout_problems
+from rlpost.config.checks.rollout import (
+    debug_problems,
+    eval_problems,
+    rollout_problems,
+    sampling_note,
+)
 from rlpost.config.eval_sets import EvalSet, eval_sets, set_settings
 from rlpost.config.groups.eval import EvalConfig
 from rlpost.config.groups.rollout import RolloutConfig
@@ -297,3 +302,60 @@ def test_supervised_lines_need_a_place_for_their_response() -> None:
 def test_a_single_path_is_named_by_its_file() -> None:
     (one,) = eval_sets(EvalConfig(eval_prompt_data=("data/aime24.jsonl",)))
     assert (one.name, one.path) == ("aime24", "data/aime24.jsonl")
+
+
+MASK = {"use_rollout_sampling_mask": True}
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ({}, "--rollout-top-k -1: engines return sampling masks of at most 4096"),
+        ({"rollout": {"rollout_top_k": 5000}}, "use --rollout-top-k 1024"),
+        (
+            {"rollout": {"rollout_top_k": 50}, "sglang": {"sglang_sampling_mask_max_tokens": 40}},
+            "at most 40 tokens; use --rollout-top-k 40",
+        ),
+        (
+            {"rollout": {"rollout_top_k": 50}, "sglang": {"sglang_speculative_algorithm": "EAGLE"}},
+            "with speculative decoding",
+        ),
+        (
+            {
+                "rollout": {"rollout_top_k": 50},
+                "sglang": {"rollout_external_engine_addrs": ["host:1"]},
+            },
+            "in front of external engines",
+        ),
+        (
+            {
+                "rollout": {"rollout_top_k": 50},
+                "distillation": {"use_opd": True, "opd_type": "sglang"},
+            },
+            "use --opd-type megatron",
+        ),
+        (
+            {"rollout": {"rollout_top_k": 50}, "grpo": {"loss_type": "sft_loss"} | MASK},
+            "nothing is sampled",
+        ),
+    ],
+)
+def test_what_a_sampling_mask_cannot_be_combined_with_is_named(groups, words):
+    (problem,) = rollout_problems(config(**({"grpo": MASK} | groups)))
+    assert problem.startswith("--use-rollout-sampling-mask") and words in problem
+
+
+@pytest.mark.parametrize(
+    ("rollout", "grpo", "flag"),
+    [
+        ({"rollout_top_p": 0.9}, {}, "--rollout-top-p 0.9"),
+        ({"rollout_top_k": 20}, {}, "--rollout-top-k 20"),
+        ({}, {}, None),
+        ({"rollout_top_p": 0.9, "rollout_top_k": 20}, MASK, None),
+        ({"rollout_top_p": 0.9}, {"loss_type": "sft_loss"}, None),
+    ],
+)
+def test_truncated_sampling_without_its_mask_is_warned_of(rollout, grpo, flag):
+    note = sampling_note(config(rollout=rollout, grpo=grpo))
+    assert note is None if flag is None else note.startswith(flag)
+    assert note is None or "add --use-rollout-sampling-mask" in note

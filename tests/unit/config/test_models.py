@@ -14,11 +14,11 @@ from rlpost.weights.families import family
 
 def published(architecture, sizes, *, heads, eps, base, longest, tied=False, **more):
     layers, hidden, ffn, vocab = sizes
-    return {
+    dense = {} if ffn is None else {"intermediate_size": ffn}
+    return dense | {
         "architectures": [architecture],
         "num_hidden_layers": layers,
         "hidden_size": hidden,
-        "intermediate_size": ffn,
         "vocab_size": vocab,
         "num_attention_heads": heads[0],
         "num_key_value_heads": heads[1],
@@ -110,6 +110,14 @@ PUBLISHED = {
         decoder_sparse_step=1, mlp_only_layers=[], shared_expert_intermediate_size=512, partial_rotary_factor=0.25,
         layer_types=[*["linear_attention"] * 3, "full_attention"] * 12, linear_conv_kernel_dim=4,
         linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32,
+    ) | {"head_dim": 256},
+    # text_config, without the sections of the rotary embedding of images
+    "qwen3_5_35b_a3b": published(
+        "Qwen3_5MoeForCausalLM", (40, 2048, None, 248320), heads=(16, 2), eps=1e-6, base=1e7, longest=262144,
+        num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+        partial_rotary_factor=0.25, layer_types=[*["linear_attention"] * 3, "full_attention"] * 10,
+        linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16,
+        linear_num_value_heads=32,
     ) | {"head_dim": 256},
     "qwen2_5_32b": published(
         "Qwen2ForCausalLM", (64, 5120, 27648, 152064), heads=(40, 8), eps=1e-5, base=1e6, longest=131072

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from rlpost.data.prompts import PromptFields, check_prompt_file
 
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "make_arithmetic_data.py"
+ROOT = Path(__file__).resolve().parents[3]
+TOOL = [sys.executable, "-m", "rlpost.cli.arithmetic_data"]
 
 
 def make(out: Path, *more: str) -> str:
-    command = [sys.executable, str(TOOL), "--out", str(out), *more]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    command = [*TOOL, "--out", str(out), *more]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
 def test_every_pair_is_in_one_of_the_two_files_with_its_sum(tmp_path: Path) -> None:
@@ -52,7 +53,7 @@ def test_prompts_of_somebody_are_left_alone_and_those_of_another_seed_are_not(
     make(tmp_path, "--seed", "1")
     assert (tmp_path / "train.jsonl").read_bytes() != before
     (tmp_path / "heldout.jsonl").write_text('{"prompt": "mine"}\n')
-    command = [sys.executable, str(TOOL), "--out", str(tmp_path)]
-    refused = subprocess.run(command, capture_output=True, text=True)
+    command = [*TOOL, "--out", str(tmp_path)]
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert refused.returncode == 1 and "heldout.jsonl exists with other content" in refused.stderr
     assert (tmp_path / "heldout.jsonl").read_text() == '{"prompt": "mine"}\n'

@@ -127,7 +127,7 @@ def test_what_is_installed_is_what_setup_cfg_pins_and_megatron():
 
 def megatron() -> str:
     """One version, in the two places that install it."""
-    lines = (ROOT / "tools/no_deps.txt").read_text().splitlines()
+    lines = (ROOT / "bootstrap/image/no_deps.txt").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith("megatron-core"))
     assert f" {line}\n" in (ROOT / "tools/install.sh").read_text()
     return line
@@ -200,14 +200,14 @@ def test_shell_of_its_layers_is_bash():
 
 
 def copied() -> list[str]:
-    """The files that go into the image; a folder stands for the modules in it."""
+    """The files that go into the image; a folder stands for the files in it."""
     sources = [source for rest in arguments("COPY") for source in rest.split()[:-1]]
     found = [path for source in sources for path in _files(ROOT / source)]
     return [path.relative_to(ROOT).as_posix() for path in found]
 
 
 def _files(path: Path) -> list[Path]:
-    return sorted(path.glob("*.py")) if path.is_dir() else [path]
+    return sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
 
 
 def test_what_is_copied_is_there_and_nothing_else_is_sent_to_docker():

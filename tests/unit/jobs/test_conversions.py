@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.cli.main import main
 from rlpost.config.load import JOBS, files_of, load
 from slurm.container import Container
 from slurm.render_once import render_conversion, render_look
 from slurm.spec import JobSpec
+from tests.unit.jobs.assets import make_assets
 
 SCRIPTS = sorted(JOBS.glob("convert_*.sbatch"))
 RECIPES = sorted(path for path in (JOBS / "recipes").glob("*.toml") if path.stem != "tiny")
@@ -161,3 +163,46 @@ def test_words_reach_the_tool_as_they_are_and_run_nothing(backend, chosen, tmp_p
         assert [word for word in HOSTILE.driver_args if word not in words] == []
         assert not (tmp_path / "x").exists()
         assert any(word.startswith("--container-image") for word in words) == (chosen == "pyxis")
+
+
+def test_a_conversion_is_submitted_with_a_copy_of_the_code(tmp_path, monkeypatch, capsys):
+    """``rlpost convert``: the same job as jobs/convert_NAME.sbatch, in a folder of its own, from any
+    folder.
+    """
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    answers = {"scontrol": "exit 0", "srun": "exit 1", "sbatch": "echo Submitted batch job 7"}
+    for name, text in answers.items():
+        (commands / name).write_text(f"#!/bin/sh\n{text}\n")
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
+    monkeypatch.setenv("RLPOST_ASSETS", str(make_assets(tmp_path / "assets")))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rlpost.cli.submit.PROJECT", make_code(tmp_path / "project"))
+    assert main(["convert", "qwen3_30b_a3b", "--partition", "low"]) == 0
+    assert "submitted 7" in capsys.readouterr().out
+    (folder,) = (tmp_path / "runs").glob("convert_qwen3_30b_a3b-*")
+    script = (folder / "job.sbatch").read_text()
+    assert (folder / "code/rlpost/__init__.py").is_file()
+    assert f"RLPOST_HOME={folder}/code\n" in script and "--partition=low" in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert "--nodes=1 " in script and "--time=04:00:00" in script
+    source = tmp_path / "assets/Qwen3-30B-A3B"
+    assert f"--model qwen3_30b_a3b --hf-checkpoint {source}" in script
+    assert f"save={source}_torch_dist" in script
+
+
+def make_code(folder: Path) -> Path:
+    """A project that is quickly copied."""
+    (folder / "rlpost").mkdir(parents=True)
+    (folder / "rlpost/__init__.py").touch()
+    return folder
+
+
+def test_a_conversion_needs_its_weights_and_a_folder_to_write(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLPOST_ASSETS", str(tmp_path))
+    assert main(["convert", "qwen3_4b"]) == 2
+    assert "rlpost fetch qwen3_4b" in capsys.readouterr().err
+    assert main(["convert", "tiny"]) == 2
+    assert "give --ref-load FOLDER_torch_dist" in capsys.readouterr().err

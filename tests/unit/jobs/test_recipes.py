@@ -4,6 +4,8 @@ published.
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,7 @@ from rlpost.errors import ConfigError
 from slurm.container import Container
 from slurm.errors import SpecError
 from slurm.render import render_sbatch
+from tests.unit.cli.projects import MODEL, make_project
 from tests.unit.config.test_seeds import resolved, without, words_of
 from tests.unit.jobs.assets import make_assets
 from tools.pages.recipes import recipes_page
@@ -357,3 +360,38 @@ def test_variables_of_a_container_are_named_once():
     )
     assert made.variables == ("RLPOST_IMAGE", "RLPOST_ASSETS")
     assert made.targets == ("/models", "$RLPOST_ASSETS", "/data")
+
+
+SMALL = sorted((JOBS / "recipes/small").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", SMALL, ids=[path.stem for path in SMALL])
+def test_a_recipe_of_the_tiny_model_has_nothing_wrong_and_fits(path, tmp_path, monkeypatch, capsys):
+    """Only its algorithm differs from tiny.toml; the planner counts what it adds."""
+    project = make_project(tmp_path / "made")
+    for name, layers in (("tiny", 3), ("tiny-teacher", 6)):
+        folder = tmp_path / "assets" / name
+        shutil.copytree(project / "model", folder)
+        (folder / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": layers}))
+        tokens = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": []}
+        (folder / "tokenizer.json").write_text(json.dumps(tokens))
+        for prompts in ("train.jsonl", "heldout.jsonl"):
+            shutil.copy(project / "prompts.jsonl", folder / prompts)
+    monkeypatch.chdir(tmp_path)
+    config = load([path], {}, base=tmp_path).config
+    check(config)
+    plain = load([JOBS / "recipes/tiny.toml"], {}, base=tmp_path).config
+    changed = {
+        name
+        for name in ("rollout", "grpo", "perf", "eval", "distillation", "lora", "optimizer")
+        if getattr(config, name) != getattr(plain, name)
+    }
+    if path.stem == "tiny_lora":
+        assert changed == {"lora", "optimizer"}
+    else:
+        assert {"distillation"} <= changed <= {"distillation", "rollout", "grpo"}
+    assert plan.main([str(path), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["fits"]
+    has_teacher = any(phase["name"] == "teacher" for phase in made["phases"])
+    assert has_teacher is (path.stem == "tiny_distill")

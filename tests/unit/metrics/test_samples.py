@@ -2,7 +2,7 @@
 
 import asyncio
 
-from rlpost.metrics.samples import MAX_LINES, SampleWriter, chosen, cut
+from rlpost.metrics.samples import FIXED_NAME, MAX_LINES, SampleWriter, chosen, cut
 from rlpost.metrics.writer import MetricsWriter, read_metrics
 from rlpost.types import Sample, SampleGroup, ScoredSample
 
@@ -50,6 +50,22 @@ def test_a_long_run_keeps_a_bounded_number_of_steps_and_a_resume_keeps_each_once
     assert [line["step"] for line in read_metrics(tmp_path / "samples.jsonl")] == list(
         range(1, 31, 3)
     )
+
+
+def test_answers_of_evaluations_are_kept_by_set_and_a_resume_keeps_each_step_once(tmp_path):
+    writer = SampleWriter(tmp_path, num_steps=40, decode=decode)
+    for step in (0, 20):
+        writer.write_evaluated(step, {"b": [group(0, (1.0,))], "a": [group(0, (0.5, 1.0))]})
+    writer.write_evaluated(21, {})
+    asyncio.run(writer.begin(19))
+    writer.write_evaluated(20, {"a": [group(0, (0.25,))]})
+    writer.close()
+    found = [
+        (line["step"], one["set"], one["reward"], one["prompt"])
+        for line in read_metrics(tmp_path / FIXED_NAME)
+        for one in line["samples"]
+    ]
+    assert found == [(0, "a", 0.5, "hi"), (0, "b", 1.0, "hi"), (20, "a", 0.25, "hi")]
 
 
 def test_the_writer_of_metrics_shows_the_groups_of_a_step(tmp_path):

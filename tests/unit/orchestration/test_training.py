@@ -8,7 +8,7 @@ import pytest
 
 from rlpost.columns import FloatColumn
 from rlpost.config.tree import Config
-from rlpost.errors import DataError, HalfTrained, Preempted, TrainingError
+from rlpost.errors import ConfigError, DataError, HalfTrained, Preempted, TrainingError
 from rlpost.orchestration.critic_training import CriticGroup
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.training import Training
@@ -481,6 +481,48 @@ def test_penalties_are_part_of_the_critics_rewards():
     assert metrics["train/reward_kl"] == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_beside_a_critic_the_teacher_changes_the_advantages_and_not_the_returns(num_steps):
+    """Policy -1, teacher -3: A_t is that of GAE less 0.25 (log p - log q); the critic learns the
+    rewards alone, as in slime.
+    """
+    plain, actors = Actors(), Actors()
+    train(plain, num_steps=num_steps, advantage_estimator="ppo", lambd=0.5)
+    samples, metrics = distilling(
+        actors,
+        groups(),
+        num_steps=num_steps,
+        opd_kl_coef=0.25,
+        grpo={"advantage_estimator": "ppo", "lambd": 0.5},
+    )
+    assert metrics["train/opd_reverse_kl"] == pytest.approx(2.0)
+    assert len(samples) == 4
+    for sample in samples:
+        # of the test above: values are 0.5, the reward is the index, the first token is masked
+        from_end = [
+            (sample.response_length - 2.5) * 0.5**n for n in range(sample.response_length - 1)
+        ]
+        expected = [0.0, *(each - 0.25 * 2.0 for each in reversed(from_end))]
+        assert list(sample.advantages) == pytest.approx(expected)
+    returns = [
+        [list(target) for (_, _, targets), _ in each.named("train_critic") for target in targets]
+        for each in (actors, plain)
+    ]
+    assert returns[0] == returns[1]
+    names = [name for name, _ in actors.calls]
+    assert names.index("compute_teacher_logprobs") < names.index("train_critic")
+
+
+def test_the_form_loss_beside_a_critic_leaves_its_advantages_and_returns():
+    plain, actors = Actors(), Actors()
+    train(plain, advantage_estimator="ppo", lambd=0.5)
+    distilling(actors, groups(), opd_form="loss", grpo={"advantage_estimator": "ppo", "lambd": 0.5})
+    for name, position in (("train_critic", 2), ("train_step", 2)):
+        ours, theirs = ([list(map(list, call[0][position])) for call in each.named(name)]
+                        for each in (actors, plain))  # fmt: skip
+        assert ours == theirs
+
+
 def test_the_first_rollouts_may_train_the_critic_alone():
     actors = Actors()
     train(
@@ -505,3 +547,32 @@ def test_a_stop_after_the_critics_first_step_lets_the_others_follow(tmp_path):
         train(actors, advantage_estimator="ppo", stop=StopRequest(tmp_path / "STOP2"))
     assert not isinstance(found.value, HalfTrained)
     assert not actors.named("train_critic")
+
+
+PLUGINS = Path(__file__).parents[1] / "compat/plugins.py"
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "cispo"])
+def test_post_processed_rewards_of_slime_are_the_advantages(estimator):
+    """Rewards are 0 and 1, responses have 2 and 3 tokens: 2 r + length, without another baseline."""
+    actors = Actors()
+    path = f"{PLUGINS}:post_process"
+    metrics = train(actors, advantage_estimator=estimator, custom_reward_post_process_path=path)
+    found = {sample.response_length: sample.advantage for sample in actors.trained()}
+    assert found == {2: 2.0, 3: 5.0}
+    assert metrics["reward/mean"] == 0.5 and metrics["reward/shaped_mean"] == 3.5
+
+
+def test_a_critic_learns_post_processed_rewards():
+    actors = Actors()
+    path = f"{PLUGINS}:post_process"
+    train(actors, advantage_estimator="ppo", custom_reward_post_process_path=path)
+    ((batch, _, returns), _) = actors.named("train_critic")[0]
+    for sample, target in zip(batch.samples, returns, strict=True):
+        assert list(target)[-1] == pytest.approx({2: 2.0, 3: 5.0}[sample.response_length])
+
+
+def test_a_post_process_that_returns_something_else_is_named():
+    path = f"{PLUGINS}:post_process_wrongly"
+    with pytest.raises(ConfigError, match="return two lists, the raw rewards and those to train"):
+        train(Actors(), custom_reward_post_process_path=path)

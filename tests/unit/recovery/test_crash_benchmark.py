@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.crash import QUEUED_S, repeated
 from benchmarks.crash_roles import FAILURE_RATE, ettr, hosts_of, mean_in_flight
 from benchmarks.crashed_run import module_of
 
@@ -48,3 +49,11 @@ def test_the_effective_ratio_is_the_share_of_time_that_is_left_for_steps():
     steps = round(1 / FAILURE_RATE)
     assert ettr(30.0, 6.0) == pytest.approx(steps * 6.0 / (steps * 6.0 + 30.0))
     assert ettr(0.0, 6.0) == 1
+
+
+def test_a_group_is_repeated_unless_a_kill_took_its_record_from_the_queue():
+    finished = [(1, 10.0), (2, 10.1), (2, 30.0), (3, 10.5), (3, 30.1), (4, 31.0)]
+    assert repeated(finished) == [2, 3]
+    assert repeated(finished, killed_at=[10.3]) == []
+    assert repeated(finished, killed_at=[10.15 + QUEUED_S]) == [2], "its record was on disk"
+    assert repeated(finished, killed_at=[5.0, 30.2]) == [2, 3], "killed before, or after the last"

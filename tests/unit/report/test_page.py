@@ -3,8 +3,10 @@ as well.
 """
 
 import json
+import math
 import re
 import threading
+from collections import Counter
 from html.parser import HTMLParser
 
 import pytest
@@ -13,7 +15,9 @@ from common.run_folder import RunFolder
 from rlpost.config.load import load, parse_dump
 from rlpost.report import write
 from rlpost.report.compare import compare_page
+from rlpost.report.html import PAGE_POINTS
 from rlpost.report.page import report_page
+from rlpost.report.panels import drawn_names
 from rlpost.report.run_facts import Setting, compared, network_table, read_facts
 from rlpost.report.write import Reporter, recipe, try_to_write_report, write_report
 from tests.unit.report.runs import HOSTILE, make_run
@@ -89,7 +93,8 @@ def test_the_page_brings_all_it_needs(page):
     """
     for tag, attrs in Reader(page).elements:
         for name in ("src", "href", "action", "data", "poster", "srcset"):
-            assert attrs.get(name, "#").startswith(("#", "data:,")), (tag, attrs)
+            allowed = ("#", "data:,") + (("../attempts/",) if tag == "a" else ())
+            assert attrs.get(name, "#").startswith(allowed), (tag, attrs)
     assert "@import" not in page and "url(" not in page
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)[1]
     assert policy.startswith("default-src 'none'") and "script-src 'sha256-" in policy
@@ -125,6 +130,102 @@ def test_a_plot_has_the_values_of_the_metrics(run, page):
     assert {"Model FLOPs utilisation", "Weight sync", "Memory in use", "Throughput"} <= plots.keys()
     spike = max(plots["Gradient norm"]["curves"][0]["points"], key=lambda point: point[1])
     assert spike[0] == 61
+
+
+def plots_of(read):
+    found = (attrs for _, attrs in read.elements if "data-plot" in attrs)
+    return {attrs["aria-label"]: json.loads(attrs["data-plot"]) for attrs in found}
+
+
+def test_every_metric_is_drawn_and_no_value_is_dropped(tmp_path):
+    """Those of plugins too; NaN and infinity are marked at their steps."""
+    run = make_run(tmp_path / "run", num_steps=40, preempted_at=())
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for line in lines:
+        line |= {"plugin/depth": 2.0 * line["step"], "plugin/never": math.nan}
+        if line["step"] in (7, 8):
+            line |= {"train/loss": math.nan, "train/grad_norm": math.inf}
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    read = Reader(report_page(read_facts(run)))
+    plots = plots_of(read)
+    assert plots["Loss"]["curves"][0]["lost"] == [[7.0, "NaN"], [8.0, "NaN"]]
+    assert plots["Gradient norm"]["curves"][0]["lost"] == [[7.0, "∞"], [8.0, "∞"]]
+    assert len(plots["plugin/never"]["curves"][0]["lost"]) == 41
+    assert plots["plugin/depth"]["curves"][0]["points"][3] == [3, 6]
+    assert [curve["label"] for curve in plots["pass@k: aime"]["curves"]] == ["pass@8"]
+    text = " ".join(read.text)
+    assert "custom: 2 more" in text and "Loss" in text and "loss: NaN at step 7, 8" in text
+    drawn = drawn_names(lines) | {name for name in plots if "/" in name}
+    assert {name for line in lines for name in line} - {"step"} <= drawn
+
+
+def test_a_page_of_many_steps_attempts_and_metrics_stays_small(tmp_path):
+    """One path for all marks of a plot; the points of all curves have a limit together."""
+    run = make_run(tmp_path / "run", num_steps=1200, preempted_at=tuple(range(6, 1200, 6)))
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for line in lines:
+        line |= {f"plugin/{n}": float(n * line["step"]) for n in range(60)}
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = report_page(read_facts(run))
+    read = Reader(page)
+    assert len(page) < 2e6
+    plots = plots_of(read)
+    points = sum(len(curve["points"]) for plot in plots.values() for curve in plot["curves"])
+    assert points <= PAGE_POINTS
+    kinds = Counter(attrs.get("class") for tag, attrs in read.elements if tag == "path")
+    assert kinds["resume"] <= len(plots) and kinds["saved"] <= len(plots)
+    text = " ".join(read.text)
+    assert "all 200 attempts" in text and "preempted: SIGUSR2" in text
+    sections = [attrs["id"] for tag, attrs in read.elements if tag == "section"]
+    assert sections[:2] == ["plots", "time"]
+
+
+def test_an_attempt_that_fails_before_its_first_step_has_a_page(tmp_path):
+    run = make_run(tmp_path / "run", num_steps=1, preempted_at=())
+    run.metrics.unlink()
+    told = [json.loads(line) for line in run.ledger.path.read_text().splitlines()]
+    verdict = {**told[-1], "verdict": "failed", "cause": "no answer of the trainer", "answer": 1}
+    begun = [one for one in told if one["event"] in ("submitted", "attempt", "started")]
+    run.ledger.path.write_text("".join(json.dumps(one) + "\n" for one in [*begun, verdict]))
+    (run.attempts / "0/driver.log").write_text("\n".join(f"line {n} <b>" for n in range(500)))
+    read = Reader(report_page(read_facts(run)))
+    text = " ".join(read.text)
+    assert "Failure of attempt 0" in text and "no answer of the trainer" in text
+    assert "line 499 <b>" in text and "line 440" in text and "line 439" not in text
+    assert "20000 open files, 65535 wanted" in text
+    assert {"../attempts/0/driver.log", "../attempts/0/agent-n01.log"} <= {
+        attrs.get("href") for tag, attrs in read.elements if tag == "a"
+    }
+    run.ledger.append("attempt", attempt=1)
+    assert "Failure of attempt" not in report_page(read_facts(run))
+
+
+def test_the_answers_to_one_prompt_are_shown_over_time(tmp_path):
+    run = make_run(tmp_path / "run", num_steps=20, preempted_at=())
+    answer = {"set": "aime", "prompt_id": 0, "prompt": "How many?", "num_tokens": 3, "label": "4"}
+    told = [
+        {"step": step, "samples": [{**answer, "answer": f"said at {step}", "reward": step / 20}]}
+        for step in (0, 20)
+    ]
+    (run.report / "eval_samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in told))
+    text = " ".join(Reader(report_page(read_facts(run))).text)
+    assert "aime: How many?" in text
+    assert text.index("said at 0") < text.index("said at 20")
+
+
+def test_what_is_left_and_lost_are_tiles(tmp_path):
+    run = make_run(tmp_path / "run", num_steps=40, preempted_at=(20,))
+    lines = run.metrics.read_text().splitlines()[:31]
+    run.metrics.write_text("\n".join(lines) + "\n")
+    told = [json.loads(line) for line in run.ledger.path.read_text().splitlines()][:-2]
+    for one in told:
+        if one["event"] == "started" and one["attempt"] == "1":
+            one["again"] = {"steps": 3, "step_s": 285.0}
+    run.ledger.path.write_text("".join(json.dumps(one) + "\n" for one in told))
+    text = " ".join(" ".join(Reader(report_page(read_facts(run))).text).split())
+    assert "3 steps lost and trained again" in text
+    assert re.search(r"1\d min \d+ s left at 8\d\.?\d* s a step|1\d min \d+ s left at 9\d", text)
+    assert "goodput" in text and "GPU hours" in text
 
 
 def test_settings_stand_beside_their_defaults_and_keys_are_left_out():

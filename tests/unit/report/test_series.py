@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpost.report.series import points, short, smooth, thin, ticks
+from rlpost.report.series import not_finite, points, short, smooth, thin, ticks
 from rlpost.units import duration_text
 
 numbers = st.floats(-1e9, 1e9, allow_nan=False)
@@ -21,6 +21,18 @@ def test_only_finite_values_are_points_and_missing_ones_leave_a_gap():
         {"step": 4, "x": 1},
     ]
     assert points(lines, "x") == [(1.0, 2.0), (4.0, 1.0)]
+
+
+def test_values_that_are_not_finite_are_kept_with_their_steps():
+    lines = [
+        {"step": 1, "x": math.nan},
+        {"step": 2, "x": 1.0},
+        {"step": 3, "x": math.inf},
+        {"step": 4, "x": -math.inf},
+        {"step": 5, "x": None},
+        {"step": 6, "x": True},
+    ]
+    assert not_finite(lines, "x") == [(1.0, "NaN"), (3.0, "∞"), (4.0, "-∞")]
 
 
 @given(st.lists(numbers, min_size=1, max_size=900), st.integers(8, 60))

@@ -5,18 +5,21 @@ entry a token each.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import orjson
 import pytest
 
 from rlpost.errors import ConfigError, RolloutError
 from rlpost.reward.grader import InlineGrader
-from rlpost.rollout.answer import version_spans
+from rlpost.rollout.answer import parse, version_spans
 from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.examples.calculator import generate, result
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.response_builder import ResponseBuilder, without_older
+from rlpost.rollout.route_requests import translated
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt, Sample, SampleGroup, Unfinished
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, generated, serving
@@ -307,3 +310,57 @@ def test_a_function_may_make_several_samples_of_one_call() -> None:
     group = asyncio.run(whole())
     assert isinstance(group, SampleGroup)
     assert [scored.sample.index for scored in group.samples] == [0, 0, 1, 1]
+
+
+def masked(ids: list[int], sets: list[list[int]] | None, reason: str = "stop") -> dict[str, Any]:
+    """As an engine answers a request with ``return_sampling_mask``."""
+    made = generated(ids, version="2", text=bytes(ids).decode(), reason=reason)
+    if sets is not None:
+        made["meta_info"]["output_token_sampling_mask"] = sets
+        made["meta_info"]["output_token_sampling_logprobs"] = [-0.125] * len(ids)
+        made["meta_info"]["output_token_sampling_mask_length"] = len(ids)
+    return made
+
+
+async def in_two_turns(builder: ResponseBuilder) -> Sample:
+    await builder.write()
+    builder.insert("xy")
+    await builder.write()
+    return builder.sample()
+
+
+def test_sampling_masks_are_collected_over_aborts_and_tools_with_log_probs_over_them() -> None:
+    answers = [
+        masked([97], [[97, 5]], "abort"),
+        masked([98], [[98]]),
+        masked([99, 100], [[99, 1, 2], [100]]),
+    ]
+    engine = FakeEngine(answer=lambda body: answers.pop(0))
+    sample = drafting(engine, in_two_turns, returns_mask=True)
+    asked = [json.loads(translated(json.dumps(body).encode())) for body in engine.bodies]
+    assert all(body["return_sampling_mask"] and "custom_labels" not in body for body in asked)
+    assert sample.sampling_mask is not None
+    assert list(sample.sampling_mask) == [(97, 5), (98,), (), (), (99, 1, 2), (100,)]
+    assert sample.rollout_logprobs == (-0.125, -0.125, 0, 0, -0.125, -0.125)
+
+    async def resumed(builder: ResponseBuilder) -> Sample:
+        await builder.write()
+        return builder.sample()
+
+    engine = FakeEngine(answer=lambda body: masked([101], [[101, 7]]))
+    longer = drafting(engine, resumed, so_far=sample, returns_mask=True)
+    assert list(longer.sampling_mask) == [*sample.sampling_mask, (101, 7)]
+
+
+def test_masks_are_not_asked_for_without_the_setting_and_missing_ones_are_an_error() -> None:
+    engine = FakeEngine(answer=lambda body: masked([97], None))
+    assert drafting(engine, in_two_turns).sampling_mask is None
+    assert all("custom_labels" not in body for body in engine.bodies)
+    with pytest.raises(RolloutError, match="--use-rollout-sampling-mask needs"):
+        drafting(engine, in_two_turns, returns_mask=True)
+
+
+def test_a_mask_of_another_number_of_tokens_is_no_answer() -> None:
+    made = masked([97, 98], [[97]])
+    with pytest.raises(ValueError, match="sampling masks of 1 tokens for 2 tokens"):
+        parse(orjson.dumps(made))

@@ -24,8 +24,11 @@ def encode(text: str) -> list[int]:
 class Server:
     """Answers /generate; a token's log-prob is -(its id) / 10. Counts its requests."""
 
-    def __init__(self, *, shift: int = 0, statuses: tuple[int, ...] = (), drops: int = 0) -> None:
-        self.shift, self.statuses, self.drops = shift, list(statuses), drops
+    def __init__(
+        self, *, shift: int = 0, statuses: tuple[int, ...] = (), drops: int = 0, misses: int = 0
+    ) -> None:
+        self.shift, self.statuses = shift, list(statuses)
+        self.drops, self.misses = drops, misses
         self.requests: list[dict[str, Any]] = []
 
     async def generate(self, request: web.Request) -> web.Response:
@@ -37,11 +40,21 @@ class Server:
         kept = ids[body["logprob_start_len"] :]
         entries = [[None, kept[0], None]] + [[-each / 10, each, None] for each in kept[1:]]
         entries = entries[: len(entries) - self.drops]
-        return web.json_response({"text": "", "meta_info": {"input_token_logprobs": entries}})
+        meta: dict[str, Any] = {"input_token_logprobs": entries}
+        if count := body.get("top_logprobs_num"):  # tokens id, id + 1, ... at each given token
+            meta["input_top_logprobs"] = [None] + [
+                [[-each / 20 - place, each + place, None] for place in range(count - self.misses)]
+                for each in kept[1:]
+            ]
+        return web.json_response({"text": "", "meta_info": meta})
 
 
 def with_server(
-    server: Server, act: Callable[[TeacherServer], Awaitable[Any]], *, timeout_s: float = 20.0
+    server: Server,
+    act: Callable[[TeacherServer], Awaitable[Any]],
+    *,
+    timeout_s: float = 20.0,
+    top_k: int | None = None,
 ) -> Any:
     async def run() -> Any:
         app = web.Application()
@@ -51,7 +64,7 @@ def with_server(
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-        teacher = TeacherServer(f"http://127.0.0.1:{port}", timeout_s=timeout_s)
+        teacher = TeacherServer(f"http://127.0.0.1:{port}", timeout_s=timeout_s, top_k=top_k)
         try:
             return await act(teacher)
         finally:
@@ -74,6 +87,18 @@ def test_a_response_gets_the_log_prob_of_each_of_its_tokens():
     assert request["input_ids"] == [*PROMPT, *RESPONSE] and request["return_logprob"] is True
     assert request["logprob_start_len"] == len(PROMPT) - 1
     assert request["sampling_params"] == {"temperature": 1.0, "max_new_tokens": 0}
+
+
+def test_the_most_likely_tokens_at_each_token_of_a_response_are_asked_for_and_kept():
+    server = Server()
+    (found,) = with_server(server, lambda teacher: teacher.scored([scored()]), top_k=3)
+    assert server.requests[0]["top_logprobs_num"] == 3
+    assert found.sample.teacher_top_ids == (8, 9, 10, 9, 10, 11)
+    expected = [-0.4, -1.4, -2.4, -0.45, -1.45, -2.45]
+    assert list(found.sample.teacher_top_logprobs) == pytest.approx(expected)
+    assert list(found.sample.teacher_logprobs) == pytest.approx([-0.8, -0.9])
+    with pytest.raises(RolloutError, match="returned 4 most likely tokens for 2 tokens"):
+        with_server(Server(misses=1), lambda teacher: teacher.scored([scored()]), top_k=3)
 
 
 def test_a_busy_server_is_asked_again(monkeypatch):

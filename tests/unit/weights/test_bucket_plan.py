@@ -33,3 +33,21 @@ def test_weights_are_dealt_in_order_and_no_bucket_is_of_two_stages_or_too_large(
         Travelling(stage, size) for stage, size in [(1, 4), (0, 3), (0, 3), (0, 9), (1, 2), (0, 1)]
     ]
     assert deal(weights, 6) == [[1, 2], [3], [5], [0, 4]]
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "expected"),
+    [
+        (6, [[0], [1, 2], [3]]),  # the second would fit only without the third
+        (4, [[0], [1, 2], [3]]),  # larger than the bound together
+        (8, [[0, 1, 2], [3]]),
+    ],
+)
+def test_weights_that_must_travel_together_share_a_bucket(max_bytes, expected):
+    weights = [
+        Travelling(0, 3),
+        Travelling(0, 2),
+        Travelling(0, 3, joins=True),
+        Travelling(1, 1),
+    ]
+    assert deal(weights, max_bytes) == expected

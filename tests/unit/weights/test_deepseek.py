@@ -1,13 +1,22 @@
 """What config.json of a model with latent attention means, and what is refused."""
 
+from itertools import chain
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
+import torch
 
 from rlpost.config.checks.layout import model_problems
 from rlpost.config.load import load
 from rlpost.errors import WeightError
+from rlpost.weights.exporter import Exporter
 from rlpost.weights.families import family
+from rlpost.weights.inventory import Entry, Inventory, in_order
+from rlpost.weights.names import to_hugging_face
 from tests.unit.config.test_models import PUBLISHED
 
+FUSED = ("q_a_proj", "kv_a_proj_with_mqa")
 DEEPSEEK, FLASH = PUBLISHED["deepseek_v3"], PUBLISHED["glm47_flash"]
 
 
@@ -66,3 +75,26 @@ def test_tensor_parallelism_has_to_divide_the_narrow_vectors():
 def test_what_megatron_computes_differently_is_refused(hf, text):
     with pytest.raises(WeightError, match=text):
         fields(hf)
+
+
+def entries_of(layer):
+    """Weights of a layer's attention in Megatron's order, of 4 to 24 bytes."""
+    parts = ("q_down", "q_up", "kv_down", "kv_up")
+    found = []
+    for number, part in enumerate(parts, start=1):
+        name = f"decoder.layers.{layer}.self_attention.linear_{part}_proj.weight"
+        rule = to_hugging_face(name, family("DeepseekV3ForCausalLM").rules)
+        found.append(Entry((rule,), 0, (number, layer), ((number, layer),), torch.float32))
+    return found
+
+
+@pytest.mark.parametrize("max_bytes", range(1, 90, 8))
+def test_the_projections_that_sglang_fuses_are_never_in_two_buckets(max_bytes):
+    """Its loader drops what one call has of them without the other."""
+    entries = in_order([[*entries_of(1), *entries_of(2)]])
+    plan = Exporter(cast(Inventory, SimpleNamespace(entries=entries))).plan(max_bytes)
+    names = [[name for entry in bucket for name in entry.hugging_face] for bucket in plan]
+    assert sorted(chain(*names)) == sorted(n for entry in entries for n in entry.hugging_face)
+    for layer in (1, 2):
+        pair = {f"model.layers.{layer}.self_attn.{one}.weight" for one in FUSED}
+        assert any(pair <= set(bucket) for bucket in names)

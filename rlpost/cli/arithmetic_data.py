@@ -51,6 +51,7 @@ def write_lines(path: Path, lines: list[dict[str, str]]) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--out", type=Path, default=Path("assets/tiny"), help="folder of the two files"

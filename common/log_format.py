@@ -1,0 +1,90 @@
+"""The format of log lines of every process: dated text, or one JSON object a line.
+
+Input: a format, chosen with ``--log-format`` and passed to child processes in the environment.
+Output: the logging configuration of a process; and text lines again, for readers of such a log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import MutableMapping
+from datetime import datetime
+
+VARIABLE = "RLPOST_LOG_FORMAT"
+FORMATS = ("text", "json")
+DATE = "%Y-%m-%d %H:%M:%S"
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record: time (ISO 8601 with offset), level, logger, source, message.
+
+    A traceback is part of the message, as in text. ``source`` tells processes of one kind apart.
+    """
+
+    def __init__(self, source: str = "") -> None:
+        super().__init__("%(message)s")
+        self._source = source
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as one line."""
+        when = datetime.fromtimestamp(record.created).astimezone()
+        found = {
+            "time": when.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "source": self._source,
+            "message": super().format(record),
+        }
+        return json.dumps(found)
+
+
+def configure_logging(
+    source: str = "",
+    *,
+    with_logger: bool = False,
+    environ: MutableMapping[str, str] = os.environ,
+    log_format: str | None = None,
+    force: bool = False,
+) -> None:
+    """Log from level INFO on to standard error.
+
+    Args:
+        source: stands in every line.
+        with_logger: text lines name the logger.
+        log_format: instead of the one in the environment, where it is stored for child processes.
+    """
+    if log_format is not None:
+        environ[VARIABLE] = log_format
+    handler = logging.StreamHandler()
+    if environ.get(VARIABLE) == "json":
+        handler.setFormatter(JsonFormatter(source))
+    else:
+        named = " %(name)s:" if with_logger else ""
+        source_word = " " + source.replace("%", "%%") if source else ""
+        text = f"%(asctime)s.%(msecs)03d %(levelname)s{source_word}{named} %(message)s"
+        handler.setFormatter(logging.Formatter(text, DATE))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=force)
+
+
+def as_text(line: str) -> str:
+    """Return a line of a JSON log as text; other lines as they are.
+
+    >>> as_text('{"time": "2026-11-23T12:00:00.250+00:00", "level": "INFO", "message": "up"}')
+    '2026-11-23 12:00:00.250 INFO up'
+    """
+    if not line.startswith('{"time": '):
+        return line
+    try:
+        found = json.loads(line)
+        when = datetime.fromisoformat(found["time"])
+        words = [
+            f"{when.strftime(DATE)}.{when.microsecond // 1000:03d}",
+            found["level"],
+            found.get("source", ""),
+            found["message"],
+        ]
+    except (ValueError, KeyError, TypeError):
+        return line
+    return " ".join(word for word in words if word)

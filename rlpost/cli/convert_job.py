@@ -1,0 +1,150 @@
+"""``rlpost convert RECIPE``: submit the job that converts a recipe's weights to torch_dist.
+
+Input: a recipe whose --ref-load ends in "_torch_dist", a cluster profile, flags.
+Output: a job that writes that folder from the Hugging Face folder of the same name without the
+suffix. ``make jobs`` renders the same job as jobs/convert_NAME.sbatch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from rlpost.cli.job import job_spec
+from rlpost.config.load import read_toml, recipe_file
+from rlpost.config.tree import Config
+from rlpost.config.wording import COMMAND_LINE, with_values
+from rlpost.errors import ConfigError
+from slurm.errors import SlurmError
+from slurm.render_once import render_conversion
+from slurm.spec import JobSpec
+
+CONVERTED = "_torch_dist"
+TIME = "04:00:00"
+CONVERSION_NODES = {"glm45_355b": 2, "glm46_355b": 2, "glm47_355b": 2, "qwen3_235b_a22b": 2}
+"""16 GPUs of 80 GB, at most 45 GB of weights on each; the other models fit one node."""
+
+
+def source_of(config: Config) -> str:
+    """Return the folder of the weights to convert: --ref-load without its suffix.
+
+    Raises ConfigError if --ref-load is no torch_dist folder.
+    """
+    save = config.checkpoint.ref_load
+    if save is None or not save.endswith(CONVERTED):
+        given = "--ref-load is not given" if save is None else f"--ref-load {save}"
+        raise ConfigError(
+            f"{given}: it names the folder to write and must end in {CONVERTED}, beside the folder of "
+            f"the weights without that suffix; give --ref-load FOLDER{CONVERTED}"
+        )
+    return save.removesuffix(CONVERTED)
+
+
+def conversion_spec(config: Config, model: str | None) -> JobSpec:
+    """Return the job of a conversion; ``config`` has its name, nodes and time.
+
+    Args:
+        model: a name in jobs/models or an absolute path; None if the weights' own config.json is
+            the only description.
+    """
+    source = source_of(config)
+    words = () if model is None else ("--model", model)
+    words = (*words, "--hf-checkpoint", source, "--distributed-timeout-minutes", "60")
+    return replace(job_spec(config, driver_args=words), reads=(source,))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``rlpost convert`` and return its exit code. Raises ConfigError."""
+    from rlpost.cli.command_line import parser, settings
+
+    made = parser("rlpost convert", "Submit the job that converts a recipe's weights.")
+    made.add_argument(
+        "--dry-run", action="store_true", help="print the batch script and submit nothing"
+    )
+    options, loaded = settings(made, arguments)
+    if options.recipe is None:
+        raise ConfigError(
+            "which recipe? the first word is a name in jobs/recipes or a TOML file: "
+            "rlpost convert qwen3_4b"
+        )
+    recipe = Path(options.recipe)
+    given = {name for name, origin in loaded.origins.items() if origin == COMMAND_LINE}
+    job: dict[str, object] = {"job_name": f"convert_{recipe.stem}"}
+    if "cluster.nodes" not in given:
+        job["nodes"] = CONVERSION_NODES.get(recipe.stem, 1)
+    if "cluster.time" not in given:
+        job["time"] = TIME
+    config = with_values(loaded.config, **job)
+    _require_weights(config, options.recipe, is_dry=options.dry_run)
+    folder = Path(config.cluster.runs_dir) / (
+        f"{config.cluster.job_name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+    )
+    try:
+        spec = conversion_spec(config, _model_word(recipe, options.model))
+        spec = replace(
+            spec.with_python(sys.executable),
+            home=str(folder / "code"),
+            run_folder=str(folder),
+            output=str(folder).replace("%", "%%") + "/slurm-%j.out",
+        )
+        script = render_conversion(spec, str(config.checkpoint.ref_load))
+        if options.dry_run:
+            print(script, end="")
+            return 0
+        job_id = _submitted(script, folder, spec.nodes)
+    except SlurmError as error:
+        raise ConfigError(str(error)) from error
+    print(f"submitted {job_id}\nrun folder {folder}")
+    return 0
+
+
+def _require_weights(config: Config, recipe: str, *, is_dry: bool) -> None:
+    """Raise ConfigError if the weights to convert are missing; a dry run prints it as a note."""
+    source = source_of(config)
+    if (Path(source) / "config.json").is_file():
+        return
+    line = f"--ref-load {config.checkpoint.ref_load}: {source} is missing; "
+    line += (
+        "export RLPOST_ASSETS=FOLDER, or give --assets-dir FOLDER"
+        if source.startswith("$")
+        else f"run: rlpost fetch {recipe}"
+    )
+    if not is_dry:
+        raise ConfigError(line)
+    print(f"note: {line}", file=sys.stderr)
+
+
+def _model_word(recipe: Path, given: str | None) -> str | None:
+    """The model's description, in addition to config.json: a name in jobs/models, or a path."""
+    file, base = recipe_file(recipe), Path.cwd()
+    assert file is not None
+    word: object = given
+    if given is None:
+        word, base = read_toml(file).get("model"), file.absolute().parent
+    if not isinstance(word, str):
+        return None
+    is_path = word.endswith(".toml") or "/" in word
+    return str(base / Path(word).expanduser()) if is_path else word
+
+
+def _submitted(script: str, folder: Path, num_nodes: int) -> str:
+    """Copy the code, submit the script, return the job id. Raises ConfigError or SlurmError."""
+    from rlpost.cli.submit import PROJECT
+    from rlpost.config.keys import without_keys
+    from slurm.client import is_available
+    from slurm.executor import submit_script
+    from slurm.snapshot import snapshot_code
+
+    if not is_available():
+        raise ConfigError(
+            "there is no Slurm on this machine; --dry-run prints the job, and docs/actor.md has the "
+            "command for one machine"
+        )
+    folder.mkdir(parents=True)
+    snapshot_code(PROJECT, folder / "code")
+    environ = without_keys(os.environ)
+    return submit_script(script, folder / "job.sbatch", num_nodes, environ)

@@ -1,0 +1,277 @@
+"""``rlpost sweep``: one run for each point of a grid of settings, compared on one page.
+
+Input: a recipe and ``--grid SETTING=VALUE,VALUE``; or the name of a sweep. Output: run folders
+``RUNS_DIR/NAME-p0``, ``NAME-p1``, ... and ``RUNS_DIR/NAME`` with ``sweep.json`` and ``report.html``.
+
+Each point is a job of its own rather than an element of a job array: a run is requeued, chained,
+cancelled and resumed by its job, and points may differ in nodes and time. Every other command takes
+the runs of a sweep like any other run. Without Slurm they run one after another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from common.files import write_atomic
+from common.run_folder import RunFolder
+from rlpost.arguments import Parser
+from rlpost.cli.command_line import settings
+from rlpost.cli.run_table import total_cost
+from rlpost.cli.runs import add_runs_dir, newest_job
+from rlpost.cli.status import exit_code
+from rlpost.cli.statuses import statuses
+from rlpost.cli.submit import checked, submit_main, submit_parser
+from rlpost.cli.terminal import aligned, terminal_width
+from rlpost.config.flags import fields, flag
+from rlpost.config.load import Loaded
+from rlpost.config.wording import COMMAND_LINE, near_path
+from rlpost.errors import ConfigError, suggestion
+from rlpost.report.compare import compare_page
+from rlpost.report.run_facts import read_facts
+
+FILE_NAME, PAGE_NAME = "sweep.json", "report.html"
+MAX_POINTS = 256
+GRID = "--grid"
+_REFUSED = ("run_folder", "debug", "test_only", "rehearse")
+"""Options of ``rlpost submit`` that mean one run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run of a sweep: the name of its folder and its values by setting."""
+
+    run: str
+    values: Mapping[str, str]
+
+    @property
+    def label(self) -> str:
+        """The values in one line.
+
+        >>> Point("s-p0", {"lr": "1e-6", "seed": "2"}).label
+        'lr=1e-6 seed=2'
+        """
+        return " ".join(f"{key}={value}" for key, value in self.values.items())
+
+    @property
+    def arguments(self) -> list[str]:
+        """The flags that set the values."""
+        return [word for key, value in self.values.items() for word in (flag(key), value)]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``rlpost sweep RECIPE --grid ...`` or ``rlpost sweep NAME``."""
+    wants_help = not arguments or {"-h", "--help", "--help-all"} & set(arguments)
+    if wants_help or any(word.partition("=")[0] == GRID for word in arguments):
+        return _submit(arguments or ["--help"])
+    return _show(arguments)
+
+
+def parse_grid(words: Sequence[str]) -> dict[str, list[str]]:
+    """Return the values of each setting. Raises ConfigError.
+
+    >>> parse_grid(["lr=1e-6,2e-6", "--seed=1"])
+    {'lr': ['1e-6', '2e-6'], 'seed': ['1']}
+    """
+    grid: dict[str, list[str]] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        key, values = name.removeprefix("--").replace("-", "_"), text.split(",")
+        if not all(values):
+            raise ConfigError(
+                f"{GRID} {word}: must be SETTING=VALUE,VALUE; for instance lr=1e-6,2e-6"
+            )
+        if key not in fields():
+            raise ConfigError(f"{GRID} {word}: no setting {key}{suggestion(key, fields())}")
+        if key in grid or len(set(values)) < len(values):
+            raise ConfigError(f"{GRID} {word}: each setting and each value once")
+        grid[key] = values
+    return grid
+
+
+def points_of(name: str, grid: Mapping[str, Sequence[str]]) -> list[Point]:
+    """Return the points of a grid; the last setting varies fastest. Raises ConfigError."""
+    rows = list(itertools.islice(itertools.product(*grid.values()), MAX_POINTS + 1))
+    if len(rows) > MAX_POINTS:
+        raise ConfigError(
+            f"{GRID}: more than {MAX_POINTS} points, each a job; give fewer values, or several sweeps"
+        )
+    return [
+        Point(f"{name}-p{number}", dict(zip(grid, row, strict=True)))
+        for number, row in enumerate(rows)
+    ]
+
+
+def _submit(arguments: Sequence[str]) -> int:
+    """Check all points, then submit them. Returns 1 if a run on this machine failed."""
+    made = submit_parser(
+        "rlpost sweep",
+        "Submit a run for each point of a grid; rlpost sweep NAME shows where its runs stand.",
+    )
+    made.add_argument(
+        GRID,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="SETTING=VALUE,VALUE",
+        help="values of a setting; with several settings, all combinations",
+    )
+    made.add_argument("--name", help="name of the sweep (default: JOB_NAME-sweep-TIME)")
+    options, loaded = settings(made, arguments)
+    points_without_name = points_of("", parse_grid(options.grid))
+    _check_options(options, points_without_name[0], loaded)
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    name = options.name or f"{loaded.config.cluster.job_name}-sweep-{stamp}"
+    if name != Path(name).name or not name.strip("."):
+        raise ConfigError(f"--name {name}: must be the name of a folder, without /")
+    points = [replace(point, run=name + point.run) for point in points_without_name]
+    folder = Path(loaded.config.cluster.runs_dir) / name
+    common = submitted_arguments(arguments)
+    for point in points:
+        _check(point, [*common, *point.arguments], folder.parent / point.run)
+    if not options.dry_run:
+        _write(folder, points, is_resumed=options.resume)
+    codes = [_submit_point(point, common, folder.parent / point.run, options) for point in points]
+    if not options.dry_run:
+        print(f"{len(points)} runs; see rlpost sweep {near_path(str(folder))}")
+    return int(any(codes))
+
+
+def submitted_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the words that every run of the sweep is submitted with: without those of the sweep.
+
+    >>> submitted_arguments(["tiny", "--grid", "lr=1,2", "seed=1", "--name", "s", "--local"])
+    ['tiny', '--local']
+    """
+    kept: list[str] = []
+    skipping = ""
+    for word in arguments:
+        option, has_value, _ = word.partition("=")
+        if option in (GRID, "--name", "--resume"):
+            skipping = "" if option == "--resume" or (has_value and option == "--name") else option
+            continue
+        if skipping and not word.startswith("--"):
+            skipping = "" if skipping == "--name" else skipping
+            continue
+        skipping = ""
+        kept.append(word)
+    return kept
+
+
+def _check_options(options: argparse.Namespace, point: Point, loaded: Loaded) -> None:
+    if options.recipe is None:
+        raise ConfigError(
+            "which recipe? the first word is a name in jobs/recipes or a TOML file: "
+            "rlpost sweep tiny --grid lr=1e-6,2e-6"
+        )
+    if refused := next((name for name in _REFUSED if getattr(options, name)), None):
+        raise ConfigError(f"{flag(refused)}: means one run; use rlpost submit")
+    for key in point.values:
+        if loaded.origins.get(f"{fields()[key]}.{key}") == COMMAND_LINE:
+            raise ConfigError(f"{flag(key)}: {GRID} has it as well; leave one out")
+
+
+def _check(point: Point, arguments: Sequence[str], root: Path) -> None:
+    try:
+        options, loaded = settings(submit_parser("rlpost sweep", ""), arguments)
+        checked(options, loaded, root)
+    except ConfigError as error:
+        raise ConfigError(f"{point.label}: {error}; nothing was submitted") from error
+
+
+def _submit_point(
+    point: Point, common: Sequence[str], root: Path, options: argparse.Namespace
+) -> int:
+    if options.dry_run:
+        print(f"# {point.run}: {point.label}")
+    elif root.exists() and newest_job(RunFolder(root.absolute())) is not None:
+        print(f"{point.run}: submitted before; rlpost submit --resume continues a run that ended")
+        return 0
+    else:
+        print(f"{point.run}: {point.label}")
+    resume = ["--resume"] if options.resume and root.exists() else []
+    where = ["--run-folder", str(root), *resume]
+    return submit_main([*common, *point.arguments, *where])
+
+
+def _write(folder: Path, points: Sequence[Point], *, is_resumed: bool) -> None:
+    """Write sweep.json. Raises ConfigError if another sweep has the name."""
+    path, text = folder / FILE_NAME, json.dumps([asdict(point) for point in points], indent=2)
+    if folder.exists() and not (is_resumed and path.exists() and path.read_text() == text):
+        raise ConfigError(
+            f"--name {folder.name}: {folder} exists; use another name, or the same grid with "
+            "--resume to submit the runs that are missing"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, text)
+
+
+def read_sweep(name: str, runs_dir: Path) -> tuple[Path, list[Point]]:
+    """Return the folder and the points of a sweep, by its name or folder. Raises ConfigError."""
+    found = next((one for one in (Path(name), runs_dir / name) if (one / FILE_NAME).exists()), None)
+    if found is None:
+        there = sorted(path.parent.name for path in runs_dir.glob(f"*/{FILE_NAME}"))
+        words = f"there are {', '.join(there)}" if there else f"{GRID} SETTING=VALUES submits one"
+        raise ConfigError(
+            f"{name}: no sweep in {runs_dir.absolute()}{suggestion(name, there)}; {words}"
+        )
+    try:
+        points = [Point(**point) for point in json.loads((found / FILE_NAME).read_text())]
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{found / FILE_NAME}: cannot be read: {error}") from error
+    return found.absolute(), points
+
+
+def _show(arguments: Sequence[str]) -> int:
+    """Show the runs of a sweep and write its page; the largest exit code of their statuses."""
+    made = Parser(prog="rlpost sweep", description="Where the runs of a sweep stand.")
+    made.add_argument("name", metavar="NAME", help="name or folder of a sweep")
+    add_runs_dir(made)
+    made.add_argument("--json", action="store_true", help="for machines")
+    options = made.parse_args(arguments)
+    folder, points = read_sweep(options.name, options.runs_dir)
+    there = [point for point in points if (folder.parent / point.run).is_dir()]
+    runs = [RunFolder(folder.parent / point.run) for point in there]
+    found = statuses(runs)
+    if options.json:
+        rows = zip(there, found, strict=True)
+        shown = [{"values": dict(point.values), **asdict(status)} for point, status in rows]
+        print(json.dumps(shown, indent=2))
+    else:
+        table = [["run", "values", "state", "step", "reward", "evaluation", "goodput", "cost"]]
+        for point, status in zip(there, found, strict=True):
+            reward = "" if status.reward is None else f"{status.reward:.3f}"
+            evals = ", ".join(f"{name} {value:.3f}" for name, value in status.evals.items())
+            spent = status.goodput
+            goodput = spent.headline if spent else ""
+            cost = f"{spent.cost:,.2f}" if spent and spent.cost is not None else ""
+            step = f"{status.step}/{status.num_steps}" if status.num_steps else str(status.step)
+            row = [point.run, point.label, status.state, step, reward, evals, goodput, cost]
+            table.append(row)
+        print("\n".join([*aligned(table, terminal_width()), *total_cost(found)]))
+        if missing := len(points) - len(there):
+            print(f"{missing} of {len(points)} runs were not submitted; --resume submits them")
+    page = write_page(folder, there)
+    if page is not None and not options.json:
+        print(f"page {near_path(str(page))}")
+    return max(map(exit_code, found), default=0)
+
+
+def write_page(folder: Path, points: Sequence[Point]) -> Path | None:
+    """Write the page that compares the runs; None while none has a step."""
+    facts = [read_facts(RunFolder(folder.parent / point.run)) for point in points]
+    if not any(one.lines for one in facts):
+        return None
+    labelled = [
+        replace(one, name=f"{point.run}: {point.label}")
+        for point, one in zip(points, facts, strict=True)
+    ]
+    pages = [f"../{point.run}/report/report.html" for point in points]
+    path = folder / PAGE_NAME
+    write_atomic(path, compare_page(labelled, title=folder.name, pages=pages))
+    return path

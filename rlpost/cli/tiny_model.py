@@ -1,0 +1,400 @@
+"""Create a complete Hugging Face model of half a million parameters without any download.
+
+Input: a folder, a seed. Output, in that folder: a Qwen3 with tied embeddings, a character tokenizer
+with a chat template, and a generation config. After a short supervised warm-up on two-digit
+addition some answers are right, so that reinforcement learning has rewards.
+``arithmetic_data`` creates the problems if they are missing; the held-out ones are never trained on.
+``rlpost fetch tiny`` calls this, and so does ``rlpost fetch RECIPE --scale-down RANKS``, which
+creates a small model of the recipe's family in the folders that ``rlpost submit RECIPE --scale-down
+RANKS`` expects; also in FP8 blocks if the recipe's engines use FP8.
+
+``tiny_model.json`` is written last and marks the folder as complete: a second call with the same
+settings does nothing. The same settings give the same weights on the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlpost.cli import arithmetic_data
+
+COMPLETE = "tiny_model.json"
+FORMAT = 1  # increment it when existing folders become invalid
+CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyzQA+-*=?:., \n"
+SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
+VOCAB_SIZE = 64  # divisible by every tensor-parallel size up to 8
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+BATCH_SIZE = 64
+LEARNING_RATE = 2e-3
+LONGEST_ANSWER = 4
+PREDICTS_MORE = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
+"""Model types whose published checkpoints have an additional layer for multi-token prediction."""
+
+
+def make_tokenizer() -> Any:
+    """One id per character; unused ids get names, so that every sampled id can be decoded."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    spare = [f"<|spare{i}|>" for i in range(VOCAB_SIZE - len(SPECIAL) - len(CHARACTERS))]
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS, *spare])}
+    assert len(vocab) == VOCAB_SIZE, len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=spare[-1]))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([*SPECIAL, *spare])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        unk_token=spare[-1],
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+TINY: dict[str, Any] = dict(
+    model_type="qwen3",
+    vocab_size=VOCAB_SIZE,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=16,
+    tie_word_embeddings=True,
+)
+"""Eight query and four key-value heads, so that grouped attention and four-way splits are real."""
+
+
+def make_model(tokenizer: Any, hf: Mapping[str, Any]) -> Any:
+    """Random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    ids = {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    given = {key: value for key, value in hf.items() if key not in ("model_type", "architectures")}
+    config = AutoConfig.for_model(hf["model_type"], **given, max_position_embeddings=512, **ids)
+    model = AutoModelForCausalLM.from_config(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    return model
+
+
+def read_problems(
+    path: Path, tokenizer: Any, *, in_chat: bool
+) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, answer ids with the end token) of each line; ``in_chat``: through the chat
+    template.
+    """
+    pairs = []
+    for line in path.read_text().splitlines():
+        problem = json.loads(line)
+        answer = [*tokenizer.encode(problem["label"]), tokenizer.eos_token_id]
+        text = f"<|user|>{problem['prompt']}<|assistant|>" if in_chat else problem["prompt"]
+        pairs.append((tokenizer.encode(text), answer))
+    return pairs
+
+
+def accuracy(model: Any, pairs: list[tuple[list[int], list[int]]]) -> float:
+    """Share of problems whose greedy answer is right to the last token. All prompts have one
+    length.
+    """
+    import torch
+
+    prompts = torch.tensor([prompt for prompt, _ in pairs])
+    made = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=LONGEST_ANSWER,
+        do_sample=False,
+    )
+    answers = made[:, prompts.shape[1] :].tolist()
+    right = [
+        given[: len(wanted)] == wanted for given, (_, wanted) in zip(answers, pairs, strict=True)
+    ]
+    return sum(right) / len(right)
+
+
+def warm_up(
+    model: Any, pairs: list[tuple[list[int], list[int]]], *, num_steps: int, seed: int
+) -> None:
+    """Supervised steps on the answers alone (Adam, cross entropy)."""
+    import torch
+
+    drawn = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    ignored, started = -100, time.monotonic()
+    for step in range(1, num_steps + 1):
+        batch = [
+            pairs[i] for i in torch.randint(len(pairs), (BATCH_SIZE,), generator=drawn).tolist()
+        ]
+        longest = max(len(answer) for _, answer in batch)
+        prompts = torch.tensor([prompt for prompt, _ in batch])
+        answers = torch.tensor(
+            [answer + [ignored] * (longest - len(answer)) for _, answer in batch]
+        )
+        inputs = torch.cat([prompts, answers.clamp(min=0)], dim=1)
+        logits = model(inputs).logits[:, prompts.shape[1] - 1 : -1]
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), answers.flatten(), ignore_index=ignored
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 100 == 0 or step == num_steps:
+            print(
+                f"  warm-up {step}/{num_steps} loss {loss.item():.3f} {time.monotonic() - started:.1f} s",
+                flush=True,
+            )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Configuration of a model to create."""
+
+    hf: dict[str, Any]
+    """The model's config.json."""
+    in_chat: bool = False
+    """Whether prompts go through the chat template."""
+    seed: int = 0
+    num_steps: int = 240
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings that determine the files, as the marker stores them."""
+        said: dict[str, Any] = {"format": FORMAT, "seed": self.seed, "warmup_steps": self.num_steps}
+        return said if self.hf == TINY else said | {"model": self.hf, "in_chat": self.in_chat}
+
+
+def build(folder: Path, data: Path, plan: Plan) -> float:
+    """Make everything in ``folder``; return the accuracy on the held-out problems."""
+    import torch
+
+    torch.set_num_threads(1)  # sums in a fixed order; more threads gain nothing at this size
+    torch.manual_seed(plan.seed)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, plan.hf)
+    if plan.num_steps:
+        problems = read_problems(data / "train.jsonl", tokenizer, in_chat=plan.in_chat)
+        warm_up(model, problems, num_steps=plan.num_steps, seed=plan.seed)
+    share = 0.0
+    if plan.num_steps:
+        share = accuracy(
+            model.eval(), read_problems(data / "heldout.jsonl", tokenizer, in_chat=plan.in_chat)
+        )
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    if plan.hf["model_type"] in PREDICTS_MORE:
+        add_prediction_layer(folder, plan.hf)
+    print(
+        f"  {sum(p.numel() for p in model.parameters())} parameters, {share:.1%} of the held-out problems right"
+    )
+    return share
+
+
+def add_prediction_layer(folder: Path, hf: Mapping[str, Any]) -> None:
+    """Add the untrained layer for multi-token prediction after the last layer, as in GLM-4.5's
+    checkpoint.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path, number = folder / "model.safetensors", hf["num_hidden_layers"]
+    tensors = load_file(path)
+    last, behind = f"model.layers.{number - 1}.", f"model.layers.{number}."
+    more = {
+        behind + name.removeprefix(last): value.clone()
+        for name, value in tensors.items()
+        if name.startswith(last)
+    }
+    norm = tensors["model.norm.weight"]
+    more |= {
+        behind + name: norm.clone()
+        for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+    }
+    more[behind + "eh_proj.weight"] = torch.randn(norm.numel(), 2 * norm.numel()) * 0.02
+    more[behind + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    more[behind + "shared_head.head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | more, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"num_nextn_predict_layers": 1}, indent=2) + "\n"
+    )
+
+
+def quantised(source: Path, folder: Path, block: tuple[int, int]) -> None:
+    """The same model with the matrices of its layers in FP8, a scale for each block."""
+    from safetensors.torch import load_file, save_file
+
+    from rlpost.weights.quantise import BlockFp8
+
+    tensors = load_file(source / "model.safetensors")
+    names = frozenset(
+        name
+        for name in tensors
+        if name.startswith("model.layers.") and name.endswith("_proj.weight")
+    )
+    fp8 = BlockFp8(names, block)
+    for path in source.iterdir():
+        if path.suffix in (".json", ".jinja") and path.name != COMPLETE:
+            shutil.copy(path, folder / path.name)
+    stored = {
+        key: value for name in tensors for key, value in fp8.tensors(name, tensors[name]).items()
+    }
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    said = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block),
+    }
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": said}, indent=2) + "\n"
+    )
+
+
+def is_complete(out: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether ``out`` holds everything that a call with these settings would make."""
+    marker = out / COMPLETE
+    if not marker.is_file():
+        return False
+    made = json.loads(marker.read_text())
+    return made["settings"] == settings and all((out / name).is_file() for name in made["files"])
+
+
+def publish(built: Path, out: Path, said: dict[str, Any]) -> None:
+    """Move the files of ``built`` into ``out``, the marker last, so that it implies a complete
+    folder.
+    """
+    unfinished = built / COMPLETE
+    # Marks the folder as created here, in case this process is killed.
+    unfinished.write_text(json.dumps({"settings": None, "files": []}) + "\n")
+    os.replace(unfinished, out / COMPLETE)
+    said["files"] = sorted(path.name for path in built.iterdir())
+    for name in said["files"]:
+        os.replace(built / name, out / name)
+    marker = built / COMPLETE
+    marker.write_text(json.dumps(said, indent=1) + "\n")
+    os.replace(marker, out / COMPLETE)
+
+
+def produce(out: Path, settings: Mapping[str, Any], make: Callable[[Path], float]) -> None:
+    """Create files with ``make`` and move them to ``out``, unless ``out`` is complete."""
+    if is_complete(out, settings):
+        print(f"{out}: already there")
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    theirs = sorted(
+        path.name
+        for path in out.iterdir()
+        if path.name == "config.json" or path.suffix == ".safetensors"
+    )
+    if theirs and not (out / COMPLETE).exists():
+        sys.exit(
+            f"--out {out}: holds {theirs[0]} and no {COMPLETE}, so it is a model that was not made here; "
+            "name another folder"
+        )
+    print(f"{out}: making a tiny model", flush=True)
+    built = out / f".building.{os.getpid()}"
+    shutil.rmtree(built, ignore_errors=True)
+    built.mkdir()
+    try:
+        share = make(built)
+        publish(built, out, {"settings": settings, "heldout_accuracy": share})
+    finally:
+        shutil.rmtree(built, ignore_errors=True)
+    print(f"{out}: done")
+
+
+def make_problems(data: Path) -> None:
+    """Create the problems if they are missing."""
+    if not all((data / name).is_file() for name in ("train.jsonl", "heldout.jsonl")):
+        arithmetic_data.main(["--out", str(data)])
+
+
+def make_scaled(recipe: Path, ranks: int, *, seed: int, num_steps: int) -> None:
+    """Create a recipe's small model and its problems in the folders of the scaled-down recipe."""
+    from rlpost.actor.hf_config import hf_config
+    from rlpost.cli.scaled import model_words
+    from rlpost.config.load import files_of, load
+    from rlpost.config.scale_down import FOLDER, FP8_BLOCK, MODEL, MODEL_FP8, scale_down
+
+    config = load(files_of(recipe, {}), {}).config
+    words, fp8 = model_words(config)
+    small = scale_down(config, words, ranks=ranks, fp8=fp8).config
+    words |= {name: value for name, value in small.model.model_dump().items() if value is not None}
+    plan = Plan(hf_config(words), config.rollout.apply_chat_template, seed, num_steps)
+    folder = FOLDER / config.cluster.job_name
+    make_problems(folder)
+    produce(folder / MODEL, plan.settings, lambda built: build(built, folder, plan))
+
+    def quantise(built: Path) -> float:
+        quantised(folder / MODEL, built, FP8_BLOCK)
+        return float(json.loads((folder / MODEL / COMPLETE).read_text())["heldout_accuracy"])
+
+    if fp8:
+        produce(folder / MODEL_FP8, plan.settings | {"block": list(FP8_BLOCK)}, quantise)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("assets/tiny"), help="folder of the model")
+    parser.add_argument("--data", type=Path, help="folder of the problems (default: --out)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the weights and of the warm-up"
+    )
+    parser.add_argument(
+        "--warmup-steps", type=int, default=240, help="supervised steps of 64 problems"
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=TINY["num_hidden_layers"],
+        help="layers of the model, such as 6 for a teacher of docs/distillation.md",
+    )
+    parser.add_argument(
+        "--recipe", type=Path, nargs="+", default=[], help="create small models of these recipes"
+    )
+    parser.add_argument(
+        "--scale-down",
+        type=int,
+        default=2,
+        metavar="RANKS",
+        help="as of rlpost submit (default: 2)",
+    )
+    arguments = parser.parse_args(argv)
+    for recipe in arguments.recipe:
+        make_scaled(
+            recipe, arguments.scale_down, seed=arguments.seed, num_steps=arguments.warmup_steps
+        )
+    if arguments.recipe:
+        return 0
+    out, data = arguments.out, arguments.data or arguments.out
+    hf = TINY | {"num_hidden_layers": arguments.layers}
+    plan = Plan(hf, seed=arguments.seed, num_steps=arguments.warmup_steps)
+    if not is_complete(out, plan.settings):
+        make_problems(data)
+    produce(out, plan.settings, lambda built: build(built, data, plan))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

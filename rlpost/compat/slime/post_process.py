@@ -1,0 +1,102 @@
+"""slime's reward post-processing: a user function in place of the normalisation of a group.
+
+Input: scored groups, and a function ``(args, samples, **kwargs) -> (raw_rewards, rewards)`` with a
+number for each sample. Output: groups with ``rewards``, from which advantages follow without another
+baseline; ``raw_rewards`` are those that are reported. Samples have the tokens, texts, labels and
+rewards of slime's; prompts have no text or metadata, which scored groups do not hold. What the
+function changes in a sample has no effect.
+Source: slime, ``slime/ray/rollout.py`` at 624b824, ``_post_process_rewards``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlpost.algorithm.plugin import blamed_on, checked_interface, load_function
+from rlpost.compat.slime.arguments import Arguments, settings_of
+from rlpost.compat.slime.modules import sample_class
+from rlpost.compat.slime.sample import shown
+from rlpost.config.tree import Config
+from rlpost.errors import ConfigError
+from rlpost.types import Prompt, SampleGroup
+
+KEY = "custom_reward_post_process_path"
+
+
+@dataclass(frozen=True, slots=True)
+class PostProcessed:
+    """Groups with the rewards to train on, and the raw rewards of all samples in order."""
+
+    groups: tuple[SampleGroup, ...]
+    raw_rewards: tuple[float, ...]
+
+
+class RewardPostProcess:
+    """The function of --custom-reward-post-process-path on rlpost's groups."""
+
+    def __init__(self, path: str, function: Callable[..., object], args: Arguments) -> None:
+        self._path, self._function, self._args = path, function, args
+
+    def __call__(self, groups: Sequence[SampleGroup]) -> PostProcessed:
+        """Call the function once, with all samples of a rollout.
+
+        Raises:
+            ConfigError: the function fails, or does not return two finite numbers for each sample.
+        """
+        samples = [made for group in groups for made in self._samples(group)]
+        with blamed_on(self._path, key=KEY):
+            found = self._function(self._args, samples)
+        raw, rewards = self._checked(found, len(samples))
+        left = iter(rewards)
+        changed = (
+            replace(
+                group, samples=tuple(replace(each, reward=next(left)) for each in group.samples)
+            )
+            for group in groups
+        )
+        return PostProcessed(tuple(changed), raw)
+
+    def _samples(self, group: SampleGroup) -> list[Any]:
+        key = self._args.reward_key
+        return [
+            shown(
+                Prompt(group.prompt_id, "", each.sample.prompt_ids, each.sample.label),
+                each.sample,
+                siblings=self._args.n_samples_per_prompt,
+                reward={key: each.reward} if key else each.reward,
+                kind=sample_class(),
+            )
+            for each in group.samples
+        ]
+
+    def _checked(self, found: Any, count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        try:
+            raw, rewards = (tuple(float(value) for value in values) for values in found)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{KEY} = {self._path}: got {found!r:.200} ({error}); return two lists, the raw "
+                "rewards and those to train on, with a number for each sample"
+            ) from error
+        if not len(raw) == len(rewards) == count or not all(map(math.isfinite, rewards)):
+            raise ConfigError(
+                f"{KEY} = {self._path}: got {len(raw)} raw rewards and {len(rewards)} rewards for "
+                f"{count} samples, or one that is not finite; return a finite number for each"
+            )
+        return raw, rewards
+
+
+def reward_post_process(config: Config) -> RewardPostProcess | None:
+    """Load the function of --custom-reward-post-process-path; None without.
+
+    Raises:
+        ConfigError: it cannot be imported, or has another signature.
+    """
+    path = config.grpo.custom_reward_post_process_path
+    if path is None:
+        return None
+    function = load_function(path, key=KEY)
+    checked_interface("reward post-process", function, key=KEY, path=path)
+    return RewardPostProcess(path, function, Arguments(settings_of(config)))

@@ -1,0 +1,49 @@
+"""When each step of a run ended, in hours since its submission. Pure.
+
+Input: the ledger's entries and the lines of ``metrics.jsonl``. Output: points (step, hours) for the
+time axis of the plots. A line has no time of its own: a step ended as long after its attempt was
+ready as the steps before it took, evaluations and checkpoints included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from rlpost.report.series import Point, thin
+
+PAUSES = ("time/eval_s", "checkpoint/blocking_s")
+"""Metrics of a line that are no part of its ``time/step_s``."""
+MAX_CLOCK_POINTS = 400
+HOUR = 3600.0
+
+
+def hours_of_steps(
+    events: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, float]]
+) -> list[Point]:
+    """Return (step, hours since the first entry) in ascending order of both.
+
+    Few points, between which a plot interpolates. Empty before the first attempt was ready.
+    """
+    entries = [(datetime.fromisoformat(entry["time"]), entry) for entry in events]
+    if not entries:
+        return []
+    begin, starts = entries[0][0], []
+    for when, entry in entries:
+        if entry["event"] == "ready":
+            starts.append((int(entry.get("step") or 0), (when - begin).total_seconds()))
+    if not starts:
+        return []
+    # A later attempt replaced the steps after the one that it resumed from.
+    found: list[Point] = []
+    for number, (first_step, ready_s) in enumerate(starts):
+        until = min((step for step, _ in starts[number + 1 :]), default=float("inf"))
+        own = [line for line in lines if first_step < line["step"] <= until]
+        if number == 0:
+            own = [line for line in lines if line["step"] <= first_step] + own
+        clock_s = max(ready_s, found[-1][1] * HOUR if found else 0.0)
+        for line in own:
+            clock_s += sum(line.get(name, 0.0) for name in ("time/step_s", *PAUSES))
+            found.append((float(line["step"]), clock_s / HOUR))
+    return thin(found, MAX_CLOCK_POINTS)

@@ -1,0 +1,194 @@
+"""A rehearsal of each kind of model and of training: none has a fault, and planted ones are found.
+
+Models are the tiny ones of ``tests/contract/families.py``, on eight ranks at TP 2, PP 2, EP 2, DP 2.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from rlpost.actor.memory import GRADS, OPTIMIZER, WEIGHTS, DeviceMemory
+from rlpost.config.tree import Config
+from rlpost.orchestration.settings_of_actors import actor_settings
+from rlpost.rehearsal import check, coverage, critic
+from rlpost.rehearsal.facts import RankFacts
+from rlpost.rehearsal.published import published
+from rlpost.rehearsal.rehearse import rehearse
+from rlpost.rehearsal.result import Result
+from rlpost.rehearsal.run import Options, rehearse_run
+from tests.contract.cuda.test_every_rank import recipe_config, words_of
+from tests.contract.families import make_family_config
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="run with CUDA_VISIBLE_DEVICES= (empty)"),
+    pytest.mark.filterwarnings("ignore"),  # Megatron repeats each of its own for every rank
+]
+EIGHT: dict[str, dict[str, Any]] = {
+    "perf": {
+        "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+        "sequence_parallel": True, "max_tokens_per_gpu": 96, "use_dynamic_batch_size": True,
+    },
+    "cluster": {
+        "actor_num_nodes": 1, "actor_num_gpus_per_node": 8, "num_gpus_per_node": 8,
+        "rollout_num_gpus_per_engine": 8, "colocate": True,
+    },
+    "rollout": {"rollout_max_response_len": 48, "rollout_max_prompt_len": 16, "rollout_batch_size": 2,
+                "n_samples_per_prompt": 8},
+    "sync": {"update_weight_buffer_size": 50_000},
+    "optimizer": {"optimizer_cpu_offload": False},
+}  # fmt: skip
+DENSE, MOE = "qwen3", "glm4.5-moe"
+NEWER = ("deepseek-v3-moe", "glm4.7-flash-moe", "qwen3-next-moe", "qwen3.5", "gpt-oss-moe", "minimax-m2-moe",
+         "qwen2-moe")  # fmt: skip
+LORA = {"lora": {"lora_rank": 4}}
+LORA_EXPERTS = {
+    "lora": {"lora_rank": 4, "lora_targets": ("linear_qkv", "linear_fc1", "linear_fc2", "experts")}
+}
+PPO = {"grpo": {"advantage_estimator": "ppo"}}
+MUON = {"optimizer": {"optimizer": "muon", "optimizer_cpu_offload": False},
+        "perf": {"use_distributed_optimizer": False}}  # fmt: skip
+TRAININGS = {
+    "LoRA": (DENSE, LORA), "LoRA of experts": (MOE, LORA_EXPERTS), "LoRA with a reference": (
+        DENSE, LORA | {"grpo": {"use_kl_loss": True}}
+    ),
+    "PPO": (DENSE, PPO), "PPO of a tied model": ("qwen3-tied", PPO), "PPO with experts": (MOE, PPO),
+    "Muon": (DENSE, MUON), "Muon with experts": (MOE, MUON),
+}  # fmt: skip
+
+
+def config_of(model: str, folder: Path, changed: dict[str, Any]) -> Config:
+    """The settings of a tiny model on eight ranks; its config.json lies where they say."""
+    make_family_config(folder / "model", model)
+    hf = json.loads((folder / "model" / "config.json").read_text())
+    experts = {"perf": {"expert_model_parallel_size": 2 if model.endswith("moe") else 1}}
+    merged: dict[str, dict[str, Any]] = {"model": words_of(hf)}
+    for given in (EIGHT, experts, changed):
+        for group, values in given.items():
+            merged[group] = merged.get(group, {}) | values
+    return recipe_config("tiny", folder, **merged)[0]
+
+
+def rehearsed(model: str, folder: Path, changed: dict[str, Any]) -> Result:
+    config = config_of(model, folder, changed)
+    return rehearse_run(config, actor_settings(config), Options())
+
+
+def faults(result: Result) -> dict[str, tuple[str, ...]]:
+    return {one.name: one.faults[:5] for one in result.checks if one.faults}
+
+
+@pytest.mark.parametrize("model", NEWER)
+def test_a_family_has_no_fault(tmp_path, model):
+    result = rehearsed(model, tmp_path, {})
+    assert faults(result) == {}
+    assert len(result.ran) < 8, "two ranks of each class agree"
+
+
+@pytest.mark.parametrize("kind", TRAININGS)
+def test_a_kind_of_training_has_no_fault(tmp_path, kind):
+    model, changed = TRAININGS[kind]
+    result = rehearsed(model, tmp_path, changed)
+    assert faults(result) == {}
+    assert len(result.ran) < 8, "two ranks of each class agree"
+
+
+# Planted faults.
+
+
+def built(model: str, folder: Path, changed: dict[str, Any]) -> tuple[Config, dict[int, RankFacts]]:
+    config = config_of(model, folder, changed)
+    made = rehearse(config, actor_settings(config))
+    assert made.problems == []
+    return config, dict(made.ranks)
+
+
+def test_an_adapter_in_the_wrong_place_and_one_without_optimizer_are_found(tmp_path):
+    config, ranks = built(DENSE, tmp_path, LORA)
+    expected = check.expected_of(config, hf_of(tmp_path))
+    assert all(one.adapters for one in ranks.values())
+    adapters = ranks[5].adapters
+    index = next(number for number, one in enumerate(adapters) if one.num_shards == 2)
+    moved = replace(adapters[index], shard=1 - adapters[index].shard)
+    wrong = {
+        **ranks,
+        5: replace(ranks[5], adapters=(*adapters[:index], moved, *adapters[index + 1 :])),
+    }
+    (fault,) = check.adapter_problems(wrong, expected)
+    assert fault.startswith(f"rank 5: it holds shard {moved.shard} of {moved.name}")
+    without = replace(adapters[index], optimizer=None)
+    spread = config.perf.use_distributed_optimizer
+    bare = {
+        rank: replace(one, adapters=tuple(replace(each, optimizer=None) for each in one.adapters))
+        for rank, one in ranks.items()
+    }
+    assert without.name in " ".join(coverage.optimizer_problems(bare, spread=spread))
+    fewer = {**ranks, 6: replace(ranks[6], adapters=ranks[6].adapters[:-1])}
+    (fault,) = check.adapter_problems(fewer, expected)
+    assert fault.startswith("rank 6: ")
+    assert "are in adapters, the planner counts" in fault
+
+
+def hf_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "model" / "config.json").read_text())
+    return found
+
+
+def test_a_critic_without_its_head_or_its_optimizer_is_found(tmp_path):
+    config, ranks = built(MOE, tmp_path, PPO)
+    hf = hf_of(tmp_path)
+    expected, policy = check.expected_of(config, hf), published(hf)
+    assert list(critic.weight_problems(ranks, expected, policy)) == []
+
+    def changed(rank: int, **fields: Any) -> dict[int, RankFacts]:
+        facts = ranks[rank]
+        assert facts.critic is not None
+        return {**ranks, rank: replace(facts, critic=replace(facts.critic, **fields))}
+
+    weights = ranks[7].critic.weights
+    headless = changed(7, weights=tuple(one for one in weights if "output_layer" not in one.name))
+    found = list(critic.weight_problems(headless, expected, policy))
+    assert any(line.startswith("critic: rank 7: it lacks score.weight") for line in found), found
+    whole = next(number for number, one in enumerate(weights) if one.optimizer is not None)
+    start, end = weights[whole].optimizer
+    cut = replace(weights[whole], optimizer=(start, end - 1))
+    gap = changed(7, weights=(*weights[:whole], cut, *weights[whole + 1 :]))
+    (fault,) = critic.optimizer_problems(gap, spread=True)
+    assert cut.name in fault
+    assert "7" in fault
+    unwritten = changed(4, checkpoint=())
+    assert list(critic.checkpoint_problems(unwritten, expected, policy)) != []
+
+
+@pytest.mark.parametrize("part", [WEIGHTS, GRADS, OPTIMIZER])
+def test_a_part_that_does_not_return_from_offload_is_found(tmp_path, part):
+    """On every rank: the check of one rank does not need the others."""
+    restore = DeviceMemory.restore
+
+    def forgetful(self: DeviceMemory, *parts: str) -> dict[str, int]:
+        return restore(self, *(one for one in parts if one != part))
+
+    with patch.object(DeviceMemory, "restore", forgetful):
+        result = rehearsed(DENSE, tmp_path, {})
+    found = faults(result)["offload while engines generate, and onload"]
+    assert found[0].startswith(f"rank 0: the {part} had ")
+    assert "after a cycle have 0 bytes" in found[0]
+
+
+def test_a_part_that_stays_on_the_gpu_is_found(tmp_path):
+    offload = DeviceMemory.offload
+
+    def partial_offload(self: DeviceMemory, *parts: str) -> dict[str, int]:
+        return offload(self, *(one for one in parts if one != GRADS))
+
+    with patch.object(DeviceMemory, "offload", partial_offload):
+        result = rehearsed(DENSE, tmp_path, {})
+    found = faults(result)["offload while engines generate, and onload"]
+    assert "of the grads stay on the device while engines generate" in found[0]

@@ -1,0 +1,119 @@
+"""A real SGLang engine of each family that it can run on a CPU: after a training step and an update
+its log-probs are those of the trainer. docs/actor.md says what keeps the other families off a CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlpost.actor.settings import ActorSettings
+from rlpost.rollout.client import EngineClient
+from rlpost.rollout.engine import Engine
+from rlpost.rollout.engine_side_weights import WeightUpdate
+from rlpost.rollout.teacher import TeacherServer
+from rlpost.types import EngineAddress, Sample, TrainSample
+from tests.contract.actor_ranks import run_ranks, step_and_score
+from tests.contract.conftest import START_DEADLINE_S
+from tests.contract.families import load_folder, make_family
+from tests.contract.samples import STEPS
+from tests.contract.test_sglang import Sender, buckets_of
+from tests.ports import free_ports
+
+pytestmark = pytest.mark.timeout(900)
+KEY, NEW_TOKENS = "families-key", 6
+BUCKET_BYTES = 50_000
+"""Few enough that a layer is in several buckets."""
+SERVED = (
+    "qwen2-moe",
+    pytest.param("minimax-m2-moe", marks=pytest.mark.slow),
+    pytest.param("glm4.7-flash-moe", marks=pytest.mark.slow),
+    pytest.param("deepseek-v3-moe", marks=pytest.mark.slow),
+)
+
+
+def as_answer(sample: TrainSample) -> Sample:
+    prompt, response = (
+        sample.token_ids[: sample.prompt_length],
+        sample.token_ids[sample.prompt_length :],
+    )
+    return Sample(0, 0, prompt, response, (0.0,) * len(response), "", "length", 0)
+
+
+async def scores(address: EngineAddress, samples: list[TrainSample]) -> list[list[float]]:
+    """The engine's log-probs of given responses."""
+    engine = TeacherServer(address.url, timeout_s=120, api_key=KEY)
+    try:
+        return [list(await engine.logprobs(as_answer(sample))) for sample in samples]
+    finally:
+        await engine.close()
+
+
+async def generated(address: EngineAddress, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """A sampled answer with its log-probs."""
+    client = EngineClient(address.url, KEY)
+    sampling = {"temperature": 1.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+    answer: Any = await client.request("POST", "/generate", body)
+    entries = answer["meta_info"]["output_token_logprobs"]
+    return [entry[1] for entry in entries], [entry[0] for entry in entries]
+
+
+async def update(address: EngineAddress, folder: Path, buckets: list[list[str]]) -> None:
+    """Send the weights of a folder over a process group."""
+    weights = load_folder(folder)
+    whole = WeightUpdate([address], api_key=KEY, timeout_s=120)
+    sender = Sender(weights, buckets_of(weights, buckets))
+    await sender.meet(whole)
+    await whole.update(1, sender.mover)
+    await sender.part(whole)
+
+
+def difference(ours: list[list[float]], theirs: list[list[float]]) -> float:
+    """The largest over all tokens."""
+    pairs = zip(chain(*ours), chain(*theirs), strict=True)
+    return max(abs(one - other) for one, other in pairs)
+
+
+@torch.no_grad()
+def transformers_logprobs(folder: Path, prompt: list[int], response: list[int]) -> list[float]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_an_updated_engine_has_the_log_probs_of_the_trainer(tmp_path: Path, name: str) -> None:
+    old, new, samples = tmp_path / "old", tmp_path / "new", STEPS[0]
+    make_family(old, name)
+    settings = ActorSettings(str(old), lr=3e-2, distributed_timeout_minutes=5)
+    (trained,) = run_ranks(
+        step_and_score, 1, settings, samples=samples, export=str(new), bucket_bytes=BUCKET_BYTES
+    )
+    engine = Engine(
+        model_path=str(old),
+        api_key=KEY,
+        server_args={"skip_tokenizer_init": True},
+        log_path=tmp_path / "engine.log",
+    )
+    try:
+        address = engine.start("127.0.0.1", free_ports(1)[0], deadline_s=START_DEADLINE_S)
+        before = asyncio.run(scores(address, samples))
+        asyncio.run(update(address, new, trained["buckets"]))
+        after = asyncio.run(scores(address, samples))
+        prompt = [5, 6, 7]
+        response, logprobs = asyncio.run(generated(address, prompt))
+    finally:
+        engine.stop()
+    assert difference(before, after) > 0.1
+    assert difference(trained["logprobs"], after) < 1e-4
+    assert difference([transformers_logprobs(new, prompt, response)], [logprobs]) < 1e-4

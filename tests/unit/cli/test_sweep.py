@@ -1,0 +1,150 @@
+"""``rlpost sweep``: every point is a run like any other, all are checked before one is submitted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common.run_folder import RunFolder
+from rlpost.cli.main import main
+from rlpost.cli.sweep import MAX_POINTS, parse_grid, points_of, submitted_arguments
+from rlpost.errors import ConfigError
+from tests.unit.cli.projects import make_project
+from tests.unit.report.runs import make_run
+from tests.unit.report.test_page import Reader
+
+GRID = ("--grid", "lr=1e-6,2e-6", "rollout_seed=1,2")
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    make_project(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def slurm(project: Path, monkeypatch) -> Path:
+    """Commands of a Slurm that gives jobs the numbers 1, 2, ... and knows none of them."""
+    commands = project / "bin"
+    commands.mkdir()
+    count = f"n=$(($(cat {project}/n 2>/dev/null || echo 0) + 1)); echo $n > {project}/n"
+    for name, text in {
+        "scontrol": "exit 0",
+        "srun": "exit 1",
+        "squeue": "exit 0",
+        "sacct": "exit 0",
+        "sbatch": f"{count}; echo Submitted batch job $n",
+    }.items():
+        (commands / name).write_text(f"#!/bin/sh\n{text}\n")
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
+    return project
+
+
+def error_of(capsys, *arguments: str) -> str:
+    assert main(["sweep", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_grid_is_every_combination():
+    grid = parse_grid(["lr=1e-6,2e-6", "--rollout-seed=1,2,3"])
+    points = points_of("s", grid)
+    assert len(points) == 6
+    assert points[1].run == "s-p1"
+    assert points[1].arguments == ["--lr", "1e-6", "--rollout-seed", "2"]
+    assert {tuple(point.values.values()) for point in points} == {
+        (lr, seed) for lr in ("1e-6", "2e-6") for seed in "123"
+    }
+    with pytest.raises(ConfigError, match=f"more than {MAX_POINTS} points"):
+        points_of("s", {"lr": [str(n) for n in range(20)], "rollout_seed": list("ab") * 10})
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ("lr", "must be SETTING=VALUE,VALUE"),
+        ("lr=1,", "must be SETTING=VALUE,VALUE"),
+        ("lrr=1,2", "no setting lrr"),
+        ("lr=1e-6,1e-6", "each value once"),
+    ],
+)
+def test_a_grid_that_means_nothing_is_refused(project, capsys, grid, message):
+    assert message in error_of(capsys, "recipe.toml", "--grid", grid)
+
+
+def test_the_words_of_the_sweep_do_not_reach_its_runs():
+    words = ["r.toml", "--grid=lr=1,2", "seed=1", "--nodes", "2", "--name=s", "--resume", "--local"]
+    assert submitted_arguments(words) == ["r.toml", "--nodes", "2", "--local"]
+
+
+def test_a_dry_run_prints_the_scripts_that_submit_would_and_leaves_nothing(project, capsys):
+    flags = ["recipe.toml", "--dry-run", "--partition", "low"]
+    assert main(["sweep", *flags, *GRID, "--name", "s"]) == 0
+    printed = capsys.readouterr().out
+    expected = ""
+    for number, (lr, seed) in enumerate((lr, seed) for lr in ("1e-6", "2e-6") for seed in "12"):
+        own = ["--lr", lr, "--rollout-seed", seed, "--run-folder", f"runs/s-p{number}"]
+        assert main(["submit", *flags, *own]) == 0
+        expected += f"# s-p{number}: lr={lr} rollout_seed={seed}\n" + capsys.readouterr().out
+    assert printed == expected
+    assert not (project / "runs").exists()
+
+
+def test_nothing_is_submitted_when_one_point_is_wrong(slurm, capsys):
+    message = error_of(capsys, "recipe.toml", "--grid", "lr=1e-6,-1", "--name", "s")
+    assert "lr=-1: " in message and "nothing was submitted" in message
+    assert not (slurm / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--run-folder", "x"], "--run-folder: means one run"),
+        (["--lr", "3e-6"], "--lr: --grid has it as well"),
+        (["--name", "a/b"], "must be the name of a folder"),
+    ],
+)
+def test_options_that_contradict_a_sweep_are_refused(project, capsys, more, message):
+    assert message in error_of(capsys, "recipe.toml", "--dry-run", *GRID, *more)
+
+
+def test_each_point_is_a_run_with_its_settings_and_its_job(slurm, capsys):
+    words = ["sweep", "recipe.toml", *GRID, "--name", "s"]
+    assert main(words) == 0
+    capsys.readouterr()
+    found = {}
+    for number in range(4):
+        run = RunFolder(slurm / f"runs/s-p{number}")
+        config = json.loads(run.run_json.read_text())
+        found[run.ledger.read()[0]["job_id"]] = (
+            config["optimizer"]["lr"],
+            config["rollout"]["rollout_seed"],
+        )
+    assert found == {"1": (1e-6, 1), "2": (1e-6, 2), "3": (2e-6, 1), "4": (2e-6, 2)}
+    assert main(["sweep", "s", "--json"]) in (0, 3)  # this Slurm knows no job
+    shown = json.loads(capsys.readouterr().out)
+    assert [one["values"] for one in shown][1] == {"lr": "1e-6", "rollout_seed": "2"}
+    assert "exists; use another name" in error_of(capsys, *words[1:])
+    assert main([*words, "--resume"]) == 0
+    assert capsys.readouterr().out.count("submitted before") == 4
+
+
+def test_a_sweep_is_shown_as_a_table_and_a_page(project, capsys):
+    make_run(project / "runs/s-p0", num_steps=20, preempted_at=())
+    make_run(project / "runs/s-p1", num_steps=10, preempted_at=(), seed=3)
+    points = [{"run": f"s-p{number}", "values": {"lr": f"{number + 1}e-6"}} for number in range(3)]
+    (project / "runs/s").mkdir()
+    (project / "runs/s/sweep.json").write_text(json.dumps(points))
+    assert main(["sweep", "s"]) == 0
+    out = capsys.readouterr().out
+    assert "s-p1" in out and "lr=2e-6" in out and "10/10" in out and "COMPLETED" in out
+    assert "1 of 3 runs were not submitted" in out
+    read = Reader((project / "runs/s/report.html").read_text())
+    assert {"../s-p0/report/report.html", "../s-p1/report/report.html"} <= {
+        attrs.get("href") for tag, attrs in read.elements if tag == "a"
+    }
+    assert "s-p1: lr=2e-6" in read.text
+    assert "there are s" in error_of(capsys, "t")
