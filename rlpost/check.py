@@ -25,6 +25,7 @@ from rlpost.config.checks.agents import agent_problems
 from rlpost.config.checks.algorithm import algorithm_problems
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.container import container_problems, interpreter_note
+from rlpost.config.checks.critic import own_critic_model_problems, own_critic_problems
 from rlpost.config.checks.distillation import distillation_problems
 from rlpost.config.checks.engine_model import engine_model_problems
 from rlpost.config.checks.environment import environment_problems
@@ -44,7 +45,7 @@ from rlpost.config.checks.rollout import (
 from rlpost.config.checks.routing import routing_model_problems, routing_problems
 from rlpost.config.checks.sandbox import sandbox_problems
 from rlpost.config.checks.sync import draft_problems, sync_problems
-from rlpost.config.eval_sets import ROLLOUT_KEYS, eval_sets
+from rlpost.config.eval_sets import eval_sets, set_settings
 from rlpost.config.megatron_options import option_names, option_problems
 from rlpost.config.path_variables import variable_problems
 from rlpost.config.plan.estimate import estimate, forward_pass
@@ -112,6 +113,7 @@ def _settings_problems(config: Config) -> list[str]:
         *layout_problems(config),
         *batch_problems(config),
         *algorithm_problems(config),
+        *own_critic_problems(config),
         *distillation_problems(config),
         *agent_problems(config),
         *routing_problems(config),
@@ -310,6 +312,7 @@ def _model_folder_problems(config: Config) -> list[str]:
     try:
         hf_config = json.loads((path / "config.json").read_text())
         problems += [*model_problems(config, hf_config), *routing_model_problems(config, hf_config)]
+        problems += own_critic_model_problems(config, hf_config)
         problems += fleet_model_problems(config, hf_config)
         problems += lora_model_problems(config, hf_config)
         problems += _of_file("--hf-checkpoint", _collect(lambda: _check_description(config, path)))
@@ -443,14 +446,11 @@ def _prompt_problems(config: Config) -> list[str]:
     except ConfigError:  # reported by another check
         return problems
     for one in sets:
-        overrides = {
-            key: getattr(one, key) for key in ROLLOUT_KEYS if getattr(one, key) is not None
-        }
-        settings = rollout.model_copy(update=overrides)
+        settings = set_settings(one, config.eval, rollout)
         if is_there([one.path]):
             found = _collect(partial(check_prompts, [one.path], settings))
             problems += _of_file(f"--eval-prompt-data {one.name}", found)
-        if overrides.keys() & REWARD_KEYS:
+        if any(getattr(one, key) is not None for key in REWARD_KEYS):
             problems += [
                 f"{one.name}: {line}" for line in _collect(partial(check_reward, settings))
             ]

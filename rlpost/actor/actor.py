@@ -28,7 +28,6 @@ from rlpost.actor import (
     muon,
     optimizer,
     parallel,
-    progress,
     random_state,
     weight_files,
 )
@@ -39,11 +38,13 @@ from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.model import build_model, inventory_of
 from rlpost.actor.model_description import ModelDescription, read_description
 from rlpost.actor.mtp import MtpTraining
+from rlpost.actor.old_policy import OldPolicy
 from rlpost.actor.own_time import OWN_TIME
 from rlpost.actor.packing import RowLayout
 from rlpost.actor.parallel import Rendezvous
 from rlpost.actor.passes import Logprobs, Passes
 from rlpost.actor.profiling import Profiling
+from rlpost.actor.rank import Rank
 from rlpost.actor.reference import ReferenceWeights
 from rlpost.actor.routing_replay import RoutingReplay
 from rlpost.actor.saves import Saves
@@ -57,7 +58,6 @@ from rlpost.algorithm.guards import check_finite
 from rlpost.columns import FloatColumn
 from rlpost.errors import Interrupted
 from rlpost.metrics.spans import span
-from rlpost.progress.position import Position
 from rlpost.types import StepResult, TrainBatch
 from rlpost.weights.bucket_plan import SMALLEST
 from rlpost.weights.delta import Written
@@ -69,7 +69,7 @@ from rlpost.weights.trainer_side import Broadcast, Buckets, Sharing
 logger = logging.getLogger(__name__)
 
 
-class Actor:
+class Actor(Rank):
     """One rank of the trainer."""
 
     def __init__(
@@ -150,16 +150,17 @@ class Actor:
         if settings.optimizer == "muon":
             muon.install(self.optimizer, self.inventory, settings)
         if settings.use_critic:
-            self.critic = Critic(
-                settings,
-                self.description,
-                row_layout=self.row_layout,
-                stop_points=self.stop_points,
-            )
+            layout, points = self.row_layout, self.stop_points
+            self.critic = Critic(settings, self.description, row_layout=layout, stop_points=points)
         if settings.lora_rank is not None:
             self._reference = self._adapters = Adapters(self.chunks, self.inventory)
         elif settings.needs_reference:
-            self._reference = ReferenceWeights(self.inventory, self._read_initial_weights)
+            self._reference = ReferenceWeights(
+                self.inventory, self._read_initial_weights, prepare=self._settle_weights
+            )
+        self.old_policy = OldPolicy(
+            settings, self.inventory, prepare=self._settle_weights, reference=self._reference
+        )
         if settings.has_teacher:
             self._teacher = Teacher(
                 settings, row_layout=self.row_layout, stop_points=self.stop_points
@@ -190,40 +191,6 @@ class Actor:
         self.profiling = Profiling(dist.get_rank())
 
     @property
-    def data_parallel_rank(self) -> int:
-        """Index of this rank's TrainBatch."""
-        return parallel.data_parallel_rank()
-
-    @property
-    def visible_gpu(self) -> str:
-        """The GPU of this rank, for an engine that shares it."""
-        return device.visible()
-
-    @property
-    def gpu_position(self) -> int | None:
-        """Index of this rank's GPU on its node; None if unknown or without a GPU."""
-        return device.position()
-
-    @property
-    def peak_flops(self) -> float | None:
-        """Peak FLOP/s of this rank's device; None if unknown."""
-        return device.peak_flops()
-
-    @property
-    def memory_use(self) -> dict[str, float]:
-        """Current memory use of this rank, by metric name; safe to call from another thread."""
-        return device.memory_use()
-
-    @property
-    def position(self) -> Position:
-        """Where this rank is; safe to call from another thread, also while a collective hangs."""
-        return progress.position()
-
-    def write_flight_record(self, folder: str | Path) -> str | None:
-        """Write torch's record of the newest collectives; return its path, None without one."""
-        return progress.write_flight_record(folder)
-
-    @property
     def sync_stage(self) -> int | None:
         """The pipeline stage whose weights this rank sends; None when it sends none."""
         return self.broadcast.stage if self.broadcast.is_source else None
@@ -239,6 +206,7 @@ class Actor:
         if self._adapters is not None:
             self._adapters.initialise(self.settings.seed)
         self.optimizer.reload_model_params()
+        self.old_policy.start()
         if self.critic is not None:
             self.critic.import_weights()
 
@@ -247,7 +215,13 @@ class Actor:
 
         Empty on all pipeline stages but the last.
         """
+        self.old_policy.swap_out()
         return self.passes.logprobs(batch, records_routes=True)
+
+    def compute_old_logprobs(self, batch: TrainBatch) -> Logprobs:
+        """As ``compute_logprobs``, under the weights of ``--keep-old-actor``."""
+        with self.old_policy.swapped_in():
+            return self.passes.logprobs(batch, records_routes=True)
 
     def train_step(
         self,
@@ -272,6 +246,7 @@ class Actor:
             Interrupted: at one of the ``stop_points``. Weights, optimizer and random generators are
                 unchanged.
         """
+        self.old_policy.swap_out()
         if advantages is not None:
             batch = batch.with_advantages(advantages)
         ref_logprobs = self.compute_ref_logprobs(batch) if self.settings.use_kl_loss else None
@@ -289,29 +264,22 @@ class Actor:
         check_finite(metrics)
         lr = optimizer.apply_schedule(self.optimizer, self.settings, self.num_optimizer_steps)
         self.wait_copied()
+        self.old_policy.before_step(self.num_optimizer_steps)
         with span("optimizer"):
             _, grad_norm, _ = self.optimizer.step()
         self.num_optimizer_steps += 1
-        self._update_reference()
+        if isinstance(self._reference, ReferenceWeights):
+            self._reference.after_step(self.settings, self.num_optimizer_steps)
+        self.old_policy.after_step(self.num_optimizer_steps)
         metrics |= {"train/grad_norm": float(grad_norm), "train/lr": lr}
         return StepResult(metrics, own_s=OWN_TIME.seconds())
 
     def compute_ref_logprobs(self, batch: TrainBatch) -> Logprobs:
-        """As ``compute_logprobs``, under the reference weights, swapped in for the pass."""
+        """As ``compute_logprobs``, under the reference weights."""
         assert self._reference is not None, "reference weights need use_kl_loss or kl_coef"
-        self._finish_param_sync()
-        self.wait_copied(weights_only=True)
+        self._settle_weights()
         with self._reference.swapped_in():
             return self.passes.logprobs(batch, records_routes=False)
-
-    def _update_reference(self) -> None:
-        """Make the policy the reference after the last step of every such rollout."""
-        interval, reference = self.settings.ref_update_interval, self._reference
-        if interval is None or not isinstance(reference, ReferenceWeights):
-            return
-        if self.num_optimizer_steps % (interval * self.settings.num_steps_per_rollout) == 0:
-            self._finish_param_sync()
-            reference.take()
 
     def compute_teacher_logprobs(self, batch: TrainBatch) -> Logprobs:
         """As ``compute_logprobs``, under the teacher of --opd-teacher-load."""
@@ -331,9 +299,9 @@ class Actor:
         self, batch: TrainBatch, values: Values | None, returns: Sequence[FloatColumn]
     ) -> StepResult:
         """Run one optimizer step of the critic; see ``Critic.train_step``."""
-        critic = self._critic()
         self.wait_copied()
-        return StepResult(critic.train_step(batch, values, returns), own_s=OWN_TIME.seconds())
+        metrics = self._critic().train_step(batch, values, returns)
+        return StepResult(metrics, own_s=OWN_TIME.seconds())
 
     def _critic(self) -> Critic:
         assert self.critic is not None, "a critic needs --advantage-estimator ppo"
@@ -350,17 +318,15 @@ class Actor:
         Raises:
             CheckpointError: a rank cannot write; raised on every rank.
         """
+        self.old_policy.swap_out()
         self.saves.finish_leniently()
         megatron_checkpoint.create_folder(Path(folder), step)
         self._finish_param_sync()
         if isinstance(self._reference, ReferenceWeights):
             self._reference.save(folder, self.chunks, buffer_bytes=self.settings.save_buffer_bytes)
+        self.old_policy.save(folder, self.chunks, buffer_bytes=self.settings.save_buffer_bytes)
         done = megatron_checkpoint.Progress(step, self.num_optimizer_steps)
         self.saves.start(folder, done, in_background=in_background)
-
-    def set_save_buffer(self, num_bytes: int) -> None:
-        """Replace the host buffer of saves by one of ``num_bytes``. Collective."""
-        self.saves.set_buffer(num_bytes)
 
     def wait_copied(self, *, weights_only: bool = False) -> None:
         """Wait until a background save has copied the state (or the weights)."""
@@ -395,6 +361,7 @@ class Actor:
             self._read_initial_weights()
         elif isinstance(self._reference, ReferenceWeights):
             self._reference.load(folder, self.chunks)
+        has_old = self.old_policy.load(folder, self.chunks)
         progress = megatron_checkpoint.load(
             folder,
             chunks=self.chunks,
@@ -403,6 +370,8 @@ class Actor:
             adapters=checkpoint_settings(self.settings),
         )
         self.num_optimizer_steps = progress.num_optimizer_steps
+        if not has_old:
+            self.old_policy.start()
         if self.critic is not None:
             self.critic.load(folder)
         return progress.step
@@ -411,6 +380,11 @@ class Actor:
         """Write the weights as a Hugging Face folder; see ``weight_files.export``."""
         self._finish_param_sync()
         weight_files.export(self.exporter, self.inventory, folder, self.description, self.settings)
+
+    def export_engine_weights(self, folder: str | Path) -> None:
+        """As ``export``, the weights of the engines' last update."""
+        with self.old_policy.swapped_in():
+            self.export(folder)
 
     def export_critic(self, folder: str | Path) -> None:
         """Write the critic as a Hugging Face folder of a model for token classification.
@@ -476,6 +450,11 @@ class Actor:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+
+    def _settle_weights(self) -> None:
+        """Wait for everything that reads or writes the weights; call before swapping them."""
+        self._finish_param_sync()
+        self.wait_copied(weights_only=True)
 
     def _finish_param_sync(self) -> None:
         """Wait for overlapped parameter gathers; call before reading weights.

@@ -89,6 +89,9 @@ class ActorSettings(LossSettings):
     use_rollout_routing_replay: bool = False
     use_routing_replay: bool = False
     ref_update_interval: int | None = None
+    update_weights_interval: int = 1
+    keep_old_actor: bool = False
+    num_critic_only_steps: int = 0
     num_steps_per_rollout: int = 1
     seed: int = 1234
     temperature: float = 1.0
@@ -106,6 +109,11 @@ class ActorSettings(LossSettings):
     critic_lr: float | None = None
     critic_lr_warmup_iters: int = 0
     value_clip: float | None = 0.2
+
+    @property
+    def has_old_policy(self) -> bool:
+        """Whether a rank keeps the weights of the last update of the engines."""
+        return self.keep_old_actor or self.update_weights_interval > 1
 
     @property
     def of_critic(self) -> ActorSettings:

@@ -19,8 +19,10 @@ from rlpost.cli.job import as_the_job_would, job_spec, with_container
 from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.terminal import named_lines, terminal_width
 from rlpost.config.checks.missing import image_problems
+from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.load import Loaded
-from rlpost.config.plan.estimate import engine_weights, fullest_held
+from rlpost.config.plan.engine_weights import engine_weights
+from rlpost.config.plan.estimate import fullest_held
 from rlpost.config.tree import Config
 from rlpost.config.wording import near_path, with_origins
 from rlpost.errors import ConfigError, WeightError
@@ -133,6 +135,7 @@ def arithmetic(config: Config) -> list[tuple[str, str]]:
             f"{'the same' if cluster.colocate else generates} generate",
         ),
         ("trainer", f"{trains} ranks = {_layout(config)}"),
+        *_critic_lines(config),
         (
             "engines",
             ", ".join(config.sglang.rollout_external_engine_addrs)
@@ -151,6 +154,14 @@ def arithmetic(config: Config) -> list[tuple[str, str]]:
         ),
     ]
     return [*lines, *_model_lines(config), *_file_lines(config)]
+
+
+def _critic_lines(config: Config) -> list[tuple[str, str]]:
+    """The ranks of a critic on its own GPUs."""
+    if not config.has_own_critic:
+        return []
+    own = critic_ranks(config)
+    return [("critic", f"{own.actor_world_size} ranks = {_layout(own)}, on their own GPUs")]
 
 
 def _layout(config: Config) -> str:

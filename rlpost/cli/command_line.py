@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rlpost.cli.epochs import with_epochs
 from rlpost.cli.scaled import scaled, table
 from rlpost.cli.secret_flags import KEY_FLAGS, take_keys
 from rlpost.config import flags
@@ -58,7 +59,7 @@ def settings(
     recipe = None if namespace.recipe is None else Path(namespace.recipe)
     cluster = namespace.cluster or site_profile(recipe)
     files = files_of(recipe, {"model": namespace.model, "cluster": cluster})
-    loaded = with_runs_dir(load(files, values), os.environ)
+    loaded = with_epochs(with_runs_dir(load(files, values), os.environ))
     if (ranks := getattr(namespace, "scale_down", None)) is not None:
         loaded, changes = scaled(loaded, ranks)
         if not namespace.print_config:

@@ -82,6 +82,11 @@ def rehearsed(
             "a rehearsal needs engines of this run, and --rollout-num-gpus is 0 or the engines are "
             "external; use rlpost plan"
         )
+    if config.has_own_critic:
+        raise ConfigError(
+            "--critic-own-gpus true: a rehearsal has the ranks of the policy alone; use "
+            "--critic-own-gpus false for it, or rlpost plan"
+        )
     actor = actor_settings(config)
     if actor.only_train_params_name_list or actor.freeze_params_name_list:
         raise ConfigError(

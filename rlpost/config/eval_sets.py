@@ -26,6 +26,7 @@ from pydantic import Field, ValidationError
 
 from rlpost.config.groups.base import Fraction, FunctionPath, Group, Positive, TopK
 from rlpost.config.groups.eval import EvalConfig
+from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.errors import ConfigError, suggestion
 
 
@@ -66,8 +67,36 @@ ROLLOUT_KEYS = (
 """Keys of a set that override a setting of [rollout] with the same name."""
 
 
+def set_settings(one: EvalSet, evaluation: EvalConfig, rollout: RolloutConfig) -> RolloutConfig:
+    """Return [rollout] as a set overrides it: by its own keys, and by the limits of [eval]."""
+    own = {key: value for key in ROLLOUT_KEYS if (value := getattr(one, key)) is not None}
+    limits = {
+        "rollout_max_prompt_len": evaluation.eval_max_prompt_len,
+        "rollout_max_context_len": evaluation.eval_max_context_len,
+    }
+    own |= {key: value for key, value in limits.items() if value is not None}
+    return rollout.model_copy(update=own)
+
+
 def eval_sets(evaluation: EvalConfig) -> tuple[EvalSet, ...]:
-    """Return all sets. Raises ConfigError with file and key if --eval-config is invalid."""
+    """Return all sets, with the keys of [eval] where they have none.
+
+    Raises ConfigError with file and key if --eval-config is invalid.
+    """
+    keys = {
+        "input_key": evaluation.eval_input_key,
+        "label_key": evaluation.eval_label_key,
+        "tool_key": evaluation.eval_tool_key,
+    }
+    return tuple(
+        one.model_copy(
+            update={key: value for key, value in keys.items() if getattr(one, key) is None}
+        )
+        for one in _named_sets(evaluation)
+    )
+
+
+def _named_sets(evaluation: EvalConfig) -> tuple[EvalSet, ...]:
     if evaluation.eval_config is not None:
         return _from_file(Path(evaluation.eval_config))
     words = evaluation.eval_prompt_data

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlpost.config.critic_ranks import LAYOUT
 from rlpost.config.flags import flag
 from rlpost.config.plan.shape import NEEDED, Layout, layout_of
 from rlpost.config.tree import Config
@@ -279,6 +280,8 @@ def _cluster_values(config: Config, layout: Layout) -> Values:
         "cluster.num_gpus_per_node": layout.world + generates,
         "cluster.actor_num_nodes": 1,
         "cluster.actor_num_gpus_per_node": layout.world,
+        "critic.critic_own_gpus": False,
+        **{f"critic.{key}": None for key in LAYOUT},
         "cluster.rollout_num_gpus_per_engine": size,
         "cluster.container": "none",
         "cluster.container_image": None,

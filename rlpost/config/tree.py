@@ -64,23 +64,23 @@ class Config(Group):
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the run: as set, or else the training nodes and additional nodes for the
-        engines.
+        """Nodes of the run: as set, or else the training nodes, those of a critic on its own GPUs,
+        and additional nodes for the engines.
         """
-        cluster = self.cluster
+        cluster, of_critic = self.cluster, self.critic_num_nodes
         if cluster.nodes is not None:
             return cluster.nodes
         if cluster.colocate:
-            return self.actor_num_nodes
+            return self.actor_num_nodes + of_critic
         engine_gpus, node_gpus = cluster.rollout_num_gpus_per_engine, cluster.num_gpus_per_node
         free_gpus = node_gpus - cluster.actor_num_gpus_per_node
         on_training_nodes = self.actor_num_nodes * max(0, free_gpus // engine_gpus)
         remaining = max(0, self.num_engines - on_training_nodes)
         if engine_gpus <= node_gpus:
             engines_per_node = node_gpus // engine_gpus
-            return self.actor_num_nodes + -(-remaining // engines_per_node)
+            return self.actor_num_nodes + of_critic + -(-remaining // engines_per_node)
         nodes_per_engine = -(-engine_gpus // node_gpus)
-        return self.actor_num_nodes + remaining * nodes_per_engine
+        return self.actor_num_nodes + of_critic + remaining * nodes_per_engine
 
     @property
     def actor_world_size(self) -> int:
@@ -157,6 +157,30 @@ class Config(Group):
     def use_critic(self) -> bool:
         """Whether a value model is trained beside the policy."""
         return self.grpo.advantage_estimator == "ppo" and self.grpo.loss_type != "sft_loss"
+
+    @property
+    def has_own_critic(self) -> bool:
+        """Whether the critic is a group of ranks on its own GPUs; see ``critic_ranks``."""
+        return self.use_critic and self.critic.critic_own_gpus
+
+    @property
+    def critic_num_nodes(self) -> int:
+        """Nodes of a critic on its own GPUs; 0 on the ranks of the policy."""
+        if not self.has_own_critic:
+            return 0
+        return self.critic.critic_num_nodes or self.actor_num_nodes
+
+    @property
+    def trainer_recoveries(self) -> int:
+        """Recoveries of trainer ranks within an attempt; a critic on its own GPUs excludes them,
+        because its state would be that of a later step.
+        """
+        return 0 if self.has_own_critic else self.cluster.max_trainer_recoveries
+
+    @property
+    def keeps_old_policy(self) -> bool:
+        """Whether trainer ranks keep the weights of an update of the engines in host memory."""
+        return self.grpo.keep_old_actor or self.rollout.update_weights_interval > 1
 
     @property
     def samples_per_rollout(self) -> int:

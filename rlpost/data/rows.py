@@ -47,6 +47,32 @@ def _slice_end(text: str) -> int | None:
     return None if text in ("", "-") else int(text)
 
 
+def num_rows(source: str | Path) -> int:
+    """Return the number of rows of a source, without an index of them; 0 is possible.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    path, wanted = split_source(source)
+    try:
+        if is_parquet(path):
+            from pyarrow import ArrowException, parquet
+
+            try:
+                count = parquet.ParquetFile(path).metadata.num_rows
+            except ArrowException as error:
+                raise DataError(f"{path}: not a Parquet file ({error})") from error
+        else:
+            with path.open("rb") as file:
+                count = sum(not line.isspace() for line in file)
+    except ImportError:
+        raise DataError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise DataError(f"{path}: cannot read the prompts: {reason}; is the path right?") from error
+    return len(range(count)[wanted])
+
+
 def is_parquet(path: Path) -> bool:
     """Whether the file name has a suffix of Parquet files."""
     return path.suffix in (".parquet", ".pq")

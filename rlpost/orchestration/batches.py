@@ -106,6 +106,8 @@ def rollout_advantages(
     """
     if grpo.loss_type == "sft_loss":
         return [(1.0,) * len(group.samples) for group in groups]
+    if grpo.disable_compute_advantages_and_returns:
+        return [(0.0,) * len(group.samples) for group in groups]
     if grpo.custom_advantage_function_path is not None:
         return custom_advantages(grpo.custom_advantage_function_path, groups, penalties)
     return _estimated(groups, grpo, penalties)

@@ -1,13 +1,16 @@
 """The critic's part of the training stage: values, GAE, and the critic's optimizer steps.
 
 Input: scored groups, the batches of a rollout in the object store. Output: advantages for the
-policy; the critic is trained towards the returns. Values are computed once, before any step.
+policy; the critic is trained towards the returns. Values are computed once, before any step. A
+critic on its own GPUs has its own batches of the same samples, dealt to its ranks and micro-batches;
+values and returns pass through the driver as columns by sample.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from rlpost.algorithm.advantage import Penalties
@@ -19,6 +22,25 @@ from rlpost.orchestration.interruptible import InterruptibleCalls
 from rlpost.orchestration.worker_groups import ActorGroup, StoredBatches, StoredValues
 from rlpost.types import SampleGroup
 
+Deal = Callable[[Config], list[DealtStep]]
+"""Deals the samples of a rollout to the ranks of these settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class CriticGroup:
+    """The ranks of a critic on its own GPUs, and the data-parallel rank of each."""
+
+    ranks: ActorGroup
+    data_ranks: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CriticBatches:
+    """The steps of a rollout as dealt to the critic's ranks, and their batches in the store."""
+
+    steps: Sequence[DealtStep]
+    stored: Sequence[StoredBatches]
+
 
 class CriticTraining:
     """Trains the critic of one run."""
@@ -29,12 +51,30 @@ class CriticTraining:
         actors: ActorGroup,
         data_ranks: Sequence[int],
         calls: InterruptibleCalls,
+        *,
+        has_own_ranks: bool = False,
     ) -> None:
-        """``data_ranks``: the data-parallel rank of each actor."""
+        """
+        Args:
+            config: of the run; of ``critic_ranks`` with own ranks.
+            actors: the ranks of the critic.
+            data_ranks: the data-parallel rank of each.
+            calls: makes calls to these ranks.
+            has_own_ranks: whether they are not those of the policy.
+        """
         self._config = config
         self._actors = actors
         self._data_ranks = data_ranks
         self._calls = calls
+        self._has_own_ranks = has_own_ranks
+
+    async def batches(self, of_policy: CriticBatches, deal: Deal) -> CriticBatches:
+        """Return the batches of the critic: those of the policy, on the same ranks."""
+        if not self._has_own_ranks:
+            return of_policy
+        steps = await asyncio.to_thread(deal, self._config)
+        stored = [await self._actors.send(step.batches, self._data_ranks) for step in steps]
+        return CriticBatches(steps, stored)
 
     async def trains_policy(self) -> bool:
         """Whether the rollouts of --num-critic-only-steps are over.
@@ -44,25 +84,25 @@ class CriticTraining:
         only = self._config.critic.num_critic_only_steps * self._config.num_steps_per_rollout
         return only == 0 or await self._actors.num_critic_steps() >= only
 
-    async def values(self, batches: Sequence[StoredBatches]) -> list[StoredValues]:
+    async def values(self, batches: CriticBatches) -> list[StoredValues]:
         """Compute the values of every step of the rollout; they stay in the object store."""
         return [
             await self._calls.make(
                 partial(self._actors.compute_values, own), what="compute_values", may_leave=True
             )
-            for own in batches
+            for own in batches.stored
         ]
 
     async def estimates(
         self,
         groups: Sequence[SampleGroup],
-        steps: Sequence[DealtStep],
+        batches: CriticBatches,
         values: Sequence[StoredValues],
         penalties: Penalties | None,
     ) -> Estimates:
         """Return advantages and returns by group and sample."""
         of_position: dict[int, FloatColumn] = {}
-        for step, stored in zip(steps, values, strict=True):
+        for step, stored in zip(batches.steps, values, strict=True):
             for data_rank, positions in enumerate(step.positions):
                 for position, column in zip(
                     positions, await self._of_rank(stored, data_rank), strict=True
@@ -81,8 +121,7 @@ class CriticTraining:
 
     async def train(
         self,
-        steps: Sequence[DealtStep],
-        batches: Sequence[StoredBatches],
+        batches: CriticBatches,
         values: Sequence[StoredValues],
         estimates: Estimates,
     ) -> Mapping[str, float]:
@@ -93,7 +132,8 @@ class CriticTraining:
         """
         of_samples = [column for group in estimates.returns for column in group]
         metrics: Mapping[str, float] = {}
-        for number, (step, own, old) in enumerate(zip(steps, batches, values, strict=True)):
+        each = zip(batches.steps, batches.stored, values, strict=True)
+        for number, (step, own, old) in enumerate(each):
             returns = await self._actors.send(step_returns(step, of_samples), self._data_ranks)
             call = partial(self._actors.train_critic, own, old, returns)
             results = await self._calls.make(call, what="train_critic", may_leave=number == 0)

@@ -98,6 +98,7 @@ class TrainOnly(RunStages):
         """Start the actors; load ``checkpoint``, or the Hugging Face weights without one."""
         placement, ports = self.startup.layout()
         self._actors = self.startup.actor_workers(placement)
+        self.critics = self.observation.critics = self.startup.critic_workers(placement)
         await self.startup.within_deadline(self._start_trainer(placement, ports, checkpoint))
         await self.observation.attach(self._actors, None, None)
 
@@ -105,7 +106,12 @@ class TrainOnly(RunStages):
         self, placement: Placement, ports: Ports, checkpoint: Path | None
     ) -> None:
         self._training = await self.startup.trainer(
-            self._actors, placement, ports, checkpoint, break_even=self.break_even
+            self._actors,
+            placement,
+            ports,
+            checkpoint,
+            break_even=self.break_even,
+            critics=self.critics,
         )
 
     def rollouts(self, state: RunState, journal: Journal) -> Rollouts:

@@ -68,16 +68,18 @@ class EngineHealth:
         self._fleet = fleet
         self._weights = weights
         self._busy = asyncio.Lock()
-        self._version = 0  # of the trainer's weights
+        self._version = 0  # of the weights that engines get
 
     @property
     def num_serving(self) -> int:
         """Engines of this job that get requests."""
         return len(self._fleet.addresses) - len(self._fleet.dismissed)
 
-    def trained(self) -> None:
-        """Record that the trainer has the next version; later repairs send it to all engines."""
-        self._version += 1
+    def trained(self, version: int) -> None:
+        """Record that the trainer has weights of ``version`` for the engines; later repairs send
+        them to all engines.
+        """
+        self._version = version
 
     async def update(self, version: int, *, pause: PauseMode, before: Hook, ready: Hook) -> None:
         """Bring all engines to ``version``; restart those that fail meanwhile or were dismissed.

@@ -22,7 +22,7 @@ from rlpost.agents.gateway import Gateway
 from rlpost.checkpoint.state import RunState
 from rlpost.compat.slime.arguments import Arguments, settings_of
 from rlpost.compat.slime.filters import SlimeGrader
-from rlpost.config.eval_sets import ROLLOUT_KEYS, EvalSet, eval_sets
+from rlpost.config.eval_sets import ROLLOUT_KEYS, EvalSet, eval_sets, set_settings
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.keys import TEACHER
 from rlpost.config.tree import Config
@@ -285,9 +285,9 @@ class Generation:
         self._answered[name] = list(groups[:FIXED_PROMPTS])
 
     def _evaluation(self, one: EvalSet) -> Evaluation:
-        config, rollout = self._config, self._config.rollout
+        config = self._config
         own = {key: value for key in ROLLOUT_KEYS if (value := getattr(one, key)) is not None}
-        rollout = rollout.model_copy(update=own)
+        rollout = set_settings(one, config.eval, config.rollout)
         rollout = evaluation_rollout(config, rollout)
         same_reward = not own.keys() & {"rm_type", "custom_rm_path"}
         same_reward = same_reward and config.eval.eval_reward_key is None
@@ -305,7 +305,7 @@ class Generation:
             show=self._keep_answered,
             writer=partial(
                 GroupWriter,
-                sampling=eval_sampling(one, config.eval, config.rollout, self._eos),
+                sampling=eval_sampling(one, config.eval, rollout, self._eos),
                 n=one.n_samples_per_eval_prompt or config.eval.n_samples_per_eval_prompt,
                 grader=self._grading(grader, rollout),
                 function=function or write_answer,
@@ -401,4 +401,5 @@ def rules(config: Config) -> Rules:
         if rollout.rollout_mode == "fully_async"
         else None,
         keep_partial=rollout.partial_rollout,
+        update_interval=rollout.update_weights_interval,
     )

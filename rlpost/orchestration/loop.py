@@ -48,7 +48,10 @@ class Stages(Protocol):
         """Run all optimizer steps of a rollout; return their metrics."""
 
     async def sync(self, policy_version: int) -> None:
-        """Send the trainer's weights to every engine and check the version on each."""
+        """Send the trainer's weights of that version to every engine and check the version on each.
+
+        It is the trainer's own, or the one of the last update (``RolloutConfig.engine_version``).
+        """
 
     async def evaluate(self) -> Mapping[str, float]:
         """Return metrics on held-out prompts."""
@@ -132,9 +135,10 @@ class Loop:
         checkpoint or, when the time left is too short, the journal is durable.
         """
         self.state, self._saved = state, state if saved else None
+        self._sent: int | None = None  # the version that engines have
         first_step, started = state.step, time.monotonic()
         try:
-            await self._stages.sync(state.policy_version)
+            await self._sync()
             await self._settle()
             while self.state.step < self._config.rollout.num_rollout:
                 self._stop.check()
@@ -197,10 +201,13 @@ class Loop:
             self.state = self.state.trained(metrics)
             with _timed(metrics, "time/generate_s"):
                 await self._rollouts.settle()
-            if self._rollouts.wants_weights() or self._must_evaluate():
+            is_needed = self._rollouts.wants_weights() or self._must_evaluate()
+            # engines that leave their GPU lose their weights, and the update brings them back
+            has_left = self._config.offload_rollout or self._config.offload_train
+            if is_needed and (has_left or self._engine_version != self._sent):
                 with _timed(metrics, "time/sync_s"):
-                    await self._stages.sync(self.state.policy_version)
-            self._rollouts.synced(self.state.policy_version)
+                    await self._sync()
+            self._rollouts.synced(self._engine_version)
         metrics["time/journal_s"] = self._journal.seconds()
         metrics["time/tokens_per_s"] = metrics["rollout/num_tokens"] / metrics["time/step_s"]
         if self._loop_lag is not None:
@@ -208,6 +215,15 @@ class Loop:
         metrics |= await self._stages.measured(self.state.step, metrics)
         self.state = replace(self.state, pending=metrics)
         return await self._settle()
+
+    @property
+    def _engine_version(self) -> int:
+        """The version of the weights that engines generate with after this step."""
+        return self._config.rollout.engine_version(self.state.step)
+
+    async def _sync(self) -> None:
+        await self._stages.sync(self._engine_version)
+        self._sent = self._engine_version
 
     async def _settle(self) -> Mapping[str, float]:
         """Evaluate if due, write the metrics line of the step, save if due."""

@@ -52,6 +52,8 @@ class Observation:
         self._flops = Flops(config, hf)
         self._traces = traces
         self._actors: ActorGroup | None = None
+        self.critics: ActorGroup | None = None
+        """The ranks of a critic on its own GPUs."""
         self._fleet: Fleet | None = None
         self._weights: WeightCoordinator | None = None
         self._since = SPANS.now()
@@ -142,6 +144,8 @@ class Observation:
         queries = [own()]
         if self._actors is not None:
             queries.append(self._actors.memory_use())
+        if self.critics is not None:
+            queries.append(self.critics.memory_use())
         if self._fleet is not None:
             queries.append(self._fleet.memory_use())
         answers = await asyncio.gather(*map(self._answer, queries))
@@ -172,7 +176,7 @@ class Observation:
         begins, self._begins = self._begins, {}
         begin = min(begins.values())
         processes = [ProcessSpans("driver", SPANS.since(begin))]
-        for group in (self._actors, self._fleet):
+        for group in (self._actors, self.critics, self._fleet):
             if group is not None:
                 processes += await self._answer(group.spans(begin)) or []
         path = self._traces / f"steps-{min(begins)}-{max(begins)}.json"
@@ -259,7 +263,7 @@ class Flops:
         if config.num_steps_per_rollout > 1 or grpo.kl_coef or needs_policy_logprobs(config):
             passes += 1  # log-probs under the rollout's weights
         passes += bool(grpo.use_kl_loss) + bool(grpo.kl_coef)  # and under the reference's
-        if config.use_critic:
+        if config.use_critic and not config.has_own_critic:
             passes += 4  # values, forward and backward of the critic
         self._a_token = 2.0 * used_parameters(hf) * passes
         self._break_even = model_break_even(hf)

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from rlpost.config.critic_ranks import critic_nodes, critic_ranks
 from rlpost.config.tree import Config
 from rlpost.errors import PlacementError
 
@@ -44,10 +45,13 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The slot of each trainer rank, and of each engine's parts, one per node; part 0 serves."""
+    """The slot of each trainer rank, of each engine's parts, one per node (part 0 serves), and of
+    each rank of a critic on its own GPUs.
+    """
 
     actors: tuple[Slot, ...]
     engines: tuple[tuple[Slot, ...], ...]
+    critics: tuple[Slot, ...] = ()
 
     @property
     def ranks_of_engines(self) -> tuple[tuple[int, ...], ...]:
@@ -72,6 +76,7 @@ class Ports:
     router_metrics: int
     actor_group: int  # rendezvous of the trainer ranks
     sync_groups: tuple[int, ...]  # rendezvous of each pipeline stage with the engines
+    critic_group: int = 0  # rendezvous of a critic's own ranks
 
 
 def place(offers: Sequence[Offer], config: Config) -> Placement:
@@ -93,9 +98,10 @@ def place(offers: Sequence[Offer], config: Config) -> Placement:
     for index in able:
         free[index] -= per_node
         actors += [Slot(offers[index].node_id, offers[index].ip, 1)] * per_node
+    critics = _critics(offers, free, config) if config.has_own_critic else ()
     per_engine = config.cluster.rollout_num_gpus_per_engine
     if config.cluster.colocate:
-        return Placement(tuple(actors), tuple(_beside(actors, per_engine)))
+        return Placement(tuple(actors), tuple(_beside(actors, per_engine)), critics)
     engines = []
     for _ in range(config.num_engines):
         parts = _part_sizes(per_engine, config.cluster.num_gpus_per_node)
@@ -113,7 +119,21 @@ def place(offers: Sequence[Offer], config: Config) -> Placement:
                 for i, size in zip(sorted(chosen), parts, strict=True)
             )
         )
-    return Placement(tuple(actors), tuple(engines))
+    return Placement(tuple(actors), tuple(engines), critics)
+
+
+def _critics(offers: Sequence[Offer], free: list[int], config: Config) -> tuple[Slot, ...]:
+    """Place the critic's own ranks and subtract their GPUs from ``free``."""
+    per_node = critic_ranks(config).cluster.actor_num_gpus_per_node
+    chosen = critic_nodes(free, config)
+    if chosen is None:
+        wanted = f"{config.critic_num_nodes} nodes with {per_node} GPUs for the critic beside the trainer"
+        raise PlacementError(_missing(wanted, offers))
+    found: list[Slot] = []
+    for index in chosen:
+        free[index] -= per_node
+        found += [Slot(offers[index].node_id, offers[index].ip, 1)] * per_node
+    return tuple(found)
 
 
 def replaced(placement: Placement, lost_ip: str, offer: Offer) -> Placement:
@@ -122,7 +142,8 @@ def replaced(placement: Placement, lost_ip: str, offer: Offer) -> Placement:
     Raises PlacementError when the other node has fewer GPUs than the slots need.
     """
     parts = [part for engine in placement.engines for part in engine]
-    moving = [slot for slot in (*placement.actors, *parts) if slot.ip == lost_ip]
+    ranks = (*placement.actors, *placement.critics)
+    moving = [slot for slot in (*ranks, *parts) if slot.ip == lost_ip]
     needed = sum(slot.num_gpus for slot in moving if not slot.shared_with)
     if needed > offer.num_gpus:
         raise PlacementError(
@@ -136,7 +157,11 @@ def replaced(placement: Placement, lost_ip: str, offer: Offer) -> Placement:
             for slot in slots
         )
 
-    return Placement(moved(placement.actors), tuple(map(moved, placement.engines)))
+    return Placement(
+        moved(placement.actors),
+        tuple(map(moved, placement.engines)),
+        moved(placement.critics),
+    )
 
 
 def order_by_gpu(actors: Sequence[Slot], positions: Sequence[int | None]) -> tuple[int, ...]:
@@ -189,6 +214,7 @@ def service_ports(
     engines: Sequence[Sequence[Slot]],
     num_stages: int,
     over_tcp: bool = False,
+    has_critics: bool = False,
 ) -> Ports:
     """Assign ports from the block ``[base, base + count)``; ``over_tcp``: add SGLang's TCP ports.
 
@@ -200,7 +226,7 @@ def service_ports(
     an_engine = 2 + (DERIVED_PORTS if over_tcp else 0)
     places = _places_on_nodes(engines)
     num_places = max(places, default=-1) + 1
-    needed = an_engine * num_places + SHARED_PORTS + num_stages
+    needed = an_engine * num_places + SHARED_PORTS + num_stages + has_critics
     if needed > count:
         raise PlacementError(
             f"{num_places} engines on one node and {num_stages} pipeline stages need {needed} ports, the job's block "
@@ -214,6 +240,7 @@ def service_ports(
         router_metrics=shared + 1,
         actor_group=shared + 2,
         sync_groups=tuple(range(shared + SHARED_PORTS, shared + SHARED_PORTS + num_stages)),
+        critic_group=shared + SHARED_PORTS + num_stages if has_critics else 0,
     )
 
 

@@ -69,6 +69,8 @@ class RunStages(ABC):
             run_folder=run,
         )
         self.closing = AsyncExitStack()
+        self.critics: ActorGroup | None = None
+        """The ranks of a critic on its own GPUs; a mode that trains sets them."""
         self._hf_export = HuggingFaceExport(config.checkpoint, run, check=checkpoints.check_owner)
 
     def read_prompts(self) -> None:
@@ -124,17 +126,20 @@ class RunStages(ABC):
         ``at_rest`` keeps weights and optimizer on the trainer's devices.
         """
         in_background = self.config.checkpoint.async_save and not wait
+        ranks = [actors] if self.critics is None else [actors, self.critics]
 
         async def write(folder: Path) -> None:
             self.stop.saves.begin()
-            await actors.save(folder, state.step, in_background=in_background)
+            for group in ranks:
+                await group.save(folder, state.step, in_background=in_background)
+
+        async def are_done() -> list[bool]:
+            return [is_done for group in ranks for is_done in await group.save_is_done()]
 
         async with at_rest:
             try:
                 if in_background:
-                    begun = await self.checkpoints.start(
-                        state, write, partial(written, actors.save_is_done)
-                    )
+                    begun = await self.checkpoints.start(state, write, partial(written, are_done))
                 else:
                     begun = await self.checkpoints.commit(state, write)
             except (CheckpointError, OSError) as error:
@@ -151,7 +156,7 @@ class RunStages(ABC):
         """Write policy and, in a subfolder, critic."""
         await actors.export(folder)
         if self.config.use_critic:
-            await actors.export_critic(f"{folder}/critic")
+            await (self.critics or actors).export_critic(f"{folder}/critic")
 
     def save_is_owed(self) -> bool:
         """Whether a save failed or was deferred."""

@@ -34,6 +34,6 @@ def actor_settings(config: Config) -> ActorSettings:
         "lr_decay_iters": config.lr_decay_iters,
         "model_args": {key: value for key, value in given.items() if value is not None},
         "megatron": config.megatron.options,
-        "use_critic": config.use_critic,
+        "use_critic": config.use_critic and not config.has_own_critic,
     }
     return ActorSettings(**(leaves | derived))

@@ -55,6 +55,7 @@ class ClusterStages(RunStages):
         self._fleet = Fleet(config, self.cluster, placement, ports)
         self.closing.callback(self._fleet.close)
         self._actors = startup.actor_workers(placement)
+        self.critics = self.observation.critics = startup.critic_workers(placement)
         self._offload = Offload(config, self._actors, self._fleet)
         if config.cluster.colocate:  # engines measure free memory, so the actors start first
             await startup.within_deadline(self._start_trainer(placement, ports, checkpoint))
@@ -122,7 +123,7 @@ class ClusterStages(RunStages):
         await self.recovery.begin(self._training)
         cluster = self.config.cluster
         if cluster.spare_nodes:
-            ranks_recover = cluster.max_trainer_recoveries > 0
+            ranks_recover = self.config.trainer_recoveries > 0
             await self._nodes.begin(placement, ranks_recover=ranks_recover)
             self.closing.push_async_callback(self._nodes.close)
 
@@ -136,11 +137,12 @@ class ClusterStages(RunStages):
             host=head.host,
             address=head.ip,
         )
+        actors, interval = self._actors, self.config.rollout.update_weights_interval
         return FleetSync(
             FleetFolder(attempt.parents[1]),
             lease,
             self._fleet.router.fleet,
-            export=self._actors.export,
+            export=actors.export_engine_weights if interval > 1 else actors.export,
             rules=fleet_rules(self.config, self.hf),
             check=self.checkpoints.check_owner,
             record=self.record,
@@ -150,7 +152,12 @@ class ClusterStages(RunStages):
         self, placement: Placement, ports: Ports, checkpoint: Path | None
     ) -> None:
         self._training = await self.startup.trainer(
-            self._actors, placement, ports, checkpoint, break_even=self.break_even
+            self._actors,
+            placement,
+            ports,
+            checkpoint,
+            break_even=self.break_even,
+            critics=self.critics,
         )
 
     async def _start_engines(self, num_ranks: int) -> None:
@@ -201,8 +208,8 @@ class ClusterStages(RunStages):
             return await self.observation.around(groups, self.recovery.training.train(groups))
 
         metrics = await self.recovery.over("train", train)
-        self.recovery.trained()
-        self._engine_health.trained()
+        step = self.recovery.trained()
+        self._engine_health.trained(self.config.rollout.engine_version(step))
         return metrics
 
     async def sync(self, policy_version: int) -> None:

@@ -15,11 +15,20 @@ from pathlib import Path
 
 from common.cluster import Cluster, Node
 from rlpost.actor.settings import ActorSettings
+from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.tree import Config
 from rlpost.errors import RlpostError, TrainerDied
 from rlpost.low_priority import at_low_priority
+from rlpost.orchestration.critic_training import CriticGroup
 from rlpost.orchestration.hang_watch import HangWatch
-from rlpost.orchestration.placement import Placement, Ports, order_by_gpu, place, service_ports
+from rlpost.orchestration.placement import (
+    Placement,
+    Ports,
+    Slot,
+    order_by_gpu,
+    place,
+    service_ports,
+)
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.settings_of_actors import actor_settings
 from rlpost.orchestration.training import Record, Training
@@ -59,6 +68,7 @@ class Startup:
             engines=placement.engines,
             num_stages=num_stages,
             over_tcp=config.sglang.shares_attention,
+            has_critics=config.has_own_critic,
         )
 
     async def within_deadline(self, *starting: Awaitable[object]) -> None:
@@ -94,6 +104,21 @@ class Startup:
             envs=[self._rank_environment()] * len(placement.actors),
             died=TrainerDied,
             standbys=standbys,
+        )
+        return ActorGroup(workers, self._hang_watch())
+
+    def critic_workers(self, placement: Placement) -> ActorGroup | None:
+        """Create the worker of each rank of a critic on its own GPUs; None without one."""
+        if not placement.critics:
+            return None
+        make = partial(_make_critic, actor_settings(critic_ranks(self._config)))
+        workers = WorkerGroup(
+            [make] * len(placement.critics),
+            placement.critics,
+            names=[f"critic-{rank}" for rank in range(len(placement.critics))],
+            log_dir=Path(self._cluster.attempt_dir),
+            envs=[self._rank_environment()] * len(placement.critics),
+            died=TrainerDied,
         )
         return ActorGroup(workers, self._hang_watch())
 
@@ -138,17 +163,18 @@ class Startup:
         checkpoint: Path | None,
         *,
         break_even: float,
+        critics: ActorGroup | None = None,
     ) -> Training:
         """Set up all ranks and load ``checkpoint`` or, without one, the Hugging Face weights.
 
-        ``break_even`` is that of ``batches.model_break_even``.
+        ``break_even`` is that of ``batches.model_break_even``; ``critics`` those of
+        ``critic_workers``.
         """
-        # Ray allocates the first free GPUs of a node (resource_instance_set.cc, TryAllocate) to
-        # whichever worker's request arrives next, and does not promise the order of requests.
-        positions = await actors.gpu_positions()
-        await actors.reorder(order_by_gpu(placement.actors, positions))
-        await actors.setup(placement.actors[0].ip, ports.actor_group)
-        data_ranks = await actors.data_parallel_ranks()
+        of_critics = None
+        if critics is not None:
+            own = await _set_up(critics, placement.critics, ports.critic_group)
+            of_critics = CriticGroup(critics, own)
+        data_ranks = await _set_up(actors, placement.actors, ports.actor_group)
         is_fresh = checkpoint is None and self._config.checkpoint.ref_load is None
         training = Training(
             self._config,
@@ -159,12 +185,34 @@ class Startup:
             break_even=break_even,
             hosts=[self._hosts.get(slot.ip, slot.ip) for slot in placement.actors],
             record=self._record,
+            critics=of_critics,
         )
-        if checkpoint is None:
-            await actors.import_weights()
-        else:
-            await actors.load(checkpoint)
+        for group in (actors, critics):
+            if group is None:
+                continue
+            if checkpoint is None:
+                await group.import_weights()
+            else:
+                await group.load(checkpoint)
         return training
+
+
+async def _set_up(ranks: ActorGroup, slots: Sequence[Slot], port: int) -> list[int]:
+    """Form the process groups of these ranks; return the data-parallel rank of each.
+
+    Ray allocates the first free GPUs of a node (resource_instance_set.cc, TryAllocate) to
+    whichever worker's request arrives next, and does not promise the order of requests.
+    """
+    positions = await ranks.gpu_positions()
+    await ranks.reorder(order_by_gpu(slots, positions))
+    await ranks.setup(slots[0].ip, port)
+    return await ranks.data_parallel_ranks()
+
+
+def _make_critic(settings: ActorSettings) -> object:
+    from rlpost.actor.critic_rank import CriticRank  # as below
+
+    return CriticRank(settings)
 
 
 def _make_actor(settings: ActorSettings) -> object:

@@ -146,10 +146,14 @@ class TrainerRecovery:
         """Set the number of trained steps, and the source of batches to train again."""
         self._step, self._batches = step, batches
 
-    def trained(self) -> None:
-        """Record that the trainer has completed one more step; standbys are started now."""
+    def trained(self) -> int:
+        """Record that the trainer has completed one more step; return the number of steps.
+
+        Standbys are started now.
+        """
         self._step += 1
         self._ranks.stand_by(self._placement)
+        return self._step
 
     async def over(self, phase: Phase, operation: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``operation``; after a death of ranks, start them again and repeat it.
@@ -274,7 +278,7 @@ class TrainerRecovery:
             phase,
             self._step,
             now,
-            settings.cluster.max_trainer_recoveries,
+            settings.trainer_recoveries,
             engines_hold_gpus=self._ranks.engines_hold_gpus(),
             lacks_optimizer=settings.checkpoint.no_save_optim and self._checkpoints.has_committed,
         )

@@ -1,8 +1,9 @@
 """The training stage: runs the optimizer steps of a rollout on the actors.
 
 Input: scored groups. Output: the metrics of the last optimizer step; guards check every step. With
-several steps, or a KL penalty in the reward, the log-probs under the rollout's weights are computed
-before the first step. With a critic (``critic_training``) it is trained first, on the same batches.
+several steps, a KL penalty in the reward or a kept old policy, the log-probs under the rollout's
+weights are computed before the first step. With a critic (``critic_training``) it is trained first,
+on the same batches.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rlpost.algorithm.schedule import sequence_work
 from rlpost.algorithm.shaping import shaped
 from rlpost.columns import DoubleColumn, FloatColumn
 from rlpost.compat.slime.post_process import reward_post_process
+from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.tree import Config
 from rlpost.orchestration import distillation
@@ -33,7 +35,7 @@ from rlpost.orchestration.batches import (
     samples_with,
     shaping_of,
 )
-from rlpost.orchestration.critic_training import CriticTraining
+from rlpost.orchestration.critic_training import CriticBatches, CriticGroup, CriticTraining
 from rlpost.orchestration.interruptible import InterruptibleCalls
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.worker_groups import (
@@ -74,6 +76,7 @@ class Training:
         break_even: float,
         hosts: Sequence[str] | None = None,
         record: Record | None = None,
+        critics: CriticGroup | None = None,
     ) -> None:
         """
         Args:
@@ -82,6 +85,7 @@ class Training:
             break_even: see ``batches.model_break_even``.
             hosts: the host of each actor. Default: one host.
             record: writes an event into the ledger.
+            critics: the ranks of a critic on its own GPUs.
         """
         self._config = config
         self._actors = actors
@@ -91,7 +95,8 @@ class Training:
         self._stragglers = Stragglers(hosts or ["this host"] * len(data_ranks))
         self._record = record or _not_recorded
         bounds = Bounds(**{name: getattr(config.grpo, name) for name in Bounds.__slots__})
-        if config.grpo.use_rollout_logprobs:  # the KL before an update is that to the engines
+        if config.grpo.use_rollout_logprobs or config.grpo.keep_old_actor:
+            # the KL before an update is that to the engines, or to the weights that generated
             bounds = replace(bounds, guard_initial_kl=0.0)
         self._guards = Guards(bounds, is_fresh=is_fresh)
         self._shaping = shaping_of(config)
@@ -99,7 +104,18 @@ class Training:
         self._grpo = estimator_settings(config)
         self._critic = None
         if config.use_critic:
-            self._critic = CriticTraining(config, actors, data_ranks, self._calls)
+            self._critic = self._made_critic(critics, stop)
+
+    def _made_critic(self, critics: CriticGroup | None, stop: StopRequest) -> CriticTraining:
+        if critics is None:
+            return CriticTraining(self._config, self._actors, self._data_ranks, self._calls)
+        return CriticTraining(
+            critic_ranks(self._config),
+            critics.ranks,
+            critics.data_ranks,
+            InterruptibleCalls(critics.ranks, stop),
+            has_own_ranks=True,
+        )
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """Run all optimizer steps of a rollout; return the metrics of the last one.
@@ -122,7 +138,7 @@ class Training:
             metrics["reward/mean"] = statistics.fmean(processed.raw_rewards)
             rewards = [reward for group in groups for reward in group.rewards]
             metrics["reward/shaped_mean"] = statistics.fmean(rewards)
-        steps = await asyncio.to_thread(self._deal, groups)
+        steps = await asyncio.to_thread(self._deal, groups, self._config)
         self._warn(check_tokens(step.batches) for step in steps)
         # Stored once for all passes. The store frees them with these lists, at the end of the
         # rollout's training.
@@ -133,7 +149,8 @@ class Training:
             steps
         )
         trains_distilled = trains_policy and distillation.in_advantage(given)
-        is_compared = trains_policy and len(steps) > 1 and not grpo.use_rollout_logprobs
+        has_old_policy = len(steps) > 1 or grpo.keep_old_actor
+        is_compared = trains_policy and has_old_policy and not grpo.use_rollout_logprobs
         needs_own = trains_distilled and not grpo.use_rollout_logprobs
         if grpo.kl_coef or is_compared or needs_own:
             old = [await self._logprobs(own) for own in batches]
@@ -151,11 +168,14 @@ class Training:
             )
         by_group: Sequence[Sequence[Advantage]] | None = None
         if self._critic is not None:
-            values = await self._critic.values(batches)
-            estimates = await self._critic.estimates(groups, steps, values, penalties)
+            of_critic = await self._critic.batches(
+                CriticBatches(steps, batches), partial(self._deal, groups)
+            )
+            values = await self._critic.values(of_critic)
+            estimates = await self._critic.estimates(groups, of_critic, values, penalties)
             metrics |= estimates.metrics
             by_group = estimates.advantages
-            metrics |= await self._critic.train(steps, batches, values, estimates)
+            metrics |= await self._critic.train(of_critic, values, estimates)
         elif penalties is not None or trains_distilled:
             by_group = await asyncio.to_thread(
                 distillation.base_advantages, groups, grpo, given, penalties
@@ -182,9 +202,9 @@ class Training:
         """Return an argument that is None on every rank."""
         return [None] * len(self._data_ranks)
 
-    def _deal(self, groups: Sequence[SampleGroup]) -> list[DealtStep]:
-        """Return the batches of a rollout; with a KL penalty, a critic or a teacher, advantages are
-        0 until replaced.
+    def _deal(self, groups: Sequence[SampleGroup], config: Config) -> list[DealtStep]:
+        """Return the batches of a rollout for the ranks of ``config``; with a KL penalty, a critic
+        or a teacher, advantages are 0 until replaced.
         """
         grpo, given = self._grpo, self._config.distillation
         has_teacher = distillation.in_advantage(given) or (given.use_opd and given.opd_alone)
@@ -192,9 +212,12 @@ class Training:
             samples = samples_with([[0.0] * len(group.samples) for group in groups], groups, grpo)
         else:
             samples = rollout_samples(groups, grpo)
-        return deal(samples, self._config, break_even=self._break_even)
+        return deal(samples, config, break_even=self._break_even)
 
     async def _logprobs(self, batches: StoredBatches) -> StoredLogprobs:
+        if self._config.grpo.keep_old_actor:
+            call = partial(self._actors.compute_old_logprobs, batches)
+            return await self._calls.make(call, what="compute_old_logprobs", may_leave=True)
         call = partial(self._actors.compute_logprobs, batches)
         return await self._calls.make(call, what="compute_logprobs", may_leave=True)
 

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import logging
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from rlpost.rollout.engine_side_weights import (
     Mover,
     NoMover,
     PauseMode,
+    Receiver,
     SharingMover,
     WeightUpdate,
     connection_name,
@@ -60,6 +61,27 @@ def nccl_environment(config: Config, given: Mapping[str, str]) -> dict[str, str]
     if config.sglang.server_args.get("enable_symm_mem"):
         return {CUMEM: "1"}
     return {CUMEM: given.get(CUMEM, "0")}
+
+
+class OldWeightsMover:
+    """Sends the weights of the engines' last update, which trainer ranks keep beside their own.
+
+    These are the trainer's own directly after the steps that --update-weights-interval names. In
+    between engines get them when they are restarted, or when the run is resumed.
+    """
+
+    def __init__(self, mover: Mover, actors: ActorGroup) -> None:
+        """``mover`` sends the weights that the model has."""
+        self._mover, self._actors = mover, actors
+        self.in_session = mover.in_session
+
+    async def move(self, receivers: Sequence[Receiver], version: int) -> None:
+        """See ``Mover``."""
+        await self._actors.use_old_weights()
+        try:
+            await self._mover.move(receivers, version)
+        finally:
+            await self._actors.use_own_weights()
 
 
 class WeightCoordinator:
@@ -160,7 +182,10 @@ class WeightCoordinator:
         """Bring all engines to ``version``; see ``WeightUpdate.update``. Leaves no files behind."""
         try:
             with span("update weights"):
-                await self._update.update(version, self._mover, pause=pause, ready=ready)
+                mover = self._mover
+                if self._config.rollout.update_weights_interval > 1:
+                    mover = OldWeightsMover(mover, self._actors)
+                await self._update.update(version, mover, pause=pause, ready=ready)
         finally:
             await in_daemon(self._remove_files)
 

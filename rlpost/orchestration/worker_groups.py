@@ -144,6 +144,14 @@ class ActorGroup:
             "compute_logprobs", self._workers.call_each_stored("compute_logprobs", arguments)
         )
 
+    async def compute_old_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
+        """Like ``compute_logprobs``, under the weights of --keep-old-actor."""
+        arguments = [(batch,) for batch in batches]
+        return await self._watched(
+            "compute_old_logprobs",
+            self._workers.call_each_stored("compute_old_logprobs", arguments),
+        )
+
     async def compute_ref_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
         """Like ``compute_logprobs``, under the reference weights."""
         arguments = [(batch,) for batch in batches]
@@ -219,6 +227,10 @@ class ActorGroup:
         """Write the weights as a Hugging Face folder."""
         await self._workers.call("export", folder)
 
+    async def export_engine_weights(self, folder: str) -> None:
+        """Write the weights of the engines' last update as a Hugging Face folder."""
+        await self._workers.call("export_engine_weights", folder)
+
     async def export_critic(self, folder: str) -> None:
         """Write the critic as a Hugging Face folder."""
         await self._workers.call("export_critic", folder)
@@ -272,6 +284,14 @@ class ActorGroup:
     async def abort_broadcast(self) -> None:
         """Abort the current broadcast on all ranks."""
         await self._workers.call_aside("broadcast.abort")
+
+    async def use_old_weights(self) -> None:
+        """Give the model the weights that engines have, until ``use_own_weights``."""
+        await self._workers.call("old_policy.swap_in")
+
+    async def use_own_weights(self) -> None:
+        """Give the model its own weights back."""
+        await self._workers.call("old_policy.swap_out")
 
     async def share_bucket(self, index: int) -> list[str]:
         """Share a bucket with engines on the same GPUs; return a memory handle per rank."""

@@ -40,7 +40,7 @@ FILTERED, ABORTED, CONTINUED, WASTED = COUNTED = (
 @dataclass(frozen=True, slots=True)
 class Rules:
     """``batch_size`` groups per step for ``num_steps`` steps; ``start_size`` groups are started for
-    a batch.
+    a batch. Engines get new weights after every ``update_interval`` steps.
     """
 
     batch_size: int
@@ -48,6 +48,11 @@ class Rules:
     num_steps: int
     max_staleness: int | None = None
     keep_partial: bool = False  # keep the tokens of aborted answers
+    update_interval: int = 1
+
+    def engine_version(self, step: int) -> int:
+        """Return the version of the weights that engines have after ``step`` steps."""
+        return step - step % self.update_interval
 
 
 class Tally:
@@ -159,7 +164,7 @@ class RolloutBuffer:
 
     def __init__(self, rules: Rules, backlog: Backlog, *, step: int) -> None:
         self.rules = rules
-        self.step = self.version = step
+        self.step, self.version = step, rules.engine_version(step)
         self.is_open = False  # whether groups may be started
         self._tally = Tally(backlog)
         # Ordered: groups leave from the front, where a plain dict would pass over all that have
@@ -202,7 +207,7 @@ class RolloutBuffer:
             return 0
         if rules.max_staleness is None:
             return rules.start_size - held_groups if held_groups < rules.batch_size else 0
-        # 1 between training and sync: new groups start one version behind
+        # between training and sync, and between two updates: new groups start versions behind
         ahead = self.step - self.version
         in_flight = held_groups + len(self._in_training)
         in_time = (rules.max_staleness + 1 - ahead) * rules.batch_size - in_flight

@@ -38,6 +38,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from rlpost.config.critic_ranks import LAYOUT
 from rlpost.config.tree import Config
 from rlpost.daemon_threads import in_daemon
 from rlpost.errors import CheckpointError
@@ -383,9 +384,12 @@ _ADDED: dict[tuple[str, str], object] = {
     ("grpo", "lambd"): 1.0,
     ("grpo", "ref_update_interval"): None,
     ("grpo", "disable_rewards_normalization"): False,
+    ("grpo", "keep_old_actor"): False,
+    ("grpo", "disable_compute_advantages_and_returns"): False,
     ("grpo", "use_rollout_sampling_mask"): False,
     ("grpo", "custom_reward_post_process_path"): None,
     ("rollout", "reward_weights"): {},
+    ("rollout", "update_weights_interval"): 1,
 }
 """Settings added later, with their former behaviour as value, so that older journals stay usable.
 """
@@ -396,12 +400,19 @@ _TEACHER_SERVER = {"opd_teacher_url", "opd_teacher_timeout_s"}
 """Settings of [distillation] that may change: a teacher may move to another server."""
 
 
+CRITIC_LAYOUT = {"critic_own_gpus", *LAYOUT} - {"critic_num_nodes", "critic_num_gpus_per_node"}
+"""Where the critic runs: it may change, as the layout of the policy may. Both numbers stay for
+journals of earlier versions.
+"""
+
+
 def settings_hash(config: Config) -> str:
     """Hash all settings that decide what is generated and trained; a journal resumes only with
     equal ones.
     """
     tables = config.model_dump(mode="json", include={"rollout", "grpo", "optimizer", "model"})
-    del tables["rollout"]["num_rollout"]
+    for key in ("num_rollout", "num_epoch"):
+        del tables["rollout"][key]
     for (table, key), before in _ADDED.items():
         if tables[table][key] == before:
             del tables[table][key]
@@ -413,7 +424,7 @@ def settings_hash(config: Config) -> str:
             mode="json", exclude=_TEACHER_SERVER | added
         )
     if config.use_critic:
-        tables["critic"] = config.critic.model_dump(mode="json")
+        tables["critic"] = config.critic.model_dump(mode="json", exclude=CRITIC_LAYOUT)
     origin = {
         name: getattr(config.checkpoint, name) for name in ("hf_checkpoint", "ref_load", "load")
     }

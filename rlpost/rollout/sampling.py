@@ -33,11 +33,14 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     max_context_len: int | None = None
+    min_new_tokens: int = 0
     returns_mask: bool = False
 
     def to_sglang(self) -> dict[str, object]:
         """Return the field ``sampling_params`` of ``POST /generate``."""
+        least = {"min_new_tokens": self.min_new_tokens} if self.min_new_tokens else {}
         return {
+            **least,
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -81,6 +84,7 @@ def eval_sampling(
         stop=_first(one.stop, inherited.stop),
         stop_token_ids=_first(stop_token_ids, inherited.stop_token_ids),
         max_context_len=inherited.max_context_len,
+        min_new_tokens=evaluation.eval_min_new_tokens or 0,
     )
 
 

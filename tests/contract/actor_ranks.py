@@ -38,16 +38,18 @@ def run_ranks(
     settings: ActorSettings,
     *,
     before: Callable[[], None] | None = None,
+    make: Callable[[ActorSettings], Any] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """``function(actor, **kwargs)`` on every rank of a world; the results in order of rank.
 
-    ``before`` is called in each process before there is an actor.
+    ``before`` is called in each process before there is an actor; ``make`` makes it, by default an
+    ``Actor``.
     """
     port = free_port()
     places = [(rank, world_size, "127.0.0.1", port) for rank in range(world_size)]
     return in_processes(
-        _rank_main, [(before, function, place, settings, kwargs) for place in places]
+        _rank_main, [(before, make, function, place, settings, kwargs) for place in places]
     )
 
 
@@ -91,6 +93,7 @@ def _receive(pipe: Connection, rank: int) -> Any:
 def _rank_main(
     pipe: Connection,
     before: Callable[[], None] | None,
+    make: Callable[[ActorSettings], Any] | None,
     function: Callable[..., Any],
     place: tuple[int, int, str, int],
     settings: ActorSettings,
@@ -101,7 +104,7 @@ def _rank_main(
     try:
         if before is not None:
             before()
-        actor = Actor(settings)
+        actor = (make or Actor)(settings)
         actor.setup(*place)
         pipe.send((True, function(actor, **kwargs)))
         actor.close()

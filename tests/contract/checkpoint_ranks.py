@@ -76,7 +76,7 @@ def save_through_a_narrow_buffer(
         return found
 
     HostStream.release, actor.memory.resident = gated, noted  # type: ignore[method-assign]
-    actor.set_save_buffer(actor.settings.save_buffer_bytes)
+    actor.saves.set_buffer(actor.settings.save_buffer_bytes)
     actor.save(folders[1], 1, in_background=True)
     actor.memory.offload("weights", "grads", "optimizer")
     may_release.release(2)

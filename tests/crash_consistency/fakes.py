@@ -109,6 +109,7 @@ class Observed:
         self.graded: list[int] = []  # prompts whose group was complete
         self.history: list[Any] = []  # the batches behind the trainer's weights
         self.weights = INITIAL
+        self.old_policy = (0, INITIAL)  # version and weights of the engines' last update
 
 
 class Tokenizer:
@@ -306,9 +307,12 @@ class Actors:
     async def _load(self, folder: str) -> None:
         state = json.loads((Path(folder) / SHARD).read_text())
         self.observed.weights, self.observed.history = state["weights"], state["history"]
+        self.observed.old_policy = tuple(state["old_policy"])
 
     async def _save(self, folder: str, step: int, *, in_background: bool) -> None:
-        text = json.dumps({"weights": self.observed.weights, "history": self.observed.history})
+        seen = self.observed
+        state = {"weights": seen.weights, "history": seen.history, "old_policy": seen.old_policy}
+        text = json.dumps(state)
         if in_background:
             self._saving = (
                 asyncio.get_running_loop().time() + self.observed.save_s,
@@ -337,6 +341,7 @@ class Training:
         self, config: Any, actors: Any, data_ranks: Sequence[int], *, stop: Any, **more: Any
     ) -> None:
         self._observed, self._stop = ROOM.attempt.observed, stop
+        self._interval = config.rollout.update_weights_interval
 
     async def train(self, groups: Sequence[SampleGroup]) -> dict[str, float]:
         """The metrics of a step; raises Preempted before it."""
@@ -346,6 +351,8 @@ class Training:
         seen.trained.append((len(seen.history), digest(json.dumps(batch, sort_keys=True))))
         seen.history = [*seen.history, batch]
         seen.weights = next_weights(seen.weights, batch)
+        if len(seen.history) % self._interval == 0:
+            seen.old_policy = (len(seen.history), seen.weights)
         return {
             "train/loss": 0.5,
             "train/grad_norm": 1.0,
@@ -377,7 +384,7 @@ class EngineHealth:
     def __init__(self, config: Any, fleet: Fleet, weights: WeightCoordinator, **more: Any) -> None:
         self._fleet, self._weights = fleet, weights
 
-    def trained(self) -> None:
+    def trained(self, version: int) -> None:
         """The trainer has new weights."""
 
     async def update(
@@ -388,11 +395,13 @@ class EngineHealth:
         before: Callable[[], Awaitable[None]],
         ready: Callable[[], Awaitable[None]],
     ) -> None:
-        """Give the engine the trainer's weights."""
+        """Give the engine the weights that the trainer keeps for it."""
         await before()
         await asyncio.sleep(SYNC_S)
         self._weights.stop.check()
-        self._fleet.weights, self._fleet.version = self._weights.observed.weights, version
+        kept, weights = self._weights.observed.old_policy
+        assert kept == version, f"version {version} is asked for, the trainer has {kept}"
+        self._fleet.weights, self._fleet.version = weights, version
         await ready()
 
     @asynccontextmanager

@@ -190,9 +190,16 @@ def _of_group(
             )
             continue
         oldest = step - min(sample["versions"])
-        allowed = {"sync": 0, "one_step_off": 1}.get(
+        behind = rollout.update_weights_interval - 1
+        allowed = {"sync": behind, "one_step_off": 1 + behind}.get(
             rollout.rollout_mode, rollout.max_staleness or 1
         )
+        if any(version % rollout.update_weights_interval for version in sample["versions"]):
+            problems.append(
+                Problem(
+                    WEIGHTS, f"prompt {prompt_id} of step {step + 1} was written between updates"
+                )
+            )
         # such groups wait for later steps
         is_kept = rollout.partial_rollout or rollout.over_sampling_batch_size
         if oldest > allowed and not (is_kept and rollout.rollout_mode != "fully_async"):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash_consistency.oracle import metrics_lines
-from tests.crash_consistency.scenarios import run_trial, trials
+from tests.crash_consistency.oracle import baseline, metrics_lines
+from tests.crash_consistency.scenarios import Trial, run_trial, trials
 from tests.crash_consistency.world import NUM_STEPS, SETUPS, World
 
 COUNTS = {
@@ -34,6 +34,21 @@ def test_a_run_that_is_disturbed_ends_as_if_nothing_had_happened(base: Path, sce
     assert not failed, "\n".join(
         [f"python -m tests.crash_consistency --trial NAME tells more of {len(failed)}:", *failed]
     )
+
+
+@pytest.mark.parametrize(
+    "setup", ["sync,interval", "one_step_off,interval", "fully_async,interval"]
+)
+def test_a_run_that_is_disturbed_between_two_updates_of_the_engines_has_the_weights_of_the_last_one(
+    base: Path, setup: str
+) -> None:
+    failed, moments = [], range(baseline(base, SETUPS[setup]).num_changes)
+    for number in random.Random(setup).sample(moments, 12):
+        for what in ("kill/{}/before", "stop/{}/journal", "stop/{}/checkpoint"):
+            trial = Trial.named(f"{what.format(setup)}/{number}/1")
+            result = run_trial(base, trial)
+            failed += [f"{trial}  {result.note}  {problem}" for problem in result.problems]
+    assert not failed, "\n".join(failed)
 
 
 def test_the_driver_says_in_the_line_of_every_step_how_late_its_event_loop_was(base: Path) -> None:

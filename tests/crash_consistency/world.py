@@ -102,7 +102,12 @@ SETUPS = {
         Setup("sync,slow_save", {}, _ASYNC, save_s=0.9),
         Setup("sync,keep1", {}, {"keep_last": 1, "save_interval": 1}),
         Setup("sync,keep_every", {}, {"keep_last": 1, "keep_every": 2, "save_interval": 1}),
+        Setup("sync,interval", {"update_weights_interval": 2}, {"save_interval": 1}),
         Setup("one_step_off", {"rollout_mode": "one_step_off"}),
+        Setup(
+            "one_step_off,interval",
+            {"rollout_mode": "one_step_off", "update_weights_interval": 3},
+        ),
         Setup("one_step_off,filter", {"rollout_mode": "one_step_off", **_FILTER}),
         Setup("one_step_off,partial", {"rollout_mode": "one_step_off", **_PARTIAL}),
         Setup("one_step_off,slow_save", {"rollout_mode": "one_step_off"}, _ASYNC, save_s=0.9),
@@ -115,6 +120,10 @@ SETUPS = {
             grpo=_REPLAY,
         ),
         Setup("fully_async,stale2", {"rollout_mode": "fully_async", "max_staleness": 2}),
+        Setup(
+            "fully_async,interval",
+            {"rollout_mode": "fully_async", "max_staleness": 3, "update_weights_interval": 2},
+        ),
         Setup("fully_async,async_save", {"rollout_mode": "fully_async"}, _ASYNC),
         Setup("fully_async,slow_save", {"rollout_mode": "fully_async"}, _ASYNC, save_s=0.9),
     )

@@ -38,7 +38,7 @@ def settings_of(config: Config) -> dict[str, object]:
         "rollout_num_gpus": config.rollout_num_gpus,
         "rollout_num_engines": config.num_engines + config.fleet.engines,
         "actor_num_nodes": config.actor_num_nodes,
-        "eval_max_context_len": rollout.rollout_max_context_len,
+        "eval_max_context_len": config.eval.eval_max_context_len or rollout.rollout_max_context_len,
         "eval_reward_key": config.eval.eval_reward_key or rollout.reward_key,
         "rollout_global_dataset": True,
         "rollout_skip_special_tokens": False,

@@ -43,24 +43,15 @@ LACKING: dict[str, str] = {
     "--update-weight-disk-dir must be on a shared POSIX file system",
     "data-pad-size-multiplier": "remove it: micro-batches are packed without padding",
     "data-source-path": "prompts come from --prompt-data, JSON Lines or Parquet (docs/data.md)",
-    "disable-compute-advantages-and-returns": "use --loss-type sft_loss, which needs no advantages",
     "disable-rollout-global-dataset": "prompts always come from --prompt-data",
     "disable-wandb-random-suffix": "remove it: the run in Weights & Biases has the run's own name",
     "distributed-backend": "remove it: nccl on GPUs, gloo without",
     "dump-details": "use --save-debug-rollout-data and --trace-steps",
-    "eval-input-key": "set input_key of the set in --eval-config",
-    "eval-label-key": "set label_key of the set in --eval-config",
-    "eval-max-context-len": "use --rollout-max-context-len, which holds for evaluation as well",
-    "eval-max-prompt-len": "use --rollout-max-prompt-len, which holds for evaluation as well",
-    "eval-min-new-tokens": "use --eval-max-response-len; there is no lower bound",
-    "eval-tool-key": "set tool_key of the set in --eval-config",
     "fetch-trajectory-retry-times": _SERVICE,
     "freeze-indexer": "rlpost has no family with such an indexer",
     "get-mismatch-metrics": "remove it: train/rollout_kl and train/rollout_ratio are always "
     "computed",
     "http-proxy": "engines are reached directly; set proxies for other programs with --environment",
-    "keep-old-actor": "the log-probs of the old policy are computed before the first optimizer "
-    "step of a rollout; --use-tis corrects for the engine's",
     "load-debug-rollout-data-subsample": "record fewer prompts with --rollout-batch-size",
     "load-forge-rollout-data": "use --load-debug-rollout-data with recordings of rlpost",
     "log-correct-samples": "report/samples.jsonl has answers with their rewards",
@@ -79,7 +70,6 @@ LACKING: dict[str, str] = {
     "min-batch-collection-ratio": _SERVICE,
     "model-name": "remove it: the family is that of config.json in --hf-checkpoint",
     "multimodal-keys": "rlpost trains text models only",
-    "num-epoch": "use --num-rollout: number of prompts x epochs / --rollout-batch-size",
     "offload": "use --offload-train --offload-rollout",
     "opd-teacher-ckpt-step": f"{_LATEST} as --opd-teacher-load",
     "padded-vocab-size": "remove it: the vocabulary is padded for --tensor-model-parallel-size",
@@ -117,9 +107,6 @@ LACKING: dict[str, str] = {
     "repeated",
     "update-weight-disk-keep-files": "files of an update are removed once all engines have read "
     "them; keep weights with --save-hf",
-    "update-weights-interval": "engines get the weights after each step, because a resumed run has "
-    "only the newest; use --num-steps-per-rollout, or --rollout-mode fully_async with "
-    "--max-staleness",
     "use-distributed-post": "remove it: requests are sent by the driver (docs/scale.md has the "
     "limits)",
     "use-fault-tolerance": _ALWAYS + ": dead engines are restarted",

@@ -16,6 +16,7 @@ _OFF = {
     "use_tis": "--use-tis false",
     "use_opsm": "--use-opsm false",
     "use_rollout_logprobs": "--use-rollout-logprobs false",
+    "keep_old_actor": "--keep-old-actor false",
     "disable_rewards_normalization": "--disable-rewards-normalization false",
     "normalize_advantages": "--normalize-advantages false",
     "custom_advantage_function_path": "--custom-advantage-function-path none",
@@ -28,7 +29,13 @@ HAVE_BASELINE = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 
 def algorithm_problems(config: Config) -> list[str]:
     """Of the tables [grpo] and [critic]."""
-    return _grpo_problems(config) + _reward_problems(config) + critic_problems(config)
+    return [
+        *_grpo_problems(config),
+        *_reward_problems(config),
+        *_no_advantage_problems(config),
+        *_old_policy_problems(config),
+        *critic_problems(config),
+    ]
 
 
 def _reward_problems(config: Config) -> list[str]:
@@ -124,6 +131,57 @@ def _grpo_problems(config: Config) -> list[str]:
     return [problem for is_broken, problem in rules if is_broken]
 
 
+def _uses_advantages(config: Config) -> str:
+    """The first setting that changes advantages; empty without."""
+    grpo = config.grpo
+    given = {
+        "advantage_estimator": config.use_critic,
+        "kl_coef": bool(grpo.kl_coef),
+        "normalize_advantages": grpo.normalize_advantages,
+        "custom_advantage_function_path": grpo.custom_advantage_function_path is not None,
+        "opd_type": config.distillation.use_opd and config.distillation.opd_form == "advantage",
+    }
+    return next((spelled(config, key) for key, is_set in given.items() if is_set), "")
+
+
+def _no_advantage_problems(config: Config) -> list[str]:
+    """Of --disable-compute-advantages-and-returns."""
+    if not config.grpo.disable_compute_advantages_and_returns:
+        return []
+    user = _uses_advantages(config)
+    if not user and config.grpo.loss_type != "policy_loss":
+        return []
+    return [
+        f"--disable-compute-advantages-and-returns true with {user or spelled(config, 'loss_type')}, which needs them; "
+        "use --loss-type sft_loss or custom_loss, or omit it"
+    ]
+
+
+def _old_policy_problems(config: Config) -> list[str]:
+    """Of --keep-old-actor."""
+    grpo, rollout = config.grpo, config.rollout
+    if not grpo.keep_old_actor:
+        return []
+    rules = [
+        (
+            rollout.rollout_mode == "sync" and rollout.update_weights_interval == 1,
+            "--keep-old-actor true with --rollout-mode sync and --update-weights-interval 1: the weights that "
+            "generated are those before the first optimizer step, to which the policy is compared anyway; omit it",
+        ),
+        (
+            grpo.use_rollout_logprobs,
+            "--keep-old-actor true and --use-rollout-logprobs true both say what the policy is compared with; use one "
+            "of them",
+        ),
+        (
+            config.lora.lora_rank is not None,
+            f"--keep-old-actor true with {spelled(config, 'lora_rank')}: only whole weights are kept; use "
+            "--use-rollout-logprobs true, or --lora-rank none",
+        ),
+    ]
+    return [problem for is_broken, problem in rules if is_broken]
+
+
 def critic_problems(config: Config) -> list[str]:
     """Of the critic, and of discounts that the estimator does not use."""
     grpo, critic = config.grpo, config.critic
@@ -176,9 +234,9 @@ def critic_problems(config: Config) -> list[str]:
         ),
         *(
             (
-                is_ppo and value not in (None, own),
+                is_ppo and not critic.critic_own_gpus and value not in (None, own),
                 f"{spelled(config, key)}: the critic is trained on the ranks of the policy, {own} here; leave "
-                f"{flag(key)} out",
+                f"{flag(key)} out, or add --critic-own-gpus true",
             )
             for key, value, own in sizes
         ),

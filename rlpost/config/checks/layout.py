@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlpost.config.critic_ranks import critic_nodes, critic_ranks
 from rlpost.config.flags import flag
 from rlpost.config.tree import Config
 from rlpost.config.wording import divisors, listed, nearest, spelled, value_of, with_values
@@ -313,13 +314,17 @@ def _room_problems(config: Config) -> list[str]:
 
 
 def _free(config: Config) -> list[int]:
-    """Free GPUs of each node, those of the trainer subtracted."""
+    """Free GPUs of each node, those of the trainer and of a critic on its own GPUs subtracted."""
     cluster = config.cluster
-    return [
+    free = [
         cluster.num_gpus_per_node
         - (cluster.actor_num_gpus_per_node if node < config.actor_num_nodes else 0)
         for node in range(config.num_nodes)
     ]
+    if config.has_own_critic:
+        for node in critic_nodes(free, config) or ():
+            free[node] -= critic_ranks(config).cluster.actor_num_gpus_per_node
+    return free
 
 
 def _room(config: Config) -> int:

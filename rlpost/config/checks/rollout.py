@@ -24,6 +24,7 @@ def rollout_problems(config: Config) -> list[str]:
         rollout.rollout_mode,
         rollout.max_staleness,
     )
+    longest = config.eval.eval_max_response_len or rollout.rollout_max_response_len
     rules = [
         (
             over is not None and over < rollout.rollout_batch_size and mode != "fully_async",
@@ -54,6 +55,11 @@ def rollout_problems(config: Config) -> list[str]:
             "add --partial-rollout true, or use --mask-offpolicy-in-partial-rollout false",
         ),
         (
+            (config.eval.eval_min_new_tokens or 0) > longest,
+            f"{spelled(config, 'eval_min_new_tokens')} is more than the {longest} tokens that a response may have "
+            f"(--eval-max-response-len, else --rollout-max-response-len); use at most {longest}",
+        ),
+        (
             bool(rollout.reward_weights and rollout.reward_key),
             f"{spelled(config, 'reward_key')} takes one value of a reward and --reward-weights several; use one of "
             "them",
@@ -73,7 +79,45 @@ def rollout_problems(config: Config) -> list[str]:
             "returns an object, or leave --reward-weights out",
         ),
     ]
-    return [problem for is_broken, problem in rules if is_broken] + _mask_problems(config)
+    problems = [problem for is_broken, problem in rules if is_broken]
+    return problems + _update_interval_problems(config) + _mask_problems(config)
+
+
+def _update_interval_problems(config: Config) -> list[str]:
+    """Settings that need the newest weights in the engines."""
+    rollout, every = config.rollout, spelled(config, "update_weights_interval")
+    interval, evaluates = rollout.update_weights_interval, config.eval.eval_interval
+    if interval == 1:
+        return []
+    staleness = rollout.max_staleness or 1
+    rules = [
+        (
+            rollout.rollout_mode == "fully_async" and staleness < interval,
+            f"{every} with --rollout-mode fully_async: the last step before an update trains groups of weights that "
+            f"are {interval - 1} to {interval} versions old, and --max-staleness is {staleness}; use --max-staleness "
+            f"{interval} or more",
+        ),
+        (
+            evaluates is not None and evaluates % interval != 0,
+            f"{spelled(config, 'eval_interval')} with {every}: between two updates engines have older weights than "
+            f"the step that they would evaluate; use a multiple of {interval}",
+        ),
+        (
+            evaluates is not None and rollout.num_rollout % interval != 0,
+            f"{spelled(config, 'num_rollout')} with {every}: the last evaluation needs the last weights; use a "
+            f"multiple of {interval}",
+        ),
+        (
+            config.lora.lora_rank is not None,
+            f"{every} with {spelled(config, 'lora_rank')}: only whole weights are kept between updates; use "
+            "--update-weights-interval 1, or --lora-rank none",
+        ),
+        (
+            config.grpo.loss_type == "sft_loss",
+            f"{every} has no effect with --loss-type sft_loss, which has no engines; omit it",
+        ),
+    ]
+    return [problem for is_broken, problem in rules if is_broken]
 
 
 def is_truncated(config: Config) -> bool:

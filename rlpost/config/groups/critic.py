@@ -28,9 +28,24 @@ class CriticConfig(Group):
     of [optimizer]."""
     critic_lr_warmup_iters: Count = 0
     """Optimizer steps of the critic's warm-up from 0."""
+    critic_own_gpus: bool = False
+    """Train the critic on GPUs of its own, as a second group of ranks. Default: on the ranks of the
+    policy, at its layout."""
     critic_num_nodes: Positive | None = None
-    """Nodes of the critic. It is trained on the ranks of the policy, so only the number of
-    --actor-num-nodes is accepted."""
+    """Nodes of the critic. Default: --actor-num-nodes, the only number that is accepted without
+    --critic-own-gpus."""
     critic_num_gpus_per_node: Positive | None = None
-    """GPUs of the critic on each of its nodes: only that of --actor-num-gpus-per-node is
-    accepted."""
+    """GPUs of the critic on each of its nodes. Default: --actor-num-gpus-per-node, likewise."""
+    critic_tensor_model_parallel_size: Positive | None = None
+    """Tensor-parallel size of the critic, with --critic-own-gpus. Default: that of the policy, as for
+    all sizes below."""
+    critic_pipeline_model_parallel_size: Positive | None = None
+    """Pipeline-parallel size of the critic, in even stages that are not interleaved."""
+    critic_context_parallel_size: Positive | None = None
+    """Context-parallel size of the critic."""
+    critic_expert_model_parallel_size: Positive | None = None
+    """Expert-parallel size of the critic."""
+    critic_max_tokens_per_gpu: Positive | None = None
+    """Tokens of a micro-batch of the critic on one GPU, with --use-dynamic-batch-size."""
+    critic_micro_batch_size: Positive | None = None
+    """Samples of a micro-batch of the critic, without --use-dynamic-batch-size."""

@@ -33,5 +33,20 @@ class EvalConfig(Group):
     """Top-k sampling; -1 disables it."""
     eval_max_response_len: Positive | None = None
     """Maximum response length, in tokens."""
+    eval_min_new_tokens: Positive | None = None
+    """Minimum response length, in tokens: no end of sequence is sampled before. Default: none."""
+    eval_max_prompt_len: Positive | None = None
+    """Maximum prompt length in tokens; longer prompts are skipped. Default:
+    --rollout-max-prompt-len."""
+    eval_max_context_len: Positive | None = None
+    """Maximum length of prompt and response together, in tokens. Default:
+    --rollout-max-context-len."""
+    eval_input_key: str | None = None
+    """Key of the prompt in a line of every set that names no key of its own. Default:
+    --input-key."""
+    eval_label_key: str | None = None
+    """The same for the expected answer. Default: --label-key."""
+    eval_tool_key: str | None = None
+    """The same for the prompt's tools. Default: --tool-key."""
     skip_eval_before_train: bool = False
     """Skip the evaluation before the first step."""

@@ -53,6 +53,9 @@ class GrpoConfig(Group):
     """Do not divide advantages by the group's standard deviation (Dr. GRPO)."""
     disable_rewards_normalization: bool = False
     """Take rewards as advantages, without a baseline (REINFORCE)."""
+    disable_compute_advantages_and_returns: bool = False
+    """Compute no advantages: with --loss-type sft_loss, or a custom loss that uses none and gets
+    zeros."""
     normalize_advantages: bool = False
     """Shift and scale the advantages of a rollout to mean 0 and variance 1 over all its tokens."""
     overlong_buffer_len: Positive | None = None
@@ -107,6 +110,10 @@ class GrpoConfig(Group):
     use_rollout_logprobs: bool = False
     """Compare the policy with the log-probs that the engines reported, instead of those of the
     trainer before its first optimizer step, which are then not computed; not with --use-tis."""
+    keep_old_actor: bool = False
+    """Compare the policy with the weights that generated, kept in host memory, instead of with
+    itself before the rollout's first optimizer step: those of the update before the last one, or,
+    with --update-weights-interval above 1, of the last one (docs/rollout.md)."""
     use_rollout_sampling_mask: bool = False
     """Compute log-probs of policy, reference and teacher, and entropies, over the tokens that
     --rollout-top-p and --rollout-top-k left to sample from at each position, which the engines

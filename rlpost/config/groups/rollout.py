@@ -71,7 +71,11 @@ class RolloutConfig(Group):
     reward_workers: Positive = 8
     """Maximum grading processes; they start on demand."""
     num_rollout: Positive = 1
-    """Training steps; each generates, trains and updates the engines' weights once."""
+    """Training steps; each generates and trains once."""
+    num_epoch: Positive | None = None
+    """Epochs over --prompt-data, instead of --num-rollout: the number of rows divided by
+    --rollout-batch-size, rounded down, is the number of steps of an epoch. Rows that are skipped
+    count."""
     rollout_batch_size: Positive = 1
     """Prompts per step."""
     n_samples_per_prompt: Positive = 1
@@ -80,6 +84,9 @@ class RolloutConfig(Group):
     """When batches are generated: between training steps (sync), the next one during training
     (one_step_off), or continuously, where engines resume their requests after a weight update
     (fully_async)."""
+    update_weights_interval: Positive = 1
+    """Update the engines' weights after this many steps instead of after each. Ranks then keep the
+    weights of the last update in host memory, and checkpoints have them."""
     max_staleness: Positive | None = None
     """Maximum weight versions between a group's first token and its training, with --rollout-mode
     fully_async. Default: 1."""
@@ -123,3 +130,7 @@ class RolloutConfig(Group):
     """Samples per optimizer step. Default: derived from --num-steps-per-rollout."""
     num_steps_per_rollout: Positive | None = None
     """Optimizer steps per rollout. Default: 1, or derived from --global-batch-size."""
+
+    def engine_version(self, step: int) -> int:
+        """Return the version of the weights that engines have after ``step`` steps."""
+        return step - step % self.update_weights_interval

@@ -11,20 +11,20 @@ sum: ``TRAINER_CONTEXT`` and ``ENGINE_CONTEXT``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypedDict
 
+from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.plan.activations import Pass, logits_bytes, stage_bytes, transient_bytes
 from rlpost.config.plan.adapters import adapter_parameters
+from rlpost.config.plan.engine_weights import engine_weights, replicas
 from rlpost.config.plan.shape import (
     Layout,
     Parameters,
     Shape,
-    attention_elements,
     critic_parameters,
     layout_of,
     rank_parameters,
-    stored_bytes,
     teacher_layout,
 )
 from rlpost.config.plan.weight_update import FP8_WIDTH, WeightUpdate, weight_update
@@ -290,6 +290,7 @@ def estimate(
     stored = parameter_bytes(config)
     state = 0 if config.checkpoint.no_save_optim else stored.optimizer
     total = trained_parameters(config, shape, Layout(), 0).total
+    kept = total * stored.weights * _num_kept(config)
     if config.use_critic:
         total += critic_parameters(shape, Layout(), 0).total
     fullest = max(ranks, key=lambda rank: rank.train)
@@ -315,9 +316,10 @@ def estimate(
         phases=(
             *_phases(config, fullest, engine, update),
             *_teacher_phase(config, ranks, engine, update),
+            *_critic_phase(config, shape),
         ),
         host_bytes_per_node=_host(config, ranks),
-        checkpoint_bytes=total * (stored.weights + state),
+        checkpoint_bytes=total * (stored.weights + state) + kept,
         checkpoint_bytes_per_rank=max(rank.saved for rank in ranks),
         save_buffer_bytes=max(_save_buffer(config, rank) for rank in ranks),
         update=update,
@@ -337,7 +339,7 @@ def _rank(
     trained = trained_parameters(config, shape, layout, stage)
     held, host = held_memory(config, layout, parameters, trained)
     critic, of_critic = Parameters(0), RankMemory(0, 0, 0)
-    if config.use_critic:
+    if config.use_critic and not config.has_own_critic:
         critic = critic_parameters(shape, layout, stage)
         of_critic, more = held_memory(config, layout, critic, critic)
         host += more
@@ -354,7 +356,9 @@ def _rank(
         trained=trained,
         held=held,
         critic=of_critic,
-        saved=_saved(config, layout, trained) + _saved(config, layout, critic),
+        saved=_saved(config, layout, trained)
+        + _saved(config, layout, critic)
+        + _saved_weights(config, layout, trained) * _num_kept(config),
         optimizer_host=host,
         activations=stage_bytes(shape, layout, one, stage) + transient_bytes(shape, layout, one),
         logits=logits_bytes(shape, layout, one, config.grpo.log_probs_chunk_size) if is_last else 0,
@@ -363,47 +367,15 @@ def _rank(
     )
 
 
-def engine_weights(config: Config, shape: Shape, width: int) -> int:
-    """What weights of so many bytes take on each GPU of an engine."""
-    gpus = config.cluster.rollout_num_gpus_per_engine
-    shape = replace(shape, mtp=drafts(config))
-    projections = shape.num_layers * attention_elements(shape)
-    everywhere = 0
-    if (latent := shape.latent) is not None:
-        # an engine keeps the projections to the narrow vectors on each GPU (SGLang, deepseek_v2.py)
-        rows = latent.query_rank + latent.kv_rank + latent.position
-        everywhere = shape.num_layers * rows * shape.hidden
-        projections -= everywhere
-    others = stored_bytes(shape, width) - width * (projections + everywhere)
-    return others // gpus + width * projections * _replicas(config) // gpus + width * everywhere
-
-
-def drafts(config: Config) -> bool:
-    """Whether engines hold the layer for multi-token prediction, as a draft model."""
-    args = config.sglang.server_args
-    return (
-        args.get("speculative_algorithm") is not None
-        and args.get("speculative_draft_model_path") is None
-    )
-
-
-def _replicas(config: Config) -> int:
-    """Parts of an engine that each have the whole attention: its weights and KV heads are cut among
-    fewer GPUs.
-    """
-    args = config.sglang.server_args
-    return int(args.get("dp_size", 1)) if args.get("enable_dp_attention") else 1
-
-
 def _engine(config: Config, shape: Shape, *, gpu_bytes: int, width: int) -> Engine:
-    replicas, weights = _replicas(config), engine_weights(config, shape, width)
+    copies, weights = replicas(config), engine_weights(config, shape, width)
     fraction = float(config.sglang.server_args.get("mem_fraction_static", MEM_FRACTION))
-    heads = max(1.0, shape.groups * replicas / config.cluster.rollout_num_gpus_per_engine)
+    heads = max(1.0, shape.groups * copies / config.cluster.rollout_num_gpus_per_engine)
     per_token = 2 * shape.num_layers * heads * shape.head_dim * 2
     if shape.latent is not None:  # one narrow vector for all heads, on each GPU
         per_token = 2 * shape.num_layers * (shape.latent.kv_rank + shape.latent.position)
     cache = int(fraction * gpu_bytes) - weights
-    return Engine(weights, cache, per_token, int(cache / per_token) * replicas)
+    return Engine(weights, cache, per_token, int(cache / per_token) * copies)
 
 
 def _phases(
@@ -433,6 +405,28 @@ def _phases(
     )
 
 
+def _critic_phase(config: Config, shape: Shape) -> tuple[Phase, ...]:
+    """What the GPUs of a critic hold that has its own; nothing without."""
+    if not config.has_own_critic:
+        return ()
+    own = critic_ranks(config)
+    layout, one = layout_of(own), forward_pass(own)[0]
+    phases = []
+    for stage in range(layout.pipeline):
+        parameters = critic_parameters(shape, layout, stage)
+        held, _ = held_memory(own, layout, parameters, parameters)
+        activations = stage_bytes(shape, layout, one, stage) + transient_bytes(shape, layout, one)
+        parts = (
+            ("weights", held.weights),
+            ("gradients", held.gradients),
+            ("optimizer", held.optimizer),
+            ("activations", activations),
+            ("CUDA, NCCL", TRAINER_CONTEXT),
+        )
+        phases.append(Phase("critic", parts))
+    return (max(phases, key=lambda phase: phase.total),)
+
+
 def _teacher_phase(
     config: Config, ranks: tuple[Rank, ...], engine: Engine | None, update: WeightUpdate | None
 ) -> tuple[Phase, ...]:
@@ -455,37 +449,52 @@ def _generate(engine: Engine, more: tuple[tuple[str, int], ...]) -> Phase:
     return Phase("generate", (*own, *more))
 
 
+def _num_kept(config: Config) -> int:
+    """Further sets of weights that a checkpoint may have: an updated reference, the old policy."""
+    return (config.grpo.ref_update_interval is not None) + config.keeps_old_policy
+
+
+def _saved_weights(config: Config, layout: Layout, parameters: Parameters) -> int:
+    """Bytes of weights that a rank writes: its share of what data-parallel ranks hold too."""
+    return _share(layout, parameters) * parameter_bytes(config).weights
+
+
 def _saved(config: Config, layout: Layout, parameters: Parameters) -> int:
-    """Bytes that a rank writes: its share of what data-parallel ranks hold too."""
+    """The same with the state of the optimizer."""
+    state = 0 if config.checkpoint.no_save_optim else parameter_bytes(config).optimizer
+    return _saved_weights(config, layout, parameters) + _share(layout, parameters) * state
+
+
+def _share(layout: Layout, parameters: Parameters) -> int:
+    """Parameters that a rank writes."""
     dense = layout.world // (layout.tensor * layout.pipeline)
     expert = layout.world // (layout.expert_tensor * layout.expert * layout.pipeline)
-    count = -(-parameters.dense // dense) + (
+    return -(-parameters.dense // dense) + (
         -(-parameters.expert // expert) if parameters.expert else 0
     )
-    each = parameter_bytes(config)
-    return count * (each.weights + (0 if config.checkpoint.no_save_optim else each.optimizer))
 
 
 def _save_buffer(config: Config, rank: Rank) -> int:
     """Slots of host memory are made as they are needed, so a small state takes less than
     --save-buffer-gb. Policy and critic have a buffer each.
     """
-    buffers = 2 if config.use_critic else 1
+    buffers = 2 if rank.critic.total else 1
     return min(buffers * int(config.checkpoint.save_buffer_gb * 1e9), rank.saved)
 
 
 def _host(config: Config, ranks: tuple[Rank, ...]) -> int:
-    """The fullest node: offloaded optimizer, what leaves the GPU while engines generate, the
-    reference's weights with the policy's own beside them while it computes, a teacher's weights,
-    and the buffer of a checkpoint.
+    """The fullest node: offloaded optimizer, what leaves the GPU while engines generate, the weights
+    of the reference and of the old policy with the policy's own beside them while these compute, a
+    teacher's weights, and the buffer of a checkpoint.
     """
     # with adapters the reference is the base, whose weights are on the GPU
     uses_reference = config.lora.lora_rank is None and (
         config.grpo.use_kl_loss or config.grpo.kl_coef > 0
     )
+    copies = uses_reference + config.keeps_old_policy
     each = 0
     for rank in ranks:
-        own = rank.optimizer_host + (2 * rank.held.weights if uses_reference else 0)
+        own = rank.optimizer_host + (copies + 1 if copies else 0) * rank.held.weights
         if config.offload_train:
             own += rank.held.weights + rank.held.optimizer
             own += rank.critic.weights + rank.critic.optimizer

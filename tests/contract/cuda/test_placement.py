@@ -1,7 +1,7 @@
 """Where there is CUDA, nothing that computes or is broadcast is left on the CPU.
 
 What stays in host memory on purpose is not built here: Adam's state with ``optimizer_cpu_offload``
-(that setting is what it says), the reference's weights (``reference.py``: swapped in when needed),
+(that setting is what it says), other sets of weights (``kept_weights.py``: swapped in when needed),
 the copies of a background save (``host_copies.py``: they outlive the step), and the trainer's
 memory while engines use the GPU (``memory.py``).
 """

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
+import rlpost
 from rlpost.cli.secret_flags import KEY_FLAGS
 from rlpost.compat.slime.flags import LACKING
 from rlpost.config import flags, pass_through
@@ -15,6 +17,16 @@ from rlpost.config.server_arg_table import server_arg_table
 from rlpost.errors import ConfigError
 from tools.pages.slime_flags import slime_flags
 
+ONLY_CHECKED = {"rollout_function_path", "eval_function_path"}
+"""Functions of slime that are settings here: checks refuse all others."""
+NO_USE = (
+    "config/groups/",
+    "config/checks/",
+    "compat/",
+    "checkpoint/provenance.py",
+    "rollout/journal.py",
+)
+"""Where settings are defined, checked or listed, but not used."""
 OWN = {flags.flag(key) for key in flags.fields()} | KEY_FLAGS.keys()
 
 
@@ -32,6 +44,17 @@ def test_each_flag_of_slime_is_known_in_exactly_one_way() -> None:
         is_own = f"--{name}" in OWN
         ways = [is_own, name in LACKING, not is_own and is_passed_on(name)]
         assert sum(ways) == 1, (name, ways)
+
+
+def test_no_flag_of_slime_is_accepted_and_ignored() -> None:
+    """The code that does what settings say names each of them."""
+    root = Path(rlpost.__file__).parent
+    words: set[str] = set()
+    for file in root.rglob("*.py"):
+        if not str(file.relative_to(root)).startswith(NO_USE):
+            words |= set(re.findall(r"\w+", file.read_text()))
+    accepted = [name for name in slime_flags() if f"--{name}" in OWN - KEY_FLAGS.keys()]
+    assert {name.replace("-", "_") for name in accepted} - words == ONLY_CHECKED
 
 
 def test_only_flags_of_slime_are_listed_and_none_hides_an_option_of_megatron() -> None:
@@ -52,8 +75,8 @@ def test_a_flag_of_slime_and_its_key_in_a_recipe_are_answered_with_what_to_do(tm
     line = str(caught.value)
     assert line.startswith("--use-fault-tolerance: a flag of slime") and "remove it" in line
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text("[rollout]\nnum_epoch = 3\n")
-    with pytest.raises(ConfigError, match=r"unknown key 'num_epoch'.*use --num-rollout"):
+    recipe.write_text("[rollout]\nstart_rollout_id = 3\n")
+    with pytest.raises(ConfigError, match=r"unknown key 'start_rollout_id'.*use --load"):
         load([recipe], {})
     with pytest.raises(ConfigError, match="--sglang-router-ip: a flag of slime"):
         flags.parse(made, ["--sglang-router-ip", "10.0.0.1"])

@@ -8,6 +8,8 @@ import pytest
 
 from rlpost.config.checks.algorithm import algorithm_problems
 from rlpost.config.checks.batch import batch_problems
+from rlpost.config.checks.critic import own_critic_model_problems, own_critic_problems
+from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.load import load
 from rlpost.config.plan.estimate import estimate
 from rlpost.config.plan.shape import Layout, Shape, critic_parameters, rank_parameters
@@ -135,3 +137,59 @@ def test_the_planner_counts_the_critic():
     assert added == 14 * critic_parameters(shape, Layout(), 0).dense
     assert both.checkpoint_bytes_per_rank > alone.checkpoint_bytes_per_rank
     assert both.host_bytes_per_node > alone.host_bytes_per_node
+
+
+OWN = {"nodes": 2, "num_gpus_per_node": 8, "actor_num_nodes": 1, "actor_num_gpus_per_node": 8}
+
+
+def own_critic(critic, cluster=OWN, **groups):
+    given = {"cluster": {**cluster, "colocate": True}, "grpo": PPO, **groups}
+    return load([], {**given, "critic": {"critic_own_gpus": True, **critic}}).config
+
+
+@pytest.mark.parametrize(
+    ("critic", "words"),
+    [
+        ({"critic_num_gpus_per_node": 9}, "is more than --num-gpus-per-node 8"),
+        (
+            {"critic_tensor_model_parallel_size": 3},
+            "critic: --critic-tensor-model-parallel-size 3 does not divide the 8 GPUs of the critic",
+        ),
+        ({"critic_num_gpus_per_node": 6}, "not a multiple of 6 data-parallel ranks"),
+        ({"critic_num_nodes": 2, "critic_num_gpus_per_node": 4}, "free; use --nodes 4"),
+        (
+            {"critic_own_gpus": False, "critic_micro_batch_size": 2},
+            "--critic-micro-batch-size 2: on the ranks of the policy",
+        ),
+    ],
+)
+def test_a_critic_that_does_not_fit_its_own_gpus_is_named_with_its_own_flags(critic, words):
+    (problem,) = own_critic_problems(own_critic(critic, rollout={"rollout_batch_size": 8}))
+    assert words in problem
+
+
+def test_a_critic_with_a_layout_of_its_own_fits_and_is_planned_on_its_own_gpus():
+    sizes = {"critic_num_gpus_per_node": 4, "critic_tensor_model_parallel_size": 2}
+    made = own_critic(sizes, rollout={"rollout_batch_size": 8})
+    assert own_critic_problems(made) == [] == algorithm_problems(made)
+    assert own_critic_model_problems(made, {"num_attention_heads": 4, "num_hidden_layers": 2}) == []
+    (problem,) = own_critic_model_problems(made, {"num_attention_heads": 3, "num_hidden_layers": 2})
+    assert problem.startswith("critic: --critic-tensor-model-parallel-size 2 ")
+    ranks = critic_ranks(made)
+    assert (ranks.actor_world_size, ranks.data_parallel_size) == (4, 2)
+    policy, critic = actor_settings(made), actor_settings(ranks)
+    assert (policy.use_critic, critic.use_critic) == (False, True)
+    assert (policy.tensor_model_parallel_size, critic.tensor_model_parallel_size) == (1, 2)
+    found = estimate(made, DENSE, gpu_bytes=80 * 10**9)
+    beside = estimate(config(grpo=PPO), DENSE, gpu_bytes=80 * 10**9)
+    alone = estimate(config(), DENSE, gpu_bytes=80 * 10**9)
+    assert found.fullest.train == alone.fullest.train < beside.fullest.train
+    (phase,) = [phase for phase in found.phases if phase.name == "critic"]
+    parameters = critic_parameters(DENSE, Layout(world=4, tensor=2), 0).total
+    assert dict(phase.parts)["weights"] == 2 * parameters
+    assert found.checkpoint_bytes == beside.checkpoint_bytes
+
+
+def test_nodes_of_the_run_grow_by_those_of_the_critic():
+    without = {key: value for key, value in OWN.items() if key != "nodes"}
+    assert own_critic({"critic_num_nodes": 2}, cluster=without).num_nodes == 3

@@ -14,8 +14,9 @@ from rlpost.config.checks.rollout import (
     rollout_problems,
     sampling_note,
 )
-from rlpost.config.eval_sets import EvalSet, eval_sets
+from rlpost.config.eval_sets import EvalSet, eval_sets, set_settings
 from rlpost.config.groups.eval import EvalConfig
+from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.load import load, parse_dump
 from rlpost.errors import ConfigError
 
@@ -37,6 +38,36 @@ def config(**groups: object):
             "--over-sampling-batch-size 7 has no",
         ),
         ({"rollout": {"max_staleness": 2}}, "--max-staleness 2 has no effect"),
+        (
+            {"rollout": {"rollout_max_response_len": 9}, "eval": {"eval_min_new_tokens": 10}},
+            "--eval-min-new-tokens 10 is more than the 9 tokens",
+        ),
+        (
+            {"rollout": {"rollout_mode": "fully_async", "update_weights_interval": 2}},
+            "use --max-staleness 2 or more",
+        ),
+        (
+            {
+                "rollout": {"update_weights_interval": 2, "num_rollout": 4},
+                "eval": {"eval_interval": 3, "eval_prompt_data": ["a.jsonl"]},
+            },
+            "--eval-interval 3 with --update-weights-interval 2",
+        ),
+        (
+            {
+                "rollout": {"update_weights_interval": 2, "num_rollout": 5},
+                "eval": {"eval_interval": 2, "eval_prompt_data": ["a.jsonl"]},
+            },
+            "--num-rollout 5 with --update-weights-interval 2",
+        ),
+        (
+            {"rollout": {"update_weights_interval": 2}, "lora": {"lora_rank": 4}},
+            "--update-weights-interval 2 with --lora-rank 4",
+        ),
+        (
+            {"rollout": {"update_weights_interval": 2}, "grpo": {"loss_type": "sft_loss"}},
+            "--update-weights-interval 2 has no effect with --loss-type sft_loss",
+        ),
         ({"rollout": {"mask_offpolicy_in_partial_rollout": True}}, "add --partial-rollout true"),
         (
             {"rollout": {"rollout_mode": "one_step_off"}, "cluster": {"colocate": True}},
@@ -80,6 +111,19 @@ def test_a_contradiction_is_named(groups: dict[str, dict[str, object]], key: str
             {"disable_rewards_normalization": True, "custom_advantage_function_path": "a.b"},
             "does not apply to --custom-advantage-function-path",
         ),
+        (
+            {"disable_compute_advantages_and_returns": True},
+            "with --loss-type policy_loss, which needs them",
+        ),
+        (
+            {
+                "disable_compute_advantages_and_returns": True,
+                "loss_type": "custom_loss",
+                "custom_loss_function_path": "a.b",
+                "kl_coef": 0.1,
+            },
+            "with --kl-coef 0.1, which needs them",
+        ),
     ],
 )
 def test_a_knob_of_the_algorithm_without_effect_is_named(
@@ -87,6 +131,36 @@ def test_a_knob_of_the_algorithm_without_effect_is_named(
 ) -> None:
     (problem,) = algorithm_problems(config(grpo=grpo))
     assert words in problem
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ({"grpo": {"keep_old_actor": True}}, "--keep-old-actor true with --rollout-mode sync"),
+        (
+            {
+                "rollout": {"rollout_mode": "one_step_off"},
+                "grpo": {"keep_old_actor": True, "use_rollout_logprobs": True},
+            },
+            "--keep-old-actor true and --use-rollout-logprobs true",
+        ),
+        (
+            {
+                "rollout": {"rollout_mode": "one_step_off"},
+                "grpo": {"keep_old_actor": True},
+                "lora": {"lora_rank": 4},
+            },
+            "--keep-old-actor true with --lora-rank 4",
+        ),
+    ],
+)
+def test_an_old_policy_that_is_not_used_or_cannot_be_kept_is_named(
+    groups: dict[str, dict[str, object]], words: str
+) -> None:
+    (problem,) = algorithm_problems(config(**groups))
+    assert words in problem
+    ahead = {"rollout": {"rollout_mode": "one_step_off"}, "grpo": {"keep_old_actor": True}}
+    assert algorithm_problems(config(**ahead)) == []
 
 
 def test_engines_of_somebody_else_take_no_gpus_of_the_run_and_share_none() -> None:
@@ -151,6 +225,29 @@ def test_sets_come_from_a_file_with_settings_of_their_own(
             **given | {"temperature": 0.0},
         ),
     )
+
+
+def test_keys_and_limits_for_all_sets_give_way_to_those_of_a_set(tmp_path: Path) -> None:
+    file = tmp_path / "sets.toml"
+    file.write_text(
+        '[[datasets]]\nname = "a"\npath = "a.jsonl"\ninput_key = "question"\n'
+        '[[datasets]]\nname = "b"\npath = "b.jsonl"\n'
+    )
+    given = EvalConfig(
+        eval_config=str(file),
+        eval_input_key="problem",
+        eval_label_key="answer",
+        eval_max_prompt_len=7,
+        eval_max_context_len=20,
+    )
+    rollout = RolloutConfig(tool_key="tools", label_key="label", rollout_max_prompt_len=5)
+    made = [set_settings(one, given, rollout) for one in eval_sets(given)]
+    assert [one.input_key for one in made] == ["question", "problem"]
+    for one in made:
+        assert (one.label_key, one.tool_key) == ("answer", "tools")
+        assert (one.rollout_max_prompt_len, one.rollout_max_context_len) == (7, 20)
+    (plain,) = eval_sets(EvalConfig(eval_prompt_data=("a.jsonl",)))
+    assert set_settings(plain, EvalConfig(), rollout) == rollout
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,22 @@ def test_a_checkpoint_without_the_optimizer_is_the_weights():
     assert planned("glm45_355b").checkpoint_bytes == 14 * parameters
 
 
+@pytest.mark.parametrize(
+    ("grpo", "copies"),
+    [({"use_kl_loss": False}, 2), ({"use_kl_loss": True, "ref_update_interval": 1}, 3)],
+)
+def test_an_old_policy_is_kept_in_host_memory_and_in_the_checkpoint(grpo, copies):
+    """Beside the reference it needs one more copy; alone there is that of the policy too."""
+    bare = planned("qwen3_4b", grpo={**grpo, "use_kl_loss": False, "ref_update_interval": None})
+    made = planned("qwen3_4b", rollout={"update_weights_interval": 2}, grpo=grpo)
+    weights = bare.fullest.held.weights * bare.config.cluster.actor_num_gpus_per_node
+    buffers = made.save_buffer_bytes - bare.save_buffer_bytes
+    more = made.host_bytes_per_node - bare.host_bytes_per_node
+    assert more == copies * weights + buffers * bare.config.cluster.actor_num_gpus_per_node
+    of_checkpoint = made.checkpoint_bytes - bare.checkpoint_bytes
+    assert of_checkpoint == (copies - 1) * 2 * bare.shape.parameters.total
+
+
 def test_a_checkpoint_passes_through_a_bounded_buffer_a_rank():
     """64 ranks write 14 bytes a parameter, the fullest a little more than its share; the node's
     host memory grows by the buffers alone.

@@ -132,7 +132,7 @@ def test_one_that_dies_after_a_training_and_before_the_update_comes_back_with_wh
 
     async def run():
         await watch.update(4, pause="abort", before=nothing, ready=nothing)
-        watch.trained()
+        watch.trained(5)
         async with watch.over():
             fleet.sick, fleet.pause_mode = {1}, "abort"
             while "admit 1" not in fleet.log:

@@ -238,6 +238,28 @@ def test_every_step_generates_trains_and_synchronises_once_and_evaluates_when_du
     assert stages.saved[0] == RunState(step=6, cursor=cursor, backlog=backlog, journal=2)
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_engines_are_updated_after_each_interval_and_whenever_they_come_back_to_their_gpu(
+    tmp_path, monkeypatch, leaves
+):
+    def colocated(real=config, **rollout):
+        given = real(**rollout)
+        cluster = given.cluster.model_copy(update={"offload_rollout": leaves})
+        return given.model_copy(update={"cluster": cluster})
+
+    monkeypatch.setitem(globals(), "config", colocated)
+    stages = FakeStages()
+    run(tmp_path, stages, RunState(pending={}), update_weights_interval=2)
+    assert stages.versions == ([0, 0, 2, 2, 4, 4, 6] if leaves else [0, 2, 4, 6])
+    assert stages.seen == list(range(24))
+
+
+def test_a_run_resumed_between_two_updates_sends_the_weights_of_the_last_one(tmp_path):
+    stages, state = FakeStages(), RunState(step=3, pending=None)
+    run(tmp_path, stages, state, saved=True, update_weights_interval=2)
+    assert stages.versions == [2, 4, 6]
+
+
 STOPS = [
     *((stage, count) for stage in ("generate", "train", "sync") for count in range(1, 7)),
     *(("evaluate", count) for count in range(1, 5)),

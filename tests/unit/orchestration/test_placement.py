@@ -4,7 +4,14 @@ import pytest
 
 from rlpost.config.load import load
 from rlpost.errors import PlacementError
-from rlpost.orchestration.placement import Offer, Slot, order_by_gpu, place, service_ports
+from rlpost.orchestration.placement import (
+    Offer,
+    Slot,
+    order_by_gpu,
+    place,
+    replaced,
+    service_ports,
+)
 
 
 def config(**cluster):
@@ -33,6 +40,28 @@ def test_a_run_whose_engines_are_on_other_jobs_takes_the_gpus_of_the_trainer_alo
     ports = service_ports(20000, 10, engines=placement.engines, num_stages=1)
     assert ports.engines == () and ports.router == 20000
     assert settings.num_nodes == 1 and settings.num_engines == 0
+
+
+def test_a_critic_on_its_own_gpus_gets_the_first_nodes_with_room_and_a_port():
+    critic = {"critic_own_gpus": True, "critic_num_gpus_per_node": 2}
+    cluster = {"nodes": 2, "num_gpus_per_node": 4, "actor_num_nodes": 1, "rollout_num_gpus": 1}
+    settings = load(
+        [],
+        {
+            "cluster": {**cluster, "actor_num_gpus_per_node": 3},
+            "grpo": {"advantage_estimator": "ppo"},
+            "critic": critic,
+        },
+    ).config
+    placement = place(offers(4, 4), settings)
+    assert placement.critics == (Slot("id1", "10.0.0.1", 1),) * 2
+    assert [part.ip for (part,) in placement.engines] == ["10.0.0.1"], "it has 2 free, the other 1"
+    ports = service_ports(20000, 10, engines=placement.engines, num_stages=2, has_critics=True)
+    assert ports.critic_group not in (ports.actor_group, *ports.sync_groups, 0)
+    with pytest.raises(PlacementError, match="1 nodes with 2 GPUs for the critic"):
+        place(offers(4, 1), settings)
+    moved = replaced(placement, "10.0.0.1", Offer("id7", "10.0.0.7", 3))
+    assert moved.critics == (Slot("id7", "10.0.0.7", 1),) * 2
 
 
 def test_one_node_holds_everything_when_it_can():

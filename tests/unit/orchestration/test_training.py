@@ -9,6 +9,7 @@ import pytest
 from rlpost.columns import FloatColumn
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, DataError, HalfTrained, Preempted, TrainingError
+from rlpost.orchestration.critic_training import CriticGroup
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.training import Training
 from rlpost.orchestration.worker_groups import ActorGroup
@@ -46,6 +47,7 @@ class Actors:
         value = {
             "compute_logprobs": -1.0,
             "compute_ref_logprobs": -2.0,
+            "compute_old_logprobs": -4.0,
             "compute_teacher_logprobs": -3.0,
             "compute_values": 0.5,
         }[method]
@@ -100,6 +102,7 @@ def train(
     given=None,
     distillation=None,
     critic=None,
+    critics=None,
     rollouts=1,
     **grpo,
 ):
@@ -118,8 +121,15 @@ def train(
         }
     )
     stop = stop or StopRequest(Path("/nowhere"))
+    own = None if critics is None else CriticGroup(ActorGroup(critics), [0, 1])
     training = Training(
-        config, ActorGroup(actors), [0, 0], stop=stop, is_fresh=is_fresh, break_even=1e9
+        config,
+        ActorGroup(actors),
+        [0, 0],
+        stop=stop,
+        is_fresh=is_fresh,
+        break_even=1e9,
+        critics=own,
     )
 
     async def all_rollouts():
@@ -138,6 +148,16 @@ def test_one_step_a_rollout_needs_no_log_probs_and_several_take_theirs_before_th
     assert [name for name, _ in several.calls] == ["compute_logprobs"] * 2 + ["train_step"] * 2
     assert one.named("train_step")[0][0][1] is None
     assert several.named("train_step")[0][1][1], "the last stage gets its own log-probs back"
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_with_a_kept_old_policy_even_one_step_is_compared_with_its_log_probs(num_steps):
+    actors = Actors(HEALTHY | {"train/ppo_kl": 0.5})  # the policy has moved since
+    train(actors, num_steps=num_steps, keep_old_actor=True)
+    named = [name for name, _ in actors.calls]
+    assert named == ["compute_old_logprobs"] * num_steps + ["train_step"] * num_steps
+    _, (batch, old, _) = actors.named("train_step")[0]
+    assert old == [[actors.of_sample(-4.0, one) for one in micro] for micro in batch.micro_batches]
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])
@@ -161,6 +181,12 @@ def test_a_penalty_in_the_reward_reaches_the_right_sample(num_steps):
         [expected[s.response_length] for s in samples]
     )
     assert metrics["train/reward_kl"] == pytest.approx(1.0)
+
+
+def test_a_loss_that_uses_no_advantages_gets_zeros():
+    actors, off = Actors(), {"disable_compute_advantages_and_returns": True}
+    train(actors, loss_type="custom_loss", custom_loss_function_path="a.b", **off)
+    assert [sample.advantage for sample in actors.trained()] == [0.0] * 4
 
 
 def test_returns_to_go_are_one_advantage_a_token():
@@ -388,6 +414,59 @@ def test_a_critic_is_trained_before_the_policy_on_values_from_before_both(num_st
             assert list(advantage) == pytest.approx([0.0, *expected])
             assert list(target) == pytest.approx([0.0, *(0.5 + each for each in expected)])
     assert metrics["train/value_mean"] == 0.5
+
+
+class Valuing(Actors):
+    """Ranks whose values follow from the sample; on ``all_ranks`` each has those of its batch."""
+
+    def __init__(self, *, all_ranks=False):
+        super().__init__()
+        self.all_ranks = all_ranks
+
+    def of_sample(self, value, sample):
+        return FloatColumn(
+            [0.1 * sum(sample.token_ids) + place for place in range(len(sample.loss_mask))]
+        )
+
+    async def call_each_stored(self, method, arguments):
+        found = await super().call_each_stored(method, arguments)
+        if not self.all_ranks:
+            return found
+        batches = [batch.reference for (batch,) in arguments]
+        return [
+            Stored([[self.of_sample(None, one) for one in micro] for micro in batch.micro_batches])
+            for batch in batches
+        ]
+
+    def returns_by_sample(self):
+        """The returns of each sample of all critic steps, from all ranks."""
+        found = {}
+        for ranks in self.named("train_critic"):
+            for batch, _, returns in ranks:
+                pairs = zip(batch.samples, returns, strict=True)
+                found |= {tuple(sample.token_ids): list(column) for sample, column in pairs}
+        return found
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_critic_on_its_own_ranks_gives_the_advantages_and_gets_the_returns_of_one_beside_the_policy(
+    num_steps,
+):
+    """Two pipeline stages train the policy, two data-parallel ranks the critic."""
+    beside, policy, critics = Valuing(), Valuing(), Valuing(all_ranks=True)
+    given = {"advantage_estimator": "ppo", "num_steps": num_steps}
+    train(beside, **given)
+    own = {"critic_own_gpus": True, "critic_pipeline_model_parallel_size": 1}
+    train(policy, critics=critics, critic=own, **given)
+    assert {name for name, _ in critics.calls} == {"compute_values", "train_critic"}
+    assert {name for name, _ in policy.calls} == {"compute_logprobs", "train_step"} - (
+        {"compute_logprobs"} if num_steps == 1 else set()
+    )
+    assert critics.returns_by_sample() == beside.returns_by_sample()
+    ours, theirs = policy.trained(), beside.trained()
+    assert [list(one.advantages) for one in ours] == [list(one.advantages) for one in theirs]
+    sizes = [[len(batch.samples) for batch, *_ in ranks] for ranks in critics.named("train_critic")]
+    assert sizes == [[4 // num_steps // 2] * 2] * num_steps, "each rank has its share"
 
 
 def test_penalties_are_part_of_the_critics_rewards():

@@ -69,6 +69,7 @@ class Actors:
 
     def __init__(self, stop_file: Path, *, backend: str = "gloo") -> None:
         self.stop_file, self.begun, self.ended = stop_file, [], []
+        self.swaps: list[tuple[str, int]] = []  # and how many transfers had ended
         self.answers = {
             "buckets.plan": [BUCKETS],
             "sync_stage": [0],
@@ -76,6 +77,8 @@ class Actors:
         }
 
     async def call(self, method, *arguments):
+        if method.startswith("old_policy."):
+            self.swaps.append((method, len(self.ended)))
         return (
             await self.transfer(method, *arguments)
             if method in MOVES
@@ -334,3 +337,22 @@ def test_a_host_that_does_not_answer_at_the_end_is_told_and_no_error(tmp_path, m
     monkeypatch.setattr(Copies, "dead", True)
     asyncio.run(one.close())
     assert "weights-0 died" in caplog.text
+
+
+def test_between_updates_engines_get_the_weights_of_the_last_one_and_the_trainer_keeps_its_own(
+    tmp_path,
+):
+    actors = Actors(tmp_path / "STOP")
+    sent = ("old_policy.swap_in", 0), ("old_policy.swap_out", 1)
+    one = coordinator(
+        actors,
+        tmp_path / "weights",
+        rollout={"num_rollout": 4, "update_weights_interval": 2},
+        sync={"update_weight_transport": "disk"},
+    )
+    asyncio.run(updated(one, 2))
+    assert actors.swaps == list(sent)
+    Engine.dead.add("http://a")
+    with pytest.raises(SyncError):
+        asyncio.run(updated(one, 2))
+    assert [method for method, _ in actors.swaps[2:]] == [method for method, _ in sent]

@@ -41,6 +41,14 @@ def test_evaluation_sets_or_inherits_each_value() -> None:
     assert own == SamplingParams(7, 0.3, 0.5, -1, (), (1, 3))
 
 
+def test_a_lower_bound_of_evaluation_is_sent_and_training_has_none() -> None:
+    made = eval_sampling(
+        EvalSet(name="a", path="b"), EvalConfig(eval_min_new_tokens=4), ROLLOUT, ()
+    )
+    assert made.to_sglang()["min_new_tokens"] == 4
+    assert "min_new_tokens" not in rollout_sampling(ROLLOUT, ()).to_sglang()
+
+
 def test_nothing_is_sent_for_no_stops() -> None:
     sent = SamplingParams(max_new_tokens=3).to_sglang()
     assert (sent["stop"], sent["stop_token_ids"], sent["max_new_tokens"]) == (None, None, 3)

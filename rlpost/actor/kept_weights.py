@@ -1,0 +1,123 @@
+"""A second set of a rank's weights in host memory: the reference, and the old policy.
+
+Input: the inventory of this rank. Output: contexts in which the model has the kept weights, and
+their part of a checkpoint. Invariant: after such a context every weight of the model is bitwise
+what it was before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from rlpost.actor import device, megatron_checkpoint
+from rlpost.actor.torch_dist_folder import find_checkpoint
+from rlpost.weights.inventory import Inventory
+
+
+class KeptWeights:
+    """This rank's shard of another set of weights of the same model. All methods are collective."""
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        saved_in: str,
+        *,
+        prepare: Callable[[], None],
+        shares: KeptWeights | None = None,
+    ) -> None:
+        """Allocate host memory; the kept weights are undefined until ``take`` or ``load``.
+
+        Args:
+            inventory: of this rank.
+            saved_in: subfolder of a checkpoint.
+            prepare: waits for all that reads or writes the weights in the background.
+            shares: another set that is never in the model at the same time: the model's own weights
+                go to the same memory meanwhile.
+        """
+        self._saved_in, self._prepare = saved_in, prepare
+        self._saver: megatron_checkpoint.Saver | None = None
+        self._live = [held.tensor.data for held in inventory.held.values()]
+        self._kept = [_on_host_like(tensor) for tensor in self._live]
+        self._mine: list[torch.Tensor] = (
+            [_on_host_like(tensor) for tensor in self._live] if shares is None else shares._mine
+        )
+        self._is_in = False
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Context in which the model has the kept weights."""
+        self.swap_in()
+        try:
+            yield
+        finally:
+            self.swap_out()
+
+    def swap_in(self) -> None:
+        """Give the model the kept weights until ``swap_out``; nothing if it has them."""
+        if not self._is_in:
+            self._prepare()
+            self._keep(self._mine)
+            self._fill(self._kept)
+            self._is_in = True
+
+    def swap_out(self) -> None:
+        """Give the model its own weights back; nothing if it has them."""
+        if self._is_in:
+            self._fill(self._mine)
+            self._is_in = False
+
+    def take(self) -> None:
+        """Keep the current weights of the model."""
+        assert not self._is_in, "the model has the kept weights"
+        self._prepare()
+        self._keep(self._kept)
+
+    def save(
+        self, folder: str | Path, chunks: Sequence[torch.nn.Module], *, buffer_bytes: int
+    ) -> None:
+        """Write the kept weights into the folder of a checkpoint.
+
+        Raises:
+            CheckpointError: a rank cannot write; raised on every rank.
+        """
+        with self.swapped_in():
+            self._saver = megatron_checkpoint.save_weights(
+                Path(folder) / self._saved_in,
+                chunks=chunks,
+                buffer_bytes=buffer_bytes,
+                saver=self._saver,
+            )
+
+    def load(self, folder: str | Path, chunks: Sequence[torch.nn.Module]) -> bool:
+        """Read what ``save`` wrote; the model then has it too. False if it wrote nothing.
+
+        Raises:
+            CheckpointError: the weights do not fit the model.
+        """
+        saved = Path(folder) / self._saved_in
+        if find_checkpoint(saved) is None:
+            return False
+        megatron_checkpoint.load_weights(saved, chunks=chunks)
+        self.take()
+        return True
+
+    def _keep(self, values: list[torch.Tensor]) -> None:
+        for tensor, value in zip(self._live, values, strict=True):
+            value.copy_(tensor, non_blocking=True)
+        device.synchronise()
+
+    def _fill(self, values: list[torch.Tensor]) -> None:
+        """Copy ``values`` to the model; asynchronous on a GPU, where stream order protects the host
+        copy.
+        """
+        for tensor, value in zip(self._live, values, strict=True):
+            tensor.copy_(value, non_blocking=True)
+
+
+def _on_host_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Allocate host memory for a copy; pinned if the tensor is on a GPU."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)

@@ -1,0 +1,78 @@
+"""The critic on GPUs of its own (--critic-own-gpus): its settings as those of a trainer. Pure.
+
+Input: the settings of a run. Output: the same tree with the critic's nodes, GPUs, layout and
+micro-batches in place of the policy's, so that everything that reads a layout serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlpost.config.flags import flag
+from rlpost.config.tree import Config
+
+LAYOUT = {
+    "critic_num_nodes": "actor_num_nodes",
+    "critic_num_gpus_per_node": "actor_num_gpus_per_node",
+    "critic_tensor_model_parallel_size": "tensor_model_parallel_size",
+    "critic_pipeline_model_parallel_size": "pipeline_model_parallel_size",
+    "critic_context_parallel_size": "context_parallel_size",
+    "critic_expert_model_parallel_size": "expert_model_parallel_size",
+    "critic_max_tokens_per_gpu": "max_tokens_per_gpu",
+    "critic_micro_batch_size": "micro_batch_size",
+}
+"""The critic's settings, and the policy's whose value is the default."""
+
+
+def critic_ranks(config: Config) -> Config:
+    """Return the settings of the critic's own ranks."""
+    critic, perf, cluster = config.critic, config.perf, config.cluster
+    tensor = critic.critic_tensor_model_parallel_size or perf.tensor_model_parallel_size
+    layout = {
+        policy: getattr(critic, own) or getattr(perf, policy)
+        for own, policy in LAYOUT.items()
+        if policy in type(perf).model_fields
+    }
+    layout["sequence_parallel"] = perf.sequence_parallel and tensor > 1
+    if critic.critic_tensor_model_parallel_size is not None:
+        layout["expert_tensor_parallel_size"] = None
+    if critic.critic_pipeline_model_parallel_size is not None:
+        layout["num_layers_per_virtual_pipeline_stage"] = None
+        layout["decoder_first_pipeline_num_layers"] = None
+        layout["decoder_last_pipeline_num_layers"] = None
+    if critic.critic_max_tokens_per_gpu is not None:
+        layout["log_probs_max_tokens_per_gpu"] = None
+    places = {
+        "actor_num_nodes": critic.critic_num_nodes or config.actor_num_nodes,
+        "actor_num_gpus_per_node": critic.critic_num_gpus_per_node
+        or cluster.actor_num_gpus_per_node,
+        "rollout_num_gpus": 0,
+        "rollout_num_gpus_per_engine": 1,
+        "colocate": False,
+        "offload_train": False,
+        "offload_rollout": False,
+    }
+    return config.model_copy(
+        update={
+            "perf": perf.model_copy(update=layout),
+            "cluster": cluster.model_copy(update=places),
+            "critic": critic.model_copy(update={"critic_own_gpus": False}),
+        }
+    )
+
+
+def in_flags_of_critic(line: str) -> str:
+    """Return a message about ``critic_ranks`` with the critic's flags."""
+    for own, policy in LAYOUT.items():
+        line = line.replace(f"{flag(policy)} ", f"{flag(own)} ")
+    return line.replace("the trainer", "the critic")
+
+
+def critic_nodes(free: Sequence[int], config: Config) -> list[int] | None:
+    """Choose the critic's nodes by their free GPUs: the first that have enough.
+
+    None if too few have.
+    """
+    own = critic_ranks(config)
+    able = [index for index, gpus in enumerate(free) if gpus >= own.cluster.actor_num_gpus_per_node]
+    return able[: own.actor_num_nodes] if len(able) >= own.actor_num_nodes else None
