@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.actor import architecture
-from rlpost.actor.rope import local_rope, missing_options, refused_options, rope
+from rlpost.actor.rope import RopeOptions, local_rope, missing_options, refused_options, rope
 from rlpost.actor.settings import ActorSettings
 from rlpost.errors import ConfigError, WeightError
 from rlpost.weights import families
@@ -64,12 +64,12 @@ class ModelDescription:
         return self.family.is_tied(self.hf_config)
 
     @property
-    def rope(self) -> Mapping[str, Any]:
+    def rope(self) -> RopeOptions:
         """The options of the rotary embedding, in layers without a window where that matters."""
         return rope(self.hf_config)
 
     @property
-    def local_rope(self) -> Mapping[str, Any] | None:
+    def local_rope(self) -> RopeOptions | None:
         """The options in layers with a window where they have others; None without."""
         return local_rope(self.hf_config)
 

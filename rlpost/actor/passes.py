@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rlpost.actor import device, parallel, step
-from rlpost.actor.mtp import LossOf, MtpTraining, shifted
+from rlpost.actor.mtp import Losses, LossOf, MtpTraining, shifted
 from rlpost.actor.packing import (
     PackedMicroBatch,
     RowLayout,
@@ -122,9 +122,9 @@ class Passes:
             index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor
         ) -> tuple[torch.Tensor, list[TopTokens]]:
             ids, logprobs = loss.top_logprobs(logits, micro_batch, count=count, limit=limit)
-            all_ids = of_all_context_ranks(ids, micro_batch)
-            all_logprobs = of_all_context_ranks(logprobs, micro_batch)
-            return logprobs.sum(), unpack_top(all_ids, all_logprobs, micro_batch)
+            whole_ids = of_all_context_ranks(ids, micro_batch)
+            whole_logprobs = of_all_context_ranks(logprobs, micro_batch)
+            return logprobs.sum(), unpack_top(whole_ids, whole_logprobs, micro_batch)
 
         return self._without_gradients(batch, collect, records_routes=False)
 
@@ -174,7 +174,7 @@ class Passes:
         of_teacher = held_scores(teacher, packed)
         loss = self._micro_batch_loss(batch)
 
-        def policy_loss(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> object:
+        def policy_loss(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> Losses:
             return loss.loss(micro_batch, old[index], ref[index], logits, of_teacher[index])
 
         loss_of = self._with_mtp(policy_loss, loss, batch)

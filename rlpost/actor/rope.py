@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TypedDict
 
 from rlpost.weights.family import HfConfig
 
@@ -32,34 +32,60 @@ WITH_CONTEXT = ("llama3", "yarn")
 """Types that depend on the context before the scaling, ``original_max_position_embeddings``."""
 
 
-def rope(hf: HfConfig) -> Mapping[str, Any]:
+class RopeOptions(TypedDict, total=False):
+    """Options of a rotary embedding in config.json, with transformers' names."""
+
+    rope_type: str
+    type: str
+    rope_theta: float
+    partial_rotary_factor: float
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    mscale: float
+    mscale_all_dim: float
+    attention_factor: float
+
+
+def rope(hf: HfConfig) -> RopeOptions:
     """Return the options of layers without a window: nested in transformers 5, top-level keys in 4.
 
     The context before the scaling is that of transformers: the top-level key, the option, or
     ``max_position_embeddings`` (``standardize_rope_params`` in ``modeling_rope_utils.py``).
     """
-    flat = dict(hf) | (hf.get("rope_scaling") or {})
-    given: Mapping[str, Any] = hf.get("rope_parameters") or flat
-    found: Mapping[str, Any] = given.get(FULL, given)
+    given: HfConfig = hf.get("rope_parameters") or {**hf, **(hf.get("rope_scaling") or {})}
+    found: RopeOptions = given.get(FULL) or _options(given)
+    if rope_type(found) not in WITH_CONTEXT:
+        return found
     key = "original_max_position_embeddings"
-    context = hf.get(key) or found.get(key) or hf.get("max_position_embeddings")
-    return {**found, key: context} if rope_type(found) in WITH_CONTEXT else found
+    option = found.get("original_max_position_embeddings")
+    context = hf.get(key) or option or hf["max_position_embeddings"]
+    return {**found, "original_max_position_embeddings": context}
 
 
-def local_rope(hf: HfConfig) -> Mapping[str, Any] | None:
+def _options(given: HfConfig) -> RopeOptions:
+    """Return what ``given`` has of the options, unchecked."""
+    return {name: given[name] for name in RopeOptions.__annotations__ if name in given}  # type: ignore[return-value]
+
+
+def local_rope(hf: HfConfig) -> RopeOptions | None:
     """Return the options of layers with a window where they differ from ``rope``; None if not."""
-    nested = (hf.get("rope_parameters") or {}).get(SLIDING)
+    nested: RopeOptions | None = (hf.get("rope_parameters") or {}).get(SLIDING)
     if nested is not None:
-        return dict(nested)
+        return nested
     return {"rope_theta": hf[LOCAL_BASE]} if LOCAL_BASE in hf else None
 
 
-def rope_type(options: Mapping[str, Any]) -> str:
+def rope_type(options: RopeOptions) -> str:
     """Return the type of the rotary embedding; older configurations call the key "type"."""
     return options.get("rope_type") or options.get("type") or "default"
 
 
-def attention_factor(options: Mapping[str, Any]) -> float:
+def attention_factor(options: RopeOptions) -> float:
     """Return the factor on cosine and sine: 1 except with YaRN.
 
     0.1 ln(factor) + 1 (arXiv 2309.00071, equation 22); with ``mscale`` and ``mscale_all_dim`` the
@@ -98,4 +124,5 @@ def refused_options(hf: HfConfig, *, latent: str | None) -> dict[str, object]:
 def missing_options(hf: HfConfig) -> list[str]:
     """Return the required options that config.json lacks or leaves empty."""
     options = rope(hf)
-    return [key for key in OPTIONS.get(rope_type(options), ()) if not options.get(key)]
+    given: Mapping[str, object] = options
+    return [key for key in OPTIONS.get(rope_type(options), ()) if not given.get(key)]

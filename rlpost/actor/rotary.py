@@ -8,8 +8,6 @@ rotated dimensions. All of it is computed in float32 with the operations of tran
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -17,10 +15,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from rlpost.actor.rope import attention_factor, rope_type
+from rlpost.actor.rope import RopeOptions, attention_factor, rope_type
 
 
-def inverse_frequencies(options: Mapping[str, Any], width: int) -> torch.Tensor:
+def inverse_frequencies(options: RopeOptions, width: int) -> torch.Tensor:
     """Return the angle by which a position rotates each pair: [width / 2] float32.
 
     Args:
@@ -37,7 +35,7 @@ def inverse_frequencies(options: Mapping[str, Any], width: int) -> torch.Tensor:
     return _yarn(options, exponents) if kind == "yarn" else plain
 
 
-def _llama3(options: Mapping[str, Any], plain: torch.Tensor) -> torch.Tensor:
+def _llama3(options: RopeOptions, plain: torch.Tensor) -> torch.Tensor:
     """Divide the frequencies of wavelengths beyond the old context; interpolate near its end.
 
     The formula is that of Llama 3.1 (``apply_scaling`` in meta-llama/llama-models, model.py).
@@ -52,7 +50,7 @@ def _llama3(options: Mapping[str, Any], plain: torch.Tensor) -> torch.Tensor:
     return torch.where(is_between, between, scaled)
 
 
-def _yarn(options: Mapping[str, Any], exponents: torch.Tensor) -> torch.Tensor:
+def _yarn(options: RopeOptions, exponents: torch.Tensor) -> torch.Tensor:
     """Interpolate the dimensions with long wavelengths, keep those with short ones, and blend in
     between (arXiv 2309.00071, section 3.2).
     """
@@ -76,7 +74,7 @@ def _yarn(options: Mapping[str, Any], exponents: torch.Tensor) -> torch.Tensor:
     return 1.0 / (options["factor"] * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
 
 
-def set_attention_factor(config: TransformerConfig, options: Mapping[str, Any]) -> None:
+def set_attention_factor(config: TransformerConfig, options: RopeOptions) -> None:
     """Make Megatron multiply cosine and sine with ``attention_factor``.
 
     Its attention reads attributes that are no fields of the class and multiplies with
@@ -92,7 +90,7 @@ def set_attention_factor(config: TransformerConfig, options: Mapping[str, Any]) 
         )
 
 
-def set_frequencies(table: RotaryEmbedding, options: Mapping[str, Any]) -> None:
+def set_frequencies(table: RotaryEmbedding, options: RopeOptions) -> None:
     """Replace the frequencies of Megatron's module before its first use."""
     current = table.inv_freq
     table.inv_freq = inverse_frequencies(options, 2 * current.numel()).to(current.device)
@@ -119,7 +117,9 @@ class _Replace:
         self.local = local
 
     def __call__(
-        self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        longest = kwargs["rotary_pos_emb"].size(0)
+        self, _: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        angles = kwargs["rotary_pos_emb"]
+        assert isinstance(angles, torch.Tensor)
+        longest = angles.size(0)
         return args, {**kwargs, "rotary_pos_emb": self.local(longest, packed_seq=True)}

@@ -183,6 +183,11 @@ class Config(Group):
         return self.grpo.keep_old_actor or self.rollout.update_weights_interval > 1
 
     @property
+    def num_kept_weights(self) -> int:
+        """Further sets of weights in a checkpoint: an updated reference, the old policy."""
+        return (self.grpo.ref_update_interval is not None) + self.keeps_old_policy
+
+    @property
     def samples_per_rollout(self) -> int:
         return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
 

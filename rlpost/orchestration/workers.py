@@ -150,23 +150,23 @@ class _Worker:
         os.dup2(log, 2)
         os.close(log)
 
-    def call(self, method: str, keywords: Mapping[str, object], *arguments: Any) -> object:
+    def call(self, method: str, keywords: Mapping[str, object], *arguments: object) -> object:
         # Ray resolves references only as top-level arguments, not inside containers.
         with RECORDER.call(method):
             return self._call(method, keywords, *arguments)
 
-    def _call(self, method: str, keywords: Mapping[str, object], *arguments: Any) -> object:
+    def _call(self, method: str, keywords: Mapping[str, object], *arguments: object) -> object:
         with span(method):
             found = operator.attrgetter(method)(self._target)
             return found(*arguments, **keywords) if callable(found) else found
 
     @ray.method(num_returns=2)
-    def call_stored(self, method: str, *arguments: Any) -> tuple[bool, object]:
+    def call_stored(self, method: str, *arguments: object) -> tuple[bool, object]:
         found = self.call(method, {}, *arguments)
         return bool(found), found
 
     @ray.method(concurrency_group=ASIDE)
-    def call_aside(self, method: str, keywords: Mapping[str, object], *arguments: Any) -> object:
+    def call_aside(self, method: str, keywords: Mapping[str, object], *arguments: object) -> object:
         return self._call(method, keywords, *arguments)
 
     @ray.method(concurrency_group=ASIDE)
@@ -260,7 +260,7 @@ class WorkerGroup:
             )
         )
 
-    async def call(self, method: str, *arguments: Any) -> list[Any]:
+    async def call(self, method: str, *arguments: object) -> list[Any]:
         """Call ``method`` on every worker with the same arguments; return results in order.
 
         ``method`` is a name, dotted names or the name of an attribute to read.
@@ -268,7 +268,7 @@ class WorkerGroup:
         return await self.call_each(method, [arguments] * len(self))
 
     async def call_each(
-        self, method: str, arguments: Sequence[Sequence[object]], **keywords: Any
+        self, method: str, arguments: Sequence[Sequence[object]], **keywords: object
     ) -> list[Any]:
         """Call ``method`` on every worker with individual arguments and common keywords.
 
@@ -324,7 +324,7 @@ class WorkerGroup:
         except ray.exceptions.RayError as error:
             raise RlpostError(f"a result in Ray's object store is lost: {error}") from None
 
-    async def call_aside(self, method: str, *arguments: Any) -> list[Any]:
+    async def call_aside(self, method: str, *arguments: object) -> list[Any]:
         """Like ``call``, concurrently with a running call; must not touch state of the
         computation.
         """
@@ -335,7 +335,7 @@ class WorkerGroup:
         )
 
     async def answers_aside(
-        self, method: str, *arguments: Any, within_s: float
+        self, method: str, *arguments: object, within_s: float
     ) -> list[Any | None]:
         """Like ``call_aside``, with None for each worker that fails or does not answer in time."""
 
@@ -420,7 +420,7 @@ class WorkerGroup:
 
         return await asyncio.gather(*map(of_worker, range(len(self))))
 
-    async def _submitted(self, submit: Callable[[int], Any]) -> list[Any]:
+    async def _submitted(self, submit: Callable[[int], object]) -> list[Any]:
         """Submit a call to every worker.
 
         All workers receive it even if the caller is cancelled, and all receive calls in the same
@@ -438,7 +438,7 @@ class WorkerGroup:
 
         return await asyncio.shield(submit_all())
 
-    async def _results(self, references: Sequence[Any]) -> list[Any]:
+    async def _results(self, references: Sequence[object]) -> list[Any]:
         tasks: list[asyncio.Task[Any]] = []
         try:
             for index, reference in enumerate(references):

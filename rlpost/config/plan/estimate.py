@@ -290,7 +290,7 @@ def estimate(
     stored = parameter_bytes(config)
     state = 0 if config.checkpoint.no_save_optim else stored.optimizer
     total = trained_parameters(config, shape, Layout(), 0).total
-    kept = total * stored.weights * _num_kept(config)
+    kept = total * stored.weights * config.num_kept_weights
     if config.use_critic:
         total += critic_parameters(shape, Layout(), 0).total
     fullest = max(ranks, key=lambda rank: rank.train)
@@ -358,7 +358,7 @@ def _rank(
         critic=of_critic,
         saved=_saved(config, layout, trained)
         + _saved(config, layout, critic)
-        + _saved_weights(config, layout, trained) * _num_kept(config),
+        + _saved_weights(config, layout, trained) * config.num_kept_weights,
         optimizer_host=host,
         activations=stage_bytes(shape, layout, one, stage) + transient_bytes(shape, layout, one),
         logits=logits_bytes(shape, layout, one, config.grpo.log_probs_chunk_size) if is_last else 0,
@@ -447,11 +447,6 @@ def _generate(engine: Engine, more: tuple[tuple[str, int], ...]) -> Phase:
         ("engine's CUDA", ENGINE_CONTEXT),
     )
     return Phase("generate", (*own, *more))
-
-
-def _num_kept(config: Config) -> int:
-    """Further sets of weights that a checkpoint may have: an updated reference, the old policy."""
-    return (config.grpo.ref_update_interval is not None) + config.keeps_old_policy
 
 
 def _saved_weights(config: Config, layout: Layout, parameters: Parameters) -> int:
