@@ -3,7 +3,7 @@
     python -m benchmarks.fleet --events 100 [--longest-wait 15] [--seed 1] [--write]
 
 On a real Slurm (the tests' lab, root needed), real Ray, Megatron and SGLang on CPU. A run of the
-tiny model has an engine of its own and a fleet of five: two that were left alone, and three that are
+tiny model has one engine that belongs to it and a fleet of five: two that were left alone, and three that are
 drained, preempted by a job of a higher partition, killed (server, agent, node) and added, in random
 order at random instants, also while they start; and the run itself is preempted now and then. Then
 it must have the weights and the metrics of a run whose fleet was left alone, each prompt exactly
@@ -254,7 +254,7 @@ def introduction(
         f"`python -m benchmarks.fleet --events {options.events} --longest-wait {options.longest_wait:g} "
         f"--seed {options.seed} --write`: "
         f"a run of {run.num_steps} steps on",
-        "Slurm 22.05 of the tests' lab with real SGLang on CPU: one engine of its own, "
+        "Slurm 22.05 of the tests' lab with real SGLang on CPU: one engine that belongs to the run, "
         f"{NUM_STATIC} fleet engines",
         f"that were left alone and {NUM_TOUCHED} that came and went; beside it a run whose "
         f"{NUM_STATIC + NUM_TOUCHED} fleet engines stayed.",

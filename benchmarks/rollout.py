@@ -8,7 +8,7 @@ rollout mode.
 2. Tokens that are generated and never trained, under a long-tailed distribution of lengths: with
    and without keeping surplus groups, with and without partial answers.
 3. Wall time a step of the three modes. Engine, router, weight update and loop are real; the trainer
-   only waits, as long as generating takes, since a trainer on GPUs of its own takes nothing from
+   only waits, as long as generating takes, since a trainer on separate GPUs takes nothing from
    the engine, and here both would share two cores.
 
 Rounds are interleaved and the median counts. --write puts the tables into docs/benchmarks.md.
@@ -92,7 +92,7 @@ class TheirClient:
             "header": [f"Authorization=Bearer {self._key}"],
         }
         self._theirs.set_global_args(argparse.Namespace(**settings))
-        room = asyncio.Semaphore(self._concurrency)
+        slots = asyncio.Semaphore(self._concurrency)
 
         async def ask(number: int, index: int) -> int:
             prompt, length = make_prompt(number), lengths.of(number, index)
@@ -106,7 +106,7 @@ class TheirClient:
                 image_data=None,
                 extra_request_body={},
             )
-            async with room:
+            async with slots:
                 answer = await self._theirs.async_request_sglang_generate(request)
             assert answer.success, answer.error
             return length

@@ -4,7 +4,7 @@ the job.
     python -m benchmarks.submit [--repeat 7] [--write]
 
 On a real Slurm (the tests' lab, root needed) with its partition down, so that jobs are taken and
-wait: what is counted is the login node's alone. Every command is started anew; rounds are
+wait: what is counted is the login node's alone. Every command is a new process; rounds are
 interleaved and the median shown. Requests are the controller's own count (``sdiag``). --write puts
 the tables into docs/benchmarks.md, section "Submission".
 """

@@ -142,7 +142,7 @@ def _refuse_another_run(folder: RunFolder, run_json: str) -> None:
         changed = ", ".join(_differences(there, new)[:5])
         raise RunFolderError(
             f"run folder {folder.root} belongs to a run with other settings ({changed}); choose another name with "
-            "--run-folder, or --resume to go on with that run under the new settings"
+            "--run-folder, or --resume to resume that run with the new settings"
         )
 
 

@@ -225,7 +225,7 @@ class RouteColumn:
 
     ``layers`` counts MoE layers only, first to last, over all pipeline stages. Expert numbers are
     global. A token whose routes are unknown holds the largest value of the type in every place, and
-    the trainer routes it itself; the type is uint8 if that leaves room for every expert.
+    the trainer routes it itself; the type is uint8 if every expert fits.
     """
 
     __slots__ = ("array",)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 POLL_S = 0.02
 ENDED = ("Z", "X")
-"""States of a process that holds nothing any more: a zombie waits for its parent only."""
+"""States of a thread that has ended; of a process, those of its first thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,17 @@ class ProcessId:
 def this_process() -> ProcessId:
     """Return the identity of the calling process."""
     stat = _stat(os.getpid())
-    return ProcessId(os.getpid(), 0 if stat is None else stat[1])
+    return ProcessId(os.getpid(), 0 if stat is None else stat.started)
 
 
 def has_ended(process: ProcessId) -> bool:
     """Whether the process holds no memory, device or port any more."""
     stat = _stat(process.pid)
-    return stat is None or stat[0] in ENDED or stat[1] != process.started
+    if stat is None or stat.started != process.started:
+        return True
+    # The first thread of a killed process is a zombie before the others have ended. The last of
+    # them releases memory, devices and ports, which can take 0.1 s and more.
+    return stat.state in ENDED and stat.num_threads <= 1
 
 
 def wait_for_end(processes: Sequence[ProcessId], within_s: float) -> list[ProcessId]:
@@ -47,11 +51,18 @@ def wait_for_end(processes: Sequence[ProcessId], within_s: float) -> list[Proces
     return left
 
 
-def _stat(pid: int) -> tuple[str, int] | None:
-    """State and start time of a process, by proc(5); None when there is none."""
+@dataclass(frozen=True, slots=True)
+class _Stat:
+    state: str
+    num_threads: int
+    started: int
+
+
+def _stat(pid: int) -> _Stat | None:
+    """Fields of ``/proc/PID/stat``, by proc(5); None when there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()  # the name before may hold spaces
-    return fields[0], int(fields[19])
+    return _Stat(state=fields[0], num_threads=int(fields[17]), started=int(fields[19]))

@@ -61,7 +61,7 @@ class _Process:
 
     def hand_over(self, cluster: Cluster) -> None:
         """Write the line in a thread: that blocks until the driver reads, and stops and losses
-        must be noticed meanwhile.
+        must be noticed in the meantime.
         """
         assert self._line_end is not None, "a driver gets one line"
         descriptor, self._line_end = self._line_end, None

@@ -143,23 +143,23 @@ def first_fit(lengths: Sequence[int], order: Iterable[int], max_tokens: int) -> 
     # Two neighbours together exceed the limit, or the second's first sample would be in the first.
     most = 2 * -(-sum(min(length, max_tokens) for length in lengths) // max_tokens) + 1
     leaves = 1 << (min(most, len(lengths)) - 1).bit_length()
-    room = [max_tokens] * (2 * leaves)
+    capacity = [max_tokens] * (2 * leaves)
     bins: Bins = []
     for index in order:
         size = min(lengths[index], max_tokens)
         node = 1
         while node < leaves:
             node *= 2
-            if room[node] < size:
+            if capacity[node] < size:
                 node += 1
         if node - leaves == len(bins):
             bins.append([])
         bins[node - leaves].append(index)
-        room[node] -= size
+        capacity[node] -= size
         while node > 1:
             node //= 2
-            left, right = room[2 * node], room[2 * node + 1]
-            room[node] = left if left > right else right
+            left, right = capacity[2 * node], capacity[2 * node + 1]
+            capacity[node] = left if left > right else right
     return bins
 
 

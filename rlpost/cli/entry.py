@@ -45,7 +45,7 @@ def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
     except BrokenPipeError:  # e.g. ``head`` closed the pipe
-        # the interpreter flushes once more
+        # the interpreter flushes again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_NOBODY_READS
     except OSError as error:

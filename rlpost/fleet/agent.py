@@ -158,7 +158,7 @@ class Agent:
                 self._waits = verdict.waits
                 if verdict.exit_code is not None or verdict.restart:
                     return verdict
-                # Read once more: a driver that has just come may have admitted this engine.
+                # Read again: a driver that has just come may have admitted this engine.
                 if verdict.pause and engine is not None and self._folder.lease() == lease:
                     self._pause(engine.url)
                 self._report(verdict.state, verdict.reason, url=_url(starting))
@@ -258,7 +258,7 @@ def driver_address(lease: Lease) -> str:
     if not ipaddress.ip_address(lease.address).is_loopback:
         return lease.address
     if "SLURMD_NODENAME" not in os.environ and lease.host in ("", socket.gethostname()):
-        return lease.address  # both were started by hand on this machine
+        return lease.address  # both were started manually on this machine
     try:
         found = str(socket.getaddrinfo(lease.host, None, type=socket.SOCK_DGRAM)[0][4][0])
     except OSError as error:

@@ -29,7 +29,7 @@ class Patience:
 
     Attributes:
         lease_s: a lease that has not been renewed for so long has no driver.
-        driver_s: longest wait for a driver; the node stands idle meanwhile.
+        driver_s: longest wait for a driver; the node is idle while it waits.
         drain_s: longest wait for the driver to dismiss the engine.
         margin_s: before the end of the job, time to end the server.
     """

@@ -7,7 +7,7 @@ The driver sends requests to these engines itself, not through the router: the r
 client's key beside the engine's own, so an engine of the fleet would see the attempt's secret.
 
 One task polls the folder, in a thread because storage may hang, and asks ``rlpost.fleet.membership``
-what to do. Each action runs in a task of its own with a deadline (``fleet_servers``), so that an
+what to do. Each action runs in a separate task with a deadline (``fleet_servers``), so that an
 engine that hangs delays no other. Another task checks the health of the engines that serve.
 
     hold -> (the trainer's own engines are updated, the weights written) -> publish

@@ -57,7 +57,7 @@ ANSWER_S = 5.0
 NAMED_S, POLL_S = 5.0, 0.2
 """How long to look for the dead rank after another one reported a broken connection."""
 WATCH_S = 2.0
-"""Between two looks at idle ranks."""
+"""Seconds between two polls of idle ranks."""
 END_S = 60.0
 """Deadline for the end of killed processes: the kernel frees their GPU memory first."""
 

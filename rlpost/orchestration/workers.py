@@ -392,7 +392,7 @@ class WorkerGroup:
     ) -> list[str]:
         """Wait until ``earlier`` processes on the nodes of these workers have ended.
 
-        Returns node and number of each that has not. Processes on other nodes are not looked at.
+        Returns node and number of each that has not. Processes on other nodes are not checked.
         """
         askers = {node: index for index, node in enumerate(self._nodes)}
         of_node = {

@@ -1,7 +1,7 @@
 """Which errors of a living rank mean that its device or a peer is lost. Pure.
 
 When a rank is killed, the others fail in the collective that they share with it, often before Ray
-reports the death. A GPU that fails breaks the CUDA context of its own process, which then can only
+reports the death. A GPU that fails breaks the CUDA context of its process, which then can only
 be started again. Everything else that a rank raises is an error of the program or of the data, and
 would come again.
 """

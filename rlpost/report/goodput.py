@@ -355,7 +355,7 @@ def _add_saves(attempts: Sequence[_Attempt], lines: Sequence[Mapping[str, float]
 def _add_repeated(attempts: Sequence[_Attempt]) -> None:
     """Charge steps that an attempt trains again to the attempts before it, the newest first."""
     for number, attempt in enumerate(attempts):
-        for entry in attempt.recoveries:  # a later driver trains steps of its own attempt again
+        for entry in attempt.recoveries:  # a later driver repeats steps of its attempt
             again_s = float((entry.get("again") or {}).get("step_s", 0.0))
             attempt.repeated_s += min(again_s, attempt.rest_s)
         again_s = attempt.steps_again_s

@@ -237,7 +237,7 @@ class SharingMover:
 
 
 class NoMover:
-    """For a run without engines of its own: there is nothing to move."""
+    """For a run whose engines all belong to its fleet: there is nothing to move."""
 
     in_session = False
 

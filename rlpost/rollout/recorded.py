@@ -26,7 +26,7 @@ def recorded_path(template: str, rollout_id: int) -> Path:
     """
     if PLACEHOLDER not in template:
         raise ConfigError(
-            f"recorded rollouts: {template!r} needs {PLACEHOLDER} in it; every step has a file of its own"
+            f"recorded rollouts: {template!r} needs {PLACEHOLDER} in it; every step has a separate file"
         )
     return Path(template.replace(PLACEHOLDER, str(rollout_id)))
 

@@ -232,7 +232,7 @@ class ResponseBuilder:
     def _truncate_at_spanning_stop(self, stops: Sequence[str]) -> bool:
         """Truncate the turn at a stop string that spans an abort; return whether there is one.
 
-        An engine searches for stop strings only in the tokens of its own request, so it continued
+        An engine searches for stop strings only in the tokens of its request, so it continued
         past this one.
         """
         if len(self._texts) == 1 or self._codec is None or not stops:
@@ -269,7 +269,7 @@ class ResponseBuilder:
         """Return the text of the current turn.
 
         Several pieces are decoded together: an abort may split a character, and an engine removes
-        only a stop string of its own request.
+        only a stop string of its request.
         """
         if len(self._texts) == 1 or self._codec is None:
             return "".join(self._texts)

@@ -1,11 +1,11 @@
-"""Episodes of an environment of several turns in a whole run, whose reward rises."""
+"""Episodes of an environment of several turns in a whole run, whose driver is killed once and whose
+reward rises.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 from statistics import fmean
 
@@ -16,9 +16,10 @@ from rlpost.data.tokenizer import PromptTokenizer
 from rlpost.metrics.names import undeclared
 from rlpost.metrics.writer import read_metrics
 from rlpost.rollout.recorded import read_groups
-from tests.e2e.runs import OF_A_USER, RECIPE, ROOT
+from tests.e2e.local_run import LocalRun
 
 NUM_STEPS, BATCH, SAMPLES = 12, 16, 8
+SAVED_EVERY, KILLED_AFTER = 4, 6  # steps
 WINDOW = 4  # steps
 
 
@@ -43,17 +44,44 @@ def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--n-samples-per-prompt": f"{SAMPLES}",
         "--eval-prompt-data": f"heldout {prompts}",
         "--eval-interval": f"{NUM_STEPS // 2}",
+        "--save-interval": f"{SAVED_EVERY}",
         "--save-debug-rollout-data": str(folder / "{rollout_id}.jsonl"),
     }
     words = [word for flag, value in settings.items() for word in (flag, *value.split())]
-    command = [sys.executable, "-m", "rlpost.submit", RECIPE, "--local"]
-    command += ["--run-folder", str(folder / "run"), *words]
-    environment = {**os.environ, **OF_A_USER}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    with LocalRun(folder, words) as local:
+        local.until(lambda: local.step >= KILLED_AFTER, f"step {KILLED_AFTER}")
+        before = folder / "before"
+        before.mkdir()
+        for step in range(KILLED_AFTER):
+            shutil.copy(folder / f"{step}.jsonl", before)
+        shutil.copy(local.folder / "metrics.jsonl", before)
+        local.driver().kill()
+        local.done()
     return folder
+
+
+def test_a_killed_driver_trains_the_same_conversations_again(run: Path) -> None:
+    """Steps since the last checkpoint are trained again, with the tokens, turns and rewards that
+    they had; conversations that were going on are continued.
+    """
+    ledger = read_metrics(run / "run/ledger.jsonl")
+    recovered = [entry["role"] for entry in ledger if entry["event"] == "recovered"]
+    assert recovered == ["driver"]
+    for step in range(KILLED_AFTER):
+        now, before = (run / name / f"{step}.jsonl" for name in ("", "before"))
+        assert now.read_text() == before.read_text()
+    lines = read_metrics(run / "run/metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(NUM_STEPS + 1))
+    for before, line in zip(read_metrics(run / "before/metrics.jsonl"), lines, strict=False):
+        assert {name: line[name] for name in line if name.startswith(("train/", "env/"))} == {
+            name: before[name] for name in before if name.startswith(("train/", "env/"))
+        }
+    groups = [
+        group.prompt_id
+        for step in range(NUM_STEPS)
+        for group in read_groups(str(run / "{rollout_id}.jsonl"), step)
+    ]
+    assert len(set(groups)) == len(groups) == NUM_STEPS * BATCH
 
 
 def test_the_reward_of_an_environment_rises(run: Path) -> None:

@@ -1,5 +1,6 @@
 """Waiting for the end of killed processes."""
 
+import socket
 import subprocess
 import sys
 import time
@@ -28,6 +29,37 @@ def test_a_killed_process_has_ended_also_before_its_parent_looks():
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+LISTENS = f"""
+import socket, threading, time
+service = socket.create_server(("127.0.0.1", 0))
+memory = bytearray(b"1") * (300 << 20)  # is released slowly
+for _ in range(50):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+print(service.getsockname()[1])
+{FOREVER}
+"""
+
+
+def test_a_process_has_not_ended_before_its_last_thread_has_closed_its_port():
+    """The first thread of a killed process is a zombie while the others still hold its sockets."""
+    for _ in range(5):  # which thread is the last differs
+        process = subprocess.Popen(
+            [sys.executable, "-c", LISTENS], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            port = int(process.stdout.readline())
+            identity = ProcessId(*map(int, process.stdout.readline().split()))
+            process.kill()
+            while not has_ended(identity):
+                pass
+            with socket.create_server(("127.0.0.1", port)):
+                pass
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
 
 
 def test_another_process_with_the_same_number_is_not_waited_for():

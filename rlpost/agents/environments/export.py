@@ -24,11 +24,11 @@ from rlpost.errors import ConfigError, RlpostError
 def tasks_of(name: EnvName, arguments: Mapping[str, object]) -> Iterator[dict[str, object]]:
     """Yield the rows of an environment's tasks.
 
-    Raises ConfigError for an environment without tasks of its own.
+    Raises ConfigError for an environment without tasks.
     """
     if name.kind not in ("verifiers", "tau2"):
         raise ConfigError(
-            f"--env {name.word}: has no tasks of its own; write the prompt file by hand"
+            f"--env {name.word}: it has no tasks to export; write the prompt file yourself"
         )
     harness = load_function(ADAPTERS[name.kind], key="--env")(name.target, **arguments)
     for number, task in enumerate(harness.tasks):

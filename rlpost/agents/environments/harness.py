@@ -28,7 +28,7 @@ from rlpost.types import Prompt
 class HarnessRunner:
     """Runs the episodes of one harness, whose object is shared by all episodes.
 
-    The gateway refuses requests after ``max_requests``; ``max_turns`` is told to the harness.
+    The gateway refuses requests after ``max_requests``; the harness is given ``max_turns``.
     """
 
     word: str

@@ -68,7 +68,7 @@ def make_environments(
         thing = made[name.label]
         if isinstance(thing, _Harness):
             assert gateway is not None
-            # An adapter's library has limits of its own, at which it scores the episode.
+            # An adapter's library has its own limits, at which it scores the episode.
             most = settings.env_max_turns if name.kind == "own" else None
             runners[name.label] = HarnessRunner(
                 name.word, thing.harness, gateway, settings.env_max_turns, max_requests=most

@@ -4,7 +4,7 @@ A class with ``reset`` and ``step`` is plain Python: the model writes a turn, th
 text after it. One object is made for each episode. Every token is the sampled one, and what the
 environment adds is masked out of the loss.
 
-A class with ``run`` is a harness of its own, which talks to the model over HTTP. One object is made
+A class with ``run`` is a complete harness, which talks to the model over HTTP. One object is made
 for the run; ``run`` is called for every episode, many at the same time, with an address and a key
 of that episode alone. A follow-up request continues the sampled tokens (``rlpost.agents.gateway``).
 

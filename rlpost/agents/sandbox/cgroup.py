@@ -3,8 +3,8 @@
 Input: ``common.delegated_cgroup``. Output: a ``Parent``, which makes a ``Cgroup`` for a sandbox;
 None where nothing is delegated, and then the limits of ``inner.init`` alone hold.
 
-The kernel allows processes only in the leaves of a divided cgroup, so ``open_parent`` moves those
-of its own into ``rlpost-main`` beside the sandboxes (Linux, "Control Group v2", "No Internal
+The kernel allows processes only in the leaves of a divided cgroup, so ``open_parent`` moves this
+process into ``rlpost-main`` beside the sandboxes (Linux, "Control Group v2", "No Internal
 Process Constraint").
 """
 

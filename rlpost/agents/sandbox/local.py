@@ -81,7 +81,7 @@ class LocalSandbox:
     async def start(
         cls, limits: Limits, root: Root | None = None, cgroups: Parent | None = None
     ) -> LocalSandbox:
-        """Start a sandbox, in a cgroup of its own with ``cgroups``.
+        """Start a sandbox, in a separate cgroup with ``cgroups``.
 
         Raises ``SandboxLost`` when this node cannot run one.
         """

@@ -78,7 +78,7 @@ class Engines:
     async def generate(self, payload: Mapping[str, object]) -> dict[str, object]:
         """Generate one answer.
 
-        If the rollout is halted meanwhile, its finish reason is "abort", as in slime.
+        If the rollout is halted before it ends, its finish reason is "abort", as in slime.
 
         Raises:
             ConfigError: the payload has an unsupported field.

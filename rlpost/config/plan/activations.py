@@ -170,7 +170,7 @@ def _mlp(columns: float, one: Pass) -> float:
 
 def _experts(shape: Shape, layout: Layout, one: Pass) -> float:
     """Router scores; each token once for each of its experts, sorted; their MLPs, whose product is
-    kept once more with the router's weight; the shared expert. Tokens are taken to spread evenly
+    kept a second time with the router's weight; the shared expert. Tokens are taken to spread evenly
     over the experts.
     """
     own = 1 / layout.sequence_ranks

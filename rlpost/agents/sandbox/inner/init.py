@@ -24,7 +24,7 @@ from typing import Any
 from rlpost.agents.sandbox.inner import files, kernel, seccomp, usage
 from rlpost.agents.sandbox.inner.filesystem import HOME
 
-TICK = 0.05  # s between two looks at the usage of running commands
+TICK = 0.05  # s between two readings of the usage of running commands
 PACKET = 1 << 18  # bytes of a request
 END_SECONDS = 10.0  # s until all killed processes must be gone
 MIB = 1 << 20

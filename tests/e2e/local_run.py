@@ -1,0 +1,108 @@
+"""A run on this machine alone, watched and disturbed from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rlpost.metrics.writer import read_metrics
+from tests.e2e.runs import OF_A_USER, RECIPE, ROOT
+
+DEADLINE_S = 300
+AREAS = ("step", "train", "reward", "rollout")
+
+
+class LocalRun:
+    """A run on this machine, in attempt 0."""
+
+    def __init__(self, folder: Path, settings: Sequence[str]) -> None:
+        self.folder = folder / "run"
+        self.log = folder / "submit.log"
+        command = [sys.executable, "-m", "rlpost.submit", RECIPE, "--local", *settings]
+        command += ["--run-folder", str(self.folder)]
+        environment = {**os.environ, **OF_A_USER}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> LocalRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def step(self) -> int:
+        path = self.folder / "metrics.jsonl"
+        lines = read_metrics(path) if path.exists() else []
+        return int(lines[-1]["step"]) if lines else -1
+
+    @property
+    def lines(self) -> list[dict[str, float]]:
+        """Metrics without what a clock or the machine says."""
+        return [
+            {key: value for key, value in line.items() if key.split("/")[0] in AREAS}
+            for line in read_metrics(self.folder / "metrics.jsonl")
+        ]
+
+    @property
+    def ledger(self) -> list[dict[str, Any]]:
+        return [
+            json.loads(line)
+            for line in (self.folder / "ledger.jsonl").read_text().split("\n")
+            if line
+        ]
+
+    @property
+    def weights(self) -> list[str]:
+        return [entry["weights"] for entry in self.ledger if entry["event"] == "done"]
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert self.process.poll() is None, f"{what}: ended\n{self.log.read_text()[-4000:]}"
+            assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
+            time.sleep(0.05)
+
+    def done(self) -> None:
+        assert self.process.wait(timeout=DEADLINE_S) == 0, self.log.read_text()[-8000:]
+
+    def processes(self, log: str) -> set[int]:
+        """Processes whose output is a log of the attempt."""
+        found = set()
+        for process in psutil.process_iter():
+            try:
+                output = os.readlink(f"/proc/{process.pid}/fd/1")
+                if re.fullmatch(rf"{self.folder}/attempts/0/{log}", output):
+                    found.add(process.pid)
+            except OSError:
+                continue
+        return found
+
+    def driver(self) -> psutil.Process:
+        """The driver that works: it has a router and graders, which a standby has not."""
+        for pid in self.processes(r"driver\.log"):
+            process = psutil.Process(pid)
+            parent = process.parent()
+            is_kept = parent is not None and "bootstrap.agent.keeper" in parent.cmdline()
+            if is_kept and process.children():
+                return process
+        raise AssertionError("no driver works")
