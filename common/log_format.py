@@ -20,7 +20,7 @@ DATE = "%Y-%m-%d %H:%M:%S"
 class JsonFormatter(logging.Formatter):
     """One JSON object per record: time (ISO 8601 with offset), level, logger, source, message.
 
-    A traceback is part of the message, as in text. ``source`` tells processes of one kind apart.
+    A traceback is part of the message, as in text. ``source`` names the process.
     """
 
     def __init__(self, source: str = "") -> None:
@@ -85,6 +85,6 @@ def as_text(line: str) -> str:
             found.get("source", ""),
             found["message"],
         ]
+        return " ".join(word for word in words if word)
     except (ValueError, KeyError, TypeError):
         return line
-    return " ".join(word for word in words if word)

@@ -328,6 +328,11 @@ class TokenSetColumn(Sequence[tuple[int, ...]]):
     def __len__(self) -> int:
         return len(self.sizes)
 
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        # ``__getitem__`` adds up all sizes, which is quadratic here.
+        ids = iter(self.token_ids)
+        return (tuple(itertools.islice(ids, size)) for size in self.sizes)
+
     @overload
     def __getitem__(self, index: int) -> tuple[int, ...]: ...
     @overload

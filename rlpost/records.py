@@ -7,7 +7,7 @@ values are left out, so that records of older versions can be read.
 A column is written in one of two ways, and both are always read:
 
     as numbers   a list; recordings, which people read, and checkpoints of rlpost up to November 2026
-    as bytes     {"int32": PACKED}, {"float32": PACKED}, {"runs": [[value, count], ...]} or
+    as bytes     {"int32": PACKED}, {"float32": PACKED}, {"runs": [[value, count], ...]},
                  {"routes": PACKED, "dtype": "uint8", "shape": [tokens, layers, k]} or
                  {"set_sizes": PACKED, "set_ids": PACKED}
 
@@ -276,7 +276,7 @@ def _written(value: object, packing: Packing | None) -> object:
         return {"set_sizes": sizes, "set_ids": ids}
     if not isinstance(value, IntColumn | FloatColumn | RunColumn):
         return value
-    if packing is None or isinstance(value, TokenSetColumn):
+    if packing is None:
         return list(value)
     if isinstance(value, RunColumn):
         return {"runs": value.runs}

@@ -277,6 +277,7 @@ class Actor(Rank):
     def compute_ref_logprobs(self, batch: TrainBatch) -> Logprobs:
         """As ``compute_logprobs``, under the reference weights."""
         assert self._reference is not None, "reference weights need use_kl_loss or kl_coef"
+        self.old_policy.swap_out()  # it shares memory with the reference
         self._settle_weights()
         with self._reference.swapped_in():
             return self.passes.logprobs(batch, records_routes=False)

@@ -1,4 +1,4 @@
-"""The critic on GPUs of its own: one rank of its group (--critic-own-gpus).
+"""The critic on separate GPUs: one rank of its group (--critic-own-gpus).
 
 Input: batches of samples and the returns of their tokens. Output: values, optimizer steps, its part
 of a checkpoint, an exported folder.
@@ -103,9 +103,9 @@ class CriticRank(Rank):
         self, batch: TrainBatch, values: Values | None, returns: Sequence[FloatColumn]
     ) -> StepResult:
         """Run one optimizer step; see ``Critic.train_step``."""
-        if self._writing is not None:
+        if (writing := self._writing) is not None:  # another thread may set it to None
             with span("wait for the checkpoint"):
-                self._writing.wait_copied(timeout_s=self.settings.save_deadline_s)
+                writing.wait_copied(timeout_s=self.settings.save_deadline_s)
         return StepResult(self.critic.train_step(batch, values, returns), own_s=OWN_TIME.seconds())
 
     def save(self, folder: str | Path, step: int, *, in_background: bool = False) -> None:
@@ -131,7 +131,7 @@ class CriticRank(Rank):
         Raises:
             CheckpointError: a rank could not write; raised on every rank.
         """
-        if self._writing is not None and self._writing.is_running:
+        if (writing := self._writing) is not None and writing.is_running:
             return False
         self._finish_save()
         return True

@@ -35,8 +35,8 @@ class KeptWeights:
             inventory: of this rank.
             saved_in: subfolder of a checkpoint.
             prepare: waits for all that reads or writes the weights in the background.
-            shares: another set that is never in the model at the same time: the model's own weights
-                go to the same memory meanwhile.
+            shares: another set that is never in the model at the same time; both use one copy of the
+                model's own weights.
         """
         self._saved_in, self._prepare = saved_in, prepare
         self._saver: megatron_checkpoint.Saver | None = None
@@ -45,7 +45,8 @@ class KeptWeights:
         self._mine: list[torch.Tensor] = (
             [_on_host_like(tensor) for tensor in self._live] if shares is None else shares._mine
         )
-        self._is_in = False
+        self.is_in = False
+        """Whether the model has the kept weights."""
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -58,21 +59,21 @@ class KeptWeights:
 
     def swap_in(self) -> None:
         """Give the model the kept weights until ``swap_out``; nothing if it has them."""
-        if not self._is_in:
+        if not self.is_in:
             self._prepare()
             self._keep(self._mine)
             self._fill(self._kept)
-            self._is_in = True
+            self.is_in = True
 
     def swap_out(self) -> None:
         """Give the model its own weights back; nothing if it has them."""
-        if self._is_in:
+        if self.is_in:
             self._fill(self._mine)
-            self._is_in = False
+            self.is_in = False
 
     def take(self) -> None:
         """Keep the current weights of the model."""
-        assert not self._is_in, "the model has the kept weights"
+        assert not self.is_in, "the model has the kept weights"
         self._prepare()
         self._keep(self._kept)
 

@@ -5,8 +5,8 @@ model has these weights, and their part of a checkpoint. Without both settings n
 
 With an interval above 1 they are the weights of the engines' last update. With an interval of 1 they
 are those of the update before, which generated the batch when generation is one step ahead. slime
-has two copies (``old_actor``, ``rollout_actor``), which it moves on after each update; when a
-rollout is trained its ``old_actor`` is what is kept here. One copy is enough, because it is
+has two copies (``old_actor``, ``rollout_actor``) and replaces both after each update; when a
+rollout is trained, its ``old_actor`` is what is kept here. One copy is enough, because it is
 replaced directly before the rollout's first optimizer step.
 """
 
@@ -60,12 +60,18 @@ class OldPolicy:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Context in which the model has the weights of the old policy."""
+        """Context in which the model has the weights of the old policy.
+
+        It may be inside ``swap_in`` and ``swap_out``: the export for engines on other jobs may come
+        between two buckets that are sent to engines of this job.
+        """
+        was_in = self._weights is not None and self._weights.is_in
         self.swap_in()
         try:
             yield
         finally:
-            self.swap_out()
+            if not was_in:
+                self.swap_out()
 
     def swap_in(self) -> None:
         """Give the model the weights of the old policy until ``swap_out``."""
@@ -116,7 +122,7 @@ class OldPolicy:
 
 
 def is_sent_after(settings: ActorSettings, num_steps: int) -> bool:
-    """Whether engines are updated after so many optimizer steps, with an interval above 1.
+    """Whether engines are updated after optimizer step ``num_steps``, with an interval above 1.
 
     The interval counts all rollouts of the run, also the first ones that train a critic alone.
     """

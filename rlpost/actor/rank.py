@@ -1,4 +1,4 @@
-"""What a rank of any role tells about itself: its place, its device and its progress.
+"""What a rank of any role reports: its place, its device and its progress.
 
 Invariant: ``memory_use``, ``position`` and ``write_flight_record`` are safe to call from a second
 thread, also while a collective hangs.

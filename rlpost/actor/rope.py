@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import TypedDict
 
+from rlpost.errors import WeightError
 from rlpost.weights.family import HfConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -56,6 +57,9 @@ def rope(hf: HfConfig) -> RopeOptions:
 
     The context before the scaling is that of transformers: the top-level key, the option, or
     ``max_position_embeddings`` (``standardize_rope_params`` in ``modeling_rope_utils.py``).
+
+    Raises:
+        WeightError: the type needs that context, and config.json has none of the three.
     """
     given: HfConfig = hf.get("rope_parameters") or {**hf, **(hf.get("rope_scaling") or {})}
     found: RopeOptions = given.get(FULL) or _options(given)
@@ -63,7 +67,12 @@ def rope(hf: HfConfig) -> RopeOptions:
         return found
     key = "original_max_position_embeddings"
     option = found.get("original_max_position_embeddings")
-    context = hf.get(key) or option or hf["max_position_embeddings"]
+    context = hf.get(key) or option or hf.get("max_position_embeddings")
+    if context is None:
+        raise WeightError(
+            f"has no max_position_embeddings, which rope_type = {rope_type(found)!r} needs without "
+            f"{key}; add what the model's page says"
+        )
     return {**found, "original_max_position_embeddings": context}
 
 

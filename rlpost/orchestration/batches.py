@@ -50,11 +50,16 @@ class DealtStep:
 
 
 def train_samples(
-    group: SampleGroup, advantages: Sequence[Advantage], *, by_answer: bool = False
+    group: SampleGroup,
+    advantages: Sequence[Advantage],
+    *,
+    by_answer: bool = False,
+    with_masks: bool = False,
 ) -> list[TrainSample]:
     """Return the group's samples with their advantages, in order.
 
-    With ``by_answer``, the samples of one answer together have weight 1.
+    With ``by_answer``, the samples of one answer together have weight 1. Sampling masks are left
+    out without ``with_masks``.
     """
     weights = answer_weights(group) if by_answer else [(1.0, 1)] * len(group.samples)
     return [
@@ -70,7 +75,7 @@ def train_samples(
             teacher_logprobs=scored.sample.teacher_logprobs,
             teacher_top_ids=scored.sample.teacher_top_ids,
             teacher_top_logprobs=scored.sample.teacher_top_logprobs,
-            sampling_mask=scored.sample.sampling_mask,
+            sampling_mask=scored.sample.sampling_mask if with_masks else None,
         )
         for scored, advantage, (weight, count) in zip(
             group.samples, advantages, weights, strict=True
@@ -131,7 +136,9 @@ def samples_with(
     by_answer = counts_answers(groups, grpo)
     found: list[TrainSample] = []
     for group, of_group in zip(groups, advantages, strict=True):
-        found += train_samples(group, of_group, by_answer=by_answer)
+        found += train_samples(
+            group, of_group, by_answer=by_answer, with_masks=grpo.use_rollout_sampling_mask
+        )
     return found
 
 

@@ -260,8 +260,9 @@ class Flops:
         """``hf`` is the model's config.json."""
         grpo = config.grpo
         passes = 3  # forward and backward
-        if config.num_steps_per_rollout > 1 or grpo.kl_coef or needs_policy_logprobs(config):
-            passes += 1  # log-probs under the rollout's weights
+        is_compared = config.num_steps_per_rollout > 1 or grpo.keep_old_actor
+        if is_compared or grpo.kl_coef or needs_policy_logprobs(config):
+            passes += 1  # log-probs under the rollout's weights, or those of the old policy
         passes += bool(grpo.use_kl_loss) + bool(grpo.kl_coef)  # and under the reference's
         if config.use_critic and not config.has_own_critic:
             passes += 4  # values, forward and backward of the critic

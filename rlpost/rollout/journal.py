@@ -400,10 +400,10 @@ _TEACHER_SERVER = {"opd_teacher_url", "opd_teacher_timeout_s"}
 """Settings of [distillation] that may change: a teacher may move to another server."""
 
 
-CRITIC_LAYOUT = {"critic_own_gpus", *LAYOUT} - {"critic_num_nodes", "critic_num_gpus_per_node"}
-"""Where the critic runs: it may change, as the layout of the policy may. Both numbers stay for
-journals of earlier versions.
-"""
+CRITIC_LAYOUT = {"critic_own_gpus", *LAYOUT}
+"""Where the critic runs: it may change, as the layout of the policy may."""
+_HASHED_BEFORE = ("critic_num_nodes", "critic_num_gpus_per_node")
+"""Settings of it in the hash of earlier versions, which had no critic on its own GPUs."""
 
 
 def settings_hash(config: Config) -> str:
@@ -424,7 +424,10 @@ def settings_hash(config: Config) -> str:
             mode="json", exclude=_TEACHER_SERVER | added
         )
     if config.use_critic:
-        tables["critic"] = config.critic.model_dump(mode="json", exclude=CRITIC_LAYOUT)
+        critic = config.critic
+        tables["critic"] = critic.model_dump(mode="json", exclude=CRITIC_LAYOUT)
+        for name in _HASHED_BEFORE:
+            tables["critic"][name] = None if critic.critic_own_gpus else getattr(critic, name)
     origin = {
         name: getattr(config.checkpoint, name) for name in ("hf_checkpoint", "ref_load", "load")
     }

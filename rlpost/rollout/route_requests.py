@@ -117,7 +117,7 @@ def translated(body: bytes) -> bytes:
     if ROUTES_FROM.encode() not in body and MASK_LABEL.encode() not in body:
         return body
     fields = json.loads(body)
-    labels = dict(fields.pop("custom_labels"))
+    labels = dict(fields.pop("custom_labels", None) or {})  # the text may contain their names
     if ROUTES_FROM in labels:
         start = int(labels.pop(ROUTES_FROM))
         fields |= {"return_routed_experts": True, "routed_experts_start_len": start}

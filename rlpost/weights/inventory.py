@@ -225,12 +225,13 @@ def in_order(stages: Sequence[Sequence[Entry]]) -> tuple[Entry, ...]:
     """
     entries = [entry for stage in stages for entry in stage]
 
-    def place(entry: Entry) -> tuple[float, int, int]:
+    def place(entry: Entry) -> tuple[float, int, str, int]:
         name = entry.rules[0].megatron
         number, expert = names.layer_number(name), names.expert_number(name)
         if number is not None:
-            return number, -1 if expert is None else expert, names.place_in_layer(name)
-        return -1 if name == EMBEDDING else float("inf"), -1, 0
+            return number, -1 if expert is None else expert, "", names.place_in_layer(name)
+        module = names.mtp_module(name) or ""
+        return -1 if name == EMBEDDING else float("inf"), -1, module, names.place_in_layer(name)
 
     return tuple(sorted(entries, key=place))
 

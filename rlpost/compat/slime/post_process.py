@@ -75,12 +75,13 @@ class RewardPostProcess:
     def _checked(self, found: Any, count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         try:
             raw, rewards = (tuple(float(value) for value in values) for values in found)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:  # the last one of tensors
             raise ConfigError(
                 f"{KEY} = {self._path}: got {found!r:.200} ({error}); return two lists, the raw "
                 "rewards and those to train on, with a number for each sample"
             ) from error
-        if not len(raw) == len(rewards) == count or not all(map(math.isfinite, rewards)):
+        are_finite = all(map(math.isfinite, (*raw, *rewards)))
+        if not len(raw) == len(rewards) == count or not are_finite:
             raise ConfigError(
                 f"{KEY} = {self._path}: got {len(raw)} raw rewards and {len(rewards)} rewards for "
                 f"{count} samples, or one that is not finite; return a finite number for each"

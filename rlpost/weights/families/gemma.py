@@ -20,12 +20,15 @@ def _fields(hf: HfConfig) -> dict[str, object]:
 
     Raises:
         WeightError: config.json names another activation.
+        KeyError: a key is missing.
     """
     if (activation := hf.get("hidden_activation", ACTIVATION)) != ACTIVATION:
         raise WeightError(
             f"hidden_activation = {activation!r} is not supported; use a checkpoint with "
             f"hidden_activation = {ACTIVATION!r}"
         )
+    if not hf.get("rope_parameters"):
+        _ = hf["rope_local_base_freq"]  # of the layers with a window; transformers 5 nests it
     return {
         "activation_func": "gelu_tanh",
         "layernorm_zero_centered_gamma": True,

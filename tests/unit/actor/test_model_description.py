@@ -172,6 +172,15 @@ def test_a_scaled_rotary_embedding_without_its_factor_is_refused(tmp_path, kind)
         read_description(folder_with(tmp_path, rope_parameters=rope))
 
 
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_a_scaled_rotary_embedding_without_a_context_is_refused(tmp_path, kind):
+    scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {"rope_theta": 5e5, "rope_type": kind, **scaling}
+    text = rf"config\.json: has no max_position_embeddings, which rope_type = '{kind}' needs"
+    with pytest.raises(WeightError, match=text):
+        read_description(folder_with(tmp_path, rope_parameters=rope, max_position_embeddings=None))
+
+
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 96, 97])
 def test_the_valid_columns_of_all_ranks_are_the_vocabulary(tmp_path, tp_size):
     description = read_description(folder_with(tmp_path))
@@ -232,6 +241,12 @@ GEMMA = {
     "sliding_window": 8,
     "hidden_activation": "gelu_pytorch_tanh",
 }
+
+
+def test_gemma_without_the_base_of_its_windows_is_refused(tmp_path):
+    older = {"rope_parameters": None, "rope_theta": 1e6}
+    with pytest.raises(WeightError, match="has no 'rope_local_base_freq', which Gemma3"):
+        read_description(folder_with(tmp_path, **GEMMA, **older))
 
 
 def test_gemma_has_windows_and_rotary_embeddings_by_layer_in_each_format_of_config_json(tmp_path):

@@ -82,7 +82,8 @@ def test_what_is_read_from_logs_is_the_same_in_both_formats(text, lines):
 
 
 def test_other_lines_stay_as_they_are():
-    for line in ("a", '{"time": 1}', '{"time": "x", "level": "INFO", "message": "m"}', ""):
+    number = '{"time": "2026-11-23T12:00:00+00:00", "level": 5, "message": "m"}'
+    for line in ("a", '{"time": 1}', '{"time": "x", "level": "INFO", "message": "m"}', number, ""):
         assert as_text(line) == line
 
 

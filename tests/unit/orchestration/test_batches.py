@@ -8,9 +8,15 @@ import numpy as np
 import pytest
 
 from rlpost.algorithm.advantage import grpo_advantages
-from rlpost.columns import RouteColumn
+from rlpost.columns import RouteColumn, TokenSetColumn
 from rlpost.config.load import load
-from rlpost.orchestration.batches import make_batches, model_break_even, rollout_metrics
+from rlpost.errors import DataError
+from rlpost.orchestration.batches import (
+    make_batches,
+    model_break_even,
+    rollout_metrics,
+    rollout_samples,
+)
 from rlpost.types import Sample, SampleGroup, ScoredSample
 
 
@@ -267,3 +273,25 @@ def test_metrics_say_what_routes_cost_and_how_many_are_missing():
     # prompts of 2, answers of 3 and 4 tokens
     assert metrics["rollout/routes_unknown_frac"] == pytest.approx(2 / 9)
     assert "rollout/routes_bytes_per_token" not in rollout_metrics([group(0, [1.0, 0.0])])
+
+
+def test_sampling_masks_are_sent_with_their_setting_alone_and_then_of_every_sample():
+    """Some samples of a plug-in may have one although nothing asks for it."""
+    sets = TokenSetColumn.of([(1, 2), (3,)])
+    samples = [Sample(0, index, (5,), (1, 3), (-0.5, -0.5), "", "stop", 0) for index in range(2)]
+    some = [samples[0], replace(samples[1], sampling_mask=sets)]
+    every = [replace(sample, sampling_mask=sets) for sample in samples]
+
+    def sent(of, **grpo):
+        group = SampleGroup(0, tuple(ScoredSample(sample, 1.0) for sample in of))
+        return [
+            one.sampling_mask
+            for one in rollout_samples([group], load([], {"grpo": grpo}).config.grpo)
+        ]
+
+    assert sent(some) == [None, None]
+    assert sent(every, use_rollout_sampling_mask=True) == [sets, sets]
+    with pytest.raises(
+        DataError, match="needs the sampling mask of every sample, and one has none"
+    ):
+        sent(some, use_rollout_sampling_mask=True)

@@ -138,6 +138,7 @@ def test_passes_for_log_probs_count_as_one_forward_each():
     alone = of()
     assert of(use_kl_loss=True) == pytest.approx(alone * 4 / 3)
     assert of(kl_coef=0.1) == pytest.approx(alone * 5 / 3)
+    assert of(keep_old_actor=True) == pytest.approx(alone * 4 / 3)
 
 
 def test_a_line_tells_what_sync_and_checkpoint_took_and_each_checkpoint_once(tmp_path):

@@ -572,7 +572,14 @@ def test_a_critic_learns_post_processed_rewards():
         assert list(target)[-1] == pytest.approx({2: 2.0, 3: 5.0}[sample.response_length])
 
 
-def test_a_post_process_that_returns_something_else_is_named():
-    path = f"{PLUGINS}:post_process_wrongly"
-    with pytest.raises(ConfigError, match="return two lists, the raw rewards and those to train"):
-        train(Actors(), custom_reward_post_process_path=path)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("wrongly", "return two lists, the raw rewards and those to train"),
+        ("to_rows", "return two lists, the raw rewards and those to train"),
+        ("to_nan", "return a finite number for each"),
+    ],
+)
+def test_a_post_process_that_returns_something_else_is_named(name, text):
+    with pytest.raises(ConfigError, match=text):
+        train(Actors(), custom_reward_post_process_path=f"{PLUGINS}:post_process_{name}")

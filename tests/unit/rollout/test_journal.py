@@ -249,6 +249,17 @@ def test_the_journal_of_a_program_without_a_setting_is_that_of_its_default(monke
     assert settings_hash(now) == found
 
 
+def test_the_gpus_of_a_critic_may_change():
+    def of(**critic):
+        given = {"grpo": {"advantage_estimator": "ppo"}, "critic": critic}
+        return settings_hash(Config.model_validate(given))
+
+    places = {"critic_num_nodes": 2, "critic_num_gpus_per_node": 4}
+    own = {"critic_own_gpus": True, "critic_tensor_model_parallel_size": 2}
+    assert of() == of(**own) == of(**own, **places)
+    assert of(critic_lr=1e-5) != of()
+
+
 def owning(save, number):
     """The journal of a newer attempt, which claims the folder first."""
     return resumed(save / "journal", check=claim(save, f"{number} of run").check)

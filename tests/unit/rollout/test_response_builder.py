@@ -337,6 +337,8 @@ def test_sampling_masks_are_collected_over_aborts_and_tools_with_log_probs_over_
     ]
     engine = FakeEngine(answer=lambda body: answers.pop(0))
     sample = drafting(engine, in_two_turns, returns_mask=True)
+    prompt = json.dumps({"text": "rlpost_sampling_mask"}).encode()
+    assert json.loads(translated(prompt)) == json.loads(prompt), "a text that has the label's name"
     asked = [json.loads(translated(json.dumps(body).encode())) for body in engine.bodies]
     assert all(body["return_sampling_mask"] and "custom_labels" not in body for body in asked)
     assert sample.sampling_mask is not None

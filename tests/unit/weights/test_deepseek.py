@@ -1,5 +1,6 @@
 """What config.json of a model with latent attention means, and what is refused."""
 
+from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
 from typing import cast
@@ -77,13 +78,17 @@ def test_what_megatron_computes_differently_is_refused(hf, text):
         fields(hf)
 
 
-def entries_of(layer):
+def entries_of(layer, module=None):
     """Weights of a layer's attention in Megatron's order, of 4 to 24 bytes."""
     parts = ("q_down", "q_up", "kv_down", "kv_up")
     found = []
     for number, part in enumerate(parts, start=1):
-        name = f"decoder.layers.{layer}.self_attention.linear_{part}_proj.weight"
-        rule = to_hugging_face(name, family("DeepseekV3ForCausalLM").rules)
+        rest = f"self_attention.linear_{part}_proj.weight"
+        rule = to_hugging_face(
+            f"decoder.layers.{layer}.{rest}", family("DeepseekV3ForCausalLM").rules
+        )
+        if module is not None:
+            rule = replace(rule, megatron=f"{module}.transformer_layer.{rest}")
         found.append(Entry((rule,), 0, (number, layer), ((number, layer),), torch.float32))
     return found
 
@@ -91,10 +96,11 @@ def entries_of(layer):
 @pytest.mark.parametrize("max_bytes", range(1, 90, 8))
 def test_the_projections_that_sglang_fuses_are_never_in_two_buckets(max_bytes):
     """Its loader drops what one call has of them without the other."""
-    entries = in_order([[*entries_of(1), *entries_of(2)]])
+    mtp = [*entries_of(3, "mtp.layers.0"), *entries_of(4, "mtp.layers.1")]
+    entries = in_order([[*entries_of(1), *entries_of(2), *mtp]])
     plan = Exporter(cast(Inventory, SimpleNamespace(entries=entries))).plan(max_bytes)
     names = [[name for entry in bucket for name in entry.hugging_face] for bucket in plan]
     assert sorted(chain(*names)) == sorted(n for entry in entries for n in entry.hugging_face)
-    for layer in (1, 2):
+    for layer in (1, 2, 3, 4):
         pair = {f"model.layers.{layer}.self_attn.{one}.weight" for one in FUSED}
         assert any(pair <= set(bucket) for bucket in names)
