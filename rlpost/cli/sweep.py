@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from common.exit_codes import EXIT_PREEMPTED
 from common.files import write_atomic
 from common.run_folder import RunFolder
 from rlpost.arguments import Parser
@@ -29,6 +31,7 @@ from rlpost.cli.statuses import statuses
 from rlpost.cli.submit import checked, submit_main, submit_parser
 from rlpost.cli.terminal import aligned, terminal_width
 from rlpost.config.flags import fields, flag
+from rlpost.config.keys import KEYS
 from rlpost.config.load import Loaded
 from rlpost.config.wording import COMMAND_LINE, near_path
 from rlpost.errors import ConfigError, suggestion
@@ -136,9 +139,9 @@ def _submit(arguments: Sequence[str]) -> int:
         _check(point, [*common, *point.arguments], folder.parent / point.run)
     if not options.dry_run:
         _write(folder, points, is_resumed=options.resume)
-    codes = [_submit_point(point, common, folder.parent / point.run, options) for point in points]
+    codes = _submit_all(points, common, folder, options)
     if not options.dry_run:
-        print(f"{len(points)} runs; see rlpost sweep {near_path(str(folder))}")
+        print(f"{len(codes)} of {len(points)} runs; see rlpost sweep {near_path(str(folder))}")
     return int(any(codes))
 
 
@@ -184,12 +187,43 @@ def _check(point: Point, arguments: Sequence[str], root: Path) -> None:
         raise ConfigError(f"{point.label}: {error}; nothing was submitted") from error
 
 
+def _submit_all(
+    points: Sequence[Point], common: Sequence[str], folder: Path, options: argparse.Namespace
+) -> list[int]:
+    """Submit the points in order; return the exit code of each.
+
+    Stops after a run that was stopped while it was followed, as with Ctrl-C. Raises ConfigError with
+    the flags that submit the rest if a submission fails.
+    """
+    # A submission moves the keys out of the environment; each run gets them.
+    keys = {name: os.environ[name] for name in KEYS if name in os.environ}
+    codes: list[int] = []
+    for point in points:
+        os.environ.update(keys)
+        try:
+            codes.append(_submit_point(point, common, folder.parent / point.run, options))
+        except ConfigError as error:
+            raise ConfigError(
+                f"{point.run}: {error}\n{len(codes)} of {len(points)} runs were submitted; the same command "
+                f"with --name {folder.name} --resume submits the others"
+            ) from error
+        if codes[-1] == EXIT_PREEMPTED and point is not points[-1]:
+            print(f"{point.run} was stopped; --name {folder.name} --resume submits the others")
+            break
+    return codes
+
+
+def _is_submitted(root: Path) -> bool:
+    """Whether the run in this folder has or had a job."""
+    return root.exists() and newest_job(RunFolder(root.absolute())) is not None
+
+
 def _submit_point(
     point: Point, common: Sequence[str], root: Path, options: argparse.Namespace
 ) -> int:
     if options.dry_run:
         print(f"# {point.run}: {point.label}")
-    elif root.exists() and newest_job(RunFolder(root.absolute())) is not None:
+    elif _is_submitted(root):
         print(f"{point.run}: submitted before; rlpost submit --resume continues a run that ended")
         return 0
     else:
@@ -235,7 +269,7 @@ def _show(arguments: Sequence[str]) -> int:
     made.add_argument("--json", action="store_true", help="for machines")
     options = made.parse_args(arguments)
     folder, points = read_sweep(options.name, options.runs_dir)
-    there = [point for point in points if (folder.parent / point.run).is_dir()]
+    there = [point for point in points if _is_submitted(folder.parent / point.run)]
     runs = [RunFolder(folder.parent / point.run) for point in there]
     found = statuses(runs)
     if options.json:
