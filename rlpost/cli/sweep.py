@@ -3,7 +3,7 @@
 Input: a recipe and ``--grid SETTING=VALUE,VALUE``; or the name of a sweep. Output: run folders
 ``RUNS_DIR/NAME-p0``, ``NAME-p1``, ... and ``RUNS_DIR/NAME`` with ``sweep.json`` and ``report.html``.
 
-Each point is a job of its own rather than an element of a job array: a run is requeued, chained,
+Each point is a separate job, not an element of a job array: a run is requeued, chained,
 cancelled and resumed by its job, and points may differ in nodes and time. Every other command takes
 the runs of a sweep like any other run. Without Slurm they run one after another.
 """
