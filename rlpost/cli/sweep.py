@@ -24,6 +24,7 @@ from common.files import write_atomic
 from common.run_folder import RunFolder
 from rlpost.arguments import Parser
 from rlpost.cli.command_line import settings
+from rlpost.cli.run_status import Status
 from rlpost.cli.run_table import total_cost
 from rlpost.cli.runs import add_runs_dir, newest_job
 from rlpost.cli.status import exit_code
@@ -43,6 +44,8 @@ MAX_POINTS = 256
 GRID = "--grid"
 _REFUSED = ("run_folder", "debug", "test_only", "rehearse")
 """Options of ``rlpost submit`` that mean one run."""
+_DROPPED = ("evaluation", "goodput", "cost")
+"""Columns that a narrow terminal does not show, the first to go first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,16 +280,7 @@ def _show(arguments: Sequence[str]) -> int:
         shown = [{"values": dict(point.values), **asdict(status)} for point, status in rows]
         print(json.dumps(shown, indent=2))
     else:
-        table = [["run", "values", "state", "step", "reward", "evaluation", "goodput", "cost"]]
-        for point, status in zip(there, found, strict=True):
-            reward = "" if status.reward is None else f"{status.reward:.3f}"
-            evals = ", ".join(f"{name} {value:.3f}" for name, value in status.evals.items())
-            spent = status.goodput
-            goodput = spent.headline if spent else ""
-            cost = f"{spent.cost:,.2f}" if spent and spent.cost is not None else ""
-            step = f"{status.step}/{status.num_steps}" if status.num_steps else str(status.step)
-            row = [point.run, point.label, status.state, step, reward, evals, goodput, cost]
-            table.append(row)
+        table = _table(there, found, terminal_width())
         print("\n".join([*aligned(table, terminal_width()), *total_cost(found)]))
         if missing := len(points) - len(there):
             print(f"{missing} of {len(points)} runs were not submitted; --resume submits them")
@@ -294,6 +288,36 @@ def _show(arguments: Sequence[str]) -> int:
     if page is not None and not options.json:
         print(f"page {near_path(str(page))}")
     return max(map(exit_code, found), default=0)
+
+
+def _table(points: Sequence[Point], found: Sequence[Status], width: int | None) -> list[list[str]]:
+    """Return the head and a row for each run, without empty columns and those of _DROPPED that do
+    not fit. The values are last, so that they go below a row that is still too wide.
+    """
+    columns: dict[str, list[str]] = {
+        name: []
+        for name in ("run", "state", "step", "reward", "evaluation", "goodput", "cost", "values")
+    }
+    for point, status in zip(points, found, strict=True):
+        spent = status.goodput
+        row = {
+            "run": point.run,
+            "state": status.state,
+            "step": f"{status.step}/{status.num_steps}" if status.num_steps else str(status.step),
+            "reward": "" if status.reward is None else f"{status.reward:.3f}",
+            "evaluation": ", ".join(f"{name} {value:.3f}" for name, value in status.evals.items()),
+            "goodput": spent.headline if spent else "",
+            "cost": f"{spent.cost:,.2f}" if spent and spent.cost is not None else "",
+            "values": point.label,
+        }
+        for name, cell in row.items():
+            columns[name].append(cell)
+    columns = {name: cells for name, cells in columns.items() if any(cells) or name == "run"}
+    for name in _DROPPED:
+        needed = sum(max(map(len, (key, *cells))) + 2 for key, cells in columns.items()) - 2
+        if width is not None and needed > width:
+            columns.pop(name, None)
+    return [list(columns), *map(list, zip(*columns.values(), strict=True))]
 
 
 def write_page(folder: Path, points: Sequence[Point]) -> Path | None:

@@ -174,7 +174,7 @@ def test_no_further_run_starts_after_one_that_was_stopped(project, monkeypatch, 
     assert "--name s --resume submits the others" in out and "1 of 4 runs" in out
 
 
-def test_a_sweep_is_shown_as_a_table_and_a_page(project, capsys):
+def test_a_sweep_is_shown_as_a_table_and_a_page(project, capsys, monkeypatch):
     make_run(project / "runs/s-p0", num_steps=20, preempted_at=())
     make_run(project / "runs/s-p1", num_steps=10, preempted_at=(), seed=3)
     points = [{"run": f"s-p{number}", "values": {"lr": f"{number + 1}e-6"}} for number in range(3)]
@@ -184,9 +184,15 @@ def test_a_sweep_is_shown_as_a_table_and_a_page(project, capsys):
     out = capsys.readouterr().out
     assert "s-p1" in out and "lr=2e-6" in out and "10/10" in out and "COMPLETED" in out
     assert "1 of 3 runs were not submitted" in out
+    assert "goodput" in out and "cost" not in out.splitlines()[0]
     read = Reader((project / "runs/s/report.html").read_text())
     assert {"../s-p0/report/report.html", "../s-p1/report/report.html"} <= {
         attrs.get("href") for tag, attrs in read.elements if tag == "a"
     }
     assert "s-p1: lr=2e-6" in read.text
     assert "there are s" in error_of(capsys, "t")
+    monkeypatch.setattr(sweep, "terminal_width", lambda: 50)
+    assert main(["sweep", "s"]) == 0
+    table = capsys.readouterr().out.partition("1 of 3")[0]
+    assert max(map(len, table.splitlines())) <= 50
+    assert "goodput" not in table and "lr=2e-6" in table
