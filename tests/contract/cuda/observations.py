@@ -61,7 +61,7 @@ def observe_family(folder: Path) -> dict[str, Found]:
     """What a family builds at several layouts, and what its converter does."""
     layouts = LAYOUTS | (EXPERT_LAYOUTS if "moe" in folder.name else {})
     # the stand-in sums both copies of the embedding on the CPU, which "meta" cannot
-    if "tied" in folder.name:
+    if read_description(str(folder), None).tied:
         layouts = {name: layout for name, layout in layouts.items() if name != "pp"}
     implementations: list[str] = (
         ["local", "transformer_engine"] if has_transformer_engine() else ["local"]
