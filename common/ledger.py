@@ -118,8 +118,8 @@ def _entry(line: bytes) -> dict[str, object] | None:
         entry = json.loads(line.decode())
         if not isinstance(entry, dict) or not isinstance(entry.get("event"), str):
             return None
-        if "time" in entry:
-            datetime.fromisoformat(entry["time"])
+        if "time" in entry and datetime.fromisoformat(entry["time"]).tzinfo is None:
+            return None  # it cannot be compared with the others
     except (ValueError, TypeError, RecursionError):
         return None
     return entry

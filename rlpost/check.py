@@ -33,7 +33,12 @@ from rlpost.config.checks.fleet import fleet_model_problems, fleet_problems
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
 from rlpost.config.checks.layout import layout_problems, model_problems
 from rlpost.config.checks.lora import lora_model_problems, lora_problems
-from rlpost.config.checks.missing import image_problems, is_there, missing_problems
+from rlpost.config.checks.missing import (
+    has_folder,
+    image_problems,
+    is_there,
+    missing_problems,
+)
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
 from rlpost.config.checks.rollout import (
@@ -306,7 +311,7 @@ def _model_folder_problems(config: Config) -> list[str]:
     if not folder:
         return ["--hf-checkpoint is not given; give the Hugging Face folder of the model to train"]
     path, key = Path(folder), f"--hf-checkpoint {folder}"
-    if not os.path.isdir(path):  # also False without permission
+    if not has_folder(folder):  # also False without permission
         return []  # ``missing_problems`` reports it
     problems = []
     try:

@@ -21,7 +21,7 @@ from rlpost.cli.recipes import JOBS, KINDS, named_files
 from rlpost.cli.runs import RUNS_DIR, RUNS_DIR_VARIABLE
 from rlpost.config.flags import fields, flag
 
-OF_RECIPES = ("submit", "sweep", "check", "plan", "fetch")
+OF_RECIPES = ("submit", "sweep", "check", "plan", "rehearse", "fetch", "convert")
 """Verbs whose first word is a recipe; they have a flag for each setting as well."""
 SHELLS = ("bash", "zsh")
 OTHER_WORDS: dict[str, Sequence[str]] = {

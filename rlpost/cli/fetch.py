@@ -72,6 +72,8 @@ def main(arguments: Sequence[str]) -> int:
     add_scale_down(made)
     options, loaded = command_line.settings(made, arguments)
     if options.scale_down is not None or is_made(loaded.config.checkpoint.hf_checkpoint):
+        if options.sizes_only:
+            return _show_made(loaded.config.checkpoint.hf_checkpoint)
         return _make(loaded.config, options.recipe, options.scale_down)
     assets = wanted(loaded.config)
     if not assets:
@@ -95,19 +97,25 @@ def _make(config: Config, recipe: str | None, ranks: int | None) -> int:
     from rlpost.cli import tiny_model
 
     folder = config.checkpoint.hf_checkpoint
-    if ranks is None:
-        tiny_model.make_problems(Path(folder))
     lacking = [name for name in ("torch", "transformers") if find_spec(name) is None]
-    if lacking:
+    if lacking:  # before anything is written: a folder without a model has another remedy
         raise ConfigError(
             f"making the model in {near_path(folder)} needs {' and '.join(lacking)}, missing in "
             f"{sys.executable}; run this command in the environment of the training nodes (docs/install.md)"
         )
     if ranks is None:
+        tiny_model.make_problems(Path(folder))
         return tiny_model.main(["--out", folder])
     if recipe is None:
         raise ConfigError(f"{FLAG}: which recipe? the first word is a name or a TOML file")
     return tiny_model.main(["--recipe", recipe, FLAG, str(ranks)])
+
+
+def _show_made(folder: str) -> int:
+    """Print whether a model that is made exists."""
+    is_there = (Path(folder) / "config.json").is_file()
+    print(f"{near_path(folder)}: {'exists' if is_there else 'missing'}; made here, not downloaded")
+    return 0
 
 
 def _run(

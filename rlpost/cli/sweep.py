@@ -3,7 +3,7 @@
 Input: a recipe and ``--grid SETTING=VALUE,VALUE``; or the name of a sweep. Output: run folders
 ``RUNS_DIR/NAME-p0``, ``NAME-p1``, ... and ``RUNS_DIR/NAME`` with ``sweep.json`` and ``report.html``.
 
-Each point is a job of its own rather than an element of a job array: a run is requeued, chained,
+Each point is a separate job, not an element of a job array: a run is requeued, chained,
 cancelled and resumed by its job, and points may differ in nodes and time. Every other command takes
 the runs of a sweep like any other run. Without Slurm they run one after another.
 """
@@ -13,15 +13,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from common.exit_codes import EXIT_PREEMPTED
 from common.files import write_atomic
 from common.run_folder import RunFolder
 from rlpost.arguments import Parser
 from rlpost.cli.command_line import settings
+from rlpost.cli.run_status import Status
 from rlpost.cli.run_table import total_cost
 from rlpost.cli.runs import add_runs_dir, newest_job
 from rlpost.cli.status import exit_code
@@ -29,6 +32,7 @@ from rlpost.cli.statuses import statuses
 from rlpost.cli.submit import checked, submit_main, submit_parser
 from rlpost.cli.terminal import aligned, terminal_width
 from rlpost.config.flags import fields, flag
+from rlpost.config.keys import KEYS
 from rlpost.config.load import Loaded
 from rlpost.config.wording import COMMAND_LINE, near_path
 from rlpost.errors import ConfigError, suggestion
@@ -40,6 +44,8 @@ MAX_POINTS = 256
 GRID = "--grid"
 _REFUSED = ("run_folder", "debug", "test_only", "rehearse")
 """Options of ``rlpost submit`` that mean one run."""
+_DROPPED = ("evaluation", "goodput", "cost")
+"""Columns that a narrow terminal does not show, the first to go first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +142,9 @@ def _submit(arguments: Sequence[str]) -> int:
         _check(point, [*common, *point.arguments], folder.parent / point.run)
     if not options.dry_run:
         _write(folder, points, is_resumed=options.resume)
-    codes = [_submit_point(point, common, folder.parent / point.run, options) for point in points]
+    codes = _submit_all(points, common, folder, options)
     if not options.dry_run:
-        print(f"{len(points)} runs; see rlpost sweep {near_path(str(folder))}")
+        print(f"{len(codes)} of {len(points)} runs; see rlpost sweep {near_path(str(folder))}")
     return int(any(codes))
 
 
@@ -184,12 +190,43 @@ def _check(point: Point, arguments: Sequence[str], root: Path) -> None:
         raise ConfigError(f"{point.label}: {error}; nothing was submitted") from error
 
 
+def _submit_all(
+    points: Sequence[Point], common: Sequence[str], folder: Path, options: argparse.Namespace
+) -> list[int]:
+    """Submit the points in order; return the exit code of each.
+
+    Stops after a run that was stopped while it was followed, as with Ctrl-C. Raises ConfigError with
+    the flags that submit the rest if a submission fails.
+    """
+    # A submission moves the keys out of the environment; each run gets them.
+    keys = {name: os.environ[name] for name in KEYS if name in os.environ}
+    codes: list[int] = []
+    for point in points:
+        os.environ.update(keys)
+        try:
+            codes.append(_submit_point(point, common, folder.parent / point.run, options))
+        except ConfigError as error:
+            raise ConfigError(
+                f"{point.run}: {error}\n{len(codes)} of {len(points)} runs were submitted; the same command "
+                f"with --name {folder.name} --resume submits the others"
+            ) from error
+        if codes[-1] == EXIT_PREEMPTED and point is not points[-1]:
+            print(f"{point.run} was stopped; --name {folder.name} --resume submits the others")
+            break
+    return codes
+
+
+def _is_submitted(root: Path) -> bool:
+    """Whether the run in this folder has or had a job."""
+    return root.exists() and newest_job(RunFolder(root.absolute())) is not None
+
+
 def _submit_point(
     point: Point, common: Sequence[str], root: Path, options: argparse.Namespace
 ) -> int:
     if options.dry_run:
         print(f"# {point.run}: {point.label}")
-    elif root.exists() and newest_job(RunFolder(root.absolute())) is not None:
+    elif _is_submitted(root):
         print(f"{point.run}: submitted before; rlpost submit --resume continues a run that ended")
         return 0
     else:
@@ -235,7 +272,7 @@ def _show(arguments: Sequence[str]) -> int:
     made.add_argument("--json", action="store_true", help="for machines")
     options = made.parse_args(arguments)
     folder, points = read_sweep(options.name, options.runs_dir)
-    there = [point for point in points if (folder.parent / point.run).is_dir()]
+    there = [point for point in points if _is_submitted(folder.parent / point.run)]
     runs = [RunFolder(folder.parent / point.run) for point in there]
     found = statuses(runs)
     if options.json:
@@ -243,16 +280,7 @@ def _show(arguments: Sequence[str]) -> int:
         shown = [{"values": dict(point.values), **asdict(status)} for point, status in rows]
         print(json.dumps(shown, indent=2))
     else:
-        table = [["run", "values", "state", "step", "reward", "evaluation", "goodput", "cost"]]
-        for point, status in zip(there, found, strict=True):
-            reward = "" if status.reward is None else f"{status.reward:.3f}"
-            evals = ", ".join(f"{name} {value:.3f}" for name, value in status.evals.items())
-            spent = status.goodput
-            goodput = spent.headline if spent else ""
-            cost = f"{spent.cost:,.2f}" if spent and spent.cost is not None else ""
-            step = f"{status.step}/{status.num_steps}" if status.num_steps else str(status.step)
-            row = [point.run, point.label, status.state, step, reward, evals, goodput, cost]
-            table.append(row)
+        table = _table(there, found, terminal_width())
         print("\n".join([*aligned(table, terminal_width()), *total_cost(found)]))
         if missing := len(points) - len(there):
             print(f"{missing} of {len(points)} runs were not submitted; --resume submits them")
@@ -260,6 +288,36 @@ def _show(arguments: Sequence[str]) -> int:
     if page is not None and not options.json:
         print(f"page {near_path(str(page))}")
     return max(map(exit_code, found), default=0)
+
+
+def _table(points: Sequence[Point], found: Sequence[Status], width: int | None) -> list[list[str]]:
+    """Return the head and a row for each run, without empty columns and those of _DROPPED that do
+    not fit. The values are last, so that they go below a row that is still too wide.
+    """
+    columns: dict[str, list[str]] = {
+        name: []
+        for name in ("run", "state", "step", "reward", "evaluation", "goodput", "cost", "values")
+    }
+    for point, status in zip(points, found, strict=True):
+        spent = status.goodput
+        row = {
+            "run": point.run,
+            "state": status.state,
+            "step": f"{status.step}/{status.num_steps}" if status.num_steps else str(status.step),
+            "reward": "" if status.reward is None else f"{status.reward:.3f}",
+            "evaluation": ", ".join(f"{name} {value:.3f}" for name, value in status.evals.items()),
+            "goodput": spent.headline if spent else "",
+            "cost": f"{spent.cost:,.2f}" if spent and spent.cost is not None else "",
+            "values": point.label,
+        }
+        for name, cell in row.items():
+            columns[name].append(cell)
+    columns = {name: cells for name, cells in columns.items() if any(cells) or name == "run"}
+    for name in _DROPPED:
+        needed = sum(max(map(len, (key, *cells))) + 2 for key, cells in columns.items()) - 2
+        if width is not None and needed > width:
+            columns.pop(name, None)
+    return [list(columns), *map(list, zip(*columns.values(), strict=True))]
 
 
 def write_page(folder: Path, points: Sequence[Point]) -> Path | None:

@@ -103,17 +103,24 @@ class OtlpWriter:
 
             if exporter is None:
                 exporter = _exporter(endpoint)
+            labels = {"service.name": "rlpost", "service.version": about.get("version", "")}
+            labels |= {f"rlpost.{key}": value for key, value in about.items() if key != "version"}
+            self._provider = TracerProvider(
+                resource=Resource.create(labels), shutdown_on_exit=False
+            )
+            self._provider.add_span_processor(BatchSpanProcessor(exporter))
         except ModuleNotFoundError as error:
             given = f"--otlp-endpoint {endpoint}" if endpoint else f"the variable {VARIABLE}"
             raise ConfigError(
                 f"{given}: {error}; pip install {_PACKAGES} on the nodes (rlpost[otlp]), or leave "
                 "it out"
             ) from None
-        labels = {"service.name": "rlpost", "service.version": about.get("version", "")}
-        labels |= {f"rlpost.{key}": value for key, value in about.items() if key != "version"}
+        except ValueError as error:  # the SDK does not accept one of its variables
+            raise ConfigError(
+                f"OpenTelemetry: {str(error).rstrip('.')}; correct or unset that variable (OTEL_...) in the "
+                "environment of rlpost submit"
+            ) from None
         self._trace = trace
-        self._provider = TracerProvider(resource=Resource.create(labels), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("rlpost")
         self._since = SPANS.now()
 

@@ -1,7 +1,7 @@
 """When each step of a run ended, in hours since its submission. Pure.
 
 Input: the ledger's entries and the lines of ``metrics.jsonl``. Output: points (step, hours) for the
-time axis of the plots. A line has no time of its own: a step ended as long after its attempt was
+time axis of the plots. A line has no time: a step ended as long after its attempt was
 ready as the steps before it took, evaluations and checkpoints included.
 """
 

@@ -129,8 +129,8 @@ class Goodput:
     def line(self) -> str:
         """Everything on one line; uses below SHOWN_FROM are left out.
 
-        >>> Goodput(0.75, 8.0, {"trained": 6.0, "start-up": 2.0}, 90.0, 2.5, 20.0).line '75% of 8.0
-        GPU h trained steps; start-up 25% (2.0 GPU h); cost 20.00, trained 15.00; queue 1 min 30 s'
+        >>> print(Goodput(0.5, 8.0, {"trained": 4.0, "saving": 4.0}, 90.0, 2.5, 20.0).line)
+        50% of 8.0 GPU h trained steps; saving 50% (4.0 GPU h); cost 20.00, trained 10.00; queue 1 min 30 s
         """
         lost = {use: hours for use, hours in self.gpu_hours_by_use.items() if use != "trained"}
         largest_first = sorted(lost.items(), key=lambda item: -item[1])
@@ -200,8 +200,7 @@ def end_of(events: Sequence[Entry]) -> datetime | None:
     return times[-1] if times else None
 
 
-# -- attempts from the ledger
-# -------------------------------------------------------------------------------------
+# -- attempts from the ledger --
 
 
 @dataclass(slots=True)
@@ -303,8 +302,7 @@ def _record(attempt: _Attempt, event: object, entry: Entry, when: datetime) -> N
             attempt.comes_back = entry.get("answer") in COMES_BACK
 
 
-# -- seconds of each use
-# ------------------------------------------------------------------------------------------
+# -- seconds of each use --
 
 
 def _add_steps(attempts: Sequence[_Attempt], lines: Sequence[Mapping[str, float]]) -> None:

@@ -165,8 +165,8 @@ def checks_of(attempt: str, preflight: Mapping[str, object]) -> list[HostCheck]:
     return [
         HostCheck(attempt, host, check["name"], check["level"], check["found"])
         for host, of_host in (hosts.items() if isinstance(hosts, dict) else ())
-        for check in of_host.get("checks", ())
-        if {"name", "level", "found"} <= check.keys()
+        for check in (of_host.get("checks") or () if isinstance(of_host, dict) else ())
+        if isinstance(check, dict) and {"name", "level", "found"} <= check.keys()
     ]
 
 
@@ -242,7 +242,12 @@ def _samples(path: Path, most: int) -> list[list[dict[str, object]]]:
         last = len(lines) - 1
         lines = [lines[round(n * last / (most - 1))] for n in range(most)]
     return [
-        [{"step": line["step"], **sample} for sample in line.get("samples", ())] for line in lines
+        [
+            {"step": line["step"], **sample}
+            for sample in line.get("samples") or ()
+            if isinstance(sample, dict) and isinstance(sample.get("reward"), (int, float))
+        ]
+        for line in lines
     ]
 
 

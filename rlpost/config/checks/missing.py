@@ -43,7 +43,7 @@ def missing_problems(config: Config, recipe: str | None) -> list[str]:
     others: list[str] = []
     folders = _of_the_hub(config)
     for name, path, kind in _needed(config):
-        if os.path.isdir(path) if kind == "folder" else os.path.exists(_file(path)):
+        if has_folder(path) if kind == "folder" else os.path.exists(_file(path)):
             continue  # both are False without permission
         if is_made(path):
             made.append(f"{name} {near_path(path)}")
@@ -59,6 +59,13 @@ def missing_problems(config: Config, recipe: str | None) -> list[str]:
     if config.cluster.assets_dir is not None:
         command += f" --assets-dir {config.cluster.assets_dir}"
     return [f"{listed(fetched, 'and')}: not downloaded yet; run: {command}", *others]
+
+
+def has_folder(path: str) -> bool:
+    """Whether a folder is there; one that `rlpost fetch` makes is there with its last files."""
+    return os.path.isdir(path) and (
+        not is_made(path) or os.path.isfile(os.path.join(path, "config.json"))
+    )
 
 
 def is_made(path: str) -> bool:

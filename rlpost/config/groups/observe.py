@@ -20,6 +20,10 @@ def _steps(given: str) -> str:
 def _address(given: str) -> str:
     if not re.match(r"https?://[^/]", given):
         raise ValueError("write an address that begins with http:// or https://")
+    if "@" in given:  # the recipe, run.json and the report would hold it
+        raise ValueError(
+            "write the address without user and password; export OTEL_EXPORTER_OTLP_HEADERS with them"
+        )
     return given
 
 

@@ -12,7 +12,7 @@ from rlpost.config.tree import Config
 
 
 def engine_weights(config: Config, shape: Shape, width: int) -> int:
-    """What weights of so many bytes take on each GPU of an engine."""
+    """Return the bytes that weights of ``width`` bytes each take on a GPU of an engine."""
     gpus = config.cluster.rollout_num_gpus_per_engine
     shape = replace(shape, mtp=drafts(config))
     projections = shape.num_layers * attention_elements(shape)

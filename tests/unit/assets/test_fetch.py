@@ -21,6 +21,7 @@ from rlpost.assets.hub import Hub
 from rlpost.assets.store import RECORD, Status, inspect, open_stage, size_of
 from rlpost.assets.wanted import Asset
 from rlpost.cli.fetch import main
+from rlpost.cli.main import main as command_line
 from rlpost.errors import AssetError, ConfigError
 from tests.unit.assets.hub_server import COMMIT, FakeHub
 
@@ -403,6 +404,31 @@ def test_without_the_hub_s_client_what_is_there_is_still_reported(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main([recipe(tmp_path)]) == 1
     assert "missing, and HF_HUB_OFFLINE" in capsys.readouterr().err
+
+
+def test_the_tiny_model_needs_torch_and_without_it_nothing_is_written(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["tiny", "--sizes-only"]) == 0
+    assert "assets/tiny: missing" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ConfigError, match=r"assets/tiny needs torch, missing in"):
+        main(["tiny"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tiny_model_that_was_made_in_part_is_made_again(tmp_path, capsys, monkeypatch):
+    """Its problems are written first."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "assets/tiny").mkdir(parents=True)
+    for name in ("train.jsonl", "heldout.jsonl"):
+        (tmp_path / "assets/tiny" / name).write_text('{"prompt": "Q:1+1=", "label": "2"}\n')
+    assert command_line(["check", "tiny"]) == 2
+    error = capsys.readouterr().err
+    assert error.splitlines() == [
+        "error: --hf-checkpoint assets/tiny: not made yet; run: rlpost fetch tiny"
+    ]
 
 
 def test_the_token_of_the_environment_is_used(hub, tmp_path, monkeypatch):

@@ -72,6 +72,8 @@ def test_bash_completes_verbs_flags_settings_recipes_profiles_and_runs(script, t
     assert offered("") == [verb for verb in verbs() if verb != "doctor"]
     assert offered("comp") == ["compare", "completion"]
     assert offered("submit", "qwen3_4b_a") == ["qwen3_4b_async"]
+    assert offered("convert", "qwen3_4b_a") == offered("rehearse", "qwen3_4b_a")
+    assert offered("rehearse", "qwen3_4b_a") == ["qwen3_4b_async"]
     assert offered("submit", "tiny", "--dry") == ["--dry-run"]
     assert offered("submit", "tiny", "--lr-warmup-f") == ["--lr-warmup-fraction"]
     assert set(map(flag, fields())) < set(offered("check", "tiny", "--"))

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from common.exit_codes import EXIT_PREEMPTED
 from common.run_folder import RunFolder
+from rlpost.cli import sweep
 from rlpost.cli.main import main
 from rlpost.cli.sweep import MAX_POINTS, parse_grid, points_of, submitted_arguments
 from rlpost.errors import ConfigError
@@ -132,7 +134,47 @@ def test_each_point_is_a_run_with_its_settings_and_its_job(slurm, capsys):
     assert capsys.readouterr().out.count("submitted before") == 4
 
 
-def test_a_sweep_is_shown_as_a_table_and_a_page(project, capsys):
+def test_every_run_gets_the_keys_of_the_environment(slurm, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hush")
+    assert main(["sweep", "recipe.toml", *GRID, "--name", "s"]) == 0
+    found = [(slurm / f"runs/s-p{number}/secrets.env").read_text() for number in range(4)]
+    assert found == ["HF_TOKEN=hush\n"] * 4
+
+
+def test_a_submission_that_fails_half_way_can_be_completed(slurm, capsys):
+    sbatch = slurm / "bin/sbatch"
+    works = sbatch.read_text()
+    refuses = (
+        f"[ -e {slurm}/n ] && [ $(cat {slurm}/n) -ge 2 ] && echo QOSMaxSubmitJob >&2 && exit 1"
+    )
+    sbatch.write_text(works.replace("#!/bin/sh\n", f"#!/bin/sh\n{refuses}\n"))
+    words = ["recipe.toml", *GRID, "--name", "s"]
+    message = error_of(capsys, *words)
+    assert "s-p2: " in message and "QOSMaxSubmitJob" in message
+    assert "2 of 4 runs were submitted; the same command with --name s --resume" in message
+    assert main(["sweep", "s"]) in (0, 3)
+    assert "2 of 4 runs were not submitted" in capsys.readouterr().out
+    sbatch.write_text(works)
+    assert main(["sweep", *words, "--resume"]) == 0
+    jobs = [RunFolder(slurm / f"runs/s-p{number}").ledger.read() for number in range(4)]
+    assert [entries[-1]["job_id"] for entries in jobs] == ["1", "2", "3", "4"]
+
+
+def test_no_further_run_starts_after_one_that_was_stopped(project, monkeypatch, capsys):
+    started: list[str] = []
+
+    def submit(words: list[str]) -> int:
+        started.append(Path(words[words.index("--run-folder") + 1]).name)
+        return EXIT_PREEMPTED
+
+    monkeypatch.setattr(sweep, "submit_main", submit)
+    assert main(["sweep", "recipe.toml", *GRID, "--name", "s", "--local"]) == 1
+    assert started == ["s-p0"]
+    out = capsys.readouterr().out
+    assert "--name s --resume submits the others" in out and "1 of 4 runs" in out
+
+
+def test_a_sweep_is_shown_as_a_table_and_a_page(project, capsys, monkeypatch):
     make_run(project / "runs/s-p0", num_steps=20, preempted_at=())
     make_run(project / "runs/s-p1", num_steps=10, preempted_at=(), seed=3)
     points = [{"run": f"s-p{number}", "values": {"lr": f"{number + 1}e-6"}} for number in range(3)]
@@ -142,9 +184,15 @@ def test_a_sweep_is_shown_as_a_table_and_a_page(project, capsys):
     out = capsys.readouterr().out
     assert "s-p1" in out and "lr=2e-6" in out and "10/10" in out and "COMPLETED" in out
     assert "1 of 3 runs were not submitted" in out
+    assert "goodput" in out and "cost" not in out.splitlines()[0]
     read = Reader((project / "runs/s/report.html").read_text())
     assert {"../s-p0/report/report.html", "../s-p1/report/report.html"} <= {
         attrs.get("href") for tag, attrs in read.elements if tag == "a"
     }
     assert "s-p1: lr=2e-6" in read.text
     assert "there are s" in error_of(capsys, "t")
+    monkeypatch.setattr(sweep, "terminal_width", lambda: 50)
+    assert main(["sweep", "s"]) == 0
+    table = capsys.readouterr().out.partition("1 of 3")[0]
+    assert max(map(len, table.splitlines())) <= 50
+    assert "goodput" not in table and "lr=2e-6" in table

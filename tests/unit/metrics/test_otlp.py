@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.cluster import Cluster
+from rlpost.config.keys import without_keys
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.metrics import otlp
@@ -172,6 +173,19 @@ def test_without_the_packages_the_remedy_is_named(monkeypatch, tmp_path, caplog)
     with mirrors(Config(), tmp_path, cluster) as write:
         assert write is None
     assert "no traces: the variable OTEL_EXPORTER_OTLP_ENDPOINT" in caplog.text
+
+
+def test_a_variable_of_the_sdk_that_is_wrong_is_no_traceback(monkeypatch):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install .[otlp]")
+    monkeypatch.setenv("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "x")
+    with pytest.raises(ConfigError, match=r"OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT .*; correct or unset"):
+        OtlpWriter("http://a:1", {})
+
+
+def test_credentials_of_the_collector_are_keys():
+    with pytest.raises(ValueError, match="without user and password"):
+        Config.model_validate({"observe": {"otlp_endpoint": "http://user:hush@a:4318"}})
+    assert without_keys({"OTEL_EXPORTER_OTLP_HEADERS": "authorization=hush"}) == {}
 
 
 def test_the_standard_variable_is_enough_and_an_address_needs_a_scheme():

@@ -265,6 +265,20 @@ def test_half_a_run_has_a_page(tmp_path, torn):
     Reader(report_page(read_facts(run)))
 
 
+def test_records_of_another_shape_are_left_out(tmp_path):
+    run = make_run(tmp_path / "run", num_steps=8)
+    odd = [{"step": 1, "samples": None}, {"step": 2, "samples": [{"answer": "none"}, 3]}]
+    (run.report / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in odd))
+    hosts = {"n01": None, "n02": {"checks": [None, {"name": "only"}]}, "n03": {"checks": None}}
+    (run.attempts / "0/preflight.json").write_text(json.dumps({"hosts": hosts}))
+    with run.ledger.path.open("a") as file:
+        file.write('{"time": "2026-11-23T10:00:00", "event": "committed", "step": 9}\n')
+    facts = read_facts(run)
+    assert facts.samples == () and not [check for check in facts.checks if check.attempt == "0"]
+    assert all(entry.get("step") != 9 for entry in facts.events)
+    assert "No answers are recorded yet." in report_page(facts)
+
+
 def test_half_a_letter_in_a_label_is_a_question_mark(tmp_path):
     """As JSON may hold it: the page is still a file."""
     run = make_run(tmp_path / "run", num_steps=1, preempted_at=())

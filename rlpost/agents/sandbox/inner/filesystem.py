@@ -41,7 +41,7 @@ class LimitValues(TypedDict):
 
 
 class Spec(TypedDict):
-    """What the launcher is told about its sandbox."""
+    """Description of a sandbox for its launcher."""
 
     limits: LimitValues
     image: str | None
