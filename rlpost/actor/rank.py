@@ -26,6 +26,13 @@ class Rank:
         return device.visible()
 
     @property
+    def has_gpu(self) -> bool:
+        """Whether this rank computes on a GPU. Without one its node may still offer GPUs to Ray:
+        as many as the settings name.
+        """
+        return device.total_memory() is not None
+
+    @property
     def gpu_position(self) -> int | None:
         """Index of this rank's GPU on its node; None if unknown or without a GPU."""
         return device.position()

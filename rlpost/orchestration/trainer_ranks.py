@@ -67,8 +67,10 @@ class TrainerRanks:
 
     async def started(self) -> None:
         """Remember the GPUs of ranks that have started."""
-        self._gpus = await self._actors.visible_gpus()
-        self._offload.ranks_see(self._gpus)
+        gpus = await self._actors.visible_gpus()
+        self._offload.ranks_see(gpus)
+        have_gpus = await self._actors.have_gpus()
+        self._gpus = [gpu if has else "" for gpu, has in zip(gpus, have_gpus, strict=True)]
 
     def stand_by(self, placement: Placement) -> None:
         """Start missing standbys, without waiting for them."""

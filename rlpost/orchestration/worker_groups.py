@@ -102,6 +102,10 @@ class ActorGroup:
         """Return the GPU of each rank, for an engine that shares it."""
         return await self._workers.call("visible_gpu")
 
+    async def have_gpus(self) -> list[bool]:
+        """Return of each rank whether it computes on a GPU."""
+        return await self._workers.call("has_gpu")
+
     async def setup(self, master_addr: str, master_port: int) -> None:
         """Initialize the process groups and build model and optimizer on all ranks."""
         world = len(self)

@@ -64,7 +64,7 @@ def test_a_killed_driver_trains_the_same_conversations_again(run: Path) -> None:
     """Steps since the last checkpoint are trained again, with the tokens, turns and rewards that
     they had; conversations that were going on are continued.
     """
-    ledger = read_metrics(run / "run/ledger.jsonl")
+    ledger = [json.loads(line) for line in (run / "run/ledger.jsonl").read_text().splitlines()]
     recovered = [entry["role"] for entry in ledger if entry["event"] == "recovered"]
     assert recovered == ["driver"]
     for step in range(KILLED_AFTER):
