@@ -65,7 +65,7 @@ def times(log: str) -> tuple[float, float, float]:
 
 
 def _at(line: str) -> float:
-    at = datetime.strptime(line.split()[0], "%H:%M:%S.%f")
+    at = datetime.strptime(line.split()[1], "%H:%M:%S.%f")
     return at.hour * 3600 + at.minute * 60 + at.second + at.microsecond / 1e6
 
 
