@@ -1,7 +1,7 @@
-"""Bring-up time of the agents without Ray, which is replaced by a stub (``tests/fakes/ray_stub``).
+"""Bring-up time of the agents without Ray, which is replaced by a stub (``bootstrap/simulated/ray_stub``).
 
 Output: rows for docs/benchmarks.md. Two setups: one agent per node on 64 real Slurm nodes, and one
-real head with simulated nodes (``benchmarks/simulated_nodes.py``) for sizes that do not fit the
+real head with simulated nodes (``bootstrap/simulated/nodes.py``) for sizes that do not fit the
 lab.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.simulated_nodes import host_names
+from bootstrap.simulated.nodes import host_names
 from common.attempt import SECRET_FILE, STOP_FILE
 from tests.cluster.attempts import IDLE_DRIVER, STUB_RAY, Attempt
 from tests.cluster.lab import REPOSITORY, Lab
@@ -65,7 +65,7 @@ def times(log: str) -> tuple[float, float, float]:
 
 
 def _at(line: str) -> float:
-    at = datetime.strptime(line.split()[0], "%H:%M:%S.%f")
+    at = datetime.strptime(line.split()[1], "%H:%M:%S.%f")
     return at.hour * 3600 + at.minute * 60 + at.second + at.microsecond / 1e6
 
 

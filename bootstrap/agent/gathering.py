@@ -12,10 +12,11 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from bootstrap.agent.identity import Facts
 from bootstrap.agent.options import Options
@@ -33,6 +34,8 @@ from common.files import write_atomic
 
 logger = logging.getLogger(__name__)
 
+ReadHost = Callable[[Facts, Options], Coroutine[Any, Any, HostFacts]]
+
 _CANARY_S = 5.0
 _CANARY_POLL_S = 0.05
 
@@ -40,8 +43,17 @@ _CANARY_POLL_S = 0.05
 class Gathering:
     """The head's list of hosts, from the first join to the selection."""
 
-    def __init__(self, facts: Facts, options: Options, reception: Reception) -> None:
+    def __init__(
+        self,
+        facts: Facts,
+        options: Options,
+        reception: Reception,
+        *,
+        read_host: ReadHost | None = None,
+    ) -> None:
+        """``read_host``: reads the facts of this host; by default ``read_this_host``."""
         self._facts = facts
+        self._read_host = read_host or read_this_host
         self._options = options
         self._reception = reception
         self._wanted = Wanted(options.num_gpus, options.object_store_memory)
@@ -68,7 +80,7 @@ class Gathering:
         if self._num_needed < 1:
             cause = f"--spare-nodes {self._options.spare_nodes} of {len(self._facts.hosts)} nodes leaves none"
             raise BringupError(cause, verdict="config")
-        self._own = asyncio.create_task(read_this_host(self._facts, self._options))
+        self._own = asyncio.create_task(self._read_host(self._facts, self._options))
 
     def joined(self, report: NodeReport) -> None:
         """Record a node that has joined, with its report."""

@@ -25,7 +25,7 @@ from bootstrap.agent.awaiting import all_or_first_error, first_of, look_at_error
 from bootstrap.agent.disks import places_of, until_full
 from bootstrap.agent.driver_process import DriverProcess
 from bootstrap.agent.early_exits import failures_before_joining
-from bootstrap.agent.gathering import Gathering
+from bootstrap.agent.gathering import Gathering, ReadHost
 from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import Link, LinkLost
 from bootstrap.agent.local_ray import LocalRay, RayError
@@ -80,7 +80,16 @@ _DELIBERATE_EXITS = (EXIT_DONE, EXIT_PREEMPTED, EXIT_CONFIG)
 class HeadAgent:
     """Runs one attempt on its first node."""
 
-    def __init__(self, facts: Facts, options: Options, secret: bytes, stop: StopSignals) -> None:
+    def __init__(
+        self,
+        facts: Facts,
+        options: Options,
+        secret: bytes,
+        stop: StopSignals,
+        *,
+        read_host: ReadHost | None = None,
+    ) -> None:
+        """``read_host``: reads the facts of this host, if not the default of ``Gathering``."""
         self._facts = facts
         self._options = options
         self._stop = stop
@@ -89,7 +98,7 @@ class HeadAgent:
         loop = asyncio.get_running_loop()
         self._lost: asyncio.Future[Loss] = loop.create_future()
         self._stopped_before_loss = False
-        self._gathering = Gathering(facts, options, self._reception)
+        self._gathering = Gathering(facts, options, self._reception, read_host=read_host)
         self._replacements = Replacements(
             options.attempt_dir, self._gathering, self._reception, give_up=self._lose
         )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from rlpost.cli.command_line import parser
 from rlpost.cli.plan import EXIT_NO_FIT, add_gpus, parse_size, planned_recipe
-from rlpost.cli.rehearse_nodes import nodes_check
+from rlpost.cli.rehearse_nodes import agents_check, nodes_check
 from rlpost.cli.scaled import add_scale_down
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems
@@ -48,6 +48,11 @@ def main(arguments: Sequence[str]) -> int:
         metavar="N",
         help="rehearse N micro-batches of the step (default: pipeline stages + 1)",
     )
+    made.add_argument(
+        "--nodes-too",
+        action="store_true",
+        help="let the agents of all nodes meet on this machine, with a stub of Ray",
+    )
     made.add_argument("--json", action="store_true", help="print one object")
     add_scale_down(made)
     options, config = planned_recipe(made, arguments)
@@ -59,6 +64,9 @@ def main(arguments: Sequence[str]) -> int:
         all_ranks=options.all_ranks,
         micro_batches=options.micro_batches,
     )
+    if options.nodes_too:
+        _say(f"agents of {config.num_nodes} nodes")
+        result = replace(result, checks=(*result.checks, agents_check(config)))
     print(json.dumps(_object(result), indent=2) if options.json else text(result))
     return 0 if result.first_fault is None else EXIT_NO_FIT
 

@@ -1,22 +1,36 @@
-"""Check where the workers of a recipe are placed at its true number of nodes. Pure.
+"""Check where the workers of a recipe are placed at its true number of nodes.
 
-Input: the settings. Output: a ``Check`` of the driver's own placement against the layout. The
-nodes are only counted: neither agents nor Ray run.
+Input: the settings. Output: a ``Check`` of the driver's own placement against the layout. Either the
+nodes are only counted (``nodes_check``, pure), or the agents of a job meet first, in another process
+on this machine (``agents_check``), and the cluster is the one that they hand to the driver.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.cluster import Cluster
 from rlpost.config.plan.shape import layout_of
 from rlpost.config.tree import Config
 from rlpost.errors import PlacementError
-from rlpost.orchestration.placement import Offer, Placement, place
+from rlpost.orchestration.placement import Offer, Placement, place, ports_of_run
 
 if TYPE_CHECKING:
     from rlpost.rehearsal.result import Check
+
+AGENTS_S = 60.0
+"""In which all agents meet and Ray is up. On two cores 1,024 nodes take 6 s."""
+_END_S = 60.0  # the head waits at most 30 s for the ends of nodes
+_ROOT = Path(__file__).parents[2]
 
 
 def nodes_check(config: Config) -> Check:
@@ -29,8 +43,89 @@ def nodes_check(config: Config) -> Check:
         faults = tuple(placement_problems(config, place(offers, config)))
     except PlacementError as error:
         faults = (str(error),)
-    extent = f"{count} nodes, {config.actor_world_size} ranks, {config.num_engines} engines"
+    extent = f"{count} nodes, {_workers(config)}"
     return Check("nodes: each worker on its GPUs", faults, extent)
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    """How the agents of ``bootstrap.simulated`` met.
+
+    Attributes:
+        cluster: what the driver received; None if the bring-up failed.
+        cause: why it failed.
+        seconds: from the start of the head to the end of all nodes.
+    """
+
+    cluster: Cluster | None
+    cause: str
+    seconds: float
+
+
+def agents_check(
+    config: Config, *, deadline_s: float = AGENTS_S, absent: Sequence[str] = ()
+) -> Check:
+    """Whether the agents of all nodes meet, and each worker is on its GPUs of their cluster.
+
+    Args:
+        config: the settings.
+        deadline_s: in which they must meet.
+        absent: hosts (``s0001``) whose agent does not start.
+    """
+    from rlpost.rehearsal.result import Check
+
+    agents = _met(config, deadline_s, absent)
+    faults = tuple(agents_problems(config, agents))
+    extent = f"{config.num_nodes} nodes in {agents.seconds:.1f} s, {_workers(config)}"
+    return Check("agents: every node joins, each worker on its GPUs", faults, extent)
+
+
+def agents_problems(config: Config, agents: Agents) -> Iterator[str]:
+    """Yield why there is no cluster, or what in it contradicts the layout. Pure."""
+    cluster = agents.cluster
+    if cluster is None:
+        yield agents.cause
+        return
+    if len(cluster.nodes) != config.num_nodes:
+        yield f"{len(cluster.nodes)} nodes joined, the run has {config.num_nodes}"
+    offers = [Offer(node.host, node.ip, node.num_gpus) for node in cluster.nodes]
+    try:
+        placement = place(offers, config)
+        ports_of_run(config, placement, base=cluster.port_base, count=cluster.port_count)
+    except PlacementError as error:
+        yield str(error)
+        return
+    yield from placement_problems(config, placement)
+
+
+def _met(config: Config, deadline_s: float, absent: Collection[str]) -> Agents:
+    """Let the agents meet in another process and read how that ended."""
+    with tempfile.TemporaryDirectory(prefix="rlpost-agents-") as folder:
+        size = (str(config.num_nodes), str(config.cluster.num_gpus_per_node))
+        command = [sys.executable, "-m", "bootstrap.simulated", *size, folder]
+        command += [f"--deadline-s={deadline_s}", *(f"--absent={host}" for host in absent)]
+        path = ":".join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH", ""))))
+        within_s = deadline_s + _END_S
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=within_s,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        except subprocess.TimeoutExpired:
+            return Agents(None, f"the agents did not end within {within_s:.0f} s", within_s)
+    if done.returncode:
+        last = "\n".join(done.stderr.splitlines()[-8:])
+        return Agents(None, f"the agents ended with code {done.returncode}:\n{last}", 0.0)
+    told = json.loads(done.stdout.splitlines()[-1])
+    cluster = Cluster.from_json(told["cluster"]) if told["cluster"] else None
+    return Agents(cluster, told["cause"], told["seconds"])
+
+
+def _workers(config: Config) -> str:
+    return f"{config.actor_world_size} ranks, {config.num_engines} engines"
 
 
 def placement_problems(config: Config, placement: Placement) -> Iterator[str]:

@@ -244,6 +244,23 @@ def service_ports(
     )
 
 
+def ports_of_run(config: Config, placement: Placement, *, base: int, count: int) -> Ports:
+    """Assign the ports of a run from the block ``[base, base + count)``.
+
+    Raises PlacementError when the block is too small.
+    """
+    # the last port of the block serves Prometheus
+    kept = 1 if config.observe.use_prometheus else 0
+    return service_ports(
+        base,
+        count - kept,
+        engines=placement.engines,
+        num_stages=config.perf.pipeline_model_parallel_size,
+        over_tcp=config.sglang.shares_attention,
+        has_critics=config.has_own_critic,
+    )
+
+
 def _places_on_nodes(engines: Sequence[Sequence[Slot]]) -> list[int]:
     """Return for each engine the lowest number that no earlier engine has on any of its nodes."""
     taken: dict[str, set[int]] = defaultdict(set)

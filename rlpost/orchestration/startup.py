@@ -27,7 +27,7 @@ from rlpost.orchestration.placement import (
     Slot,
     order_by_gpu,
     place,
-    service_ports,
+    ports_of_run,
 )
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.settings_of_actors import actor_settings
@@ -59,16 +59,8 @@ class Startup:
         """Connect to Ray; return the placement of workers and their ports."""
         config, cluster = self._config, self._cluster
         placement = place(connect(cluster), config)
-        num_stages = config.perf.pipeline_model_parallel_size
-        # the last port of the block serves Prometheus
-        kept = 1 if config.observe.use_prometheus else 0
-        return placement, service_ports(
-            cluster.port_base,
-            cluster.port_count - kept,
-            engines=placement.engines,
-            num_stages=num_stages,
-            over_tcp=config.sglang.shares_attention,
-            has_critics=config.has_own_critic,
+        return placement, ports_of_run(
+            config, placement, base=cluster.port_base, count=cluster.port_count
         )
 
     async def within_deadline(self, *starting: Awaitable[object]) -> None:

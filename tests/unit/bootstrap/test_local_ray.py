@@ -45,7 +45,10 @@ def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 async def prepared(folder: Path) -> LocalRay:
-    environ = {**os.environ, "PYTHONPATH": f"{REPOSITORY}/tests/fakes/ray_stub:{REPOSITORY}"}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": f"{REPOSITORY}/bootstrap/simulated/ray_stub:{REPOSITORY}",
+    }
     return await LocalRay.prepare(str(folder / "session"), environ, folder / "ray.log")
 
 

@@ -1,6 +1,6 @@
 """Invariant: what the head does for a node does not depend on how many others there are.
 
-One real head without Ray (the stub of tests/fakes) and simulated nodes that speak the real
+One real head without Ray (``bootstrap/simulated/ray_stub``) and simulated nodes that speak the real
 protocol.
 """
 

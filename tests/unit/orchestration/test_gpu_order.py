@@ -13,6 +13,7 @@ import pytest
 
 from rlpost.actor import device
 from rlpost.config.load import load
+from rlpost.errors import PlacementError
 from rlpost.local_gpus import LocalGpu
 from rlpost.orchestration import engines, startup
 from rlpost.orchestration.placement import Offer, place, service_ports
@@ -107,3 +108,19 @@ def test_a_rank_knows_where_its_gpu_stands(visible, position, monkeypatch):
         device, "read_local_gpus", lambda: (LocalGpu(-1, "GPU-aa"), LocalGpu(-1, "GPU-bb"))
     )
     assert device.position() == position
+
+
+@pytest.mark.parametrize(("use_prometheus", "fits"), [(False, True), (True, False)])
+def test_the_last_port_of_the_block_is_kept_for_prometheus(monkeypatch, use_prometheus, fits):
+    config = load([], {"cluster": SETTINGS, "observe": {"use_prometheus": use_prometheus}}).config
+    offers = [Offer(f"id{n}", f"10.0.0.{n}", 2) for n in range(2)]
+    monkeypatch.setattr(startup, "connect", lambda cluster: offers)
+    cluster = SimpleNamespace(nodes=(), port_base=20_000, port_count=6)  # 2 an engine, 3, 1 stage
+    started = startup.Startup(config, cluster, stop=None)
+    if not fits:
+        with pytest.raises(PlacementError, match="need 6 ports, the job's block has 5"):
+            started.layout()
+        return
+    placement, ports = started.layout()
+    assert placement == place(offers, config)
+    assert ports == service_ports(20_000, 6, engines=placement.engines, num_stages=1)

@@ -16,6 +16,7 @@ import threading
 
 
 def main() -> None:
+    """Keep the list, or enter this node in it, and stay."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--head", action="store_true")
     for option in ("--port", "--address", "--node-ip-address", "--num-gpus"):

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 
 class GcsClient:
+    """Asks for the list of nodes."""
+
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
         self._stream = socket.create_connection((host.strip("[]"), int(port))).makefile("rw")

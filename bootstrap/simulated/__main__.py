@@ -1,0 +1,127 @@
+"""Bring up the agents of a job on this machine, with its number of nodes.
+
+    python -m bootstrap.simulated NUM_NODES GPUS_A_NODE FOLDER [--deadline-s S] [--absent HOST ...]
+
+The head is the head of a job: rendezvous, preflight, the test of the run folder, the start of Ray,
+registration, hand-over to the driver, verdict. The other nodes are its real peers on the network, in
+this process (``bootstrap.simulated.nodes``). Ray is a stub that keeps a list of nodes, the driver
+one that records its cluster. All addresses are of the loopback interface.
+
+Input: the size of the job, an empty folder for the attempt. Output: one JSON object, ``Meeting``.
+The exit code is 0 in any case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bootstrap.agent.deadline import JobClock
+from bootstrap.agent.head import HeadAgent
+from bootstrap.agent.identity import Facts
+from bootstrap.agent.monitor import StopSignals
+from bootstrap.agent.options import Options, parse_options
+from bootstrap.network.here import LOOPBACK_IFNAME, LOOPBACK_IP
+from bootstrap.preflight.probe import raise_limits
+from bootstrap.simulated.nodes import Node, head_port, host_facts, host_names, template_of
+from common.attempt import SECRET_FILE
+from common.log_format import configure_logging
+
+_ROOT = Path(__file__).parents[2]
+_STUB_RAY = Path(__file__).parent / "ray_stub"
+CLUSTER_FILE = "cluster.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """How the bring-up ended.
+
+    Attributes:
+        cluster: the line that the driver received, empty if the bring-up failed.
+        cause: why it failed, with the missing hosts; empty if it did not.
+        seconds: from the start of the head until the verdict.
+    """
+
+    cluster: str
+    cause: str
+    seconds: float
+
+
+async def meet(options: Options, num_nodes: int, *, absent: Collection[str] = ()) -> Meeting:
+    """Run the head and all other nodes to the end of the attempt.
+
+    Args:
+        options: of the head.
+        num_nodes: with the head.
+        absent: hosts whose agent does not start.
+    """
+    hosts = host_names(num_nodes)
+    facts = Facts(hosts[0], 0, hosts, f"n{os.getpid()}", 0, in_slurm=False)
+    secret = secrets.token_hex(32).encode()
+    (options.attempt_dir / SECRET_FILE).write_bytes(secret)
+    clock = JobClock({}, lead_s=options.signal_lead_s)
+    stop = StopSignals(options.attempt_dir, facts.host, clock, is_head=True)
+    began = time.monotonic()
+    head = HeadAgent(facts, options, secret, stop, read_host=host_facts)
+    ranks = [rank for rank in range(1, num_nodes) if hosts[rank] not in absent]
+    living = asyncio.create_task(_live(facts, options, secret, ranks))
+    verdict = await head.run()
+    living.cancel()
+    with suppress(asyncio.CancelledError):
+        await living
+    recorded = options.attempt_dir / CLUSTER_FILE
+    line = recorded.read_text() if recorded.exists() else ""
+    cause = "" if verdict.verdict == "done" else verdict.cause
+    return Meeting(line, cause, time.monotonic() - began)
+
+
+async def _live(facts: Facts, options: Options, secret: bytes, ranks: list[int]) -> None:
+    if not ranks:
+        return
+    template = template_of(await host_facts(facts, options), options.num_gpus)
+    head = (LOOPBACK_IP, await head_port(options.attempt_dir))
+    nodes = [Node(rank, template, secret, head, options.attempt_dir) for rank in ranks]
+    await asyncio.gather(*(node.live() for node in nodes))
+
+
+def main() -> int:
+    """Bring the agents up and print how that ended."""
+    parser = argparse.ArgumentParser(prog="python -m bootstrap.simulated")
+    parser.add_argument("num_nodes", type=int)
+    parser.add_argument("num_gpus", type=int)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--deadline-s", type=float, default=60.0)
+    parser.add_argument("--absent", action="append", default=[], metavar="HOST")
+    given = parser.parse_args()
+    os.umask(0o077)
+    raise_limits()
+    configure_logging("agents")
+    paths = (str(_STUB_RAY), str(_ROOT), os.environ.get("PYTHONPATH", ""))
+    os.environ["PYTHONPATH"] = ":".join(filter(None, paths))  # of Ray's process and of the driver
+    attempt = given.folder.resolve()
+    driver = [sys.executable, "-m", "bootstrap.simulated.driver", str(attempt / CLUSTER_FILE)]
+    options = parse_options(
+        [
+            f"--attempt-dir={attempt}",
+            f"--num-gpus={given.num_gpus}",
+            f"--bringup-deadline-s={given.deadline_s}",
+            f"--socket-ifname={LOOPBACK_IFNAME}",
+            "--",
+            *driver,
+        ]
+    )
+    print(json.dumps(asdict(asyncio.run(meet(options, given.num_nodes, absent=given.absent)))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
