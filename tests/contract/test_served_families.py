@@ -49,7 +49,8 @@ async def scores(address: EngineAddress, samples: list[TrainSample]) -> list[lis
     """The engine's log-probs of given responses."""
     engine = TeacherServer(address.url, timeout_s=120, api_key=KEY)
     try:
-        return [list(await engine.logprobs(as_answer(sample))) for sample in samples]
+        scored = [await engine.score(as_answer(sample)) for sample in samples]
+        return [list(sample.teacher_logprobs or ()) for sample in scored]
     finally:
         await engine.close()
 
