@@ -430,7 +430,7 @@ def layout(*given: Any, **named: Any) -> SimpleNamespace:
     """A placement of one rank and one engine, and their ports."""
     slot = SimpleNamespace(ip="127.0.0.1", node_id="n", num_gpus=0, shared_with=None)
     return SimpleNamespace(
-        actors=[slot], engines=[[slot]], actor_group=1, router=2, sync_groups=[3]
+        actors=[slot], critics=[], engines=[[slot]], actor_group=1, router=2, sync_groups=[3]
     )
 
 

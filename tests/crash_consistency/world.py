@@ -327,7 +327,7 @@ _STAND_INS: dict[Any, dict[str, Any]] = {
     startup: {
         "connect": lambda cluster: [],
         "place": fakes.layout,
-        "service_ports": fakes.layout,
+        "ports_of_run": fakes.layout,
         "order_by_gpu": lambda slots, positions: [0],
         "actor_settings": lambda config: None,
         "WorkerGroup": fakes.Actors,

@@ -112,7 +112,7 @@ def test_the_tasks_of_an_environment_become_a_prompt_file(
     assert [row["task"] for row in rows] == [0, 1, 2]
     assert rows[0] == {"prompt": "Q:07+05=", "env": "add", "task": 0}
     assert main(["rlpost.agents.examples.guess:Guess", "--out", str(path)]) == 2
-    assert "has no tasks of its own" in capsys.readouterr().err
+    assert "it has no tasks to export" in capsys.readouterr().err
 
 
 def test_an_episode_of_verifiers_trains_the_tokens_that_the_engine_sampled(tmp_path: Path) -> None:

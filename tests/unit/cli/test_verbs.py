@@ -169,7 +169,6 @@ def test_what_a_run_does_not_allow_is_refused_with_the_reason(no_slurm, tmp_path
     for words, message in (
         (["exec"], "which command"),
         (["logs", "here"], "has not started"),
-        (["report"], "no step"),
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err

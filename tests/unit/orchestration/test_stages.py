@@ -81,7 +81,7 @@ def made(
         stages, "WeightCoordinator", lambda *_, **__: Workers("weights", log, fails)
     )
     stand_ins = {"connect": lambda cluster: [], "place": lambda *_: Placement((SLOT,), ((SLOT,),))}
-    stand_ins |= {"service_ports": lambda *_, **__: Ports((), (), 0, 0, 0, (0,))}
+    stand_ins |= {"ports_of_run": lambda *_, **__: Ports((), (), 0, 0, 0, (0,))}
     stand_ins |= {
         "WorkerGroup": lambda *_, **__: Workers("actors", log, fails),
         "Training": lambda *_, **__: None,

@@ -107,8 +107,11 @@ def _target(file: str, class_name: str, dotted: str) -> ast.AST:
     found = _class(tree, class_name)
     first, _, rest = dotted.partition(".")
     if not rest:
+        of_bases = [node for base in _bases(tree, found) for node in base.body]
         named = [
-            node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == first
+            node
+            for node in (*found.body, *of_bases)
+            if isinstance(node, ast.FunctionDef) and node.name == first
         ]
         return named[0] if named else _assigned(found, first)
     value = _assigned(found, first)
@@ -122,6 +125,18 @@ def _target(file: str, class_name: str, dotted: str) -> ast.AST:
         and any(alias.name == value.func.id for alias in node.names)
     )
     return _target(f"{module.replace('.', '/')}.py", value.func.id, rest)
+
+
+def _bases(tree: ast.Module, of: ast.ClassDef) -> list[ast.ClassDef]:
+    """The classes of rlpost that a class is directly made from."""
+    names = {base.id for base in of.bases if isinstance(base, ast.Name)}
+    return [
+        _class(ast.parse((ROOT / f"{node.module.replace('.', '/')}.py").read_text()), alias.name)
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlpost.")
+        for alias in node.names
+        if alias.name in names
+    ]
 
 
 def _class(tree: ast.Module, name: str) -> ast.ClassDef:
