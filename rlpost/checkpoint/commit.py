@@ -417,6 +417,8 @@ def _delete(path: Path, lane: Path | None = None) -> None:
     """
     aside = set_aside(path, into=lane)
     if aside is not None:
+        # Before its files: after a power loss the old name must not have only some of them.
+        sync(path.parent)
         shutil.rmtree(aside)
 
 
