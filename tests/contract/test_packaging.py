@@ -137,9 +137,10 @@ def test_what_is_missing_is_said_with_the_command_that_brings_it(rlpost, verb, s
     assert done.returncode == 2 and said in done.stderr, done.stderr
 
 
-def test_the_prompts_of_the_tiny_recipe_are_made_without_the_stack(rlpost, tmp_path):
-    rlpost("fetch tiny")
-    assert len((tmp_path / "assets/tiny/train.jsonl").read_text().splitlines()) == 2300
+def test_the_tiny_model_is_not_half_made_without_the_stack(rlpost, tmp_path):
+    done = rlpost("fetch tiny")
+    assert done.returncode == 2 and "needs torch and transformers" in done.stderr
+    assert not (tmp_path / "assets").exists()
 
 
 def test_an_installation_knows_the_versions_that_an_image_needs(rlpost):
