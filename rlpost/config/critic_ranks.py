@@ -1,4 +1,4 @@
-"""The critic on GPUs of its own (--critic-own-gpus): its settings as those of a trainer. Pure.
+"""The critic on separate GPUs (--critic-own-gpus): its settings as those of a trainer. Pure.
 
 Input: the settings of a run. Output: the same tree with the critic's nodes, GPUs, layout and
 micro-batches in place of the policy's, so that everything that reads a layout serves both.

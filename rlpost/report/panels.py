@@ -183,13 +183,13 @@ def other_panels(runs: Sequence[tuple[str, Lines]], drawn: Iterable[str]) -> lis
     for name in sorted(set(names) - known - {"step"}):
         metric = declared(name)
         by_area.setdefault(CUSTOM if metric is None else metric.area, []).append(name)
-    groups, room = [], MAX_OTHERS
+    groups, remaining = [], MAX_OTHERS
     for area in sorted(by_area, key=lambda area: (area == CUSTOM, area)):
         found = [panel for name in by_area[area] if (panel := _single(runs, name)).curves]
         if found:
-            left_out = tuple(panel.title for panel in found[room:])
-            groups.append(PanelGroup(area, tuple(found[:room]), left_out))
-            room = max(0, room - len(found))
+            left_out = tuple(panel.title for panel in found[remaining:])
+            groups.append(PanelGroup(area, tuple(found[:remaining]), left_out))
+            remaining = max(0, remaining - len(found))
     return groups
 
 

@@ -1,4 +1,4 @@
-"""Check a critic on GPUs of its own: its GPUs, layout and batches. Pure.
+"""Check a critic on separate GPUs: its GPUs, layout and batches. Pure.
 
 Input: a ``Config`` and, if available, the model's ``config.json``. Output: one line for each
 problem, with the critic's flags.

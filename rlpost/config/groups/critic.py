@@ -29,7 +29,7 @@ class CriticConfig(Group):
     critic_lr_warmup_iters: Count = 0
     """Optimizer steps of the critic's warm-up from 0."""
     critic_own_gpus: bool = False
-    """Train the critic on GPUs of its own, as a second group of ranks. Default: on the ranks of the
+    """Train the critic on separate GPUs, as a second group of ranks. Default: on the ranks of the
     policy, at its layout."""
     critic_num_nodes: Positive | None = None
     """Nodes of the critic. Default: --actor-num-nodes, the only number that is accepted without

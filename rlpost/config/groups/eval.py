@@ -42,7 +42,7 @@ class EvalConfig(Group):
     """Maximum length of prompt and response together, in tokens. Default:
     --rollout-max-context-len."""
     eval_input_key: str | None = None
-    """Key of the prompt in a line of every set that names no key of its own. Default:
+    """Key of the prompt in a line of every set that does not name its key. Default:
     --input-key."""
     eval_label_key: str | None = None
     """The same for the expected answer. Default: --label-key."""
