@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlpost.rehearsal.calls import RECEIVE, SEND, SPLIT, Call, OffloadCycle, Recording
+from rlpost.rehearsal.meta_results import MetaResults
 
 KINDS = {
     "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "broadcast_": "broadcast",
@@ -52,17 +53,19 @@ NOT_OURS = (str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"] + 
 class Recorder(TorchDispatchMode):
     """The calls and bytes of one rank, while it is entered."""
 
-    def __init__(self, *, transfers: bool) -> None:
+    def __init__(self, *, transfers: bool, results: MetaResults | None = None) -> None:
         """
         Args:
             transfers: whether the groups are real. Otherwise collectives return at once and their
                 results keep what memory has.
+            results: of operations of earlier ranks; None where every operation is dispatched.
         """
         super().__init__()
         self.calls: list[Call] = []
         self.peaks: dict[str, int] = {}
         self.turn = ""
         self._transfers = transfers
+        self._results = results
         self._bytes = 0
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._is_silent = False
@@ -122,11 +125,17 @@ class Recorder(TorchDispatchMode):
             if func is torch.ops.aten.copy_.default and _is_unknown(args[0], args[1]):
                 return args[0]
             args = _on_one_device(func, args)
-        made = func(*args, **options)
+        made = self._made(func, args, options)
         for tensor in _leaves(made):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor)
         return made
+
+    def _made(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if self._results is None:
+            return func(*args, **options)
+        with torch._C.DisableTorchFunction():
+            return self._results.of(func, args, options)
 
     def selected_of(self, mask: torch.Tensor) -> int:
         """Elements that a mask without data selects; the rehearsal sets it."""

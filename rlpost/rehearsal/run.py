@@ -20,6 +20,7 @@ from rlpost.rehearsal.calls import Recording
 from rlpost.rehearsal.check import Expected, expected_of
 from rlpost.rehearsal.facts import RankFacts
 from rlpost.rehearsal.hangs import hangs
+from rlpost.rehearsal.meta_results import MetaResults
 from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.other_layout import load_check
 from rlpost.rehearsal.planned import PlannedStep, planned_step
@@ -91,9 +92,13 @@ def rehearse_run(
         has_critic=config.use_critic,
     )
 
+    results = MetaResults()
+
     def run(rank: int) -> Recording:
         say(f"rank {rank}: {', '.join(turns.names)}")
-        return rehearse_turns(settings, description, turns, rank=rank, world=world, facts=facts)
+        return rehearse_turns(
+            settings, description, turns, rank=rank, world=world, facts=facts, results=results
+        )
 
     recorded = record(
         facts, run, all_ranks=options.all_ranks, all_gather=turns.shares_gpus, say=say

@@ -37,6 +37,7 @@ from rlpost.rehearsal.calls import OFFLOAD, TRAIN, UPDATE, OffloadCycle, Recordi
 from rlpost.rehearsal.facts import RankFacts
 from rlpost.rehearsal.given import Schedule, given_values
 from rlpost.rehearsal.meta import as_rank, building
+from rlpost.rehearsal.meta_results import MetaResults
 from rlpost.rehearsal.offload import run_cycle, without_host_memory
 from rlpost.rehearsal.rank import as_on_gpu
 from rlpost.rehearsal.recorder import Recorder
@@ -91,6 +92,7 @@ def rehearse_turns(
     rank: int,
     world: int,
     facts: Mapping[int, RankFacts],
+    results: MetaResults | None = None,
 ) -> Recording:
     """Run all turns of one rank of ``world``.
 
@@ -102,13 +104,15 @@ def rehearse_turns(
         world: number of ranks.
         facts: of all ranks, from ``rehearse_rank``; the pipeline stages tell each other their
             weights when a run starts.
+        results: of operations, which all ranks of a rehearsal add to and read; None where every
+            operation is dispatched.
 
     Raises:
         ConfigError, PlacementError: the model or the number of ranks does not fit the layout.
         RuntimeError: the code reads a value that a rehearsal does not have; with the line.
     """
     settings = as_on_gpu(settings)
-    recorder = Recorder(transfers=False)
+    recorder = Recorder(transfers=False, results=results)
     with (
         as_rank(rank, world, settings, num_virtual_stages=description.num_virtual_stages(settings)),
         recorder.recording(),
