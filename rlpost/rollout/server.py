@@ -180,9 +180,11 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
         os.environ.update(graphs.environment)  # SGLang's processes read it at graph capture
         given |= graphs.server_args
     from sglang.srt.entrypoints.http_server import app, launch_server
+    from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
+    load_plugins()  # as SGLang's command does: they may change what settings mean
     server_args = ServerArgs(**engine_arguments(given, has_cuda=has_cuda))
     if hasattr(server_args, "resolve_once"):  # 0.5.21 and later: values that follow from others
         server_args.resolve_once()

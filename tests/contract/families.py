@@ -159,6 +159,8 @@ WITH_MTP = "-mtp"
 MTP, LATENT_MTP = f"glm4.5-moe{WITH_MTP}", f"deepseek-v3-moe{WITH_MTP}"
 """Two of them with a layer for multi-token prediction, which transformers does not have."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2.5-yarn": ("Qwen2", {"rope_parameters": LONG_ROPE}),
+    "qwen3-yarn": ("Qwen3", {"rope_parameters": LONG_ROPE}),
     "qwen2.5-linear": (
         "Qwen2",
         WINDOWS | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},

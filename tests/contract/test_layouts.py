@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlpost.actor.settings import ActorSettings
+from tests.contract import float64
 from tests.contract.actor_ranks import Files, count_forwards, run_ranks, train
 from tests.contract.families import MTP, load_folder, make_family
 from tests.contract.layouts import BLOCK, FULL, LAYOUTS, LIMIT, MOE, SELECTIVE, Comparison, Layout
@@ -54,6 +55,11 @@ def test_there_are_at_least_twenty_layouts_and_no_two_are_the_same():
 def test_a_layout_trains_as_one_process_does(compare, name):
     """Loss, norm, gradients of the first step and weights after three, relative, in float32."""
     assert compare(BY_NAME[name]).largest < LIMIT
+
+
+def test_gradients_of_tensor_parallel_ranks_differ_by_rounding_alone():
+    """In float32 those of Qwen2-MoE come nearest to the limit; ``float64`` has the other families."""
+    assert float64.difference("qwen2-moe", in_float64=True)[0] < float64.LIMIT
 
 
 def settings(folder: Path, layout: Layout, **changes) -> ActorSettings:

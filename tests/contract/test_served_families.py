@@ -34,6 +34,10 @@ SERVED = (
     pytest.param("minimax-m2-moe", marks=pytest.mark.slow),
     pytest.param("glm4.7-flash-moe", marks=pytest.mark.slow),
     pytest.param("deepseek-v3-moe", marks=pytest.mark.slow),
+    pytest.param("gemma3", marks=pytest.mark.slow),
+    pytest.param("qwen3-yarn", marks=pytest.mark.slow),
+    pytest.param("qwen2.5-yarn", marks=pytest.mark.slow),
+    pytest.param("gpt-oss-moe", marks=pytest.mark.slow),
 )
 
 
