@@ -91,6 +91,22 @@ class RunFolder:
         return self.attempts / str(number)
 
 
+def claim_folder(path: Path) -> Path:
+    """Create a folder that did not exist: ``path``, or the first unused of ``path-2``, ``path-3``, ...
+
+    Two processes never get the same folder: mkdir is atomic, on NFS too. Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    claimed, number = path, 1
+    while True:
+        try:
+            claimed.mkdir(mode=0o700)
+            return claimed
+        except FileExistsError:
+            number += 1
+            claimed = path.with_name(f"{path.name}-{number}")
+
+
 def create_run_folder(root: Path, run_json: str, *, resume: bool = False) -> RunFolder:
     """Create the folder of a run, or reuse it, and write the settings to run.json.
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from common.run_folder import claim_folder
 from rlpost.cli.job import job_spec
 from rlpost.config.load import read_toml, recipe_file
 from rlpost.config.tree import Config
@@ -85,6 +86,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     try:
         spec = conversion_spec(config, _model_word(recipe, options.model))
+        if not options.dry_run:
+            _require_slurm()
+            folder = claim_folder(folder)  # another conversion may start in the same second
         spec = replace(
             spec.with_python(sys.executable),
             home=str(folder / "code"),
@@ -131,20 +135,24 @@ def _model_word(recipe: Path, given: str | None) -> str | None:
     return str(base / Path(word).expanduser()) if is_path else word
 
 
-def _submitted(script: str, folder: Path, num_nodes: int) -> str:
-    """Copy the code, submit the script, return the job id. Raises ConfigError or SlurmError."""
-    from rlpost.cli.submit import PROJECT
-    from rlpost.config.keys import without_keys
+def _require_slurm() -> None:
+    """Raise ConfigError where there is no Slurm."""
     from slurm.client import is_available
-    from slurm.executor import submit_script
-    from slurm.snapshot import snapshot_code
 
     if not is_available():
         raise ConfigError(
             "there is no Slurm on this machine; --dry-run prints the job, and docs/actor.md has the "
             "command for one machine"
         )
-    folder.mkdir(parents=True)
+
+
+def _submitted(script: str, folder: Path, num_nodes: int) -> str:
+    """Copy the code, submit the script, return the job id. Raises SlurmError."""
+    from rlpost.cli.submit import PROJECT
+    from rlpost.config.keys import without_keys
+    from slurm.executor import submit_script
+    from slurm.snapshot import snapshot_code
+
     snapshot_code(PROJECT, folder / "code")
     environ = without_keys(os.environ)
     return submit_script(script, folder / "job.sbatch", num_nodes, environ)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from common.run_folder import RunFolder, RunFolderError, create_run_folder
+from common.run_folder import RunFolder, RunFolderError, claim_folder, create_run_folder
 from rlpost.check import absent, check, notes
 from rlpost.cli.command_line import parser, settings
 from rlpost.cli.entry import run_command
@@ -84,6 +84,8 @@ def submit_main(arguments: Sequence[str]) -> int:
         _check_wandb_key(config, RunFolder(root))
         if options.resume:
             _check_it_has_ended(RunFolder(root.absolute()))
+        if options.run_folder is None:  # another submission may have taken the name since
+            root = claim_folder(root)
         run = create_run_folder(root, dump(config), resume=options.resume)
         snapshot_code(PROJECT, run.code)
         put_away(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from common.exit_codes import EXIT_PREEMPTED
 from common.files import write_atomic
-from common.run_folder import RunFolder
+from common.run_folder import RunFolder, claim_folder
 from rlpost.arguments import Parser
 from rlpost.cli.command_line import settings
 from rlpost.cli.run_status import Status
@@ -135,13 +135,15 @@ def _submit(arguments: Sequence[str]) -> int:
     name = options.name or f"{loaded.config.cluster.job_name}-sweep-{stamp}"
     if name != Path(name).name or not name.strip("."):
         raise ConfigError(f"--name {name}: must be the name of a folder, without /")
-    points = [replace(point, run=name + point.run) for point in points_without_name]
     folder = Path(loaded.config.cluster.runs_dir) / name
     common = submitted_arguments(arguments)
-    for point in points:
-        _check(point, [*common, *point.arguments], folder.parent / point.run)
+    for point in points_without_name:
+        _check(point, [*common, *point.arguments], folder.parent / (name + point.run))
+    if not options.dry_run and options.name is None:
+        folder = claim_folder(folder)  # another sweep may start in the same second
+    points = [replace(point, run=folder.name + point.run) for point in points_without_name]
     if not options.dry_run:
-        _write(folder, points, is_resumed=options.resume)
+        _write(folder, points, options)
     codes = _submit_all(points, common, folder, options)
     if not options.dry_run:
         print(f"{len(codes)} of {len(points)} runs; see rlpost sweep {near_path(str(folder))}")
@@ -236,15 +238,23 @@ def _submit_point(
     return submit_main([*common, *point.arguments, *where])
 
 
-def _write(folder: Path, points: Sequence[Point], *, is_resumed: bool) -> None:
-    """Write sweep.json. Raises ConfigError if another sweep has the name."""
+def _write(folder: Path, points: Sequence[Point], options: argparse.Namespace) -> None:
+    """Write sweep.json. Raises ConfigError if another sweep, or a run, has one of the names."""
     path, text = folder / FILE_NAME, json.dumps([asdict(point) for point in points], indent=2)
-    if folder.exists() and not (is_resumed and path.exists() and path.read_text() == text):
+    if options.resume and path.exists() and path.read_text() == text:
+        return
+    taken = next((one.run for one in points if (folder.parent / one.run).exists()), None)
+    try:
+        if taken is None and options.name is not None:  # a default name is claimed already
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700)
+    except FileExistsError:
+        taken = folder.name
+    if taken is not None:
         raise ConfigError(
-            f"--name {folder.name}: {folder} exists; use another name, or the same grid with "
-            "--resume to submit the runs that are missing"
+            f"--name {folder.name}: {folder.parent / taken} exists; use another name, or the same "
+            "grid with --resume to submit the runs that are missing"
         )
-    folder.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,40 @@ def test_each_point_is_a_run_with_its_settings_and_its_job(slurm, capsys):
     assert "exists; use another name" in error_of(capsys, *words[1:])
     assert main([*words, "--resume"]) == 0
     assert capsys.readouterr().out.count("submitted before") == 4
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "names"),
+    [
+        (
+            "sweep",
+            ["sweep", "recipe.toml", "--grid", "lr=1e-6"],
+            ("test-sweep-T", "test-sweep-T-2"),
+        ),
+        ("submit", ["submit", "recipe.toml"], ("test-T", "test-T-2")),
+    ],
+)
+def test_what_starts_in_the_same_second_has_its_own_folder_and_job(
+    slurm, capsys, monkeypatch, module, words, names
+):
+    class Clock:
+        now = staticmethod(lambda: datetime(2026, 1, 2, 3, 4, 5))
+
+    monkeypatch.setattr(f"rlpost.cli.{module}.datetime", Clock)
+    assert [main(words), main(words)] == [0, 0]
+    point = "-p0" if module == "sweep" else ""
+    for number, name in enumerate(name.replace("T", "20260102-030405") for name in names):
+        run = RunFolder(slurm / f"runs/{name}{point}")
+        assert [entry["job_id"] for entry in run.ledger.read()] == [str(number + 1)]
+    assert len(list((slurm / "runs").iterdir())) == 2 * len({"", point})
+
+
+def test_a_run_of_another_sweep_is_not_taken_for_a_point(slurm, capsys):
+    """Its sweep's folder was removed, and its settings are others."""
+    (slurm / "runs/s-p2").mkdir(parents=True)
+    message = error_of(capsys, "recipe.toml", *GRID, "--name", "s")
+    assert "runs/s-p2 exists; use another name" in message
+    assert [path.name for path in (slurm / "runs").iterdir()] == ["s-p2"]
 
 
 def test_every_run_gets_the_keys_of_the_environment(slurm, monkeypatch):

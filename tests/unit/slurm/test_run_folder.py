@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 
 from common.files import write_atomic
 from common.ledger import Ledger
-from common.run_folder import RunFolderError, create_run_folder
+from common.run_folder import RunFolderError, claim_folder, create_run_folder
 
 SETTINGS = json.dumps({"grpo": {"eps_clip": 0.2}, "seed": 1})
 
@@ -188,3 +189,19 @@ def test_what_is_no_entry_is_left_out(tmp_path, line):
     ledger.path.write_text(line + "\n")
     ledger.append("done")
     assert [entry["event"] for entry in ledger.read()] == ["done"] and len(ledger.damage()) == 1
+
+
+def test_a_name_that_several_claim_at_once_is_given_to_one(tmp_path: Path) -> None:
+    barrier, claimed = threading.Barrier(8), []
+
+    def claim() -> None:
+        barrier.wait()
+        claimed.append(claim_folder(tmp_path / "runs/tiny-1").name)
+
+    threads = [threading.Thread(target=claim) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(claimed) == ["tiny-1", *(f"tiny-1-{number}" for number in range(2, 9))]
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "runs").iterdir()} == {0o700}
