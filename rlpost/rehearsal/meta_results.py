@@ -14,7 +14,7 @@ those outside of torch's own namespaces; those with a tensor that is not on the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,35 +56,45 @@ class MetaResults:
         self.num_remembered = 0
         """Calls that torch did not compute."""
         self._kinds: dict[Any, str] = {}
-        self._layouts: dict[tuple[object, ...], _Layouts | None] = {}
-        """None where the first argument is returned."""
+        self._layouts: dict[tuple[object, ...], _Layouts] = {}
 
-    def of(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """The result of ``func``."""
+    def of(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        computed: Callable[..., Any] | None = None,
+    ) -> Any:
+        """The result of ``func``; ``computed(func, args, options)`` has those not remembered."""
+        compute = computed or _computed
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = kind_of(func)
         if kind == DIRECT:
-            return func(*args, **options)
+            return compute(func, args, options)
         key: list[object] = [func, torch.get_default_dtype()]
         if not (_describe(args, key) and (not options or _describe(_flat(options), key))):
-            return func(*args, **options)
+            return compute(func, args, options)
         found = tuple(key)
-        if found in self._layouts:
+        layouts = self._layouts.get(found)
+        if layouts is not None:
             self.num_remembered += 1
-            layouts = self._layouts[found]
-            return args[0] if layouts is None else layouts.made()
+            return args[0] if kind == IN_PLACE else layouts.made()
         if kind == IN_PLACE:
             before = _place(args[0])
-            result = func(*args, **options)
+            result = compute(func, args, options)
             if result is args[0] and _place(result) == before:
-                self._layouts[found] = None
+                self._layouts[found] = UNCHANGED
             return result
-        result = func(*args, **options)
+        result = compute(func, args, options)
         layouts = _layouts_of(result, (args, options))
         if layouts is not None:
             self._layouts[found] = layouts
         return result
+
+
+def _computed(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return func(*args, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +111,10 @@ class _Layouts:
             for shape, stride, dtype in self.tensors
         ]
         return made[0] if self.sequence is None else self.sequence(made)
+
+
+UNCHANGED = _Layouts((), None)
+"""Of an operation that returns its first argument with the same layout."""
 
 
 def kind_of(func: Any) -> str:

@@ -15,6 +15,8 @@ import sysconfig
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -121,11 +123,13 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             check_floating(args[0])
             return 1.0
-        if not self._transfers:
-            if func is torch.ops.aten.copy_.default and _is_unknown(args[0], args[1]):
-                return args[0]
-            args = _on_one_device(func, args)
-        made = self._made(func, args, options)
+        if self._transfers:
+            made = func(*args, **options)
+        elif func is torch.ops.aten.copy_.default and _is_unknown(args[0], args[1]):
+            return args[0]
+        else:
+            with torch._C.DisableTorchFunction():
+                made = self._made(func, args, options)
         for tensor in _leaves(made):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor)
@@ -133,9 +137,8 @@ class Recorder(TorchDispatchMode):
 
     def _made(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if self._results is None:
-            return func(*args, **options)
-        with torch._C.DisableTorchFunction():
-            return self._results.of(func, args, options)
+            return _on_one_device(func, args, options)
+        return self._results.of(func, args, options, _on_one_device)
 
     def selected_of(self, mask: torch.Tensor) -> int:
         """Elements that a mask without data selects; the rehearsal sets it."""
@@ -292,17 +295,16 @@ def _is_unknown(target: torch.Tensor, source: torch.Tensor) -> bool:
     return source.is_meta and not target.is_meta
 
 
-def _on_one_device(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Move tensors of the host to meta in an operation that also has tensors on meta.
+def _on_one_device(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Compute an operation; if it also has tensors on meta, those of the host are moved there.
 
     A scalar may stay, as on a GPU. Copies between devices are left alone.
     """
-    if func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
-        return args
-    devices = {one.is_meta for one in _leaves(args) if isinstance(one, torch.Tensor)}
-    if len(devices) < 2:
-        return args
-    return tuple(torch.utils._pytree.tree_map(_to_meta, one) for one in args)
+    if func not in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
+        devices = {one.is_meta for one in _leaves(args) if isinstance(one, torch.Tensor)}
+        if len(devices) > 1:
+            args = tuple(torch.utils._pytree.tree_map(_to_meta, one) for one in args)
+    return func(*args, **options)
 
 
 def _leaves(value: object) -> Iterator[object]:
@@ -329,15 +331,29 @@ def _line() -> str:
     frame = sys._getframe(1)
     innermost = ""
     while frame is not None:
-        path = frame.f_code.co_filename
-        if _is_ours(path):
-            where = f"{_short(path)}:{frame.f_lineno}"
+        file = _file(frame.f_code.co_filename)
+        if file.name:
+            where = f"{file.name}:{frame.f_lineno}"
             if not innermost:
                 innermost = where
-            if path.startswith(str(PROJECT / "rlpost")):
+            if file.is_of_rlpost:
                 return innermost if where == innermost else f"{innermost} (from {where})"
         frame = frame.f_back  # type: ignore[assignment]
     return innermost
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A source file; without a name it is torch's or the rehearsal's."""
+
+    name: str
+    is_of_rlpost: bool
+
+
+@cache
+def _file(path: str) -> _File:
+    name = _short(path) if _is_ours(path) else ""
+    return _File(name, path.startswith(str(PROJECT / "rlpost")))
 
 
 def _is_ours(path: str) -> bool:

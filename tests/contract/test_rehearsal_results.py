@@ -62,9 +62,11 @@ def storages(value: object) -> list[int]:
 class Compared(MetaResults):
     """Also lets torch compute each result that is remembered, and compares both."""
 
-    def of(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def of(
+        self, func: Any, args: tuple[Any, ...], options: dict[str, Any], computed: Any = None
+    ) -> Any:
         before = self.num_remembered
-        made = super().of(func, args, options)
+        made = super().of(func, args, options, computed)
         if self.num_remembered == before:
             return made
         direct = func(*args, **options)
