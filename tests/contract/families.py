@@ -78,6 +78,7 @@ GPT_OSS = dict(
     num_local_experts=8,
     intermediate_size=96,
     sliding_window=5,
+    swiglu_limit=7.0,  # SGLang reads this key of the published config.json
     rms_norm_eps=1e-5,
     rope_parameters={
         "rope_type": "yarn",

@@ -30,7 +30,8 @@ from tests.contract.samples import STEPS
 MIXTURES = tuple(name for name in FAMILIES if name.endswith("-moe"))
 TP_SP: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 OPTIMIZER = {
-    f"{name}_dtype": torch.float64 for name in ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
+    f"{name}_dtype": torch.float64
+    for name in ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
 }
 """Fields of Megatron's ``OptimizerConfig``, whose defaults were read before ``use_float64``."""
 LIMIT = 1e-11
@@ -83,9 +84,9 @@ def _difference(family: str, folder: str, *, in_float64: bool) -> tuple[float, s
             **layout,
         )
         before = use_float64 if in_float64 else None
-        return run_ranks(
-            gradients_of_a_step, num_ranks, settings, before=before, samples=STEPS[0]
-        )[0]
+        return run_ranks(gradients_of_a_step, num_ranks, settings, before=before, samples=STEPS[0])[
+            0
+        ]
 
     expected = gradients(1, {})
     ours = gradients(2, TP_SP | WITH_TENSOR_PARALLEL.get(family, {}))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,12 @@ class ScaledRun:
         return [entry["step"] for entry in map(json.loads, lines) if entry["event"] == "committed"]
 
 
-def recipe(name: str) -> str:
-    return str(ROOT / f"jobs/recipes/{name}.toml")
+def recipe(name: str | Path) -> str:
+    """The file of a recipe of jobs/recipes by its name; another one is given as a path."""
+    return str(name if isinstance(name, Path) else ROOT / f"jobs/recipes/{name}.toml")
 
 
-def make_models(home: Path, names: list[str], ranks: int) -> None:
+def make_models(home: Path, names: Sequence[str | Path], ranks: int) -> None:
     """The models of recipes in small, in a home of their own, without a warm-up: what they answer
     is no matter.
     """
@@ -60,12 +62,12 @@ def make_models(home: Path, names: list[str], ranks: int) -> None:
     subprocess.run([*tool, *words], cwd=home, check=True, timeout=DEADLINE_S)
 
 
-def run_scaled(home: Path, name: str, ranks: int, *flags: str) -> ScaledRun:
+def run_scaled(home: Path, name: str | Path, ranks: int, *flags: str) -> ScaledRun:
     """``rlpost submit RECIPE --scale-down RANKS`` for two steps.
 
     Rewards are tossed, so that groups differ; all else about algorithm and rollout is the recipe's.
     """
-    folder = home / "runs" / name
+    folder = home / "runs" / Path(name).stem
     command = [
         sys.executable,
         "-m",

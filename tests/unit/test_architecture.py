@@ -115,11 +115,12 @@ FORBIDDEN = {
 }
 MAX_FILE, MAX_FUNCTION = 500, 80
 MAX_POSITIONAL, MAX_PARAMETERS = 6, 10  # keyword-only parameters count in the second only
-# signatures that Megatron-core and slime prescribe
+# signatures that Megatron-core, SGLang and slime prescribe
 PRESCRIBED = {
     ("rlpost.actor.attention", "__init__"),
     ("rlpost.actor.attention", "forward"),
     ("rlpost.compat.slime.sample", "append_response_tokens"),
+    ("rlpost.rollout.sglang_on_cpu.rlpost_sinks_on_cpu", "forward"),
     ("rlpost.rollout.sglang_on_cpu.rlpost_triton_on_cpu", "normalise"),
 }
 
