@@ -18,6 +18,7 @@ from pathlib import Path
 
 from common.attempt import STOP_FILE, VERDICT_FILE
 from common.run_folder import RunFolder
+from common.scrape_targets import empty_targets
 from common.stop_file import StopMessage, write_stop
 from slurm.errors import SlurmError
 from slurm.render import preparation
@@ -41,7 +42,9 @@ class LocalAttempt:
             SlurmError: the attempt failed or left no verdict; names the attempt's folder.
         """
         assert self.spec.home and self.spec.run_folder
-        attempt_dir = RunFolder(Path(self.spec.run_folder)).new_attempt()
+        run = RunFolder(Path(self.spec.run_folder))
+        empty_targets(run.root)  # of an attempt that was killed
+        attempt_dir = run.new_attempt()
         ends = time.time() + self.spec.time_limit_s  # submitit sends USR2 before this time
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
             signal.signal(

@@ -28,6 +28,7 @@ from typing import Any, Mapping, Sequence  # noqa: UP035
 from common.attempt import EXCLUDE_FILE, VERDICT_FILE, VERDICT_JSON
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 from common.ledger import Ledger
+from common.scrape_targets import empty_targets
 from slurm.evidence import find_cause, leave_verdict, mask, resume_point
 from slurm.image import describe
 from slurm.remaining_hosts import why_too_few
@@ -198,6 +199,7 @@ def start(options: argparse.Namespace) -> int:
     if num_nodes.isdecimal():
         details["num_nodes"] = int(num_nodes)
     details["home"] = os.environ.get("RLPOST_HOME")  # for steps that `rlpost exec` adds to the job
+    empty_targets(run_folder)  # of an attempt whose hosts died; nothing of this one serves yet
     ledger.append("attempt", **details, code=_json(run_folder / "code.json"))
     if any(
         entry.get("event") == "cancelled" and entry.get("job_id") == options.job
@@ -238,6 +240,10 @@ def end(options: argparse.Namespace) -> int:
         finding = find_cause(run_folder, attempt_dir, nodes_of(entries, options.attempt))
         verdict, cause = finding.verdict, finding.cause
         leave_verdict(attempt_dir, finding)
+    is_newest = (run_folder / "attempts/latest").resolve().name == str(options.attempt)
+    # The driver does so unless it was killed. A newer attempt may serve already.
+    for path in empty_targets(run_folder) if is_newest else ():
+        print(f"{path} was not emptied; Prometheus reports its targets as down", file=sys.stderr)
     cause = mask(run_folder, attempt_dir, cause)[:MAX_CAUSE_CHARS]
     budgets = Budgets(options.max_preemptions, options.max_failures, options.max_stalled_attempts)
     ending = Ending(verdict, options.code, options.terminated, not options.never)

@@ -32,7 +32,7 @@ from bootstrap.agent.local_ray import LocalRay, RayError
 from bootstrap.agent.messages import Message
 from bootstrap.agent.monitor import StopSignals
 from bootstrap.agent.options import Options
-from bootstrap.agent.ports import PortBlock, PortError, claim_block, ephemeral_floor, host_port
+from bootstrap.agent.ports import PortBlock, PortError, claim_block, ephemeral_floor
 from bootstrap.agent.ray_command import (
     RayNode,
     base_environment,
@@ -63,6 +63,7 @@ from bootstrap.network.here import (
     reachable_addresses,
 )
 from bootstrap.preflight.comparison import comparison_table, network_row
+from common.addresses import host_port
 from common.attempt import CAUSE_FILE, DRIVER_LOG, SECRET_FILE
 from common.cluster import Cluster, Node
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from bootstrap.agent.monitor import Kept
-from bootstrap.agent.ports import busy_ports, host_port
+from bootstrap.agent.ports import busy_ports
 from bootstrap.agent.ray_command import RayNode, rays_part, start_argv
 from bootstrap.agent.ray_process import parse_registered
 from bootstrap.agent.symptoms import with_likely_cause
 from bootstrap.agent.verdict import describe_exit
+from common.addresses import host_port
 from common.files import tail
 
 logger = logging.getLogger(__name__)

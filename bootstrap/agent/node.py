@@ -53,6 +53,7 @@ from bootstrap.preflight.bandwidth import measure_here
 from bootstrap.preflight.comparison import network_row
 from bootstrap.preflight.shared_folder import ORDER, take_part
 from bootstrap.preflight.table import HostFacts
+from common.addresses import host_port
 from common.attempt import EXCLUDE_FILE, SECRET_FILE, VERDICT_FILE, VERDICT_JSON
 from common.files import write_atomic, write_first
 from common.lost_nodes import read_lost_nodes
@@ -165,7 +166,7 @@ class NodeAgent:
         joining.cancel()
         if stopped.done():
             return None
-        tried = ", ".join(f"{host}:{port}" for host, port in self._candidates())
+        tried = ", ".join(host_port(host, port) for host, port in self._candidates())
         raise BringupError(
             f"{facts.host} did not find the head {facts.head_host} within {options.bringup_deadline_s:.0f} s "
             f"(tried {tried}); is port {tried.partition(',')[0]} open between the nodes?"

@@ -120,11 +120,6 @@ def claim_block(job_id: str, floor: int, bind_ip: str) -> tuple[PortBlock, socke
     )
 
 
-def host_port(ip: str, port: int) -> str:
-    """``10.0.0.1:6379``, ``[fd00::1]:6379``."""
-    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
-
-
 def _socket_for(bind_ip: str) -> socket.socket:
     """A socket of the address's family; for all addresses, one that accepts IPv4 and IPv6."""
     if ":" not in bind_ip and (bind_ip or not socket.has_dualstack_ipv6()):

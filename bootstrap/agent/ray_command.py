@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bootstrap.agent.identity import Facts
-from bootstrap.agent.ports import PortBlock, host_port
+from bootstrap.agent.ports import PortBlock
 from bootstrap.network.here import socket_environment
+from common.addresses import host_port
 
 # sockaddr_un.sun_path holds 107 bytes and Ray appends about 65
 # ("/session_<date>_<time>_<pid>/sockets/plasma_store").

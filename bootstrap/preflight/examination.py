@@ -30,7 +30,6 @@ from bootstrap.agent.ports import (
     candidate_blocks,
     claim_block,
     ephemeral_floor,
-    host_port,
 )
 from bootstrap.agent.rendezvous import (
     HEAD_FILE,
@@ -52,6 +51,7 @@ from bootstrap.network.here import (
 )
 from bootstrap.preflight.comparison import comparison_table, network_row
 from bootstrap.preflight.table import HostFacts, Preflight
+from common.addresses import host_port
 from common.attempt import SECRET_FILE
 from common.files import write_atomic, write_first
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from common.addresses import host_port
 from rlpost.actor import device
 from rlpost.actor.settings import ActorSettings
 from rlpost.errors import PlacementError
@@ -43,7 +44,7 @@ def initialise(
     check_layout(settings, rendezvous.world_size)
     dist.init_process_group(
         device.backend(),
-        init_method=f"tcp://{_host(rendezvous.master_addr)}:{rendezvous.master_port}",
+        init_method=f"tcp://{host_port(rendezvous.master_addr, rendezvous.master_port)}",
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
         timeout=timedelta(minutes=settings.distributed_timeout_minutes),
@@ -177,7 +178,3 @@ def is_source_of_stage() -> bool:
         tensor_parallel_group().rank() == 0
         and data_parallel_group(with_context_parallel=True).rank() == 0
     )
-
-
-def _host(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

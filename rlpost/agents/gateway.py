@@ -27,6 +27,7 @@ from typing import Literal
 
 from aiohttp import web
 
+from common.addresses import http_url
 from rlpost.agents.answer_parsing import Format
 from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.episode import Access, EpisodeLimits, Limit, OpenEpisode, Policy
@@ -183,8 +184,7 @@ class Gateway:
                     "address of this host and a free port"
                 ) from error
             port = runner.addresses[0][1]
-            host = f"[{self._host}]" if ":" in self._host else self._host
-            listening.set_result(f"http://{host}:{port}")
+            listening.set_result(http_url(self._host, port))
             await asyncio.wrap_future(self._stop)
         finally:
             await runner.cleanup()

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from common.addresses import host_port, http_url
 from common.attempt import SECRET_FILE
 from common.host_lists import expand
 from common.run_folder import RunFolder
@@ -101,7 +102,7 @@ def tunnel_main(arguments: Sequence[str]) -> int:
     login = options.login or os.uname().nodename
     if is_local(run):
         address, port = dashboard_address(run)
-        print(f"on this machine: http://{host_port(address, port)}")
+        print(f"on this machine: {http_url(address, port)}")
         print(f"from another: {tunnel_command(login, None, address, port, options.port)}")
     else:
         _, nodes = running_nodes(run)
@@ -123,11 +124,6 @@ def tunnel_command(
     forward = f"ssh -N -L {own_port}:{host_port(address, port)}"
     is_on_login = head is None or not address.startswith(("127.", "::1"))
     return f"{forward} {login}" if is_on_login else f"{forward} -J {login} {head}"
-
-
-def host_port(address: str, port: int) -> str:
-    """``10.0.0.1:8265``, ``[fd00::1]:8265``."""
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def dashboard_address(run: RunFolder) -> tuple[str, int]:

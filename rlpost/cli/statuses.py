@@ -16,11 +16,12 @@ from pathlib import Path
 from common.attempt import DRIVER_LOG, VERDICT_FILE, VERDICT_JSON
 from common.files import write_atomic
 from common.run_folder import RunFolder
+from common.scrape_targets import empty_targets
 from rlpost.cli.run_status import Status, newest_attempt, seconds_since, status_of
 from rlpost.cli.runs import LOCAL, newest_job
 from rlpost.report.goodput import Goodput
 from slurm.queue import queue
-from slurm.states import parse_state
+from slurm.states import JobState, parse_state
 
 CACHE = ".status.json"
 VERSION = 2
@@ -37,7 +38,10 @@ def statuses(runs: Sequence[RunFolder]) -> list[Status]:
         if (status := kept[run.root]) is not None:
             return replace(status, checkpoint_age_s=seconds_since(status.checkpoint_time))
         status = status_of(run, ids[run.root], entries.get(ids[run.root] or ""))
-        if parse_state(status.state).is_over:
+        state = parse_state(status.state)
+        if state.is_over and state is not JobState.PREEMPTED:  # after that it may start again
+            empty_targets(run.root)  # the attempt was killed if they are not empty
+        if state.is_over:
             keep(run, status)
         return status
 

@@ -14,11 +14,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from common.cluster import Cluster
+from common.scrape_targets import DRIVER_TARGETS
 from rlpost import __version__
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.metrics.otlp import OtlpWriter, is_requested
-from rlpost.metrics.prometheus import TARGETS_FILE, PrometheusServer
+from rlpost.metrics.prometheus import PrometheusServer
 from rlpost.metrics.tensorboard import TensorBoardWriter
 from rlpost.metrics.wandb import Write, mirrored
 
@@ -47,7 +48,7 @@ def mirrors(config: Config, run_folder: Path, cluster: Cluster) -> Iterator[Writ
                 token=cluster.secret,
                 run=run_folder.name,
                 about=about(config, cluster, os.environ),
-                targets=run_folder / TARGETS_FILE,
+                targets=run_folder / DRIVER_TARGETS,
             )
             open_ones.callback(server.close)
             writes.append(server.write)

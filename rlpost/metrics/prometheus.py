@@ -10,7 +10,6 @@ served. A file of targets (``file_sd``) in the run folder follows the head acros
 from __future__ import annotations
 
 import hmac
-import json
 import logging
 import socket
 import threading
@@ -21,7 +20,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from common.addresses import host_port, http_url
 from common.files import write_atomic
+from common.scrape_targets import NONE, targets_text
 from rlpost.errors import ConfigError
 from rlpost.metrics.names import declared
 from rlpost.metrics.prometheus_names import COUNTERS, prometheus_name
@@ -29,8 +30,6 @@ from rlpost.metrics.prometheus_names import COUNTERS, prometheus_name
 logger = logging.getLogger(__name__)
 
 REQUEST_S = 10.0  # socket timeout of a client
-TARGETS_FILE = "prometheus.json"
-"""Name of the file of targets in the run folder."""
 LAST_STEP = "rlpost_last_step_timestamp_seconds"
 
 
@@ -89,16 +88,14 @@ class PrometheusServer:
                 "another with --prometheus-port"
             ) from error
         self.port: int = self._server.server_address[1]
-        shown = f"[{host}]" if ":" in host else host
-        logger.info("prometheus: http://%s:%d/metrics, with the attempt's token", shown, self.port)
+        url = http_url(host, self.port)
+        logger.info("prometheus: %s/metrics, with the attempt's token", url)
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="prometheus", daemon=True
         )
         self._thread.start()
         self._targets = targets
-        self._written = json.dumps(
-            [{"targets": [_target(host, self.port)], "labels": {"run": run}}]
-        )
+        self._written = targets_text([(_target(host, self.port), {"run": run})])
         self._write_targets(self._written)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -121,7 +118,7 @@ class PrometheusServer:
         """
         with suppress(OSError):
             if self._targets is not None and self._targets.read_text() == self._written:
-                self._write_targets("[]")
+                self._write_targets(NONE)
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -204,4 +201,4 @@ def _target(host: str, port: int) -> str:
     """Return the address to scrape; this host's name where the server listens on all addresses."""
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return host_port(host, port)

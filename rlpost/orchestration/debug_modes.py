@@ -58,6 +58,7 @@ class RolloutOnly(RunStages):
         await self.startup.within_deadline(self._fleet.start([""] * len(placement.actors)))
         await self.generation.connect(self._fleet.router)
         await self.observation.attach(None, self._fleet, None)
+        await self.follow_engines(self._fleet)
 
     def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
         """Return the source of batches."""

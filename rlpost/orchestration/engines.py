@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.addresses import http_url
 from common.cluster import Cluster
 from rlpost.bounded import for_each
 from rlpost.config.keys import EXTERNAL_ENGINES
@@ -26,6 +27,7 @@ from rlpost.errors import EngineDied, RolloutError
 from rlpost.metrics.spans import SPANS
 from rlpost.metrics.trace import ProcessSpans, clock_offset
 from rlpost.orchestration.adoption import ANSWER_S, is_adopted
+from rlpost.orchestration.engine_settings import settings_of_engine
 from rlpost.orchestration.placement import Placement, Ports
 from rlpost.orchestration.worker_groups import EngineWorkers
 from rlpost.orchestration.workers import (
@@ -124,7 +126,7 @@ class Fleet:
                 return None
             workers = self._group(index, (), standbys)
             wanted = [
-                (f"http://{slot.ip}:{self._ports.engines[index]}", settings)
+                (http_url(slot.ip, self._ports.engines[index]), settings)
                 for slot, settings in zip(
                     self._placement.engines[index], self._settings(index), strict=True
                 )
@@ -411,7 +413,7 @@ class Fleet:
 
     def _address(self, index: int) -> EngineAddress:
         parts = self._placement.engines[index]
-        url = f"http://{parts[0].ip}:{self._ports.engines[index]}"
+        url = http_url(parts[0].ip, self._ports.engines[index])
         return EngineAddress(url=url, num_gpus=sum(part.num_gpus for part in parts))
 
     @property
@@ -429,28 +431,8 @@ class Fleet:
 
     def _settings(self, index: int) -> list[dict[str, Any]]:
         """Settings of each part of an engine."""
-        config = self._config
         parts = self._placement.engines[index]
-        meeting = self._ports.engine_groups[index]
-        extra = {"enable_memory_saver": True} if config.offload_rollout else {}
-        extra |= (
-            {"enable_return_routed_experts": True} if config.grpo.use_rollout_routing_replay else {}
-        )
-        several: dict[str, object] = {"nnodes": len(parts)} if len(parts) > 1 else {}
-        # With attention data parallelism, SGLang derives several ports from this address; without
-        # one it chooses a port whose successors may belong to other engines.
-        if several or config.sglang.shares_attention:
-            several["dist_init_addr"] = f"{parts[0].ip}:{meeting}"
-        server_args = {"nccl_port": meeting, **several, **extra, **config.sglang.server_args}
-        return [
-            {
-                "model_path": config.checkpoint.hf_checkpoint,
-                "server_args": server_args,
-                "num_gpus": sum(part.num_gpus for part in parts),
-                "node_rank": rank,
-            }
-            for rank in range(len(parts))
-        ]
+        return settings_of_engine(self._config, parts, self._ports.engine_groups[index])
 
     def _group(
         self,

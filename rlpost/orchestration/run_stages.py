@@ -19,6 +19,8 @@ from rlpost.config.tree import Config
 from rlpost.errors import CheckpointError, Fenced
 from rlpost.orchestration.batches import model_break_even
 from rlpost.orchestration.checkpoints import Checkpoints, written
+from rlpost.orchestration.engine_targets import EngineTargets, engine_targets, has_metrics
+from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.generation import Generation
 from rlpost.orchestration.hf_export import HuggingFaceExport
 from rlpost.orchestration.loop import Rollouts
@@ -151,6 +153,17 @@ class RunStages(ABC):
                 return
             if begun and not self.stop.requested():
                 await self._hf_export.export(state.step, partial(self._exported, actors))
+
+    async def follow_engines(self, fleet: Fleet) -> None:
+        """Keep RUN/engines.json up to date for Prometheus, if the engines serve metrics."""
+        if not has_metrics(self.config.sglang.server_args):
+            return
+        run = Path(self.cluster.attempt_dir).parents[1]
+        targets = EngineTargets(
+            run, partial(engine_targets, fleet, run.name), check=self.checkpoints.check_owner
+        )
+        self.closing.push_async_callback(targets.close)
+        await targets.begin()
 
     async def _exported(self, actors: ActorGroup, folder: str) -> None:
         """Write policy and, in a subfolder, critic."""

@@ -92,6 +92,7 @@ class ClusterStages(RunStages):
         self.closing.push_async_callback(self._fleet_sync.close)
         await self._begin_recovery(placement, ports, weights)
         await self.observation.attach(self._actors, self._fleet, weights)
+        await self.follow_engines(self._fleet)
         logger.info("actors and engines ready after %.1f s", time.monotonic() - started)
 
     async def _begin_recovery(

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from common.addresses import bracketed, http_url
 from rlpost.errors import RolloutError
 from rlpost.metrics.memory import machine, process_gb
 from rlpost.rollout.process import ServerProcess
-from rlpost.rollout.server_proof import address_of
 from rlpost.types import EngineAddress
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Engine:
         """
         started = time.monotonic()
         self.stop()  # from a start that was cancelled
-        self.url = f"http://{address_of(host, port)}"
+        self.url = http_url(host, port)
         self._server = ServerProcess("engine", f"engine {self.url}", self._log_path)
         self._server.spawn(
             {
@@ -172,7 +172,7 @@ class Router:
             EngineDied: the process ended; with the end of its log.
             RolloutError: it did not answer within ``deadline_s`` seconds; it is stopped.
         """
-        self.url = f"http://{host}:{port}"
+        self.url = http_url(host, port)
         self._server = ServerProcess("router", f"router {self.url}", self._log_path)
         self._server.spawn(
             router_arguments(
@@ -303,7 +303,7 @@ def router_arguments(
     covers the longest generation. Shutdown does not wait for pending requests.
     """
     return {
-        "host": host,
+        "host": bracketed(host),  # the router parses HOST:PORT
         "port": port,
         "prometheus_host": "127.0.0.1",
         "prometheus_port": metrics_port,

@@ -26,13 +26,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.addresses import host_port
 from common.log_format import configure_logging
 from rlpost.cpu_affinity import bind_to_gpus
 from rlpost.rollout.cuda_graphs import graph_settings
 from rlpost.rollout.request_spans import RequestSpans
 from rlpost.rollout.route_requests import RouteRequests
 from rlpost.rollout.server_args import server_arg_names, to_server_args
-from rlpost.rollout.server_proof import ServerProof, address_of
+from rlpost.rollout.server_proof import ServerProof
 
 LISTEN_POLL_S = 0.02
 STAND_INS = Path(__file__).with_name("sglang_on_cpu")
@@ -190,7 +191,7 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
         server_args.resolve_once()
     app.add_middleware(RequestSpans)
     if server_args.api_key:
-        own = address_of(server_args.host, server_args.port)
+        own = host_port(server_args.host, server_args.port)
         app.add_middleware(ServerProof, key=server_args.api_key, address=own)
     app.add_middleware(RouteRequests)
     try:

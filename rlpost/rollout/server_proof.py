@@ -33,11 +33,6 @@ def proof(key: str, challenge: str, address: str) -> str:
     return hmac.new(key.encode(), text.encode(), "sha256").hexdigest()
 
 
-def address_of(host: str, port: int) -> str:
-    """Return ``HOST:PORT`` as in a URL; an IPv6 address has brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 class ServerProof:
     """ASGI middleware that answers challenges."""
 

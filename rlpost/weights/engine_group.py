@@ -34,6 +34,7 @@ from torch.distributed.distributed_c10d import (
     rendezvous,
 )
 
+from common.addresses import host_port
 from rlpost.errors import SyncError
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class EngineGroup:
         """
         host, port = address
         world_size = 1 + num_engine_ranks
-        url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        url = f"tcp://{host_port(host, port)}"
         try:
             store, _, _ = next(rendezvous(url, 0, world_size, timeout=timeout))
             store.set_timeout(timeout)
@@ -89,7 +90,7 @@ class EngineGroup:
         except (dist.DistError, RuntimeError) as error:
             raise SyncError(
                 f"cannot form group {name!r} with {num_engine_ranks} engine ranks at "
-                f"{host}:{port} within {timeout.total_seconds():.0f} s: {error}"
+                f"{host_port(host, port)} within {timeout.total_seconds():.0f} s: {error}"
             ) from error
         _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
         return cls(group, timeout=timeout)

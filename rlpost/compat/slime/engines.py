@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from common.addresses import http_url
 from rlpost.algorithm.plugin import load_function as import_function
 from rlpost.columns import FloatColumn, IntColumn, RouteColumn
 from rlpost.data.tokenizer import HfTokenizer, hf_tokenizer
@@ -339,7 +340,7 @@ class GenerateState(metaclass=SingletonMeta):
 def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate") -> str:
     """Return the URL of an endpoint. There is one model, so every name leads to the router."""
     del model_name
-    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
+    return http_url(args.sglang_router_ip, args.sglang_router_port) + endpoint
 
 
 def load_tokenizer(name_or_path: str, **kwargs: object) -> HfTokenizer:

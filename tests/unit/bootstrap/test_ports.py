@@ -17,8 +17,8 @@ from bootstrap.agent.ports import (
     candidate_blocks,
     claim_block,
     ephemeral_floor,
-    host_port,
 )
+from common.addresses import host_port
 
 
 @given(st.text(min_size=1, max_size=12), st.integers(9000, 61000))

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,38 @@ class Anything(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *words: object) -> None:
         """Quiet."""
+
+
+class OnIpv6(http.server.ThreadingHTTPServer):
+    """A server at an IPv6 address."""
+
+    address_family = socket.AF_INET6
+
+
+def test_a_router_and_an_engine_work_at_ipv6_addresses(tmp_path: Path) -> None:
+    """The router takes an IPv6 address only in brackets, and a URL has them."""
+    try:
+        engine = OnIpv6(("::1", 0), Anything)
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    router = Router(
+        policy="round_robin", api_key=KEY, log_path=tmp_path / "log", metrics_port=free_port()
+    )
+    with engine:
+        threading.Thread(target=engine.serve_forever, daemon=True).start()
+        try:
+            port = free_port()
+            assert router.start("::1", port, deadline_s=60) == f"http://[::1]:{port}"
+            router.add_engines([f"http://[::1]:{engine.server_port}"], deadline_s=60)
+            answer = urllib.request.Request(
+                f"http://[::1]:{port}/get_model_info", headers={"Authorization": f"Bearer {KEY}"}
+            )
+            direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with direct.open(answer, timeout=30) as response:
+                assert json.loads(response.read())["model_path"] == "m"
+        finally:
+            router.stop()
+            engine.shutdown()
 
 
 def test_engines_are_reached_past_the_proxy_of_a_site(

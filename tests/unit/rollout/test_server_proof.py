@@ -6,8 +6,9 @@ from urllib.parse import urlsplit
 import pytest
 from aiohttp import ClientSession, web
 
+from common.addresses import http_url
 from rlpost.errors import EngineDied, RolloutError
-from rlpost.rollout.server_proof import PATH, ServerProof, address_of, check_server, proof
+from rlpost.rollout.server_proof import PATH, ServerProof, check_server, proof
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, serving
 
 
@@ -91,5 +92,5 @@ def test_the_server_answers_challenges_and_passes_everything_else_on():
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "n1", "fd00::1"])
 def test_addresses_are_those_of_urls(host):
-    url = f"http://{address_of(host, 30000)}"
+    url = http_url(host, 30000)
     assert (urlsplit(url).hostname, urlsplit(url).port) == (host, 30000)

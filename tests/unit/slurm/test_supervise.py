@@ -247,6 +247,7 @@ BATCH_HOST_MODULES = (
     "common.exit_codes",
     "common.files",
     "common.ledger",
+    "common.scrape_targets",
     "slurm.image",
     "slurm.supervise",
     "slurm.causes",
