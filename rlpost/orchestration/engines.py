@@ -441,12 +441,13 @@ class Fleet:
         # one it chooses a port whose successors may belong to other engines.
         if several or config.sglang.shares_attention:
             several["dist_init_addr"] = f"{parts[0].ip}:{meeting}"
+        num_gpus = sum(part.num_gpus for part in parts)
         server_args = {"nccl_port": meeting, **several, **extra, **config.sglang.server_args}
         return [
             {
                 "model_path": config.checkpoint.hf_checkpoint,
                 "server_args": server_args,
-                "num_gpus": sum(part.num_gpus for part in parts),
+                "num_gpus": num_gpus,
                 "node_rank": rank,
             }
             for rank in range(len(parts))
@@ -469,11 +470,7 @@ class Fleet:
             )
             for name, settings in zip(names, self._settings(index), strict=True)
         ]
-        gpus = [
-            [visible_gpus[rank] for rank in part.shared_with if visible_gpus[rank]]
-            for part in parts
-        ]
-        envs = [{"CUDA_VISIBLE_DEVICES": ",".join(ids)} if ids else {} for ids in gpus]
+        envs = [part.gpu_variables(visible_gpus) for part in parts]
         return EngineWorkers(
             WorkerGroup(
                 makes,

@@ -392,9 +392,10 @@ class WorkerGroup:
         Returns node and number of each that has not. Processes on other nodes are not checked.
         """
         askers = {node: index for index, node in enumerate(self._nodes)}
-        of_node = {
-            node: [process for place, process in earlier if place == node] for node in askers
-        }
+        of_node: dict[str, list[ProcessId]] = {node: [] for node in askers}
+        for node, process in earlier:
+            if node in of_node:
+                of_node[node].append(process)
         waiting = [
             self._one(index, self._workers[index].until_ended.remote(of_node[node], within_s))
             for node, index in askers.items()
