@@ -143,14 +143,13 @@ ESTIMATORS: dict[str, Estimator] = {
 """By the value of --advantage-estimator.
 
 To add one, add a function above, a line here, and its name in ``rlpost/config/groups/grpo.py``.
+``ppo`` needs values of a critic: ``rlpost.algorithm.gae``.
 """
 WITHOUT_BASELINE: dict[str, Estimator] = {
     "reinforce": Estimator(lambda rewards, *_: tuple(rewards)),
     "reinforce_whitened": Estimator(lambda rewards, *_: tuple(rewards), whitens=True),
 }
 """Rewards themselves as advantages, for --disable-rewards-normalization."""
-WITH_CRITIC = "ppo"
-"""The estimator that needs values of a critic (``rlpost.algorithm.gae``)."""
 ESTIMATOR_OF = {"gspo": "grpo", "cispo": "grpo"}
 """Estimators for values that name a loss in published recipes (``objective.POLICY_LOSSES``)."""
 

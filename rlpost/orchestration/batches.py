@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rlpost.agents.environments.metrics import episode_metrics
 from rlpost.agents.environments.results import is_episode
@@ -34,6 +34,7 @@ from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.tree import Config
 from rlpost.errors import DataError
 from rlpost.hf_shape import hf_shape
+from rlpost.model_types import HfConfig
 from rlpost.rollout.evaluate import summarise
 from rlpost.types import SampleGroup, TrainBatch, TrainSample
 
@@ -195,17 +196,6 @@ def _estimated(
     ]
 
 
-def make_batches(
-    groups: Sequence[SampleGroup], config: Config, *, break_even: float = math.inf
-) -> list[StepBatches]:
-    """Return the batches of each optimizer step of a rollout, in order.
-
-    ``break_even`` (see ``model_break_even``) is for --balance-data; infinity ignores the cost of
-    attention.
-    """
-    return batch_samples(rollout_samples(groups, config.grpo), config, break_even=break_even)
-
-
 def batch_samples(
     samples: Sequence[TrainSample], config: Config, *, break_even: float = math.inf
 ) -> list[StepBatches]:
@@ -235,7 +225,7 @@ def filled_up(samples: Sequence[TrainSample], multiple_of: int) -> list[TrainSam
     return [*samples, *[filler] * (-len(samples) % multiple_of)]
 
 
-def model_break_even(hf: Mapping[str, Any]) -> float:
+def model_break_even(hf: HfConfig) -> float:
     """Return the sequence length in tokens at which attention costs as much as the weight matrices.
 
     ``hf`` is the model's config.json.
@@ -249,7 +239,7 @@ def model_break_even(hf: Mapping[str, Any]) -> float:
     )
 
 
-def used_parameters(hf: Mapping[str, Any]) -> int:
+def used_parameters(hf: HfConfig) -> int:
     """Return the number of parameters used per token: only routed experts, without the embedding
     lookup.
     """
