@@ -54,7 +54,7 @@ class RewardPostProcess:
         of_groups = zip(groups, by_group(groups, rewards), strict=True)
         return PostProcessed(tuple(_rewarded(group, own) for group, own in of_groups), raw)
 
-    def _samples(self, group: SampleGroup) -> list[Any]:
+    def _samples(self, group: SampleGroup) -> list[object]:
         key = self._args.reward_key
         return [
             shown(
