@@ -40,7 +40,10 @@ import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any, Mapping  # noqa: UP035
 
+Entry = Mapping[str, Any]
+"""A line of the ledger: ``time``, ``event`` and the JSON values of that event (above)."""
 TRIES = 5
 LOCK_S, LOCK_POLL_S = 2.0, 0.02
 LOOK_BACK_BYTES = 65536

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
 
 from rlpost.actor.architecture import mtp_problem, sharding_problem
 from rlpost.actor.model_description import read_description
@@ -66,6 +65,7 @@ from rlpost.errors import ConfigError, RlpostError, WeightError
 from rlpost.export_folder import export_problems
 from rlpost.hf_shape import hf_shape
 from rlpost.metrics.earlier_runs import earlier_step_times
+from rlpost.model_types import HfConfig
 from rlpost.reward.grader import check_reward
 from rlpost.rollout.cuda_graphs import graph_problems
 from rlpost.rollout.server_args import check_server_args
@@ -350,7 +350,7 @@ def _check_description(config: Config, path: Path) -> None:
         raise ConfigError(problem)
 
 
-def _engine_problems(config: Config, hf: Mapping[str, Any]) -> list[str]:
+def _engine_problems(config: Config, hf: HfConfig) -> list[str]:
     """Problems of the model in the engines; none if the architecture is not supported anyway."""
     try:
         known = family((hf.get("architectures") or ["none given"])[0])

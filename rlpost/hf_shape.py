@@ -7,16 +7,14 @@ In: a parsed ``config.json``. Out: a ``Shape``. What is special to a family stan
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from rlpost.actor.architecture import dense_ffn, head_dim
 from rlpost.config.plan.shape import Shape, latent_of, linear_attention
 from rlpost.errors import WeightError
+from rlpost.model_types import HfConfig
 from rlpost.weights.families import family
 
 
-def hf_shape(hf: Mapping[str, Any]) -> Shape:
+def hf_shape(hf: HfConfig) -> Shape:
     """The shape of a known architecture.
 
     Raises WeightError for one that is not, or that lacks one of its sizes.
@@ -55,7 +53,7 @@ def hf_shape(hf: Mapping[str, Any]) -> Shape:
         ) from None
 
 
-def weight_bytes(hf: Mapping[str, Any]) -> int:
+def weight_bytes(hf: HfConfig) -> int:
     """Bytes of a weight in engines that load this folder: 1 for FP8, 4 for float32, else 2."""
     if (hf.get("quantization_config") or {}).get("quant_method") == "fp8":
         return 1

@@ -143,6 +143,11 @@ class SampleGroup:
         return tuple(scored.reward for scored in self.samples)
 
     @property
+    def masks(self) -> tuple[RunColumn, ...]:
+        """The loss mask of each response."""
+        return tuple(scored.sample.mask for scored in self.samples)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all answers."""
         return sum(len(scored.sample.response_ids) for scored in self.samples)

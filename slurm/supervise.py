@@ -23,18 +23,17 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Mapping, Sequence  # noqa: UP035
+from typing import Sequence  # noqa: UP035
 
 from common.attempt import EXCLUDE_FILE, VERDICT_FILE, VERDICT_JSON
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
-from common.ledger import Ledger
+from common.ledger import Entry, Ledger
 from common.scrape_targets import empty_targets
 from slurm.evidence import find_cause, leave_verdict, mask, resume_point
 from slurm.image import describe
 from slurm.remaining_hosts import why_too_few
 
 MAX_CAUSE_CHARS = 2000
-Entry = Mapping[str, Any]
 
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

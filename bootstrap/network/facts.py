@@ -197,10 +197,10 @@ class NetworkFacts:
     def owner(self, address: str) -> Interface | None:
         """The interface that holds ``address``."""
         wanted = address_of(address)
-        return next(
-            (one for one in self.interfaces if any(address_of(a) == wanted for a in one.addresses)),
-            None,
-        )
+        for interface in self.interfaces:
+            if wanted in map(address_of, interface.addresses):
+                return interface
+        return None
 
 
 def address_of(text: str) -> IpAddress:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from bootstrap.network.elsewhere import drop_elsewhere
@@ -271,11 +271,10 @@ def _keep_one_link_layer(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> Non
     found = {port.name: link_layer(facts, port) for port in ports.left}
     if "InfiniBand" not in found.values():
         return  # Ethernet or unknown: no evidence of two link layers
-    layers = {
-        layer: [port for port in ports.left if found[port.name] == layer]
-        for layer in ("InfiniBand", "Ethernet")
-    }
-    present = {layer: group for layer, group in layers.items() if group}
+    present: dict[str, list[RdmaPort]] = {}
+    for port in ports.left:
+        if (layer := found[port.name]) in ("InfiniBand", "Ethernet"):
+            present.setdefault(layer, []).append(port)
 
     def claim(layer: str) -> tuple[float, bool, bool]:
         known = all(port.rate_gbps for group in present.values() for port in group)
@@ -373,19 +372,18 @@ def _keep_near_gpus(gpus: Sequence[Gpu], ports: Narrowing[RdmaPort]) -> None:
     """
     paths = [gpu.pci_path for gpu in gpus]
     if paths and all(paths) and all(port.pci_path for port in ports.left):
-        near = {
-            index: {p.name for p in ports.left if _share_a_switch(path, p)}
-            for index, path in enumerate(paths)
-        }
-        if all(near.values()):
-            ports.keep(
-                lambda port: any(port.name in names for names in near.values()),
-                "shares no switch with a GPU",
-            )
+        near = [_names_near(path, ports.left) for path in paths]
+        if all(near):
+            names = set().union(*near)
+            ports.keep(lambda port: port.name in names, "shares no switch with a GPU")
             return
     nodes = {gpu.numa for gpu in gpus}
     if nodes and None not in nodes and nodes <= {port.numa for port in ports.left}:
         ports.keep(lambda port: port.numa is None or port.numa in nodes, "its NUMA node has no GPU")
+
+
+def _names_near(gpu_path: Sequence[str], ports: Iterable[RdmaPort]) -> set[str]:
+    return {port.name for port in ports if _share_a_switch(gpu_path, port)}
 
 
 def _share_a_switch(gpu_path: Sequence[str], port: RdmaPort) -> bool:

@@ -201,11 +201,14 @@ def _gpus(facts: HostFacts, wanted: Wanted) -> Check:
 
 
 def _gpu_health(facts: HostFacts) -> Check:
-    bad = [f"{gpu.uuid} {what}" for gpu in facts.gpu_reading.gpus or () for what in _ailments(gpu)]
-    doubtful = [
-        f"{gpu.uuid} {what}" for gpu in facts.gpu_reading.gpus or () for what in _doubts(gpu)
-    ]
-    level: Level = "EXCLUDE_NODE" if bad else "WARN" if doubtful else "OK"
+    bad: list[str] = []
+    doubtful: list[str] = []
+    for gpu in facts.gpu_reading.gpus or ():
+        bad += [f"{gpu.uuid} {what}" for what in _ailments(gpu)]
+        doubtful += [f"{gpu.uuid} {what}" for what in _doubts(gpu)]
+    level: Level = "OK"
+    if bad or doubtful:
+        level = "EXCLUDE_NODE" if bad else "WARN"
     return Check("gpu-health", level, "; ".join([*bad, *doubtful]) or "no faults known")
 
 

@@ -41,27 +41,18 @@ def comparison_table(rows: Mapping[str, Mapping[str, str]]) -> str:
 
     A value that is not the most common is marked.
     """
-    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    usual = {
-        column: _usual([row.get(column, _ABSENT) for row in rows.values()]) for column in columns
-    }
-    lines = [["host", *columns]]
-    for host, row in rows.items():
-        cells = [row.get(column, _ABSENT) for column in columns]
-        lines.append(
-            [
-                host,
-                *(
-                    _marked(cell, usual[column], column)
-                    for cell, column in zip(cells, columns, strict=True)
-                ),
-            ]
-        )
-    widths = [max(len(line[index]) for line in lines) for index in range(len(columns) + 1)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+    names = dict.fromkeys(column for row in rows.values() for column in row)
+    columns = [_padded(["host", *rows])]
+    for name in names:
+        cells = [row.get(name, _ABSENT) for row in rows.values()]
+        usual = _usual(cells)
+        columns.append(_padded([name, *(_marked(cell, usual, name) for cell in cells)]))
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def _padded(column: Sequence[str]) -> list[str]:
+    width = max(map(len, column))
+    return [cell.ljust(width) for cell in column]
 
 
 def _usual(values: Sequence[str]) -> set[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -132,36 +132,29 @@ class Preflight:
             absent: hosts that could not be checked, each with the reason.
         """
         merged = {host: _worst_of_each_name(found) for host, found in checks.items()}
-        out = [
-            {check.name for check in found if check.level == "EXCLUDE_NODE"}
-            for found in merged.values()
-        ]
+        out = [_names(_excluding(found)) for found in merged.values()]
         shared = set.intersection(*out) if len(out) > 1 else set()
-        merged = {
-            host: tuple(_fatal_if(check, shared) for check in found)
-            for host, found in merged.items()
-        }
-        return cls(
-            merged
-            | {host: (Check("reach", "EXCLUDE_NODE", why),) for host, why in (absent or {}).items()}
-        )
+        table = {host: _with_fatal(found, shared) for host, found in merged.items()}
+        for host, why in (absent or {}).items():
+            table[host] = (Check("reach", "EXCLUDE_NODE", why),)
+        return cls(table)
 
     @property
     def fatal(self) -> str | None:
         """Why no host can run the job, or None."""
         found = {
-            check.name: f"{check.name}: {check.found}"
+            check.name: check
             for checks in self.checks.values()
             for check in checks
             if check.level == "FATAL_CONFIG"
         }
-        return "on every host: " + "; ".join(found.values()) if found else None
+        return "on every host: " + _reasons(found.values()) if found else None
 
     @property
     def unfit(self) -> dict[str, str]:
         """Hosts that cannot join, each with the reasons."""
         return {
-            host: "; ".join(f"{c.name}: {c.found}" for c in checks if c.level == "EXCLUDE_NODE")
+            host: _reasons(_excluding(checks))
             for host, checks in self.checks.items()
             if level_of(checks) == "EXCLUDE_NODE"
         }
@@ -192,7 +185,7 @@ class Preflight:
     def to_json(self) -> str:
         """``{"hosts": {HOST: {"level", "checks": [{"name", "level", "found"}]}}}``."""
         hosts = {
-            host: {"level": level_of(checks), "checks": [asdict(check) for check in checks]}
+            host: {"level": level_of(checks), "checks": list(map(asdict, checks))}
             for host, checks in self.checks.items()
         }
         return json.dumps({"hosts": hosts}, indent=1) + "\n"
@@ -230,9 +223,23 @@ def _worst_of_each_name(checks: Sequence[Check]) -> tuple[Check, ...]:
     return tuple(worst.values())
 
 
-def _fatal_if(check: Check, shared: set[str]) -> Check:
-    return (
+def _names(checks: Iterable[Check]) -> set[str]:
+    return {check.name for check in checks}
+
+
+def _reasons(checks: Iterable[Check]) -> str:
+    return "; ".join(f"{check.name}: {check.found}" for check in checks)
+
+
+def _excluding(checks: Sequence[Check]) -> list[Check]:
+    return [check for check in checks if check.level == "EXCLUDE_NODE"]
+
+
+def _with_fatal(checks: Sequence[Check], shared: set[str]) -> tuple[Check, ...]:
+    """Make the checks fatal that exclude every host (``shared`` has their names)."""
+    return tuple(
         replace(check, level="FATAL_CONFIG")
         if check.level == "EXCLUDE_NODE" and check.name in shared
         else check
+        for check in checks
     )

@@ -9,13 +9,12 @@ recipe may override. Standard library only, because the login node runs it too.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from rlpost.actor.rope import FULL, local_rope, rope, rope_type
 from rlpost.config.wording import value_text
+from rlpost.model_types import HfConfig, MegatronFields, ModelArguments
 from rlpost.weights.families.qwen_hybrid import LINEAR_SIZES
-from rlpost.weights.family import Family, HfConfig
+from rlpost.weights.family import Family
 
 OVERRIDABLE = {
     "norm_epsilon": "rms_norm_eps",
@@ -76,7 +75,7 @@ def mtp_problem(family: Family, hf: HfConfig) -> str | None:
 
 
 def sharding_problem(
-    fields: Mapping[str, Any], *, tensor: int, expert: int, expert_tensor: int, context: int
+    fields: MegatronFields, *, tensor: int, expert: int, expert_tensor: int, context: int
 ) -> str | None:
     """Return why the model cannot be sharded this way at all; None if it can.
 
@@ -157,13 +156,13 @@ def architecture(family: Family, hf: HfConfig) -> dict[str, object]:
     return said | (_experts(fields) if "num_moe_experts" in fields else {})
 
 
-def _position_embedding(fields: Mapping[str, Any], hf: HfConfig) -> str:
+def _position_embedding(fields: MegatronFields, hf: HfConfig) -> str:
     """Return Megatron's name; in latent attention ``rope_type`` says whether there is YaRN."""
     is_scaled = rope_type(rope(hf)) == "yarn" and not fields.get("multi_latent_attention")
     return "yarn" if is_scaled else "rope"
 
 
-def _latent(fields: Mapping[str, Any]) -> dict[str, object]:
+def _latent(fields: MegatronFields) -> dict[str, object]:
     """Return the values of latent attention, and of YaRN in it."""
     sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
     yarn = ("rotary_scaling_factor", "original_max_position_embeddings", "mscale", "mscale_all_dim")
@@ -173,7 +172,7 @@ def _latent(fields: Mapping[str, Any]) -> dict[str, object]:
     return said | {"multi_latent_attention": fields.get("multi_latent_attention", False)}
 
 
-def _experts(fields: Mapping[str, Any]) -> dict[str, object]:
+def _experts(fields: MegatronFields) -> dict[str, object]:
     return {
         "num_experts": fields["num_moe_experts"],
         "moe_layer_freq": tuple(fields["moe_layer_freq"]),
@@ -190,7 +189,7 @@ def _experts(fields: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def problems(given: Mapping[str, Any], family: Family, hf: HfConfig) -> list[str]:
+def problems(given: ModelArguments, family: Family, hf: HfConfig) -> list[str]:
     """Return one line per value of [model] that contradicts config.json without an override."""
     allowed = tuple(given.get("override_hf_config", ()))
     found = [
@@ -235,7 +234,7 @@ def _equal(ours: object, theirs: object) -> bool:
     return bool((tuple(ours) if isinstance(ours, list) else ours) == theirs)
 
 
-def overridden(given: Mapping[str, Any], hf: HfConfig) -> dict[str, object]:
+def overridden(given: ModelArguments, hf: HfConfig) -> dict[str, object]:
     """Return config.json with the values of [model] that ``override_hf_config`` names."""
     changed = dict(hf)
     for name in given.get("override_hf_config", ()):

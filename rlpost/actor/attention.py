@@ -11,8 +11,6 @@ values of all ranks are gathered in one collective, and each chunk attends to th
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -43,9 +41,9 @@ class PackedAttention(MegatronModule):
         config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType,
-        *args: Any,
+        *args: object,
         softmax_scale: float | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         super().__init__(config=config)
         assert attn_mask_type == AttnMaskType.causal and config.attention_dropout == 0.0
@@ -98,7 +96,7 @@ class PackedAttention(MegatronModule):
         self,
         prefix: str = "",
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
+        metadata: dict[str, object] | None = None,
     ) -> ShardedStateDict:
         """The sinks, sharded by heads over the tensor-parallel ranks; empty without sinks."""
         if not hasattr(self, "softmax_offset"):

@@ -12,8 +12,6 @@ supported: the state would have to pass from rank to rank.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
@@ -43,7 +41,7 @@ L2_EPS = 1e-6
 class GatedDeltaNet(MegatronModule):
     """The linear attention of a layer."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, layer_number: int, **_: object) -> None:
         """Create this rank's weights, uninitialised.
 
         Args:
@@ -92,7 +90,7 @@ class GatedDeltaNet(MegatronModule):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-        **_: Any,
+        **_: object,
     ) -> tuple[torch.Tensor, None]:
         """Return the output of the layer's attention, and no bias."""
         assert packed_seq_params is not None
@@ -144,11 +142,11 @@ class GatedDeltaNet(MegatronModule):
         self,
         prefix: str = "",
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
+        metadata: dict[str, object] | None = None,
     ) -> ShardedStateDict:
         """All weights; those by head are sharded over the tensor-parallel ranks."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        own: dict[str, Any] = {}
+        own: dict[str, object] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
         found = make_sharded_tensors_for_checkpoint(
             own,

@@ -67,7 +67,7 @@ def check_frozen(chunks: Sequence[torch.nn.Module], settings: ActorSettings, *, 
         f"{flag} {pattern}: matches no parameter of this model, such as {min(all_names)}; correct the pattern"
         for flag, given in patterns.items()
         for pattern in given
-        if not any(re.search(pattern, name) for name in all_names)
+        if not any(map(re.compile(pattern).search, all_names))
     ]
     idle = sorted({stage for stage, trains, _ in found if not trains})
     if idle and not problems:

@@ -14,6 +14,7 @@ from typing import Any
 
 from rlpost.actor.architecture import problems
 from rlpost.errors import ConfigError
+from rlpost.model_types import ModelArguments
 from rlpost.weights.families import family
 from rlpost.weights.families.qwen_hybrid import LINEAR_SIZES
 
@@ -41,7 +42,7 @@ YARN_CONTEXT = 4096
 """Megatron's context before YaRN where the arguments name none."""
 
 
-def hf_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def hf_config(arguments: ModelArguments) -> dict[str, Any]:
     """Return the configuration for the ``arguments`` of [model].
 
     Raises:
@@ -146,7 +147,7 @@ YARN_OF_GPT_OSS = {
 """The scaling of all published checkpoints; no argument gives it."""
 
 
-def _windows(arguments: Mapping[str, Any]) -> dict[str, object]:
+def _windows(arguments: ModelArguments) -> dict[str, object]:
     """Return the keys of windows and positions of gpt-oss."""
     kinds = ("full_attention", "sliding_attention")
     pattern = arguments.get("window_attn_skip_freq") or (1, 0) * (arguments["num_layers"] // 2)
@@ -159,7 +160,7 @@ def _windows(arguments: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def _sliding(arguments: Mapping[str, Any], name: str) -> dict[str, object]:
+def _sliding(arguments: ModelArguments, name: str) -> dict[str, object]:
     """Return the keys of windows in some layers; Qwen's have a switch besides."""
     kinds = ("full_attention", "sliding_attention")
     pattern = arguments.get("window_attn_skip_freq") or (1,) * arguments["num_layers"]
@@ -170,7 +171,7 @@ def _sliding(arguments: Mapping[str, Any], name: str) -> dict[str, object]:
     }
 
 
-def _gemma(arguments: Mapping[str, Any], rope: dict[str, Any]) -> dict[str, object]:
+def _gemma(arguments: ModelArguments, rope: dict[str, object]) -> dict[str, object]:
     """Return the keys of Gemma-3 in addition to those of its windows."""
     width = arguments.get("kv_channels") or (
         arguments["hidden_size"] // arguments["num_attention_heads"]
@@ -189,7 +190,7 @@ def _gemma(arguments: Mapping[str, Any], rope: dict[str, Any]) -> dict[str, obje
     }
 
 
-def _latent(arguments: Mapping[str, Any], rope: dict[str, Any]) -> dict[str, object]:
+def _latent(arguments: ModelArguments, rope: dict[str, object]) -> dict[str, object]:
     """Keys of latent attention; ``rope_parameters`` with YaRN if the arguments have it."""
     if arguments.get("rope_type") == "yarn" or arguments.get("rotary_scaling_factor"):
         rope = rope | {
@@ -211,7 +212,7 @@ def _latent(arguments: Mapping[str, Any], rope: dict[str, Any]) -> dict[str, obj
     }
 
 
-def _experts(name: str, arguments: Mapping[str, Any]) -> dict[str, object]:
+def _experts(name: str, arguments: ModelArguments) -> dict[str, object]:
     shared = arguments.get("moe_shared_expert_intermediate_size") or 0
     pattern = tuple(arguments.get("moe_layer_freq") or (1,) * arguments["num_layers"])
     common = {

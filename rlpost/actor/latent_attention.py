@@ -11,8 +11,6 @@ norms.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -35,7 +33,7 @@ DENSE_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 class LatentNorm(SeparateRMSNorm):
     """The norm of a narrow vector."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_: object) -> None:
         super().__init__(config, hidden_size, eps=LATENT_NORM_EPS)
 
 
@@ -49,12 +47,12 @@ class LatentAttention(MLASelfAttention):
     branch there, which is correct with sequence parallelism; without it the sum is added here.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.linear_kv_down_proj.register_forward_hook(self._whole)
 
     def _whole(
-        self, _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor | None]
+        self, _: torch.nn.Module, __: object, output: tuple[torch.Tensor, torch.Tensor | None]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[s, b, (rank + position) / TP] -> [s, b, rank + position], this rank's part of s with
         sequence parallelism.

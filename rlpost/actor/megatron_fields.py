@@ -36,7 +36,7 @@ def configured(kind: type[T], options: Mapping[str, object]) -> Callable[..., T]
         name: _typed(name, value, hints[name]) for name, value in options.items() if name in known
     }
 
-    def construct(**ours: Any) -> T:
+    def construct(**ours: object) -> T:
         try:
             return kind(**{**ours, **given})
         except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as error:

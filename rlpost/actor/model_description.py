@@ -11,12 +11,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlpost.actor import architecture
 from rlpost.actor.rope import RopeOptions, local_rope, missing_options, refused_options, rope
 from rlpost.actor.settings import ActorSettings
 from rlpost.errors import ConfigError, WeightError
+from rlpost.model_types import HfConfig, MegatronFields
 from rlpost.weights import families
 from rlpost.weights.family import Family
 from rlpost.weights.names import Dimensions
@@ -28,14 +28,14 @@ class ModelDescription:
 
     path: Path
     architecture: str
-    hf_config: Mapping[str, Any]
+    hf_config: HfConfig
 
     @property
     def family(self) -> Family:
         return families.family(self.architecture)
 
     @property
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> MegatronFields:
         """The family's fields of Megatron's TransformerConfig."""
         return self.family.fields(self.hf_config)
 

@@ -7,8 +7,6 @@ does this for parameters with the attribute ``sequence_parallel``.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -18,6 +16,7 @@ from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
     make_sharded_tensors_for_checkpoint,
 )
+from torch.autograd.function import FunctionCtx
 
 from rlpost.actor import device
 
@@ -30,7 +29,7 @@ class RMSNorm(torch.nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object
     ) -> None:
         super().__init__()
         self.eps = eps
@@ -106,7 +105,7 @@ class ProjectionRMSNorm(torch.nn.Module):
         self,
         prefix: str = "",
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
+        metadata: dict[str, object] | None = None,
     ) -> ShardedStateDict:
         """The weight, sharded over the tensor-parallel ranks."""
         return make_sharded_tensors_for_checkpoint(
@@ -132,12 +131,12 @@ class _SumOverRanks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return _summed(value, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: FunctionCtx, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _summed(gradients[0], ctx.group), None
 
 

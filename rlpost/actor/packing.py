@@ -226,10 +226,12 @@ def log_prob_micro_batches(batch: TrainBatch) -> tuple[MicroBatch, ...]:
     The batch's samples, grouped by ``log_prob_groups`` if set.
     """
     samples = tuple(itertools.chain.from_iterable(batch.micro_batches))
-    return (
-        tuple(tuple(samples[i] for i in group) for group in batch.log_prob_groups)
-        or batch.micro_batches
-    )
+    if not batch.log_prob_groups:
+        return batch.micro_batches
+    groups = []
+    for indices in batch.log_prob_groups:
+        groups.append(tuple(samples[i] for i in indices))
+    return tuple(groups)
 
 
 def as_trained(found: list[list[T]], batch: TrainBatch) -> list[list[T]]:

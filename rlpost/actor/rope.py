@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TypedDict
 
 from rlpost.errors import WeightError
-from rlpost.weights.family import HfConfig
+from rlpost.model_types import HfConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers in ``layer_types``, and in ``rope_parameters`` where they have other options."""

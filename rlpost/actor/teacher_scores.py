@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -59,11 +60,10 @@ def scores_of_server(batch: TrainBatch, *, top_k: int | None, vocab_size: int) -
     """
     if top_k is None:
         return TeacherScores(
-            logprobs=[[_logprobs(sample) for sample in micro] for micro in batch.micro_batches]
+            logprobs=[list(map(_logprobs, micro)) for micro in batch.micro_batches]
         )
-    return TeacherScores(
-        top=[[_top(sample, top_k, vocab_size) for sample in micro] for micro in batch.micro_batches]
-    )
+    top_of = partial(_top, top_k=top_k, vocab_size=vocab_size)
+    return TeacherScores(top=[list(map(top_of, micro)) for micro in batch.micro_batches])
 
 
 def held_scores(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rlpost.agents.messages import Message, Tool
 from rlpost.columns import FloatColumn, IntColumn
@@ -80,8 +80,8 @@ class RequestRecord:
     number: int
     kind: str
     tools: Sequence[str]
-    messages: Sequence[Mapping[str, Any]]
-    answers: Sequence[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, object]]
+    answers: Sequence[Mapping[str, object]]
     ended_by: Sequence[AnswerEnd]
     num_prompt_tokens: int
     num_added_tokens: int

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlpost.algorithm.partition import partition
 from rlpost.algorithm.plugin import blamed_on, load_function
 from rlpost.columns import FloatColumn, RunColumn
 from rlpost.errors import ConfigError
@@ -142,14 +143,13 @@ ESTIMATORS: dict[str, Estimator] = {
 """By the value of --advantage-estimator.
 
 To add one, add a function above, a line here, and its name in ``rlpost/config/groups/grpo.py``.
+``ppo`` needs values of a critic: ``rlpost.algorithm.gae``.
 """
 WITHOUT_BASELINE: dict[str, Estimator] = {
     "reinforce": Estimator(lambda rewards, *_: tuple(rewards)),
     "reinforce_whitened": Estimator(lambda rewards, *_: tuple(rewards), whitens=True),
 }
 """Rewards themselves as advantages, for --disable-rewards-normalization."""
-WITH_CRITIC = "ppo"
-"""The estimator that needs values of a critic (``rlpost.algorithm.gae``)."""
 ESTIMATOR_OF = {"gspo": "grpo", "cispo": "grpo"}
 """Estimators for values that name a loss in published recipes (``objective.POLICY_LOSSES``)."""
 
@@ -184,20 +184,20 @@ def estimate(
     known = (ESTIMATORS | WITHOUT_BASELINE)[ESTIMATOR_OF.get(estimator, estimator)]
     if known.charges_tokens and (penalties is not None or gamma != 1.0):
         if penalties is None:
-            penalties = [[(0.0,) * len(mask) for mask in group] for group in masks]
+            penalties = [_no_penalties(group) for group in masks]
         return _whitened_returns(groups, masks, penalties, gamma)
     if penalties is not None:
         groups = [_penalised(rewards, own) for rewards, own in zip(groups, penalties, strict=True)]
-    lengths = [[mask.total() for mask in group] for group in masks]
-    found = [
-        known.of_group(rewards, of_group, normalize_std)
-        for rewards, of_group in zip(groups, lengths, strict=True)
-    ]
+    found: list[tuple[float, ...]] = []
+    num_tokens: list[int] = []
+    for rewards, of_group in zip(groups, masks, strict=True):
+        lengths = [mask.total() for mask in of_group]
+        found.append(known.of_group(rewards, lengths, normalize_std))
+        num_tokens += lengths
     if not (known.whitens or normalize_advantages):
         return list(found)
-    num_tokens = list(itertools.chain.from_iterable(lengths))
-    flat = iter(whiten([advantage for group in found for advantage in group], num_tokens))
-    return [tuple(next(flat) for _ in group) for group in found]
+    flat = whiten(list(itertools.chain.from_iterable(found)), num_tokens)
+    return [tuple(part) for part in partition(flat, map(len, found))]
 
 
 def _penalised(rewards: Sequence[float], penalties: Sequence[Sequence[float]]) -> list[float]:
@@ -207,19 +207,16 @@ def _penalised(rewards: Sequence[float], penalties: Sequence[Sequence[float]]) -
 def _whitened_returns(
     groups: Sequence[Sequence[float]], masks: Masks, penalties: Penalties, gamma: float
 ) -> list[tuple[Advantage, ...]]:
-    returns = [
-        [
-            returns_to_go(reward, penalty, mask, gamma=gamma)
-            for reward, penalty, mask in zip(rewards, own, of_group, strict=True)
-        ]
-        for rewards, own, of_group in zip(groups, penalties, masks, strict=True)
-    ]
     chain = itertools.chain.from_iterable
-    flat = iter(whiten(list(chain(chain(returns))), list(chain(chain(masks)))))
-    return [
-        tuple(FloatColumn(itertools.islice(flat, len(tokens))) for tokens in group)
-        for group in returns
-    ]
+    of_samples = zip(chain(groups), chain(penalties), chain(masks), strict=True)
+    returns = [returns_to_go(*sample, gamma=gamma) for sample in of_samples]
+    whitened = whiten(list(chain(returns)), list(chain(chain(masks))))
+    columns = [FloatColumn(part) for part in partition(whitened, map(len, returns))]
+    return [tuple(part) for part in partition(columns, map(len, groups))]
+
+
+def _no_penalties(masks: Sequence[RunColumn]) -> list[Sequence[float]]:
+    return [(0.0,) * len(mask) for mask in masks]
 
 
 def custom_advantages(
@@ -234,30 +231,30 @@ def custom_advantages(
         ConfigError: the function cannot be imported, or returns something else.
     """
     key = "custom_advantage_function_path"
-    of_tokens = (
-        None if penalties is None else [[tuple(own) for own in group] for group in penalties]
-    )
+    of_tokens = None
+    if penalties is not None:
+        of_tokens = [list(map(tuple, group)) for group in penalties]
     with blamed_on(path, key=key):
         found = load_function(path, key=key)(groups, of_tokens)
     try:
-        by_group = [tuple(_advantage(value) for value in group) for group in found]
+        by_group = [tuple(map(_advantage, group)) for group in found]
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"custom_advantage_function_path = {path}: got {found!r:.200} ({error}); return for each group a list with "
             "a number, or a list of numbers, for each sample"
         ) from error
-    wanted = [[len(scored.sample.response_ids) for scored in group.samples] for group in groups]
-    got = [[len(a) if isinstance(a, FloatColumn) else None for a in group] for group in by_group]
-    if [len(group) for group in got] != [len(group) for group in wanted]:
+    got, wanted = list(map(len, by_group)), [len(group.samples) for group in groups]
+    if got != wanted:
         raise ConfigError(
-            f"custom_advantage_function_path = {path}: got {[len(group) for group in got]} advantages by group for "
-            f"{[len(group) for group in wanted]} samples; return one for each sample"
+            f"custom_advantage_function_path = {path}: got {got} advantages by group for "
+            f"{wanted} samples; return one for each sample"
         )
-    chain = itertools.chain.from_iterable
-    for length, response in zip(chain(got), chain(wanted), strict=True):
-        if length not in (None, response):
+    samples = [scored.sample for group in groups for scored in group.samples]
+    for sample, advantage in zip(samples, itertools.chain.from_iterable(by_group), strict=True):
+        length = len(sample.response_ids)
+        if isinstance(advantage, FloatColumn) and len(advantage) != length:
             raise ConfigError(
-                f"custom_advantage_function_path = {path}: got {length} advantages for a response of {response} "
+                f"custom_advantage_function_path = {path}: got {len(advantage)} advantages for a response of {length} "
                 "tokens; return one number, or one for each token"
             )
     return by_group

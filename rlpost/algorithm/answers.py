@@ -15,13 +15,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from rlpost.algorithm.advantage import Advantage, Masks, Penalties
+from rlpost.algorithm.partition import partition
 from rlpost.columns import DoubleColumn, FloatColumn, RunColumn
 from rlpost.types import SampleGroup
 
-T = TypeVar("T")
 Estimate = Callable[
     [Sequence[Sequence[float]], Masks, Penalties | None], list[tuple[Advantage, ...]]
 ]
@@ -50,9 +49,8 @@ def estimate_by_answer(
     rewards: list[list[float]] = []
     masks: list[list[RunColumn]] = []
     for group, of_group in zip(groups, sizes, strict=True):
-        rewards.append([_mean(own) for own in _parts(group.rewards, of_group)])
-        sample_masks = [scored.sample.mask for scored in group.samples]
-        masks.append([_joined_mask(own) for own in _parts(sample_masks, of_group)])
+        rewards.append([_mean(own) for own in partition(group.rewards, of_group)])
+        masks.append([_joined_mask(own) for own in partition(group.masks, of_group)])
     found = estimate(rewards, masks, None if penalties is None else _joined(penalties, sizes))
     return [
         _of_samples(advantages, group, of_group)
@@ -70,7 +68,7 @@ def _of_samples(
     """Convert the advantages of a group's answers to those of its samples."""
     lengths = [len(scored.sample.mask) for scored in group.samples]
     found: list[Advantage] = []
-    for advantage, own in zip(advantages, _parts(lengths, sizes), strict=True):
+    for advantage, own in zip(advantages, partition(lengths, sizes), strict=True):
         found += _split(advantage, own)
     return tuple(found)
 
@@ -83,7 +81,7 @@ def answer_weights(group: SampleGroup) -> list[tuple[float, int]]:
     """
     lengths = [scored.sample.mask.total() for scored in group.samples]
     found: list[tuple[float, int]] = []
-    for own in _parts(lengths, answer_sizes(group)):
+    for own in partition(lengths, answer_sizes(group)):
         total = max(1, sum(own))
         found += [(length / total, int(number == 0)) for number, length in enumerate(own)]
     return found
@@ -93,21 +91,16 @@ def _joined(penalties: Penalties, sizes: Sequence[Sequence[int]]) -> list[list[D
     """Concatenate the token penalties of each answer: by group and sample -> by group and
     answer.
     """
-    return [
-        [DoubleColumn.joined(map(DoubleColumn.of, part)) for part in _parts(own, of)]
-        for own, of in zip(penalties, sizes, strict=True)
-    ]
-
-
-def _parts(values: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
-    ends = itertools.accumulate(sizes)
-    return [values[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    joined = []
+    for own, of_answers in zip(penalties, sizes, strict=True):
+        columns = [DoubleColumn.of(tokens) for tokens in own]
+        joined.append([DoubleColumn.joined(part) for part in partition(columns, of_answers)])
+    return joined
 
 
 def _split(advantage: Advantage, lengths: Sequence[int]) -> list[Advantage]:
     if isinstance(advantage, FloatColumn):
-        ends = itertools.accumulate(lengths)
-        return [advantage[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+        return [*partition(advantage, lengths)]
     return [advantage] * len(lengths)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlpost.algorithm.advantage import Advantage, whiten
+from rlpost.algorithm.partition import partition
 from rlpost.columns import DoubleColumn, FloatColumn, RunColumn
 from rlpost.errors import DataError
 
@@ -54,13 +55,11 @@ def distilled(
     advantages: Sequence[Sequence[Advantage]], distances: Distances, coef: float
 ) -> list[tuple[Advantage, ...]]:
     """A_t - coef (log p_t - log q_t), by group and sample: one advantage per response token."""
-    return [
-        tuple(
-            _distilled(advantage, of_sample, coef)
-            for advantage, of_sample in zip(of_group, own, strict=True)
-        )
-        for of_group, own in zip(advantages, distances, strict=True)
-    ]
+    found: list[tuple[Advantage, ...]] = []
+    for of_group, own in zip(advantages, distances, strict=True):
+        pairs = zip(of_group, own, strict=True)
+        found.append(tuple(_distilled(advantage, distance, coef) for advantage, distance in pairs))
+    return found
 
 
 def _distilled(advantage: Advantage, distance: Sequence[float], coef: float) -> FloatColumn:
@@ -79,10 +78,9 @@ def whitened_tokens(
             assert isinstance(advantage, FloatColumn), "advantages of tokens"
             values += advantage
             weights += mask
-    flat = iter(whiten(values, weights))
-    return [
-        tuple(FloatColumn(next(flat) for _ in range(len(mask))) for mask in own) for own in masks
-    ]
+    lengths = [len(mask) for own in masks for mask in own]
+    columns = [FloatColumn(part) for part in partition(whiten(values, weights), lengths)]
+    return [tuple(part) for part in partition(columns, map(len, masks))]
 
 
 def distillation_loss(logprobs_T: Tensor, teacher_logprobs_T: Tensor) -> Tensor:

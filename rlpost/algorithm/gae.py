@@ -20,6 +20,7 @@ from typing import TypeAlias
 import numpy as np
 
 from rlpost.algorithm.advantage import Advantage, Penalties, whiten
+from rlpost.algorithm.partition import by_group
 from rlpost.algorithm.turns import turns_of
 from rlpost.columns import FloatColumn
 from rlpost.types import SampleGroup, ScoredSample
@@ -143,13 +144,13 @@ def estimate_with_values(
     advantages = [advantage for advantage, _ in found]
     if normalize_advantages:
         advantages = _whitened(advantages)
-    pairs = zip(advantages, found, masks, strict=True)
-    columns = [(_column(own, mask), _column(returns, mask)) for own, (_, returns), mask in pairs]
-    in_order = iter(columns)
-    by_group = [[next(in_order) for _ in group.samples] for group in groups]
+    advantage_columns = list(map(_column, advantages, masks))
+    return_columns = [
+        _column(returns, mask) for (_, returns), mask in zip(found, masks, strict=True)
+    ]
     return Estimates(
-        advantages=[tuple(advantage for advantage, _ in group) for group in by_group],
-        returns=[tuple(returns for _, returns in group) for group in by_group],
+        advantages=[tuple(own) for own in by_group(groups, advantage_columns)],
+        returns=[tuple(own) for own in by_group(groups, return_columns)],
         metrics=metrics,
     )
 

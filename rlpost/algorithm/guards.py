@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlpost.errors import TrainingError
-from rlpost.types import TrainBatch
+from rlpost.types import MicroBatch, TrainBatch
 
 MIN_NORMS = 5
 """Minimum number of previous gradient norms for the detection of a spike."""
@@ -105,7 +105,7 @@ def check_tokens(batches: Sequence[TrainBatch]) -> str | None:
             "check the function that sets the masks, with --save-debug-rollout-data"
         )
     micro_batches = [micro for batch in batches for micro in batch.micro_batches]
-    empty = sum(not any(sample.loss_mask.total() for sample in micro) for micro in micro_batches)
+    empty = sum(not _has_tokens(micro) for micro in micro_batches)
     if not empty:
         return None
     return (
@@ -147,3 +147,7 @@ class Guards:
         ]
         self._norms = [*self._norms, norm][-MAX_NORMS:]
         return [warning for warning in found if warning is not None]
+
+
+def _has_tokens(micro_batch: MicroBatch) -> bool:
+    return any(sample.loss_mask.total() for sample in micro_batch)

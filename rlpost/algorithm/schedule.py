@@ -20,7 +20,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
+T = TypeVar("T")
 Bins = list[list[int]]
 Schedule = list[Bins]
 
@@ -59,7 +61,7 @@ def schedule(
     if work is not None and max_tokens is None:
         count = _up(-(-share // micro_batch_size), multiple_of)
         ranks = _spread(work, data_parallel_size, quota=share)
-        packed = [_spread([work[i] for i in own], count, quota=micro_batch_size) for own in ranks]
+        packed = [_spread(_chosen(work, own), count, quota=micro_batch_size) for own in ranks]
         return _named(ranks, packed, work)
     if work is not None and max_tokens is not None:
         # A rank with few long samples may have fewer samples than others need micro-batches.
@@ -67,7 +69,7 @@ def schedule(
         for quota in (None, share):
             ranks = _spread(work, data_parallel_size, quota=quota)
             fitting = regroup(
-                [[lengths[i] for i in own] for own in ranks],
+                [_chosen(lengths, own) for own in ranks],
                 max_tokens=max_tokens,
                 multiple_of=multiple_of,
             )
@@ -205,20 +207,18 @@ def _falling(sizes: Sequence[float]) -> list[int]:
 def _split(bins: Bins, lengths: Sequence[int], count: int) -> None:
     """Split the longest micro-batch of at least two samples in half until there are ``count``."""
     sums = [
-        (-sum(lengths[i] for i in one), number) for number, one in enumerate(bins) if len(one) > 1
+        (-sum(_chosen(lengths, one)), number) for number, one in enumerate(bins) if len(one) > 1
     ]
     heapq.heapify(sums)
     while len(bins) < count:
         _, number = heapq.heappop(sums)
         whole = bins[number]
-        halves = [
-            [whole[i] for i in sorted(half)] for half in _spread([lengths[i] for i in whole], 2)
-        ]
+        halves = [_chosen(whole, sorted(half)) for half in _spread(_chosen(lengths, whole), 2)]
         bins[number] = halves[0]
         bins.append(halves[1])
         for half, where in zip(halves, (number, len(bins) - 1), strict=True):
             if len(half) > 1:
-                heapq.heappush(sums, (-sum(lengths[i] for i in half), where))
+                heapq.heappush(sums, (-sum(_chosen(lengths, half)), where))
 
 
 def _named(ranks: Bins, packed: Sequence[Bins], work: Sequence[float]) -> Schedule:
@@ -227,11 +227,15 @@ def _named(ranks: Bins, packed: Sequence[Bins], work: Sequence[float]) -> Schedu
     Micro-batches are sorted by descending work: ranks that share experts run them in step, so
     micro-batches that run together should have similar work.
     """
-    named = [
-        [sorted(own[i] for i in one) for one in bins]
-        for own, bins in zip(ranks, packed, strict=True)
-    ]
-    return [sorted(bins, key=lambda one: -sum(work[i] for i in one)) for bins in named]
+    named = []
+    for own, bins in zip(ranks, packed, strict=True):
+        indices = [sorted(_chosen(own, one)) for one in bins]
+        named.append(sorted(indices, key=lambda one: -sum(_chosen(work, one))))
+    return named
+
+
+def _chosen(values: Sequence[T], indices: Iterable[int]) -> list[T]:
+    return [values[i] for i in indices]
 
 
 def _up(number: int, multiple: int) -> int:

@@ -53,10 +53,11 @@ def shaped(groups: Sequence[SampleGroup], shaping: Shaping) -> list[SampleGroup]
     """Return the groups with shaped rewards and loss masks."""
     if shaping.is_off:
         return list(groups)
-    return [
-        replace(group, samples=tuple(_shaped(scored, shaping) for scored in group.samples))
-        for group in groups
-    ]
+    found = []
+    for group in groups:
+        samples = tuple(_shaped(scored, shaping) for scored in group.samples)
+        found.append(replace(group, samples=samples))
+    return found
 
 
 def _shaped(scored: ScoredSample, shaping: Shaping) -> ScoredSample:

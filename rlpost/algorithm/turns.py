@@ -82,26 +82,23 @@ def group_turn_advantages(
     episodes: dict[int, list[TurnReward]] = {}
     for scored, turns in zip(group.samples, of_samples, strict=True):
         episodes.setdefault(scored.sample.index, []).extend(turns or ())
+    rewards = []
     for own in episodes.values():
         own.sort(key=lambda turn: turn.number)
-    found = turn_advantages(
-        [[turn.reward for turn in own] for own in episodes.values()], normalize_std=normalize_std
-    )
+        rewards.append([turn.reward for turn in own])
+    found = turn_advantages(rewards, normalize_std=normalize_std)
     by_turn = {
         (index, turn.number): advantage
         for (index, own), advantages in zip(episodes.items(), found, strict=True)
         for turn, advantage in zip(own, advantages, strict=True)
     }
-    return tuple(
-        _spread(
-            [
-                (turn, by_turn[scored.sample.index, turn.number])
-                for turn in sorted(turns or (), key=lambda turn: turn.start)
-            ],
-            len(scored.sample.response_ids),
-        )
-        for scored, turns in zip(group.samples, of_samples, strict=True)
-    )
+    spread: list[Advantage] = []
+    for scored, turns in zip(group.samples, of_samples, strict=True):
+        sample = scored.sample
+        in_order = sorted(turns or (), key=lambda turn: turn.start)
+        credited = [(turn, by_turn[sample.index, turn.number]) for turn in in_order]
+        spread.append(_spread(credited, len(sample.response_ids)))
+    return tuple(spread)
 
 
 def _spread(turns: Sequence[tuple[TurnReward, float]], length: int) -> FloatColumn:

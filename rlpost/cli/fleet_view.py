@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from common.ledger import Entry
+from rlpost.cli.terminal import aligned
 from rlpost.fleet.records import EngineRecord, EngineState, Lease, Orders
 from rlpost.report.fleet_use import used_of
 from slurm.queue import QueueEntry
@@ -40,7 +41,7 @@ class EngineView:
     stays: bool = True
 
 
-def arrays_of(ledger: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def arrays_of(ledger: Sequence[Entry]) -> dict[str, int]:
     """Return the engine jobs of a run: id of the array and its number of tasks."""
     return {
         str(entry["array"]): int(entry["engines"])
@@ -94,12 +95,7 @@ def table(found: Sequence[EngineView], lease: Lease | None) -> str:
     """Return the engines as text, with a line about the driver."""
     if not found:
         return "no engine of a fleet; rlpost fleet RUN --engines N submits some"
-    rows = [HEADINGS, *map(_row, found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    lines = [
-        "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = aligned([HEADINGS, *map(_row, found)], None)
     return "\n".join([*lines, "", _driver(lease)])
 
 

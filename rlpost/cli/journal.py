@@ -155,11 +155,11 @@ def journal_folder(run: RunFolder) -> Path:
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows as lines with right-aligned columns."""
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in (COLUMNS, *rows)
-    ]
+    columns = []
+    for cells in zip(COLUMNS, *rows, strict=True):
+        width = max(map(len, cells))
+        columns.append([cell.rjust(width) for cell in cells])
+    return ["  ".join(row) for row in zip(*columns, strict=True)]
 
 
 def _row(segment: Segment) -> list[str]:

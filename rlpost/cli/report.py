@@ -7,9 +7,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
 
 from common.files import write_atomic
+from common.ledger import Entry
 from common.run_folder import RunFolder
 from rlpost.arguments import Parser
 from rlpost.cli.follow import summary
@@ -42,7 +42,7 @@ def report_lines(run: RunFolder) -> list[str]:
     return [*lines, "", *summary(run), "", *map(_event_line, run.ledger.read())]
 
 
-def _event_line(entry: dict[str, Any]) -> str:
+def _event_line(entry: Entry) -> str:
     when = datetime.fromisoformat(entry["time"]).strftime("%Y-%m-%d %H:%M:%S")
     rest = ", ".join(
         f"{key} {value}" for key, value in entry.items() if key not in ("time", "event")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.attempt import DRIVER_LOG, VERDICT_FILE, VERDICT_JSON
+from common.ledger import Entry
 from common.log_format import as_text
 from common.run_folder import RunFolder
 from rlpost.cli.runs import LOCAL, last, local_is_alive, settings_of
@@ -237,12 +238,12 @@ def _local_state(job_id: str | None, verdict: str | None) -> JobState:
     return _OUTCOME_STATES.get(verdict, JobState.FAILED)
 
 
-def _of_ledger(entry: QueueEntry, events: Sequence[dict[str, Any]]) -> QueueEntry:
+def _of_ledger(entry: QueueEntry, events: Sequence[Entry]) -> QueueEntry:
     """The entry of a job that Slurm does not know, with the state in which the ledger ends."""
     if entry.state is not JobState.UNKNOWN:
         return entry
     ends = (one for one in reversed(events) if one.get("event") in _ENDS)
-    ended: Mapping[str, Any] = next(ends, {})
+    ended: Entry = next(ends, {})
     state = _ENDS.get(str(ended.get("event")))
     if ended.get("event") == "verdict" and ended.get("answer") != AGAIN:
         state = _VERDICT_STATES.get(str(ended.get("verdict")), JobState.FAILED)

@@ -53,18 +53,18 @@ def table(found: Sequence[Status], width: int) -> list[list[str]]:
     A table whose names and states alone are wider is returned whole.
     """
     columns = [one for one in COLUMNS if one.name != "cost" or any(map(one.value, found))]
+    cells = {one.name: [one.name, *map(one.value, found)] for one in columns}
+    widths = {name: max(map(len, own)) for name, own in cells.items()}
     while True:
-        rows = [
-            [column.name for column in columns],
-            *([column.value(status) for column in columns] for status in found),
-        ]
-        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
         last = max(columns, key=lambda column: column.rank)
-        if sum(widths) + GAP * (len(widths) - 1) <= width or last.rank == 0:
-            return [
-                [cell.ljust(size) for cell, size in zip(row, widths, strict=True)] for row in rows
-            ]
+        total = sum(widths[one.name] for one in columns) + GAP * (len(columns) - 1)
+        if total <= width or last.rank == 0:
+            break
         columns.remove(last)
+    padded = []
+    for one in columns:
+        padded.append([cell.ljust(widths[one.name]) for cell in cells[one.name]])
+    return [list(row) for row in zip(*padded, strict=True)]
 
 
 def total_cost(found: Sequence[Status]) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from common.ledger import Entry
 from common.run_folder import RunFolder
 from rlpost.errors import ConfigError, suggestion
 from slurm.queue import QueueEntry, queue
@@ -159,7 +160,7 @@ def settings_of(run: RunFolder) -> dict[str, Any]:
     return there if isinstance(there, dict) else {}
 
 
-def last(entries: Iterable[dict[str, object]], event: str) -> dict[str, Any]:
+def last(entries: Iterable[Entry], event: str) -> Entry:
     """The last entry of a ledger for an event; empty when there is none."""
     return next((entry for entry in reversed(list(entries)) if entry.get("event") == event), {})
 

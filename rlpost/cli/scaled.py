@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlpost.actor.architecture import architecture
+from rlpost.cli.terminal import aligned
 from rlpost.config.load import Loaded
 from rlpost.config.scale_down import FOLDER, RANKS, Change, scale_down
 from rlpost.config.tree import Config
@@ -72,11 +73,7 @@ def table(changes: Sequence[Change]) -> str:
     """Format the changed settings as a table with columns setting, recipe and scaled."""
     rows = [("setting", "recipe", "scaled")]
     rows += [(one.name, _text(one.recipe), _text(one.scaled)) for one in changes]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return "\n".join(aligned(rows, None))
 
 
 def _text(value: object) -> str:

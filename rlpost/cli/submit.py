@@ -89,7 +89,9 @@ def submit_main(arguments: Sequence[str]) -> int:
         run = create_run_folder(root, dump(config), resume=options.resume)
         snapshot_code(PROJECT, run.code)
         put_away(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it
-        where: Where = "debug" if options.debug else "local" if local else "slurm"
+        where: Where = "local" if local else "slurm"
+        if options.debug:
+            where = "debug"
         job_id = submit(spec, run, home=run.code, where=where)
         if wants_servers(config) and where == "slurm":
             print(f"sandbox servers {submit_servers(run, config, job_id)}")

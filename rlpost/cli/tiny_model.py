@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpost.cli import arithmetic_data
+from rlpost.model_types import HfConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -67,7 +68,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-TINY: dict[str, Any] = dict(
+TINY: HfConfig = dict(
     model_type="qwen3",
     vocab_size=VOCAB_SIZE,
     hidden_size=128,
@@ -81,7 +82,7 @@ TINY: dict[str, Any] = dict(
 """Eight query and four key-value heads, so that grouped attention and four-way splits are real."""
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, hf: Mapping[str, Any]) -> PreTrainedModel:
+def make_model(tokenizer: PreTrainedTokenizerFast, hf: HfConfig) -> PreTrainedModel:
     """Random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -171,7 +172,7 @@ def warm_up(
 class Plan:
     """Configuration of a model to create."""
 
-    hf: dict[str, Any]
+    hf: HfConfig
     """The model's config.json."""
     in_chat: bool = False
     """Whether prompts go through the chat template."""
@@ -215,7 +216,7 @@ def build(folder: Path, data: Path, plan: Plan) -> float:
     return share
 
 
-def add_prediction_layer(folder: Path, hf: Mapping[str, Any]) -> None:
+def add_prediction_layer(folder: Path, hf: HfConfig) -> None:
     """Add the untrained layer for multi-token prediction after the last layer, as in GLM-4.5's
     checkpoint.
     """
@@ -395,7 +396,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.recipe:
         return 0
     out, data = arguments.out, arguments.data or arguments.out
-    hf = TINY | {"num_hidden_layers": arguments.layers}
+    hf = dict(TINY) | {"num_hidden_layers": arguments.layers}
     plan = Plan(hf, seed=arguments.seed, num_steps=arguments.warmup_steps)
     if not is_complete(out, plan.settings):
         make_problems(data)

@@ -88,12 +88,11 @@ def eval_sets(evaluation: EvalConfig) -> tuple[EvalSet, ...]:
         "label_key": evaluation.eval_label_key,
         "tool_key": evaluation.eval_tool_key,
     }
-    return tuple(
-        one.model_copy(
-            update={key: value for key, value in keys.items() if getattr(one, key) is None}
-        )
-        for one in _named_sets(evaluation)
-    )
+    found = []
+    for one in _named_sets(evaluation):
+        missing = {key: value for key, value in keys.items() if getattr(one, key) is None}
+        found.append(one.model_copy(update=missing))
+    return tuple(found)
 
 
 def _named_sets(evaluation: EvalConfig) -> tuple[EvalSet, ...]:

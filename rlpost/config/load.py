@@ -275,9 +275,7 @@ def absolute_paths(config: Config, base: Path) -> Config:
     for name, group in groups().items():
         node = getattr(config, name)
         changed = {
-            key: absolute(value)
-            if isinstance(value, str)
-            else tuple(absolute(one) for one in value)
+            key: absolute(value) if isinstance(value, str) else tuple(map(absolute, value))
             for key in path_keys(group)
             if (value := getattr(node, key))
         }

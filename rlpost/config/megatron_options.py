@@ -114,6 +114,9 @@ def _fields(path: Path, class_name: str) -> set[str]:
         if isinstance(node, ast.ClassDef) and node.name == class_name
         for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if not field.target.id.startswith("_")
-        and not any(kind in ast.unparse(field.annotation) for kind in _NOT_FROM_TEXT)
+        if not field.target.id.startswith("_") and _is_from_text(ast.unparse(field.annotation))
     }
+
+
+def _is_from_text(annotation: str) -> bool:
+    return not any(kind in annotation for kind in _NOT_FROM_TEXT)

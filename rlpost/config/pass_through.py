@@ -45,10 +45,10 @@ def split(
         else:
             values = [value] if given else []
             found.setdefault(group, {})[ALIASES.get(key, key)] = values
-    return rest, {
-        group: {key: _values(key, texts) for key, texts in extra.items()}
-        for group, extra in found.items()
-    }
+    extras: dict[str, dict[str, object]] = {}
+    for group, extra in found.items():
+        extras[group] = {key: _values(key, texts) for key, texts in extra.items()}
+    return rest, extras
 
 
 def owner(key: str, known: Collection[str]) -> str | None:

@@ -23,6 +23,7 @@ from rlpost.config.flags import flag
 from rlpost.config.plan.shape import NEEDED, Layout, layout_of
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
+from rlpost.model_types import ModelArguments
 
 RANKS = 2
 """Default number of training ranks."""
@@ -85,7 +86,7 @@ class Scaled:
 
 def scale_down(
     config: Config,
-    words: Mapping[str, object],
+    arguments: ModelArguments,
     *,
     ranks: int,
     fp8: bool = False,
@@ -95,7 +96,7 @@ def scale_down(
 
     Args:
         config: the recipe.
-        words: the architecture of its model, by the names of [model].
+        arguments: the architecture of its model, by the names of [model].
         ranks: number of training ranks.
         fp8: whether the model folder holds block-wise FP8 weights, for engines that infer in FP8.
         kept: ``group.key`` of settings given for this run, which are not changed.
@@ -105,14 +106,14 @@ def scale_down(
     """
     if ranks < 1:
         raise ConfigError(f"--scale-down {ranks}: give how many ranks may train, 1 or more")
-    if missing := [name for name in NEEDED if words.get(name) is None]:
+    if missing := [name for name in NEEDED if arguments.get(name) is None]:
         raise ConfigError(
             f"--scale-down: {', '.join(flag(name) for name in missing)} not known, and the model's config.json is not "
             "there; give --model with a name of jobs/models, or fetch the model"
         )
     layout = folded(layout_of(config), ranks)
-    model = scaled_model(words, layout)
-    is_small = all(words.get(name) == value for name, value in model.items())
+    model = scaled_model(arguments, layout)
+    is_small = all(arguments.get(name) == value for name, value in model.items())
     values = {f"model.{name}": value for name, value in model.items()}
     values |= (
         _layout_values(config, layout) | _cluster_values(config, layout) | _batch_values(config)
@@ -156,75 +157,75 @@ def folded(layout: Layout, ranks: int) -> Layout:
     )
 
 
-def scaled_model(words: Mapping[str, Any], layout: Layout) -> Values:
+def scaled_model(arguments: ModelArguments, layout: Layout) -> Values:
     """Return the scaled values of the architecture, which are divisible by the sizes of
     ``layout``.
     """
-    hidden, heads = words["hidden_size"], words["num_attention_heads"]
-    groups = words.get("num_query_groups") or heads
-    head_dim = words.get("kv_channels") or hidden // heads
+    hidden, heads = arguments["hidden_size"], arguments["num_attention_heads"]
+    groups = arguments.get("num_query_groups") or heads
+    head_dim = arguments.get("kv_channels") or hidden // heads
     while heads > HEADS and heads % 2 == groups % 2 == 0 and (groups // 2) % layout.tensor == 0:
         heads, groups = heads // 2, groups // 2
     factor = 1
     while hidden / factor > HIDDEN:
         factor *= 2
     chunks = layout.pipeline * (2 if layout.chunk else 1)
-    num_layers = _halved(words["num_layers"], max(LAYERS, chunks))
+    num_layers = _halved(arguments["num_layers"], max(LAYERS, chunks))
     num_layers = (
-        -(-num_layers // chunks) * chunks if num_layers != words["num_layers"] else num_layers
+        -(-num_layers // chunks) * chunks if num_layers != arguments["num_layers"] else num_layers
     )
     model = {
         "num_layers": num_layers,
         "hidden_size": _width(hidden, factor),
-        "ffn_hidden_size": _width(words["ffn_hidden_size"], factor),
+        "ffn_hidden_size": _width(arguments["ffn_hidden_size"], factor),
         "num_attention_heads": heads,
         "num_query_groups": groups,
         "kv_channels": _halved(head_dim, HEAD),
-        "vocab_size": min(words["vocab_size"], VOCAB),
+        "vocab_size": min(arguments["vocab_size"], VOCAB),
     }
-    if words.get("multi_latent_attention"):
-        model |= _latent(words, factor=factor)
+    if arguments.get("multi_latent_attention"):
+        model |= _latent(arguments, factor=factor)
     return model | (
-        _experts(words, layout, factor=factor, num_layers=num_layers)
-        if words.get("num_experts")
+        _experts(arguments, layout, factor=factor, num_layers=num_layers)
+        if arguments.get("num_experts")
         else {}
     )
 
 
-def _latent(words: Mapping[str, Any], *, factor: int) -> Values:
-    width = _halved(words["qk_head_dim"], HEAD)
+def _latent(arguments: ModelArguments, *, factor: int) -> Values:
+    width = _halved(arguments["qk_head_dim"], HEAD)
     made: Values = {
         "kv_channels": width,
-        "kv_lora_rank": _width(words["kv_lora_rank"], factor),
+        "kv_lora_rank": _width(arguments["kv_lora_rank"], factor),
         "qk_head_dim": width,
-        "qk_pos_emb_head_dim": _halved(words["qk_pos_emb_head_dim"], HEAD // 2),
-        "v_head_dim": _halved(words["v_head_dim"], HEAD),
+        "qk_pos_emb_head_dim": _halved(arguments["qk_pos_emb_head_dim"], HEAD // 2),
+        "v_head_dim": _halved(arguments["v_head_dim"], HEAD),
     }
-    if rank := words.get("q_lora_rank"):
+    if rank := arguments.get("q_lora_rank"):
         made["q_lora_rank"] = _width(rank, factor)
     return made
 
 
-def _experts(words: Mapping[str, Any], layout: Layout, *, factor: int, num_layers: int) -> Values:
-    experts, divisor = words["num_experts"], 1
+def _experts(arguments: ModelArguments, layout: Layout, *, factor: int, num_layers: int) -> Values:
+    experts, divisor = arguments["num_experts"], 1
     while experts > EXPERTS and experts % 2 == 0 and (experts // 2) % layout.expert == 0:
         experts, divisor = experts // 2, divisor * 2
-    pattern = tuple(words.get("moe_layer_freq") or (1,) * words["num_layers"])
-    topk = words["moe_router_topk"]
+    pattern = tuple(arguments.get("moe_layer_freq") or (1,) * arguments["num_layers"])
+    topk = arguments["moe_router_topk"]
     made = {
         "num_experts": experts,
         "moe_router_topk": topk if divisor == 1 else max(TOPK, topk // divisor),
-        "moe_ffn_hidden_size": _width(words["moe_ffn_hidden_size"], factor),
+        "moe_ffn_hidden_size": _width(arguments["moe_ffn_hidden_size"], factor),
         "moe_layer_freq": _pattern(pattern, num_layers),
     }
-    if (groups := words.get("moe_router_num_groups") or 1) > 1:
+    if (groups := arguments.get("moe_router_num_groups") or 1) > 1:
         # As in the recipe several experts of a group score it, and groups are left out.
-        scores = topk // words["moe_router_group_topk"]
+        scores = topk // arguments["moe_router_group_topk"]
         made["moe_router_num_groups"] = min(groups, experts // (2 * scores))
         made["moe_router_group_topk"] = made["moe_router_topk"] // scores
-    if shared := words.get("moe_shared_expert_intermediate_size"):
+    if shared := arguments.get("moe_shared_expert_intermediate_size"):
         made["moe_shared_expert_intermediate_size"] = (
-            shared // words["moe_ffn_hidden_size"] * made["moe_ffn_hidden_size"]
+            shared // arguments["moe_ffn_hidden_size"] * made["moe_ffn_hidden_size"]
         )
     return made
 

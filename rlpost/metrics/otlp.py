@@ -63,7 +63,8 @@ def nested(spans: Sequence[Span]) -> list[Node]:
     for number, (name, thread, starts, ends) in enumerate(ordered):
         while enclosing and nodes[enclosing[-1]].end_ns < ends:
             enclosing.pop()
-        parent = enclosing[-1] if enclosing else (0 if number else None)
+        root = 0 if number else None
+        parent = enclosing[-1] if enclosing else root
         nodes.append(Node(name, thread, starts, ends, parent))
         enclosing.append(number)
     return nodes

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypedDict
 
 from rlpost.metrics.writer import MetricsWriter
 from rlpost.types import SampleGroup, ScoredSample
@@ -21,6 +22,22 @@ FIXED_NAME = "eval_samples.jsonl"
 FIXED_PROMPTS = 2  # of each evaluation set
 MAX_LINES = 500
 MAX_PROMPT, MAX_ANSWER = 1200, 2400  # characters
+
+
+class RecordedAnswer(TypedDict, total=False):
+    """A sample answer as the files hold it; readers add the ``step`` of its line."""
+
+    step: int
+    set: str
+    """The evaluation set; none for answers of the rollout."""
+    prompt_id: int
+    prompt: str
+    answer: str
+    label: str | None
+    reward: float
+    num_tokens: int
+    finish: str
+
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -80,7 +97,7 @@ class SampleWriter:
         self._fixed.close()
 
 
-def chosen(groups: Sequence[SampleGroup], decode: Decode) -> list[Mapping[str, object]]:
+def chosen(groups: Sequence[SampleGroup], decode: Decode) -> list[RecordedAnswer]:
     """Return the best and worst answer of one group as JSON values; on ties the first answer.
 
     The group is the first one with different rewards, otherwise the first of all.
@@ -92,7 +109,7 @@ def chosen(groups: Sequence[SampleGroup], decode: Decode) -> list[Mapping[str, o
     return [_record(scored, decode) for scored in ([best] if best is worst else [best, worst])]
 
 
-def _record(scored: ScoredSample, decode: Decode) -> Mapping[str, object]:
+def _record(scored: ScoredSample, decode: Decode) -> RecordedAnswer:
     sample = scored.sample
     return {
         "prompt_id": sample.prompt_id,

@@ -6,18 +6,26 @@ rank, with the denominators of the global batch; and metrics of the groups.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import TypeVar
 
 from rlpost.agents.environments.metrics import episode_metrics
 from rlpost.agents.environments.results import is_episode
 from rlpost.algorithm.advantage import Advantage, Masks, Penalties, custom_advantages, estimate
 from rlpost.algorithm.answers import answer_weights, estimate_by_answer
-from rlpost.algorithm.schedule import Schedule, break_even_length, regroup, schedule, sequence_work
+from rlpost.algorithm.schedule import (
+    Bins,
+    Schedule,
+    break_even_length,
+    regroup,
+    schedule,
+    sequence_work,
+)
 from rlpost.algorithm.shaping import Shaping, is_repetitive
 from rlpost.algorithm.turns import group_turn_advantages
 from rlpost.columns import RunColumn
@@ -26,9 +34,11 @@ from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.tree import Config
 from rlpost.errors import DataError
 from rlpost.hf_shape import hf_shape
+from rlpost.model_types import HfConfig
 from rlpost.rollout.evaluate import summarise
 from rlpost.types import SampleGroup, TrainBatch, TrainSample
 
+T = TypeVar("T")
 RAW = {
     **dict.fromkeys(("grpo", "gspo", "cispo"), "reinforce"),
     "reinforce_plus_plus_baseline": "reinforce_whitened",
@@ -47,6 +57,11 @@ class DealtStep:
 
     batches: StepBatches
     positions: tuple[tuple[int | None, ...], ...]
+
+
+def in_order(of_position: Mapping[int, T]) -> list[T]:
+    """Return the values of a rollout's samples in the order of their positions."""
+    return [of_position[position] for position in range(len(of_position))]
 
 
 def train_samples(
@@ -172,24 +187,13 @@ def _estimated(
     if counts_answers(groups, grpo):
         found = estimate_by_answer(groups, penalties, make)
     else:
-        masks = [[scored.sample.mask for scored in group.samples] for group in groups]
+        masks = [group.masks for group in groups]
         found = make([group.rewards for group in groups], masks, penalties)
     normalize = not grpo.disable_grpo_std_normalization
     return [
         group_turn_advantages(group, normalize_std=normalize) or of_group
         for group, of_group in zip(groups, found, strict=True)
     ]
-
-
-def make_batches(
-    groups: Sequence[SampleGroup], config: Config, *, break_even: float = math.inf
-) -> list[StepBatches]:
-    """Return the batches of each optimizer step of a rollout, in order.
-
-    ``break_even`` (see ``model_break_even``) is for --balance-data; infinity ignores the cost of
-    attention.
-    """
-    return batch_samples(rollout_samples(groups, config.grpo), config, break_even=break_even)
 
 
 def batch_samples(
@@ -221,7 +225,7 @@ def filled_up(samples: Sequence[TrainSample], multiple_of: int) -> list[TrainSam
     return [*samples, *[filler] * (-len(samples) % multiple_of)]
 
 
-def model_break_even(hf: Mapping[str, Any]) -> float:
+def model_break_even(hf: HfConfig) -> float:
     """Return the sequence length in tokens at which attention costs as much as the weight matrices.
 
     ``hf`` is the model's config.json.
@@ -235,7 +239,7 @@ def model_break_even(hf: Mapping[str, Any]) -> float:
     )
 
 
-def used_parameters(hf: Mapping[str, Any]) -> int:
+def used_parameters(hf: HfConfig) -> int:
     """Return the number of parameters used per token: only routed experts, without the embedding
     lookup.
     """
@@ -271,35 +275,36 @@ def _deal_step(
         else None,
     )
     num_tokens = sum(sample.loss_mask.total() for sample in samples)
-    batches = tuple(
-        TrainBatch(
-            micro_batches=tuple(tuple(samples[i] for i in indices) for indices in micro_batches),
+
+    def batch(micro_batches: Bins, groups: Bins) -> TrainBatch:
+        return TrainBatch(
+            micro_batches=tuple(_chosen(samples, indices) for indices in micro_batches),
             num_samples=num_samples,
             num_tokens=num_tokens,
             log_prob_groups=tuple(map(tuple, groups)),
         )
-        for micro_batches, groups in zip(
-            dealt, _log_prob_groups(dealt, lengths, config), strict=True
-        )
-    )
+
+    batches = tuple(map(batch, dealt, _log_prob_groups(dealt, lengths, config)))
     in_rollout: list[int | None] = [*positions, *[None] * (len(samples) - len(positions))]
-    of_ranks = tuple(tuple(in_rollout[i] for micro in rank for i in micro) for rank in dealt)
-    return DealtStep(batches, of_ranks)
+    chain = itertools.chain.from_iterable
+    return DealtStep(batches, tuple(_chosen(in_rollout, chain(rank)) for rank in dealt))
 
 
-def _log_prob_groups(
-    dealt: Schedule, lengths: Sequence[int], config: Config
-) -> list[list[list[int]]]:
+def _log_prob_groups(dealt: Schedule, lengths: Sequence[int], config: Config) -> list[Bins]:
     """Return each rank's samples packed for the log-prob passes, which have a separate token
     limit.
     """
     limit = config.log_probs_max_tokens
     if limit is not None:
-        own = [[lengths[i] for micro_batch in rank for i in micro_batch] for rank in dealt]
+        own = [_chosen(lengths, itertools.chain.from_iterable(rank)) for rank in dealt]
         packed = regroup(own, max_tokens=limit, multiple_of=config.micro_batch_multiple)
         if packed is not None:
             return packed
     return [[] for _ in dealt]
+
+
+def _chosen(values: Sequence[T], indices: Iterable[int]) -> tuple[T, ...]:
+    return tuple(values[i] for i in indices)
 
 
 def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:

@@ -15,9 +15,10 @@ from functools import partial
 
 from rlpost.algorithm.advantage import Penalties
 from rlpost.algorithm.gae import Discounts, Estimates, estimate_with_values
+from rlpost.algorithm.partition import by_group
 from rlpost.columns import FloatColumn
 from rlpost.config.tree import Config
-from rlpost.orchestration.batches import DealtStep
+from rlpost.orchestration.batches import DealtStep, in_order
 from rlpost.orchestration.interruptible import InterruptibleCalls
 from rlpost.orchestration.worker_groups import ActorGroup, StoredBatches, StoredValues
 from rlpost.types import SampleGroup
@@ -113,7 +114,7 @@ class CriticTraining:
         return await asyncio.to_thread(
             estimate_with_values,
             groups,
-            by_group(groups, of_position),
+            by_group(groups, in_order(of_position)),
             penalties,
             Discounts(grpo.gamma, grpo.lambd),
             normalize_advantages=grpo.normalize_advantages,
@@ -153,22 +154,17 @@ class CriticTraining:
         return [column for micro in await self._actors.fetch(first) for column in micro]
 
 
-def by_group(
-    groups: Sequence[SampleGroup], of_position: Mapping[int, FloatColumn]
-) -> list[list[FloatColumn]]:
-    """Arrange values by group and sample; positions count the samples of the rollout in order."""
-    in_order = iter([of_position[position] for position in range(len(of_position))])
-    return [[next(in_order) for _ in group.samples] for group in groups]
-
-
 def step_returns(
     step: DealtStep, of_samples: Sequence[FloatColumn]
 ) -> list[tuple[FloatColumn, ...]]:
     """Return the returns of each data-parallel rank's samples; zeros for those that only fill."""
-    return [
-        tuple(
-            FloatColumn.zeros(sample.response_length) if position is None else of_samples[position]
-            for sample, position in zip(batch.samples, positions, strict=True)
-        )
-        for batch, positions in zip(step.batches, step.positions, strict=True)
-    ]
+    found = []
+    for batch, positions in zip(step.batches, step.positions, strict=True):
+        own = []
+        for sample, position in zip(batch.samples, positions, strict=True):
+            if position is None:
+                own.append(FloatColumn.zeros(sample.response_length))
+            else:
+                own.append(of_samples[position])
+        found.append(tuple(own))
+    return found

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rlpost.algorithm.advantage import Advantage, Penalties
 from rlpost.algorithm.distillation import distances, distilled, whitened_tokens
+from rlpost.algorithm.partition import by_group
 from rlpost.columns import DoubleColumn, FloatColumn
 from rlpost.config.groups.distillation import DistillationConfig
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.tree import Config
 from rlpost.errors import DataError
-from rlpost.orchestration.batches import DealtStep, rollout_advantages
+from rlpost.orchestration.batches import DealtStep, in_order, rollout_advantages
 from rlpost.types import SampleGroup, TrainSample
 
 REVERSE_KL = "train/opd_reverse_kl"
@@ -109,13 +110,11 @@ def with_teacher(
         given: settings of distillation.
         of_position: the divergences by the position of the sample in the rollout.
     """
-    in_order = iter([of_position[position] for position in range(len(of_position))])
-    by_group = [[next(in_order) for _ in group.samples] for group in groups]
-    found = distilled(advantages, by_group, given.opd_kl_coef)
+    divergences = by_group(groups, in_order(of_position))
+    found = distilled(advantages, divergences, given.opd_kl_coef)
     if not grpo.normalize_advantages:
         return found
-    masks = [[scored.sample.mask for scored in group.samples] for group in groups]
-    return whitened_tokens(found, masks)
+    return whitened_tokens(found, [group.masks for group in groups])
 
 
 def reverse_kl(of_position: Mapping[int, DoubleColumn], num_tokens: int) -> dict[str, float]:

@@ -451,11 +451,7 @@ class Fleet:
             )
             for name, settings in zip(names, self._settings(index), strict=True)
         ]
-        gpus = [
-            [visible_gpus[rank] for rank in part.shared_with if visible_gpus[rank]]
-            for part in parts
-        ]
-        envs = [{"CUDA_VISIBLE_DEVICES": ",".join(ids)} if ids else {} for ids in gpus]
+        envs = [part.gpu_variables(visible_gpus) for part in parts]
         return EngineWorkers(
             WorkerGroup(
                 makes,

@@ -27,7 +27,7 @@ from common.cluster import Cluster, Node
 from common.lost_nodes import LostNode, read_lost_nodes, write_replaceable
 from rlpost.daemon_threads import in_daemon
 from rlpost.errors import PlacementError, SyncError, TrainerDied
-from rlpost.orchestration.placement import Offer, Placement, replaced
+from rlpost.orchestration.placement import Offer, Placement, Slot, replaced
 from rlpost.orchestration.training import Record
 from rlpost.recovery.decision import Death
 
@@ -323,6 +323,10 @@ class LostNodes:
         ranks = enumerate(self._placement.actors)
         return Loss(
             node,
-            tuple(i for i, parts in engines if any(part.ip == node.ip for part in parts)),
+            tuple(number for number, parts in engines if _has_slot(parts, node.ip)),
             tuple(rank for rank, slot in ranks if slot.ip == node.ip),
         )
+
+
+def _has_slot(slots: Sequence[Slot], ip: str) -> bool:
+    return any(slot.ip == ip for slot in slots)

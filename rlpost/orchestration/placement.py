@@ -42,6 +42,11 @@ class Slot:
     num_gpus: int
     shared_with: tuple[int, ...] = ()
 
+    def gpu_variables(self, visible_gpus: Sequence[str]) -> dict[str, str]:
+        """Environment for the GPUs of the ranks that share the slot; ``visible_gpus`` by rank."""
+        ids = [visible_gpus[rank] for rank in self.shared_with if visible_gpus[rank]]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if ids else {}
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -58,9 +63,7 @@ class Placement:
         """Trainer ranks on each engine's GPUs in the order of its ranks; empty for exclusive
         GPUs.
         """
-        return tuple(
-            tuple(rank for part in parts for rank in part.shared_with) for parts in self.engines
-        )
+        return tuple(map(_sharing_ranks, self.engines))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +198,10 @@ def _beside(actors: Sequence[Slot], per_engine: int) -> Iterator[tuple[Slot, ...
     """Yield the slots of colocated engines, in the order of the trainer ranks."""
     for first in range(0, len(actors), per_engine):
         ranks = range(first, first + per_engine)
-        nodes = list(dict.fromkeys((actors[rank].node_id, actors[rank].ip) for rank in ranks))
-        shared = [
-            tuple(rank for rank in ranks if actors[rank].node_id == node) for node, _ in nodes
-        ]
-        yield tuple(Slot(*node, len(own), own) for node, own in zip(nodes, shared, strict=True))
+        shared: dict[tuple[str, str], list[int]] = {}
+        for rank in ranks:
+            shared.setdefault((actors[rank].node_id, actors[rank].ip), []).append(rank)
+        yield tuple(Slot(*node, len(own), tuple(own)) for node, own in shared.items())
 
 
 def _missing(wanted: str, offers: Sequence[Offer]) -> str:
@@ -267,10 +269,13 @@ def _places_on_nodes(engines: Sequence[Sequence[Slot]]) -> list[int]:
     places = []
     for parts in engines:
         on_its_nodes = [taken[part.ip] for part in parts]
-        place = next(
-            number for number in itertools.count() if not any(number in own for own in on_its_nodes)
-        )
+        used = set().union(*on_its_nodes)
+        place = next(number for number in itertools.count() if number not in used)
         for own in on_its_nodes:
             own.add(place)
         places.append(place)
     return places
+
+
+def _sharing_ranks(slots: Sequence[Slot]) -> tuple[int, ...]:
+    return tuple(rank for slot in slots for rank in slot.shared_with)

@@ -19,6 +19,7 @@ from typing import Protocol
 from rlpost.algorithm.advantage import Advantage
 from rlpost.algorithm.guards import Bounds, Guards, check_tokens
 from rlpost.algorithm.kl import kl_values
+from rlpost.algorithm.partition import by_group
 from rlpost.algorithm.schedule import sequence_work
 from rlpost.algorithm.shaping import shaped
 from rlpost.columns import DoubleColumn, FloatColumn
@@ -31,6 +32,7 @@ from rlpost.orchestration.batches import (
     RAW,
     DealtStep,
     deal,
+    in_order,
     rollout_samples,
     samples_with,
     shaping_of,
@@ -166,7 +168,7 @@ class Training:
             metrics |= await asyncio.to_thread(
                 distillation.reverse_kl, distances, num_tokens(steps)
             )
-        by_group: Sequence[Sequence[Advantage]] | None = None
+        estimated: Sequence[Sequence[Advantage]] | None = None
         if self._critic is not None:
             of_critic = await self._critic.batches(
                 CriticBatches(steps, batches), partial(self._deal, groups)
@@ -174,20 +176,20 @@ class Training:
             values = await self._critic.values(of_critic)
             estimates = await self._critic.estimates(groups, of_critic, values, penalties)
             metrics |= estimates.metrics
-            by_group = estimates.advantages
+            estimated = estimates.advantages
             metrics |= await self._critic.train(of_critic, values, estimates)
         elif penalties is not None or trains_distilled:
-            by_group = await asyncio.to_thread(
+            estimated = await asyncio.to_thread(
                 distillation.base_advantages, groups, grpo, given, penalties
             )
         if not trains_policy:
             return metrics
-        if trains_distilled and by_group is not None:
-            by_group = await asyncio.to_thread(
-                distillation.with_teacher, by_group, groups, grpo, given, distances
+        if trains_distilled and estimated is not None:
+            estimated = await asyncio.to_thread(
+                distillation.with_teacher, estimated, groups, grpo, given, distances
             )
-        if by_group is not None:
-            advantages = await self._sent_advantages(steps, by_group)
+        if estimated is not None:
+            advantages = await self._sent_advantages(steps, estimated)
         for number, arguments in enumerate(zip(batches, old, advantages, strict=True)):
             call = partial(self._actors.train_step, *arguments)
             is_first_change = number == 0 and self._critic is None
@@ -299,14 +301,13 @@ class Training:
         steps: Sequence[DealtStep],
         batches: Sequence[StoredBatches],
         old: Sequence[StoredLogprobs],
-    ) -> list[list[DoubleColumn]]:
+    ) -> list[Sequence[DoubleColumn]]:
         """Return kl_coef x KL of each response token, by group and sample."""
         ref = [await self._ref_logprobs(own) for own in batches]
         of_position: dict[int, DoubleColumn] = {}
         for of_step in zip(steps, old, ref, strict=True):
             of_position |= await self._penalties(*of_step)
-        in_order = iter([of_position[position] for position in range(len(of_position))])
-        return [[next(in_order) for _ in group.samples] for group in groups]
+        return by_group(groups, in_order(of_position))
 
     async def _sent_advantages(
         self, steps: Sequence[DealtStep], by_group: Sequence[Sequence[Advantage]]
@@ -320,9 +321,7 @@ class Training:
             )
 
         return [
-            await self._actors.send(
-                [of_rank(positions) for positions in step.positions], self._data_ranks
-            )
+            await self._actors.send(list(map(of_rank, step.positions)), self._data_ranks)
             for step in steps
         ]
 

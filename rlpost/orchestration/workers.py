@@ -98,14 +98,14 @@ class Stored(Generic[T]):
     running.
     """
 
-    reference: Any
+    reference: ray.ObjectRef
 
 
 @dataclass(frozen=True, slots=True)
 class StandbyWorker:
     """A worker that has created its object and waits for a group that uses it."""
 
-    handle: Any
+    handle: ray.actor.ActorHandle
 
 
 def left_workers() -> dict[str, StandbyWorker]:
@@ -217,7 +217,7 @@ class WorkerGroup:
         worker_class = ray.remote(concurrency_groups={ASIDE: NUM_ASIDE})(_Worker)
         self._submitting = asyncio.Lock()
 
-        def created(index: int) -> Any:
+        def created(index: int) -> ray.actor.ActorHandle:
             slot, log = slots[index], str(self._logs[index])
             if index in ready:
                 ready[index].handle.log_to.remote(log)
@@ -276,7 +276,7 @@ class WorkerGroup:
         """
         pairs = list(zip(self._workers, arguments, strict=True))
 
-        def submit(index: int) -> Any:
+        def submit(index: int) -> ray.ObjectRef:
             worker, own = pairs[index]
             return worker.call.remote(method, keywords, *_references(own))
 
@@ -290,7 +290,7 @@ class WorkerGroup:
         """
         pairs = list(zip(self._workers, arguments, strict=True))
 
-        def submit(index: int) -> object:
+        def submit(index: int) -> tuple[ray.ObjectRef, ray.ObjectRef]:
             worker, own = pairs[index]
             return worker.call_stored.remote(method, *_references(own))
 
@@ -339,7 +339,7 @@ class WorkerGroup:
     ) -> list[Any | None]:
         """Like ``call_aside``, with None for each worker that fails or does not answer in time."""
 
-        async def of_worker(index: int, reference: object) -> object | None:
+        async def of_worker(index: int, reference: ray.ObjectRef) -> object | None:
             try:
                 return await asyncio.wait_for(self._one(index, reference), within_s)
             except (RlpostError, TimeoutError) as error:
@@ -392,9 +392,10 @@ class WorkerGroup:
         Returns node and number of each that has not. Processes on other nodes are not checked.
         """
         askers = {node: index for index, node in enumerate(self._nodes)}
-        of_node = {
-            node: [process for place, process in earlier if place == node] for node in askers
-        }
+        of_node: dict[str, list[ProcessId]] = {node: [] for node in askers}
+        for node, process in earlier:
+            if node in of_node:
+                of_node[node].append(process)
         waiting = [
             self._one(index, self._workers[index].until_ended.remote(of_node[node], within_s))
             for node, index in askers.items()
@@ -420,14 +421,14 @@ class WorkerGroup:
 
         return await asyncio.gather(*map(of_worker, range(len(self))))
 
-    async def _submitted(self, submit: Callable[[int], object]) -> list[Any]:
+    async def _submitted(self, submit: Callable[[int], T]) -> list[T]:
         """Submit a call to every worker.
 
         All workers receive it even if the caller is cancelled, and all receive calls in the same
         order: they wait for each other in collectives.
         """
 
-        async def submit_all() -> list[object]:
+        async def submit_all() -> list[T]:
             made = []
             async with self._submitting:
                 for index in range(len(self)):
@@ -438,8 +439,8 @@ class WorkerGroup:
 
         return await asyncio.shield(submit_all())
 
-    async def _results(self, references: Sequence[object]) -> list[Any]:
-        tasks: list[asyncio.Task[Any]] = []
+    async def _results(self, references: Sequence[ray.ObjectRef]) -> list[Any]:
+        tasks: list[asyncio.Task[object]] = []
         try:
             for index, reference in enumerate(references):
                 if index and index % CALLS_AT_ONCE == 0:
@@ -450,7 +451,7 @@ class WorkerGroup:
             for task in tasks:
                 task.cancel()
 
-    async def _one(self, index: int, reference: Any) -> Any:
+    async def _one(self, index: int, reference: ray.ObjectRef) -> Any:
         try:
             return await reference
         except ray.exceptions.RayTaskError as error:

@@ -161,7 +161,11 @@ def _lags(positions: Sequence[Position]) -> list[_Lag]:
 def _ends(waits: Mapping[int, Set[int]], blamed: Set[int]) -> set[int]:
     """Return the blamed ranks that wait only for ranks that wait for them in turn."""
     reach = {rank: _reachable(waits, rank) for rank in blamed}
-    return {rank for rank in blamed if all(rank in reach[other] for other in reach[rank])}
+    found = set()
+    for rank in blamed:
+        if all(rank in reach[other] for other in reach[rank]):
+            found.add(rank)
+    return found
 
 
 def _reachable(waits: Mapping[int, Set[int]], start: int) -> set[int]:

@@ -7,10 +7,10 @@ that stay readable with hundreds of attempts.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from common.ledger import Entry
 from rlpost.report.timeline import Attempt, Doing, Mark, Span, Timeline
 
 GROUPED_FROM = 12
@@ -52,19 +52,19 @@ def by_cause(attempts: Sequence[Attempt]) -> list[Cause]:
     groups: dict[str, list[Attempt]] = {}
     for attempt in attempts:
         groups.setdefault(_NUMBER.sub("0", attempt.ended)[:_MAX_CAUSE], []).append(attempt)
-    found = [
-        Cause(
-            group[-1].ended or "running",
-            tuple(attempt.name for attempt in group),
-            sum(attempt.lasted_s for attempt in group),
-            sum(attempt.startup_s is None for attempt in group),
-        )
-        for group in groups.values()
-    ]
-    return sorted(found, key=lambda cause: -len(cause.names))
+    return sorted(map(_cause, groups.values()), key=lambda cause: -len(cause.names))
 
 
-def steps_lost(events: Sequence[Mapping[str, Any]]) -> int:
+def _cause(group: Sequence[Attempt]) -> Cause:
+    return Cause(
+        group[-1].ended or "running",
+        tuple(attempt.name for attempt in group),
+        sum(attempt.lasted_s for attempt in group),
+        sum(attempt.startup_s is None for attempt in group),
+    )
+
+
+def steps_lost(events: Sequence[Entry]) -> int:
     """Return the steps that were trained and had to be trained again, over all attempts."""
     lost = 0
     for entry in events:
@@ -75,7 +75,7 @@ def steps_lost(events: Sequence[Mapping[str, Any]]) -> int:
     return lost
 
 
-def committed_steps(events: Sequence[Mapping[str, Any]]) -> list[float]:
+def committed_steps(events: Sequence[Entry]) -> list[float]:
     """Return the steps of the checkpoints, ascending, each once."""
     found = {entry.get("step") for entry in events if entry["event"] == "committed"}
     return sorted(float(step) for step in found if isinstance(step, int))

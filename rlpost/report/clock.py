@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
 
+from common.ledger import Entry
 from rlpost.report.series import Point, thin
 
 PAUSES = ("time/eval_s", "checkpoint/blocking_s")
@@ -19,9 +19,7 @@ MAX_CLOCK_POINTS = 400
 HOUR = 3600.0
 
 
-def hours_of_steps(
-    events: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, float]]
-) -> list[Point]:
+def hours_of_steps(events: Sequence[Entry], lines: Sequence[Mapping[str, float]]) -> list[Point]:
     """Return (step, hours since the first entry) in ascending order of both.
 
     Few points, between which a plot interpolates. Empty before the first attempt was ready.

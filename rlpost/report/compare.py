@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -61,6 +62,9 @@ def comparison(runs: Sequence[RunFacts]) -> dict[str, object]:
 def _figures_of(run: RunFacts) -> dict[str, object]:
     newest = run.lines[-1] if run.lines else {}
     eval_names = sorted({name for line in run.lines for name in eval_rewards(line)})
+    evals = {}
+    for name in eval_names:
+        evals[name.split("/")[1]] = [line[name] for line in run.lines if name in line]
     history = timeline(run.events, run.written)
     return {
         "name": run.name,
@@ -68,10 +72,7 @@ def _figures_of(run: RunFacts) -> dict[str, object]:
         "step": int(newest.get("step", 0)),
         "num_steps": run.setting("rollout.num_rollout"),
         "reward": newest.get("reward/mean"),
-        "evals": {
-            name.split("/")[1]: [line[name] for line in run.lines if name in line]
-            for name in eval_names
-        },
+        "evals": evals,
         "tokens_per_s": recent(run.lines, THROUGHPUT),
         "step_s": recent(run.lines, STEP_S),
         "num_attempts": len(history.attempts) if history else 0,
@@ -82,10 +83,15 @@ def _figures_of(run: RunFacts) -> dict[str, object]:
 
 def differing_settings(runs: Sequence[RunFacts]) -> dict[str, list[object]]:
     """The settings in which runs differ; a value is None where a run has no such setting."""
-    by_run = [{setting.key: json.loads(setting.value) for setting in run.settings} for run in runs]
-    keys = dict.fromkeys(key for settings in by_run for key in settings)
-    values = {key: [settings.get(key) for settings in by_run] for key in keys}
-    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+    by_run = []
+    for run in runs:
+        by_run.append({setting.key: json.loads(setting.value) for setting in run.settings})
+    differing = {}
+    for key in dict.fromkeys(itertools.chain.from_iterable(by_run)):
+        row = [settings.get(key) for settings in by_run]
+        if any(value != row[0] for value in row):
+            differing[key] = row
+    return differing
 
 
 def labels(runs: Sequence[RunFacts]) -> list[str]:
@@ -117,5 +123,7 @@ def figures(runs: Sequence[RunFacts], *, is_brief: bool = False) -> dict[str, li
             if is_brief and spent.cost is not None:
                 found["cost"] = f"{spent.cost:.2f}"
         by_run.append(found)
-    names = dict.fromkeys(name for found in by_run for name in found)
-    return {name: [found.get(name, "") for found in by_run] for name in names}
+    rows = {}
+    for name in dict.fromkeys(itertools.chain.from_iterable(by_run)):
+        rows[name] = [found.get(name, "") for found in by_run]
+    return rows

@@ -11,9 +11,10 @@ again where the file of an engine was removed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from common.ledger import Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class FleetUse:
     served_gpu_s: float = 0.0
 
 
-def used_of(ledger: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def used_of(ledger: Sequence[Entry]) -> dict[str, float]:
     """Return the seconds in which each engine served, summed over the attempts."""
     total: dict[str, float] = defaultdict(float)
     for entry in _last_of_attempts(ledger):
@@ -33,7 +34,7 @@ def used_of(ledger: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return dict(total)
 
 
-def fleet_use(ledger: Sequence[Mapping[str, Any]]) -> FleetUse:
+def fleet_use(ledger: Sequence[Entry]) -> FleetUse:
     """Return what all engine jobs had and gave."""
     meters: dict[str, list[float]] = defaultdict(list)
     for entry in ledger:
@@ -55,7 +56,7 @@ def _metered(readings: Sequence[float]) -> float:
     return total
 
 
-def _last_of_attempts(ledger: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _last_of_attempts(ledger: Sequence[Entry]) -> list[Entry]:
     last = {
         str(entry.get("attempt")): entry
         for entry in ledger

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, get_args
 
+from common.ledger import Entry
 from rlpost.config.tree import Config
 from rlpost.report.fleet_use import FleetUse, fleet_use
 from rlpost.report.timeline import COMES_BACK
@@ -40,7 +41,6 @@ Use = Literal[
 USES: tuple[Use, ...] = get_args(Use)
 SHOWN_FROM = 0.005  # of the allocated time: what the line names
 HOUR = 3600.0
-Entry = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
@@ -28,7 +27,7 @@ MIN_CURVE, MAX_CURVE = 120, 1000
 SMALL_POINTS = 60
 
 
-def render(template: str, *, title: str, **values: Any) -> str:
+def render(template: str, *, title: str, **values: object) -> str:
     """Return the page that ``templates/TEMPLATE`` makes of ``values``."""
     environment = _environment()
     script = _source("page.js") + _source("plots.js")

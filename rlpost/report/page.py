@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rlpost.agents.environments.traces import chosen, summary
 from rlpost.metrics.pace import STEP_S, recent
+from rlpost.metrics.samples import RecordedAnswer
 from rlpost.metrics.writer import eval_rewards
 from rlpost.report.attempts import (
     GROUPED_FROM,
@@ -64,7 +64,7 @@ class _BarPart:
 class _Answer:
     """A recorded sample, and whether no answer of its group had a higher reward."""
 
-    sample: Mapping[str, Any]
+    sample: RecordedAnswer
     is_best: bool
 
 
@@ -74,7 +74,7 @@ class _Followed:
 
     prompt: str
     of: str
-    answers: tuple[Mapping[str, Any], ...]
+    answers: tuple[RecordedAnswer, ...]
 
 
 def report_page(facts: RunFacts) -> str:
@@ -216,33 +216,33 @@ def _bar_parts(history: Timeline) -> list[_BarPart]:
     return parts
 
 
-def _answers(samples: Sequence[Mapping[str, Any]]) -> list[_Answer]:
-    best: dict[tuple[Any, Any], float] = {}
+def _answers(samples: Sequence[RecordedAnswer]) -> list[_Answer]:
+    best: dict[tuple[object, object], float] = {}
     for sample in samples:
         best[_group(sample)] = max(sample["reward"], best.get(_group(sample), sample["reward"]))
     return [_Answer(sample, sample["reward"] == best[_group(sample)]) for sample in samples]
 
 
 def _followed(
-    samples: Sequence[Mapping[str, Any]], fixed: Sequence[Mapping[str, Any]]
+    samples: Sequence[RecordedAnswer], fixed: Sequence[RecordedAnswer]
 ) -> list[_Followed]:
     """Return the prompts that were answered at several steps: of evaluations, else of the
     rollout.
     """
-    by_prompt: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
+    by_prompt: dict[tuple[str, str], dict[int, RecordedAnswer]] = {}
     for sample in (*fixed, *reversed(samples)):
         if sample.get("prompt"):
             key = (str(sample.get("set") or "rollout"), str(sample["prompt"]))
             by_prompt.setdefault(key, {}).setdefault(sample["step"], sample)
-    found = [
-        _Followed(prompt, of, tuple(answers[step] for step in sorted(answers)))
-        for (of, prompt), answers in by_prompt.items()
-        if len(answers) > 1
-    ]
+    found = []
+    for (of, prompt), answers in by_prompt.items():
+        if len(answers) > 1:
+            in_order = tuple(answers[step] for step in sorted(answers))
+            found.append(_Followed(prompt, of, in_order))
     return found[:MAX_FIXED]
 
 
-def _group(sample: Mapping[str, object]) -> tuple[object, object]:
+def _group(sample: RecordedAnswer) -> tuple[object, object]:
     return sample.get("step"), sample.get("prompt_id")
 
 

@@ -6,6 +6,7 @@ the main ones, and groups with every other metric, also those that rlpost does n
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -266,24 +267,20 @@ def _pass_rates(lines: Lines) -> list[Panel]:
     for name in {name for line in lines for name in line}:
         if found := _PASS_RATE.fullmatch(name):
             by_set.setdefault(found["set"], {})[int(found["k"])] = name
-    return [
-        Panel(
-            f"pass@k: {label}",
-            "share of prompts",
-            _present(
-                [
-                    _curve(lines, rates[k], f"pass@{k}", n, dots=True, soften=False)
-                    for n, k in enumerate(sorted(rates))
-                ]
-            ),
-        )
-        for label, rates in sorted(by_set.items())
-    ]
+    panels = []
+    for label, rates in sorted(by_set.items()):
+        curves = [
+            _curve(lines, rates[k], f"pass@{k}", n, dots=True, soften=False)
+            for n, k in enumerate(sorted(rates))
+        ]
+        panels.append(Panel(f"pass@k: {label}", "share of prompts", _present(curves)))
+    return panels
 
 
 def _panel(lines: Lines, title: str, unit: str, plotted: Sequence[tuple[str, str]]) -> Panel:
     soften, dots = title not in _AS_IT_IS, title in _DOTS
-    names = [(label, name) for label, name in plotted if any(name in line for line in lines)]
+    written = set(itertools.chain.from_iterable(lines))
+    names = [(label, name) for label, name in plotted if name in written]
     curves = [
         _curve(lines, name, label, n, soften=soften, dots=dots)
         for n, (label, name) in enumerate(names)
@@ -315,7 +312,8 @@ def mean_phases(lines: Lines) -> dict[str, float]:
     steps.
     """
     trained = [line for line in lines if "time/step_s" in line]
-    sums = {label: sum(line.get(name, 0.0) for line in trained) for label, name in PHASES}
-    return (
-        {label: total / len(trained) for label, total in sums.items() if total} if trained else {}
-    )
+    means = {}
+    for label, name in PHASES:
+        if total := sum(line.get(name, 0.0) for line in trained):
+            means[label] = total / len(trained)
+    return means

@@ -14,16 +14,17 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from common.attempt import DRIVER_LOG, PREFLIGHT_JSON, VERDICT_JSON
+from common.ledger import Entry
 from common.log_format import as_text
 from common.run_folder import RunFolder
 from rlpost.agents.environments.traces import FILE_NAME as EPISODES
 from rlpost.agents.environments.traces import read_episodes
 from rlpost.config.keys import KEYS
 from rlpost.config.tree import Config
-from rlpost.metrics.samples import FILE_NAME, FIXED_NAME, MAX_ANSWER, cut
+from rlpost.metrics.samples import FILE_NAME, FIXED_NAME, MAX_ANSWER, RecordedAnswer, cut
 from rlpost.metrics.writer import read_metrics
 from rlpost.report.goodput import Goodput, Layout, goodput
 
@@ -89,15 +90,15 @@ class RunFacts:
     folder: str
     written: datetime
     lines: tuple[Mapping[str, float], ...] = ()
-    events: tuple[Mapping[str, Any], ...] = ()
+    events: tuple[Entry, ...] = ()
     settings: tuple[Setting, ...] = ()
     checks: tuple[HostCheck, ...] = ()
     network: Mapping[str, str] | None = None
-    samples: tuple[Mapping[str, Any], ...] = ()
-    episodes: tuple[Mapping[str, Any], ...] = ()
+    samples: tuple[RecordedAnswer, ...] = ()
+    episodes: tuple[Mapping[str, object], ...] = ()
     code: str = ""
     layout: Layout | None = None
-    fixed: tuple[Mapping[str, Any], ...] = ()
+    fixed: tuple[RecordedAnswer, ...] = ()
     logs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     failure: Failure | None = None
 
@@ -136,14 +137,18 @@ def read_facts(run: RunFolder) -> RunFacts:
         },
         samples=tuple(chain(*reversed(answers)) if answers else _recorded(settings)),
         episodes=tuple(read_episodes(run.root / EPISODES)),
-        code=f"{code['commit']}{', with changes' if code.get('is_dirty') else ''}"
-        if code.get("commit")
-        else "",
+        code=_commit(code),
         layout=Layout.of_settings(settings),
         fixed=tuple(chain(*_samples(run.report / FIXED_NAME, MAX_FIXED_STEPS))),
         logs={path.name: logs for path in _all(run.attempts) if (logs := _log_names(path))},
         failure=_failure(run, events),
     )
+
+
+def _commit(code: Mapping[str, object]) -> str:
+    if not code.get("commit"):
+        return ""
+    return f"{code['commit']}{', with changes' if code.get('is_dirty') else ''}"
 
 
 def compared(settings: Mapping[str, object]) -> tuple[Setting, ...]:
@@ -200,7 +205,7 @@ def _log_names(attempt: Path) -> tuple[str, ...]:
     return tuple([*({DRIVER_LOG} & found), *agents])
 
 
-def _failure(run: RunFolder, events: Sequence[Mapping[str, Any]]) -> Failure | None:
+def _failure(run: RunFolder, events: Sequence[Entry]) -> Failure | None:
     """The newest verdict, if it is a failure, and no later attempt has begun."""
     newest = next((one for one in reversed(events) if one["event"] in _OPEN_OR_OVER), None)
     if newest is None or newest["event"] != "verdict" or newest.get("verdict") in _NO_FAILURE:
@@ -235,23 +240,24 @@ def _agent_logs(attempt: Path) -> list[Path]:
     return sorted(attempt.glob("agent-*.log"))
 
 
-def _samples(path: Path, most: int) -> list[list[dict[str, object]]]:
+def _samples(path: Path, most: int) -> list[list[RecordedAnswer]]:
     """Read the recorded answers of at most ``most`` steps, evenly spread, by step."""
-    lines: list[Any] = read_metrics(path)
+    lines = read_metrics(path)
     if len(lines) > most:
         last = len(lines) - 1
         lines = [lines[round(n * last / (most - 1))] for n in range(most)]
+    return [_graded_samples(line) for line in lines]
+
+
+def _graded_samples(line: Mapping[str, Any]) -> list[RecordedAnswer]:
     return [
-        [
-            {"step": line["step"], **sample}
-            for sample in line.get("samples") or ()
-            if isinstance(sample, dict) and isinstance(sample.get("reward"), (int, float))
-        ]
-        for line in lines
+        cast("RecordedAnswer", {"step": line["step"], **sample})
+        for sample in line.get("samples") or ()
+        if isinstance(sample, dict) and isinstance(sample.get("reward"), (int, float))
     ]
 
 
-def _recorded(settings: Mapping[str, Any]) -> list[dict[str, object]]:
+def _recorded(settings: Mapping[str, Any]) -> list[RecordedAnswer]:
     """The first groups of the newest steps that --save-debug-rollout-data left; they hold no text
     of a prompt.
     """
@@ -281,7 +287,7 @@ def _recorded(settings: Mapping[str, Any]) -> list[dict[str, object]]:
     return found
 
 
-def _recorded_sample(step: int, scored: Mapping[str, Any]) -> dict[str, object]:
+def _recorded_sample(step: int, scored: Mapping[str, Any]) -> RecordedAnswer:
     sample = scored["sample"]
     return {
         "step": step,

@@ -29,8 +29,8 @@ def not_finite(lines: Sequence[Mapping[str, float]], name: str) -> list[tuple[fl
     for line in lines:
         value = line.get(name)
         if type(value) is float and not math.isfinite(value):
-            word = "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
-            found.append((float(line["step"]), word))
+            infinity = "∞" if value > 0 else "-∞"
+            found.append((float(line["step"]), "NaN" if math.isnan(value) else infinity))
     return found
 
 

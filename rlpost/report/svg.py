@@ -131,7 +131,9 @@ def stacked_plot(curves: Sequence[Curve], *, title: str, marks: Marks | None = N
     tops, areas = [0.0] * len(groups), []
     for curve in curves:
         of_step = dict(curve.points)
-        heights = [sum(of_step.get(step, 0.0) for step in group) / len(group) for group in groups]
+        heights = []
+        for group in groups:
+            heights.append(sum(of_step.get(step, 0.0) for step in group) / len(group))
         below, tops = tops, [low + height for low, height in zip(tops, heights, strict=True)]
         areas.append((curve, below, tops, heights))
     axes = _axes(

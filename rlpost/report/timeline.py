@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, Literal
+from typing import Literal
+
+from common.ledger import Entry
 
 Doing = Literal["waiting", "starting", "training", "ending"]
 _NEXT: dict[str, Doing] = {
@@ -81,7 +83,7 @@ class Timeline:
         return sum(span.end_s - span.begin_s for span in self.spans if span.doing == doing)
 
 
-def timeline(events: Sequence[Mapping[str, Any]], until: datetime) -> Timeline | None:
+def timeline(events: Sequence[Entry], until: datetime) -> Timeline | None:
     """Return the history; None for an empty ledger."""
     entries = [(datetime.fromisoformat(entry["time"]), entry) for entry in events]
     if not entries:
@@ -105,7 +107,7 @@ def timeline(events: Sequence[Mapping[str, Any]], until: datetime) -> Timeline |
     return Timeline(begin, tuple(spans), tuple(marks), _attempts(entries, until))
 
 
-def _following(doing: Doing | None, entry: Mapping[str, Any]) -> Doing | None:
+def _following(doing: Doing | None, entry: Entry) -> Doing | None:
     event = entry["event"]
     over = event == "verdict" and entry.get("answer") not in COMES_BACK
     if event == "done" or over or (doing is None and event in ("verdict", "committed")):
@@ -132,14 +134,14 @@ def _mark(entry: Mapping[str, object], at_s: float) -> Mark | None:
     return None
 
 
-def _hang(entry: Mapping[str, Any]) -> str:
+def _hang(entry: Entry) -> str:
     ranks = entry.get("ranks") or []
     where = f" because of rank {', '.join(map(str, ranks))}" if ranks else ""
     hosts = f" on {', '.join(map(str, entry.get('hosts') or []))}" if entry.get("hosts") else ""
     return f"{entry.get('call')} hangs{where}{hosts}: {entry.get('why', '')}"
 
 
-def _recovered(entry: Mapping[str, Any]) -> str:
+def _recovered(entry: Entry) -> str:
     again = entry.get("steps_again")
     steps = f", steps trained again: {again}" if again else ""
     seconds = float(entry.get("seconds", 0.0))
@@ -147,7 +149,7 @@ def _recovered(entry: Mapping[str, Any]) -> str:
     return f"{who} recovered in {seconds:.1f} s{steps}: {entry.get('cause', '')}"
 
 
-def _engines(entry: Mapping[str, Any]) -> str:
+def _engines(entry: Entry) -> str:
     """Return ``engine 1`` or ``engines 1, 2``."""
     found = [str(engine) for engine in entry.get("engines") or []]
     return f"engine{'' if len(found) == 1 else 's'} {', '.join(found)}"
@@ -163,9 +165,7 @@ def _preempted(entry: Mapping[str, object]) -> str:
     )
 
 
-def _attempts(
-    entries: Sequence[tuple[datetime, Mapping[str, Any]]], until: datetime
-) -> tuple[Attempt, ...]:
+def _attempts(entries: Sequence[tuple[datetime, Entry]], until: datetime) -> tuple[Attempt, ...]:
     found: list[Attempt] = []
     is_open = False
     for when, entry in entries:

@@ -48,7 +48,7 @@ class Answer:
     text: str
     finish_reason: Mapping[str, Any]
     version_spans: tuple[tuple[int, int], ...]
-    meta_info: Mapping[str, Any]
+    meta_info: Mapping[str, object]
     routes: RouteColumn | None = None
     sampling_mask: TokenSetColumn | None = None
 

@@ -225,12 +225,11 @@ class SharingMover:
         handles = await self._share(0)
         for index, bucket in enumerate(self._buckets):
             is_last = index == len(self._buckets) - 1
-            taking = [
-                one.client.update_weights_from_handles(
-                    [handles[rank] for rank in ranks], version=version if is_last else None
-                )
-                for one, ranks in zip(receivers, self._ranks_of, strict=True)
-            ]
+            taking = []
+            for one, ranks in zip(receivers, self._ranks_of, strict=True):
+                of_engine = [handles[rank] for rank in ranks]
+                update = one.client.update_weights_from_handles
+                taking.append(update(of_engine, version=version if is_last else None))
             following = [] if is_last else [self._share(index + 1)]
             answers = await together(f"take {_described(bucket)}", [*taking, *following])
             handles = cast("Sequence[str]", answers[-1])

@@ -52,11 +52,11 @@ def pass_rates(groups: Sequence[SampleGroup]) -> dict[str, float]:
         return {}
     rates = {}
     for k in sorted({*(2**power for power in range(most.bit_length()) if 2**power <= most), most}):
-        of_prompts = [
-            pass_at_k(len(own), sum(reward >= RIGHT for reward in own), k)
-            for own in rewards
-            if len(own) >= k
-        ]
+        of_prompts = []
+        for own in rewards:
+            if len(own) >= k:
+                num_right = sum(reward >= RIGHT for reward in own)
+                of_prompts.append(pass_at_k(len(own), num_right, k))
         rates[f"pass@{k}"] = math.fsum(of_prompts) / len(of_prompts)
     return rates
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
@@ -112,10 +112,9 @@ class GroupWriter:
         self, entry: Unfinished
     ) -> tuple[list[Sample], tuple[ScoredSample, ...]] | Unfinished:
         """Return all answers to a prompt, and those that have a reward."""
-        so_far = [
-            [sample for sample in entry.samples if sample.index == index]
-            for index in range(self._n)
-        ]
+        so_far: dict[int, list[Sample]] = defaultdict(list)
+        for sample in entry.samples:
+            so_far[sample.index].append(sample)
         answers = await together(
             [self._answer(entry.prompt, index, so_far[index]) for index in range(self._n)]
         )

@@ -38,11 +38,6 @@ class RouteFormat:
     num_experts: int
     topk: int
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Size of the routes of one token in memory."""
-        return len(self.layers) * self.topk * RouteColumn.dtype(self.num_experts).itemsize
-
     def unknown(self, tokens: int) -> RouteColumn:
         """Routes of ``tokens`` tokens that the trainer routes itself."""
         dtype = RouteColumn.dtype(self.num_experts)

@@ -108,7 +108,7 @@ def redact(secret: str | None) -> None:
         return
     make = logging.getLogRecordFactory()
 
-    def make_without_secret(*args: Any, **kwargs: Any) -> logging.LogRecord:
+    def make_without_secret(*args: object, **kwargs: object) -> logging.LogRecord:
         record = make(*args, **kwargs)
         try:
             message = record.getMessage()

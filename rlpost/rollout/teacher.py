@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from urllib.parse import urlsplit
 
@@ -200,12 +200,9 @@ class TeacherServer:
     def _parsed(self, answer: bytes) -> tuple[list[Entry], list[list[Entry]]]:
         try:
             meta = orjson.loads(answer)["meta_info"]
-            given = [(entry[0], entry[1]) for entry in meta["input_token_logprobs"]]
-            top = [
-                [(entry[0], entry[1]) for entry in position or ()]
-                for position in meta.get("input_top_logprobs") or ()
-            ]
-            return given, top
+            positions = meta.get("input_top_logprobs") or ()
+            top = [_entries(position or ()) for position in positions]
+            return _entries(meta["input_token_logprobs"]), top
         except (ValueError, KeyError, TypeError, IndexError):
             raise RolloutError(
                 f"--opd-teacher-url {self.url} returned no meta_info.input_token_logprobs; it must "
@@ -227,3 +224,8 @@ def _are_same(theirs: Sequence[int], own: Sequence[int]) -> bool:
 def generate_url(url: str) -> str:
     """Return the URL of the requests: ``/generate`` is appended if ``url`` has no path."""
     return url if urlsplit(url).path.strip("/") else url.rstrip("/") + "/generate"
+
+
+def _entries(given: Iterable[tuple[float | None, int, object]]) -> list[Entry]:
+    """Return token and log-prob of each entry, whose third field is the text."""
+    return [(entry[0], entry[1]) for entry in given]

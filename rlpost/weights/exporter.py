@@ -66,9 +66,10 @@ class Exporter:
             Travelling(entry.owner, travelling_bytes(entry, quantisation), joins)
             for entry, joins in zip(entries, _joins(entries), strict=True)
         ]
-        return tuple(
-            tuple(entries[index] for index in bucket) for bucket in deal(weights, max_bytes)
-        )
+        buckets = []
+        for bucket in deal(weights, max_bytes):
+            buckets.append(tuple(entries[index] for index in bucket))
+        return tuple(buckets)
 
     @torch.no_grad()
     def gather(

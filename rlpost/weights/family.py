@@ -6,16 +6,14 @@ attention and a gated SiLU MLP without biases. A family describes its difference
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from rlpost.model_types import HfConfig, MegatronFields
 from rlpost.weights.names import Rule
 
-HfConfig = Mapping[str, Any]
 
-
-def _no_fields(hf: HfConfig) -> dict[str, object]:
+def _no_fields(hf: HfConfig) -> MegatronFields:
     return {}
 
 
@@ -24,7 +22,7 @@ class Family:
     """One architecture."""
 
     rules: tuple[Rule, ...]
-    fields: Callable[[HfConfig], dict[str, Any]] = _no_fields
+    fields: Callable[[HfConfig], MegatronFields] = _no_fields
     """Fields of Megatron's TransformerConfig, from config.json."""
     refused: tuple[str, ...] = ()
     """Keys of config.json that must be absent or false: the features they enable are not supported.

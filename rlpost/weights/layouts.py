@@ -138,5 +138,10 @@ def _split_by_key_head(
 ) -> tuple[torch.Tensor, ...]:
     rows = _rows_of_key_head(layout, dims)
     by_head = tensor.unflatten(0, (dims.linear_key_heads, -1))
-    kinds = iter(by_head.split([each for group in rows for each in group], dim=1))
-    return tuple(torch.cat([next(kinds).flatten(0, 1) for _ in group]) for group in rows)
+    parts = []
+    start = 0
+    for group in rows:
+        kinds = by_head.narrow(1, start, sum(group)).split(list(group), dim=1)
+        parts.append(torch.cat([kind.flatten(0, 1) for kind in kinds]))
+        start += sum(group)
+    return tuple(parts)

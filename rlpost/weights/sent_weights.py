@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 
@@ -21,6 +21,7 @@ from rlpost.weights import delta
 from rlpost.weights.delta import Header, Manifest, Words, Written
 from rlpost.weights.exporter import Exporter
 from rlpost.weights.inventory import Entry
+from rlpost.weights.quantise import BlockFp8
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +132,10 @@ class _Watched(Exporter):
         self._exporter = exporter
         self._show = show
 
-    def plan(self, max_bytes: int, **how: Any) -> tuple[tuple[Entry, ...], ...]:
-        return self._exporter.plan(max_bytes, **how)
+    def plan(
+        self, max_bytes: int, *, quantisation: BlockFp8 | None = None
+    ) -> tuple[tuple[Entry, ...], ...]:
+        return self._exporter.plan(max_bytes, quantisation=quantisation)
 
     def gather(self, bucket: tuple[Entry, ...], **how: object) -> dict[str, torch.Tensor]:
         tensors = self._exporter.gather(bucket, **how)

@@ -214,8 +214,11 @@ def plain_groups(optimizer: MegatronOptimizer) -> list[dict[str, object]]:
 
     HybridDeviceOptimizer stores classes in them, which ``torch.load(weights_only=True)`` rejects.
     """
-    groups = [group for one in inner(optimizer) for group in one.optimizer.param_groups]
-    return [{key: value for key, value in group.items() if _is_plain(value)} for group in groups]
+    plain = []
+    for one in inner(optimizer):
+        for group in one.optimizer.param_groups:
+            plain.append({key: value for key, value in group.items() if _is_plain(value)})
+    return plain
 
 
 def _is_plain(value: object) -> bool:

@@ -124,9 +124,7 @@ def written_states(optimizer: MegatronOptimizer | None, regions: Regions) -> set
         parameters = [parameter for buffer in one.buffers for parameter in buffer.param_index_map]
         flags: list[list[bool]] = [[]] * group.size()
         dist.all_gather_object(flags, [main[parameter] for parameter in parameters], group=group)
-        written |= {
-            parameter
-            for number, parameter in enumerate(parameters)
-            if any(each[number] for each in flags)
-        }
+        for parameter, *of_ranks in zip(parameters, *flags, strict=True):
+            if any(of_ranks):
+                written.add(parameter)
     return written

@@ -13,8 +13,6 @@ from typing import Any
 
 from rlpost.agents.sandbox.protocol import Entry, Snapshot, SnapshotRefused
 
-HEADER_BYTES = 1 << 16
-
 
 def decode(data: bytes) -> Snapshot:
     """Return the snapshot of a stream. Raises ``SnapshotRefused`` when it is damaged."""

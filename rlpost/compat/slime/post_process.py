@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlpost.algorithm.partition import by_group
 from rlpost.algorithm.plugin import blamed_on, checked_interface, load_function
 from rlpost.compat.slime.arguments import Arguments, settings_of
 from rlpost.compat.slime.modules import sample_class
@@ -50,16 +51,10 @@ class RewardPostProcess:
         with blamed_on(self._path, key=KEY):
             found = self._function(self._args, samples)
         raw, rewards = self._checked(found, len(samples))
-        left = iter(rewards)
-        changed = (
-            replace(
-                group, samples=tuple(replace(each, reward=next(left)) for each in group.samples)
-            )
-            for group in groups
-        )
-        return PostProcessed(tuple(changed), raw)
+        of_groups = zip(groups, by_group(groups, rewards), strict=True)
+        return PostProcessed(tuple(_rewarded(group, own) for group, own in of_groups), raw)
 
-    def _samples(self, group: SampleGroup) -> list[Any]:
+    def _samples(self, group: SampleGroup) -> list[object]:
         key = self._args.reward_key
         return [
             shown(
@@ -74,7 +69,7 @@ class RewardPostProcess:
 
     def _checked(self, found: Any, count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         try:
-            raw, rewards = (tuple(float(value) for value in values) for values in found)
+            raw, rewards = (tuple(map(float, values)) for values in found)
         except (TypeError, ValueError, RuntimeError) as error:  # the last one of tensors
             raise ConfigError(
                 f"{KEY} = {self._path}: got {found!r:.200} ({error}); return two lists, the raw "
@@ -101,3 +96,8 @@ def reward_post_process(config: Config) -> RewardPostProcess | None:
     function = load_function(path, key=KEY)
     checked_interface("reward post-process", function, key=KEY, path=path)
     return RewardPostProcess(path, function, Arguments(settings_of(config)))
+
+
+def _rewarded(group: SampleGroup, rewards: Sequence[float]) -> SampleGroup:
+    pairs = zip(group.samples, rewards, strict=True)
+    return replace(group, samples=tuple(replace(one, reward=reward) for one, reward in pairs))

@@ -6,14 +6,14 @@ problem, with the critic's flags.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems, model_problems, parallel_problems
 from rlpost.config.critic_ranks import LAYOUT, critic_nodes, critic_ranks, in_flags_of_critic
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled
+from rlpost.model_types import HfConfig
 
 PLACES = ("critic_num_nodes", "critic_num_gpus_per_node")
 
@@ -46,7 +46,7 @@ def own_critic_problems(config: Config) -> list[str]:
     return found or _room_problems(config, own)
 
 
-def own_critic_model_problems(config: Config, model: Mapping[str, Any]) -> list[str]:
+def own_critic_model_problems(config: Config, model: HfConfig) -> list[str]:
     """Model sizes in ``config.json`` that the critic's layout does not divide."""
     if not config.has_own_critic:
         return []

@@ -5,10 +5,8 @@ Input: a ``Config`` and the model's ``config.json``. Output: one line for each p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from rlpost.config.tree import Config
+from rlpost.model_types import HfConfig
 
 MXFP4, FP8 = "mxfp4", "fp8"
 """Values of ``quant_method`` whose weights the trainer reads; engines with the second take updates.
@@ -16,7 +14,7 @@ MXFP4, FP8 = "mxfp4", "fp8"
 
 
 def engine_model_problems(
-    config: Config, hf: Mapping[str, Any], *, longest: int, ignored_window: int | None
+    config: Config, hf: HfConfig, *, longest: int, ignored_window: int | None
 ) -> list[str]:
     """Return the problems of this model in the engines.
 

@@ -13,12 +13,6 @@ from dataclasses import dataclass
 
 from rlpost.config.tree import Config
 
-FABRIC = re.compile(
-    r"NCCL_(IB|NET|SOCKET|OOB|CROSS_NIC|PXN|P2P_PXN|GDR|TOPO|COLLNET|FASTRAK|GPUDIRECTTCPX).*|NCCL_P2P_LEVEL"
-    r"|(NVSHMEM|UCX|GLOO|FI|OFI|RDMAV|TP|OMPI|MLX|IBV)_.*"
-)
-"""Variables that depend on a site's network or nodes: for cluster profiles, never for recipes."""
-
 
 @dataclass(frozen=True, slots=True)
 class Range:

@@ -5,11 +5,9 @@ Input: a ``Config``, the content of the model's config.json. Output: one line fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled
+from rlpost.model_types import HfConfig
 
 
 def fleet_problems(config: Config) -> list[str]:
@@ -20,14 +18,14 @@ def fleet_problems(config: Config) -> list[str]:
     return [*_no_engine_problems(config), *_mode_problems(config, asked), *_engine(config, asked)]
 
 
-def fleet_model_problems(config: Config, hf: Mapping[str, Any]) -> list[str]:
+def fleet_model_problems(config: Config, hf: HfConfig) -> list[str]:
     """Of a fleet with this model."""
     asked = _asked(config)
     problem = quantised_problem(hf) if asked else None
     return [] if problem is None else [f"{asked}: {problem}"]
 
 
-def quantised_problem(hf: Mapping[str, Any]) -> str | None:
+def quantised_problem(hf: HfConfig) -> str | None:
     """Why a fleet cannot serve a model; None if it can."""
     method = (hf.get("quantization_config") or {}).get("quant_method")
     if method is None:

@@ -178,11 +178,9 @@ def _missing_imports(tree: ast.Module) -> list[str]:
         else:
             continue
         for module, name in wanted:
-            why = (
-                lacking(module, None if name == "*" else name)
-                if module.partition(".")[0] == SLIME
-                else None
-            )
+            if module.partition(".")[0] != SLIME:
+                continue
+            why = lacking(module, None if name == "*" else name)
             if why is not None and why not in found.values():
                 found[f"line {node.lineno}, {module}.{name}"] = why
     return [f"{where.partition(',')[0]}: {why}" for where, why in found.items()]

@@ -7,13 +7,13 @@ Output: one line for each problem, with the arithmetic and valid values. Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rlpost.config.critic_ranks import critic_nodes, critic_ranks
 from rlpost.config.flags import flag
 from rlpost.config.tree import Config
 from rlpost.config.wording import divisors, listed, nearest, spelled, value_of, with_values
+from rlpost.model_types import HfConfig
 
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Keys of the number of experts in config.json, by model family."""
@@ -351,7 +351,7 @@ def _nodes(count: int) -> str:
     return "node" if count == 1 else f"{count} nodes"
 
 
-def model_problems(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
+def model_problems(config: Config, hf_config: HfConfig) -> list[str]:
     """Model sizes in ``config.json`` that the layout does not divide; empty if the layout is wrong
     already."""
     if layout_problems(config):

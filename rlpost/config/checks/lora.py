@@ -5,13 +5,11 @@ Input: a ``Config``. Output: one line for each problem.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from rlpost.config.checks.layout import EXPERT_KEYS
 from rlpost.config.groups.lora import LoraConfig
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled
+from rlpost.model_types import HfConfig
 
 WITHOUT_ADAPTERS = frozenset(
     {
@@ -83,7 +81,7 @@ def _unused(config: Config) -> list[str]:
     ]
 
 
-def lora_model_problems(config: Config, model: Mapping[str, Any]) -> list[str]:
+def lora_model_problems(config: Config, model: HfConfig) -> list[str]:
     """Architectures without adapters, and targets that the model of this config.json lacks."""
     if config.lora.lora_rank is None:
         return []

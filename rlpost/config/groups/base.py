@@ -65,7 +65,9 @@ def _function_path(given: str) -> str:
 
 def several(given: object) -> object:
     """Wrap a single word in a list."""
-    return ([given] if given else []) if isinstance(given, str) else given
+    if isinstance(given, str):
+        return [given] if given else []
+    return given
 
 
 FilePaths = Annotated[tuple[FilePath, ...], BeforeValidator(several)]

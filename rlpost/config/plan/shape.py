@@ -1,7 +1,7 @@
 """How many parameters each rank of a layout holds, exactly as Megatron-core's modules have them.
 Pure.
 
-Input: the architecture in the words of the table [model], and the sizes of a layout.
+Input: the architecture in the arguments of the table [model], and the sizes of a layout.
 Output: counts for a pipeline stage, routed experts apart from the rest because they are cut by
 sizes of their own. A rank's share of a matrix is that of tensor parallelism (Shoeybi et al., arXiv
 1909.08053): columns of QKV and of the first MLP matrix, rows of the others; norms, the router and,
@@ -11,12 +11,13 @@ with sandwich norms, the norms at the end are on every rank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
+from rlpost.model_types import ModelArguments
 
 FP8_SIDE = 128
 FP8_BLOCK = FP8_SIDE * FP8_SIDE
@@ -167,32 +168,32 @@ class Shape:
         return rank_parameters(self, Layout(), 0)
 
 
-def shape_of(words: Mapping[str, Any]) -> Shape:
+def shape_of(arguments: ModelArguments) -> Shape:
     """The shape that [model] describes. Raises ConfigError naming what is missing."""
-    if missing := [name for name in NEEDED if words.get(name) is None]:
+    if missing := [name for name in NEEDED if arguments.get(name) is None]:
         raise ConfigError(
             f"model.{', model.'.join(missing)}: not known; the model's config.json is not there; bring it with "
             "rlpost fetch RECIPE, or name a file of jobs/models with --model or in the recipe"
         )
 
     def word(name: str, default: object) -> Any:
-        value = words.get(name)
+        value = arguments.get(name)
         return default if value is None else value
 
     heads, layers, experts = (
-        words["num_attention_heads"],
-        words["num_layers"],
+        arguments["num_attention_heads"],
+        arguments["num_layers"],
         word("num_experts", 0),
     )
     pattern = word("moe_layer_freq", (1,) * layers if experts else (0,) * layers)
     return Shape(
-        hidden=words["hidden_size"],
-        ffn=words["ffn_hidden_size"],
+        hidden=arguments["hidden_size"],
+        ffn=arguments["ffn_hidden_size"],
         heads=heads,
         groups=word("num_query_groups", heads),
         # of latent attention, whose kv_channels have no meaning
-        head_dim=word("qk_head_dim", word("kv_channels", words["hidden_size"] // heads)),
-        vocab=words["vocab_size"],
+        head_dim=word("qk_head_dim", word("kv_channels", arguments["hidden_size"] // heads)),
+        vocab=arguments["vocab_size"],
         sparse=tuple(bool(one) for one in pattern),
         tied=not word("untie_embeddings_and_output_weights", False),
         qkv_bias=word("add_qkv_bias", False),
@@ -203,29 +204,29 @@ def shape_of(words: Mapping[str, Any]) -> Shape:
         sinks=word("softmax_type", "vanilla") == "learnable",
         stacked_experts=not word("disable_bias_linear", True),
         output_gate=word("attention_output_gate", False),
-        linear=linear_attention(words),
+        linear=linear_attention(arguments),
         num_experts=experts,
         expert_ffn=word("moe_ffn_hidden_size", 0),
         shared_ffn=word("moe_shared_expert_intermediate_size", 0),
         shared_gate=word("moe_shared_expert_gate", False),
         topk=word("moe_router_topk", 0),
-        latent=latent_of(words),
+        latent=latent_of(arguments),
     )
 
 
-def latent_of(words: Mapping[str, Any]) -> Latent | None:
-    """The sizes of latent attention in Megatron's words; None for a model without it."""
-    if not words.get("multi_latent_attention"):
+def latent_of(arguments: ModelArguments) -> Latent | None:
+    """The sizes of latent attention in Megatron's arguments; None for a model without it."""
+    if not arguments.get("multi_latent_attention"):
         return None
     return Latent(
-        query_rank=words.get("q_lora_rank") or 0,
-        kv_rank=words["kv_lora_rank"],
-        position=words["qk_pos_emb_head_dim"],
-        value=words["v_head_dim"],
+        query_rank=arguments.get("q_lora_rank") or 0,
+        kv_rank=arguments["kv_lora_rank"],
+        position=arguments["qk_pos_emb_head_dim"],
+        value=arguments["v_head_dim"],
     )
 
 
-def linear_attention(fields: Mapping[str, Any]) -> LinearAttention | None:
+def linear_attention(fields: ModelArguments) -> LinearAttention | None:
     """The linear attention that [model] or a family's fields describe; None without."""
     pattern = fields.get("linear_attention_freq")
     if not pattern:

@@ -10,7 +10,7 @@ place of all expert-parallel ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -47,7 +47,7 @@ class Weight:
     @cached_property
     def _blocks(self) -> int:
         """FP8 blocks of all tensors."""
-        return sum(math.prod(-(-length // FP8_BLOCK) for length in shape) for shape in self.shapes)
+        return sum(map(_num_blocks, self.shapes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,10 @@ def _buckets(
     """The number of buckets, and the bytes of the largest."""
     weights, _ = _travelling(shape, layout, width, in_fp8)
     buckets = deal(weights, max_bytes)
-    largest = max(sum(weights[index].num_bytes for index in bucket) for bucket in buckets)
-    return len(buckets), largest
+    sizes = []
+    for bucket in buckets:
+        sizes.append(sum(weights[index].num_bytes for index in bucket))
+    return len(buckets), max(sizes)
 
 
 def weights_of(shape: Shape, layout: Layout) -> Iterator[Weight]:
@@ -225,3 +227,7 @@ def _stacked(shape: Shape, stage: int) -> Iterator[Weight]:
 def _gated(stage: int, hidden: int, ffn: int, *, copies: int = 1) -> Iterator[Weight]:
     yield Weight(stage, ((ffn, hidden),) * 2 * copies, is_quantised=True)
     yield Weight(stage, ((hidden, ffn),) * copies, is_quantised=True)
+
+
+def _num_blocks(shape: Sequence[int]) -> int:
+    return math.prod(-(-length // FP8_BLOCK) for length in shape)

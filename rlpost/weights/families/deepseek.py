@@ -9,9 +9,10 @@ rotary embedding, which rotates adjacent pairs.
 from __future__ import annotations
 
 from rlpost.errors import WeightError
+from rlpost.model_types import HfConfig
 from rlpost.weights import names
 from rlpost.weights.families.glm import mixture
-from rlpost.weights.family import Family, HfConfig
+from rlpost.weights.family import Family
 from rlpost.weights.names import in_layer
 
 LATENT_NORM_EPS = 1e-6

@@ -5,8 +5,9 @@ their own, norms on both sides of attention and MLP, and scaled embeddings.
 from __future__ import annotations
 
 from rlpost.errors import WeightError
+from rlpost.model_types import HfConfig
 from rlpost.weights import names
-from rlpost.weights.family import Family, HfConfig, window_fields
+from rlpost.weights.family import Family, window_fields
 from rlpost.weights.names import in_layer
 
 ACTIVATION = "gelu_pytorch_tanh"

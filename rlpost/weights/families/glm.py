@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 from rlpost.errors import WeightError
+from rlpost.model_types import HfConfig
 from rlpost.weights import names
-from rlpost.weights.family import Family, HfConfig, expert_fields
+from rlpost.weights.family import Family, expert_fields
 from rlpost.weights.names import in_layer
 
 

@@ -4,8 +4,9 @@ other layer, biases, and a clamped SwiGLU. Checkpoints in bfloat16 or MXFP4.
 
 from __future__ import annotations
 
+from rlpost.model_types import HfConfig
 from rlpost.weights import names
-from rlpost.weights.family import Family, HfConfig, expert_fields, window_fields
+from rlpost.weights.family import Family, expert_fields, window_fields
 from rlpost.weights.names import Layout, Rule, in_layer
 
 SWIGLU_LIMIT = 7.0

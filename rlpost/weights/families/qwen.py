@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlpost.errors import WeightError
+from rlpost.model_types import HfConfig
 from rlpost.weights import names
-from rlpost.weights.family import Family, HfConfig, expert_fields, window_fields
+from rlpost.weights.family import Family, expert_fields, window_fields
 
 _DENSE = (*names.OUTSIDE_LAYERS, *names.ATTENTION, *names.MLP_NORM, *names.DENSE_MLP)
 

@@ -5,9 +5,10 @@ delta nets (arXiv 2412.06464) with gated attention in every fourth layer.
 
 from __future__ import annotations
 
+from rlpost.model_types import HfConfig
 from rlpost.weights import names
 from rlpost.weights.families.qwen import gated_shared_expert, mixture
-from rlpost.weights.family import Family, HfConfig
+from rlpost.weights.family import Family
 from rlpost.weights.names import Rule, in_layer
 
 

@@ -4,8 +4,9 @@ import pytest
 
 from rlpost.algorithm.advantage import grpo_advantages
 from rlpost.config.load import load
-from rlpost.orchestration.batches import batch_samples, make_batches, rollout_samples
+from rlpost.orchestration.batches import batch_samples, rollout_samples
 from rlpost.types import Sample, SampleGroup, ScoredSample
+from tests.unit.rollout_batches import make_batches
 
 ROLLOUT = {"rollout_batch_size": 2, "n_samples_per_prompt": 2}
 

@@ -4,12 +4,20 @@ portable.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from rlpost.check import check
-from rlpost.config.checks.environment import FABRIC, environment_problems
+from rlpost.config.checks.environment import environment_problems
 from rlpost.config.load import JOBS, files_of, load, read_toml
 from rlpost.errors import ConfigError
+
+FABRIC = re.compile(
+    r"NCCL_(IB|NET|SOCKET|OOB|CROSS_NIC|PXN|P2P_PXN|GDR|TOPO|COLLNET|FASTRAK|GPUDIRECTTCPX).*|NCCL_P2P_LEVEL"
+    r"|(NVSHMEM|UCX|GLOO|FI|OFI|RDMAV|TP|OMPI|MLX|IBV)_.*"
+)
+"""Variables that depend on a site's network or nodes: for cluster profiles, never for recipes."""
 
 RECIPES = sorted((JOBS / "recipes").glob("*.toml"))
 PROFILES = sorted((JOBS / "clusters").glob("*.toml"))

@@ -12,12 +12,12 @@ from rlpost.columns import RouteColumn, TokenSetColumn
 from rlpost.config.load import load
 from rlpost.errors import DataError
 from rlpost.orchestration.batches import (
-    make_batches,
     model_break_even,
     rollout_metrics,
     rollout_samples,
 )
 from rlpost.types import Sample, SampleGroup, ScoredSample
+from tests.unit.rollout_batches import make_batches
 
 
 def group(prompt_id, rewards, length=3, finish="stop"):
