@@ -180,6 +180,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             | {"truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5},
         },
     ),
+    # matrices of one and of several blocks of FP8, whole ones and parts
+    "deepseek-v3-wide-moe": (
+        "DeepseekV3",
+        DEEPSEEK_V3
+        | {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "moe_intermediate_size": 160,
+            "q_lora_rank": 96,
+            "kv_lora_rank": 192,
+        },
+    ),
     "gemma3-capped": ("Gemma3", GEMMA3 | {"final_logit_softcapping": 2.0}),
     "llama3.1-shorter": (
         "Llama",
