@@ -38,6 +38,9 @@ SERVED = (
     pytest.param("qwen3-yarn", marks=pytest.mark.slow),
     pytest.param("qwen2.5-yarn", marks=pytest.mark.slow),
     pytest.param("gpt-oss-moe", marks=pytest.mark.slow),
+    pytest.param("qwen3-next-even-moe", marks=pytest.mark.slow),
+    pytest.param("qwen3.5-even", marks=pytest.mark.slow),
+    pytest.param("qwen3.5-even-moe", marks=pytest.mark.slow),
 )
 
 
