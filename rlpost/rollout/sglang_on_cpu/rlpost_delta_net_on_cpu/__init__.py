@@ -112,7 +112,7 @@ def chunk_gated_delta_rule_cpu(
 
 def fused_sigmoid_gating_delta_rule_update_cpu(
     *,
-    A_log: Tensor,  # noqa: N803, the name of the kernel's argument
+    A_log: Tensor,
     dt_bias: Tensor,
     q: Tensor,
     k: Tensor,
@@ -166,7 +166,7 @@ def _read(state: Tensor, row: Tensor) -> Tensor:
 
 
 def fused_gdn_gating_cpu(
-    A_log: Tensor,  # noqa: N803, as above
+    A_log: Tensor,
     a: Tensor,
     b: Tensor,
     dt_bias: Tensor,
@@ -193,7 +193,9 @@ def fused_qk_gemma_rmsnorm_cpu(
     """Norms of each head, with the factor 1 + weight."""
     pairs = ((query, query_weight), (key, key_weight))
     first, second = (
-        F.rms_norm(rows.reshape(-1, width).float(), (width,), 1 + weight.float(), eps).to(rows.dtype)
+        F.rms_norm(rows.reshape(-1, width).float(), (width,), 1 + weight.float(), eps).to(
+            rows.dtype
+        )
         for rows, weight in pairs
     )
     return first, second
