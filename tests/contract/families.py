@@ -100,6 +100,10 @@ HYBRID = dict(
     linear_value_head_dim=12,
     layer_types=["linear_attention", "full_attention"] + ["linear_attention"] * 2,
 )
+EVEN_HYBRID = HYBRID | {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "full_attention_interval": 2,
+}
 LATENT = GLM_EXPERTS | dict(
     num_key_value_heads=4,
     q_lora_rank=24,
@@ -178,6 +182,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts": 8,
             "rope_parameters": LONG_ROPE
             | {"truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5},
+        },
+    ),
+    # SGLang reads an interval instead of the types of layers, and makes all of them sparse
+    "qwen3-next-even-moe": ("Qwen3Next", EVEN_HYBRID | EXPERTS | GATED_EXPERTS),
+    "qwen3.5-even": ("Qwen3_5", EVEN_HYBRID),
+    "qwen3.5-even-moe": ("Qwen3_5Moe", EVEN_HYBRID | EXPERTS | GATED_EXPERTS),
+    # matrices of one and of several blocks of FP8, whole ones and parts
+    "deepseek-v3-wide-moe": (
+        "DeepseekV3",
+        DEEPSEEK_V3
+        | {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "moe_intermediate_size": 160,
+            "q_lora_rank": 96,
+            "kv_lora_rank": 192,
         },
     ),
     "gemma3-capped": ("Gemma3", GEMMA3 | {"final_logit_softcapping": 2.0}),

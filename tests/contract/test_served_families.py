@@ -1,5 +1,5 @@
-"""A real SGLang engine of each family that it can run on a CPU: after a training step and an update
-its log-probs are those of the trainer. docs/actor.md says what keeps the other families off a CPU.
+"""A real SGLang engine of each family, with the stand-ins for a CPU that docs/actor.md lists: after a
+training step and an update its log-probs are those of the trainer.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ SERVED = (
     pytest.param("qwen3-yarn", marks=pytest.mark.slow),
     pytest.param("qwen2.5-yarn", marks=pytest.mark.slow),
     pytest.param("gpt-oss-moe", marks=pytest.mark.slow),
+    pytest.param("qwen3-next-even-moe", marks=pytest.mark.slow),
+    pytest.param("qwen3.5-even", marks=pytest.mark.slow),
+    pytest.param("qwen3.5-even-moe", marks=pytest.mark.slow),
 )
 
 

@@ -120,6 +120,10 @@ PRESCRIBED = {
     ("rlpost.actor.attention", "__init__"),
     ("rlpost.actor.attention", "forward"),
     ("rlpost.compat.slime.sample", "append_response_tokens"),
+    (
+        "rlpost.rollout.sglang_on_cpu.rlpost_delta_net_on_cpu",
+        "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    ),
     ("rlpost.rollout.sglang_on_cpu.rlpost_sinks_on_cpu", "forward"),
     ("rlpost.rollout.sglang_on_cpu.rlpost_triton_on_cpu", "normalise"),
 }

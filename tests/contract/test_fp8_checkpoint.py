@@ -1,0 +1,147 @@
+"""A whole checkpoint in FP8 blocks, in the form of DeepSeek-V3's files: read at a layout, exported in
+the trainer's precision, and sent to engines in FP8.
+
+The expected weights are decoded here, from bits: e4m3 has a sign, four bits of exponent with bias 7
+and three of mantissa, and each block of 128 x 128 has a float32 factor (``weight_scale_inv``).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rlpost.actor.settings import ActorSettings
+from tests.contract.actor_ranks import run_ranks
+from tests.contract.families import load_folder, make_family
+
+pytestmark = pytest.mark.timeout(300)
+BLOCK = 128
+LARGEST = 0x7E
+"""The byte of 448."""
+SCALE = "_scale_inv"
+LAYOUT = {
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 1,
+}
+QUANTIZATION = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+
+
+def value_of(byte: int) -> float:
+    """The number of a byte in e4m3 (OCP 8-bit floating point, table 1)."""
+    sign, exponent, mantissa = -1.0 if byte & 0x80 else 1.0, byte >> 3 & 0xF, byte & 0x7
+    if exponent == 0:
+        return sign * mantissa / 8 * 2.0**-6
+    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+
+
+VALUES = np.array([value_of(byte) for byte in range(256)], dtype=np.float32)
+
+
+def decoded(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Each byte times the factor of its block."""
+    rows, columns = (np.arange(length) // BLOCK for length in values.shape)
+    return VALUES[values] * scales[rows[:, None], columns]
+
+
+def encoded(source: np.random.Generator, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Random bytes without NaN, in each block one of the largest magnitude, and random factors."""
+    values = source.integers(0, 127, shape, dtype=np.uint8)
+    values[::BLOCK, ::BLOCK] = LARGEST
+    values |= source.integers(0, 2, shape, dtype=np.uint8) << 7
+    scales = source.uniform(1e-3, 3e-3, [-(-length // BLOCK) for length in shape])
+    return values, scales.astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder, and values and factors of each weight in FP8.
+
+    As in DeepSeek-V3 these are the matrices of the layers but for the router. Some shards of the
+    layout are whole blocks, others end within one.
+    """
+    folder = tmp_path_factory.mktemp("fp8")
+    make_family(folder, "deepseek-v3-wide-moe")
+    stored, source, pairs = load_folder(folder), np.random.default_rng(5), {}
+    for name in [one for one in stored if one.endswith(("_proj.weight", "_mqa.weight"))]:
+        pairs[name] = encoded(source, tuple(stored[name].shape))
+        values, scales = map(torch.from_numpy, pairs[name])
+        stored[name] = values.view(torch.float8_e4m3fn)
+        stored[name + SCALE] = scales
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = folder / "config.json"
+    said = json.loads(config.read_text()) | {"quantization_config": QUANTIZATION}
+    config.write_text(json.dumps(said))
+    return folder, pairs
+
+
+def read_and_write(actor: Any, *, export: str) -> dict[str, Any]:
+    """Import, export to a folder, and gather what engines get; FP8 as bytes."""
+    actor.import_weights()
+    actor.export(export)
+    sent = {}
+    for index in range(len(actor.buckets)):
+        for name, tensor in actor.buckets.gather(index, on_all_stages=True).items():
+            is_fp8 = tensor.dtype == torch.float8_e4m3fn
+            sent[name] = (tensor.view(torch.uint8) if is_fp8 else tensor).clone().numpy()
+    return sent
+
+
+@pytest.fixture(scope="module")
+def found(
+    checkpoint: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Any]]]:
+    """The exported folder, and what each rank would send."""
+    export = tmp_path_factory.mktemp("exported")
+    settings = ActorSettings(str(checkpoint[0]), distributed_timeout_minutes=2, **LAYOUT)
+    return export, run_ranks(read_and_write, 2, settings, export=str(export))
+
+
+def test_reading_is_dequantisation(checkpoint, found):
+    """Bit for bit, and what is not in FP8 stays as it is."""
+    (folder, pairs), (export, _) = checkpoint, found
+    exported, stored = load_folder(export), load_folder(folder)
+    assert exported.keys() == {name for name in stored if not name.endswith(SCALE)}
+    assert {"q_a_proj", "kv_a_proj_with_mqa", "gate_proj"} <= {one.split(".")[-2] for one in pairs}
+    for name, tensor in exported.items():
+        if name in pairs:
+            assert np.array_equal(tensor.numpy(), decoded(*pairs[name])), name
+        else:
+            assert torch.equal(tensor, stored[name]), name
+    assert "quantization_config" not in json.loads((export / "config.json").read_text())
+
+
+def test_engines_get_the_checkpoint_back(checkpoint, found):
+    """The same bytes; factors up to the rounding of 448 x factor / 448 in float32."""
+    (folder, pairs), (_, ranks) = checkpoint, found
+    stored = load_folder(folder)
+    for sent in ranks:
+        assert sent.keys() == stored.keys()
+        for name, values in sent.items():
+            if name in pairs:
+                assert np.array_equal(values, pairs[name][0]), name
+            elif name.endswith(SCALE):
+                expected = pairs[name.removesuffix(SCALE)][1]
+                np.testing.assert_allclose(values, expected, rtol=2.0**-22, err_msg=name)
+            else:
+                assert np.array_equal(values, stored[name].numpy()), name
+
+
+def test_what_engines_get_reads_as_the_weights_of_the_trainer(checkpoint, found):
+    (_, pairs), (export, ranks) = checkpoint, found
+    exported = load_folder(export)
+    for name in pairs:
+        again = decoded(ranks[0][name], ranks[0][name + SCALE])
+        np.testing.assert_allclose(again, exported[name].numpy(), rtol=2.0**-22, err_msg=name)
