@@ -27,7 +27,7 @@ from rlpost.metrics.pace import PACE_STEPS
 from rlpost.metrics.progress import duration
 from rlpost.metrics.writer import read_metrics
 from rlpost.report.panels import PHASES, mean_phases
-from rlpost.report.series import points, short
+from rlpost.report.series import not_finite, points, short
 from rlpost.report.timeline import Timeline, timeline
 from slurm.client import POLL_S
 from slurm.queue import FORGOTTEN, QueueEntry, queue
@@ -147,12 +147,8 @@ def _rows(view: View, room: int) -> list[tuple[str, RenderableType]]:
     found: list[tuple[str, RenderableType]] = [("job", Text(_job(status)))]
     found.append(("step", _steps(status, min(room, 40))))
     for name, metric in (("reward", "reward/mean"), ("length", "rollout/response_length_mean")):
-        values = [value for _, value in points(lines, metric)]
-        if values:
-            curve = Text(
-                sparkline(values, min(room - 12, 60)), style="green" if name == "reward" else "cyan"
-            )
-            found.append((name, Text.assemble(curve, f"  {short(values[-1])}")))
+        if (curve := _curve(lines, metric, room)) is not None:
+            found.append((name, curve))
     if status.evals:
         found.append(
             (
@@ -226,6 +222,21 @@ def _attempts(history: Timeline) -> Table:
         ]
         table.add_row(*cells, end)
     return table
+
+
+def _curve(lines: Sequence[Mapping[str, float]], metric: str, room: int) -> Text | None:
+    """The curve of a metric, its newest value, and how many values are not finite."""
+    values = [value for _, value in points(lines, metric)]
+    lost = not_finite(lines, metric)
+    if not values and not lost:
+        return None
+    shown = f"  {short(values[-1])}" if values else "  no finite value"
+    if lost:
+        step, word = lost[-1]
+        shown += f"; {len(lost)} not finite, the last {word} at step {step:.0f}"
+    width = min(room - max(12, len(shown)), 60)
+    style = "green" if metric == "reward/mean" else "cyan"
+    return Text.assemble((sparkline(values, width) if values else "", style), shown)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

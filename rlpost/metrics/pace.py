@@ -7,6 +7,7 @@ the values of single steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
@@ -14,6 +15,18 @@ PACE_STEPS = 20
 """Steps, the newest ones, that a recent value is computed from."""
 THROUGHPUT, STEP_S = "time/tokens_per_s", "time/step_s"
 Line = Mapping[str, float]
+
+
+def finite(line: Line, name: str, default: float = 0.0) -> float:
+    """Return a value of a line; ``default`` where it is missing or not a finite number."""
+    value = line.get(name)
+    is_number = isinstance(value, (int, float)) and math.isfinite(value)
+    return float(value) if is_number and value is not None else default
+
+
+def is_timed(line: Line) -> bool:
+    """Whether a line has the seconds of its step."""
+    return finite(line, STEP_S, -1.0) >= 0
 
 
 def throughput(lines: Sequence[Line], num_steps: int = PACE_STEPS) -> float | None:
@@ -26,7 +39,8 @@ def throughput(lines: Sequence[Line], num_steps: int = PACE_STEPS) -> float | No
     ...             {"time/tokens_per_s": 10.0, "time/step_s": 9.0}])
     19.0
     """
-    steps = [line for line in lines if THROUGHPUT in line and STEP_S in line][-num_steps:]
+    rated = [line for line in lines if is_timed(line) and finite(line, THROUGHPUT, -1.0) >= 0]
+    steps = rated[-num_steps:]
     seconds = sum(line[STEP_S] for line in steps)
     if not seconds:
         return None
@@ -36,9 +50,12 @@ def throughput(lines: Sequence[Line], num_steps: int = PACE_STEPS) -> float | No
 def recent(lines: Sequence[Line], name: str, num_steps: int = PACE_STEPS) -> float | None:
     """Return the mean of a metric over the newest lines that have it; None where none has.
 
-    Of ``time/tokens_per_s`` it is ``throughput``.
+    Of ``time/tokens_per_s`` it is ``throughput``. Of ``time/step_s`` values that are not finite are
+    left out; of every other metric they make the mean NaN or infinite.
     """
     if name == THROUGHPUT:
         return throughput(lines, num_steps)
+    if name == STEP_S:
+        lines = [line for line in lines if is_timed(line)]
     values = [line[name] for line in lines if name in line][-num_steps:]
     return fmean(values) if values else None

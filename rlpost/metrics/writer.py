@@ -16,6 +16,7 @@ import bisect
 import itertools
 import json
 import logging
+import math
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -104,7 +105,7 @@ class MetricsWriter:
 
     def _mirror(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self._also is not None:
-            self._also(step, metrics)
+            self._also(step, with_nan(metrics))
 
     def _make(self, *, through: int | None) -> None:
         """Replace the file by a new one with the lines through a step; None keeps all lines."""
@@ -195,8 +196,20 @@ def read_lines(path: Path) -> Lines:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the valid lines of a metrics file, each step once, in order; empty if missing."""
-    return list(read_lines(path).lines)
+    """Return the valid lines of a metrics file, each step once, in order; empty if missing.
+
+    A value of null is NaN: writers of strict JSON have no other word for it.
+    """
+    return [with_nan(line) for line in read_lines(path).lines]
+
+
+def with_nan(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line with NaN in place of None.
+
+    >>> with_nan({"step": 1, "x": None})
+    {'step': 1, 'x': nan}
+    """
+    return {name: math.nan if value is None else value for name, value in line.items()}
 
 
 def eval_rewards(metrics: Mapping[str, float]) -> list[str]:

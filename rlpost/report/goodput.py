@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 
 from common.ledger import Entry
 from rlpost.config.tree import Config
+from rlpost.metrics.pace import finite, is_timed
 from rlpost.report.fleet_use import FleetUse, fleet_use
 from rlpost.report.timeline import COMES_BACK
 from rlpost.units import duration_text
@@ -318,11 +319,11 @@ def _add_steps(attempts: Sequence[_Attempt], lines: Sequence[Mapping[str, float]
             owner = starts[0] if starts else None  # the evaluation before the first step
         if owner is None:
             continue
-        owner.evaluation_s += line.get("time/eval_s", 0.0)
-        if "time/step_s" in line:
+        owner.evaluation_s += finite(line, "time/eval_s")
+        if is_timed(line):
             seconds = line["time/step_s"]
-            waits = line.get("time/trainer_waits_frac", 0.0)
-            engines_wait = max(0.0, 1.0 - line.get("time/generation_waited_frac", 1.0))
+            waits = finite(line, "time/trainer_waits_frac")
+            engines_wait = max(0.0, 1.0 - finite(line, "time/generation_waited_frac", 1.0))
             owner.steps.append(
                 _Step(line["step"], seconds, waits * seconds, engines_wait * seconds)
             )

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlpost.metrics.names import declared
+from rlpost.metrics.pace import finite, is_timed
 from rlpost.metrics.writer import eval_rewards
 from rlpost.report.series import not_finite, points
 from rlpost.report.svg import Curve
@@ -163,13 +164,16 @@ def panels(lines: Lines) -> list[Panel]:
     found = [_reward(lines), *_pass_rates(lines)]
     found += [_panel(lines, *plot) for plot in _PLOTS]
     trained = [line for line in lines if "time/step_s" in line]
-    phases = [Curve(label, points(trained, name), n) for n, (label, name) in enumerate(PHASES)]
+    phases = [
+        Curve(label, points(trained, name), n, lost=not_finite(trained, name))
+        for n, (label, name) in enumerate(PHASES)
+    ]
     found.insert(
         -1,
         Panel(
             "Phases of a step",
             "s",
-            tuple(curve for curve in phases if curve.points),
+            _present(phases),
             is_stacked=True,
         ),
     )
@@ -311,9 +315,9 @@ def mean_phases(lines: Lines) -> dict[str, float]:
     """Return mean seconds per step of each phase that took time; evaluations are spread over all
     steps.
     """
-    trained = [line for line in lines if "time/step_s" in line]
+    trained = [line for line in lines if is_timed(line)]
     means = {}
     for label, name in PHASES:
-        if total := sum(line.get(name, 0.0) for line in trained):
+        if total := sum(finite(line, name) for line in trained):
             means[label] = total / len(trained)
     return means

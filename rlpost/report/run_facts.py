@@ -25,7 +25,7 @@ from rlpost.agents.environments.traces import read_episodes
 from rlpost.config.keys import KEYS
 from rlpost.config.tree import Config
 from rlpost.metrics.samples import FILE_NAME, FIXED_NAME, MAX_ANSWER, RecordedAnswer, cut
-from rlpost.metrics.writer import read_metrics
+from rlpost.metrics.writer import read_lines, read_metrics
 from rlpost.report.goodput import Goodput, Layout, goodput
 
 MAX_SAMPLE_STEPS = 60
@@ -242,7 +242,7 @@ def _agent_logs(attempt: Path) -> list[Path]:
 
 def _samples(path: Path, most: int) -> list[list[RecordedAnswer]]:
     """Read the recorded answers of at most ``most`` steps, evenly spread, by step."""
-    lines = read_metrics(path)
+    lines = list(read_lines(path).lines)
     if len(lines) > most:
         last = len(lines) - 1
         lines = [lines[round(n * last / (most - 1))] for n in range(most)]

@@ -24,10 +24,14 @@ def points(lines: Sequence[Mapping[str, float]], name: str) -> list[Point]:
 
 
 def not_finite(lines: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, str]]:
-    """Return the steps at which a metric is not finite, with ``NaN``, ``∞`` or ``-∞``."""
+    """Return the steps at which a metric is not finite, with ``NaN``, ``∞`` or ``-∞``.
+
+    None is NaN: JSON has null for it.
+    """
     found = []
     for line in lines:
-        value = line.get(name)
+        value = line.get(name, 0.0)
+        value = math.nan if value is None else value
         if type(value) is float and not math.isfinite(value):
             infinity = "∞" if value > 0 else "-∞"
             found.append((float(line["step"]), "NaN" if math.isnan(value) else infinity))

@@ -137,7 +137,9 @@ def stacked_plot(curves: Sequence[Curve], *, title: str, marks: Marks | None = N
         below, tops = tops, [low + height for low, height in zip(tops, heights, strict=True)]
         areas.append((curve, below, tops, heights))
     axes = _axes(
-        [(x, top) for x, top in zip(xs, tops, strict=True)] + [(x, 0.0) for x in xs], from_zero=True
+        [(x, top) for x, top in zip(xs, tops, strict=True)] + [(x, 0.0) for x in xs],
+        [x for curve in curves for x, _ in curve.lost],
+        from_zero=True,
     )
     drawn = [_grid(axes)]
     for curve, below, above, _ in areas:
@@ -145,6 +147,7 @@ def stacked_plot(curves: Sequence[Curve], *, title: str, marks: Marks | None = N
             (x, y) for x, y in zip(xs, below, strict=True)
         ][::-1]
         drawn.append(_path(axes, edge, f"area c{curve.colour % NUM_COLOURS}", closed=True))
+    drawn += [_lost(axes, curve) for curve in curves]
     drawn.append(_marks(axes, marks or Marks()))
     shown = [
         _data(replace(curve, points=list(zip(xs, heights, strict=True)), soften=False), len(xs))
@@ -154,7 +157,7 @@ def stacked_plot(curves: Sequence[Curve], *, title: str, marks: Marks | None = N
 
 
 def _per_group(steps: Sequence[float]) -> int:
-    return -(-len(steps) // 150)
+    return max(1, -(-len(steps) // 150))
 
 
 def _axes(everything: Sequence[Point], more_xs: Sequence[float] = (), *, from_zero: bool) -> Axes:

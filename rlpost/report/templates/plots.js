@@ -115,6 +115,10 @@ function draw(plot) {
   let tops = new Map();
   for (const { points, soft, colour, dots, lost } of drawn) {
     const inside = points.filter(([px]) => px >= low && px <= high);
+    const crosses = [true, false].flatMap((isAbove) =>
+      near(lost.filter(([px, word]) => (word === "∞") === isAbove && px >= low && px <= high).map(([px]) => x(px)), 3)
+        .map((at) => `M${(at - 3).toFixed(1)} ${(isAbove ? above : height - below) - 3}l6 6m0 -6l-6 6`));
+    if (crosses.length) parts.push(`<path class="lost" d="${crosses.join("")}"/>`);
     if (stacked) {
       const upper = inside.map(([px, py]) => [px, (tops.get(px) ?? 0) + py]);
       const lower = inside.map(([px]) => [px, tops.get(px) ?? 0]).reverse();
@@ -127,10 +131,6 @@ function draw(plot) {
     if (dots || inside.length === 1) {
       for (const [px, py] of inside) parts.push(`<circle class="dot c${colour}" cx="${x(px).toFixed(1)}" cy="${y(py).toFixed(1)}" r="3"/>`);
     }
-    const crosses = [true, false].flatMap((isAbove) =>
-      near(lost.filter(([px, word]) => (word === "∞") === isAbove && px >= low && px <= high).map(([px]) => x(px)), 3)
-        .map((at) => `M${(at - 3).toFixed(1)} ${(isAbove ? above : height - below) - 3}l6 6m0 -6l-6 6`));
-    if (crosses.length) parts.push(`<path class="lost" d="${crosses.join("")}"/>`);
   }
   const marks = shared ? JSON.parse(shared.dataset.marks) : {};
   for (const [kind, steps] of Object.entries(marks)) {

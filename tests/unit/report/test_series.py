@@ -32,7 +32,7 @@ def test_values_that_are_not_finite_are_kept_with_their_steps():
         {"step": 5, "x": None},
         {"step": 6, "x": True},
     ]
-    assert not_finite(lines, "x") == [(1.0, "NaN"), (3.0, "∞"), (4.0, "-∞")]
+    assert not_finite(lines, "x") == [(1.0, "NaN"), (3.0, "∞"), (4.0, "-∞"), (5.0, "NaN")]
 
 
 @given(st.lists(numbers, min_size=1, max_size=900), st.integers(8, 60))
