@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 import traceback
-from types import TracebackType
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +56,7 @@ class LoopLag:
         self._watcher.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._ended.set()
         if self._timer is not None:
             self._timer.cancel()
