@@ -6,7 +6,7 @@ Input: the running loop. Output: the longest lateness since the last question, f
 in the log.
 
 While a callback runs, the driver sees no stop request, no dead engine and no heartbeat. The loop
-itself notes how late it runs a callback that is due every ``tick_s`` seconds. A thread looks at
+itself notes how late it runs a callback that is due every ``tick_s`` seconds. A thread reads
 that note from outside, because a blocked loop cannot report itself. A call into C that keeps the
 interpreter's lock blocks this thread as well; it then logs the place that the call returned to.
 """
