@@ -7,14 +7,15 @@ Input: events from the login node, the batch host and the driver. Output: the sa
     started     attempt, step, nodes, gpus (by role), again (steps        driver: the cluster is up
                 of earlier attempts that it trains again)
     ready       attempt, step                                             driver: trainer and engines answer
-    recovered   role, cause, step, seconds, steps_again; of a driver      driver: what had died works again, in
-                also attempt, incarnation, again                          the same attempt
     committed   step, checkpoint, bytes, seconds, blocking_s              driver
     hang        attempt, call, ranks, hosts, why, seconds, stacks         driver: ranks stand still
     slow_host   host, peer (time beside the fastest host), steps          driver: a proposal to exclude it
-    recovered   role, cause, seconds; node: host, replacement;            driver: started again within the attempt
-                engine: engines, phase, version
     engine_lost engines, phase, cause                                     driver: engines do not serve any more
+    recovered   role, cause, seconds, and by role:                        driver: what had died works again, in
+                driver: attempt, incarnation, step, steps_again, again;   the same attempt
+                trainer: ranks, phase, step, steps_again;
+                engine: engines, phase, version;
+                node: phase, host, replacement
     preempted   reason, step, saved, seconds_from_signal                  driver: the state is saved
     verdict     attempt, verdict, cause, answer, reason, exclude          batch host, at each end
     chained     attempt, job_id                                           batch host, in place of a requeue

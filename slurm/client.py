@@ -70,7 +70,7 @@ def ask_to_requeue(job_id: str) -> None:
     done = _order("scancel", "--batch", "--signal=USR2", _checked(job_id))
     # scancel exits with 0 after "Job/step already completing or completed".
     if done.returncode != 0 or "error" in done.stderr:
-        raise JobError(f"job {job_id} cannot be asked to save and go on: {done.stderr.strip()}")
+        raise JobError(f"job {job_id} cannot be asked to save and continue: {done.stderr.strip()}")
 
 
 def expected_start(script: Path, environ: Mapping[str, str]) -> str:

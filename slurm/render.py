@@ -263,13 +263,21 @@ supervise start --job "$SLURM_JOB_ID" --nodes "$SLURM_JOB_NODELIST"{image} || {u
 
 
 def _stop(spec: JobSpec) -> str:
+    temporary, stop_file = f'"$attempt_dir/.{STOP_FILE}"', f'"$attempt_dir/{STOP_FILE}"'
+    return stop_writer(
+        spec, "asking the run to stop", temporary=temporary, put=f"mv -n {temporary} {stop_file}"
+    )
+
+
+def stop_writer(spec: JobSpec, effect: str, *, temporary: str, put: str) -> str:
+    """Define ``write_stop``, which USR2 calls: it writes ``temporary`` and moves it with ``put``."""
     return f"""\
 write_stop() {{
   stopped=1 now=$(date +%s)
-  log "USR2: preemption, or the time limit is near; asking the run to stop"
+  log "USR2: preemption, or the time limit is near; {effect}"
   printf '{{"reason": "signal USR2 to the batch script: preemption, or the time limit is near", "time": %s, %s}}\\n' \\
-    "$now" "\\"deadline\\": \\"$(job_end || echo $((now + {spec.signal_lead_s})))\\"" >"$attempt_dir/.{STOP_FILE}"
-  mv -n "$attempt_dir/.{STOP_FILE}" "$attempt_dir/{STOP_FILE}"
+    "$now" "\\"deadline\\": \\"$(job_end || echo $((now + {spec.signal_lead_s})))\\"" >{temporary}
+  {put}
 }}
 trap write_stop USR2; [ "$stopped" = early ] && write_stop
 """

@@ -32,6 +32,7 @@ from slurm.render import (
     preparation,
     removal,
     shell_word,
+    stop_writer,
 )
 from slurm.spec import JobSpec
 
@@ -119,16 +120,9 @@ log "not requeued${terminated:+ after TERM}: --requeue never"; exit "$code"
 
 
 def _stop(job: JobSpec) -> str:
-    return f"""\
-write_stop() {{
-  stopped=1 now=$(date +%s)
-  log "USR2: preemption, or the time limit is near; the engine leaves"
-  printf '{{"reason": "signal USR2 to the batch script: preemption, or the time limit is near", "time": %s, %s}}\\n' \\
-    "$now" "\\"deadline\\": \\"$(job_end || echo $((now + {job.signal_lead_s})))\\"" >"$stop_file.new"
-  mv -f "$stop_file.new" "$stop_file"
-}}
-trap write_stop USR2; [ "$stopped" = early ] && write_stop
-"""
+    temporary = '"$stop_file.new"'
+    put = f'mv -f {temporary} "$stop_file"'
+    return stop_writer(job, "the engine leaves", temporary=temporary, put=put)
 
 
 def _command(job: JobSpec) -> str:

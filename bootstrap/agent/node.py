@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,8 +25,9 @@ from bootstrap.agent.link import SILENCE_S, Link, LinkLost
 from bootstrap.agent.local_ray import LocalRay, RayError
 from bootstrap.agent.messages import Message
 from bootstrap.agent.monitor import StopSignals
+from bootstrap.agent.node_report import node_report
 from bootstrap.agent.options import Options
-from bootstrap.agent.ports import PortBlock, busy_ports, candidate_blocks, ephemeral_floor
+from bootstrap.agent.ports import PortBlock, candidate_blocks, ephemeral_floor
 from bootstrap.agent.ray_command import (
     RayNode,
     base_environment,
@@ -39,9 +40,10 @@ from bootstrap.agent.rendezvous import (
     BringupError,
     NodeReport,
     head_candidates,
-    installed_versions,
     join,
 )
+from bootstrap.network.detect import Detection
+from bootstrap.network.facts import NetworkFacts
 from bootstrap.network.here import (
     NetworkError,
     ifname_of,
@@ -50,7 +52,6 @@ from bootstrap.network.here import (
     logged_network_here,
 )
 from bootstrap.preflight.bandwidth import measure_here
-from bootstrap.preflight.comparison import network_row
 from bootstrap.preflight.shared_folder import ORDER, take_part
 from bootstrap.preflight.table import HostFacts
 from common.addresses import host_port
@@ -179,40 +180,15 @@ class NodeAgent:
         )
 
     def _report(self, link: Link, host_facts: HostFacts) -> NodeReport:
-        """This node's report for the connection just established."""
-        ifname, problem = "", host_facts.problem
-        try:
-            ifname = ifname_of(link.local_ip, local_addresses())
-        except NetworkError as error:
-            problem = str(error)
-        row, conflicts = self._look_at_network(ifname, link.local_ip) if ifname else ({}, None)
-        # the head listens on the block's first port
-        taken = tuple(busy_ports(PortBlock(link.peer_port).service_ports))
-        reported = replace(
-            host_facts,
-            taken_ports=taken,
-            problem=problem,
-            network_conflicts=conflicts,
-            clock=time.time(),
-        )
-        return NodeReport(
-            self._facts.host,
-            self._facts.rank,
-            self._options.num_gpus,
-            installed_versions(),
-            link.local_ip,
-            ifname,
-            asdict(reported),
-            row,
+        return node_report(
+            self._facts, self._options.num_gpus, link, host_facts, self._read_network
         )
 
-    def _look_at_network(self, ifname: str, ip: str) -> tuple[dict[str, str], tuple[str, ...]]:
-        """This node's row in the comparison and its network conflicts; stores the variables for
-        Ray.
-        """
+    def _read_network(self, ifname: str, ip: str) -> tuple[NetworkFacts, Detection]:
+        """Read this node's network; keeps the variables for Ray."""
         facts, found = logged_network_here(ifname, ip)
         self._fabric = found.rdma_env
-        return network_row(facts, found, installed_versions()), found.conflict_lines
+        return facts, found
 
     def _candidates(self) -> Sequence[tuple[str, int]]:
         """Addresses to try for the head, refreshed every ``_SHARED_FOLDER_POLL_S`` seconds."""

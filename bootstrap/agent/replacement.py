@@ -6,7 +6,7 @@ end as it would without spares. ``choose_spare`` is pure.
 
     lost -> joining (a spare starts Ray) -> replaced
                  |        ^ the spare fails: the next one
-                 +-> given up: no spare is left, or the driver cannot go on without the node
+                 +-> given up: no spare is left, or the driver cannot continue without the node
 
 A lost node must not speak for the run afterwards: it gets an order to end where it can be reached,
 and reads the list before it writes a verdict (``node``). Each loss uses up at least one spare, so
@@ -52,7 +52,7 @@ class Decision:
 def choose_spare(host: str, spares: Sequence[str], replaceable: Collection[str]) -> Decision:
     """Decide what happens when ``host`` is lost; ``replaceable``: hosts that the driver can lose."""
     if host not in replaceable:
-        return Decision(None, f"the driver cannot go on without {host}")
+        return Decision(None, f"the driver cannot continue without {host}")
     if not spares:
         return Decision(None, "no spare node is left")
     return Decision(spares[0])

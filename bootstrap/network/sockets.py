@@ -204,7 +204,7 @@ def _prefer_likely(facts: NetworkFacts, candidates: Narrowing[Interface]) -> Non
         lambda one: bool(one.routable or one.is_unlisted),
         "has no address that another host could use",
     )
-    candidates.keep(facts.is_wired, "tunnel, overlay or bridge without a wire of its own")
+    candidates.keep(facts.is_wired, "tunnel, overlay or bridge without a physical link")
     candidates.keep(
         lambda one: facts.is_wired(one) or one.type == "veth",
         "beside the wire of a container (veth)",

@@ -16,17 +16,16 @@ import secrets
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from itertools import starmap
 from pathlib import Path
 
 from bootstrap.agent.gathering import Gathering, read_this_host
 from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import Link, LinkLost
+from bootstrap.agent.node_report import node_report
 from bootstrap.agent.options import Options
 from bootstrap.agent.ports import (
-    PortBlock,
-    busy_ports,
     candidate_blocks,
     claim_block,
     ephemeral_floor,
@@ -43,14 +42,13 @@ from bootstrap.agent.rendezvous import (
 )
 from bootstrap.check import Check
 from bootstrap.network.here import (
-    NetworkError,
     ifname_of,
     local_addresses,
     network_here,
     reachable_addresses,
 )
 from bootstrap.preflight.comparison import comparison_table, network_row
-from bootstrap.preflight.table import HostFacts, Preflight
+from bootstrap.preflight.table import Preflight
 from common.addresses import host_port
 from common.attempt import SECRET_FILE
 from common.files import write_atomic, write_first
@@ -147,7 +145,7 @@ async def _as_other(facts: Facts, options: Options, wait_s: float) -> None:
     host_facts = await read_this_host(facts, options)
     port = next(candidate_blocks(facts.job_id, ephemeral_floor())).rendezvous
     joining = join(
-        lambda link: _report(facts, options, link, host_facts),
+        lambda link: node_report(facts, options.num_gpus, link, host_facts, network_here),
         secret=secret.encode(),
         candidates=lambda: head_candidates(facts.head_host, port, folder / HEAD_FILE),
     )
@@ -200,35 +198,6 @@ def _own_report(
     row = network_row(network, found, versions)
     report = NodeReport(facts.host, 0, options.num_gpus, versions, ip, ifname, network=row)
     return report, found.conflict_lines
-
-
-def _report(facts: Facts, options: Options, link: Link, host_facts: HostFacts) -> NodeReport:
-    versions, ifname, problem, row = installed_versions(), "", host_facts.problem, {}
-    conflicts: tuple[str, ...] | None = None
-    try:
-        ifname = ifname_of(link.local_ip, local_addresses())
-        network, found = network_here(ifname, link.local_ip)
-        row, conflicts = network_row(network, found, versions), found.conflict_lines
-    except NetworkError as error:
-        problem = str(error)
-    taken = tuple(busy_ports(PortBlock(link.peer_port).service_ports))
-    reported = replace(
-        host_facts,
-        taken_ports=taken,
-        problem=problem,
-        network_conflicts=conflicts,
-        clock=time.time(),
-    )
-    return NodeReport(
-        facts.host,
-        facts.rank,
-        options.num_gpus,
-        versions,
-        link.local_ip,
-        ifname,
-        asdict(reported),
-        network=row,
-    )
 
 
 async def _end_link(link: Link) -> None:

@@ -22,7 +22,6 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from aiohttp import web
@@ -145,12 +144,7 @@ class Gateway:
         self._address = await asyncio.wrap_future(listening)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         assert self._thread is not None
         self._stop.set_result(None)
         await asyncio.to_thread(self._thread.join, STOP_S)

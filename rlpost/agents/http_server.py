@@ -13,6 +13,7 @@ import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from functools import partial
 
 import orjson
 from aiohttp import web
@@ -96,15 +97,12 @@ class _Routes:
         def failed(body: dict[str, object]) -> bytes:
             return b"data: %b\n\n" % orjson.dumps(body)
 
-        answering = asyncio.ensure_future(episode.answer(asked))
-        headers = self._headers(asked)
-        if asked.is_stream:
-            return await _stream(request, answering, headers, events, failed)
-        completion = await _awaited(answering)
-        body = openai_format.chat_completion(
-            completion, asked, model=episode.model, created=created, token_text=token_text
-        )
-        return _json(body, headers=headers)
+        def body(completion: Completion) -> object:
+            return openai_format.chat_completion(
+                completion, asked, model=episode.model, created=created, token_text=token_text
+            )
+
+        return await self._respond(request, episode, asked, events=events, failed=failed, body=body)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
@@ -124,15 +122,12 @@ class _Routes:
         def failed(body: dict[str, object]) -> bytes:
             return b"event: error\ndata: %b\n\n" % orjson.dumps({"type": "error", **body})
 
-        answering = asyncio.ensure_future(episode.answer(asked))
-        headers = self._headers(asked)
-        if asked.is_stream:
-            return await _stream(request, answering, headers, events, failed)
-        completion = await _awaited(answering)
-        body = responses_format.response_body(
-            completion, asked, model=episode.model, created=created
-        )
-        return _json(body, headers)
+        def body(completion: Completion) -> object:
+            return responses_format.response_body(
+                completion, asked, model=episode.model, created=created
+            )
+
+        return await self._respond(request, episode, asked, events=events, failed=failed, body=body)
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages."""
@@ -146,12 +141,25 @@ class _Routes:
         def failed(body: dict[str, object]) -> bytes:
             return b"event: error\ndata: %b\n\n" % orjson.dumps(body)
 
+        body = partial(anthropic_format.message_body, model=episode.model)
+        return await self._respond(request, episode, asked, events=events, failed=failed, body=body)
+
+    async def _respond(
+        self,
+        request: web.Request,
+        episode: OpenEpisode,
+        asked: ChatRequest,
+        *,
+        events: Callable[[Completion], Iterable[bytes]],
+        failed: Callable[[dict[str, object]], bytes],
+        body: Callable[[Completion], object],
+    ) -> web.StreamResponse:
+        """Send the episode's answer: as ``events`` if the request wants a stream, else as JSON."""
         answering = asyncio.ensure_future(episode.answer(asked))
         headers = self._headers(asked)
         if asked.is_stream:
             return await _stream(request, answering, headers, events, failed)
-        completion = await _awaited(answering)
-        return _json(anthropic_format.message_body(completion, model=episode.model), headers)
+        return _json(body(await _awaited(answering)), headers)
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens."""

@@ -178,15 +178,18 @@ def _tools(body: Mapping[str, object]) -> tuple[Tool, ...]:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadRequest(f"tools[{place}] must be a function with a name", param="tools")
-    if choice == "none":
-        return ()
-    if choice not in (None, "auto"):
+    return tuple(given) if may_call_tools(choice) else ()
+
+
+def may_call_tools(choice: object) -> bool:
+    """Whether ``tool_choice`` allows calls. Raises BadRequest for one that would force a call."""
+    if choice not in (None, "auto", "none"):
         raise BadRequest(
             f"tool_choice {choice!r} would constrain sampling, so the log-probs would not be the "
             "policy's; use 'auto' or 'none'",
             param="tool_choice",
         )
-    return tuple(given)
+    return choice != "none"
 
 
 def _head(completion: Completion, kind: str, model: str, created: int) -> dict[str, object]:

@@ -19,7 +19,7 @@ from rlpost.agents.messages import (
     ToolFunction,
     checked_arguments,
 )
-from rlpost.agents.openai_format import whole_number
+from rlpost.agents.openai_format import may_call_tools, whole_number
 from rlpost.agents.requests import ChatRequest, Choice, Completion
 
 OVERRIDDEN = ("temperature", "top_p", "reasoning")
@@ -296,12 +296,4 @@ def _tools(body: Mapping[str, object]) -> tuple[Tool, ...]:
             "parameters": tool.get("parameters") or {"type": "object", "properties": {}},
         }
         tools.append({"type": "function", "function": function})
-    if choice == "none":
-        return ()
-    if choice not in (None, "auto"):
-        raise BadRequest(
-            f"tool_choice {choice!r} would constrain sampling, so the log-probs would not be the "
-            "policy's; use 'auto' or 'none'",
-            param="tool_choice",
-        )
-    return tuple(tools)
+    return tuple(tools) if may_call_tools(choice) else ()

@@ -88,7 +88,7 @@ def spike_warning(norm: float, before: Sequence[float], factor: float) -> str | 
     times = f"{norm / median:.3g} times" if median > 0 else "not"
     return (
         f"train/grad_norm = {norm:.3g} is {times} the median of the last {len(before)} steps, {median:.3g} (bound "
-        f"{factor:g} times, --guard-grad-norm-factor). --clip-grad bounds its effect; look at the rewards and lengths "
+        f"{factor:g} times, --guard-grad-norm-factor). --clip-grad bounds its effect; check the rewards and lengths "
         "of the step"
     )
 

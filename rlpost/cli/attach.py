@@ -159,7 +159,7 @@ def running_nodes(run: RunFolder) -> tuple[str, tuple[str, ...]]:
 
     Raises ConfigError if it is not running.
     """
-    entry = running_job(run, what_for="look at it from here")
+    entry = running_job(run, what_for="use rlpost status RUN and rlpost logs RUN on this machine")
     return entry.job_id, expand(entry.nodelist)
 
 

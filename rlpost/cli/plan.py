@@ -2,7 +2,7 @@
 
 Input: a recipe, a cluster profile, flags; the model by its config.json, or by the table [model]
 where the weights are not here yet. Output: a table, a bar for each phase, what does not fit and the
-nearest layout that does (exit code 2); with --suggest the best layouts for so many GPUs; with
+nearest layout that does (exit code 2); with --suggest the best layouts for that number of GPUs; with
 --json the same as one object. Imports neither torch nor anything of the training stack.
 """
 
@@ -293,7 +293,7 @@ def estimate_object(made: Estimate) -> dict[str, object]:
 
 
 def on_gpus(config: Config, gpus: int) -> Config:
-    """The recipe with so many GPUs that train. Raises ConfigError when they are no whole nodes."""
+    """The recipe on ``gpus`` trainer GPUs. Raises ConfigError when they are no whole nodes."""
     a_node = min(gpus, config.cluster.num_gpus_per_node)
     if gpus < 1 or gpus % a_node:
         size = config.cluster.num_gpus_per_node

@@ -149,7 +149,7 @@ class Membership:
     # -- what happens ------------------------------------------------------------------------------
 
     def set_version(self, version: int, *, num_bytes: int = 0) -> None:
-        """Record that engines need the weights of ``version``, of so many bytes; ``step`` dismisses
+        """Record that engines need the weights of ``version``, ``num_bytes`` large; ``step`` dismisses
         those that serve with others.
         """
         self._version, self._weight_bytes = version, num_bytes

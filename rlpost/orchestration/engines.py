@@ -165,7 +165,7 @@ class Fleet:
             asyncio.to_thread(self._router.add_engines, urls, deadline_s=self._deadline_s)
         )
         ending = asyncio.ensure_future(self._end_of_one(indices))
-        adding.add_done_callback(_look_at_error)  # its thread outlasts this, until the router ends
+        adding.add_done_callback(_retrieve_error)  # its thread outlasts this, until the router ends
         try:
             await asyncio.wait([adding, ending], return_when=asyncio.FIRST_COMPLETED)
             await (ending if ending.done() else adding)
@@ -299,7 +299,7 @@ class Fleet:
         """Begin what ``restart`` waits for; does nothing if it has begun."""
         if index not in self._starting:
             self._starting[index] = asyncio.create_task(self._start_engine(index))
-            self._starting[index].add_done_callback(_look_at_error)
+            self._starting[index].add_done_callback(_retrieve_error)
 
     async def restart(self, index: int) -> None:
         """Restart a dismissed engine with the weights of its model folder; ``admit`` lets it serve.
@@ -473,6 +473,6 @@ class Fleet:
         )
 
 
-def _look_at_error(task: asyncio.Future[None]) -> None:
+def _retrieve_error(task: asyncio.Future[None]) -> None:
     if not task.cancelled():
         task.exception()

@@ -6,7 +6,7 @@ Input: the running loop. Output: the longest lateness since the last question, f
 in the log.
 
 While a callback runs, the driver sees no stop request, no dead engine and no heartbeat. The loop
-itself notes how late it runs a callback that is due every ``tick_s`` seconds. A thread looks at
+itself notes how late it runs a callback that is due every ``tick_s`` seconds. A thread reads
 that note from outside, because a blocked loop cannot report itself. A call into C that keeps the
 interpreter's lock blocks this thread as well; it then logs the place that the call returned to.
 """
@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 import traceback
-from types import TracebackType
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +56,7 @@ class LoopLag:
         self._watcher.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._ended.set()
         if self._timer is not None:
             self._timer.cancel()

@@ -90,7 +90,7 @@ _PLOTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     (
         "Cut off or repetitive",
         "share of answers",
-        (("cut off", "rollout/truncated_frac"), ("repetitive", "rollout/repetitive_frac")),
+        (("truncated", "rollout/truncated_frac"), ("repetitive", "rollout/repetitive_frac")),
     ),
     (
         "Groups",

@@ -26,11 +26,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, BinaryIO, TypeVar
 
 from rlpost.algorithm.plugin import WRONG_CODE, checked_interface, load_function
-from rlpost.compat.slime.filters import reward_number
 from rlpost.compat.slime.rewards import one, several
 from rlpost.compat.slime.signatures import Kind
 from rlpost.errors import ConfigError, GradingLost
 from rlpost.reward.registry import reward_function
+from rlpost.reward.reward_number import reward_number
 from rlpost.types import Prompt, Sample
 
 LENGTH = struct.Struct(">Q")

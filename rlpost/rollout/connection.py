@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import TracebackType
 
 import aiohttp
 import orjson
@@ -126,12 +125,7 @@ class Connection:
         self.router.fleet.follow(self._places)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         assert self._session is not None
         self.router.fleet.leave(self._places)
         await self._session.close()

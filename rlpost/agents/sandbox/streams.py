@@ -58,7 +58,7 @@ class Capture:
         if self._timer is not None:
             self._timer.cancel()
         size = len(self._data)
-        # a pipe holds at most 1 MiB; a background process may go on writing
+        # a pipe holds at most 1 MiB; a background process may continue to write
         for _ in range((1 << 20) // CHUNK + 1):
             if self.truncated or not self._read_chunk() or len(self._data) == size:
                 break

@@ -7,7 +7,6 @@ Output: functions with rlpost's interfaces. A filter reads the prompt of a group
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from rlpost.compat.slime.arguments import Arguments
 from rlpost.compat.slime.modules import sample_class
 from rlpost.compat.slime.sample import START, Sample, begun, shown
 from rlpost.errors import ConfigError
+from rlpost.reward.reward_number import reward_number
 from rlpost.types import Prompt, SampleGroup, Unfinished
 from rlpost.types import Sample as Answer
 
@@ -188,35 +188,3 @@ class SlimeGrader:
 
     def _number(self, reward: object) -> float:
         return reward_number(reward, self._key, self._weights)
-
-
-def reward_number(
-    reward: Any, key: str | None, weights: Mapping[str, float] | None = None
-) -> float:
-    """Return a reward as a number.
-
-    Of an object: the value under ``key``, or with ``weights`` the sum over their keys of
-    weight x value.
-
-    Raises:
-        ConfigError: an object without --reward-key and --reward-weights, or without such a key; a
-            number with --reward-weights.
-    """
-    if isinstance(reward, Mapping):
-        wanted = list(weights) if weights else [key]
-        missing = [name for name in wanted if name is None or name not in reward]
-        if missing:
-            has = ", ".join(map(str, reward))
-            flag = "--reward-weights" if weights else "--reward-key"
-            raise ConfigError(
-                f"{flag} {missing[0] or 'is not set'}: a reward is an object with the keys {has}; use one"
-            )
-        if weights:
-            return math.fsum(weight * float(reward[name]) for name, weight in weights.items())
-        return float(reward[key])
-    if weights:
-        raise ConfigError(
-            f"--reward-weights: a reward is {reward!r:.80}; the function must return an object with "
-            f"the keys {', '.join(weights)}"
-        )
-    return float(reward)

@@ -191,7 +191,7 @@ def trained_parameters(config: Config, shape: Shape, layout: Layout, stage: int)
 def held_memory(
     config: Config, layout: Layout, parameters: Parameters, trained: Parameters | None = None
 ) -> tuple[RankMemory, int]:
-    """Weights, gradients and optimizer of a rank with so many parameters, and the optimizer's bytes
+    """Weights, gradients and optimizer of a rank with this number of parameters, and the optimizer's bytes
     in host memory.
 
     With adapters, ``trained``, the parameters have neither gradients nor optimizer.

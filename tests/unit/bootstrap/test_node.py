@@ -1,4 +1,4 @@
-"""Invariant: a node speaks for the run only when the run cannot go on without it."""
+"""Invariant: a node speaks for the run only when the run cannot continue without it."""
 
 from __future__ import annotations
 

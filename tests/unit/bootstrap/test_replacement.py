@@ -28,7 +28,7 @@ SILENT = Loss("n2 is gone: its machine does not answer", ("n2",))
 def test_the_first_spare_replaces_a_node_that_the_driver_can_lose() -> None:
     assert choose_spare("n2", ("n3", "n4"), {"n2"}) == Decision("n3")
     assert choose_spare("n2", (), {"n2"}).why == "no spare node is left"
-    assert choose_spare("n2", ("n3",), ()).why == "the driver cannot go on without n2"
+    assert choose_spare("n2", ("n3",), ()).why == "the driver cannot continue without n2"
 
 
 def report(rank: int) -> NodeReport:
@@ -219,7 +219,7 @@ def test_a_node_that_the_driver_needs_ends_the_attempt_and_no_spare_is_used_up(
         head = Scene(tmp_path, ray=FakeRay("10.0.0.3"))
         head.replacements.take("n2", KILLED)
         await head.settled()
-        assert head.given_up[0].cause.endswith("the driver cannot go on without n2")
+        assert head.given_up[0].cause.endswith("the driver cannot continue without n2")
         assert head.states == [] and head.gathering.spares == ("n3", "n4")
 
     run(scene)

@@ -487,7 +487,7 @@ def test_what_is_wrong_with_a_function_of_ones_own_is_an_error_of_the_settings(
         f"def drop(group):\n    return {fault}\n\n{kind}def answer(builder, prompt, sampling):\n    {fault}\n"
     )
     with pytest.raises(
-        ConfigError, match=r"mine.py:drop: \w+Error: .*mine.py, line 2\); mend the function"
+        ConfigError, match=r"mine.py:drop: \w+Error: .*mine.py, line 2\); correct the function"
     ):
         group_filter(f"{tmp_path}/mine.py:drop")(group(1.0))
     function = generate_function(f"{tmp_path}/mine.py:answer")

@@ -1,0 +1,41 @@
+"""The number of a reward: of an object, the value that --reward-key or --reward-weights select."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rlpost.errors import ConfigError
+
+
+def reward_number(
+    reward: Any, key: str | None, weights: Mapping[str, float] | None = None
+) -> float:
+    """Return a reward as a number.
+
+    Of an object: the value under ``key``, or with ``weights`` the sum over their keys of
+    weight x value.
+
+    Raises:
+        ConfigError: an object without --reward-key and --reward-weights, or without such a key; a
+            number with --reward-weights.
+    """
+    if isinstance(reward, Mapping):
+        wanted = list(weights) if weights else [key]
+        missing = [name for name in wanted if name is None or name not in reward]
+        if missing:
+            has = ", ".join(map(str, reward))
+            flag = "--reward-weights" if weights else "--reward-key"
+            raise ConfigError(
+                f"{flag} {missing[0] or 'is not set'}: a reward is an object with the keys {has}; use one"
+            )
+        if weights:
+            return math.fsum(weight * float(reward[name]) for name, weight in weights.items())
+        return float(reward[key])
+    if weights:
+        raise ConfigError(
+            f"--reward-weights: a reward is {reward!r:.80}; the function must return an object with "
+            f"the keys {', '.join(weights)}"
+        )
+    return float(reward)
