@@ -87,7 +87,9 @@ def test_rank_and_engine_follow_the_gpu(gpus, ranks, of_engines, tmp_path, monke
     async def start() -> None:
         group = ActorGroup(actors)
         begin = startup.Startup(config, cluster, stop=StopRequest(tmp_path / "STOP"))
-        await begin.trainer(TrainingRanks(group), placement, ports, Path("/checkpoint"), break_even=None)
+        await begin.trainer(
+            TrainingRanks(group), placement, ports, Path("/checkpoint"), break_even=None
+        )
         fleet = engines.Fleet(config, cluster, placement, ports)
         visible = await group.visible_gpus()
         for index in range(2):
