@@ -35,7 +35,6 @@ from rlpost.config.plan.save_interval import (
     StepTimes,
     interval_words,
     save_interval,
-    written_s,
 )
 from rlpost.config.plan.shape import Shape, shape_of
 from rlpost.config.plan.weight_update import WeightUpdate
@@ -379,8 +378,7 @@ def table(made: Estimate, speed: Speed) -> Table:
         rows.append(("KV cache", text))
         if config.grpo.use_rollout_routing_replay:
             rows.append(("routes", route_words(made, max(0, engine.kv_tokens))))
-    sizes = made.checkpoint_bytes, made.critic_checkpoint_bytes
-    seconds = written_s(config, *sizes, write_gbps=speed.write_gbps)
+    seconds = made.written_s(speed.write_gbps)
     rows += [
         ("host memory", f"{_gb(made.host_bytes_per_node)} a node, besides Ray's and Python's"),
         (

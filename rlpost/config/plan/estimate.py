@@ -22,6 +22,7 @@ from rlpost.config.plan.rank_memory import (
     saved_weights,
     trained_parameters,
 )
+from rlpost.config.plan.save_interval import written_s
 from rlpost.config.plan.shape import (
     Layout,
     Parameters,
@@ -146,6 +147,11 @@ class Estimate:
     def fullest(self) -> Rank:
         """The rank with the highest peak."""
         return max(self.ranks, key=lambda rank: rank.train)
+
+    def written_s(self, write_gbps: float) -> float:
+        """Seconds in which a checkpoint is written."""
+        sizes = self.checkpoint_bytes, self.critic_checkpoint_bytes
+        return written_s(self.config, *sizes, write_gbps=write_gbps)
 
     @property
     def problems(self) -> tuple[str, ...]:
