@@ -48,7 +48,12 @@ def test_a_critic_with_its_own_layout_has_a_rank_on_each_gpu_of_the_policy():
     settings = load(
         [],
         {
-            "cluster": {"nodes": 1, "num_gpus_per_node": 4, "actor_num_gpus_per_node": 2},
+            "cluster": {
+                "nodes": 1,
+                "num_gpus_per_node": 4,
+                "actor_num_gpus_per_node": 2,
+                "rollout_num_gpus": 2,
+            },
             "grpo": {"advantage_estimator": "ppo"},
             "critic": {"critic_tensor_model_parallel_size": 1},
         },
