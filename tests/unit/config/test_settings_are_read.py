@@ -22,6 +22,7 @@ from rlpost.weights.families.qwen_hybrid import LINEAR_SIZES
 ROOT = Path(__file__).parents[3] / "rlpost"
 WITHOUT_EFFECT = (
     "config/checks",
+    "config/late_flags.py",
     "config/plan",
     "config/scale_down.py",
     "config/show.py",
@@ -30,6 +31,7 @@ WITHOUT_EFFECT = (
     "checkpoint/provenance.py",
     "compat",
     "rehearsal",
+    "rollout/journal.py",
 )
 """What compares, refuses, shows or translates settings, and does not run with them."""
 HOLDERS = {"config", "given", "settings", "self", "evaluation", "bounds", "own"}
