@@ -52,7 +52,8 @@ from rlpost.config.checks.sync import draft_problems, sync_problems
 from rlpost.config.eval_sets import eval_sets, set_settings
 from rlpost.config.megatron_options import option_names, option_problems
 from rlpost.config.path_variables import variable_problems
-from rlpost.config.plan.estimate import estimate, forward_pass
+from rlpost.config.plan.estimate import estimate
+from rlpost.config.plan.rank_memory import forward_pass
 from rlpost.config.plan.reference import reference_note
 from rlpost.config.plan.save_interval import interval_note, save_interval
 from rlpost.config.plan.shape import Shape
@@ -195,7 +196,13 @@ def _interval_note(config: Config, shape: Shape | None) -> str | None:
         return None
     made = estimate(config, shape, gpu_bytes=ANY_GPU_BYTES)
     return interval_note(
-        config, save_interval(config, checkpoint_bytes=made.checkpoint_bytes, times=times)
+        config,
+        save_interval(
+            config,
+            checkpoint_bytes=made.checkpoint_bytes,
+            critic_bytes=made.critic_checkpoint_bytes,
+            times=times,
+        ),
     )
 
 

@@ -36,12 +36,10 @@ from rlpost.actor.lora.adapters import Adapters
 from rlpost.actor.lora.targets import checkpoint_settings
 from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.model import build_model, inventory_of
-from rlpost.actor.model_description import ModelDescription, read_description
+from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.mtp import MtpTraining
 from rlpost.actor.old_policy import OldPolicy
 from rlpost.actor.own_time import OWN_TIME
-from rlpost.actor.packing import RowLayout
-from rlpost.actor.parallel import Rendezvous
 from rlpost.actor.passes import Logprobs, Passes
 from rlpost.actor.profiling import Profiling
 from rlpost.actor.rank import Rank
@@ -49,7 +47,6 @@ from rlpost.actor.reference import ReferenceWeights
 from rlpost.actor.routing_replay import RoutingReplay
 from rlpost.actor.saves import Saves
 from rlpost.actor.settings import ActorSettings
-from rlpost.actor.stop_points import StopPoints
 from rlpost.actor.teacher import Teacher
 from rlpost.actor.teacher_description import teacher_description
 from rlpost.actor.teacher_scores import TeacherScores, scores_of_server
@@ -75,52 +72,15 @@ class Actor(Rank):
     def __init__(
         self, settings: ActorSettings, description: ModelDescription | None = None
     ) -> None:
-        """Read the architecture.
-
-        Args:
-            settings: of this rank.
-            description: of the model; read from ``hf_checkpoint`` unless given.
-
-        Raises:
-            WeightError: the architecture is not supported.
-            ConfigError: the architecture cannot be sharded this way.
-        """
-        self.settings = settings
-        self.stop_points = StopPoints()
+        """Read the architectures of policy and teacher; see ``Rank``."""
+        super().__init__(settings, description)
         self._reference: ReferenceWeights | Adapters | None = None
         self._adapters: Adapters | None = None
         self._teacher: Teacher | None = None
         self.num_optimizer_steps = 0  # completed so far; the learning rate depends on it
         self.critic: Critic | None = None
-        self.description = description or read_description(
-            settings.hf_checkpoint, settings.model_args
-        )
-        self.description.check_layout(settings)
         if settings.has_teacher:
             teacher_description(settings)
-
-    def setup(self, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
-        """Join the process groups, then build model and optimizer.
-
-        The weights are not set: call ``import_weights`` or ``load`` next.
-
-        Raises:
-            PlacementError: the layout does not fit the number of ranks.
-        """
-        settings = self.settings
-        device.prepare(settings)
-        parallel.initialise(
-            Rendezvous(rank, world_size, master_addr, master_port),
-            settings,
-            num_virtual_stages=self.description.num_virtual_stages(settings),
-        )
-        self.build()
-        num_parameters = sum(
-            parameter.numel() for chunk in self.model for parameter in chunk.parameters()
-        )
-        logger.info(
-            "rank %d of %d: %d parameters on %s", rank, world_size, num_parameters, device.current()
-        )
 
     def build(self) -> None:
         """Build model and optimizer of this rank; needs the process groups."""
@@ -131,12 +91,7 @@ class Actor(Rank):
         self.optimizer = optimizer.build(self.model, settings)
         group = parallel.tensor_parallel_group()
         num_valid = self.description.num_valid_columns(tp_rank=group.rank(), tp_size=group.size())
-        self.row_layout = RowLayout(
-            row_multiple=settings.row_multiple,
-            sequence_multiple=settings.sequence_multiple,
-            context_rank=parallel.context_parallel_group().rank(),
-            context_size=settings.context_parallel_size,
-        )
+        self.row_layout = self.made_row_layout()
         self.passes = Passes(
             self.model,
             settings,
@@ -189,6 +144,11 @@ class Actor(Rank):
         self.memory = DeviceMemory(self.model, self.optimizer, critic)
         self.saves = Saves(settings, self.chunks, self.optimizer, self.memory, self.critic)
         self.profiling = Profiling(dist.get_rank())
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the policy on this rank."""
+        return sum(parameter.numel() for chunk in self.model for parameter in chunk.parameters())
 
     @property
     def sync_stage(self) -> int | None:
@@ -424,7 +384,7 @@ class Actor(Rank):
         """Leave all process groups."""
         if hasattr(self, "broadcast"):
             self.broadcast.disconnect()
-        parallel.destroy()
+        super().close()
 
     def _read_initial_weights(self) -> None:
         folder = self.settings.ref_load or self.settings.hf_checkpoint

@@ -1,4 +1,4 @@
-"""What a rank of any role reports: its place, its device and its progress.
+"""What ranks of every role have in common: their settings, process groups, device and progress.
 
 Invariant: ``memory_use``, ``position`` and ``write_flight_record`` are safe to call from a second
 thread, also while a collective hangs.
@@ -6,14 +6,88 @@ thread, also while a collective hangs.
 
 from __future__ import annotations
 
+import logging
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 from rlpost.actor import device, parallel, progress
+from rlpost.actor.model_description import ModelDescription, read_description
+from rlpost.actor.packing import RowLayout
+from rlpost.actor.parallel import Rendezvous
+from rlpost.actor.settings import ActorSettings
+from rlpost.actor.stop_points import StopPoints
 from rlpost.progress.position import Position
 
+logger = logging.getLogger(__name__)
 
-class Rank:
+
+class Rank(ABC):
     """One rank of a group that trains a model."""
+
+    def __init__(
+        self, settings: ActorSettings, description: ModelDescription | None = None
+    ) -> None:
+        """Read the architecture.
+
+        Args:
+            settings: of this rank, at the layout of its group.
+            description: of the model; read from ``hf_checkpoint`` unless given.
+
+        Raises:
+            WeightError: the architecture is not supported.
+            ConfigError: the architecture cannot be sharded this way.
+        """
+        self.settings = settings
+        self.stop_points = StopPoints()
+        self.description = description or read_description(
+            settings.hf_checkpoint, settings.model_args
+        )
+        self.description.check_layout(settings)
+
+    def setup(self, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
+        """Join the process groups, then build model and optimizer.
+
+        The weights are not set: call ``import_weights`` or ``load`` next.
+
+        Raises:
+            PlacementError: the layout does not fit the number of ranks.
+        """
+        device.prepare(self.settings)
+        parallel.initialise(
+            Rendezvous(rank, world_size, master_addr, master_port),
+            self.settings,
+            num_virtual_stages=self.description.num_virtual_stages(self.settings),
+        )
+        self.build()
+        logger.info(
+            "rank %d of %d: %d parameters on %s",
+            rank,
+            world_size,
+            self.num_parameters,
+            device.current(),
+        )
+
+    @abstractmethod
+    def build(self) -> None:
+        """Build model and optimizer of this rank; needs the process groups."""
+
+    @property
+    @abstractmethod
+    def num_parameters(self) -> int:
+        """Parameters of the model on this rank."""
+
+    def made_row_layout(self) -> RowLayout:
+        """Return the layout of packed rows; needs the process groups."""
+        return RowLayout(
+            row_multiple=self.settings.row_multiple,
+            sequence_multiple=self.settings.sequence_multiple,
+            context_rank=parallel.context_parallel_group().rank(),
+            context_size=self.settings.context_parallel_size,
+        )
+
+    def close(self) -> None:
+        """Leave all process groups."""
+        parallel.destroy()
 
     @property
     def data_parallel_rank(self) -> int:

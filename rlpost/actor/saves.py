@@ -26,72 +26,35 @@ from rlpost.progress.position import RECORDER
 logger = logging.getLogger(__name__)
 
 
-class Saves:
-    """Starts saves and waits for them."""
+class RunningSave:
+    """Waits for the save of a rank that runs; there is at most one."""
 
-    def __init__(
-        self,
-        settings: ActorSettings,
-        chunks: Sequence[torch.nn.Module],
-        optimizer: MegatronOptimizer,
-        memory: DeviceMemory,
-        critic: Critic | None,
-    ) -> None:
-        self._settings = settings
-        self._chunks = chunks
-        self._optimizer = optimizer
-        self.critic = critic
-        """Saved with the policy; None without one."""
-        self._memory = memory
-        self._saver: Saver | None = None
+    def __init__(self, settings: ActorSettings) -> None:
+        self._deadline_s = settings.save_deadline_s
         self._writing: JointWriting | None = None
 
-    @property
-    def _residence(self) -> Residence:
-        return Residence(self._memory.resident, self._memory.lock)
+    def begin(self) -> JointWriting:
+        """Return a save to add parts to; ``run`` follows. ``finish`` must have returned."""
+        self._writing = writing = JointWriting()
+        return writing
 
-    def set_buffer(self, num_bytes: int) -> Saver:
-        """Replace the host buffer of saves by one of ``num_bytes``. Collective."""
-        self._saver = Saver(
-            self._chunks,
-            None if self._settings.no_save_optim else self._optimizer,
-            buffer_bytes=num_bytes,
-            residence=self._residence,
-            adapters=checkpoint_settings(self._settings),
-        )
-        if self.critic is not None:
-            self.critic.set_save_buffer(num_bytes, self._residence)
-        return self._saver
-
-    def start(self, folder: str | Path, progress: Progress, *, in_background: bool) -> None:
-        """Write into ``folder``, which exists. Collective. ``finish`` must have returned.
+    def run(self, *, in_background: bool) -> None:
+        """Wait for the save that ``begin`` returned, or let it run.
 
         Raises:
             CheckpointError: a rank cannot write, and the save is not in the background; raised on
                 every rank.
         """
-        saver = self._saver or self.set_buffer(self._settings.save_buffer_bytes)
-        writing = JointWriting()
-        writing.add(saver, folder, progress)
-        self._writing = writing
-        if self.critic is not None:
-            self.critic.start_save(writing, folder, progress.step, self._residence)
-        if in_background:
-            if writing.must_stay:
-                self.wait_copied()
-            return
-        try:
-            writing.wait()
-        finally:
-            self._writing = None
+        if not in_background:
+            self.finish()
+        elif self._writing is not None and self._writing.must_stay:
+            self.wait_copied()
 
     def wait_copied(self, *, weights_only: bool = False) -> None:
         """Wait until a background save has copied the state (or the weights)."""
         if (writing := self._writing) is not None:
             with span("wait for the checkpoint"), RECORDER.waiting("the checkpoint"):
-                writing.wait_copied(
-                    weights_only=weights_only, timeout_s=self._settings.save_deadline_s
-                )
+                writing.wait_copied(weights_only=weights_only, timeout_s=self._deadline_s)
 
     def finish(self) -> None:
         """Wait for a background save. Safe to call from another thread.
@@ -122,3 +85,55 @@ class Saves:
             return False
         self.finish()
         return True
+
+
+class Saves(RunningSave):
+    """Starts saves of policy and critic, and waits for them."""
+
+    def __init__(
+        self,
+        settings: ActorSettings,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: MegatronOptimizer,
+        memory: DeviceMemory,
+        critic: Critic | None,
+    ) -> None:
+        super().__init__(settings)
+        self._settings = settings
+        self._chunks = chunks
+        self._optimizer = optimizer
+        self.critic = critic
+        """Saved with the policy; None without one."""
+        self._memory = memory
+        self._saver: Saver | None = None
+
+    @property
+    def _residence(self) -> Residence:
+        return Residence(self._memory.resident, self._memory.lock)
+
+    def set_buffer(self, num_bytes: int) -> Saver:
+        """Replace the host buffer of saves by one of ``num_bytes``. Collective."""
+        self._saver = Saver(
+            self._chunks,
+            None if self._settings.no_save_optim else self._optimizer,
+            buffer_bytes=num_bytes,
+            residence=self._residence,
+            adapters=checkpoint_settings(self._settings),
+        )
+        if self.critic is not None:
+            self.critic.set_save_buffer(num_bytes, self._residence)
+        return self._saver
+
+    def start(self, folder: str | Path, progress: Progress, *, in_background: bool) -> None:
+        """Write into ``folder``, which exists. Collective. ``finish`` must have returned.
+
+        Raises:
+            CheckpointError: a rank cannot write, and the save is not in the background; raised on
+                every rank.
+        """
+        saver = self._saver or self.set_buffer(self._settings.save_buffer_bytes)
+        writing = self.begin()
+        writing.add(saver, folder, progress)
+        if self.critic is not None:
+            self.critic.start_save(writing, folder, progress.step, self._residence)
+        self.run(in_background=in_background)

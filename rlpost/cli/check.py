@@ -22,7 +22,7 @@ from rlpost.config.checks.missing import image_problems
 from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.load import Loaded
 from rlpost.config.plan.engine_weights import engine_weights
-from rlpost.config.plan.estimate import fullest_held
+from rlpost.config.plan.rank_memory import fullest_held
 from rlpost.config.tree import Config
 from rlpost.config.wording import near_path, with_origins
 from rlpost.errors import ConfigError, WeightError
@@ -157,11 +157,12 @@ def arithmetic(config: Config) -> list[tuple[str, str]]:
 
 
 def _critic_lines(config: Config) -> list[tuple[str, str]]:
-    """The ranks of a critic on its own GPUs."""
+    """The ranks of a critic that has its own."""
     if not config.has_own_critic:
         return []
     own = critic_ranks(config)
-    return [("critic", f"{own.actor_world_size} ranks = {_layout(own)}, on their own GPUs")]
+    place = "the policy's GPUs" if config.critic_shares_gpus else "their own GPUs"
+    return [("critic", f"{own.actor_world_size} ranks = {_layout(own)}, on {place}")]
 
 
 def _layout(config: Config) -> str:

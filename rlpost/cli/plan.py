@@ -164,6 +164,7 @@ class Speed:
         return save_interval(
             made.config,
             checkpoint_bytes=made.checkpoint_bytes,
+            critic_bytes=made.critic_checkpoint_bytes,
             times=self.times,
             write_gbps=self.write_gbps,
         )
@@ -353,7 +354,7 @@ def table(made: Estimate, speed: Speed) -> Table:
         ("fullest rank", f"of stage {rank.stage} (of {layout.pipeline}): {of_rank} parameters"),
         ("weights", f"{_gb(rank.held.weights)}, gradients {_gb(rank.held.gradients)}"),
         ("optimizer", f"{_gb(rank.held.optimizer)}{offloaded}"),
-        *([("critic", f"{_gb(rank.critic.total)} in all")] if rank.critic.total else []),
+        *([("critic", f"{_gb(made.critic.total)} in all")] if made.critic.total else []),
         *([("teacher", f"{_gb(rank.teacher)} during its pass")] if rank.teacher else []),
         (
             "activations",
@@ -377,7 +378,7 @@ def table(made: Estimate, speed: Speed) -> Table:
         rows.append(("KV cache", text))
         if config.grpo.use_rollout_routing_replay:
             rows.append(("routes", route_words(made, max(0, engine.kv_tokens))))
-    seconds = made.checkpoint_bytes / (speed.write_gbps * 1e9 * config.actor_num_nodes)
+    seconds = made.written_s(speed.write_gbps)
     rows += [
         ("host memory", f"{_gb(made.host_bytes_per_node)} a node, besides Ray's and Python's"),
         (

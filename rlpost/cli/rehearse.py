@@ -22,7 +22,9 @@ from rlpost.cli.rehearse_nodes import agents_check, nodes_check
 from rlpost.cli.scaled import add_scale_down
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems
+from rlpost.config.flags import flag
 from rlpost.config.tree import Config
+from rlpost.config.wording import listed
 from rlpost.errors import ConfigError
 from rlpost.orchestration.settings_of_actors import actor_settings
 
@@ -91,9 +93,11 @@ def rehearsed(
             "external; use rlpost plan"
         )
     if config.has_own_critic:
+        own_gpus = ("critic_own_gpus",) if config.critic.critic_own_gpus else ()
+        given = (*own_gpus, *config.critic.own_layout)
         raise ConfigError(
-            "--critic-own-gpus true: a rehearsal has the ranks of the policy alone; use "
-            "--critic-own-gpus false for it, or rlpost plan"
+            "a rehearsal has the ranks of the policy alone, and this critic has its own; omit "
+            f"{listed(map(flag, given), 'and')} for it, or use rlpost plan"
         )
     actor = actor_settings(config)
     if actor.only_train_params_name_list or actor.freeze_params_name_list:

@@ -1,4 +1,4 @@
-"""The critic on separate GPUs (--critic-own-gpus): its settings as those of a trainer. Pure.
+"""A critic with ranks of its own: its settings as those of a trainer. Pure.
 
 Input: the settings of a run. Output: the same tree with the critic's nodes, GPUs, layout and
 micro-batches in place of the policy's, so that everything that reads a layout serves both.
@@ -9,17 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlpost.config.flags import flag
+from rlpost.config.groups.critic import LAYOUT as OWN_LAYOUT
 from rlpost.config.tree import Config
 
 LAYOUT = {
     "critic_num_nodes": "actor_num_nodes",
     "critic_num_gpus_per_node": "actor_num_gpus_per_node",
-    "critic_tensor_model_parallel_size": "tensor_model_parallel_size",
-    "critic_pipeline_model_parallel_size": "pipeline_model_parallel_size",
-    "critic_context_parallel_size": "context_parallel_size",
-    "critic_expert_model_parallel_size": "expert_model_parallel_size",
-    "critic_max_tokens_per_gpu": "max_tokens_per_gpu",
-    "critic_micro_batch_size": "micro_batch_size",
+    **OWN_LAYOUT,
 }
 """The critic's settings, and the policy's whose value is the default."""
 
@@ -56,7 +52,7 @@ def critic_ranks(config: Config) -> Config:
         update={
             "perf": perf.model_copy(update=layout),
             "cluster": cluster.model_copy(update=places),
-            "critic": critic.model_copy(update={"critic_own_gpus": False}),
+            "critic": critic.model_copy(update={"critic_own_gpus": False, **dict.fromkeys(LAYOUT)}),
         }
     )
 

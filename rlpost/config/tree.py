@@ -160,22 +160,26 @@ class Config(Group):
 
     @property
     def has_own_critic(self) -> bool:
-        """Whether the critic is a group of ranks on its own GPUs; see ``critic_ranks``."""
-        return self.use_critic and self.critic.critic_own_gpus
+        """Whether the critic is a group of ranks with its own processes; see ``critic_ranks``."""
+        critic = self.critic
+        return self.use_critic and (critic.critic_own_gpus or bool(critic.own_layout))
+
+    @property
+    def critic_shares_gpus(self) -> bool:
+        """Whether these ranks are on the GPUs of the policy."""
+        return self.has_own_critic and not self.critic.critic_own_gpus
+
+    @property
+    def critic_takes_turns(self) -> bool:
+        """Whether policy and critic on the same GPUs are offloaded in turn."""
+        return self.critic_shares_gpus and self.offload_train
 
     @property
     def critic_num_nodes(self) -> int:
-        """Nodes of a critic on its own GPUs; 0 on the ranks of the policy."""
-        if not self.has_own_critic:
+        """Nodes of a critic on its own GPUs; 0 on those of the policy."""
+        if not self.has_own_critic or self.critic_shares_gpus:
             return 0
         return self.critic.critic_num_nodes or self.actor_num_nodes
-
-    @property
-    def trainer_recoveries(self) -> int:
-        """Recoveries of trainer ranks within an attempt; a critic on its own GPUs excludes them,
-        because its state would be that of a later step.
-        """
-        return 0 if self.has_own_critic else self.cluster.max_trainer_recoveries
 
     @property
     def keeps_old_policy(self) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 
 from rlpost.algorithm.advantage import Penalties
@@ -20,6 +21,7 @@ from rlpost.columns import FloatColumn
 from rlpost.config.tree import Config
 from rlpost.orchestration.batches import DealtStep, in_order
 from rlpost.orchestration.interruptible import InterruptibleCalls
+from rlpost.orchestration.offload import Turns
 from rlpost.orchestration.worker_groups import ActorGroup, StoredBatches, StoredValues
 from rlpost.types import SampleGroup
 
@@ -29,10 +31,20 @@ Deal = Callable[[Config], list[DealtStep]]
 
 @dataclass(frozen=True, slots=True)
 class CriticGroup:
-    """The ranks of a critic on its own GPUs, and the data-parallel rank of each."""
+    """The ranks that train the critic, and the data-parallel rank of each.
+
+    ``turns`` are those of ranks that share the policy's GPUs; ``is_own``: they are not the ranks of
+    the policy.
+    """
 
     ranks: ActorGroup
     data_ranks: Sequence[int]
+    turns: Turns | None = None
+    is_own: bool = True
+
+    def its_turn(self) -> AbstractAsyncContextManager[None]:
+        """Return a context in which the critic has the GPUs."""
+        return nullcontext() if self.turns is None else self.turns.critic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +61,23 @@ class CriticTraining:
     def __init__(
         self,
         config: Config,
-        actors: ActorGroup,
-        data_ranks: Sequence[int],
+        group: CriticGroup,
         calls: InterruptibleCalls,
-        *,
-        has_own_ranks: bool = False,
     ) -> None:
         """
         Args:
             config: of the run; of ``critic_ranks`` with own ranks.
-            actors: the ranks of the critic.
-            data_ranks: the data-parallel rank of each.
+            group: the ranks of the critic.
             calls: makes calls to these ranks.
-            has_own_ranks: whether they are not those of the policy.
         """
         self._config = config
-        self._actors = actors
-        self._data_ranks = data_ranks
+        self._group = group
+        self._actors, self._data_ranks = group.ranks, group.data_ranks
         self._calls = calls
-        self._has_own_ranks = has_own_ranks
 
     async def batches(self, of_policy: CriticBatches, deal: Deal) -> CriticBatches:
         """Return the batches of the critic: those of the policy, on the same ranks."""
-        if not self._has_own_ranks:
+        if not self._group.is_own:
             return of_policy
         steps = await asyncio.to_thread(deal, self._config)
         stored = [await self._actors.send(step.batches, self._data_ranks) for step in steps]
@@ -85,7 +91,24 @@ class CriticTraining:
         only = self._config.critic.num_critic_only_steps * self._config.num_steps_per_rollout
         return only == 0 or await self._actors.num_critic_steps() >= only
 
-    async def values(self, batches: CriticBatches) -> list[StoredValues]:
+    async def train(
+        self,
+        groups: Sequence[SampleGroup],
+        batches: CriticBatches,
+        penalties: Penalties | None,
+    ) -> Estimates:
+        """Train the critic on a rollout; return advantages, returns and metrics.
+
+        Raises:
+            Preempted: a stop was requested before the first optimizer step; nothing has changed.
+        """
+        async with self._group.its_turn():
+            values = await self._values(batches)
+            estimates = await self._estimates(groups, batches, values, penalties)
+            metrics = await self._train(batches, values, estimates)
+        return replace(estimates, metrics={**estimates.metrics, **metrics})
+
+    async def _values(self, batches: CriticBatches) -> list[StoredValues]:
         """Compute the values of every step of the rollout; they stay in the object store."""
         return [
             await self._calls.make(
@@ -94,7 +117,7 @@ class CriticTraining:
             for own in batches.stored
         ]
 
-    async def estimates(
+    async def _estimates(
         self,
         groups: Sequence[SampleGroup],
         batches: CriticBatches,
@@ -120,17 +143,13 @@ class CriticTraining:
             normalize_advantages=grpo.normalize_advantages,
         )
 
-    async def train(
+    async def _train(
         self,
         batches: CriticBatches,
         values: Sequence[StoredValues],
         estimates: Estimates,
     ) -> Mapping[str, float]:
-        """Run the critic's optimizer steps; return the metrics of the last one.
-
-        Raises:
-            Preempted: a stop was requested before the first one; nothing has changed.
-        """
+        """Run the critic's optimizer steps; return the metrics of the last one."""
         of_samples = [column for group in estimates.returns for column in group]
         metrics: Mapping[str, float] = {}
         each = zip(batches.steps, batches.stored, values, strict=True)

@@ -98,21 +98,15 @@ class TrainOnly(RunStages):
     async def start(self, checkpoint: Path | None) -> None:
         """Start the actors; load ``checkpoint``, or the Hugging Face weights without one."""
         placement, ports = self.startup.layout()
-        self._actors = self.startup.actor_workers(placement)
-        self.critics = self.observation.critics = self.startup.critic_workers(placement)
         await self.startup.within_deadline(self._start_trainer(placement, ports, checkpoint))
-        await self.observation.attach(self._actors, None, None)
+        await self.observation.attach(self.ranks.actors, None, None)
 
     async def _start_trainer(
         self, placement: Placement, ports: Ports, checkpoint: Path | None
     ) -> None:
+        await self.create_ranks(placement)
         self._training = await self.startup.trainer(
-            self._actors,
-            placement,
-            ports,
-            checkpoint,
-            break_even=self.break_even,
-            critics=self.critics,
+            self.ranks, placement, ports, checkpoint, break_even=self.break_even
         )
 
     def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
@@ -133,8 +127,8 @@ class TrainOnly(RunStages):
 
     async def save(self, state: RunState, *, wait: bool) -> None:
         """Commit; the trainer is never offloaded."""
-        await self.save_actors(self._actors, state, wait=wait, at_rest=contextlib.nullcontext())
+        await self.save_ranks(state, wait=wait, at_rest=contextlib.nullcontext())
 
     async def weights_hash(self) -> str:
         """Return a hash of the trainer's weights under their Hugging Face names."""
-        return await self._actors.weights_hash()
+        return await self.ranks.actors.weights_hash()

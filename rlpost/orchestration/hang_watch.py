@@ -69,11 +69,13 @@ class HangWatch:
         *,
         hosts: Mapping[str, str],
         is_stopping: Callable[[], bool],
+        role: str = "trainer",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             rule: None turns the watch off.
+            role: of the ranks, for the ledger.
             folder: of the attempt.
             hosts: the host of each address.
             is_stopping: whether a stop is requested.
@@ -82,6 +84,7 @@ class HangWatch:
         self._folder = folder
         self._hosts = hosts
         self._is_stopping = is_stopping
+        self._role = role
         self._clock = clock
         self._histories: dict[str, History] = {}
 
@@ -148,6 +151,7 @@ class HangWatch:
         hosts = sorted({self._host(ranks.names[rank]) for rank in finding.ranks})
         details = {
             "call": overdue.call,
+            "role": self._role,
             "ranks": list(finding.ranks),
             "hosts": hosts,
             "why": finding.why,

@@ -239,11 +239,15 @@ class Loop:
         if metrics:
             await self._metrics.put(self.state.step, metrics)
         self.state = self.state.settled()
-        interval = self._config.checkpoint.save_interval
-        is_due = interval is not None and self.state.step and self.state.step % interval == 0
-        if is_due or self._stages.save_is_owed():
+        if self._must_save() or self._stages.save_is_owed():
             await self._save(wait=False)
         return metrics
+
+    def _must_save(self) -> bool:
+        interval, step = self._config.checkpoint.save_interval, self.state.step
+        if interval is None or step == 0:
+            return False
+        return step % interval == 0 or self._config.rollout.ends_epoch(step)
 
     def _must_evaluate(self) -> bool:
         settings, step = self._config.eval, self.state.step
@@ -251,7 +255,9 @@ class Loop:
             return False
         if step == 0:
             return not settings.skip_eval_before_train
-        return step % settings.eval_interval == 0 or step == self._config.rollout.num_rollout
+        rollout = self._config.rollout
+        is_last = step == rollout.num_rollout
+        return step % settings.eval_interval == 0 or is_last or rollout.ends_epoch(step)
 
     async def _save(self, *, wait: bool) -> None:
         await self._journal.durable()

@@ -201,8 +201,8 @@ class LostNodes:
         """Where trainer ranks start after a death (``trainer_recovery.NewSlots``)."""
         if self._following is None:
             return placement
-        dead = {placement.actors[rank].ip for rank in death.ranks}
-        living = enumerate(placement.actors)
+        dead = {placement.ranks[rank].ip for rank in death.ranks}
+        living = enumerate(placement.ranks)
         living_on = {slot.ip for rank, slot in living if rank not in death.ranks}
         if dead - living_on and not self.ranks:
             with contextlib.suppress(TimeoutError):
@@ -254,7 +254,7 @@ class LostNodes:
     async def _say_replaceable(self) -> None:
         """The driver can lose every node that the run uses, but its own."""
         assert self._placement is not None
-        with_ranks = {slot.ip for slot in self._placement.actors}
+        with_ranks = {slot.ip for slot in self._placement.ranks}
         used = {part.ip for parts in self._placement.engines for part in parts} | with_ranks
         if self._keeps_ranks:
             used -= with_ranks
@@ -320,7 +320,7 @@ class LostNodes:
     def _loss(self, node: LostNode) -> Loss:
         assert self._placement is not None
         engines = enumerate(self._placement.engines)
-        ranks = enumerate(self._placement.actors)
+        ranks = enumerate(self._placement.ranks)
         return Loss(
             node,
             tuple(number for number, parts in engines if _has_slot(parts, node.ip)),

@@ -264,7 +264,7 @@ class Flops:
         if is_compared or grpo.kl_coef or needs_policy_logprobs(config):
             passes += 1  # log-probs under the rollout's weights, or those of the old policy
         passes += bool(grpo.use_kl_loss) + bool(grpo.kl_coef)  # and under the reference's
-        if config.use_critic and not config.has_own_critic:
+        if config.use_critic and not config.critic_num_nodes:  # on the GPUs of the policy
             passes += 4  # values, forward and backward of the critic
         self._a_token = 2.0 * used_parameters(hf) * passes
         self._break_even = model_break_even(hf)

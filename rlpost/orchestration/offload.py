@@ -8,6 +8,9 @@ memory in the phases of a step:
     send       only the weights of trainer and engines
     generate   trainer offloaded, engines onloaded
     save       the trainer's weights and optimizer, the engines' weights
+
+A critic with its own processes on the policy's GPUs is onloaded only while it computes or saves,
+and the policy is offloaded then.
 """
 
 from __future__ import annotations
@@ -26,11 +29,43 @@ CACHE = ("kv_cache", "cuda_graph")
 Turn = Literal["train", "send", "generate"]
 
 
+class Turns:
+    """Policy and critic on the same GPUs: one is offloaded while the other computes."""
+
+    def __init__(self, actors: ActorGroup, critics: ActorGroup) -> None:
+        self._actors, self._critics = actors, critics
+
+    async def offload_critic(self) -> None:
+        """Offload the critic; no-op if it is."""
+        await self._critics.offload_memory(WEIGHTS, GRADS, OPTIMIZER)
+
+    @asynccontextmanager
+    async def critic(self) -> AsyncIterator[None]:
+        """Offload the policy and onload the critic; the reverse after the block.
+
+        After an error both stay: ranks that hang would never answer. ``offload_critic`` comes
+        before the policy is onloaded again.
+        """
+        await self._actors.offload_memory(WEIGHTS, GRADS, OPTIMIZER)
+        await self._critics.restore_memory(WEIGHTS, GRADS, OPTIMIZER)
+        yield
+        await self.offload_critic()
+        await self._actors.restore_memory(WEIGHTS, GRADS, OPTIMIZER)
+
+
 class Offload:
     """Moves both sides to the memory state of a phase; no-op when they are in it."""
 
-    def __init__(self, config: Config, actors: ActorGroup, fleet: Fleet) -> None:
-        """Initially both sides are onloaded."""
+    def __init__(
+        self,
+        config: Config,
+        actors: ActorGroup,
+        fleet: Fleet,
+        *,
+        critics: ActorGroup | None = None,
+    ) -> None:
+        """Initially both sides are onloaded; ``critics`` share the actors' GPUs or are None."""
+        self._turns = Turns(actors, critics) if critics and config.critic_takes_turns else None
         self._trainer_leaves = config.offload_train
         self._engines_leave = config.offload_rollout
         self._actors = actors
@@ -39,6 +74,11 @@ class Offload:
     def ranks_see(self, gpus: Sequence[str]) -> None:
         """Ranks have started; engines that are started from now on share their GPUs."""
         self._fleet.visible_gpus = gpus
+
+    async def _end_critics_turn(self) -> None:
+        """Offload a critic whose turn an error or a stop request has ended."""
+        if self._turns is not None:
+            await self._turns.offload_critic()
 
     async def free_gpus(self) -> None:
         """Offload the engines, for ranks that are started again: these begin onloaded."""
@@ -52,6 +92,7 @@ class Offload:
     async def train(self) -> None:
         """Offload the engines, onload the trainer."""
         await self.free_gpus()
+        await self._end_critics_turn()
         if self._trainer_leaves:
             await self._actors.restore_memory(WEIGHTS, GRADS, OPTIMIZER)
 
@@ -81,6 +122,7 @@ class Offload:
         was_away = self._trainer_leaves and not self._fleet.is_released("kv_cache")
         if was_away and self._engines_leave:
             await self._fleet.release_memory(*CACHE)
+        await self._end_critics_turn()
         if self._trainer_leaves:
             await self._actors.restore_memory(WEIGHTS, OPTIMIZER)
         try:

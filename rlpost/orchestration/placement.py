@@ -33,8 +33,8 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A slot for a worker with ``num_gpus`` GPUs, exclusive or shared with the given trainer
-    ranks.
+    """A slot for a worker with ``num_gpus`` GPUs, exclusive or shared with the given ranks of the
+    policy.
     """
 
     node_id: str
@@ -51,12 +51,17 @@ class Slot:
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The slot of each trainer rank, of each engine's parts, one per node (part 0 serves), and of
-    each rank of a critic on its own GPUs.
+    each rank of a critic with its own ranks.
     """
 
     actors: tuple[Slot, ...]
     engines: tuple[tuple[Slot, ...], ...]
     critics: tuple[Slot, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[Slot, ...]:
+        """All ranks that train: those of the policy, then those of a critic."""
+        return (*self.actors, *self.critics)
 
     @property
     def ranks_of_engines(self) -> tuple[tuple[int, ...], ...]:
@@ -101,7 +106,11 @@ def place(offers: Sequence[Offer], config: Config) -> Placement:
     for index in able:
         free[index] -= per_node
         actors += [Slot(offers[index].node_id, offers[index].ip, 1)] * per_node
-    critics = _critics(offers, free, config) if config.has_own_critic else ()
+    critics: tuple[Slot, ...] = ()
+    if config.critic_shares_gpus:
+        critics = tuple(replace(slot, shared_with=(rank,)) for rank, slot in enumerate(actors))
+    elif config.has_own_critic:
+        critics = _critics(offers, free, config)
     per_engine = config.cluster.rollout_num_gpus_per_engine
     if config.cluster.colocate:
         return Placement(tuple(actors), tuple(_beside(actors, per_engine)), critics)
@@ -145,8 +154,7 @@ def replaced(placement: Placement, lost_ip: str, offer: Offer) -> Placement:
     Raises PlacementError when the other node has fewer GPUs than the slots need.
     """
     parts = [part for engine in placement.engines for part in engine]
-    ranks = (*placement.actors, *placement.critics)
-    moving = [slot for slot in (*ranks, *parts) if slot.ip == lost_ip]
+    moving = [slot for slot in (*placement.ranks, *parts) if slot.ip == lost_ip]
     needed = sum(slot.num_gpus for slot in moving if not slot.shared_with)
     if needed > offer.num_gpus:
         raise PlacementError(

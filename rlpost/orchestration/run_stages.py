@@ -8,7 +8,7 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -25,10 +25,12 @@ from rlpost.orchestration.generation import Generation
 from rlpost.orchestration.hf_export import HuggingFaceExport
 from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.observation import Observation
+from rlpost.orchestration.offload import Turns
+from rlpost.orchestration.placement import Placement
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.startup import Startup
 from rlpost.orchestration.training import Record
-from rlpost.orchestration.worker_groups import ActorGroup
+from rlpost.orchestration.worker_groups import ActorGroup, TrainingRanks
 from rlpost.rollout.journal import Journal
 from rlpost.types import SampleGroup
 
@@ -71,8 +73,8 @@ class RunStages(ABC):
             run_folder=run,
         )
         self.closing = AsyncExitStack()
-        self.critics: ActorGroup | None = None
-        """The ranks of a critic on its own GPUs; a mode that trains sets them."""
+        self.ranks: TrainingRanks
+        """The ranks that train; a mode that trains creates them."""
         self._hf_export = HuggingFaceExport(config.checkpoint, run, check=checkpoints.check_owner)
 
     def read_prompts(self) -> None:
@@ -115,9 +117,13 @@ class RunStages(ABC):
         trainer.
         """
 
-    async def save_actors(
+    async def create_ranks(self, placement: Placement) -> None:
+        """Create the worker of each rank that trains."""
+        self.ranks = await self.startup.workers(placement)
+        self.observation.critics = self.ranks.critics
+
+    async def save_ranks(
         self,
-        actors: ActorGroup,
         state: RunState,
         *,
         wait: bool,
@@ -128,15 +134,18 @@ class RunStages(ABC):
         ``at_rest`` keeps weights and optimizer on the trainer's devices.
         """
         in_background = self.config.checkpoint.async_save and not wait
-        ranks = [actors] if self.critics is None else [actors, self.critics]
+        actors, critics = self.ranks.actors, self.ranks.critics
 
         async def write(folder: Path) -> None:
             self.stop.saves.begin()
-            for group in ranks:
-                await group.save(folder, state.step, in_background=in_background)
+            await actors.save(folder, state.step, in_background=in_background)
+            if critics is not None:
+                async with self._critics_turn(critics):
+                    await critics.save(folder, state.step, in_background=in_background)
 
         async def are_done() -> list[bool]:
-            return [is_done for group in ranks for is_done in await group.save_is_done()]
+            of_critics = [] if critics is None else await critics.save_is_done()
+            return [*await actors.save_is_done(), *of_critics]
 
         async with at_rest:
             try:
@@ -152,7 +161,7 @@ class RunStages(ABC):
                 )
                 return
             if begun and not self.stop.requested():
-                await self._hf_export.export(state.step, partial(self._exported, actors))
+                await self._hf_export.export(state.step, self._export)
 
     async def follow_engines(self, fleet: Fleet) -> None:
         """Keep RUN/engines.json up to date for Prometheus, if the engines serve metrics."""
@@ -165,11 +174,21 @@ class RunStages(ABC):
         self.closing.push_async_callback(targets.close)
         await targets.begin()
 
-    async def _exported(self, actors: ActorGroup, folder: str) -> None:
+    async def _export(self, folder: str) -> None:
         """Write policy and, in a subfolder, critic."""
+        actors, critics = self.ranks.actors, self.ranks.critics
         await actors.export(folder)
-        if self.config.use_critic:
-            await (self.critics or actors).export_critic(f"{folder}/critic")
+        of_critic = f"{folder}/critic"
+        if critics is not None:
+            async with self._critics_turn(critics):
+                await critics.export_critic(of_critic)
+        elif self.config.use_critic:
+            await actors.export_critic(of_critic)
+
+    def _critics_turn(self, critics: ActorGroup) -> AbstractAsyncContextManager[None]:
+        """Return a context in which a critic has the GPUs, if it shares them."""
+        turns = Turns(self.ranks.actors, critics)
+        return turns.critic() if self.config.critic_takes_turns else nullcontext()
 
     def save_is_owed(self) -> bool:
         """Whether a save failed or was deferred."""

@@ -54,9 +54,9 @@ class ClusterStages(RunStages):
         logger.info("starting %d actor ranks and %d engines", num_ranks, len(placement.engines))
         self._fleet = Fleet(config, self.cluster, placement, ports)
         self.closing.callback(self._fleet.close)
-        self._actors = startup.actor_workers(placement)
-        self.critics = self.observation.critics = startup.critic_workers(placement)
-        self._offload = Offload(config, self._actors, self._fleet)
+        await startup.within_deadline(self.create_ranks(placement))
+        self._actors = self.ranks.actors
+        self._offload = Offload(config, self._actors, self._fleet, critics=self.ranks.critics)
         if config.cluster.colocate:  # engines measure free memory, so the actors start first
             await startup.within_deadline(self._start_trainer(placement, ports, checkpoint))
             await startup.within_deadline(self._start_engines(num_ranks))
@@ -102,7 +102,7 @@ class ClusterStages(RunStages):
         ranks = TrainerRanks(
             self.startup,
             ports,
-            self._actors,
+            self.ranks,
             offload=self._offload,
             weights=weights,
             engine_health=self._engine_health,
@@ -111,7 +111,7 @@ class ClusterStages(RunStages):
         )
         self.recovery = TrainerRecovery(
             self.config,
-            self._actors,
+            self.ranks,
             ranks,
             placement=placement,
             checkpoints=self.checkpoints,
@@ -124,7 +124,7 @@ class ClusterStages(RunStages):
         await self.recovery.begin(self._training)
         cluster = self.config.cluster
         if cluster.spare_nodes:
-            ranks_recover = self.config.trainer_recoveries > 0
+            ranks_recover = cluster.max_trainer_recoveries > 0
             await self._nodes.begin(placement, ranks_recover=ranks_recover)
             self.closing.push_async_callback(self._nodes.close)
 
@@ -153,12 +153,7 @@ class ClusterStages(RunStages):
         self, placement: Placement, ports: Ports, checkpoint: Path | None
     ) -> None:
         self._training = await self.startup.trainer(
-            self._actors,
-            placement,
-            ports,
-            checkpoint,
-            break_even=self.break_even,
-            critics=self.critics,
+            self.ranks, placement, ports, checkpoint, break_even=self.break_even
         )
 
     async def _start_engines(self, num_ranks: int) -> None:
@@ -248,7 +243,7 @@ class ClusterStages(RunStages):
 
         async def save() -> None:
             at_rest = self._offload.save(is_last=wait)
-            await self.save_actors(self._actors, state, wait=wait, at_rest=at_rest)
+            await self.save_ranks(state, wait=wait, at_rest=at_rest)
 
         await self.recovery.over("save", save)
 

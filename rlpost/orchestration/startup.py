@@ -21,6 +21,7 @@ from rlpost.errors import RlpostError, TrainerDied
 from rlpost.low_priority import at_low_priority
 from rlpost.orchestration.critic_training import CriticGroup
 from rlpost.orchestration.hang_watch import HangWatch
+from rlpost.orchestration.offload import Turns
 from rlpost.orchestration.placement import (
     Placement,
     Ports,
@@ -33,7 +34,7 @@ from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.settings_of_actors import actor_settings
 from rlpost.orchestration.training import Record, Training
 from rlpost.orchestration.weight_coordinator import nccl_environment
-from rlpost.orchestration.worker_groups import ActorGroup
+from rlpost.orchestration.worker_groups import ActorGroup, TrainingRanks
 from rlpost.orchestration.workers import StandbyWorker, WorkerGroup, connect
 from rlpost.progress.overdue import Rule
 
@@ -99,27 +100,40 @@ class Startup:
         )
         return ActorGroup(workers, self._hang_watch())
 
-    def critic_workers(self, placement: Placement) -> ActorGroup | None:
-        """Create the worker of each rank of a critic on its own GPUs; None without one."""
+    async def workers(
+        self, placement: Placement, standbys: Mapping[int, StandbyWorker] | None = None
+    ) -> TrainingRanks:
+        """Create the worker of each rank that trains; see ``actor_workers``."""
+        actors = self.actor_workers(placement, standbys)
         if not placement.critics:
-            return None
+            return TrainingRanks(actors)
+        gpus = [""] * len(placement.critics)
+        if self._config.critic_shares_gpus:
+            gpus = await actors.visible_gpus()
+        return TrainingRanks(actors, self._critic_workers(placement, gpus))
+
+    def _critic_workers(self, placement: Placement, gpus: Sequence[str]) -> ActorGroup:
+        """Create the worker of each rank of a critic that has its own.
+
+        ``gpus``: CUDA_VISIBLE_DEVICES of each rank; empty: Ray sets it.
+        """
         make = partial(_make_critic, actor_settings(critic_ranks(self._config)))
+        first = len(placement.actors)
         workers = WorkerGroup(
             [make] * len(placement.critics),
             placement.critics,
             names=[f"critic-{rank}" for rank in range(len(placement.critics))],
             log_dir=Path(self._cluster.attempt_dir),
-            envs=[self._rank_environment()] * len(placement.critics),
-            died=TrainerDied,
+            envs=[self._rank_environment(gpu) for gpu in gpus],
+            died=lambda why, ranks: TrainerDied(why, [first + rank for rank in ranks]),
         )
-        return ActorGroup(workers, self._hang_watch())
+        return ActorGroup(workers, self._hang_watch("critic"))
 
     def standby_workers(self, placement: Placement, gpus: Sequence[str]) -> ActorGroup:
         """Create a process for each rank that imports Megatron at low priority, and waits.
 
         ``gpus``: CUDA_VISIBLE_DEVICES of each rank, which its standby shares.
         """
-        own = self._rank_environment()
         make = partial(_make_actor, actor_settings(self._config))
         slots = [replace(slot, num_gpus=0, shared_with=()) for slot in placement.actors]
         workers = WorkerGroup(
@@ -127,15 +141,17 @@ class Startup:
             slots,
             names=[f"standby-{rank}" for rank in range(len(slots))],
             log_dir=Path(self._cluster.attempt_dir),
-            envs=[own | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}) for gpu in gpus],
+            envs=[self._rank_environment(gpu) for gpu in gpus],
         )
         return ActorGroup(workers)
 
-    def _rank_environment(self) -> dict[str, str]:
+    def _rank_environment(self, gpu: str = "") -> dict[str, str]:
+        """Return the environment of a rank; ``gpu``: its CUDA_VISIBLE_DEVICES, unless Ray sets it."""
         env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # overlapped TP collectives rely on one queue
-        return env | nccl_environment(self._config, os.environ)
+        own = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
+        return env | nccl_environment(self._config, os.environ) | own
 
-    def _hang_watch(self) -> HangWatch:
+    def _hang_watch(self, role: str = "trainer") -> HangWatch:
         cluster = self._config.cluster
         rule = None
         if cluster.hang_factor is not None:
@@ -145,30 +161,36 @@ class Startup:
             Path(self._cluster.attempt_dir),
             hosts=self._hosts,
             is_stopping=self._stop.requested,
+            role=role,
         )
 
     async def trainer(
         self,
-        actors: ActorGroup,
+        ranks: TrainingRanks,
         placement: Placement,
         ports: Ports,
         checkpoint: Path | None,
         *,
         break_even: float,
-        critics: ActorGroup | None = None,
     ) -> Training:
         """Set up all ranks and load ``checkpoint`` or, without one, the Hugging Face weights.
 
-        ``break_even`` is that of ``batches.model_break_even``; ``critics`` those of
-        ``critic_workers``.
+        ``break_even`` is that of ``batches.model_break_even``. A critic that takes turns on the
+        policy's GPUs is set up first, and offloaded.
         """
-        of_critics = None
+        actors, critics, of_critics = ranks.actors, ranks.critics, None
         if critics is not None:
             own = await _set_up(critics, placement.critics, ports.critic_group)
-            of_critics = CriticGroup(critics, own)
+            await _fill(critics, checkpoint)
+            turns = None
+            if self._config.critic_takes_turns:
+                turns = Turns(actors, critics)
+                await turns.offload_critic()
+            of_critics = CriticGroup(critics, own, turns)
         data_ranks = await _set_up(actors, placement.actors, ports.actor_group)
+        await _fill(actors, checkpoint)
         is_fresh = checkpoint is None and self._config.checkpoint.ref_load is None
-        training = Training(
+        return Training(
             self._config,
             actors,
             data_ranks,
@@ -179,14 +201,14 @@ class Startup:
             record=self._record,
             critics=of_critics,
         )
-        for group in (actors, critics):
-            if group is None:
-                continue
-            if checkpoint is None:
-                await group.import_weights()
-            else:
-                await group.load(checkpoint)
-        return training
+
+
+async def _fill(group: ActorGroup, checkpoint: Path | None) -> None:
+    """Load ``checkpoint`` or, without one, the initial weights."""
+    if checkpoint is None:
+        await group.import_weights()
+    else:
+        await group.load(checkpoint)
 
 
 async def _set_up(ranks: ActorGroup, slots: Sequence[Slot], port: int) -> list[int]:

@@ -16,7 +16,7 @@ from rlpost.orchestration.standby import Standby
 from rlpost.orchestration.startup import Startup
 from rlpost.orchestration.training import Training
 from rlpost.orchestration.weight_coordinator import WeightCoordinator
-from rlpost.orchestration.worker_groups import ActorGroup
+from rlpost.orchestration.worker_groups import TrainingRanks
 
 
 class TrainerRanks:
@@ -26,7 +26,7 @@ class TrainerRanks:
         self,
         startup: Startup,
         ports: Ports,
-        actors: ActorGroup,
+        group: TrainingRanks,
         *,
         offload: Offload,
         weights: WeightCoordinator,
@@ -34,10 +34,10 @@ class TrainerRanks:
         standby: Standby,
         break_even: float,
     ) -> None:
-        """``actors`` is the group whose workers are replaced."""
+        """``group``: the ranks whose workers are replaced."""
         self._standby = standby
         self._gpus: list[str] = []
-        self._startup, self._ports, self._actors = startup, ports, actors
+        self._startup, self._ports, self._group = startup, ports, group
         self._offload, self._weights, self._engine_health = offload, weights, engine_health
         self._break_even = break_even
 
@@ -54,22 +54,23 @@ class TrainerRanks:
         await self._engine_health.leave_lost()
         await self._offload.free_gpus()
 
-    async def create(self, placement: Placement) -> ActorGroup:
+    async def create(self, placement: Placement) -> TrainingRanks:
         """Create a process for each rank, or use its standby."""
         await self._engine_health.begin_lost(placement)
-        return self._startup.actor_workers(placement, await self._standby.take(placement))
+        return await self._startup.workers(placement, await self._standby.take(placement))
 
     async def set_up(self, placement: Placement, checkpoint: Path | None) -> Training:
         """Form the groups of the new ranks; load ``checkpoint`` or the initial weights."""
         return await self._startup.trainer(
-            self._actors, placement, self._ports, checkpoint, break_even=self._break_even
+            self._group, placement, self._ports, checkpoint, break_even=self._break_even
         )
 
     async def started(self) -> None:
         """Remember the GPUs of ranks that have started."""
-        gpus = await self._actors.visible_gpus()
+        actors = self._group.actors
+        gpus = await actors.visible_gpus()
         self._offload.ranks_see(gpus)
-        have_gpus = await self._actors.have_gpus()
+        have_gpus = await actors.have_gpus()
         self._gpus = [gpu if has else "" for gpu, has in zip(gpus, have_gpus, strict=True)]
 
     def stand_by(self, placement: Placement) -> None:

@@ -19,11 +19,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
@@ -42,7 +42,7 @@ from rlpost.orchestration.lost_nodes import LostNodes
 from rlpost.orchestration.placement import Placement
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.training import Record, Training
-from rlpost.orchestration.worker_groups import ActorGroup
+from rlpost.orchestration.worker_groups import TrainingRanks
 from rlpost.process_end import ProcessId
 from rlpost.recovery.causes import lost_peer_or_device
 from rlpost.recovery.decision import Death, Phase, Recovery, Situation, refusal
@@ -71,7 +71,7 @@ class Ranks(Protocol):
     async def prepare(self) -> None:
         """Free what new ranks need and engines hold."""
 
-    async def create(self, placement: Placement) -> ActorGroup:
+    async def create(self, placement: Placement) -> TrainingRanks:
         """Create a process for each rank."""
 
     async def set_up(self, placement: Placement, checkpoint: Path | None) -> Training:
@@ -107,7 +107,7 @@ class TrainerRecovery:
     def __init__(
         self,
         config: Config,
-        actors: ActorGroup,
+        group: TrainingRanks,
         ranks: Ranks,
         *,
         placement: Placement,
@@ -120,14 +120,14 @@ class TrainerRecovery:
     ) -> None:
         """
         Args:
-            actors: the group that everybody uses; its workers are replaced.
+            group: the ranks that every caller uses; their workers are replaced.
             placement: of the ranks now.
             record: writes an event into the ledger.
             new_slots: chooses the slots of new ranks, for instance on a spare node.
             nodes: lost nodes, whose ranks count as dead before Ray says so.
         """
         self._nodes = LostNodes.none() if nodes is None else nodes
-        self._config, self._actors, self._ranks = config, actors, ranks
+        self._config, self._group, self._ranks = config, group, ranks
         self._placement, self._checkpoints, self._stop = placement, checkpoints, stop
         self._record, self._new_slots, self._clock = record, new_slots, clock
         self._past: list[Recovery] = []
@@ -211,7 +211,7 @@ class TrainerRecovery:
                 if self._early.exception() is not None:
                     return
                 self._early = None
-            dead = self._nodes.ranks or await self._actors.dead(ANSWER_S)
+            dead = self._nodes.ranks or await self._group.dead(ANSWER_S)
             if dead:
                 self._early = asyncio.create_task(self.recover(self._named(dead), "generate"))
 
@@ -264,7 +264,7 @@ class TrainerRecovery:
         self._write(
             "recovered",
             role=death.role,
-            ranks=list(death.ranks),
+            ranks=[rank - self._first(death.role) for rank in death.ranks],
             cause=death.headline,
             phase=phase,
             step=self._step,
@@ -278,7 +278,7 @@ class TrainerRecovery:
             phase,
             self._step,
             now,
-            settings.trainer_recoveries,
+            settings.cluster.max_trainer_recoveries,
             engines_hold_gpus=self._ranks.engines_hold_gpus(),
             lacks_optimizer=settings.checkpoint.no_save_optim and self._checkpoints.has_committed,
         )
@@ -293,7 +293,7 @@ class TrainerRecovery:
         assert self._batches is not None, "resume comes first"
         await self._checkpoints.abandon("a rank of the trainer died")
         # until_ended covers processes on nodes that stay; those of a lost node end with it
-        await self._actors.kill()
+        await self._group.kill()
         if placement is None:
             placement = await self._new_slots(death, self._placement)
         checkpoint, state = await in_daemon(self._checkpoints.of_attempt)
@@ -316,8 +316,8 @@ class TrainerRecovery:
 
     async def _started(self, checkpoint: Path | None, placement: Placement) -> Training:
         await self._ranks.prepare()
-        self._actors.replace(await self._ranks.create(placement))
-        left = await self._actors.until_ended(self._processes, within_s=END_S)
+        self._group.replace(await self._ranks.create(placement))
+        left = await self._group.until_ended(self._processes, within_s=END_S)
         if left:
             raise RlpostError(
                 f"killed ranks did not end within {END_S:.0f} s: {', '.join(left)}; a process in "
@@ -329,7 +329,7 @@ class TrainerRecovery:
         return training
 
     async def _note_ranks(self) -> None:
-        self._processes = await self._actors.processes()
+        self._processes = await self._group.processes()
         await self._ranks.started()
 
     async def _within_deadline(
@@ -343,10 +343,10 @@ class TrainerRecovery:
         except TimeoutError:
             if not limit.expired():
                 raise
-            answers = await self._actors.positions(ANSWER_S)
+            answers = await self._group.positions(ANSWER_S)
             silent = [
                 name
-                for name, answer in zip(self._actors.names, answers, strict=True)
+                for name, answer in zip(self._group.names, answers, strict=True)
                 if answer is None
             ]
             missing = f"without an answer: {', '.join(silent)}" if silent else "every rank answers"
@@ -357,24 +357,35 @@ class TrainerRecovery:
     async def _death(self, error: RlpostError) -> Death | None:
         """Return which ranks died, if that is why an operation failed with ``error``."""
         if isinstance(error, Hang):
-            ranks = tuple(error.details.get("ranks", ()))
-            return Death("trainer", ranks, str(error), dict(error.details))
+            first = self._first(error.details.get("role", "trainer"))
+            ranks = [first + rank for rank in error.details.get("ranks", ())]
+            return self._blamed(ranks, str(error), error.details)
         if isinstance(error, TrainerDied):
-            return Death("trainer", error.ranks, str(error))
+            return self._blamed(error.ranks, str(error))
         is_broken = isinstance(error, WorkerFailed) and lost_peer_or_device(str(error))
         end = self._clock() + (NAMED_S if is_broken else 0.0)
         while True:
-            dead = await self._actors.dead(ANSWER_S)
+            dead = await self._group.dead(ANSWER_S)
             if dead:
                 return self._named(dead, f"; first error: {error}")
             if self._clock() >= end:
                 break
             await asyncio.sleep(POLL_S)
-        return Death("trainer", (), str(error)) if is_broken else None
+        return self._blamed((), str(error)) if is_broken else None
 
     def _named(self, dead: Sequence[int], more: str = "") -> Death:
-        names = ", ".join(self._actors.names[rank] for rank in dead)
-        return Death("trainer", tuple(dead), f"{names} died{more}")
+        names = ", ".join(self._group.names[rank] for rank in dead)
+        return self._blamed(dead, f"{names} died{more}")
+
+    def _blamed(
+        self, ranks: Sequence[int], cause: str, hang: Mapping[str, Any] | None = None
+    ) -> Death:
+        of_critic = bool(ranks) and min(ranks) >= self._first("critic")
+        return Death("critic" if of_critic else "trainer", tuple(ranks), cause, dict(hang or {}))
+
+    def _first(self, role: str) -> int:
+        """Return the number of the first rank of a role."""
+        return len(self._placement.actors) if role == "critic" else 0
 
     def _write(self, event: str, **details: object) -> None:
         if self._record is not None:

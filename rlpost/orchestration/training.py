@@ -87,7 +87,7 @@ class Training:
             break_even: see ``batches.model_break_even``.
             hosts: the host of each actor. Default: one host.
             record: writes an event into the ledger.
-            critics: the ranks of a critic on its own GPUs.
+            critics: the ranks of a critic that has its own.
         """
         self._config = config
         self._actors = actors
@@ -110,14 +110,10 @@ class Training:
 
     def _made_critic(self, critics: CriticGroup | None, stop: StopRequest) -> CriticTraining:
         if critics is None:
-            return CriticTraining(self._config, self._actors, self._data_ranks, self._calls)
-        return CriticTraining(
-            critic_ranks(self._config),
-            critics.ranks,
-            critics.data_ranks,
-            InterruptibleCalls(critics.ranks, stop),
-            has_own_ranks=True,
-        )
+            beside = CriticGroup(self._actors, self._data_ranks, is_own=False)
+            return CriticTraining(self._config, beside, self._calls)
+        calls = InterruptibleCalls(critics.ranks, stop)
+        return CriticTraining(critic_ranks(self._config), critics, calls)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """Run all optimizer steps of a rollout; return the metrics of the last one.
@@ -173,11 +169,9 @@ class Training:
             of_critic = await self._critic.batches(
                 CriticBatches(steps, batches), partial(self._deal, groups)
             )
-            values = await self._critic.values(of_critic)
-            estimates = await self._critic.estimates(groups, of_critic, values, penalties)
+            estimates = await self._critic.train(groups, of_critic, penalties)
             metrics |= estimates.metrics
             estimated = estimates.advantages
-            metrics |= await self._critic.train(of_critic, values, estimates)
         elif penalties is not None or trains_distilled:
             estimated = await asyncio.to_thread(
                 distillation.base_advantages, groups, grpo, given, penalties

@@ -194,7 +194,7 @@ class WorkerGroup:
         names: Sequence[str],
         log_dir: Path,
         envs: Sequence[Mapping[str, str]],
-        died: type[WorkerDied] = WorkerDied,
+        died: Callable[[str, Sequence[int]], WorkerDied] = WorkerDied,
         standbys: Mapping[int, StandbyWorker] | None = None,
         outlive_driver: bool = False,
     ) -> None:
@@ -203,7 +203,7 @@ class WorkerGroup:
             makes: factory of the object of each worker.
             names: name of each worker in errors and of its log.
             envs: environment of each worker, set before imports.
-            died: raised by calls when the process of a worker has ended.
+            died: makes the error of calls when the process of a worker has ended.
             standbys: workers that exist already, by index; the others are created.
             outlive_driver: workers stay when this process dies; a later driver of the attempt finds
                 them with ``left_workers``. They end with Ray.

@@ -26,8 +26,8 @@ WINDOW_S = 3600.0
 class Death:
     """Ranks of ``role`` that died or hang, and the cause in words.
 
-    ``ranks`` is empty when the failure does not tell which one is to blame. ``hang`` has the details
-    of a hang for the ledger.
+    ``ranks`` count those of the policy, then those of a critic; empty when the failure does not
+    tell which one is to blame. ``hang`` has the details of a hang for the ledger.
     """
 
     role: str

@@ -14,7 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from rlpost.config.plan.adapters import adapter_parameters
-from rlpost.config.plan.estimate import RankMemory, held_memory, parameter_bytes, trained_parameters
+from rlpost.config.plan.rank_memory import (
+    RankMemory,
+    held_memory,
+    parameter_bytes,
+    trained_parameters,
+)
 from rlpost.config.plan.shape import (
     Layout,
     Parameters,

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from rlpost.algorithm.schedule import Schedule, regroup, schedule, sequence_work
-from rlpost.config.plan.estimate import forward_pass
+from rlpost.config.plan.rank_memory import forward_pass
 from rlpost.config.plan.shape import Shape
 from rlpost.config.tree import Config
 from rlpost.types import MicroBatch, TrainBatch, TrainSample

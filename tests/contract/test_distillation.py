@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from rlpost.actor.settings import ActorSettings
+from rlpost.algorithm.gae import Discounts, estimate_with_values
 from rlpost.columns import FloatColumn
+from rlpost.config.groups.distillation import DistillationConfig
+from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.errors import ConfigError
-from rlpost.types import TrainSample
+from rlpost.orchestration.distillation import rank_distances, with_teacher
+from rlpost.types import Sample, SampleGroup, ScoredSample, TrainSample
 from tests.contract.actor_ranks import my_batch, run_ranks
 from tests.contract.samples import STEPS
 from tests.contract.test_actor import make_model
@@ -356,3 +360,99 @@ def test_the_divergence_falls_while_the_student_learns_from_its_own_answers(mode
     first, last = sum(found[:2]) / 2, sum(found[-2:]) / 2
     print(form, [round(value, 2) for value in found])
     assert last < 0.8 * first
+
+
+GAMMA, LAMBDA = 0.95, 0.9
+
+
+def beside_critic(actor: Any, *, critic: str, teaches: bool = True) -> dict[str, Any]:
+    """A step of critic and policy as ``Training`` takes it: the reward of a sample, its
+    ``advantage`` here, through GAE, and the teacher in the advantages.
+    """
+    actor.import_weights()
+    actor.export_critic(critic)
+    batch = my_batch(actor, STEPS[0], max_tokens=64)
+    own, values = actor.compute_logprobs(batch), actor.compute_values(batch)
+    groups = [_scored(number, sample) for number, sample in enumerate(batch.samples)]
+    by_group = [[column] for micro in values for column in micro]
+    found = estimate_with_values(
+        groups, by_group, None, Discounts(GAMMA, LAMBDA), normalize_advantages=False
+    )
+    advantages = found.advantages
+    if teaches:
+        teacher = actor.compute_teacher_logprobs(batch)
+        flat = ([column for micro in one for column in micro] for one in (own, teacher))
+        distances = dict(enumerate(rank_distances(batch.samples, *flat)))
+        given = DistillationConfig(use_opd=True, opd_kl_coef=COEF)
+        advantages = with_teacher(advantages, groups, GrpoConfig(), given, distances)
+    metrics = dict(actor.train_critic(batch, values, [one for (one,) in found.returns]).metrics)
+    metrics |= actor.train_step(batch, None, [one for (one,) in advantages]).metrics
+    return metrics | {"critic": actor.critic.weights_hash(max_bytes=10_000)}
+
+
+def _scored(number: int, sample: TrainSample) -> SampleGroup:
+    prompt, answer = (
+        tuple(sample.token_ids[: sample.prompt_length]),
+        tuple(sample.token_ids[sample.prompt_length :]),
+    )
+    zeros = (0.0,) * len(answer)
+    mask = tuple(sample.loss_mask)
+    made = Sample(number, 0, prompt, answer, zeros, "", "stop", 0, loss_mask=mask)
+    return SampleGroup(number, (ScoredSample(made, float(sample.advantage)),))
+
+
+def loop_of_hugging_face(models: Path, critic: Path) -> dict[str, float]:
+    """The same step in plain torch: one sample and one token at a time."""
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(models / name, dtype=torch.float32)
+        for name in ("student", "teacher")
+    )
+    valued = AutoModelForTokenClassification.from_pretrained(critic, dtype=torch.float32)
+    loss, squares, num_actions = torch.zeros(()), 0.0, 0
+    for sample in STEPS[0]:
+        ids = torch.tensor([list(sample.token_ids)])
+        part = slice(sample.prompt_length - 1, -1)
+        tokens = ids[0, sample.prompt_length :, None]
+        p = (student(ids).logits[0, part] / TEMPERATURE).log_softmax(-1).gather(1, tokens)[:, 0]
+        with torch.no_grad():
+            q = (teacher(ids).logits[0, part] / TEMPERATURE).log_softmax(-1).gather(1, tokens)[:, 0]
+            values = valued(ids).logits[0, part, 0]
+        actions = [place for place, kept in enumerate(sample.loss_mask) if kept]
+        follows, advantage, own = 0.0, 0.0, torch.zeros(())
+        for place in reversed(actions):
+            reward = sample.advantage if place == actions[-1] else 0.0
+            delta = reward + GAMMA * follows - values[place].item()
+            advantage, follows = delta + GAMMA * LAMBDA * advantage, values[place].item()
+            taught = advantage - COEF * (p[place] - q[place]).item()
+            own = own - taught * (p[place] - p[place].detach()).exp()
+            squares += advantage * advantage / 2
+        loss = loss + own / len(actions) / len(STEPS[0])
+        num_actions += len(actions)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+    return {
+        "train/loss": loss.item(),
+        "train/grad_norm": norm.item(),
+        "train/value_loss": squares / num_actions,  # as all metrics, the mean over trained tokens
+    }
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor_model_parallel_size": 2}], ids=["tp1", "tp2_sp"])
+def test_beside_a_critic_a_step_with_a_teacher_is_that_of_a_loop_over_transformers(
+    models, tmp_path, layout
+):
+    """The policy has both signals; the critic learns the rewards alone."""
+    if layout:
+        layout = {**layout, "sequence_parallel": True}
+    given = settings(models, use_critic=True, critic_lr=1e-3, opd_form="advantage", **layout)
+    ranks = 2 if layout else 1
+    *_, found = run_ranks(beside_critic, ranks, given, critic=str(tmp_path / "critic"))
+    expected = loop_of_hugging_face(models, tmp_path / "critic")
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    folder = str(tmp_path / "again")
+    *_, without = run_ranks(beside_critic, ranks, given, critic=folder, teaches=False)
+    assert without["critic"] == found["critic"]
+    assert abs(without["train/grad_norm"] - found["train/grad_norm"]) > 1e-2

@@ -1,4 +1,6 @@
-"""A driver that is killed twice while it generates and trains: real Ray, Megatron, SGLang, router.
+"""A driver that is killed twice while it generates and trains, and a rank of the critic in between:
+real Ray, Megatron, SGLang, router. The critic has its own layout on the policy's GPUs, and the two
+are offloaded in turn.
 
 Each answer is requested from an engine, but its text is a function of the prompt, so that two runs
 can be compared bit for bit (benchmarks/crash_answers.py).
@@ -8,15 +10,20 @@ import os
 import shutil
 import time
 
+import psutil
+
 from benchmarks import crash_answers
 from tests.e2e.local_run import LocalRun
 
 NUM_STEPS = 8
-KILLED_AFTER = (3, 6)  # steps; a checkpoint every 4, so that steps are trained again
+KILLED_AFTER = {2: "driver", 5: "critic", 6: "driver"}
+"""Steps and roles; a checkpoint every 4 steps, so that steps are trained again."""
 SETTINGS = (
     *("--num-rollout", str(NUM_STEPS), "--save-interval", "4", "--eval-interval", "none"),
     *("--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--global-batch-size", "32"),
     *("--rm-type", "exact_match"),
+    *("--advantage-estimator", "ppo", "--critic-lr", "1e-3", "--lambd", "0.95"),
+    *("--critic-tensor-model-parallel-size", "1", "--offload-train", "true"),
 )
 
 
@@ -35,27 +42,39 @@ def finished_prompts(folder):
     return sorted(int(line.split()[0]) for line in lines)
 
 
-def test_a_driver_killed_twice_leaves_the_run_of_one_that_lived(assets, tmp_path):
-    """Engines are the same processes to the end; weights, metrics and prompts are equal, and no
-    finished group is generated again.
+def weights_of_critic(run):
+    """Return the files of the critic in the last checkpoint."""
+    folder = run.folder / f"checkpoints/iter_{NUM_STEPS:07d}/critic"
+    files = {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
+    assert files, sorted(folder.parent.rglob("*"))
+    return files
+
+
+def test_a_driver_killed_twice_and_a_critic_leave_the_run_of_those_that_lived(assets, tmp_path):
+    """Engines are the same processes to the end; weights of policy and critic, metrics and prompts
+    are equal, and no finished group is generated again.
     """
     with start(tmp_path / "undisturbed") as undisturbed:
         undisturbed.done()
     engines = []
     with start(tmp_path / "killed") as run:
-        for number, step in enumerate(KILLED_AFTER, start=1):
+        for number, (step, role) in enumerate(KILLED_AFTER.items(), start=1):
             run.until(lambda: run.step >= step, f"step {step}")  # noqa: B023
             engines.append(run.processes(r"engine-\d+-server\.log"))
-            run.driver().kill()
+            if role == "driver":
+                run.driver().kill()
+            else:
+                psutil.Process(run.processes(r"critic-1\.log").pop()).kill()
             killed_at, reached = time.monotonic(), run.step
             run.until(lambda: run.step > reached, "a newly trained step")  # noqa: B023
             seconds = time.monotonic() - killed_at
-            print(f"KILL {number} to the driver: {seconds:.1f} s to a newly trained step")
+            print(f"KILL {number} of the {role}: {seconds:.1f} s to a newly trained step")
         engines.append(run.processes(r"engine-\d+-server\.log"))
         run.done()
-    assert engines[0] and engines[0] == engines[1] == engines[2]
+    assert engines[0] and all(each == engines[0] for each in engines)
     assert not run.processes(r".*\.log"), "detached workers end with the attempt"
     assert run.weights == undisturbed.weights
+    assert weights_of_critic(run) == weights_of_critic(undisturbed)
     assert run.lines == undisturbed.lines and len(run.lines) >= NUM_STEPS
     prompts = finished_prompts(tmp_path / "killed")
     assert len(set(prompts)) == len(prompts)
@@ -64,7 +83,10 @@ def test_a_driver_killed_twice_leaves_the_run_of_one_that_lived(assets, tmp_path
     assert (events.count("started"), events.count("ready")) == (1, 1)
     recovered = [entry for entry in run.ledger if entry["event"] == "recovered"]
     print("recovered after", [entry["seconds"] for entry in recovered], "s; load", os.getloadavg())
-    assert [(entry["role"], entry["incarnation"]) for entry in recovered] == [
+    assert [(entry["role"], entry.get("incarnation")) for entry in recovered] == [
         ("driver", 1),
+        ("critic", None),
         ("driver", 2),
     ]
+    (of_critic,) = [entry for entry in recovered if entry["role"] == "critic"]
+    assert of_critic["ranks"] == [1] and of_critic["steps_again"] > 0

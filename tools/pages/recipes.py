@@ -21,8 +21,8 @@ _HEAD = """\
 # Recipes
 
 Written by `make docs` from `jobs/recipes/*.toml`. Each has a batch script of its name in `jobs/`.
-`jobs/recipes/small/` has the tiny model with adapters ([LoRA](lora.md)) and with a teacher
-([distillation](distillation.md)).
+`jobs/recipes/small/` has the tiny model with adapters ([LoRA](lora.md)), with a teacher
+([distillation](distillation.md)), with a critic ([PPO](ppo.md)) and with [Muon](optimizers.md).
 
 Once per site, in **one** place: fill `jobs/clusters/site.toml` and run `make jobs`, or set three variables:
 

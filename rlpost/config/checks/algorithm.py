@@ -235,7 +235,7 @@ def critic_problems(config: Config) -> list[str]:
         *(
             (
                 is_ppo and not critic.critic_own_gpus and value not in (None, own),
-                f"{spelled(config, key)}: the critic is trained on the ranks of the policy, {own} here; leave "
+                f"{spelled(config, key)}: the critic is trained on the GPUs of the policy, {own} here; leave "
                 f"{flag(key)} out, or add --critic-own-gpus true",
             )
             for key, value, own in sizes

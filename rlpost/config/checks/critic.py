@@ -1,4 +1,4 @@
-"""Check a critic on separate GPUs: its GPUs, layout and batches. Pure.
+"""Check a critic with ranks of its own: its GPUs, layout and batches. Pure.
 
 Input: a ``Config`` and, if available, the model's ``config.json``. Output: one line for each
 problem, with the critic's flags.
@@ -10,26 +10,15 @@ from collections.abc import Callable
 
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems, model_problems, parallel_problems
-from rlpost.config.critic_ranks import LAYOUT, critic_nodes, critic_ranks, in_flags_of_critic
+from rlpost.config.critic_ranks import critic_nodes, critic_ranks, in_flags_of_critic
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled
 from rlpost.model_types import HfConfig
 
-PLACES = ("critic_num_nodes", "critic_num_gpus_per_node")
-
 
 def own_critic_problems(config: Config) -> list[str]:
-    """Sizes that need --critic-own-gpus, or do not fit the critic's GPUs."""
-    critic = config.critic
-    given = [key for key in LAYOUT if key not in PLACES and getattr(critic, key) is not None]
-    if not critic.critic_own_gpus:
-        if not given:
-            return []
-        return [
-            f"{listed([spelled(config, key) for key in given], 'and')}: on the ranks of the policy the critic has its "
-            "layout and micro-batches; add --critic-own-gpus true, or omit it"
-        ]
-    if not config.use_critic or layout_problems(config):
+    """Sizes that do not fit the critic's GPUs."""
+    if not config.has_own_critic or layout_problems(config):
         return []  # the policy's layout comes first
     own = critic_ranks(config)
     if own.cluster.actor_num_gpus_per_node > config.cluster.num_gpus_per_node:
@@ -37,13 +26,8 @@ def own_critic_problems(config: Config) -> list[str]:
             f"--critic-num-gpus-per-node {own.cluster.actor_num_gpus_per_node} is more than "
             f"{spelled(config, 'num_gpus_per_node')}; use at most that"
         ]
-    if config.cluster.trainer_standby:
-        return [
-            f"{spelled(config, 'trainer_standby')} with --critic-own-gpus true: ranks are not recovered within an "
-            "attempt then, but by a requeue; use --trainer-standby false"
-        ]
     found = _of_critic(config, parallel_problems) or _of_critic(config, batch_problems)
-    return found or _room_problems(config, own)
+    return found if config.critic_shares_gpus else found or _room_problems(config, own)
 
 
 def own_critic_model_problems(config: Config, model: HfConfig) -> list[str]:

@@ -321,7 +321,7 @@ def _free(config: Config) -> list[int]:
         - (cluster.actor_num_gpus_per_node if node < config.actor_num_nodes else 0)
         for node in range(config.num_nodes)
     ]
-    if config.has_own_critic:
+    if config.critic_num_nodes:
         for node in critic_nodes(free, config) or ():
             free[node] -= critic_ranks(config).cluster.actor_num_gpus_per_node
     return free

@@ -108,6 +108,11 @@ def _update_interval_problems(config: Config) -> list[str]:
             f"multiple of {interval}",
         ),
         (
+            evaluates is not None and (rollout.steps_per_epoch or 0) % interval != 0,
+            f"{spelled(config, 'num_epoch')} with {every}: an evaluation follows each epoch of "
+            f"{rollout.steps_per_epoch} steps; use an interval that divides them, or --num-rollout",
+        ),
+        (
             config.lora.lora_rank is not None,
             f"{every} with {spelled(config, 'lora_rank')}: only whole weights are kept between updates; use "
             "--update-weights-interval 1, or --lora-rank none",

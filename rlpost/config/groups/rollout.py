@@ -75,7 +75,7 @@ class RolloutConfig(Group):
     num_epoch: Positive | None = None
     """Epochs over --prompt-data, instead of --num-rollout: the number of rows divided by
     --rollout-batch-size, rounded down, is the number of steps of an epoch. Rows that are skipped
-    count."""
+    count. A run that evaluates or saves also does so at the end of each epoch."""
     rollout_batch_size: Positive = 1
     """Prompts per step."""
     n_samples_per_prompt: Positive = 1
@@ -130,6 +130,15 @@ class RolloutConfig(Group):
     """Samples per optimizer step. Default: derived from --num-steps-per-rollout."""
     num_steps_per_rollout: Positive | None = None
     """Optimizer steps per rollout. Default: 1, or derived from --global-batch-size."""
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps of an epoch; None without --num-epoch."""
+        return None if self.num_epoch is None else max(1, self.num_rollout // self.num_epoch)
+
+    def ends_epoch(self, step: int) -> bool:
+        """Whether an epoch of --num-epoch ends with this many steps."""
+        return self.steps_per_epoch is not None and step % self.steps_per_epoch == 0
 
     def engine_version(self, step: int) -> int:
         """Return the version of the weights that engines have after ``step`` steps."""

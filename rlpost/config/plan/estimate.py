@@ -1,12 +1,8 @@
 """What a run needs on each GPU and each node in each of its phases. Pure.
 
-Input: settings, the shape of the model and what a GPU has. Output: an ``Estimate``. Precisions:
-ZeRO (arXiv 1910.02054, section 3) for weights, gradients and Adam's state, with the state over all
-ranks that hold the same weights when the optimizer is distributed; in host memory it takes 16 bytes
-a parameter (float32 weight, gradient and two moments:
-megatron.core.optimizer.cpu_offloading.HybridDeviceOptimizer). SGLang fills ``mem_fraction_static``
-of a GPU with weights and KV cache. What CUDA and NCCL take for themselves is an allowance, not a
-sum: ``TRAINER_CONTEXT`` and ``ENGINE_CONTEXT``.
+Input: settings, the shape of the model and what a GPU has. Output: an ``Estimate``. SGLang fills
+``mem_fraction_static`` of a GPU with weights and KV cache. What CUDA and NCCL take for themselves
+is an allowance, not a sum: ``TRAINER_CONTEXT`` and ``ENGINE_CONTEXT``.
 """
 
 from __future__ import annotations
@@ -16,8 +12,17 @@ from typing import TypedDict
 
 from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.plan.activations import Pass, logits_bytes, stage_bytes, transient_bytes
-from rlpost.config.plan.adapters import adapter_parameters
 from rlpost.config.plan.engine_weights import engine_weights, replicas
+from rlpost.config.plan.rank_memory import (
+    RankMemory,
+    forward_pass,
+    held_memory,
+    parameter_bytes,
+    saved,
+    saved_weights,
+    trained_parameters,
+)
+from rlpost.config.plan.save_interval import written_s
 from rlpost.config.plan.shape import (
     Layout,
     Parameters,
@@ -30,16 +35,12 @@ from rlpost.config.plan.shape import (
 from rlpost.config.plan.weight_update import FP8_WIDTH, WeightUpdate, weight_update
 from rlpost.config.tree import Config
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-HOST_BYTES = 16
 TRAINER_CONTEXT = 3 * 10**9
 ENGINE_CONTEXT = 3 * 10**9
 RESERVE = 0.95
 """Part of a GPU that sums may fill: the caching allocator does not give back every gap."""
 MEM_FRACTION = 0.85
 """Where the recipe leaves the choice to SGLang, which takes something like it."""
-PROMPT_TOKENS = 1024
-"""Longest prompt where the settings do not bound it."""
 
 
 class Sizes(TypedDict):
@@ -48,19 +49,6 @@ class Sizes(TypedDict):
     gpu_bytes: int
     engine_width: int
     teacher: Shape | None
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Bytes of a parameter, or of all that a rank holds."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +77,17 @@ class Rank:
         """Peak of forward and backward."""
         held = self.held.total + self.critic.total
         return held + self.activations + self.logits + TRAINER_CONTEXT
+
+
+@dataclass(frozen=True, slots=True)
+class CriticRank:
+    """A rank of a critic that has its own, at its fullest."""
+
+    held: RankMemory
+    activations: int
+    saved: int
+    """What it writes of a checkpoint."""
+    optimizer_host: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +138,20 @@ class Estimate:
     """Host memory of a rank that a checkpoint passes through."""
     update: WeightUpdate | None
     """None without engines."""
+    critic: RankMemory
+    """What the fullest rank of a critic holds, beside the policy or of its own; zeros without one."""
+    critic_checkpoint_bytes: int = 0
+    """What of a checkpoint a critic's own ranks write."""
 
     @property
     def fullest(self) -> Rank:
         """The rank with the highest peak."""
         return max(self.ranks, key=lambda rank: rank.train)
+
+    def written_s(self, write_gbps: float) -> float:
+        """Seconds in which a checkpoint is written."""
+        sizes = self.checkpoint_bytes, self.critic_checkpoint_bytes
+        return written_s(self.config, *sizes, write_gbps=write_gbps)
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -162,101 +170,6 @@ class Estimate:
                 f"{max(0, engine.kv_tokens)} tokens, and one answer may have {self.longest}"
             )
         return tuple(found)
-
-
-def parameter_bytes(config: Config) -> RankMemory:
-    """Bytes of one parameter on a GPU, wherever its optimizer's state lies: in bfloat16 there is a
-    main weight in float32 beside Adam's two moments, in float32 there are the moments alone.
-    """
-    # the default on a GPU
-    given, narrow = (
-        config.optimizer,
-        config.perf.bf16 is not False,
-    )
-    moments = DTYPE_BYTES[given.exp_avg_dtype] + DTYPE_BYTES[given.exp_avg_sq_dtype]
-    return RankMemory(
-        weights=2 if narrow else 4,
-        gradients=2 if narrow and not config.perf.accumulate_allreduce_grads_in_fp32 else 4,
-        optimizer=moments + (DTYPE_BYTES[given.main_params_dtype] if narrow else 0),
-    )
-
-
-def trained_parameters(config: Config, shape: Shape, layout: Layout, stage: int) -> Parameters:
-    """What a rank of a pipeline stage trains: everything, or adapters."""
-    if config.lora.lora_rank is None:
-        return rank_parameters(shape, layout, stage)
-    return adapter_parameters(config.lora, shape, layout, stage)
-
-
-def held_memory(
-    config: Config, layout: Layout, parameters: Parameters, trained: Parameters | None = None
-) -> tuple[RankMemory, int]:
-    """Weights, gradients and optimizer of a rank with this number of parameters, and the optimizer's bytes
-    in host memory.
-
-    With adapters, ``trained``, the parameters have neither gradients nor optimizer.
-    """
-    each = parameter_bytes(config)
-    has_adapters = config.lora.lora_rank is not None and trained is not None
-    frozen = parameters.total if has_adapters else 0
-    parameters = trained if has_adapters and trained is not None else parameters
-    shards = (
-        (parameters.dense, layout.world // (layout.tensor * layout.pipeline)),
-        (
-            parameters.expert,
-            layout.world // (layout.expert_tensor * layout.expert * layout.pipeline),
-        ),
-    )
-    spread = config.perf.use_distributed_optimizer
-    state = sum(-(-count // (ranks if spread else 1)) for count, ranks in shards if count)
-    away = (
-        config.optimizer.optimizer_offload_fraction
-        if config.optimizer.optimizer_cpu_offload
-        else 0.0
-    )
-    total = parameters.total
-    on_gpu = RankMemory(
-        (frozen + total) * each.weights,
-        total * each.gradients,
-        round(state * each.optimizer * (1 - away)),
-    )
-    return on_gpu, round(state * HOST_BYTES * away)
-
-
-def fullest_held(config: Config, shape: Shape) -> RankMemory:
-    """Weights, gradients and optimizer of the rank that has most of them."""
-    layout = layout_of(config)
-    stages = [
-        held_memory(
-            config,
-            layout,
-            rank_parameters(shape, layout, stage),
-            trained_parameters(config, shape, layout, stage),
-        )[0]
-        for stage in range(layout.pipeline)
-    ]
-    return max(stages, key=lambda held: held.total)
-
-
-def forward_pass(config: Config) -> tuple[Pass, int]:
-    """The largest micro-batch of a rank, and the longest sample: a sample beyond the limit is alone
-    in its own.
-    """
-    perf, rollout = config.perf, config.rollout
-    longest = rollout.rollout_max_context_len or (
-        (rollout.rollout_max_prompt_len or PROMPT_TOKENS) + rollout.rollout_max_response_len
-    )
-    whole = config.max_tokens or perf.micro_batch_size * longest
-    tokens = -(-max(whole, longest) // perf.context_parallel_size)
-    one = Pass(
-        tokens=tokens,
-        width=parameter_bytes(config).weights,
-        fused=perf.transformer_impl != "local",
-        recompute=perf.recompute_granularity,
-        method=perf.recompute_method,
-        num_recomputed=perf.recompute_num_layers or 1,
-    )
-    return one, longest
 
 
 def estimate(
@@ -291,8 +204,8 @@ def estimate(
     state = 0 if config.checkpoint.no_save_optim else stored.optimizer
     total = trained_parameters(config, shape, Layout(), 0).total
     kept = total * stored.weights * config.num_kept_weights
-    if config.use_critic:
-        total += critic_parameters(shape, Layout(), 0).total
+    of_critic = critic_parameters(shape, Layout(), 0).total if config.use_critic else 0
+    own_critic = _own_critic(config, shape)
     fullest = max(ranks, key=lambda rank: rank.train)
     update = None
     if engine is not None:
@@ -314,15 +227,17 @@ def estimate(
         ranks=ranks,
         engine=engine,
         phases=(
-            *_phases(config, fullest, engine, update),
-            *_teacher_phase(config, ranks, engine, update),
-            *_critic_phase(config, shape),
+            *_phases(config, fullest, engine, update, own_critic),
+            *_teacher_phase(config, ranks, engine, update, own_critic),
+            *_critic_phase(config, own_critic, engine),
         ),
-        host_bytes_per_node=_host(config, ranks),
-        checkpoint_bytes=total * (stored.weights + state) + kept,
+        host_bytes_per_node=_host(config, ranks, own_critic),
+        checkpoint_bytes=(total + of_critic) * (stored.weights + state) + kept,
         checkpoint_bytes_per_rank=max(rank.saved for rank in ranks),
         save_buffer_bytes=max(_save_buffer(config, rank) for rank in ranks),
         update=update,
+        critic=fullest.critic if own_critic is None else own_critic.held,
+        critic_checkpoint_bytes=0 if own_critic is None else of_critic * (stored.weights + state),
     )
 
 
@@ -356,9 +271,9 @@ def _rank(
         trained=trained,
         held=held,
         critic=of_critic,
-        saved=_saved(config, layout, trained)
-        + _saved(config, layout, critic)
-        + _saved_weights(config, layout, trained) * config.num_kept_weights,
+        saved=saved(config, layout, trained)
+        + saved(config, layout, critic)
+        + saved_weights(config, layout, trained) * config.num_kept_weights,
         optimizer_host=host,
         activations=stage_bytes(shape, layout, one, stage) + transient_bytes(shape, layout, one),
         logits=logits_bytes(shape, layout, one, config.grpo.log_probs_chunk_size) if is_last else 0,
@@ -379,16 +294,33 @@ def _engine(config: Config, shape: Shape, *, gpu_bytes: int, width: int) -> Engi
 
 
 def _phases(
-    config: Config, rank: Rank, engine: Engine | None, update: WeightUpdate | None
+    config: Config,
+    rank: Rank,
+    engine: Engine | None,
+    update: WeightUpdate | None,
+    own_critic: CriticRank | None = None,
 ) -> tuple[Phase, ...]:
+    """The phases of the GPUs that train the policy.
+
+    ``own_critic``: the ranks of a critic with its own. On these GPUs its process has a context, and
+    all of its memory where the two do not take turns.
+    """
     held = rank.held
     kept = (("weights", held.weights), ("gradients", held.gradients), ("optimizer", held.optimizer))
-    of_critic = (("critic", rank.critic.total),) if rank.critic.total else ()
-    context = ("CUDA, NCCL", TRAINER_CONTEXT)
+    resident, computing = rank.critic.total, rank.critic.total
+    contexts = TRAINER_CONTEXT
+    if own_critic is not None and config.critic_shares_gpus:
+        contexts *= 2
+        if not config.critic_takes_turns:
+            resident = own_critic.held.total
+            computing = resident + own_critic.activations
+    of_critic = (("critic", resident),) if resident else ()
+    with_pass = (("critic", computing),) if computing else ()
+    context = ("CUDA, NCCL", contexts)
     passing = (("activations", rank.activations), ("logits", rank.logits))
     if engine is None or update is None or not config.cluster.colocate:
         alone = () if engine is None else (_generate(engine, ()),)
-        return (Phase("train", (*kept, *of_critic, *passing, context)), *alone)
+        return (Phase("train", (*kept, *with_pass, *passing, context)), *alone)
     buffers = ("buffers", update.gpu_bytes)
     shadow = () if config.offload_train else (*kept, *of_critic)
     there = (
@@ -396,7 +328,7 @@ def _phases(
     )
     beside = ("engine's CUDA", ENGINE_CONTEXT)
     return (
-        Phase("train", (*kept, *of_critic, *passing, context, beside, *there)),
+        Phase("train", (*kept, *with_pass, *passing, context, beside, *there)),
         Phase(
             "synchronise",
             (("weights", held.weights), ("engine", engine.weights), buffers, context, beside),
@@ -405,36 +337,57 @@ def _phases(
     )
 
 
-def _critic_phase(config: Config, shape: Shape) -> tuple[Phase, ...]:
-    """What the GPUs of a critic hold that has its own; nothing without."""
+def _own_critic(config: Config, shape: Shape) -> CriticRank | None:
+    """The fullest rank of a critic that has its own; None without one."""
     if not config.has_own_critic:
-        return ()
+        return None
     own = critic_ranks(config)
     layout, one = layout_of(own), forward_pass(own)[0]
-    phases = []
+    ranks = []
     for stage in range(layout.pipeline):
         parameters = critic_parameters(shape, layout, stage)
-        held, _ = held_memory(own, layout, parameters, parameters)
+        held, host = held_memory(own, layout, parameters, parameters)
         activations = stage_bytes(shape, layout, one, stage) + transient_bytes(shape, layout, one)
-        parts = (
-            ("weights", held.weights),
-            ("gradients", held.gradients),
-            ("optimizer", held.optimizer),
-            ("activations", activations),
-            ("CUDA, NCCL", TRAINER_CONTEXT),
-        )
-        phases.append(Phase("critic", parts))
-    return (max(phases, key=lambda phase: phase.total),)
+        written = saved(own, layout, parameters)
+        ranks.append(CriticRank(held, activations, written, host))
+    return max(ranks, key=lambda rank: rank.held.total + rank.activations)
+
+
+def _critic_phase(
+    config: Config, rank: CriticRank | None, engine: Engine | None
+) -> tuple[Phase, ...]:
+    """What GPUs hold while a critic computes that has its own ranks: its own GPUs, or those of the
+    policy, which is offloaded meanwhile. Nothing for one that is resident beside the policy.
+    """
+    if rank is None or (config.critic_shares_gpus and not config.critic_takes_turns):
+        return ()
+    contexts = 2 if config.critic_shares_gpus else 1
+    parts = [
+        ("weights", rank.held.weights),
+        ("gradients", rank.held.gradients),
+        ("optimizer", rank.held.optimizer),
+        ("activations", rank.activations),
+        ("CUDA, NCCL", contexts * TRAINER_CONTEXT),
+    ]
+    if engine is not None and config.critic_shares_gpus and config.cluster.colocate:
+        parts.append(("engine's CUDA", ENGINE_CONTEXT))
+        if not config.offload_rollout:
+            parts.append(("engine", engine.weights + max(0, engine.kv_cache)))
+    return (Phase("critic", tuple(parts)),)
 
 
 def _teacher_phase(
-    config: Config, ranks: tuple[Rank, ...], engine: Engine | None, update: WeightUpdate | None
+    config: Config,
+    ranks: tuple[Rank, ...],
+    engine: Engine | None,
+    update: WeightUpdate | None,
+    own_critic: CriticRank | None,
 ) -> tuple[Phase, ...]:
     """The pass of a teacher in the trainer, on the rank where it takes most; nothing without one."""
     rank = max(ranks, key=lambda rank: rank.held.total + rank.teacher + rank.teacher_pass)
     if not rank.teacher:
         return ()
-    train = _phases(config, rank, engine, update)[0]
+    train = _phases(config, rank, engine, update, own_critic)[0]
     kept = (part for part in train.parts if part[0] not in ("activations", "logits"))
     own = (("teacher", rank.teacher), ("its pass", rank.teacher_pass))
     return (Phase("teacher", (*kept, *own)),)
@@ -449,26 +402,6 @@ def _generate(engine: Engine, more: tuple[tuple[str, int], ...]) -> Phase:
     return Phase("generate", (*own, *more))
 
 
-def _saved_weights(config: Config, layout: Layout, parameters: Parameters) -> int:
-    """Bytes of weights that a rank writes: its share of what data-parallel ranks hold too."""
-    return _share(layout, parameters) * parameter_bytes(config).weights
-
-
-def _saved(config: Config, layout: Layout, parameters: Parameters) -> int:
-    """The same with the state of the optimizer."""
-    state = 0 if config.checkpoint.no_save_optim else parameter_bytes(config).optimizer
-    return _saved_weights(config, layout, parameters) + _share(layout, parameters) * state
-
-
-def _share(layout: Layout, parameters: Parameters) -> int:
-    """Parameters that a rank writes."""
-    dense = layout.world // (layout.tensor * layout.pipeline)
-    expert = layout.world // (layout.expert_tensor * layout.expert * layout.pipeline)
-    return -(-parameters.dense // dense) + (
-        -(-parameters.expert // expert) if parameters.expert else 0
-    )
-
-
 def _save_buffer(config: Config, rank: Rank) -> int:
     """Slots of host memory are made as they are needed, so a small state takes less than
     --save-buffer-gb. Policy and critic have a buffer each.
@@ -477,10 +410,10 @@ def _save_buffer(config: Config, rank: Rank) -> int:
     return min(buffers * int(config.checkpoint.save_buffer_gb * 1e9), rank.saved)
 
 
-def _host(config: Config, ranks: tuple[Rank, ...]) -> int:
+def _host(config: Config, ranks: tuple[Rank, ...], own_critic: CriticRank | None) -> int:
     """The fullest node: offloaded optimizer, what leaves the GPU while engines generate, the weights
     of the reference and of the old policy with the policy's own beside them while these compute, a
-    teacher's weights, and the buffer of a checkpoint.
+    teacher's weights, and the buffer of a checkpoint; with the ranks of a critic on these GPUs.
     """
     # with adapters the reference is the base, whose weights are on the GPU
     uses_reference = config.lora.lora_rank is None and (
@@ -495,4 +428,15 @@ def _host(config: Config, ranks: tuple[Rank, ...]) -> int:
             own += rank.critic.weights + rank.critic.optimizer
         own += rank.teacher + _save_buffer(config, rank)
         each = max(each, own)
+    if own_critic is not None and config.critic_shares_gpus:
+        each += _critic_host(config, own_critic)
     return each * config.cluster.actor_num_gpus_per_node
+
+
+def _critic_host(config: Config, rank: CriticRank) -> int:
+    """Host memory of a critic's rank: its offloaded optimizer, what leaves the GPU while others use
+    it, and the buffer of a checkpoint.
+    """
+    away = rank.held.weights + rank.held.optimizer if config.critic_takes_turns else 0
+    buffer = min(int(config.checkpoint.save_buffer_gb * 1e9), rank.saved)
+    return rank.optimizer_host + away + buffer

@@ -75,10 +75,26 @@ def optimum_s(save_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * save_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s
 
 
+def written_s(
+    config: Config,
+    checkpoint_bytes: float,
+    critic_bytes: float = 0.0,
+    *,
+    write_gbps: float = WRITE_GBPS,
+) -> float:
+    """Return the seconds in which a checkpoint is written: the nodes of the policy write its part,
+    then those of a critic on its own GPUs ``critic_bytes`` of it.
+    """
+    nodes_of_critic = config.critic_num_nodes or config.actor_num_nodes
+    of_policy = (checkpoint_bytes - critic_bytes) / config.actor_num_nodes
+    return (of_policy + critic_bytes / nodes_of_critic) / (write_gbps * 1e9)
+
+
 def save_interval(
     config: Config,
     *,
     checkpoint_bytes: float,
+    critic_bytes: float = 0.0,
     times: StepTimes | None = None,
     write_gbps: float = WRITE_GBPS,
 ) -> SaveInterval:
@@ -86,19 +102,20 @@ def save_interval(
 
     Args:
         checkpoint_bytes: of one checkpoint, all ranks together.
+        critic_bytes: of these, what the ranks of a critic write that has its own.
         times: of a step; without them all of the time between saves counts as training.
         write_gbps: what a node writes, in GB/s; used where ``times`` has no measured save.
     """
-    written_s = checkpoint_bytes / (write_gbps * 1e9 * config.actor_num_nodes)
+    in_full_s = written_s(config, checkpoint_bytes, critic_bytes, write_gbps=write_gbps)
     measured_s = None if times is None else times.save_s
-    save_s = written_s if measured_s is None else measured_s
+    save_s = in_full_s if measured_s is None else measured_s
     mtbf_s = config.cluster.node_mtbf_hours * 3600 / config.num_nodes
     training_frac = 1.0
     if times is not None and 0 < times.train_s < times.step_s:
         training_frac = times.train_s / times.step_s
     best_s = optimum_s(save_s, mtbf_s / training_frac)
     if config.checkpoint.async_save:
-        best_s = max(best_s, written_s)  # one save at a time
+        best_s = max(best_s, in_full_s)  # one save at a time
     if times is None or times.step_s <= 0:
         return SaveInterval(best_s, save_s, mtbf_s)
     steps = max(1, round(best_s / times.step_s))

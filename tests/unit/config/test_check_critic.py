@@ -11,7 +11,7 @@ from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.critic import own_critic_model_problems, own_critic_problems
 from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.load import load
-from rlpost.config.plan.estimate import estimate
+from rlpost.config.plan.estimate import TRAINER_CONTEXT, estimate
 from rlpost.config.plan.shape import Layout, Shape, critic_parameters, rank_parameters
 from rlpost.orchestration.settings_of_actors import actor_settings
 
@@ -39,7 +39,7 @@ def config(**groups):
         ),
         (
             {"grpo": PPO, "critic": {"critic_num_nodes": 2}},
-            ["--critic-num-nodes 2", "ranks of the policy, 1 here", "leave --critic-num-nodes out"],
+            ["--critic-num-nodes 2", "GPUs of the policy, 1 here", "leave --critic-num-nodes out"],
         ),
         (
             {"grpo": PPO, "critic": {"critic_num_gpus_per_node": 4}},
@@ -158,8 +158,8 @@ def own_critic(critic, cluster=OWN, **groups):
         ({"critic_num_gpus_per_node": 6}, "not a multiple of 6 data-parallel ranks"),
         ({"critic_num_nodes": 2, "critic_num_gpus_per_node": 4}, "free; use --nodes 4"),
         (
-            {"critic_own_gpus": False, "critic_micro_batch_size": 2},
-            "--critic-micro-batch-size 2: on the ranks of the policy",
+            {"critic_own_gpus": False, "critic_context_parallel_size": 3},
+            "critic: --critic-context-parallel-size 3",
         ),
     ],
 )
@@ -193,3 +193,55 @@ def test_a_critic_with_a_layout_of_its_own_fits_and_is_planned_on_its_own_gpus()
 def test_nodes_of_the_run_grow_by_those_of_the_critic():
     without = {key: value for key, value in OWN.items() if key != "nodes"}
     assert own_critic({"critic_num_nodes": 2}, cluster=without).num_nodes == 3
+
+
+def test_a_layout_gives_the_critic_ranks_of_its_own_on_the_policy_s_gpus():
+    sizes = {"critic_own_gpus": False, "critic_tensor_model_parallel_size": 2}
+    made = own_critic(sizes, rollout={"rollout_batch_size": 8})
+    assert own_critic_problems(made) == [] == algorithm_problems(made)
+    assert made.has_own_critic and made.critic_shares_gpus and made.critic_takes_turns
+    assert made.critic_num_nodes == 0
+    ranks = critic_ranks(made)
+    assert (ranks.actor_world_size, ranks.data_parallel_size) == (8, 4)
+    assert not ranks.has_own_critic, "its ranks have the critic as what they train"
+    assert (actor_settings(made).use_critic, actor_settings(ranks).use_critic) == (False, True)
+    assert not config(grpo=PPO).has_own_critic
+
+
+def test_gpus_that_policy_and_critic_share_hold_one_of_the_two_at_a_time():
+    """Where the trainer is offloaded; otherwise both."""
+    sizes = {"critic_own_gpus": False, "critic_tensor_model_parallel_size": 2}
+    gpu = {"gpu_bytes": 80 * 10**9}
+    parameters = critic_parameters(DENSE, Layout(world=8, tensor=2), 0).total
+    turns = estimate(own_critic(sizes), DENSE, **gpu)
+    alone = estimate(config(), DENSE, **gpu)
+    phases, without = (
+        {phase.name: dict(phase.parts) for phase in one.phases} for one in (turns, alone)
+    )
+    assert phases["critic"]["weights"] == 2 * parameters
+    contexts = {name: parts.pop("CUDA, NCCL") for name, parts in phases.items()}
+    assert set(contexts.values()) == {2 * TRAINER_CONTEXT}, "each process has a context"
+    of_policy = {name: {**parts} for name, parts in without.items()}
+    for parts in of_policy.values():
+        parts.pop("CUDA, NCCL")
+    assert {name: phases[name] for name in of_policy} == of_policy
+    assert turns.host_bytes_per_node > alone.host_bytes_per_node
+    resident = own_critic(sizes, cluster={**OWN, "offload_train": False})
+    both = estimate(resident, DENSE, **gpu)
+    shared = {phase.name: dict(phase.parts) for phase in both.phases}
+    assert "critic" not in shared
+    assert shared["train"]["critic"] > shared["generate"]["critic"] == both.critic.total > 0
+
+
+def test_each_node_writes_its_part_of_a_checkpoint():
+    """A policy on one node and a critic on two: half of the critic's part for each."""
+    sizes = {"critic_num_nodes": 2, "critic_num_gpus_per_node": 8}
+    cluster = {**OWN, "nodes": 3}
+    made = estimate(own_critic(sizes, cluster=cluster), DENSE, gpu_bytes=80 * 10**9)
+    of_critic = 14 * critic_parameters(DENSE, Layout(), 0).total
+    assert made.critic_checkpoint_bytes == of_critic
+    of_policy = made.checkpoint_bytes - of_critic
+    assert made.written_s(1.0) == pytest.approx((of_policy + of_critic / 2) / 1e9)
+    beside = estimate(config(grpo=PPO), DENSE, gpu_bytes=80 * 10**9)
+    assert beside.critic_checkpoint_bytes == 0
+    assert beside.written_s(2.0) == pytest.approx(beside.checkpoint_bytes / 2e9)

@@ -61,6 +61,13 @@ def config(**groups: object):
             "--num-rollout 5 with --update-weights-interval 2",
         ),
         (
+            {
+                "rollout": {"update_weights_interval": 2, "num_rollout": 6, "num_epoch": 2},
+                "eval": {"eval_interval": 2, "eval_prompt_data": ("a", "b")},
+            },
+            "an evaluation follows each epoch of 3 steps",
+        ),
+        (
             {"rollout": {"update_weights_interval": 2}, "lora": {"lora_rank": 4}},
             "--update-weights-interval 2 with --lora-rank 4",
         ),

@@ -14,8 +14,9 @@ from rlpost.config.checks.layout import layout_problems
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.activations import Pass, layer_bytes, logits_bytes, stage_bytes, under_way
 from rlpost.config.plan.adapters import adapter_parameters
-from rlpost.config.plan.estimate import RankMemory, estimate, held_memory
+from rlpost.config.plan.estimate import estimate
 from rlpost.config.plan.layouts import bubble, nearest, suggest
+from rlpost.config.plan.rank_memory import RankMemory, held_memory
 from rlpost.config.plan.shape import Layout, Parameters, Shape, layers_of, rank_parameters, shape_of
 from rlpost.errors import ConfigError
 

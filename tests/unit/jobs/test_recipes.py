@@ -362,15 +362,26 @@ def test_variables_of_a_container_are_named_once():
     assert made.targets == ("/models", "$RLPOST_ASSETS", "/data")
 
 
-SMALL = sorted((JOBS / "recipes/small").glob("*.toml"))
+SMALL = {  # what differs from tiny.toml
+    "tiny_distill": {"distillation", "rollout", "grpo"},
+    "tiny_lora": {"lora", "optimizer"},
+    "tiny_muon": {"optimizer", "perf"},
+    "tiny_ppo": {"critic", "grpo"},
+}
+OF_A_RECIPE = ("rollout", "grpo", "perf", "eval", "distillation", "lora", "optimizer", "critic")
 
 
-@pytest.mark.parametrize("path", SMALL, ids=[path.stem for path in SMALL])
-def test_a_recipe_of_the_tiny_model_has_nothing_wrong_and_fits(path, tmp_path, monkeypatch, capsys):
+def test_every_recipe_of_the_tiny_model_is_in_the_table():
+    assert sorted(path.stem for path in (JOBS / "recipes/small").glob("*.toml")) == sorted(SMALL)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_recipe_of_the_tiny_model_has_nothing_wrong_and_fits(name, tmp_path, monkeypatch, capsys):
     """Only its algorithm differs from tiny.toml; the planner counts what it adds."""
+    path = JOBS / f"recipes/small/{name}.toml"
     project = make_project(tmp_path / "made")
-    for name, layers in (("tiny", 3), ("tiny-teacher", 6)):
-        folder = tmp_path / "assets" / name
+    for model, layers in (("tiny", 3), ("tiny-teacher", 6)):
+        folder = tmp_path / "assets" / model
         shutil.copytree(project / "model", folder)
         (folder / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": layers}))
         tokens = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": []}
@@ -381,17 +392,12 @@ def test_a_recipe_of_the_tiny_model_has_nothing_wrong_and_fits(path, tmp_path, m
     config = load([path], {}, base=tmp_path).config
     check(config)
     plain = load([JOBS / "recipes/tiny.toml"], {}, base=tmp_path).config
-    changed = {
-        name
-        for name in ("rollout", "grpo", "perf", "eval", "distillation", "lora", "optimizer")
-        if getattr(config, name) != getattr(plain, name)
+    assert SMALL[name] == {
+        group for group in OF_A_RECIPE if getattr(config, group) != getattr(plain, group)
     }
-    if path.stem == "tiny_lora":
-        assert changed == {"lora", "optimizer"}
-    else:
-        assert {"distillation"} <= changed <= {"distillation", "rollout", "grpo"}
     assert plan.main([str(path), "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["fits"]
     has_teacher = any(phase["name"] == "teacher" for phase in made["phases"])
-    assert has_teacher is (path.stem == "tiny_distill")
+    assert has_teacher is (name == "tiny_distill")
+    assert any("critic" in phase["parts"] for phase in made["phases"]) is (name == "tiny_ppo")

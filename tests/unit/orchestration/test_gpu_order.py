@@ -18,7 +18,7 @@ from rlpost.local_gpus import LocalGpu
 from rlpost.orchestration import engines, startup
 from rlpost.orchestration.placement import Offer, place, service_ports
 from rlpost.orchestration.preemption import StopRequest
-from rlpost.orchestration.worker_groups import ActorGroup
+from rlpost.orchestration.worker_groups import ActorGroup, TrainingRanks
 
 SETTINGS = {
     "colocate": True, "nodes": 2, "num_gpus_per_node": 2, "actor_num_gpus_per_node": 2,
@@ -87,7 +87,9 @@ def test_rank_and_engine_follow_the_gpu(gpus, ranks, of_engines, tmp_path, monke
     async def start() -> None:
         group = ActorGroup(actors)
         begin = startup.Startup(config, cluster, stop=StopRequest(tmp_path / "STOP"))
-        await begin.trainer(group, placement, ports, Path("/checkpoint"), break_even=None)
+        await begin.trainer(
+            TrainingRanks(group), placement, ports, Path("/checkpoint"), break_even=None
+        )
         fleet = engines.Fleet(config, cluster, placement, ports)
         visible = await group.visible_gpus()
         for index in range(2):

@@ -238,6 +238,24 @@ def test_every_step_generates_trains_and_synchronises_once_and_evaluates_when_du
     assert stages.saved[0] == RunState(step=6, cursor=cursor, backlog=backlog, journal=2)
 
 
+def test_the_end_of_an_epoch_is_evaluated_and_saved_beside_the_intervals(tmp_path):
+    """Two epochs of 5 steps; evaluations every 2 and saves every 3 steps, as in slime."""
+    saved = []
+
+    class Saving(FakeStages):
+        async def save(self, state, *, wait):
+            saved.append(state.step)
+            await super().save(state, wait=wait)
+
+    stages = Saving()
+    run(tmp_path, stages, RunState(pending={}), num_rollout=10, num_epoch=2)
+    evaluated = [
+        line["step"] for line in comparable(tmp_path) if "eval/heldout/reward_mean" in line
+    ]
+    assert evaluated == [0, 2, 4, 5, 6, 8, 10]
+    assert saved == [3, 5, 6, 9, 10]
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 def test_engines_are_updated_after_each_interval_and_whenever_they_come_back_to_their_gpu(
     tmp_path, monkeypatch, leaves

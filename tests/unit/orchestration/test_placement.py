@@ -1,5 +1,7 @@
 """Placement and ports: deterministic, within what is offered, and clear when it is not enough."""
 
+from dataclasses import replace
+
 import pytest
 
 from rlpost.config.load import load
@@ -40,6 +42,29 @@ def test_a_run_whose_engines_are_on_other_jobs_takes_the_gpus_of_the_trainer_alo
     ports = service_ports(20000, 10, engines=placement.engines, num_stages=1)
     assert ports.engines == () and ports.router == 20000
     assert settings.num_nodes == 1 and settings.num_engines == 0
+
+
+def test_a_critic_with_its_own_layout_has_a_rank_on_each_gpu_of_the_policy():
+    settings = load(
+        [],
+        {
+            "cluster": {
+                "nodes": 1,
+                "num_gpus_per_node": 4,
+                "actor_num_gpus_per_node": 2,
+                "rollout_num_gpus": 2,
+            },
+            "grpo": {"advantage_estimator": "ppo"},
+            "critic": {"critic_tensor_model_parallel_size": 1},
+        },
+    ).config
+    placement = place(offers(4), settings)
+    assert placement.critics == tuple(
+        replace(placement.actors[rank], shared_with=(rank,)) for rank in (0, 1)
+    )
+    assert [slot.num_gpus for (slot,) in placement.engines] == [1, 1], "the GPUs are counted once"
+    moved = replaced(placement, "10.0.0.0", Offer("id7", "10.0.0.7", 4))
+    assert {slot.ip for slot in moved.ranks} == {"10.0.0.7"}
 
 
 def test_a_critic_on_its_own_gpus_gets_the_first_nodes_with_room_and_a_port():

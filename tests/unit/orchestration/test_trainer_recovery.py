@@ -368,6 +368,32 @@ def test_a_hang_is_recorded_and_its_ranks_are_started_again(tmp_path):
     assert stages.ranks.log[0] == "kill"
 
 
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_critic_that_dies_is_recorded_by_its_role_and_all_ranks_are_started_again(
+    tmp_path, is_named
+):
+    """Its ranks are numbered after those of the policy, and in the ledger from 0."""
+    ranks = Ranks()
+    ranks.names = (*Ranks.names, "critic-0 on 10.0.0.1", "critic-1 on 10.0.0.1")
+    stages = begun(tmp_path, ranks)
+    ranks.dead_ranks = [] if is_named else [3]
+    died = TrainerDied("critic-1 on 10.0.0.1 died", [3]) if is_named else WorkerFailed(GLOO)
+    assert over(stages, died) == "done"
+    ((event, recovered),) = stages.events
+    assert (event, recovered["role"], recovered["ranks"]) == ("recovered", "critic", [1])
+    assert "critic-1" in recovered["cause"]
+    assert ranks.log == ["kill", "prepare", "create on n0", "load None", "connect"]
+
+
+def test_a_hang_of_the_critic_is_recorded_with_its_role(tmp_path):
+    stages = begun(tmp_path, Ranks())
+    details = {"call": "train_critic", "role": "critic", "ranks": [0]}
+    assert over(stages, Hang("train_critic hangs because of critic-0", details)) == "done"
+    (_, recorded), (_, recovered) = stages.events
+    assert recorded == details
+    assert (recovered["role"], recovered["ranks"]) == ("critic", [0])
+
+
 def test_recovery_that_is_off_leaves_the_error_as_it_was(tmp_path):
     stages = begun(tmp_path, Ranks(), settings=settings(max_trainer_recoveries=0))
     with pytest.raises(TrainerDied, match="killed"):

@@ -10,6 +10,7 @@ from rlpost.columns import FloatColumn
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, DataError, HalfTrained, Preempted, TrainingError
 from rlpost.orchestration.critic_training import CriticGroup
+from rlpost.orchestration.offload import Turns
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.training import Training
 from rlpost.orchestration.worker_groups import ActorGroup
@@ -103,6 +104,7 @@ def train(
     distillation=None,
     critic=None,
     critics=None,
+    takes_turns=False,
     rollouts=1,
     **grpo,
 ):
@@ -121,10 +123,13 @@ def train(
         }
     )
     stop = stop or StopRequest(Path("/nowhere"))
-    own = None if critics is None else CriticGroup(ActorGroup(critics), [0, 1])
+    group, own = ActorGroup(actors), None
+    if critics is not None:
+        ranks = ActorGroup(critics)
+        own = CriticGroup(ranks, [0, 1], Turns(group, ranks) if takes_turns else None)
     training = Training(
         config,
-        ActorGroup(actors),
+        group,
         [0, 0],
         stop=stop,
         is_fresh=is_fresh,
@@ -467,6 +472,39 @@ def test_a_critic_on_its_own_ranks_gives_the_advantages_and_gets_the_returns_of_
     assert [list(one.advantages) for one in ours] == [list(one.advantages) for one in theirs]
     sizes = [[len(batch.samples) for batch, *_ in ranks] for ranks in critics.named("train_critic")]
     assert sizes == [[4 // num_steps // 2] * 2] * num_steps, "each rank has its share"
+
+
+class Leaving(Valuing):
+    """Ranks whose memory is offloaded; a call needs all of it, and none of the other group's."""
+
+    def __init__(self, *, here, **given):
+        super().__init__(**given)
+        self.here, self.others = here, None
+
+    async def call(self, method, *parts):
+        if not method.startswith("memory."):
+            return await super().call(method)
+        assert set(parts) == {"weights", "grads", "optimizer"}
+        self.here = method == "memory.restore"
+        return [None] * 2
+
+    async def call_each(self, method, arguments):
+        assert self.here and not self.others.here, method
+        return await super().call_each(method, arguments)
+
+    async def call_each_stored(self, method, arguments):
+        assert self.here and not self.others.here, method
+        return await super().call_each_stored(method, arguments)
+
+
+def test_policy_and_critic_on_the_same_gpus_compute_one_at_a_time():
+    policy, critics = Leaving(here=True), Leaving(here=False, all_ranks=True)
+    policy.others, critics.others = critics, policy
+    own = {"critic_pipeline_model_parallel_size": 1}
+    given = {"advantage_estimator": "ppo", "num_steps": 2, "rollouts": 2}
+    train(policy, critics=critics, critic=own, takes_turns=True, **given)
+    assert len(critics.named("train_critic")) == len(policy.named("train_step")) == 4
+    assert policy.here and not critics.here
 
 
 def test_penalties_are_part_of_the_critics_rewards():
