@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlpost.actor.teacher_description import teacher_description, teacher_folder
 from rlpost.actor.torch_dist_folder import find_checkpoint
-from rlpost.config.plan.estimate import parameter_bytes
+from rlpost.config.plan.held import parameter_bytes
 from rlpost.config.plan.shape import Shape, layout_of, rank_parameters, teacher_layout
 from rlpost.config.tree import Config
 from rlpost.data.vocabulary import vocabulary_problem

@@ -22,7 +22,7 @@ from rlpost.config.checks.missing import image_problems
 from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.load import Loaded
 from rlpost.config.plan.engine_weights import engine_weights
-from rlpost.config.plan.estimate import fullest_held
+from rlpost.config.plan.held import fullest_held
 from rlpost.config.tree import Config
 from rlpost.config.wording import near_path, with_origins
 from rlpost.errors import ConfigError, WeightError

@@ -14,7 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from rlpost.config.plan.adapters import adapter_parameters
-from rlpost.config.plan.estimate import RankMemory, held_memory, parameter_bytes, trained_parameters
+from rlpost.config.plan.held import (
+    RankMemory,
+    held_memory,
+    muon_matrices,
+    parameter_bytes,
+    trained_parameters,
+)
 from rlpost.config.plan.shape import (
     Layout,
     Parameters,
@@ -224,7 +230,8 @@ def planned_bytes(expected: Expected, stage: int) -> RankMemory:
     optimizer = expected.config.optimizer.model_copy(update={"optimizer_cpu_offload": False})
     here = expected.config.model_copy(update={"optimizer": optimizer})
     trained = trained_parameters(here, expected.shape, expected.layout, stage)
-    return held_memory(here, expected.layout, parameters, trained)[0]
+    matrices = muon_matrices(here, expected.shape, expected.layout, stage)
+    return held_memory(here, expected.layout, parameters, trained, matrices)[0]
 
 
 def num_optimized(facts: RankFacts) -> int:

@@ -14,7 +14,8 @@ import pytest
 from rlpost.actor.architecture import architecture
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.activations import Pass, stage_bytes
-from rlpost.config.plan.estimate import estimate, held_memory
+from rlpost.config.plan.estimate import estimate
+from rlpost.config.plan.held import held_memory
 from rlpost.config.plan.shape import Layout, Shape, layout_of, rank_parameters, shape_of
 from rlpost.weights.families import family
 from tests.unit.config.test_models import PUBLISHED

@@ -1,12 +1,8 @@
 """What a run needs on each GPU and each node in each of its phases. Pure.
 
-Input: settings, the shape of the model and what a GPU has. Output: an ``Estimate``. Precisions:
-ZeRO (arXiv 1910.02054, section 3) for weights, gradients and Adam's state, with the state over all
-ranks that hold the same weights when the optimizer is distributed; in host memory it takes 16 bytes
-a parameter (float32 weight, gradient and two moments:
-megatron.core.optimizer.cpu_offloading.HybridDeviceOptimizer). SGLang fills ``mem_fraction_static``
-of a GPU with weights and KV cache. What CUDA and NCCL take for themselves is an allowance, not a
-sum: ``TRAINER_CONTEXT`` and ``ENGINE_CONTEXT``.
+Input: settings, the shape of the model and what a GPU has. Output: an ``Estimate``. SGLang fills
+``mem_fraction_static`` of a GPU with weights and KV cache. What CUDA and NCCL take for themselves is
+an allowance, not a sum: ``TRAINER_CONTEXT`` and ``ENGINE_CONTEXT``.
 """
 
 from __future__ import annotations
@@ -15,9 +11,23 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from rlpost.config.critic_ranks import critic_ranks
-from rlpost.config.plan.activations import Pass, logits_bytes, stage_bytes, transient_bytes
-from rlpost.config.plan.adapters import adapter_parameters
+from rlpost.config.plan.activations import (
+    Activations,
+    Pass,
+    logits_bytes,
+    stage_activations,
+    transient_bytes,
+)
 from rlpost.config.plan.engine_weights import engine_weights, replicas
+from rlpost.config.plan.held import (
+    RankMemory,
+    held_memory,
+    muon_matrices,
+    parameter_bytes,
+    saved_bytes,
+    saved_weight_bytes,
+    trained_parameters,
+)
 from rlpost.config.plan.shape import (
     Layout,
     Parameters,
@@ -30,8 +40,6 @@ from rlpost.config.plan.shape import (
 from rlpost.config.plan.weight_update import FP8_WIDTH, WeightUpdate, weight_update
 from rlpost.config.tree import Config
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-HOST_BYTES = 16
 TRAINER_CONTEXT = 3 * 10**9
 ENGINE_CONTEXT = 3 * 10**9
 RESERVE = 0.95
@@ -51,19 +59,6 @@ class Sizes(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Bytes of a parameter, or of all that a rank holds."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
-
-
-@dataclass(frozen=True, slots=True)
 class Rank:
     """The rank of a pipeline stage at its fullest; bytes on its GPU but for ``optimizer_host``."""
 
@@ -77,8 +72,7 @@ class Rank:
     saved: int
     """What it writes of a checkpoint."""
     optimizer_host: int
-    activations: int
-    logits: int
+    passing: Activations
     teacher: int = 0
     """Weights of a teacher in the trainer: in host memory, and on the GPU during its pass."""
     teacher_pass: int = 0
@@ -87,8 +81,17 @@ class Rank:
     @property
     def train(self) -> int:
         """Peak of forward and backward."""
-        held = self.held.total + self.critic.total
-        return held + self.activations + self.logits + TRAINER_CONTEXT
+        return self.held.total + self.critic.total + self.passing.peak + TRAINER_CONTEXT
+
+    @property
+    def activations(self) -> int:
+        """Everything between weights and logits."""
+        return self.passing.kept + self.passing.layer
+
+    @property
+    def logits(self) -> int:
+        """With their gradient; 0 but on the last stage."""
+        return self.passing.logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,80 +167,6 @@ class Estimate:
         return tuple(found)
 
 
-def parameter_bytes(config: Config) -> RankMemory:
-    """Bytes of one parameter on a GPU, wherever its optimizer's state lies: in bfloat16 there is a
-    main weight in float32 beside Adam's two moments, in float32 there are the moments alone.
-    """
-    # the default on a GPU
-    given, narrow = (
-        config.optimizer,
-        config.perf.bf16 is not False,
-    )
-    moments = DTYPE_BYTES[given.exp_avg_dtype] + DTYPE_BYTES[given.exp_avg_sq_dtype]
-    return RankMemory(
-        weights=2 if narrow else 4,
-        gradients=2 if narrow and not config.perf.accumulate_allreduce_grads_in_fp32 else 4,
-        optimizer=moments + (DTYPE_BYTES[given.main_params_dtype] if narrow else 0),
-    )
-
-
-def trained_parameters(config: Config, shape: Shape, layout: Layout, stage: int) -> Parameters:
-    """What a rank of a pipeline stage trains: everything, or adapters."""
-    if config.lora.lora_rank is None:
-        return rank_parameters(shape, layout, stage)
-    return adapter_parameters(config.lora, shape, layout, stage)
-
-
-def held_memory(
-    config: Config, layout: Layout, parameters: Parameters, trained: Parameters | None = None
-) -> tuple[RankMemory, int]:
-    """Weights, gradients and optimizer of a rank with so many parameters, and the optimizer's bytes
-    in host memory.
-
-    With adapters, ``trained``, the parameters have neither gradients nor optimizer.
-    """
-    each = parameter_bytes(config)
-    has_adapters = config.lora.lora_rank is not None and trained is not None
-    frozen = parameters.total if has_adapters else 0
-    parameters = trained if has_adapters and trained is not None else parameters
-    shards = (
-        (parameters.dense, layout.world // (layout.tensor * layout.pipeline)),
-        (
-            parameters.expert,
-            layout.world // (layout.expert_tensor * layout.expert * layout.pipeline),
-        ),
-    )
-    spread = config.perf.use_distributed_optimizer
-    state = sum(-(-count // (ranks if spread else 1)) for count, ranks in shards if count)
-    away = (
-        config.optimizer.optimizer_offload_fraction
-        if config.optimizer.optimizer_cpu_offload
-        else 0.0
-    )
-    total = parameters.total
-    on_gpu = RankMemory(
-        (frozen + total) * each.weights,
-        total * each.gradients,
-        round(state * each.optimizer * (1 - away)),
-    )
-    return on_gpu, round(state * HOST_BYTES * away)
-
-
-def fullest_held(config: Config, shape: Shape) -> RankMemory:
-    """Weights, gradients and optimizer of the rank that has most of them."""
-    layout = layout_of(config)
-    stages = [
-        held_memory(
-            config,
-            layout,
-            rank_parameters(shape, layout, stage),
-            trained_parameters(config, shape, layout, stage),
-        )[0]
-        for stage in range(layout.pipeline)
-    ]
-    return max(stages, key=lambda held: held.total)
-
-
 def forward_pass(config: Config) -> tuple[Pass, int]:
     """The largest micro-batch of a rank, and the longest sample: a sample beyond the limit is alone
     in its own.
@@ -288,11 +217,13 @@ def estimate(
         else None
     )
     stored = parameter_bytes(config)
-    state = 0 if config.checkpoint.no_save_optim else stored.optimizer
-    total = trained_parameters(config, shape, Layout(), 0).total
-    kept = total * stored.weights * config.num_kept_weights
+    whole = trained_parameters(config, shape, Layout(), 0)
+    matrices = muon_matrices(config, shape, Layout(), 0)
+    stored_size = saved_bytes(config, Layout(), whole, matrices)
+    stored_size += whole.total * stored.weights * config.num_kept_weights
     if config.use_critic:
-        total += critic_parameters(shape, Layout(), 0).total
+        critic = critic_parameters(shape, Layout(), 0)
+        stored_size += saved_bytes(config, Layout(), critic, matrices)
     fullest = max(ranks, key=lambda rank: rank.train)
     update = None
     if engine is not None:
@@ -319,7 +250,7 @@ def estimate(
             *_critic_phase(config, shape),
         ),
         host_bytes_per_node=_host(config, ranks),
-        checkpoint_bytes=total * (stored.weights + state) + kept,
+        checkpoint_bytes=stored_size,
         checkpoint_bytes_per_rank=max(rank.saved for rank in ranks),
         save_buffer_bytes=max(_save_buffer(config, rank) for rank in ranks),
         update=update,
@@ -337,11 +268,12 @@ def _rank(
 ) -> Rank:
     parameters = rank_parameters(shape, layout, stage)
     trained = trained_parameters(config, shape, layout, stage)
-    held, host = held_memory(config, layout, parameters, trained)
+    matrices = muon_matrices(config, shape, layout, stage)
+    held, host = held_memory(config, layout, parameters, trained, matrices)
     critic, of_critic = Parameters(0), RankMemory(0, 0, 0)
     if config.use_critic and not config.has_own_critic:
         critic = critic_parameters(shape, layout, stage)
-        of_critic, more = held_memory(config, layout, critic, critic)
+        of_critic, more = held_memory(config, layout, critic, critic, matrices)
         host += more
     is_last = stage == layout.pipeline - 1
     of_teacher, passing = 0, 0
@@ -356,12 +288,13 @@ def _rank(
         trained=trained,
         held=held,
         critic=of_critic,
-        saved=_saved(config, layout, trained)
-        + _saved(config, layout, critic)
-        + _saved_weights(config, layout, trained) * config.num_kept_weights,
+        saved=saved_bytes(config, layout, trained, matrices)
+        + saved_bytes(config, layout, critic, matrices)
+        + saved_weight_bytes(config, layout, trained) * config.num_kept_weights,
         optimizer_host=host,
-        activations=stage_bytes(shape, layout, one, stage) + transient_bytes(shape, layout, one),
-        logits=logits_bytes(shape, layout, one, config.grpo.log_probs_chunk_size) if is_last else 0,
+        passing=stage_activations(
+            shape, layout, one, stage, chunk_tokens=config.grpo.log_probs_chunk_size
+        ),
         teacher=of_teacher,
         teacher_pass=passing,
     )
@@ -385,7 +318,11 @@ def _phases(
     kept = (("weights", held.weights), ("gradients", held.gradients), ("optimizer", held.optimizer))
     of_critic = (("critic", rank.critic.total),) if rank.critic.total else ()
     context = ("CUDA, NCCL", TRAINER_CONTEXT)
-    passing = (("activations", rank.activations), ("logits", rank.logits))
+    at_peak = rank.passing
+    if at_peak.logits > at_peak.layer:
+        passing = (("activations", at_peak.kept), ("logits", at_peak.logits))
+    else:
+        passing = (("activations", at_peak.kept + at_peak.layer), ("logits", 0))
     if engine is None or update is None or not config.cluster.colocate:
         alone = () if engine is None else (_generate(engine, ()),)
         return (Phase("train", (*kept, *of_critic, *passing, context)), *alone)
@@ -414,13 +351,15 @@ def _critic_phase(config: Config, shape: Shape) -> tuple[Phase, ...]:
     phases = []
     for stage in range(layout.pipeline):
         parameters = critic_parameters(shape, layout, stage)
-        held, _ = held_memory(own, layout, parameters, parameters)
-        activations = stage_bytes(shape, layout, one, stage) + transient_bytes(shape, layout, one)
+        matrices = muon_matrices(own, shape, layout, stage)
+        held, _ = held_memory(own, layout, parameters, parameters, matrices)
+        chunk_tokens = own.grpo.log_probs_chunk_size
+        found = stage_activations(shape, layout, one, stage, chunk_tokens=chunk_tokens)
         parts = (
             ("weights", held.weights),
             ("gradients", held.gradients),
             ("optimizer", held.optimizer),
-            ("activations", activations),
+            ("activations", found.kept + found.layer),
             ("CUDA, NCCL", TRAINER_CONTEXT),
         )
         phases.append(Phase("critic", parts))
@@ -447,26 +386,6 @@ def _generate(engine: Engine, more: tuple[tuple[str, int], ...]) -> Phase:
         ("engine's CUDA", ENGINE_CONTEXT),
     )
     return Phase("generate", (*own, *more))
-
-
-def _saved_weights(config: Config, layout: Layout, parameters: Parameters) -> int:
-    """Bytes of weights that a rank writes: its share of what data-parallel ranks hold too."""
-    return _share(layout, parameters) * parameter_bytes(config).weights
-
-
-def _saved(config: Config, layout: Layout, parameters: Parameters) -> int:
-    """The same with the state of the optimizer."""
-    state = 0 if config.checkpoint.no_save_optim else parameter_bytes(config).optimizer
-    return _saved_weights(config, layout, parameters) + _share(layout, parameters) * state
-
-
-def _share(layout: Layout, parameters: Parameters) -> int:
-    """Parameters that a rank writes."""
-    dense = layout.world // (layout.tensor * layout.pipeline)
-    expert = layout.world // (layout.expert_tensor * layout.expert * layout.pipeline)
-    return -(-parameters.dense // dense) + (
-        -(-parameters.expert // expert) if parameters.expert else 0
-    )
 
 
 def _save_buffer(config: Config, rank: Rank) -> int:

@@ -8,7 +8,7 @@ gives its cost to all others.
 
 from __future__ import annotations
 
-from rlpost.config.plan.estimate import fullest_held
+from rlpost.config.plan.held import fullest_held
 from rlpost.config.plan.shape import Shape
 from rlpost.config.tree import Config
 from rlpost.units import size_text

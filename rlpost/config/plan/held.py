@@ -1,0 +1,159 @@
+"""What weights, gradients and optimizer of a rank take, on its GPU and in a checkpoint. Pure.
+
+Input: settings, the shape of the model, a layout. Output: bytes. Precisions: ZeRO (arXiv
+1910.02054, section 3) for weights, gradients and Adam's state, with the state over all ranks that
+hold the same weights when the optimizer is distributed; in host memory it takes 16 bytes a
+parameter (float32 weight, gradient and two moments:
+megatron.core.optimizer.cpu_offloading.HybridDeviceOptimizer). Muon keeps no second moment of a
+matrix (``rlpost/actor/muon.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlpost.config.plan.adapters import adapter_parameters
+from rlpost.config.plan.shape import (
+    Layout,
+    Parameters,
+    Shape,
+    layout_of,
+    matrix_parameters,
+    rank_parameters,
+)
+from rlpost.config.tree import Config
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+HOST_BYTES = 16
+NONE = Parameters(0)
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes of a parameter, or of all that a rank holds."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def parameter_bytes(config: Config) -> RankMemory:
+    """Bytes of one parameter on a GPU, wherever its optimizer's state lies: in bfloat16 there is a
+    main weight in float32 beside Adam's two moments, in float32 there are the moments alone.
+    """
+    # the default on a GPU
+    given, narrow = (
+        config.optimizer,
+        config.perf.bf16 is not False,
+    )
+    moments = DTYPE_BYTES[given.exp_avg_dtype] + DTYPE_BYTES[given.exp_avg_sq_dtype]
+    return RankMemory(
+        weights=2 if narrow else 4,
+        gradients=2 if narrow and not config.perf.accumulate_allreduce_grads_in_fp32 else 4,
+        optimizer=moments + (DTYPE_BYTES[given.main_params_dtype] if narrow else 0),
+    )
+
+
+def trained_parameters(config: Config, shape: Shape, layout: Layout, stage: int) -> Parameters:
+    """What a rank of a pipeline stage trains: everything, or adapters."""
+    if config.lora.lora_rank is None:
+        return rank_parameters(shape, layout, stage)
+    return adapter_parameters(config.lora, shape, layout, stage)
+
+
+def muon_matrices(config: Config, shape: Shape, layout: Layout, stage: int) -> Parameters:
+    """What a rank of a pipeline stage updates with Muon; none with Adam."""
+    if config.optimizer.optimizer != "muon":
+        return NONE
+    return matrix_parameters(shape, layout, stage)
+
+
+def held_memory(
+    config: Config,
+    layout: Layout,
+    parameters: Parameters,
+    trained: Parameters | None = None,
+    matrices: Parameters = NONE,
+) -> tuple[RankMemory, int]:
+    """Weights, gradients and optimizer of a rank with so many parameters, and the optimizer's bytes
+    in host memory.
+
+    Args:
+        config: the settings.
+        layout: of the ranks.
+        parameters: of the rank.
+        trained: with adapters these alone have gradients and optimizer.
+        matrices: the parameters without a second moment, whose optimizer is not distributed.
+    """
+    each = parameter_bytes(config)
+    has_adapters = config.lora.lora_rank is not None and trained is not None
+    frozen = parameters.total if has_adapters else 0
+    parameters = trained if has_adapters and trained is not None else parameters
+    shards = (
+        (parameters.dense, layout.world // (layout.tensor * layout.pipeline)),
+        (
+            parameters.expert,
+            layout.world // (layout.expert_tensor * layout.expert * layout.pipeline),
+        ),
+    )
+    spread = config.perf.use_distributed_optimizer
+    state = sum(-(-count // (ranks if spread else 1)) for count, ranks in shards if count)
+    away = (
+        config.optimizer.optimizer_offload_fraction
+        if config.optimizer.optimizer_cpu_offload
+        else 0.0
+    )
+    total = parameters.total
+    moment = DTYPE_BYTES[config.optimizer.exp_avg_sq_dtype]
+    on_gpu = RankMemory(
+        (frozen + total) * each.weights,
+        total * each.gradients,
+        round((state * each.optimizer - matrices.total * moment) * (1 - away)),
+    )
+    return on_gpu, round(state * HOST_BYTES * away)
+
+
+def fullest_held(config: Config, shape: Shape) -> RankMemory:
+    """Weights, gradients and optimizer of the rank that has most of them."""
+    layout = layout_of(config)
+    stages = [
+        held_memory(
+            config,
+            layout,
+            rank_parameters(shape, layout, stage),
+            trained_parameters(config, shape, layout, stage),
+            muon_matrices(config, shape, layout, stage),
+        )[0]
+        for stage in range(layout.pipeline)
+    ]
+    return max(stages, key=lambda held: held.total)
+
+
+def saved_weight_bytes(config: Config, layout: Layout, parameters: Parameters) -> int:
+    """Bytes of weights that a rank writes: its share of what data-parallel ranks hold too."""
+    return _share(layout, parameters) * parameter_bytes(config).weights
+
+
+def saved_bytes(
+    config: Config, layout: Layout, parameters: Parameters, matrices: Parameters = NONE
+) -> int:
+    """The same with the state of the optimizer; ``matrices`` have no second moment."""
+    weights = saved_weight_bytes(config, layout, parameters)
+    if config.checkpoint.no_save_optim or not parameters.total:
+        return weights
+    state = _share(layout, parameters) * parameter_bytes(config).optimizer
+    absent = _share(layout, matrices) * DTYPE_BYTES[config.optimizer.exp_avg_sq_dtype]
+    return weights + state - absent
+
+
+def _share(layout: Layout, parameters: Parameters) -> int:
+    """Parameters that a rank writes."""
+    dense = layout.world // (layout.tensor * layout.pipeline)
+    expert = layout.world // (layout.expert_tensor * layout.expert * layout.pipeline)
+    return -(-parameters.dense // dense) + (
+        -(-parameters.expert // expert) if parameters.expert else 0
+    )
