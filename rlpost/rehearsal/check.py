@@ -17,6 +17,7 @@ from rlpost.config.plan.adapters import adapter_parameters
 from rlpost.config.plan.rank_memory import (
     RankMemory,
     held_memory,
+    muon_matrices,
     parameter_bytes,
     trained_parameters,
 )
@@ -229,7 +230,8 @@ def planned_bytes(expected: Expected, stage: int) -> RankMemory:
     optimizer = expected.config.optimizer.model_copy(update={"optimizer_cpu_offload": False})
     here = expected.config.model_copy(update={"optimizer": optimizer})
     trained = trained_parameters(here, expected.shape, expected.layout, stage)
-    return held_memory(here, expected.layout, parameters, trained)[0]
+    matrices = muon_matrices(here, expected.shape, expected.layout, stage)
+    return held_memory(here, expected.layout, parameters, trained, matrices)[0]
 
 
 def num_optimized(facts: RankFacts) -> int:

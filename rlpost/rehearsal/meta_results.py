@@ -14,7 +14,7 @@ those outside of torch's own namespaces; those with a tensor that is not on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,11 +169,13 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
 def _layouts_of(result: object, given: object) -> _Layouts | None:
     """The layouts of new tensors; None if one is not, or has more memory than its layout needs."""
     sequence = type(result) if type(result) in (list, tuple) else None
-    tensors = result if isinstance(result, list | tuple) else [result]
+    tensors: Sequence[object] = result if isinstance(result, list | tuple) else [result]
     used = {one.untyped_storage()._cdata for one in _tensors(given)}
     layouts = []
     for one in tensors:
-        if type(one) is not torch.Tensor or not one.is_meta or one.layout is not torch.strided:
+        if not isinstance(one, torch.Tensor) or type(one) is not torch.Tensor:
+            return None
+        if not one.is_meta or one.layout is not torch.strided:
             return None
         storage = one.untyped_storage()
         if storage._cdata in used or storage.nbytes() != _needed(one) or one.storage_offset():

@@ -185,7 +185,7 @@ def compared_parts(memory: Sequence[MemoryUse], ranks: Sequence[Rank]) -> tuple[
         Compared("weights", planned.held.weights, most.held["weights"]),
         Compared("gradients", planned.held.gradients, most.held["gradients"]),
         Compared("optimizer", planned.held.optimizer, most.held["optimizer"]),
-        Compared("activations, logits", planned.activations + planned.logits, passing),
+        Compared("activations, logits", planned.passing.peak, passing),
         Compared("all while training", planned.train - TRAINER_CONTEXT, most.peaks[TRAIN]),
     ]
     if of_critic:

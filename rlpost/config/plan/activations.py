@@ -16,6 +16,25 @@ from dataclasses import dataclass
 from rlpost.config.plan.shape import Latent, Layout, Shape, sparse_of
 
 FP32 = 4
+CHUNKS = 5
+"""Float32 copies of a chunk of logits in the backward pass of log-probs: three of a chunk, and two
+of the next one that is begun (``rlpost/actor/logprobs.py``).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes of a stage at its fullest; ``layer`` and ``logits`` are not there at the same time."""
+
+    kept: int
+    """Between layers, of all micro-batches under way."""
+    layer: int
+    """While one layer is computed or recomputed, and of its gradients."""
+    logits: int
+
+    @property
+    def peak(self) -> int:
+        return self.kept + max(self.layer, self.logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +72,50 @@ def stage_bytes(shape: Shape, layout: Layout, one: Pass, stage: int) -> int:
     """What a stage keeps at its fullest: its micro-batches under way, and the layers that are just
     recomputed.
     """
+    return sum(_kept_and_again(shape, layout, one, stage))
+
+
+def stage_activations(
+    shape: Shape, layout: Layout, one: Pass, stage: int, *, chunk_tokens: int
+) -> Activations:
+    """All of a stage while it trains; ``chunk_tokens``: rows whose log-probs are computed at once."""
+    kept, again = _kept_and_again(shape, layout, one, stage)
+    boundary = _boundary(shape, layout, one)
+    is_last = stage == layout.pipeline - 1
+    if layout.pipeline > 1:
+        # what it received is counted; what it sends is kept too, until its gradient arrives
+        if not is_last:
+            kept += round(boundary * under_way(layout, len(sparse_of(shape, layout, stage)), stage))
+        kept += 2 * boundary  # the gradients that it receives and sends
+    if one.recompute == "full":
+        # Megatron-core's token dispatchers refer to the graph of their layer until its next forward
+        # pass, and with it to the gradient of what goes into the layer.
+        kept += boundary * max(0, sum(sparse_of(shape, layout, stage)) - 1)
+    logits = logits_bytes(shape, layout, one, chunk_tokens) if is_last else 0
+    layer = again + max(
+        transient_bytes(shape, layout, one, is_sparse=is_sparse)
+        for is_sparse in set(sparse_of(shape, layout, stage))
+    )
+    return Activations(kept + _gathered(shape, layout, one), layer, logits)
+
+
+def _kept_and_again(shape: Shape, layout: Layout, one: Pass, stage: int) -> tuple[int, int]:
+    """Bytes that are kept of all layers, and of those that are recomputed together."""
     layers = sparse_of(shape, layout, stage)
     each = {sparse: layer_bytes(shape, layout, one, sparse=sparse) for sparse in set(layers)}
     full = [each[is_sparse] for is_sparse in layers]
-    last = (
-        one.tokens
-        * round(_norm(shape.hidden, one) - one.width * shape.hidden)
-        // layout.sequence_ranks
+    kept, again = _layers_bytes(
+        full, one, layout, stage=stage, boundary=_boundary(shape, layout, one)
     )
     if stage == layout.pipeline - 1:
-        return last + _layers_bytes(
-            full, one, layout, stage=stage, boundary=_boundary(shape, layout, one)
-        )
-    return _layers_bytes(full, one, layout, stage=stage, boundary=_boundary(shape, layout, one))
+        norm = round(_norm(shape.hidden, one) - one.width * shape.hidden)
+        kept += one.tokens * norm // layout.sequence_ranks
+    return kept, again
+
+
+def _gathered(shape: Shape, layout: Layout, one: Pass) -> int:
+    """Megatron-core's buffer for what sequence parallelism gathers, which is never freed."""
+    return one.tokens * shape.hidden * one.width if layout.sequence_ranks > 1 else 0
 
 
 def _boundary(shape: Shape, layout: Layout, one: Pass) -> int:
@@ -75,10 +125,12 @@ def _boundary(shape: Shape, layout: Layout, one: Pass) -> int:
 
 def _layers_bytes(
     full: Sequence[int], one: Pass, layout: Layout, *, stage: int, boundary: int
-) -> int:
-    """``full``: what each layer of the stage keeps when nothing is recomputed."""
+) -> tuple[int, int]:
+    """Bytes that are kept, and of the layers that are recomputed together; ``full``: what each
+    layer of the stage keeps when nothing is recomputed.
+    """
     if one.recompute != "full":
-        return round(sum(full) * under_way(layout, len(full), stage))
+        return round(sum(full) * under_way(layout, len(full), stage)), 0
     if one.method == "block":
         count = min(one.num_recomputed, len(full))
         held, again = count * boundary + sum(full[count:]), max(full[:count], default=0)
@@ -86,7 +138,7 @@ def _layers_bytes(
         size = one.num_recomputed
         held = -(-len(full) // size) * boundary
         again = max(sum(full[start : start + size]) for start in range(0, len(full), size))
-    return round(held * under_way(layout, len(full), stage)) + again
+    return round(held * under_way(layout, len(full), stage)), again
 
 
 def under_way(layout: Layout, num_layers: int, stage: int) -> float:
@@ -101,26 +153,51 @@ def under_way(layout: Layout, num_layers: int, stage: int) -> float:
 
 
 def logits_bytes(shape: Shape, layout: Layout, one: Pass, chunk_tokens: int) -> int:
-    """Logits, their gradient, and three float32 copies of the rows that are computed at once; on
-    the last stage. The layer for multi-token prediction has logits too, and the join of two hidden
-    states before it.
+    """Logits, their gradient, and float32 copies of the rows that are computed at once; on the last
+    stage. The layer for multi-token prediction has logits too, and the join of two hidden states
+    before it.
     """
     columns = -(-shape.vocab // layout.tensor)
     gathered = one.tokens * shape.hidden * one.width
-    kept = (2 * one.tokens * columns * one.width + gathered) * (2 if shape.mtp else 1)
-    return (
-        kept
-        + 3 * min(chunk_tokens, one.tokens) * columns * FP32
-        + (2 * gathered if shape.mtp else 0)
-    )
+    both = 2 * one.tokens * columns * one.width
+    copies = CHUNKS if one.tokens > chunk_tokens else CHUNKS - 1
+    chunk = copies * min(chunk_tokens, one.tokens) * columns * FP32
+    return both + chunk + (both + 3 * gathered if shape.mtp else 0)
 
 
-def transient_bytes(shape: Shape, layout: Layout, one: Pass) -> int:
-    """Gradients of activations in the backward pass of a layer at its widest: those of the first
-    MLP matrix's output and of what sequence parallelism gathers before it.
+def transient_bytes(
+    shape: Shape, layout: Layout, one: Pass, *, is_sparse: bool | None = None
+) -> int:
+    """What a layer needs beside the activations that it keeps; ``is_sparse`` None: the larger.
+
+    Of a dense layer in its backward pass at its widest: the gradients of the first MLP matrix's
+    output and of what sequence parallelism gathers before it. Of experts also in their forward
+    pass: rows that are sorted, received and returned (``_dispatched``).
     """
     columns = 2 * max(shape.ffn, shape.topk * shape.expert_ffn, shape.shared_ffn) / layout.tensor
-    return round(one.tokens * one.width * (columns + 2 * shape.hidden))
+    dense = columns + shape.hidden * (1 if layout.sequence_ranks > 1 else 2)
+    experts = _dispatched(shape, layout) if is_sparse or is_sparse is None else 0.0
+    return round(one.tokens * one.width * max(dense, experts))
+
+
+def _dispatched(shape: Shape, layout: Layout) -> float:
+    """Elements for each token in rows for experts, beside those that the first matrix keeps.
+
+    With several experts on a rank: rows in the order of experts, rows received, outputs, and
+    outputs put together or back in order. With one, nothing is sorted after rows are received.
+    """
+    own, rows = _routed(shape, layout)
+    is_spread = layout.expert > 1
+    if shape.num_experts > layout.expert:
+        return shape.hidden * (own * (1 + is_spread) + 2 * rows)
+    arrived = own * (is_spread + (layout.expert_tensor > 1))
+    return shape.hidden * (arrived + rows + own * is_spread)
+
+
+def _routed(shape: Shape, layout: Layout) -> tuple[float, float]:
+    """Rows for experts for each token: those that a rank sends, and those that its experts get."""
+    own = shape.topk / layout.sequence_ranks
+    return own, own * (layout.expert_tensor if layout.sequence_ranks > 1 else 1)
 
 
 def _norm(width: float, one: Pass) -> float:
@@ -144,6 +221,10 @@ def _attention(shape: Shape, layout: Layout, one: Pass) -> float:
         kept += one.width * (query + key)
     if not one.fused:
         kept += one.width * (query + 4 * shape.head_dim)
+        if layout.context > 1:
+            # Keys and values of all ranks, once for each of the two chunks of this one, in place of
+            # what came out of the matrix.
+            kept += one.width * ((2 * layout.context + 1) * key - query - 2 * key)
     kept += FP32 * shape.heads / layout.tensor  # the logarithm of each row's sum
     return kept + _norm(shape.hidden, one) / layout.sequence_ranks
 
@@ -172,9 +253,8 @@ def _experts(shape: Shape, layout: Layout, one: Pass) -> float:
     kept a second time with the router's weight; the shared expert. Tokens are taken to spread evenly
     over the experts.
     """
-    own = 1 / layout.sequence_ranks
-    routed = own * shape.topk * (layout.expert_tensor if layout.sequence_ranks > 1 else 1)
+    _, routed = _routed(shape, layout)
     inner = shape.expert_ffn / layout.expert_tensor
     kept = routed * (shape.hidden * one.width + _mlp(inner, one) + inner * one.width)
-    kept += own * 3 * shape.num_experts * FP32
+    kept += 3 * shape.num_experts * FP32 / layout.sequence_ranks
     return kept + (_mlp(shape.shared_ffn / layout.tensor, one) if shape.shared_ffn else 0.0)

@@ -11,15 +11,22 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from rlpost.config.critic_ranks import critic_ranks
-from rlpost.config.plan.activations import Pass, logits_bytes, stage_bytes, transient_bytes
+from rlpost.config.plan.activations import (
+    Activations,
+    Pass,
+    logits_bytes,
+    stage_activations,
+    transient_bytes,
+)
 from rlpost.config.plan.engine_weights import engine_weights, replicas
 from rlpost.config.plan.rank_memory import (
     RankMemory,
     forward_pass,
     held_memory,
+    muon_matrices,
     parameter_bytes,
-    saved,
-    saved_weights,
+    saved_bytes,
+    saved_weight_bytes,
     trained_parameters,
 )
 from rlpost.config.plan.save_interval import written_s
@@ -65,8 +72,7 @@ class Rank:
     saved: int
     """What it writes of a checkpoint."""
     optimizer_host: int
-    activations: int
-    logits: int
+    passing: Activations
     teacher: int = 0
     """Weights of a teacher in the trainer: in host memory, and on the GPU during its pass."""
     teacher_pass: int = 0
@@ -75,8 +81,17 @@ class Rank:
     @property
     def train(self) -> int:
         """Peak of forward and backward."""
-        held = self.held.total + self.critic.total
-        return held + self.activations + self.logits + TRAINER_CONTEXT
+        return self.held.total + self.critic.total + self.passing.peak + TRAINER_CONTEXT
+
+    @property
+    def activations(self) -> int:
+        """Everything between weights and logits."""
+        return self.passing.kept + self.passing.layer
+
+    @property
+    def logits(self) -> int:
+        """With their gradient; 0 but on the last stage."""
+        return self.passing.logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +216,14 @@ def estimate(
         else None
     )
     stored = parameter_bytes(config)
-    state = 0 if config.checkpoint.no_save_optim else stored.optimizer
-    total = trained_parameters(config, shape, Layout(), 0).total
-    kept = total * stored.weights * config.num_kept_weights
-    of_critic = critic_parameters(shape, Layout(), 0).total if config.use_critic else 0
+    whole = trained_parameters(config, shape, Layout(), 0)
+    matrices = muon_matrices(config, shape, Layout(), 0)
+    stored_size = saved_bytes(config, Layout(), whole, matrices)
+    stored_size += whole.total * stored.weights * config.num_kept_weights
+    stored_critic = 0
+    if config.use_critic:
+        critic = critic_parameters(shape, Layout(), 0)
+        stored_critic = saved_bytes(config, Layout(), critic, matrices)
     own_critic = _own_critic(config, shape)
     fullest = max(ranks, key=lambda rank: rank.train)
     update = None
@@ -232,12 +251,12 @@ def estimate(
             *_critic_phase(config, own_critic, engine),
         ),
         host_bytes_per_node=_host(config, ranks, own_critic),
-        checkpoint_bytes=(total + of_critic) * (stored.weights + state) + kept,
+        checkpoint_bytes=stored_size + stored_critic,
         checkpoint_bytes_per_rank=max(rank.saved for rank in ranks),
         save_buffer_bytes=max(_save_buffer(config, rank) for rank in ranks),
         update=update,
         critic=fullest.critic if own_critic is None else own_critic.held,
-        critic_checkpoint_bytes=0 if own_critic is None else of_critic * (stored.weights + state),
+        critic_checkpoint_bytes=0 if own_critic is None else stored_critic,
     )
 
 
@@ -252,11 +271,12 @@ def _rank(
 ) -> Rank:
     parameters = rank_parameters(shape, layout, stage)
     trained = trained_parameters(config, shape, layout, stage)
-    held, host = held_memory(config, layout, parameters, trained)
+    matrices = muon_matrices(config, shape, layout, stage)
+    held, host = held_memory(config, layout, parameters, trained, matrices)
     critic, of_critic = Parameters(0), RankMemory(0, 0, 0)
     if config.use_critic and not config.has_own_critic:
         critic = critic_parameters(shape, layout, stage)
-        of_critic, more = held_memory(config, layout, critic, critic)
+        of_critic, more = held_memory(config, layout, critic, critic, matrices)
         host += more
     is_last = stage == layout.pipeline - 1
     of_teacher, passing = 0, 0
@@ -271,12 +291,13 @@ def _rank(
         trained=trained,
         held=held,
         critic=of_critic,
-        saved=saved(config, layout, trained)
-        + saved(config, layout, critic)
-        + saved_weights(config, layout, trained) * config.num_kept_weights,
+        saved=saved_bytes(config, layout, trained, matrices)
+        + saved_bytes(config, layout, critic, matrices)
+        + saved_weight_bytes(config, layout, trained) * config.num_kept_weights,
         optimizer_host=host,
-        activations=stage_bytes(shape, layout, one, stage) + transient_bytes(shape, layout, one),
-        logits=logits_bytes(shape, layout, one, config.grpo.log_probs_chunk_size) if is_last else 0,
+        passing=stage_activations(
+            shape, layout, one, stage, chunk_tokens=config.grpo.log_probs_chunk_size
+        ),
         teacher=of_teacher,
         teacher_pass=passing,
     )
@@ -317,7 +338,11 @@ def _phases(
     of_critic = (("critic", resident),) if resident else ()
     with_pass = (("critic", computing),) if computing else ()
     context = ("CUDA, NCCL", contexts)
-    passing = (("activations", rank.activations), ("logits", rank.logits))
+    at_peak = rank.passing
+    if at_peak.logits > at_peak.layer:
+        passing = (("activations", at_peak.kept), ("logits", at_peak.logits))
+    else:
+        passing = (("activations", at_peak.kept + at_peak.layer), ("logits", 0))
     if engine is None or update is None or not config.cluster.colocate:
         alone = () if engine is None else (_generate(engine, ()),)
         return (Phase("train", (*kept, *with_pass, *passing, context)), *alone)
@@ -346,9 +371,12 @@ def _own_critic(config: Config, shape: Shape) -> CriticRank | None:
     ranks = []
     for stage in range(layout.pipeline):
         parameters = critic_parameters(shape, layout, stage)
-        held, host = held_memory(own, layout, parameters, parameters)
-        activations = stage_bytes(shape, layout, one, stage) + transient_bytes(shape, layout, one)
-        written = saved(own, layout, parameters)
+        matrices = muon_matrices(own, shape, layout, stage)
+        held, host = held_memory(own, layout, parameters, parameters, matrices)
+        chunk_tokens = own.grpo.log_probs_chunk_size
+        passing = stage_activations(shape, layout, one, stage, chunk_tokens=chunk_tokens)
+        activations = passing.kept + passing.layer
+        written = saved_bytes(own, layout, parameters, matrices)
         ranks.append(CriticRank(held, activations, written, host))
     return max(ranks, key=lambda rank: rank.held.total + rank.activations)
 

@@ -1,9 +1,11 @@
 """Bytes that a rank holds and writes for its parameters, and its largest micro-batch. Pure.
 
-Precisions: ZeRO (arXiv 1910.02054, section 3) for weights, gradients and Adam's state, with the
-state over all ranks that hold the same weights when the optimizer is distributed; in host memory it
-takes 16 bytes a parameter (float32 weight, gradient and two moments:
-megatron.core.optimizer.cpu_offloading.HybridDeviceOptimizer).
+Input: settings, the shape of the model, a layout. Output: bytes. Precisions: ZeRO (arXiv
+1910.02054, section 3) for weights, gradients and Adam's state, with the state over all ranks that
+hold the same weights when the optimizer is distributed; in host memory it takes 16 bytes a
+parameter (float32 weight, gradient and two moments:
+megatron.core.optimizer.cpu_offloading.HybridDeviceOptimizer). Muon keeps no second moment of a
+matrix (``rlpost/actor/muon.py``).
 """
 
 from __future__ import annotations
@@ -12,13 +14,21 @@ from dataclasses import dataclass
 
 from rlpost.config.plan.activations import Pass
 from rlpost.config.plan.adapters import adapter_parameters
-from rlpost.config.plan.shape import Layout, Parameters, Shape, layout_of, rank_parameters
+from rlpost.config.plan.shape import (
+    Layout,
+    Parameters,
+    Shape,
+    layout_of,
+    matrix_parameters,
+    rank_parameters,
+)
 from rlpost.config.tree import Config
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 HOST_BYTES = 16
 PROMPT_TOKENS = 1024
 """Longest prompt where the settings do not bound it."""
+NONE = Parameters(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +48,8 @@ def parameter_bytes(config: Config) -> RankMemory:
     """Bytes of one parameter on a GPU, wherever its optimizer's state lies: in bfloat16 there is a
     main weight in float32 beside Adam's two moments, in float32 there are the moments alone.
     """
-    # the default on a GPU
-    given, narrow = (
-        config.optimizer,
-        config.perf.bf16 is not False,
-    )
+    given = config.optimizer
+    narrow = config.perf.bf16 is not False  # the default on a GPU
     moments = DTYPE_BYTES[given.exp_avg_dtype] + DTYPE_BYTES[given.exp_avg_sq_dtype]
     return RankMemory(
         weights=2 if narrow else 4,
@@ -58,13 +65,29 @@ def trained_parameters(config: Config, shape: Shape, layout: Layout, stage: int)
     return adapter_parameters(config.lora, shape, layout, stage)
 
 
+def muon_matrices(config: Config, shape: Shape, layout: Layout, stage: int) -> Parameters:
+    """What a rank of a pipeline stage updates with Muon; none with Adam."""
+    if config.optimizer.optimizer != "muon":
+        return NONE
+    return matrix_parameters(shape, layout, stage)
+
+
 def held_memory(
-    config: Config, layout: Layout, parameters: Parameters, trained: Parameters | None = None
+    config: Config,
+    layout: Layout,
+    parameters: Parameters,
+    trained: Parameters | None = None,
+    matrices: Parameters = NONE,
 ) -> tuple[RankMemory, int]:
-    """Weights, gradients and optimizer of a rank with this number of parameters, and the optimizer's bytes
+    """Weights, gradients and optimizer of a rank with these parameters, and the optimizer's bytes
     in host memory.
 
-    With adapters, ``trained``, the parameters have neither gradients nor optimizer.
+    Args:
+        config: the settings.
+        layout: of the ranks.
+        parameters: of the rank.
+        trained: with adapters these alone have gradients and optimizer.
+        matrices: the parameters without a second moment, whose optimizer is not distributed.
     """
     each = parameter_bytes(config)
     has_adapters = config.lora.lora_rank is not None and trained is not None
@@ -85,10 +108,11 @@ def held_memory(
         else 0.0
     )
     total = parameters.total
+    moment = DTYPE_BYTES[config.optimizer.exp_avg_sq_dtype]
     on_gpu = RankMemory(
         (frozen + total) * each.weights,
         total * each.gradients,
-        round(state * each.optimizer * (1 - away)),
+        round((state * each.optimizer - matrices.total * moment) * (1 - away)),
     )
     return on_gpu, round(state * HOST_BYTES * away)
 
@@ -102,6 +126,7 @@ def fullest_held(config: Config, shape: Shape) -> RankMemory:
             layout,
             rank_parameters(shape, layout, stage),
             trained_parameters(config, shape, layout, stage),
+            muon_matrices(config, shape, layout, stage),
         )[0]
         for stage in range(layout.pipeline)
     ]
@@ -129,18 +154,24 @@ def forward_pass(config: Config) -> tuple[Pass, int]:
     return one, longest
 
 
-def saved_weights(config: Config, layout: Layout, parameters: Parameters) -> int:
+def saved_weight_bytes(config: Config, layout: Layout, parameters: Parameters) -> int:
     """Bytes of weights that a rank writes: its share of what data-parallel ranks hold too."""
-    return share(layout, parameters) * parameter_bytes(config).weights
+    return _share(layout, parameters) * parameter_bytes(config).weights
 
 
-def saved(config: Config, layout: Layout, parameters: Parameters) -> int:
-    """The same with the state of the optimizer."""
-    state = 0 if config.checkpoint.no_save_optim else parameter_bytes(config).optimizer
-    return saved_weights(config, layout, parameters) + share(layout, parameters) * state
+def saved_bytes(
+    config: Config, layout: Layout, parameters: Parameters, matrices: Parameters = NONE
+) -> int:
+    """The same with the state of the optimizer; ``matrices`` have no second moment."""
+    weights = saved_weight_bytes(config, layout, parameters)
+    if config.checkpoint.no_save_optim or not parameters.total:
+        return weights
+    state = _share(layout, parameters) * parameter_bytes(config).optimizer
+    absent = _share(layout, matrices) * DTYPE_BYTES[config.optimizer.exp_avg_sq_dtype]
+    return weights + state - absent
 
 
-def share(layout: Layout, parameters: Parameters) -> int:
+def _share(layout: Layout, parameters: Parameters) -> int:
     """Parameters that a rank writes."""
     dense = layout.world // (layout.tensor * layout.pipeline)
     expert = layout.world // (layout.expert_tensor * layout.expert * layout.pipeline)

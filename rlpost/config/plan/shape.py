@@ -330,52 +330,82 @@ def linear_of(shape: Shape, layout: Layout, stage: int) -> list[bool]:
     return found + [False] * (count - len(found))
 
 
+def matrix_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
+    """Of ``rank_parameters`` those in matrices of the decoder's layers, routers among them."""
+    layers = layers_of(layout, shape.num_layers, stage)
+    kinds = zip(sparse_of(shape, layout, stage), linear_of(shape, layout, stage), strict=True)
+    found = [
+        _matrices(shape, layout, is_sparse, is_linear)
+        for _, (is_sparse, is_linear) in zip(layers, kinds, strict=False)
+    ]
+    return Parameters(sum(one.dense for one in found), sum(one.expert for one in found))
+
+
 def _layer(shape: Shape, layout: Layout, is_sparse: bool, is_linear: bool) -> Parameters:
     """A layer on one rank."""
-    dense = (_linear if is_linear else _attention)(shape, layout.tensor)
+    matrices = _matrices(shape, layout, is_sparse, is_linear)
+    dense = (_linear_vectors if is_linear else _attention_vectors)(shape, layout.tensor)
+    expert = 0
+    if is_sparse and shape.linear_bias:
+        dense += shape.num_experts
+        expert = shape.num_experts // layout.expert * (2 * shape.expert_ffn + shape.hidden)
+    return Parameters(matrices.dense + dense, matrices.expert + expert)
+
+
+def _matrices(shape: Shape, layout: Layout, is_sparse: bool, is_linear: bool) -> Parameters:
+    """The matrices of a layer on one rank."""
+    dense = (_linear_matrices if is_linear else _attention_matrices)(shape, layout.tensor)
     if not is_sparse:
         return Parameters(dense + 3 * shape.hidden * (shape.ffn // layout.tensor))
+    dense += shape.hidden * shape.num_experts
+    dense += 3 * shape.hidden * (shape.shared_ffn // layout.tensor)
+    dense += shape.hidden if shape.shared_gate else 0
     one_expert = 3 * shape.hidden * (shape.expert_ffn // layout.expert_tensor)
-    router = shape.hidden * shape.num_experts
-    if shape.linear_bias:
-        one_expert += 2 * shape.expert_ffn + shape.hidden
-        router += shape.num_experts
-    shared = 3 * shape.hidden * (shape.shared_ffn // layout.tensor)
-    shared += shape.hidden if shape.shared_gate else 0
-    return Parameters(
-        dense + router + shared,
-        shape.num_experts // layout.expert * one_expert,
-    )
+    return Parameters(dense, shape.num_experts // layout.expert * one_expert)
 
 
-def _attention(shape: Shape, tensor: int) -> int:
-    """Attention of a layer and the norms around it and the MLP."""
-    if (latent := shape.latent) is not None:
-        matrices = sum(rows * columns for rows, columns in shape.attention_matrices) // tensor
-        return matrices + 2 * shape.hidden + latent.query_rank + latent.kv_rank
-    queries = shape.heads * (2 if shape.output_gate else 1)
-    columns = (queries + 2 * shape.groups) * shape.head_dim // tensor
+def _attention_matrices(shape: Shape, tensor: int) -> int:
+    if shape.latent is not None:
+        return sum(rows * columns for rows, columns in shape.attention_matrices) // tensor
     rows = shape.heads * shape.head_dim // tensor
+    return shape.hidden * (_qkv_columns(shape, tensor) + rows)
+
+
+def _attention_vectors(shape: Shape, tensor: int) -> int:
+    """Biases of attention, and the norms in it and around it and the MLP."""
+    if (latent := shape.latent) is not None:
+        return 2 * shape.hidden + latent.query_rank + latent.kv_rank
     norms = shape.hidden * (4 if shape.sandwich else 2)
     if shape.qk_norm_per_layer:
         norms += (shape.heads + shape.groups) * shape.head_dim // tensor
     elif shape.qk_norm:
         norms += 2 * shape.head_dim
-    biases = columns if shape.qkv_bias else 0
+    biases = _qkv_columns(shape, tensor) if shape.qkv_bias else 0
     biases += shape.hidden if shape.linear_bias else 0
     biases += shape.heads // tensor if shape.sinks else 0
-    return shape.hidden * (columns + rows) + biases + norms
+    return biases + norms
 
 
-def _linear(shape: Shape, tensor: int) -> int:
-    """Linear attention of a layer and the norms before it and the MLP: its projections, short
-    convolution, decay (two numbers for each value head) and norm.
+def _qkv_columns(shape: Shape, tensor: int) -> int:
+    queries = shape.heads * (2 if shape.output_gate else 1)
+    return (queries + 2 * shape.groups) * shape.head_dim // tensor
+
+
+def _linear_matrices(shape: Shape, tensor: int) -> int:
+    """Projections of linear attention."""
+    one = shape.linear
+    assert one is not None
+    return shape.hidden * (2 * one.keys + 3 * one.values + 2 * one.value_heads) // tensor
+
+
+def _linear_vectors(shape: Shape, tensor: int) -> int:
+    """Of linear attention: short convolution, decay (two numbers for each value head) and norm; and
+    the norms before it and the MLP.
     """
     one = shape.linear
     assert one is not None
-    projections = shape.hidden * (2 * one.keys + 3 * one.values + 2 * one.value_heads)
     by_head = one.kernel * (2 * one.keys + one.values) + 2 * one.value_heads
-    return (projections + by_head) // tensor + one.value_dim + 2 * shape.hidden
+    return by_head // tensor + one.value_dim + 2 * shape.hidden
 
 
 def stored_bytes(shape: Shape, width: int) -> int:

@@ -12,12 +12,25 @@ from rich.console import Console
 from rlpost.cli import plan
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.load import JOBS, files_of, load
-from rlpost.config.plan.activations import Pass, layer_bytes, logits_bytes, stage_bytes, under_way
+from rlpost.config.plan.activations import (
+    Pass,
+    layer_bytes,
+    logits_bytes,
+    stage_bytes,
+    under_way,
+)
 from rlpost.config.plan.adapters import adapter_parameters
 from rlpost.config.plan.estimate import estimate
 from rlpost.config.plan.layouts import bubble, nearest, suggest
 from rlpost.config.plan.rank_memory import RankMemory, held_memory
-from rlpost.config.plan.shape import Layout, Parameters, Shape, layers_of, rank_parameters, shape_of
+from rlpost.config.plan.shape import (
+    Layout,
+    Parameters,
+    Shape,
+    layers_of,
+    rank_parameters,
+    shape_of,
+)
 from rlpost.errors import ConfigError
 
 GB = 10**9
@@ -163,14 +176,6 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     layout = Layout(4, pipeline=4)
     assert [under_way(layout, 1, stage) for stage in range(4)] == [4, 3, 2, 1]
     assert under_way(replace(layout, chunk=1), 3, 0) == 4 * (1 + 3 / (4 * 3))
-
-
-def test_logits_are_kept_with_their_gradient_and_chunks_in_float32():
-    shape = replace(DENSE, vocab=30)
-    assert (
-        logits_bytes(shape, Layout(2, tensor=2), Pass(tokens=10), 4)
-        == 2 * 10 * 15 * 2 + 3 * 4 * 15 * 4 + 10 * 8 * 2
-    )
 
 
 def planned(name, *, gpus=None, memory=80 * GB, **groups):

@@ -1,0 +1,81 @@
+"""The planner's bytes beside those of a rehearsal, for models of full width with a few layers.
+
+Weights, gradients and optimizer of both must agree: what differs is Megatron's padding. Activations
+of the planner are sums of formulas; how far they are from the rehearsal is recorded for each case,
+and a change of either shows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlpost.orchestration.settings_of_actors import actor_settings
+from rlpost.rehearsal.result import Compared
+from rlpost.rehearsal.run import Options, rehearse_run
+from tests.contract.cuda.test_every_rank import recipe_config
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="run with CUDA_VISIBLE_DEVICES= (empty)"),
+    pytest.mark.filterwarnings("ignore"),  # Megatron repeats each of its own for every rank
+]
+NOTHING_AGAIN = {
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+}
+FOUR_STAGES = {
+    "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4,
+}  # fmt: skip
+WHOLE_STATE = {"use_distributed_optimizer": False, "overlap_param_gather": False}
+DENSE, EXPERTS, LARGE = "qwen3_4b", "qwen3_30b_a3b", "glm45_355b"
+FOUR_LAYERS = {"model": {"num_layers": 4}}
+FOUR_OF_EXPERTS = {"model": {"num_layers": 4, "moe_layer_freq": (1, 1, 1, 1)}}
+SIXTEEN_LAYERS = {"model": {"num_layers": 16, "moe_layer_freq": (0, 0, 0, *(1,) * 13)}}
+ON_GPU = {"optimizer": {"optimizer_cpu_offload": False}}
+
+Case = tuple[str, dict[str, dict[str, Any]], float]
+CASES: dict[str, Case] = {
+    "dense": (DENSE, FOUR_LAYERS, 1.0),
+    "dense, nothing recomputed": (DENSE, FOUR_LAYERS | {"perf": NOTHING_AGAIN}, 1.014),
+    "dense, four stages": (DENSE, {"model": {"num_layers": 8}, "perf": FOUR_STAGES}, 1.0),
+    "another dense model": ("glm_z1_9b", FOUR_LAYERS, 1.0),
+    "experts": (EXPERTS, FOUR_OF_EXPERTS, 1.0),
+    "experts, nothing recomputed": (EXPERTS, FOUR_OF_EXPERTS | {"perf": NOTHING_AGAIN}, 1.0),
+    "experts on 64 ranks": (LARGE, SIXTEEN_LAYERS | ON_GPU, 1.04),
+    "adapters": (DENSE, FOUR_LAYERS | {"lora": {"lora_rank": 16}}, 1.014),
+    "critic": (DENSE, FOUR_LAYERS | {"grpo": {"advantage_estimator": "ppo"}}, 1.0),
+    "whole optimizer on each rank": (DENSE, FOUR_LAYERS | {"perf": WHOLE_STATE}, 1.0),
+    "Muon": (DENSE, FOUR_LAYERS | {"perf": WHOLE_STATE, "optimizer": {"optimizer": "muon"}}, 1.0),
+    "Muon with experts": (EXPERTS, FOUR_OF_EXPERTS | {"perf": WHOLE_STATE, "optimizer": {"optimizer": "muon"}}, 1.0),
+}  # fmt: skip
+"""Recipe, changed settings, and planned activations and logits divided by rehearsed ones."""
+
+
+def compared(folder: Path, name: str) -> dict[str, Compared]:
+    recipe, changed, _ = CASES[name]
+    config, _ = recipe_config(recipe, folder, **changed)
+    result = rehearse_run(config, actor_settings(config), Options())
+    faults = [fault for one in result.checks for fault in one.faults]
+    assert faults == []
+    return {one.name: one for one in result.compared}
+
+
+SLOW = ("another dense model", "dense, four stages", "whole optimizer on each rank")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in CASES],
+)
+def test_the_planner_agrees_with_the_rehearsal(tmp_path, name):
+    parts = compared(tmp_path, name)
+    passing = parts.pop("activations, logits")
+    parts.pop("all while training")
+    for part in parts.values():
+        assert part.planned == pytest.approx(part.rehearsed, rel=0.02, abs=1), part
+    assert passing.planned / passing.rehearsed == pytest.approx(CASES[name][2], rel=0.01)

@@ -1,0 +1,63 @@
+"""The planner's sums of activations and of Muon's state against sums done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rlpost.config.plan.activations import (
+    Pass,
+    logits_bytes,
+    stage_activations,
+    transient_bytes,
+)
+from rlpost.config.plan.rank_memory import held_memory, muon_matrices
+from rlpost.config.plan.shape import Layout, matrix_parameters
+from tests.unit.config.test_plan import DENSE, config
+
+
+def test_logits_are_kept_with_their_gradient_and_chunks_in_float32():
+    shape = replace(DENSE, vocab=30)
+    assert (
+        logits_bytes(shape, Layout(2, tensor=2), Pass(tokens=10), 4)
+        == 2 * 10 * 15 * 2 + 5 * 4 * 15 * 4
+    )
+
+
+def test_a_chunk_of_all_rows_has_no_next_one():
+    shape = replace(DENSE, vocab=30)
+    one = logits_bytes(shape, Layout(2, tensor=2), Pass(tokens=4), 4)
+    assert one == 2 * 4 * 15 * 2 + 4 * 4 * 15 * 4
+
+
+def test_a_recomputed_layer_and_logits_are_not_there_at_the_same_time():
+    shape = replace(DENSE, vocab=4000)
+    one = Pass(tokens=10, recompute="full", method="uniform")
+    found = stage_activations(shape, Layout(), one, 0, chunk_tokens=4)
+    assert found.logits > found.layer
+    assert found.peak == found.kept + found.logits
+    narrow = stage_activations(replace(shape, vocab=4), Layout(), one, 0, chunk_tokens=4)
+    assert narrow.peak == narrow.kept + narrow.layer == found.kept + found.layer
+
+
+def test_rows_for_experts_are_four_times_in_memory_if_several_ranks_have_several():
+    """In order of experts, received, returned by experts, and back in order."""
+    shape = replace(DENSE, sparse=(True,) * 4, num_experts=8, expert_ffn=4, topk=4)
+    one, spread = Pass(tokens=10), Layout(4, expert=4, expert_tensor=1)
+    rows = 10 * 4 * 8 * 2
+    assert transient_bytes(shape, spread, one, is_sparse=True) == 4 * rows
+    assert transient_bytes(shape, Layout(8, expert=8), one, is_sparse=True) == 3 * rows
+    assert transient_bytes(shape, Layout(), one, is_sparse=True) == 3 * rows
+    assert transient_bytes(shape, spread, one, is_sparse=False) == 10 * 2 * (2 * 16 + 2 * 8)
+
+
+def test_muon_has_no_second_moment_of_matrices():
+    """Embedding, output layer and norms have two."""
+    perf = {"use_distributed_optimizer": False}
+    with_muon = config(perf=perf, optimizer={"optimizer": "muon"})
+    whole = DENSE.parameters
+    matrices = matrix_parameters(DENSE, Layout(), 0)
+    assert matrices.total == whole.total - 2 * DENSE.vocab * 8 - (2 * 4 + 1) * 8
+    held, _ = held_memory(with_muon, Layout(), whole, whole, matrices)
+    assert held.optimizer == 12 * whole.total - 4 * matrices.total
+    assert muon_matrices(with_muon, DENSE, Layout(), 0) == matrices
+    assert muon_matrices(config(perf=perf), DENSE, Layout(), 0).total == 0
