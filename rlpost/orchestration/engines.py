@@ -20,6 +20,7 @@ from typing import Any
 
 from common.cluster import Cluster
 from rlpost.bounded import for_each
+from rlpost.config.engine_args import engine_args
 from rlpost.config.keys import EXTERNAL_ENGINES
 from rlpost.config.tree import Config
 from rlpost.errors import EngineDied, RolloutError
@@ -214,10 +215,12 @@ class Fleet:
         "retract" keeps requests in the engine, which recomputes their KV cache. "abort" and a retry
         take SGLang a second, so it is only used by older engines without "retract", and where
         engines return the experts that they chose: "retract" would replace those of all earlier
-        tokens by the choice of the new weights, while an abort returns them first.
+        tokens by the choice of the new weights, while an abort returns them first. A request that
+        SGLang has begun keeps its adapter, so engines with adapters abort too.
         """
-        loses_routes = self._config.grpo.use_rollout_routing_replay
-        return "retract" if self.can_retract and not loses_routes else "abort"
+        config = self._config
+        must_abort = config.grpo.use_rollout_routing_replay or config.sends_adapters
+        return "retract" if self.can_retract and not must_abort else "abort"
 
     async def unhealthy(self, *, generating: bool) -> list[int]:
         """Return engines that do not answer in time, except dismissed ones; concurrency is bounded.
@@ -432,10 +435,8 @@ class Fleet:
         config = self._config
         parts = self._placement.engines[index]
         meeting = self._ports.engine_groups[index]
-        extra = {"enable_memory_saver": True} if config.offload_rollout else {}
-        extra |= (
-            {"enable_return_routed_experts": True} if config.grpo.use_rollout_routing_replay else {}
-        )
+        extra = engine_args(config)
+        extra |= {"enable_memory_saver": True} if config.offload_rollout else {}
         several: dict[str, object] = {"nnodes": len(parts)} if len(parts) > 1 else {}
         # With attention data parallelism, SGLang derives several ports from this address; without
         # one it chooses a port whose successors may belong to other engines.

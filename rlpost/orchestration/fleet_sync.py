@@ -47,7 +47,7 @@ KEPT = 2  # folders of weights: an engine may still read the one before
 ACCOUNT_S = 300.0  # between lines of the ledger
 SAY_AGAIN_S = 30.0
 
-Export = Callable[[str], Awaitable[None]]
+Export = Callable[[str], Awaitable[object]]
 Record = Callable[..., None]
 
 
@@ -89,7 +89,7 @@ class FleetSync:
         """
         Args:
             lease: with the attempt, the settings and the address of this driver.
-            export: writes all weights to a folder; collective over the actors.
+            export: writes the weights that engines read to a folder; collective over the actors.
             check: raises Fenced when another attempt owns the run.
             record: writes an event into the ledger.
         """
