@@ -33,7 +33,9 @@ def adapter_args(config: Config) -> dict[str, object]:
     return {
         "enable_lora": True,
         "max_lora_rank": lora.lora_rank,
-        "lora_target_modules": [name for target in lora.lora_targets for name in MODULES[target]],
+        "lora_target_modules": [
+            name for target in lora.lora_targets for name in MODULES.get(target, ())
+        ],
         "max_loras_per_batch": 1,
         "max_loaded_loras": 1,
         "lora_strict_loading": True,

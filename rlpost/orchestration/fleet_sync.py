@@ -61,6 +61,7 @@ class FleetRules:
         min_engines: engines below which a step waits, those of the run's own job included.
         wait_s: longest wait for them, in seconds.
         refusal: why this run cannot have a fleet; None if it can.
+        load_adapters: whether engines load adapters beside the base.
     """
 
     concurrency: int
@@ -70,6 +71,7 @@ class FleetRules:
     refusal: str | None = None
     limits: Limits = LIMITS
     deadlines: Deadlines = DEADLINES
+    load_adapters: bool = False
 
 
 class FleetSync:
@@ -253,6 +255,7 @@ class FleetSync:
             lost=self._places.give_up,
             check=self._check,
             deadlines=rules.deadlines,
+            load_adapters=rules.load_adapters,
         )
         await members.start()
         self._members = members
