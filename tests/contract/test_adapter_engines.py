@@ -38,6 +38,7 @@ FAMILIES = {
     "gemma3": TARGETS,
     "glm4-0414": TARGETS,
     "glm4.5-moe": ATTENTION,
+    "qwen3-moe-served": ATTENTION,
 }
 
 
