@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.addresses import host_port
+from rlpost.config.engine_args import engine_args
 from rlpost.config.tree import Config
 from rlpost.orchestration.placement import Slot
 
@@ -17,8 +18,7 @@ from rlpost.orchestration.placement import Slot
 def settings_of_engine(config: Config, parts: Sequence[Slot], meeting: int) -> list[dict[str, Any]]:
     """Return the settings of each part of an engine, one per node."""
     extra: dict[str, object] = {"enable_memory_saver": True} if config.offload_rollout else {}
-    if config.grpo.use_rollout_routing_replay:
-        extra["enable_return_routed_experts"] = True
+    extra |= engine_args(config)
     several: dict[str, object] = {"nnodes": len(parts)} if len(parts) > 1 else {}
     # With attention data parallelism, SGLang derives several ports from this address; without
     # one it chooses a port whose successors may belong to other engines.

@@ -216,10 +216,12 @@ class Fleet:
         "retract" keeps requests in the engine, which recomputes their KV cache. "abort" and a retry
         take SGLang a second, so it is only used by older engines without "retract", and where
         engines return the experts that they chose: "retract" would replace those of all earlier
-        tokens by the choice of the new weights, while an abort returns them first.
+        tokens by the choice of the new weights, while an abort returns them first. Nor can a
+        request change its adapter.
         """
-        loses_routes = self._config.grpo.use_rollout_routing_replay
-        return "retract" if self.can_retract and not loses_routes else "abort"
+        grpo, sends_adapters = self._config.grpo, self._config.sends_adapters
+        must_abort = grpo.use_rollout_routing_replay or sends_adapters
+        return "retract" if self.can_retract and not must_abort else "abort"
 
     async def unhealthy(self, *, generating: bool) -> list[int]:
         """Return engines that do not answer in time, except dismissed ones; concurrency is bounded.

@@ -1,6 +1,6 @@
-"""A driver that is killed twice while it generates and trains, and a rank of the critic in between:
-real Ray, Megatron, SGLang, router. The critic has its own layout on the policy's GPUs, and the two
-are offloaded in turn.
+"""A driver that is killed while it generates and trains, and a rank of the critic in between: real
+Ray, Megatron, SGLang, router. The critic has its own layout on the policy's GPUs, and the two are
+offloaded in turn; in another run, engines get adapters alone.
 
 Each answer is requested from an engine, but its text is a function of the prompt, so that two runs
 can be compared bit for bit (benchmarks/crash_answers.py).
@@ -11,29 +11,31 @@ import shutil
 import time
 
 import psutil
+import pytest
 
 from benchmarks import crash_answers
 from tests.e2e.local_run import LocalRun
+from tests.e2e.runs import ADAPTERS
 
 NUM_STEPS = 8
-KILLED_AFTER = {2: "driver", 5: "critic", 6: "driver"}
-"""Steps and roles; a checkpoint every 4 steps, so that steps are trained again."""
 SETTINGS = (
     *("--num-rollout", str(NUM_STEPS), "--save-interval", "4", "--eval-interval", "none"),
     *("--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--global-batch-size", "32"),
     *("--rm-type", "exact_match"),
+)
+OF_CRITIC = (
     *("--advantage-estimator", "ppo", "--critic-lr", "1e-3", "--lambd", "0.95"),
     *("--critic-tensor-model-parallel-size", "1", "--offload-train", "true"),
 )
 
 
-def start(folder):
+def start(folder, more):
     """Start a run whose answers are a function of the prompt."""
     folder.mkdir()
     plugin = shutil.copy(crash_answers.__file__, folder / "answers.py")
     own = ("--custom-generate-function-path", f"{plugin}:answer")
     own += ("--dynamic-sampling-filter-path", f"{plugin}:is_wanted")
-    return LocalRun(folder, (*SETTINGS, *own))
+    return LocalRun(folder, (*SETTINGS, *own, *more))
 
 
 def finished_prompts(folder):
@@ -43,22 +45,30 @@ def finished_prompts(folder):
 
 
 def weights_of_critic(run):
-    """Return the files of the critic in the last checkpoint."""
+    """Return the files of the critic in the last checkpoint; none without a critic."""
     folder = run.folder / f"checkpoints/iter_{NUM_STEPS:07d}/critic"
-    files = {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
-    assert files, sorted(folder.parent.rglob("*"))
-    return files
+    return {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
 
 
-def test_a_driver_killed_twice_and_a_critic_leave_the_run_of_those_that_lived(assets, tmp_path):
+@pytest.mark.parametrize(
+    ("more", "killed_after"),
+    [(OF_CRITIC, {2: "driver", 5: "critic", 6: "driver"}), (ADAPTERS, {5: "driver"})],
+    ids=["critic", "adapters"],
+)
+def test_killed_drivers_and_critics_leave_the_run_of_those_that_lived(
+    assets, tmp_path, more, killed_after
+):
     """Engines are the same processes to the end; weights of policy and critic, metrics and prompts
     are equal, and no finished group is generated again.
+
+    ``killed_after`` maps steps to roles; a checkpoint comes every 4 steps, so that steps are
+    trained again.
     """
-    with start(tmp_path / "undisturbed") as undisturbed:
+    with start(tmp_path / "undisturbed", more) as undisturbed:
         undisturbed.done()
     engines = []
-    with start(tmp_path / "killed") as run:
-        for number, (step, role) in enumerate(KILLED_AFTER.items(), start=1):
+    with start(tmp_path / "killed", more) as run:
+        for number, (step, role) in enumerate(killed_after.items(), start=1):
             run.until(lambda: run.step >= step, f"step {step}")  # noqa: B023
             engines.append(run.processes(r"engine-\d+-server\.log"))
             if role == "driver":
@@ -75,6 +85,7 @@ def test_a_driver_killed_twice_and_a_critic_leave_the_run_of_those_that_lived(as
     assert not run.processes(r".*\.log"), "detached workers end with the attempt"
     assert run.weights == undisturbed.weights
     assert weights_of_critic(run) == weights_of_critic(undisturbed)
+    assert bool(weights_of_critic(run)) == (more is OF_CRITIC)
     assert run.lines == undisturbed.lines and len(run.lines) >= NUM_STEPS
     prompts = finished_prompts(tmp_path / "killed")
     assert len(set(prompts)) == len(prompts)
@@ -83,10 +94,9 @@ def test_a_driver_killed_twice_and_a_critic_leave_the_run_of_those_that_lived(as
     assert (events.count("started"), events.count("ready")) == (1, 1)
     recovered = [entry for entry in run.ledger if entry["event"] == "recovered"]
     print("recovered after", [entry["seconds"] for entry in recovered], "s; load", os.getloadavg())
-    assert [(entry["role"], entry.get("incarnation")) for entry in recovered] == [
-        ("driver", 1),
-        ("critic", None),
-        ("driver", 2),
-    ]
-    (of_critic,) = [entry for entry in recovered if entry["role"] == "critic"]
-    assert of_critic["ranks"] == [1] and of_critic["steps_again"] > 0
+    assert [entry["role"] for entry in recovered] == list(killed_after.values())
+    drivers = [entry for entry in recovered if entry["role"] == "driver"]
+    assert [entry["incarnation"] for entry in drivers] == list(range(1, len(drivers) + 1))
+    for entry in recovered:
+        if entry["role"] == "critic":
+            assert entry["ranks"] == [1] and entry["steps_again"] > 0
