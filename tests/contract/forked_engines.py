@@ -128,7 +128,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what SGLang prints is no answer
     server.use_stand_ins()
-    import sglang.srt.entrypoints.http_server  # noqa: F401
+    import sglang.srt.entrypoints.http_server
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
