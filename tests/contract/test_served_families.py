@@ -5,6 +5,7 @@ training step and an update its log-probs are those of the trainer.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,14 @@ import torch
 
 from rlpost.actor.settings import ActorSettings
 from rlpost.rollout.client import EngineClient
-from rlpost.rollout.engine import Engine
 from rlpost.rollout.engine_side_weights import WeightUpdate
 from rlpost.rollout.teacher import TeacherServer
 from rlpost.types import EngineAddress, Sample, TrainSample
 from tests.contract.actor_ranks import run_ranks, step_and_score
-from tests.contract.conftest import START_DEADLINE_S
 from tests.contract.families import load_folder, make_family
+from tests.contract.forked_engines import ForkedEngines
 from tests.contract.samples import STEPS
 from tests.contract.test_sglang import Sender, buckets_of
-from tests.ports import free_ports
 
 pytestmark = pytest.mark.timeout(900)
 KEY, NEW_TOKENS = "families-key", 6
@@ -99,29 +98,32 @@ def transformers_logprobs(folder: Path, prompt: list[int], response: list[int]) 
     return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0].tolist()
 
 
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedEngines]:
+    """Starts the engine of each family; SGLang is imported once for all of them."""
+    with ForkedEngines(tmp_path_factory.mktemp("engines") / "imports.log") as started:
+        yield started
+
+
 @pytest.mark.parametrize("name", SERVED)
-def test_an_updated_engine_has_the_log_probs_of_the_trainer(tmp_path: Path, name: str) -> None:
+def test_an_updated_engine_has_the_log_probs_of_the_trainer(
+    engines: ForkedEngines, tmp_path: Path, name: str
+) -> None:
     old, new, samples = tmp_path / "old", tmp_path / "new", STEPS[0]
     make_family(old, name)
     settings = ActorSettings(str(old), lr=3e-2, distributed_timeout_minutes=5)
     (trained,) = run_ranks(
         step_and_score, 1, settings, samples=samples, export=str(new), bucket_bytes=BUCKET_BYTES
     )
-    engine = Engine(
-        model_path=str(old),
-        api_key=KEY,
-        server_args={"skip_tokenizer_init": True},
-        log_path=tmp_path / "engine.log",
-    )
     try:
-        address = engine.start("127.0.0.1", free_ports(1)[0], deadline_s=START_DEADLINE_S)
+        address = engines.start(old, KEY, tmp_path / "engine.log")
         before = asyncio.run(scores(address, samples))
         asyncio.run(update(address, new, trained["buckets"]))
         after = asyncio.run(scores(address, samples))
         prompt = [5, 6, 7]
         response, logprobs = asyncio.run(generated(address, prompt))
     finally:
-        engine.stop()
+        engines.stop()
     assert difference(before, after) > 0.1
     assert difference(trained["logprobs"], after) < 1e-4
     assert difference([transformers_logprobs(new, prompt, response)], [logprobs]) < 1e-4
