@@ -188,7 +188,8 @@ def _model_lines(config: Config) -> list[tuple[str, str]]:
         return [("model", f"{name}: {error}; memory is not estimated")]
     parameters, memory = shape.parameters, fullest_held(config, shape)
     routed = f", {count_text(parameters.expert)} of them in experts" if parameters.expert else ""
-    critic = ", as much again for the critic" if config.use_critic else ""
+    is_beside = config.use_critic and not config.has_own_critic
+    critic = ", as much again for the critic" if is_beside else ""
     return [
         ("model", f"{name}, {count_text(parameters.total)} parameters{routed}"),
         (

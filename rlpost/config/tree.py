@@ -187,6 +187,12 @@ class Config(Group):
         return self.critic.critic_num_nodes or self.actor_num_nodes
 
     @property
+    def num_training_gpus(self) -> int:
+        """GPUs of the policy and of a critic on its own."""
+        a_node = self.critic.critic_num_gpus_per_node or self.cluster.actor_num_gpus_per_node
+        return self.actor_world_size + self.critic_num_nodes * a_node
+
+    @property
     def keeps_old_policy(self) -> bool:
         """Whether trainer ranks keep the weights of an update of the engines in host memory."""
         return self.grpo.keep_old_actor or self.rollout.update_weights_interval > 1

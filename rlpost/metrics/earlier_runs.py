@@ -65,7 +65,7 @@ def _size(config: Config) -> tuple[object, ...]:
     """What decides the times of a step, besides the lengths of its answers."""
     checkpoint = config.checkpoint
     return (
-        config.actor_world_size,
+        config.num_training_gpus,
         config.rollout_num_gpus,
         config.samples_per_rollout,
         Path(checkpoint.hf_checkpoint).name,

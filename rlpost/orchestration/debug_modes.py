@@ -126,7 +126,9 @@ class TrainOnly(RunStages):
         return {}
 
     async def save(self, state: RunState, *, wait: bool) -> None:
-        """Commit; the trainer is never offloaded."""
+        """Commit; the policy is offloaded only while a critic on its GPUs computes."""
+        if self.turns is not None:  # a stop request may have ended the critic's turn
+            await self.turns.policy()
         await self.save_ranks(state, wait=wait, at_rest=contextlib.nullcontext())
 
     async def weights_hash(self) -> str:

@@ -211,7 +211,7 @@ def pace(metrics: Mapping[str, float], config: Config) -> dict[str, float]:
     step_s = metrics.get("time/step_s")
     if not step_s:
         return {}
-    gpus = config.actor_world_size + (0 if config.cluster.colocate else config.rollout_num_gpus)
+    gpus = config.num_training_gpus + (0 if config.cluster.colocate else config.rollout_num_gpus)
     return {
         "time/tokens_per_s_per_gpu": metrics.get("rollout/num_tokens", 0.0) / step_s / gpus,
         "time/trainer_waits_frac": max(0.0, 1 - metrics.get("time/train_s", 0.0) / step_s),

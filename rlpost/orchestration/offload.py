@@ -43,12 +43,16 @@ class Turns:
     async def critic(self) -> AsyncIterator[None]:
         """Offload the policy and onload the critic; the reverse after the block.
 
-        After an error both stay: ranks that hang would never answer. ``offload_critic`` comes
-        before the policy is onloaded again.
+        After an error both stay: ranks that hang would never answer. Then ``offload_critic`` or
+        ``policy`` comes before the policy is used again.
         """
         await self._actors.offload_memory(WEIGHTS, GRADS, OPTIMIZER)
         await self._critics.restore_memory(WEIGHTS, GRADS, OPTIMIZER)
         yield
+        await self.policy()
+
+    async def policy(self) -> None:
+        """Offload the critic and onload the policy, as far as they are not."""
         await self.offload_critic()
         await self._actors.restore_memory(WEIGHTS, GRADS, OPTIMIZER)
 

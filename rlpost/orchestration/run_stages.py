@@ -30,7 +30,7 @@ from rlpost.orchestration.placement import Placement
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.startup import Startup
 from rlpost.orchestration.training import Record
-from rlpost.orchestration.worker_groups import ActorGroup, TrainingRanks
+from rlpost.orchestration.worker_groups import TrainingRanks
 from rlpost.rollout.journal import Journal
 from rlpost.types import SampleGroup
 
@@ -140,7 +140,7 @@ class RunStages(ABC):
             self.stop.saves.begin()
             await actors.save(folder, state.step, in_background=in_background)
             if critics is not None:
-                async with self._critics_turn(critics):
+                async with self._critics_turn():
                     await critics.save(folder, state.step, in_background=in_background)
 
         async def are_done() -> list[bool]:
@@ -180,15 +180,22 @@ class RunStages(ABC):
         await actors.export(folder)
         of_critic = f"{folder}/critic"
         if critics is not None:
-            async with self._critics_turn(critics):
+            async with self._critics_turn():
                 await critics.export_critic(of_critic)
         elif self.config.use_critic:
             await actors.export_critic(of_critic)
 
-    def _critics_turn(self, critics: ActorGroup) -> AbstractAsyncContextManager[None]:
+    @property
+    def turns(self) -> Turns | None:
+        """Moves policy and critic that take turns on the same GPUs; None without."""
+        actors, critics = self.ranks.actors, self.ranks.critics
+        if critics is None or not self.config.critic_takes_turns:
+            return None
+        return Turns(actors, critics)
+
+    def _critics_turn(self) -> AbstractAsyncContextManager[None]:
         """Return a context in which a critic has the GPUs, if it shares them."""
-        turns = Turns(self.ranks.actors, critics)
-        return turns.critic() if self.config.critic_takes_turns else nullcontext()
+        return nullcontext() if self.turns is None else self.turns.critic()
 
     def save_is_owed(self) -> bool:
         """Whether a save failed or was deferred."""

@@ -80,6 +80,6 @@ def gpus_by_role(config: Config) -> dict[str, int]:
     """The GPUs of an attempt by role: run.json changes when a run is resumed with other GPUs."""
     return {
         "per_node": config.cluster.num_gpus_per_node,
-        "trainer": config.actor_world_size,
+        "trainer": config.num_training_gpus,
         "engines": config.rollout_num_gpus,
     }

@@ -67,7 +67,7 @@ class Layout:
         return cls(
             gpus_per_node=cluster.num_gpus_per_node,
             num_nodes=config.num_nodes + cluster.spare_nodes,
-            trainer=config.actor_world_size,
+            trainer=config.num_training_gpus,
             engines=config.rollout_num_gpus,
             is_colocated=cluster.colocate,
             is_synchronous=config.rollout.rollout_mode == "sync",

@@ -13,7 +13,10 @@ from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.load import load
 from rlpost.config.plan.estimate import TRAINER_CONTEXT, estimate
 from rlpost.config.plan.shape import Layout, Shape, critic_parameters, rank_parameters
+from rlpost.orchestration.observation import pace
 from rlpost.orchestration.settings_of_actors import actor_settings
+from rlpost.orchestration.start_lines import gpus_by_role
+from rlpost.report.goodput import Layout as Goodput
 
 DENSE = Shape(hidden=8, ffn=16, heads=4, groups=2, head_dim=2, vocab=30, sparse=(False,) * 4)
 PPO = {"advantage_estimator": "ppo"}
@@ -245,3 +248,14 @@ def test_each_node_writes_its_part_of_a_checkpoint():
     beside = estimate(config(grpo=PPO), DENSE, gpu_bytes=80 * 10**9)
     assert beside.critic_checkpoint_bytes == 0
     assert beside.written_s(2.0) == pytest.approx(beside.checkpoint_bytes / 2e9)
+
+
+def test_gpus_of_a_critic_on_its_own_train_and_those_that_it_shares_are_counted_once():
+    """In figures a GPU, in the goodput and in the comparison with earlier runs."""
+    own = own_critic({"critic_num_gpus_per_node": 4})
+    shared = own_critic({"critic_own_gpus": False, "critic_tensor_model_parallel_size": 2})
+    assert [made.num_training_gpus for made in (own, shared, config(grpo=PPO))] == [12, 8, 8]
+    assert Goodput.of(own).trainer == gpus_by_role(own)["trainer"] == 12
+    metrics = {"time/step_s": 2.0, "rollout/num_tokens": 4800.0}
+    assert pace(metrics, own)["time/tokens_per_s_per_gpu"] == 200.0
+    assert pace(metrics, shared)["time/tokens_per_s_per_gpu"] == 300.0

@@ -100,6 +100,44 @@ def test_rank_and_engine_follow_the_gpu(gpus, ranks, of_engines, tmp_path, monke
     assert [group.envs[0].get("CUDA_VISIBLE_DEVICES") for group in Group.made] == of_engines
 
 
+class Workers(Group):
+    """Takes the place of ranks that Ray has given a GPU each."""
+
+    def __init__(self, makes, slots, **given) -> None:
+        super().__init__(makes, slots, **given)
+        self.slots, self.names, self.died = slots, given["names"], given["died"]
+
+    async def call(self, method):
+        assert method == "visible_gpu"
+        return ["1", "0"]
+
+
+@pytest.mark.parametrize("own_gpus", [False, True])
+def test_a_critic_with_its_own_layout_sees_the_gpus_of_the_policy(own_gpus, tmp_path, monkeypatch):
+    """Each of its ranks that of one rank of the policy, which Ray counts once; on its own GPUs Ray
+    sets them. A death is numbered after the ranks of the policy.
+    """
+    given = {
+        "cluster": SETTINGS | {"nodes": 2 if own_gpus else 1, "actor_num_nodes": 1},
+        "grpo": {"advantage_estimator": "ppo"},
+        "critic": {"critic_tensor_model_parallel_size": 2, "critic_own_gpus": own_gpus},
+    }
+    config = load([], given).config
+    placement = place([Offer(f"id{i}", f"10.0.0.{i}", 2) for i in range(2)], config)
+    monkeypatch.setattr(startup, "WorkerGroup", Workers)
+    monkeypatch.setattr(Group, "made", [])
+    cluster = SimpleNamespace(attempt_dir=str(tmp_path), nodes=[])
+    begin = startup.Startup(config, cluster, stop=StopRequest(tmp_path / "STOP"))
+    asyncio.run(begin.workers(placement))
+    policy, critic = Group.made
+    assert [env.get("CUDA_VISIBLE_DEVICES") for env in policy.envs] == [None, None]
+    expected = [None, None] if own_gpus else ["1", "0"]
+    assert [env.get("CUDA_VISIBLE_DEVICES") for env in critic.envs] == expected
+    assert [slot.shared_with for slot in critic.slots] == ([()] * 2 if own_gpus else [(0,), (1,)])
+    assert critic.names == ["critic-0", "critic-1"]
+    assert critic.died("gone", [1]).ranks == (3,)
+
+
 @pytest.mark.parametrize(
     ("visible", "position"),
     [("3", 3), ("", None), ("GPU-bb", 1), ("GPU-zz", None), ("0,1", None)],
