@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.attempt import DRIVER_LOG, VERDICT_FILE, VERDICT_JSON
+from common.error_lines import error_line
 from common.log_format import as_text
 from common.run_folder import RunFolder
 from rlpost.cli.runs import LOCAL, last, local_is_alive, settings_of
@@ -195,10 +196,10 @@ def headline(status: Status) -> str:
     """The reason for a run's state in one line: Slurm's reason, or the cause of its failure."""
     is_failure = status.verdict in (None, "config", "failed", "none")
     is_waiting = status.state in (JobState.PENDING, JobState.RUNNING, JobState.CONFIGURING)
-    lines = status.cause.splitlines()
-    if not is_failure or is_waiting or not lines:
+    line = error_line(status.cause)
+    if not is_failure or is_waiting or not line:
         return status.reason
-    return lines[0] if len(lines[0]) <= MAX_HEADLINE else lines[0][: MAX_HEADLINE - 3] + "..."
+    return line if len(line) <= MAX_HEADLINE else line[: MAX_HEADLINE - 3] + "..."
 
 
 def ago(seconds: float) -> str:
