@@ -53,6 +53,16 @@ def error_line(text: str) -> str:
     return message or _exception(errors[-1]) or errors[-1][-1].strip()
 
 
+def with_remedy(text: str) -> str:
+    """Return the line that names the error, and the lines that say what to do.
+
+    >>> with_remedy("the image /x does not exist\\nremedy: correct --container-image\\nlog")
+    'the image /x does not exist\\nremedy: correct --container-image'
+    """
+    remedies = [line for line in text.splitlines()[1:] if line.startswith("remedy: ")]
+    return "\n".join([error_line(text), *remedies])
+
+
 def _records(log: Sequence[str]) -> list[list[str]]:
     """Group lines by the record that they belong to; lines before the first are one as well."""
     found: list[list[str]] = []
