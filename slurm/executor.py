@@ -11,6 +11,7 @@ import hashlib
 import math
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -166,7 +167,7 @@ def _submit_locally(spec: JobSpec, run: RunFolder, *, debug: bool) -> str:
     assert spec.home and spec.python
     if debug:
         job_id = f"local-{os.getpid()}"
-        run.ledger.append("submitted", job_id=job_id, nodes=1)
+        run.ledger.append("submitted", job_id=job_id, nodes=1, host=socket.gethostname())
         with suppress(SlurmError):  # the attempt's folder holds the verdict
             submitit.DebugExecutor(folder=run.submitit).submit(LocalAttempt(spec)).result()
         return job_id
@@ -184,5 +185,5 @@ def _submit_locally(spec: JobSpec, run: RunFolder, *, debug: bool) -> str:
         gpus_per_node=spec.num_gpus_per_node,
     )
     job_id = f"local-{executor.submit(LocalAttempt(spec)).job_id}"
-    run.ledger.append("submitted", job_id=job_id, nodes=1)
+    run.ledger.append("submitted", job_id=job_id, nodes=1, host=socket.gethostname())
     return job_id

@@ -7,12 +7,14 @@ submit again to resume.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shlex
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from slurm.spec import JobSpec
 
 logger = logging.getLogger(__name__)
 
+_PR_SET_PDEATHSIG = 1
 SCHEDULER_PREFIXES = ("SLURM_", "SBATCH_", "SUBMITIT_")
 
 
@@ -42,6 +45,8 @@ class LocalAttempt:
             SlurmError: the attempt failed or left no verdict; names the attempt's folder.
         """
         assert self.spec.home and self.spec.run_folder
+        if os.environ.get("SUBMITIT_EXECUTOR") == "local":  # else this is the user's own process
+            _end_with(os.getppid())()  # submitit's controller, whose pid is the job id
         run = RunFolder(Path(self.spec.run_folder))
         empty_targets(run.root)  # of an attempt that was killed
         attempt_dir = run.new_attempt()
@@ -60,6 +65,7 @@ class LocalAttempt:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # the agent sees STOP, not the signals, as on a cluster
+                preexec_fn=_end_with(os.getpid()),
             )
         try:
             code = agent.wait(timeout=self.spec.time_limit_s)
@@ -75,6 +81,21 @@ class LocalAttempt:
         raise SlurmError(
             f"attempt {attempt_dir.name} ended with verdict {verdict!r}; see {attempt_dir}"
         )
+
+
+def _end_with(parent: int) -> Callable[[], None]:
+    """Return what ties the calling process to ``parent``, so that it ends with it, even after KILL.
+
+    The run does not outlive submitit's process: the agent's keepers end all others.
+    """
+    libc = ctypes.CDLL(None)  # before the fork, where a lock may be held
+
+    def tie() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the call
+            os._exit(1)
+
+    return tie
 
 
 def agent_command(spec: JobSpec, attempt_dir: Path) -> list[str]:

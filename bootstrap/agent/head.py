@@ -66,6 +66,7 @@ from bootstrap.preflight.comparison import comparison_table, network_row
 from common.addresses import host_port
 from common.attempt import CAUSE_FILE, DRIVER_LOG, SECRET_FILE
 from common.cluster import Cluster, Node
+from common.counting import counted
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 from common.files import tail, write_atomic
 
@@ -421,7 +422,7 @@ class HeadAgent:
         attempt_dir = self._options.attempt_dir
         if missing := self._reception.missing():
             logs = describe_missing(missing, attempt_dir, "agent-HOST.log")
-            cause = f"{', '.join(missing)} of {len(self._facts.hosts)} nodes did not join {within}:\n{logs}"
+            cause = f"{', '.join(missing)} of {counted(len(self._facts.hosts), 'node')} did not join {within}:\n{logs}"
             # If all but the head are missing, suspect the head or its port rather than each of
             # them.
             alone = len(missing) > 1 and len(missing) == len(self._facts.hosts) - 1

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common.counting import counted
 from rlpost.check import check, notes
 from rlpost.cli.command_line import parser, settings
 from rlpost.cli.job import as_the_job_would, job_spec, with_container
@@ -131,25 +132,26 @@ def arithmetic(config: Config) -> list[tuple[str, str]]:
     lines = [
         (
             "GPUs",
-            f"{config.num_nodes} nodes x {cluster.num_gpus_per_node} = {total}: {trains} train, "
+            f"{counted(config.num_nodes, 'node')} x {cluster.num_gpus_per_node} = {total}: {trains} train, "
             f"{'the same' if cluster.colocate else generates} generate",
         ),
-        ("trainer", f"{trains} ranks = {_layout(config)}"),
+        ("trainer", f"{counted(trains, 'rank')} = {_layout(config)}"),
         *_critic_lines(config),
         (
             "engines",
             ", ".join(config.sglang.rollout_external_engine_addrs)
-            or f"{generates} GPUs / {cluster.rollout_num_gpus_per_engine} an engine = {config.num_engines}"
+            or f"{counted(generates, 'GPU')} / {cluster.rollout_num_gpus_per_engine} an engine = {config.num_engines}"
             + (f", and {config.fleet.engines} on other jobs" if config.fleet.engines else ""),
         ),
         (
             "rollout",
-            f"{rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} answers = "
-            f"{config.samples_per_rollout} samples, {rollout.num_rollout} times",
+            f"{counted(rollout.rollout_batch_size, 'prompt')} x {counted(rollout.n_samples_per_prompt, 'answer')} = "
+            f"{counted(config.samples_per_rollout, 'sample')}, {counted(rollout.num_rollout, 'time')}",
         ),
         (
             "batch",
-            f"{config.samples_per_rollout} samples / {config.num_steps_per_rollout} optimizer steps = {a_step}; "
+            f"{counted(config.samples_per_rollout, 'sample')} / "
+            f"{counted(config.num_steps_per_rollout, 'optimizer step')} = {a_step}; "
             f"/ DP {data} = {a_step // data} a rank",
         ),
     ]
@@ -162,7 +164,8 @@ def _critic_lines(config: Config) -> list[tuple[str, str]]:
         return []
     own = critic_ranks(config)
     place = "the policy's GPUs" if config.critic_shares_gpus else "their own GPUs"
-    return [("critic", f"{own.actor_world_size} ranks = {_layout(own)}, on {place}")]
+    ranks = counted(own.actor_world_size, "rank")
+    return [("critic", f"{ranks} = {_layout(own)}, on {place}")]
 
 
 def _layout(config: Config) -> str:
@@ -210,9 +213,7 @@ def _file_lines(config: Config) -> list[tuple[str, str]]:
     sizes = [
         path.stat().st_size for path in Path(config.checkpoint.hf_checkpoint).glob("*.safetensors")
     ]
-    found = (
-        f"{near_path(config.checkpoint.hf_checkpoint)}: {len(sizes)} files, {size_text(sum(sizes))}"
-    )
+    found = f"{near_path(config.checkpoint.hf_checkpoint)}: {counted(len(sizes), 'file')}, {size_text(sum(sizes))}"
     return [
         ("weights", found),
         *((name, f"{near_path(path)}: {size_text(_stored(path))}") for name, path in files),

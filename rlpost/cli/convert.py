@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.counting import counted
 from common.host_lists import expand
 from rlpost.actor.model_description import read_description
 from rlpost.cli import command_line as command_line
@@ -191,7 +192,9 @@ def _main(
         print(error, file=sys.stderr)
         return 1
     if here.rank == 0:
-        print(f"{folder}: written in {time.monotonic() - started:.0f} s by {here.world_size} ranks")
+        print(
+            f"{folder}: written in {time.monotonic() - started:.0f} s by {counted(here.world_size, 'rank')}"
+        )
     return 0
 
 

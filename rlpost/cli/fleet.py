@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from common.counting import counted
 from common.run_folder import RunFolder
 from rlpost.arguments import Parser
 from rlpost.cli.fleet_jobs import (
@@ -86,7 +87,7 @@ def _scale(run: RunFolder, options: argparse.Namespace, found: Sequence[EngineVi
         return _add(run, options, missing)
     options.drain = surplus(staying, options.scale)
     if not options.drain:
-        print(f"{run.root.name} has {options.scale} engines already")
+        print(f"{run.root.name} has {counted(options.scale, 'engine')} already")
         return 0
     return _let_go(FleetFolder(run.root), found, options)
 
@@ -106,7 +107,9 @@ def _add(run: RunFolder, options: argparse.Namespace, number: int) -> int:
     if any(entry["event"] == "done" for entry in run.ledger.read()):
         raise ConfigError(f"{run.root.name} is done, so engines have nothing to do")
     array = submit_engines(spec, run)
-    print(f"submitted {array}: {number} engines for {run.root.name}; see rlpost fleet {run.root}")
+    print(
+        f"submitted {array}: {counted(number, 'engine')} for {run.root.name}; see rlpost fleet {run.root}"
+    )
     return 0
 
 

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from common.counting import counted
 from rlpost.cli.command_line import parser, settings
 from rlpost.cli.scaled import add_scale_down
 from rlpost.cli.terminal import terminal_width
@@ -350,7 +351,7 @@ def table(made: Estimate, speed: Speed) -> Table:
     again = config.perf.recompute_granularity or "nothing"
     rows = [
         ("model", f"{count_text(parameters.total)} parameters{experts}"),
-        ("trainer", f"{layout.world} GPUs: {Choice(made, 0.0).words}"),
+        ("trainer", f"{counted(layout.world, 'GPU')}: {Choice(made, 0.0).words}"),
         ("fullest rank", f"of stage {rank.stage} (of {layout.pipeline}): {of_rank} parameters"),
         ("weights", f"{_gb(rank.held.weights)}, gradients {_gb(rank.held.gradients)}"),
         ("optimizer", f"{_gb(rank.held.optimizer)}{offloaded}"),
@@ -374,7 +375,8 @@ def table(made: Estimate, speed: Speed) -> Table:
             )
         )
         answers = max(0, engine.kv_tokens) // made.longest
-        text = f"{max(0, engine.kv_tokens):,} tokens an engine: {answers} answers of {made.longest} tokens at once"
+        text = f"{max(0, engine.kv_tokens):,} tokens an engine: "
+        text += f"{counted(answers, 'answer')} of {made.longest} tokens at once"
         rows.append(("KV cache", text))
         if config.grpo.use_rollout_routing_replay:
             rows.append(("routes", route_words(made, max(0, engine.kv_tokens))))
@@ -422,7 +424,7 @@ def save_words(made: Estimate, seconds: float) -> str:
 
 def update_rows(config: Config, update: WeightUpdate) -> list[tuple[str, str]]:
     """Bytes and requests of a weight update."""
-    moved = f"{_gb(update.total_bytes)} to each of {config.num_engines} engines a step"
+    moved = f"{_gb(update.total_bytes)} to each of {counted(config.num_engines, 'engine')} a step"
     if config.sync.update_weight_transport == "disk":
         return [("weight update", f"{moved}, through files")]
     buckets = f"{update.num_buckets} buckets of at most {_gb(update.largest_bytes)}"

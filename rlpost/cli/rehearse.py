@@ -16,6 +16,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from common.counting import counted
 from rlpost.cli.command_line import parser
 from rlpost.cli.plan import EXIT_NO_FIT, add_gpus, parse_size, planned_recipe
 from rlpost.cli.rehearse_nodes import agents_check, nodes_check
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         micro_batches=options.micro_batches,
     )
     if options.nodes_too:
-        _say(f"agents of {config.num_nodes} nodes")
+        _say(f"agents of {counted(config.num_nodes, 'node')}")
         result = replace(result, checks=(*result.checks, agents_check(config)))
     print(json.dumps(_object(result), indent=2) if options.json else text(result))
     return 0 if result.first_fault is None else EXIT_NO_FIT

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.cluster import Cluster
+from common.counting import counted
 from rlpost.config.plan.shape import layout_of
 from rlpost.config.tree import Config
 from rlpost.errors import PlacementError
@@ -43,7 +44,7 @@ def nodes_check(config: Config) -> Check:
         faults = tuple(placement_problems(config, place(offers, config)))
     except PlacementError as error:
         faults = (str(error),)
-    extent = f"{count} nodes, {_workers(config)}"
+    extent = f"{counted(count, 'node')}, {_workers(config)}"
     return Check("nodes: each worker on its GPUs", faults, extent)
 
 
@@ -76,7 +77,7 @@ def agents_check(
 
     agents = _met(config, deadline_s, absent)
     faults = tuple(agents_problems(config, agents))
-    extent = f"{config.num_nodes} nodes in {agents.seconds:.1f} s, {_workers(config)}"
+    extent = f"{counted(config.num_nodes, 'node')} in {agents.seconds:.1f} s, {_workers(config)}"
     return Check("agents: every node joins, each worker on its GPUs", faults, extent)
 
 
@@ -87,7 +88,7 @@ def agents_problems(config: Config, agents: Agents) -> Iterator[str]:
         yield agents.cause
         return
     if len(cluster.nodes) != config.num_nodes:
-        yield f"{len(cluster.nodes)} nodes joined, the run has {config.num_nodes}"
+        yield f"{counted(len(cluster.nodes), 'node')} joined, the run has {config.num_nodes}"
     offers = [Offer(node.host, node.ip, node.num_gpus) for node in cluster.nodes]
     try:
         placement = place(offers, config)
@@ -125,7 +126,7 @@ def _met(config: Config, deadline_s: float, absent: Collection[str]) -> Agents:
 
 
 def _workers(config: Config) -> str:
-    return f"{config.actor_world_size} ranks, {config.num_engines} engines"
+    return f"{counted(config.actor_world_size, 'rank')}, {counted(config.num_engines, 'engine')}"
 
 
 def placement_problems(config: Config, placement: Placement) -> Iterator[str]:
@@ -151,7 +152,7 @@ def placement_problems(config: Config, placement: Placement) -> Iterator[str]:
             if len(of_group := set(nodes[first : first + tensor])) > 1:
                 yield (
                     f"the tensor-parallel ranks {first} to {first + tensor - 1} are on "
-                    f"{len(of_group)} nodes; they fit on one"
+                    f"{counted(len(of_group), 'node')}; they fit on one"
                 )
     used = Counter(nodes)
     per_engine = config.cluster.rollout_num_gpus_per_engine
@@ -161,7 +162,7 @@ def placement_problems(config: Config, placement: Placement) -> Iterator[str]:
         if config.cluster.colocate and shared != list(range(first, first + per_engine)):
             yield f"engine {number} shares the GPUs of ranks {shared}, its own are from {first} on"
         if (gpus := sum(part.num_gpus for part in parts)) != per_engine:
-            yield f"engine {number} has {gpus} GPUs, --rollout-num-gpus-per-engine is {per_engine}"
+            yield f"engine {number} has {counted(gpus, 'GPU')}, --rollout-num-gpus-per-engine is {per_engine}"
         for part in parts:
             used[part.node_id] += 0 if part.shared_with else part.num_gpus
             for rank in part.shared_with:
@@ -170,4 +171,4 @@ def placement_problems(config: Config, placement: Placement) -> Iterator[str]:
     size = config.cluster.num_gpus_per_node
     for node, gpus in used.items():
         if gpus > size:
-            yield f"{gpus} GPUs of {node} are used, --num-gpus-per-node is {size}"
+            yield f"{counted(gpus, 'GPU')} of {node} are used, --num-gpus-per-node is {size}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.attempt import DRIVER_LOG, VERDICT_FILE, VERDICT_JSON
+from common.error_lines import error_line
 from common.ledger import Entry
 from common.log_format import as_text
 from common.run_folder import RunFolder
@@ -111,7 +113,7 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
     latest = run.attempts / "latest"
     verdict = _text(latest / VERDICT_FILE)
     events = run.ledger.read()
-    entry = _of_ledger(entry or QueueEntry("", _local_state(job_id, verdict)), events)
+    entry = _of_ledger(entry or _local_entry(job_id, verdict, events), events)
     attempt = newest_attempt(run)
     ended = last(events, "verdict")
     if attempt is None or str(ended.get("attempt")) != attempt:
@@ -196,10 +198,10 @@ def headline(status: Status) -> str:
     """The reason for a run's state in one line: Slurm's reason, or the cause of its failure."""
     is_failure = status.verdict in (None, "config", "failed", "none")
     is_waiting = status.state in (JobState.PENDING, JobState.RUNNING, JobState.CONFIGURING)
-    lines = status.cause.splitlines()
-    if not is_failure or is_waiting or not lines:
+    line = error_line(status.cause)
+    if not is_failure or is_waiting or not line:
         return status.reason
-    return lines[0] if len(lines[0]) <= MAX_HEADLINE else lines[0][: MAX_HEADLINE - 3] + "..."
+    return line if len(line) <= MAX_HEADLINE else line[: MAX_HEADLINE - 3] + "..."
 
 
 def ago(seconds: float) -> str:
@@ -230,12 +232,28 @@ def _tail(path: Path) -> str:
         return ""
 
 
-def _local_state(job_id: str | None, verdict: str | None) -> JobState:
+def _local_entry(
+    job_id: str | None, verdict: str | None, events: Sequence[Mapping[str, Any]]
+) -> QueueEntry:
+    """The entry of a run on this machine: it ends with its process, also without a verdict.
+
+    Another host cannot see the process, so the state is UNKNOWN there unless a verdict tells it.
+    """
     if job_id is None or not job_id.startswith(LOCAL):
-        return JobState.UNKNOWN
-    if local_is_alive(job_id):
-        return JobState.RUNNING
-    return _OUTCOME_STATES.get(verdict, JobState.FAILED)
+        return QueueEntry("", JobState.UNKNOWN)
+    submitted: Mapping[str, Any] = next(
+        (one for one in reversed(events) if one.get("job_id") == job_id), {}
+    )
+    host = submitted.get("host")
+    is_here = host == socket.gethostname()
+    if (is_here or host is None) and local_is_alive(job_id):
+        return QueueEntry("", JobState.RUNNING)
+    state = _OUTCOME_STATES.get(verdict, JobState.FAILED)
+    if state is JobState.UNKNOWN and is_here:
+        return QueueEntry("", JobState.FAILED, reason=f"the process of {job_id} was killed")
+    if state is JobState.UNKNOWN and host is not None:
+        return QueueEntry("", state, reason=f"it runs or ran on {host}; ask there")
+    return QueueEntry("", state)
 
 
 def _of_ledger(entry: QueueEntry, events: Sequence[Entry]) -> QueueEntry:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from common.counting import counted
 from rlpost.cli.run_status import Status, headline
 
 GAP = 2
@@ -78,7 +79,7 @@ def total_cost(found: Sequence[Status]) -> list[str]:
     if len(costs) < 2:
         return []
     hours = sum(one.gpu_hours for one in spent if one.cost is not None)
-    return [f"cost of {len(costs)} runs: {_money(sum(costs))} for {hours:,.1f} GPU h"]
+    return [f"cost of {counted(len(costs), 'run')}: {_money(sum(costs))} for {hours:,.1f} GPU h"]
 
 
 def reasons(found: Sequence[Status]) -> list[str]:
@@ -86,5 +87,5 @@ def reasons(found: Sequence[Status]) -> list[str]:
     of_run = {status.name: headline(status) for status in found if headline(status)}
     distinct = set(of_run.values())
     if len(distinct) == 1 and len(of_run) > 1:
-        return [f"{len(of_run)} runs: {distinct.pop()}"]
+        return [f"{counted(len(of_run), 'run')}: {distinct.pop()}"]
     return [f"{name}: {why}" for name, why in of_run.items()]

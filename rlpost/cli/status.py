@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from common.error_lines import with_remedy
 from rlpost.arguments import Parser
 from rlpost.cli.run_status import STATE_COLOURS, Status, ago, headline
 from rlpost.cli.run_table import GAP, reasons, table, total_cost
@@ -44,7 +45,7 @@ def rows(status: Status) -> list[tuple[str, str]]:
         ("nodes", status.nodelist),
         ("time left", "" if status.time_left_s is None else duration(status.time_left_s)),
         ("attempt", status.attempt or ""),
-        ("verdict", ": ".join(filter(None, (status.verdict, status.cause)))),
+        ("verdict", ": ".join(filter(None, (status.verdict, with_remedy(status.cause))))),
         ("decision", status.decision if status.verdict != "done" else ""),
         (
             "step",

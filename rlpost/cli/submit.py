@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -53,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(submit_main, arguments)
 
 
-def submit_main(arguments: Sequence[str]) -> int:
-    """``rlpost submit RECIPE``. Raises ConfigError."""
+def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
+    """``rlpost submit RECIPE``; ``told``: notes that were printed before. Raises ConfigError."""
     made = submit_parser("rlpost submit", "Check a recipe, create its run folder and submit it.")
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
@@ -63,8 +63,7 @@ def submit_main(arguments: Sequence[str]) -> int:
         )
     root = options.run_folder or _new_run_folder(loaded.config)
     config, local, said = checked(options, loaded, root)
-    for note in said:
-        print(f"note: {note}", file=sys.stderr)
+    print_notes(said, told)
     if options.rehearse is not None:
         _rehearse(config, options.rehearse)
     try:
@@ -104,6 +103,13 @@ def submit_main(arguments: Sequence[str]) -> int:
         return conclude(run)
     wait = local if options.wait is None else options.wait
     return follow(run, job_id, started_it=local) if wait else 0
+
+
+def print_notes(notes: Sequence[str], told: Collection[str] = ()) -> None:
+    """Print each note once, on standard error; not those in ``told``."""
+    for note in dict.fromkeys(notes):
+        if note not in told:
+            print(f"note: {note}", file=sys.stderr)
 
 
 def submit_parser(prog: str, description: str) -> argparse.ArgumentParser:

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from common.counting import counted
 from common.exit_codes import EXIT_PREEMPTED
 from common.files import write_atomic
 from common.run_folder import RunFolder, claim_folder
@@ -29,7 +30,7 @@ from rlpost.cli.run_table import total_cost
 from rlpost.cli.runs import add_runs_dir, newest_job
 from rlpost.cli.status import exit_code
 from rlpost.cli.statuses import statuses
-from rlpost.cli.submit import checked, submit_main, submit_parser
+from rlpost.cli.submit import checked, print_notes, submit_main, submit_parser
 from rlpost.cli.terminal import aligned, terminal_width
 from rlpost.config.flags import fields, flag
 from rlpost.config.keys import KEYS
@@ -137,8 +138,12 @@ def _submit(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--name {name}: must be the name of a folder, without /")
     folder = Path(loaded.config.cluster.runs_dir) / name
     common = submitted_arguments(arguments)
+    notes: list[str] = []  # of all points, each once
     for point in points_without_name:
-        _check(point, [*common, *point.arguments], folder.parent / (name + point.run))
+        words = [*common, *point.arguments]
+        notes += _checked(point, words, folder.parent / (name + point.run))
+    print_notes(notes)
+    options.told = set(notes)
     if not options.dry_run and options.name is None:
         folder = claim_folder(folder)  # another sweep may start in the same second
     points = [replace(point, run=folder.name + point.run) for point in points_without_name]
@@ -146,7 +151,9 @@ def _submit(arguments: Sequence[str]) -> int:
         _write(folder, points, options)
     codes = _submit_all(points, common, folder, options)
     if not options.dry_run:
-        print(f"{len(codes)} of {len(points)} runs; see rlpost sweep {near_path(str(folder))}")
+        print(
+            f"{len(codes)} of {counted(len(points), 'run')}; see rlpost sweep {near_path(str(folder))}"
+        )
     return int(any(codes))
 
 
@@ -184,10 +191,11 @@ def _check_options(options: argparse.Namespace, point: Point, loaded: Loaded) ->
             raise ConfigError(f"{flag(key)}: {GRID} has it as well; leave one out")
 
 
-def _check(point: Point, arguments: Sequence[str], root: Path) -> None:
+def _checked(point: Point, arguments: Sequence[str], root: Path) -> list[str]:
+    """Check the run of a point and return its notes. Raises ConfigError."""
     try:
         options, loaded = settings(submit_parser("rlpost sweep", ""), arguments)
-        checked(options, loaded, root)
+        return checked(options, loaded, root)[2]
     except ConfigError as error:
         raise ConfigError(f"{point.label}: {error}; nothing was submitted") from error
 
@@ -209,7 +217,7 @@ def _submit_all(
             codes.append(_submit_point(point, common, folder.parent / point.run, options))
         except ConfigError as error:
             raise ConfigError(
-                f"{point.run}: {error}\n{len(codes)} of {len(points)} runs were submitted; the same command "
+                f"{point.run}: {error}\n{len(codes)} of {counted(len(points), 'run')} were submitted; the same command "
                 f"with --name {folder.name} --resume submits the others"
             ) from error
         if codes[-1] == EXIT_PREEMPTED and point is not points[-1]:
@@ -235,7 +243,7 @@ def _submit_point(
         print(f"{point.run}: {point.label}")
     resume = ["--resume"] if options.resume and root.exists() else []
     where = ["--run-folder", str(root), *resume]
-    return submit_main([*common, *point.arguments, *where])
+    return submit_main([*common, *point.arguments, *where], told=options.told)
 
 
 def _write(folder: Path, points: Sequence[Point], options: argparse.Namespace) -> None:
@@ -293,7 +301,9 @@ def _show(arguments: Sequence[str]) -> int:
         table = _table(there, found, terminal_width())
         print("\n".join([*aligned(table, terminal_width()), *total_cost(found)]))
         if missing := len(points) - len(there):
-            print(f"{missing} of {len(points)} runs were not submitted; --resume submits them")
+            print(
+                f"{missing} of {counted(len(points), 'run')} were not submitted; --resume submits them"
+            )
     page = write_page(folder, there)
     if page is not None and not options.json:
         print(f"page {near_path(str(page))}")

@@ -19,6 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from common.error_lines import error_line
 from common.run_folder import RunFolder
 from rlpost.cli.run_status import STATE_COLOURS, Status, ago, status_of
 from rlpost.cli.runs import LOCAL, newest_job
@@ -170,7 +171,7 @@ def _rows(view: View, room: int) -> list[tuple[str, RenderableType]]:
         )
     found.append(("checkpoint", _checkpoint(view)))
     if status.verdict:
-        found.append(("verdict", Text(f"{status.verdict}: {status.cause}")))
+        found.append(("verdict", Text(f"{status.verdict}: {error_line(status.cause)}")))
     return found
 
 

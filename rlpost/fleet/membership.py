@@ -25,6 +25,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from common.counting import counted
 from rlpost.fleet.records import EngineRecord, EngineState, Orders
 
 NEW_WEIGHTS = "new weights"
@@ -251,7 +252,8 @@ class Membership:
         counts = Counter(str(phase) for phase in self.phases().values() if phase != Phase.SERVING)
         rest = ", ".join(f"{count} {phase}" for phase, count in sorted(counts.items()))
         return (
-            f"{number} engines serve, but --min-engines is {needed}: the step waits; "
+            f"{counted(number, 'engine')} {'serves' if number == 1 else 'serve'}, but "
+            f"--min-engines is {needed}: the step waits; "
             f"of the fleet: {rest or 'no further engine has joined'}"
         )
 

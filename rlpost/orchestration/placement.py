@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from common.counting import counted
 from rlpost.config.critic_ranks import critic_nodes, critic_ranks
 from rlpost.config.tree import Config
 from rlpost.errors import PlacementError
@@ -100,7 +101,10 @@ def place(offers: Sequence[Offer], config: Config) -> Placement:
     able = [index for index, gpus in enumerate(free) if gpus >= per_node][: config.actor_num_nodes]
     if len(able) < config.actor_num_nodes:
         raise PlacementError(
-            _missing(f"{config.actor_num_nodes} nodes with {per_node} GPUs to train", offers)
+            _missing(
+                f"{counted(config.actor_num_nodes, 'node')} with {counted(per_node, 'GPU')} to train",
+                offers,
+            )
         )
     actors = []
     for index in able:
@@ -121,7 +125,8 @@ def place(offers: Sequence[Offer], config: Config) -> Placement:
         if len(chosen) < len(parts) or any(
             free[i] < size for i, size in zip(chosen, parts, strict=True)
         ):
-            wanted = f"{config.num_engines} engines of {per_engine} GPUs beside {len(actors)} trainer ranks"
+            engines, gpus = counted(config.num_engines, "engine"), counted(per_engine, "GPU")
+            wanted = f"{engines} of {gpus} beside {counted(len(actors), 'trainer rank')}"
             raise PlacementError(_missing(wanted, offers))
         for index, size in zip(chosen, parts, strict=True):
             free[index] -= size
@@ -139,7 +144,8 @@ def _critics(offers: Sequence[Offer], free: list[int], config: Config) -> tuple[
     per_node = critic_ranks(config).cluster.actor_num_gpus_per_node
     chosen = critic_nodes(free, config)
     if chosen is None:
-        wanted = f"{config.critic_num_nodes} nodes with {per_node} GPUs for the critic beside the trainer"
+        nodes, gpus = counted(config.critic_num_nodes, "node"), counted(per_node, "GPU")
+        wanted = f"{nodes} with {gpus} for the critic beside the trainer"
         raise PlacementError(_missing(wanted, offers))
     found: list[Slot] = []
     for index in chosen:
@@ -158,7 +164,7 @@ def replaced(placement: Placement, lost_ip: str, offer: Offer) -> Placement:
     needed = sum(slot.num_gpus for slot in moving if not slot.shared_with)
     if needed > offer.num_gpus:
         raise PlacementError(
-            f"{offer.ip} has {offer.num_gpus} GPUs and cannot replace {lost_ip}, where the run "
+            f"{offer.ip} has {counted(offer.num_gpus, 'GPU')} and cannot replace {lost_ip}, where the run "
             f"uses {needed}"
         )
 
@@ -213,7 +219,7 @@ def _beside(actors: Sequence[Slot], per_engine: int) -> Iterator[tuple[Slot, ...
 
 
 def _missing(wanted: str, offers: Sequence[Offer]) -> str:
-    table = "\n".join(f"  {offer.ip:<20} {offer.num_gpus} GPUs" for offer in offers)
+    table = "\n".join(f"  {offer.ip:<20} {counted(offer.num_gpus, 'GPU')}" for offer in offers)
     return f"the cluster does not offer {wanted}; it has\n{table or '  no node at all'}"
 
 

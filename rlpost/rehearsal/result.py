@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from common.counting import counted
 from rlpost.config.plan.estimate import RESERVE, TRAINER_CONTEXT, Rank
 from rlpost.rehearsal.calls import TRAIN, UPDATE, Recording
 from rlpost.rehearsal.hangs import Fault
@@ -105,7 +106,7 @@ class Result:
 
 def hang_check(faults: Sequence[Fault], *, num_calls: int, num_groups: int) -> Check:
     """The check of all collectives and transfers."""
-    extent = f"{num_calls} calls in {num_groups} groups"
+    extent = f"{counted(num_calls, 'call')} in {counted(num_groups, 'group')}"
     words = tuple(f"the step would hang: {one.words}" for one in faults)
     return Check("collectives in the same order, with matching shapes", words, extent)
 
@@ -162,7 +163,7 @@ def memory_check(memory: Sequence[MemoryUse], gpu_bytes: int) -> Check:
                 f"rank {one.rank}: {turn} takes {gb(one.peaks[turn])}, and {gb(limit)} of a GPU of "
                 f"{gb(gpu_bytes)} are free for it"
             )
-    return Check("peak memory of each rank", tuple(faults), f"{len(memory)} ranks")
+    return Check("peak memory of each rank", tuple(faults), f"{counted(len(memory), 'rank')}")
 
 
 def fullest(result: Result) -> MemoryUse:

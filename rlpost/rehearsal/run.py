@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from common.counting import counted
 from rlpost.actor.settings import ActorSettings
 from rlpost.config.plan.estimate import Estimate, estimate
 from rlpost.config.tree import Config
@@ -77,7 +78,7 @@ def rehearse_run(
     expected = expected_of(config, description.hf_config)
     policy = published(description.hf_config) if settings.use_critic else expected.published
     step = planned_step(config, expected.shape, limit=options.micro_batches)
-    say(f"building {world} ranks")
+    say(f"building {counted(world, 'rank')}")
     facts = {
         rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)
     }
@@ -138,7 +139,7 @@ def _built(
     """The checks of what every rank built; ``policy`` has no layer for multi-token prediction."""
     layout, model = expected.layout, expected.published
     spread = expected.config.perf.use_distributed_optimizer
-    ranks, tensors = f"{len(facts)} ranks", f"{len(model.tensors)} tensors"
+    ranks, tensors = f"{counted(len(facts), 'rank')}", f"{counted(len(model.tensors), 'tensor')}"
     weights = [
         *coverage.weight_problems(facts, layout, expected.shape, model),
         *check.parameter_problems(facts, expected),
@@ -149,7 +150,7 @@ def _built(
         *check.plan_problems(facts, plans, expected),
         *check.sender_problems(facts, layout),
     ]
-    buckets = f"{tensors} in {len(plans[0])} buckets, {expected.config.num_engines} engines"
+    buckets = f"{tensors} in {counted(len(plans[0]), 'bucket')}, {counted(expected.config.num_engines, 'engine')}"
     return [
         Check("groups of the layout", tuple(check.group_problems(facts, layout)), ranks),
         Check("each weight on its ranks, once", tuple(weights), tensors),

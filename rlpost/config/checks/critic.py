@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from common.counting import counted
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems, model_problems, parallel_problems
 from rlpost.config.critic_ranks import critic_nodes, critic_ranks, in_flags_of_critic
@@ -56,7 +57,8 @@ def _room_problems(config: Config, own: Config) -> list[str]:
         return []
     wanted = own.cluster.actor_num_gpus_per_node
     return [
-        f"--critic-own-gpus true: {config.critic_num_nodes} nodes with {wanted} GPUs for the critic are needed, and "
+        f"--critic-own-gpus true: the critic needs {counted(config.critic_num_nodes, 'node')} with "
+        f"{counted(wanted, 'GPU')}, and "
         f"beside the trainer the nodes have {listed(free, 'and')} free; use --nodes "
         f"{config.num_nodes + config.critic_num_nodes}, or fewer --critic-num-gpus-per-node"
     ]

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from common.counting import counted
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.plan.estimate import RESERVE, Estimate, estimate
@@ -47,7 +48,11 @@ class Choice:
             + f" x DP {layout.data}"
             + "".join(f", {part}" for part in parts[3:])
         )
-        text += f", {layout.last} layers in the last stage" if layout.last is not None else ""
+        text += (
+            f", {counted(layout.last, 'layer')} in the last stage"
+            if layout.last is not None
+            else ""
+        )
         text += ", optimizer on host" if self.config.optimizer.optimizer_cpu_offload else ""
         return text + (
             f", engines of {cluster.rollout_num_gpus_per_engine}" if self.config.num_engines else ""

@@ -96,6 +96,13 @@ def test_a_dry_run_prints_the_scripts_that_submit_would_and_leaves_nothing(proje
     assert not (project / "runs").exists()
 
 
+def test_a_note_of_all_points_is_printed_once(project, capsys):
+    flags = ["--dry-run", "--use-kl-loss", "yes", "--name", "s"]
+    assert main(["sweep", "recipe.toml", *flags, *GRID]) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert len(notes) == len(set(notes)) and any("--use-kl-loss" in note for note in notes)
+
+
 def test_nothing_is_submitted_when_one_point_is_wrong(slurm, capsys):
     message = error_of(capsys, "recipe.toml", "--grid", "lr=1e-6,-1", "--name", "s")
     assert "lr=-1: " in message and "nothing was submitted" in message
@@ -198,7 +205,7 @@ def test_a_submission_that_fails_half_way_can_be_completed(slurm, capsys):
 def test_no_further_run_starts_after_one_that_was_stopped(project, monkeypatch, capsys):
     started: list[str] = []
 
-    def submit(words: list[str]) -> int:
+    def submit(words: list[str], **_: object) -> int:
         started.append(Path(words[words.index("--run-folder") + 1]).name)
         return EXIT_PREEMPTED
 

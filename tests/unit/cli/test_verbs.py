@@ -351,7 +351,7 @@ def test_a_check_shows_the_arithmetic(tmp_path, monkeypatch, capsys):
     lines = {line[:14].strip(): line[14:] for line in capsys.readouterr().out.splitlines()}
     assert lines["GPUs"] == "2 nodes x 4 = 8: 4 train, 2 generate"
     assert lines["trainer"] == "4 ranks = TP 1 x DP 4"
-    assert lines["batch"] == "12 samples / 1 optimizer steps = 12; / DP 4 = 3 a rank"
+    assert lines["batch"] == "12 samples / 1 optimizer step = 12; / DP 4 = 3 a rank"
 
 
 def test_a_check_names_every_problem_at_once(tmp_path, monkeypatch, capsys):

@@ -260,7 +260,7 @@ def test_a_step_waits_for_enough_engines_with_a_message_that_counts_the_others(f
     fleet.step([record("7_0"), starting], 1)
     assert fleet.shortage(1) is None and fleet.shortage(2, others=1) is None
     assert fleet.shortage(2) == (
-        "1 engines serve, but --min-engines is 2: the step waits; of the fleet: 1 idle"
+        "1 engine serves, but --min-engines is 2: the step waits; of the fleet: 1 idle"
     )
 
 

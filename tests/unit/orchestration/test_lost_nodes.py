@@ -75,7 +75,7 @@ def test_only_the_slots_of_the_lost_node_move():
 
 
 def test_a_replacement_with_too_few_gpus_is_refused():
-    with pytest.raises(PlacementError, match=r"has 1 GPUs and cannot replace 10\.0\.0\.2.* uses 2"):
+    with pytest.raises(PlacementError, match=r"has 1 GPU and cannot replace 10\.0\.0\.2.* uses 2"):
         replaced(ENGINES_ON_2, N2.ip, Offer("new", N3.ip, 1))
 
 

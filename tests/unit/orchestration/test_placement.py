@@ -83,7 +83,7 @@ def test_a_critic_on_its_own_gpus_gets_the_first_nodes_with_room_and_a_port():
     assert [part.ip for (part,) in placement.engines] == ["10.0.0.1"], "it has 2 free, the other 1"
     ports = service_ports(20000, 10, engines=placement.engines, num_stages=2, has_critics=True)
     assert ports.critic_group not in (ports.actor_group, *ports.sync_groups, 0)
-    with pytest.raises(PlacementError, match="1 nodes with 2 GPUs for the critic"):
+    with pytest.raises(PlacementError, match="1 node with 2 GPUs for the critic"):
         place(offers(4, 1), settings)
     moved = replaced(placement, "10.0.0.1", Offer("id7", "10.0.0.7", 3))
     assert moved.critics == (Slot("id7", "10.0.0.7", 1),) * 2
@@ -135,7 +135,7 @@ def test_colocated_engines_share_the_gpus_of_the_ranks_in_their_order(per_engine
 
 
 @pytest.mark.parametrize(
-    ("gpus", "word"), [((1, 4), "2 nodes with 2 GPUs to train"), ((2, 2), "2 engines of 1 GPUs")]
+    ("gpus", "word"), [((1, 4), "2 nodes with 2 GPUs to train"), ((2, 2), "2 engines of 1 GPU ")]
 )
 def test_too_few_gpus_are_an_error_with_a_table(gpus, word):
     settings = config(nodes=2, actor_num_gpus_per_node=2, rollout_num_gpus=2)

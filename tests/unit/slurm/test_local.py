@@ -10,10 +10,12 @@ import signal
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from submitit.local.local import LocalJob
 
 from common.run_folder import RunFolder, create_run_folder
+from rlpost.cli.statuses import statuses
 from slurm.errors import SubmitError
 from slurm.executor import submit
 from slurm.local import local_environment
@@ -82,6 +84,41 @@ def test_a_signal_to_a_local_run_becomes_a_stop_request(tmp_path: Path, home: Pa
     assert said["deadline"] - said["time"] == pytest.approx(4 * 3600, abs=60), (
         "until the time limit"
     )
+
+
+def processes_of(attempt: Path) -> list[psutil.Process]:
+    """Those that name the attempt's folder."""
+    found = psutil.process_iter(["cmdline", "status"])
+    return [
+        one
+        for one in found
+        if str(attempt) in (one.info["cmdline"] or ())
+        and one.info["status"] != psutil.STATUS_ZOMBIE
+    ]
+
+
+def test_a_run_whose_process_is_killed_ends_and_is_listed_as_failed(
+    tmp_path: Path, home: Path
+) -> None:
+    run, job = start(tmp_path, home, "wait")
+    attempt = run.attempts / "0"
+    assert wait_until(lambda: any(attempt.glob("argv-*.json")), deadline_s=60)
+    (running,) = statuses([run])
+    assert running.state == "RUNNING" and processes_of(attempt)
+    (run.root / "engines.json").write_text('[{"targets": ["10.0.0.1:1"], "labels": {}}]')
+    os.kill(int(job.job_id), signal.SIGKILL)
+    assert wait_until(lambda: not processes_of(attempt), deadline_s=30)
+    (killed,) = statuses([run])
+    assert killed.state == "FAILED"
+    assert killed.reason == f"the process of local-{job.job_id} was killed"
+    assert (run.root / "engines.json").read_text() == "[]"
+
+
+def test_a_run_on_the_machine_of_another_host_is_not_called_failed(tmp_path: Path) -> None:
+    run = create_run_folder(tmp_path / "run", "{}")
+    run.ledger.append("submitted", job_id="local-999999999", nodes=1, host="elsewhere")
+    (found,) = statuses([run])
+    assert (found.state, found.reason) == ("UNKNOWN", "it runs or ran on elsewhere; ask there")
 
 
 @pytest.mark.slow
