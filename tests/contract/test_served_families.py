@@ -20,9 +20,9 @@ from rlpost.rollout.teacher import TeacherServer
 from rlpost.types import EngineAddress, Sample, TrainSample
 from tests.contract.actor_ranks import run_ranks, step_and_score
 from tests.contract.conftest import START_DEADLINE_S
+from tests.contract.engines.test_sglang import Sender, buckets_of
 from tests.contract.families import load_folder, make_family
 from tests.contract.samples import STEPS
-from tests.contract.test_sglang import Sender, buckets_of
 from tests.ports import free_ports
 
 pytestmark = pytest.mark.timeout(900)
