@@ -130,6 +130,6 @@ class LocalRun:
         """
         text = self.log.read_text()
         assert "1 engines restarted, at policy version" in text, text[-8000:]
-        recovered = {entry["role"] for entry in self.ledger if entry["event"] == "recovered"}
-        assert recovered == {"trainer", "engine"}
+        recovered = [entry["role"] for entry in self.ledger if entry["event"] == "recovered"]
+        assert recovered.count("trainer") == 1
         assert len(list((self.folder / "attempts").glob("[0-9]*"))) == 1
