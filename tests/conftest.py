@@ -12,6 +12,7 @@ import gc
 import os
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -21,6 +22,9 @@ MARKED_FOLDERS = ("cluster", "e2e", "gpu")
 # The longest file first; beside it the real Slurm, whose tests wait more than they compute; short
 # ones fill the end.
 ORDER = ("e2e/test_slurm.py", "cluster", "e2e", "contract")
+# Folders whose files one process runs, in the order of their names: they share what takes long to
+# start.
+TOGETHER = ("contract/engines",)
 
 settings.register_profile("any machine", deadline=None)  # a slow one is no bug
 settings.load_profile("any machine")
@@ -55,10 +59,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _place(item.path.relative_to(TESTS)))
 
 
-def _place(path: Path) -> int:
-    return next(
+def _place(path: Path) -> tuple[int, str]:
+    place = next(
         (place for place, start in enumerate(ORDER) if path.is_relative_to(start)), len(ORDER)
     )
+    return place, str(path) if _together(path) else ""
+
+
+def _together(path: Path) -> str | None:
+    """The folder of ``TOGETHER`` in which a file is; both are relative to this folder."""
+    return next((folder for folder in TOGETHER if path.is_relative_to(folder)), None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile``: files of a folder of ``TOGETHER`` are as one file."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return _together((config.rootpath / file).relative_to(TESTS)) or file
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -211,6 +211,7 @@ class ClusterStages(RunStages):
     async def sync(self, policy_version: int) -> None:
         """Send the weights to every engine and check the version on each."""
         self.stop.check()
+        self._policy_version = policy_version
         is_writing = self.config.rollout.rollout_mode == "fully_async"
         pause: PauseMode = self._fleet.pause_mode if is_writing else "abort"
         is_leaving = self.config.offload_train  # the actors' weights, before engines generate
@@ -245,7 +246,23 @@ class ClusterStages(RunStages):
             at_rest = self._offload.save(is_last=wait)
             await self.save_ranks(state, wait=wait, at_rest=at_rest)
 
+        were_serving = self._offload.engines_hold_gpus()
         await self.recovery.over("save", save)
+        if were_serving and not wait and not self._offload.engines_hold_gpus():
+            await self._bring_engines_back()
+
+    async def _bring_engines_back(self) -> None:
+        """Onload the engines, whose weights were lost when ranks on their GPUs were started again."""
+
+        async def update() -> None:
+            await self._engine_health.update(
+                self._policy_version,
+                pause="abort",
+                before=self._offload.send,
+                ready=self._offload.generate,
+            )
+
+        await self.recovery.over("sync", update)
 
     async def weights_hash(self) -> str:
         """Return a hash of the trainer's weights under their Hugging Face names.

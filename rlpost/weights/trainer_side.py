@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import base64
 import io
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
@@ -337,4 +339,6 @@ def _shareable(num_bytes: int, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     torch.multiprocessing.set_sharing_strategy("file_system")
+    # torch's manager of such files puts a socket into TMPDIR, which may not exist on this node
+    os.environ["TMPDIR"] = tempfile.gettempdir()
     return torch.empty(num_bytes, dtype=torch.uint8).share_memory_()

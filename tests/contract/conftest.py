@@ -1,38 +1,15 @@
-"""Expensive things that the contract tests share: a tiny model, and a pair of real engines behind a
-real router.
-"""
+"""What the contract tests share: a tiny model."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from rlpost.rollout.engine import Engine, Router
-from rlpost.rollout.generate import RouterAddress
-from rlpost.types import EngineAddress
-from tests.ports import free_ports
-
 ROOT = Path(__file__).resolve().parents[2]
 START_DEADLINE_S = 600.0  # on a machine that is busy with other things as well
-
-
-@dataclass(frozen=True)
-class Sglang:
-    """What is running, and how to reach it."""
-
-    model: Path
-    api_key: str
-    engines: tuple[Engine, ...]
-    addresses: tuple[EngineAddress, ...]
-    router: RouterAddress
-    logs: Path
-    balancer: Router
 
 
 @pytest.fixture(scope="session")
@@ -44,44 +21,3 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["--out", str(folder), "--warmup-steps", "60"]
     subprocess.run([sys.executable, "-m", "rlpost.cli.tiny_model", *words], cwd=ROOT, check=True)
     return folder
-
-
-@pytest.fixture(scope="module")
-def sglang(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sglang]:
-    """Two engines and a router on 127.0.0.1, started together, ended whatever happens."""
-    logs, key = tmp_path_factory.mktemp("sglang"), "contract-key-51c7"
-    *ports, router_port, metrics_port = free_ports(4)
-    engines = tuple(
-        Engine(
-            model_path=str(tiny_model),
-            api_key=key,
-            server_args={},
-            log_path=logs / f"engine-{port}.log",
-        )
-        for port in ports
-    )
-    router = Router(
-        policy="round_robin", api_key=key, log_path=logs / "router.log", metrics_port=metrics_port
-    )
-    try:
-        with ThreadPoolExecutor() as pool:
-            starting = [
-                pool.submit(engine.start, "127.0.0.1", port, deadline_s=START_DEADLINE_S)
-                for engine, port in zip(engines, ports, strict=True)
-            ]
-            url = router.start("127.0.0.1", router_port, deadline_s=START_DEADLINE_S)
-            addresses = tuple(each.result() for each in starting)
-        urls = tuple(address.url for address in addresses)
-        router.add_engines(urls, deadline_s=60)
-        yield Sglang(
-            tiny_model,
-            key,
-            engines,
-            addresses,
-            RouterAddress(url, key, urls, concurrency=64),
-            logs,
-            router,
-        )
-    finally:
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda each: each.stop(), (*engines, router)))

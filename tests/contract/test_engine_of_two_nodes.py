@@ -18,7 +18,7 @@ from rlpost.rollout.engine import Engine
 from rlpost.rollout.engine_side_weights import WeightUpdate, num_engine_ranks
 from rlpost.types import EngineAddress
 from tests.contract.conftest import START_DEADLINE_S
-from tests.contract.test_sglang import (
+from tests.contract.engines.test_sglang import (
     Sender,
     greedy_of_engine,
     held_out,

@@ -19,10 +19,10 @@ from rlpost.rollout.engine_side_weights import WeightUpdate
 from rlpost.rollout.teacher import TeacherServer
 from rlpost.types import EngineAddress, Sample, TrainSample
 from tests.contract.actor_ranks import run_ranks, step_and_score
+from tests.contract.engines.test_sglang import Sender, buckets_of
 from tests.contract.families import load_folder, make_family
 from tests.contract.forked_engines import ForkedEngines
 from tests.contract.samples import STEPS
-from tests.contract.test_sglang import Sender, buckets_of
 
 pytestmark = pytest.mark.timeout(900)
 KEY, NEW_TOKENS = "families-key", 6

@@ -15,7 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class Baseline:
     lines: tuple[Mapping[str, Any], ...]
     ops: tuple[Op, ...]
 
-    @property
+    @cached_property
     def num_changes(self) -> int:
         """Operations at which a process may end and leave something else than before."""
         return sum(op.changes for op in self.ops)

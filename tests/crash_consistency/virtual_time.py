@@ -18,14 +18,16 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from common import ledger
 from tests.crash_consistency.interception import ROOM, Attempt, Hung, Killed
 
 MOST_TURNS = 15_000  # of an event loop in one attempt; an undisturbed one takes a few thousand
 REAL_THREAD, REAL_SLEEP, REAL_WAIT = threading.Thread, time.sleep, concurrent.futures.wait
-REAL_RESULT = concurrent.futures.Future.result
+REAL_RESULT, REAL_MONOTONIC = concurrent.futures.Future.result, time.monotonic
 LONG_S = 60.0  # real seconds that the starter of a thread waits for its end
 
 
@@ -97,7 +99,8 @@ class Thread(REAL_THREAD):
         if self._attempt is None:
             super().start()
             return
-        self._rests, self.hangs, self._is_real = threading.Event(), False, False
+        self._rests: threading.Event | None = None
+        self.hangs = False
         self._due = self._attempt.turns + (self._attempt.lag if self.name == "journal" else 0)
         self._attempt.ready.append(self)
 
@@ -118,7 +121,8 @@ class Thread(REAL_THREAD):
             pass
         finally:
             ROOM.thread = before
-            self._rests.set()
+            if self._rests is not None:
+                self._rests.set()
 
     def proceed(self) -> None:
         """Run to the end, or until it hangs."""
@@ -127,7 +131,7 @@ class Thread(REAL_THREAD):
         if not any(hook.may_hang for hook in self._attempt.hooks):
             self.run()
             return
-        self.daemon = self._is_real = True
+        self.daemon, self._rests = True, threading.Event()
         self._attempt.workers.append(self)
         super().start()
         self._rests.wait(LONG_S)
@@ -139,6 +143,7 @@ class Thread(REAL_THREAD):
 
     def hang(self) -> None:
         """Its starter need not wait for it."""
+        assert self._rests is not None, "it runs in its starter's own thread"
         self.hangs = True
         self._rests.set()
 
@@ -151,7 +156,7 @@ class Thread(REAL_THREAD):
     def join(self, timeout: float | None = None) -> None:
         """Let it run, or ``timeout`` seconds pass when it hangs."""
         if self._attempt is None or self._attempt.is_dead:
-            if self._attempt is None or self._is_real:
+            if self._attempt is None or self._rests is not None:
                 super().join(timeout)
             return
         if self in self._attempt.ready:
@@ -188,6 +193,12 @@ def _sleep(seconds: float) -> None:
         REAL_SLEEP(seconds)
     else:
         attempt.clock += seconds
+
+
+def _monotonic() -> float:
+    """Of code that sleeps until a moment: real time would not get there."""
+    attempt = getattr(ROOM, "attempt", None)
+    return REAL_MONOTONIC() if attempt is None else attempt.clock
 
 
 def _wait(futures: Any, timeout: float | None = None, **how: Any) -> Any:
@@ -293,6 +304,8 @@ def virtual_time() -> Iterator[None]:
         asyncio.set_event_loop_policy(_Policy())
         undo.enter_context(mock.patch.object(threading, "Thread", Thread))
         undo.enter_context(mock.patch.object(time, "sleep", _sleep))
+        clock = SimpleNamespace(monotonic=_monotonic, sleep=_sleep)
+        undo.enter_context(mock.patch.object(ledger, "time", clock))
         undo.enter_context(mock.patch.object(concurrent.futures.Future, "result", _result))
         for patch in _everywhere(stand_ins):
             undo.enter_context(patch)

@@ -28,7 +28,7 @@ from common.cluster import Cluster, Node
 from common.run_folder import RunFolder
 from rlpost.config.load import load
 from rlpost.config.tree import Config
-from rlpost.metrics import memory
+from rlpost.metrics import memory, spans
 from rlpost.orchestration import driver, generation, stages, startup
 from tests.crash_consistency import fakes
 from tests.crash_consistency.interception import (
@@ -177,6 +177,7 @@ class World:
     """The folder of one run, and who uses it. ``ready`` is entered around all trials."""
 
     def __init__(self, base: Path, setup: Setup, seed: int = 0) -> None:
+        spans.SPANS._kept.clear()  # of other trials: these processes never were
         self.setup, self.rng = setup, random.Random(f"{setup.name}/{seed}")
         self.base = base
         trial = base / "trial"

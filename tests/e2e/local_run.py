@@ -16,25 +16,29 @@ from typing import Any
 import psutil
 
 from rlpost.metrics.writer import read_metrics
-from tests.e2e.runs import OF_A_USER, RECIPE, ROOT
+from tests.e2e.runs import OF_A_USER, RECIPE, ROOT, RUN_DEADLINE_S, process_of
 
-DEADLINE_S = 300
 AREAS = ("step", "train", "reward", "rollout")
 
 
 class LocalRun:
-    """A run on this machine, in attempt 0."""
+    """A run on this machine, in attempt 0.
 
-    def __init__(self, folder: Path, settings: Sequence[str]) -> None:
+    Its folder is ``folder/run``; ``home`` is where relative paths of the recipe are.
+    """
+
+    def __init__(
+        self, folder: Path, settings: Sequence[str], *, recipe: str = RECIPE, home: Path = ROOT
+    ) -> None:
         self.folder = folder / "run"
         self.log = folder / "submit.log"
-        command = [sys.executable, "-m", "rlpost.submit", RECIPE, "--local", *settings]
+        command = [sys.executable, "-m", "rlpost.submit", recipe, "--local", *settings]
         command += ["--run-folder", str(self.folder)]
         environment = {**os.environ, **OF_A_USER}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,
-                cwd=ROOT,
+                cwd=home,
                 env=environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -76,14 +80,14 @@ class LocalRun:
         return [entry["weights"] for entry in self.ledger if entry["event"] == "done"]
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + RUN_DEADLINE_S
         while not condition():
             assert self.process.poll() is None, f"{what}: ended\n{self.log.read_text()[-4000:]}"
-            assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
+            assert time.monotonic() < deadline, f"not within {RUN_DEADLINE_S:.0f} s: {what}"
             time.sleep(0.05)
 
     def done(self) -> None:
-        assert self.process.wait(timeout=DEADLINE_S) == 0, self.log.read_text()[-8000:]
+        assert self.process.wait(timeout=RUN_DEADLINE_S) == 0, self.log.read_text()[-8000:]
 
     def processes(self, log: str) -> set[int]:
         """Processes whose output is a log of the attempt."""
@@ -106,3 +110,26 @@ class LocalRun:
             if is_kept and process.children():
                 return process
         raise AssertionError("no driver works")
+
+    def kill_a_rank_and_an_engine(self, *, after_step: int) -> None:
+        """Kill a trainer rank when this step is trained, and an engine when there are new ranks.
+
+        The engines are the same processes until then.
+        """
+        attempt = self.folder / "attempts/0"
+        self.until(lambda: self.step >= after_step, f"step {after_step}")
+        engines = [process_of(attempt / f"engine-{index}-server.log") for index in (0, 1)]
+        process_of(attempt / "actor-1.log").kill()
+        self.until(lambda: "trainer recovered at step" in self.log.read_text(), "new ranks")
+        assert all(engine.is_running() for engine in engines), "the same processes, by their start"
+        engines[1].kill()  # at once, for few steps are left
+
+    def assert_went_on_in_its_attempt(self) -> None:
+        """After ``kill_a_rank_and_an_engine``: both were started again, the engine with the
+        weights of that moment, and the attempt itself never ended.
+        """
+        text = self.log.read_text()
+        assert "1 engines restarted, at policy version" in text, text[-8000:]
+        recovered = [entry["role"] for entry in self.ledger if entry["event"] == "recovered"]
+        assert recovered.count("trainer") == 1
+        assert len(list((self.folder / "attempts").glob("[0-9]*"))) == 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from rlpost.config.load import parse_dump
 from rlpost.config.tree import Config
 from rlpost.metrics.writer import read_metrics
+from tests.e2e.local_run import LocalRun
 from tests.e2e.runs import ROOT
 
 NUM_STEPS = 2
@@ -26,7 +27,7 @@ class ScaledRun:
     """What a run left."""
 
     folder: Path
-    said: str
+    num_steps: int = NUM_STEPS
 
     @property
     def config(self) -> Config:
@@ -62,45 +63,54 @@ def make_models(home: Path, names: Sequence[str | Path], ranks: int) -> None:
     subprocess.run([*tool, *words], cwd=home, check=True, timeout=DEADLINE_S)
 
 
-def run_scaled(home: Path, name: str | Path, ranks: int, *flags: str) -> ScaledRun:
-    """``rlpost submit RECIPE --scale-down RANKS`` for two steps.
+def run_scaled(
+    home: Path,
+    name: str | Path,
+    ranks: int,
+    *flags: str,
+    num_steps: int = NUM_STEPS,
+    disturb: Callable[[LocalRun], None] = lambda run: None,
+) -> ScaledRun:
+    """``rlpost submit RECIPE --scale-down RANKS`` for two steps; ``disturb`` is called meanwhile.
 
     Rewards are tossed, so that groups differ; all else about algorithm and rollout is the recipe's.
     """
     folder = home / "runs" / Path(name).stem
-    command = [
-        sys.executable,
-        "-m",
-        "rlpost.submit",
-        recipe(name),
-        "--local",
-        "--run-folder",
-        str(folder),
-    ]
-    command += ["--scale-down", str(ranks), "--num-rollout", str(NUM_STEPS), "--save-interval", "1"]
-    command += ["--rm-type", "random", *flags]
-    done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    return ScaledRun(folder, done.stdout)
+    folder.mkdir(parents=True)
+    settings = ["--scale-down", str(ranks), "--num-rollout", str(num_steps), "--save-interval", "1"]
+    settings += ["--rm-type", "random", *flags]
+    with LocalRun(folder, settings, recipe=recipe(name), home=home) as local:
+        disturb(local)
+        local.done()
+    return ScaledRun(local.folder, num_steps)
 
 
 def assert_two_steps_are_trained(
     run: ScaledRun, *, first_differs: float = 1e-4, last_differs: float = 1e-4
 ) -> None:
-    """Evaluated, trained, synchronised, saved, twice; and engines and trainer computed with the
-    same weights.
+    """As ``assert_steps_are_trained``, for a run of two."""
+    assert run.num_steps == 2
+    assert_steps_are_trained(run, first_differs=first_differs, last_differs=last_differs)
+
+
+def assert_steps_are_trained(
+    run: ScaledRun, *, first_differs: float = 1e-4, last_differs: float = 1e-4
+) -> None:
+    """Evaluated, and in every step trained, synchronised and saved; and engines and trainer
+    computed with the same weights.
 
     What ``_differs`` bounds is the mean difference of their log-probs: rounding where they compute
-    in one precision and the answers are of the policy that is trained.
+    in one precision and the answers are of the policy that is trained. ``last_differs`` is that of
+    every step but the first.
     """
-    assert [line["step"] for line in run.lines] == list(range(NUM_STEPS + 1))
+    assert [line["step"] for line in run.lines] == list(range(run.num_steps + 1))
     assert "eval/heldout/reward_mean" in run.lines[0]
-    first, last = run.trained
-    for line, bound in ((first, first_differs), (last, last_differs)):
+    first, *others = run.trained
+    for line, bound in ((first, first_differs), *((other, last_differs) for other in others)):
         assert line["train/grad_norm"] > 0.0
         assert line["train/rollout_logprob_abs_diff"] < bound
     if run.config.grpo.use_kl_loss:
-        assert last["train/ref_kl"] > 0.0, "the policy has left the reference"
+        assert others[-1]["train/ref_kl"] > 0.0, "the policy has left the reference"
     else:
-        assert "train/ref_kl" not in last, "no reference was asked for"
-    assert run.commits == [1, NUM_STEPS]
+        assert "train/ref_kl" not in others[-1], "no reference was asked for"
+    assert run.commits == list(range(1, run.num_steps + 1))

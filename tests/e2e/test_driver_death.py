@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from benchmarks import crash_answers
+from rlpost.metrics.writer import read_metrics
 from tests.e2e.local_run import LocalRun
 from tests.e2e.runs import ADAPTERS
 
@@ -21,12 +22,16 @@ NUM_STEPS = 8
 SETTINGS = (
     *("--num-rollout", str(NUM_STEPS), "--save-interval", "4", "--eval-interval", "none"),
     *("--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--global-batch-size", "32"),
-    *("--rm-type", "exact_match"),
+    *("--rm-type", "exact_match", "--rollout-health-check-interval", "1"),
 )
 OF_CRITIC = (
     *("--advantage-estimator", "ppo", "--critic-lr", "1e-3", "--lambd", "0.95"),
     *("--critic-tensor-model-parallel-size", "1", "--offload-train", "true"),
 )
+
+
+LOGS = {"critic": r"critic-1\.log", "engine": r"engine-1-server\.log"}
+"""The log that a process to be killed writes, by its role."""
 
 
 def start(folder, more):
@@ -52,34 +57,37 @@ def weights_of_critic(run):
 
 @pytest.mark.parametrize(
     ("more", "killed_after"),
-    [(OF_CRITIC, {2: "driver", 5: "critic", 6: "driver"}), (ADAPTERS, {5: "driver"})],
+    [(OF_CRITIC, {2: "driver", 5: "critic", 6: "driver"}), (ADAPTERS, {2: "engine", 5: "driver"})],
     ids=["critic", "adapters"],
 )
 def test_killed_drivers_and_critics_leave_the_run_of_those_that_lived(
     assets, tmp_path, more, killed_after
 ):
-    """Engines are the same processes to the end; weights of policy and critic, metrics and prompts
-    are equal, and no finished group is generated again.
+    """Engines that live are the same processes to the end; weights of policy and critic, metrics and
+    prompts are equal, and no finished group is generated again.
 
     ``killed_after`` maps steps to roles; a checkpoint comes every 4 steps, so that steps are
     trained again.
     """
     with start(tmp_path / "undisturbed", more) as undisturbed:
         undisturbed.done()
+    kept = (
+        r"engine-0-server\.log" if "engine" in killed_after.values() else r"engine-\d+-server\.log"
+    )
     engines = []
     with start(tmp_path / "killed", more) as run:
         for number, (step, role) in enumerate(killed_after.items(), start=1):
             run.until(lambda: run.step >= step, f"step {step}")  # noqa: B023
-            engines.append(run.processes(r"engine-\d+-server\.log"))
+            engines.append(run.processes(kept))
             if role == "driver":
                 run.driver().kill()
             else:
-                psutil.Process(run.processes(r"critic-1\.log").pop()).kill()
+                psutil.Process(run.processes(LOGS[role]).pop()).kill()
             killed_at, reached = time.monotonic(), run.step
             run.until(lambda: run.step > reached, "a newly trained step")  # noqa: B023
             seconds = time.monotonic() - killed_at
             print(f"KILL {number} of the {role}: {seconds:.1f} s to a newly trained step")
-        engines.append(run.processes(r"engine-\d+-server\.log"))
+        engines.append(run.processes(kept))
         run.done()
     assert engines[0] and all(each == engines[0] for each in engines)
     assert not run.processes(r".*\.log"), "detached workers end with the attempt"
@@ -94,9 +102,16 @@ def test_killed_drivers_and_critics_leave_the_run_of_those_that_lived(
     assert (events.count("started"), events.count("ready")) == (1, 1)
     recovered = [entry for entry in run.ledger if entry["event"] == "recovered"]
     print("recovered after", [entry["seconds"] for entry in recovered], "s; load", os.getloadavg())
-    assert [entry["role"] for entry in recovered] == list(killed_after.values())
+    roles = [role for role in killed_after.values() if role != "engine"]
+    assert [entry["role"] for entry in recovered] == roles
     drivers = [entry for entry in recovered if entry["role"] == "driver"]
     assert [entry["incarnation"] for entry in drivers] == list(range(1, len(drivers) + 1))
     for entry in recovered:
         if entry["role"] == "critic":
             assert entry["ranks"] == [1] and entry["steps_again"] > 0
+    if more is ADAPTERS:
+        log = (run.folder / "attempts/0/engine-1-server.log").read_text()
+        assert f"Lora name=version-{NUM_STEPS}," in log, "the restarted engine is given adapters"
+        lines = read_metrics(run.folder / "metrics.jsonl")
+        sent = [line["sync/weights_bytes"] for line in lines if "sync/weights_bytes" in line]
+        assert sent and max(sent) < 300_000

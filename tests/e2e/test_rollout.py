@@ -1,16 +1,13 @@
 """The rollout of a whole run on this machine, with real engines, router, trainer and checkpoints.
 
 One run has what goes together: a fully asynchronous loop, a filter that drops groups, partial
-answers, a tool in the middle of the answers, evaluation sets with settings of their own. Filter,
-tool and reward are plug-ins of slime.
+answers, a tool in the middle of the answers, evaluation sets with settings of their own; a trainer
+rank and an engine that are killed. Filter, tool and reward are plug-ins of slime.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -22,30 +19,11 @@ from rlpost.data.tokenizer import PromptTokenizer
 from rlpost.metrics.writer import read_metrics
 from rlpost.rollout.examples.calculator import result
 from rlpost.rollout.recorded import read_groups
-from tests.e2e.runs import OF_A_USER, RECIPE, ROOT
+from tests.e2e.local_run import LocalRun
+from tests.e2e.runs import ROOT
 
-NUM_STEPS = 4
+NUM_STEPS, EVALUATED_EVERY = 8, 4
 BATCH, SAMPLES = 8, 8
-
-
-def submit(folder: Path, *settings: str) -> str:
-    """A run on this machine, in an environment that is not tidy; returns what it said."""
-    command = [
-        sys.executable,
-        "-m",
-        "rlpost.submit",
-        RECIPE,
-        "--local",
-        "--run-folder",
-        str(folder),
-        *settings,
-    ]
-    environment = {**os.environ, **OF_A_USER}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +41,7 @@ def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f'[[datasets]]\nname = "greedy"\npath = "{heldout}"\ntemperature = 0.0\n'
         f'[[datasets]]\nname = "drawn"\npath = "{heldout}"\nn_samples_per_eval_prompt = 4\ntemperature = 1.0\n'
     )
-    submit(
-        folder / "run",
+    settings = (
         *(
             "--num-rollout",
             f"{NUM_STEPS}",
@@ -83,9 +60,14 @@ def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             "--reward-key",
             "score",
         ),
-        *("--eval-prompt-data", "--eval-config", str(folder / "sets.toml"), "--eval-interval", "2"),
+        *("--eval-prompt-data", "--eval-config", str(folder / "sets.toml")),
+        *("--eval-interval", f"{EVALUATED_EVERY}", "--rollout-health-check-interval", "1"),
         *("--save-debug-rollout-data", str(folder / "{rollout_id}.jsonl")),
     )
+    with LocalRun(folder, settings) as local:
+        local.kill_a_rank_and_an_engine(after_step=2)
+        local.done()
+        local.assert_went_on_in_its_attempt()
     return folder
 
 
@@ -105,7 +87,7 @@ def test_eval_sets_have_settings_and_pass_rates_of_their_own(run: Path) -> None:
         for line in read_metrics(run / "run/metrics.jsonl")
         if "eval/greedy/reward_mean" in line
     ]
-    assert [line["step"] for line in evaluated] == [0, 2, NUM_STEPS]
+    assert [line["step"] for line in evaluated] == [0, EVALUATED_EVERY, NUM_STEPS]
     for line in evaluated:
         assert "eval/greedy/pass@1" not in line
         assert line["eval/drawn/pass@1"] == pytest.approx(line["eval/drawn/reward_mean"])
@@ -123,7 +105,8 @@ def test_what_the_tool_wrote_is_in_the_answers_and_not_in_the_loss(run: Path, as
         for group in read_groups(str(run / "{rollout_id}.jsonl"), step)
     ]
     samples = [scored.sample for group in groups for scored in group.samples]
-    assert len(samples) == NUM_STEPS * BATCH * SAMPLES
+    assert len({group.prompt_id for group in groups}) == len(groups) == NUM_STEPS * BATCH
+    assert {len(group.samples) for group in groups} == {SAMPLES}
     called = [sample for sample in samples if sample.loss_mask is not None]
     assert called
     for sample in called:

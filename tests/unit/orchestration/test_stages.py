@@ -209,3 +209,37 @@ def test_the_fleet_gets_the_weights_while_own_engines_generate_or_before(
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))
     assert log[: len(order) + 1] == [*order, "enough beside 1"]
+
+
+@pytest.mark.parametrize(
+    ("dies", "wait", "updated"),
+    [(True, False, [3]), (False, False, []), (True, True, [])],  # nobody generates after the last
+)
+def test_engines_that_lost_their_weights_in_a_save_get_them_again_before_they_generate(
+    dies, wait, updated, tmp_path, monkeypatch
+):
+    """Ranks that die in a save are started again on the GPUs of engines, which leave them."""
+    made_stages, _ = made("colocated", tmp_path, monkeypatch, fails=())
+    held, versions = [True], []
+
+    async def over(phase: str, operation: Any) -> None:
+        held[0] = held[0] and not (dies and phase == "save")
+        await operation()
+
+    async def update(version: int, **_: Any) -> None:
+        versions.append(version)
+        held[0] = True
+
+    async def saved(*_: Any, **__: Any) -> None:
+        """Of the actors: nothing."""
+
+    offload = SimpleNamespace(
+        engines_hold_gpus=lambda: held[0], save=lambda **_: None, send=None, generate=None
+    )
+    made_stages._offload, made_stages._actors, made_stages._policy_version = offload, None, 3
+    made_stages._engine_health = SimpleNamespace(update=update)
+    made_stages.recovery = SimpleNamespace(over=over)
+    made_stages.save_actors = saved
+    asyncio.run(made_stages.save(None, wait=wait))
+    assert versions == updated
+    asyncio.run(made_stages.close())

@@ -1,7 +1,7 @@
 """An SGLang engine (or router) that only talks: it keeps a log of what it was asked and answers in
 SGLang's shapes.
 
-The shapes are those that a real server of 0.5.23 gave; ``tests/contract/test_sglang.py`` asks a
+The shapes are those that a real server of 0.5.23 gave; ``tests/contract/engines/test_sglang.py`` asks a
 real one.
 """
 

@@ -31,7 +31,7 @@ from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Backlog, Prompt, Sample, SampleGroup, Unfinished
-from tests.contract.conftest import Sglang
+from tests.contract.engines.conftest import Sglang
 from tests.e2e.plugins import asks_by_a_digit
 
 LONG = SamplingParams(max_new_tokens=300)

@@ -1,7 +1,7 @@
 """A real pair of SGLang engines behind the real router, compared with transformers on the same
 weights.
 
-The last test kills an engine: it must stay the last.
+The last test kills an engine: it must stay the last, and this file the last of its folder.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from rlpost.types import Bucket, Prompt, Sample, SampleGroup, ScoredSample
 from rlpost.weights.delta import DATA, WeightCopy
 from rlpost.weights.sent_weights import LastSent
 from rlpost.weights.trainer_side import Broadcast, Sharing
-from tests.contract.conftest import Sglang
+from tests.contract.engines.conftest import Sglang
 from tests.ports import free_ports
 
 logger = logging.getLogger(__name__)
