@@ -65,7 +65,8 @@ def blamed_on(path: str, *, key: str) -> Iterator[None]:
         own = [frame for frame in frames if frame.filename == path.rpartition(":")[0]]
         last = (own or frames)[-1]
         raise ConfigError(
-            f"{key} = {path}: {type(error).__name__}: {error} ({last.filename}, line {last.lineno}); correct the function"
+            f"{key} = {path}: {type(error).__name__}: {error} ({last.filename}, line {last.lineno}); "
+            "correct the function"
         ) from error
 
 

@@ -294,7 +294,8 @@ def test_a_loss_or_advantage_that_is_wrong_itself_is_an_error_of_the_settings(tm
     ):
         loss_function(options)(tokens_of(range(4)), options)
     with pytest.raises(
-        ConfigError, match=r"ModuleNotFoundError: No module .*wrong.py, line 5\); correct the function"
+        ConfigError,
+        match=r"ModuleNotFoundError: No module .*wrong.py, line 5\); correct the function",
     ):
         custom_advantages(f"{file}:advantages", [group(1.0, 0.0)], None)
 
