@@ -81,8 +81,8 @@ class RunningSave:
 
     def is_done(self) -> bool:
         """Whether no save is running; does not block."""
-        if self._writing is not None and self._writing.is_running:
-            return False
+        if (writing := self._writing) is not None and writing.is_running:
+            return False  # read once: another thread may set it to None
         self.finish()
         return True
 

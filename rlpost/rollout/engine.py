@@ -30,7 +30,31 @@ LONGEST_GENERATION_S = 4 * 3600  # timeout of one request in the router
 INITIAL_VERSION = "0"  # an engine's version of the weights of its model folder
 
 
-class Engine:
+class _ServedHere:
+    """What owns a server process, which may not have started."""
+
+    _server: ServerProcess | None = None
+
+    def alive(self) -> bool:
+        """Whether its process runs."""
+        return self._server is not None and self._server.alive()
+
+    def check_alive(self) -> None:
+        """Raise EngineDied, with the end of the log, unless its process runs."""
+        if self._server is not None and not self._server.alive():
+            raise self._server.died()
+
+    @property
+    def pid(self) -> int | None:
+        return self._server.pid if self._server else None
+
+    def stop(self) -> None:
+        """End the server and everything it started."""
+        if self._server is not None:
+            self._server.stop()
+
+
+class Engine(_ServedHere):
     """One SGLang server, or its part on one of several nodes."""
 
     def __init__(
@@ -64,7 +88,6 @@ class Engine:
         self._num_gpus = num_gpus
         self._node_rank = node_rank
         self._ignores_term = ignores_term
-        self._server: ServerProcess | None = None
         self.url = ""
 
     def start(
@@ -123,34 +146,16 @@ class Engine:
         except RolloutError as error:
             logger.warning("%s", error)
 
-    def alive(self) -> bool:
-        """Whether its process runs."""
-        return self._server is not None and self._server.alive()
-
-    def check_alive(self) -> None:
-        """Raise EngineDied, with the end of the log, unless its process runs."""
-        if self._server is not None and not self._server.alive():
-            raise self._server.died()
-
     def running(self) -> tuple[str, dict[str, object]] | None:
         """URL and settings of the server, without the key; None unless its process runs."""
         return (self.url, self._given) if self.alive() else None
-
-    @property
-    def pid(self) -> int | None:
-        return self._server.pid if self._server else None
 
     def memory_use(self) -> dict[str, float]:
         """Return its current memory use, by metric name."""
         return {"memory/engine_gb": process_gb(), **machine()}
 
-    def stop(self) -> None:
-        """End the server and everything it started."""
-        if self._server is not None:
-            self._server.stop()
 
-
-class Router:
+class Router(_ServedHere):
     """The load balancer in front of the engines. Clients and router authenticate with the same
     key.
     """
@@ -162,7 +167,6 @@ class Router:
         self._api_key = api_key
         self._log_path = log_path
         self._metrics_port = metrics_port
-        self._server: ServerProcess | None = None
         self.url = ""
 
     def start(self, host: str, port: int, *, deadline_s: float) -> str:
@@ -216,10 +220,6 @@ class Router:
             if worker["url"] == url:
                 self._call("DELETE", f"/workers/{worker['id']}", None)
 
-    def alive(self) -> bool:
-        """Whether its process runs."""
-        return self._server is not None and self._server.alive()
-
     def is_gone(self, timeout_s: float) -> bool:
         """Return whether its process ended, or does not answer within ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
@@ -230,20 +230,6 @@ class Router:
                 break
             time.sleep(POLL_S)
         return True
-
-    def check_alive(self) -> None:
-        """Raise EngineDied, with the end of the log, unless its process runs."""
-        if self._server is not None and not self._server.alive():
-            raise self._server.died()
-
-    @property
-    def pid(self) -> int | None:
-        return self._server.pid if self._server else None
-
-    def stop(self) -> None:
-        """End the process."""
-        if self._server is not None:
-            self._server.stop()
 
     def _answers(self) -> bool:
         try:

@@ -12,6 +12,7 @@ from typing import Any
 from rlpost.config.server_arg_source import OPAQUE
 from rlpost.config.server_arg_table import ServerArgTable, server_arg_table
 from rlpost.config.server_arg_values import typed_args, typed_value
+from rlpost.config.wording import divisors
 from rlpost.errors import ConfigError, suggestion
 
 OURS = {
@@ -96,7 +97,7 @@ def _size_problems(given: Mapping[str, Any], gpus: int | None) -> Iterator[str]:
             "(--rollout-num-gpus, --rollout-num-gpus-per-engine)"
         )
     elif gpus and gpus % replicas:
-        yield f"--sglang-dp-size {replicas}: does not divide {of_engine}; use {_listed(_divisors(gpus))}"
+        yield f"--sglang-dp-size {replicas}: does not divide {of_engine}; use {_listed(divisors(gpus))}"
     if (stages := given.get("pp_size", 1)) > 1:
         yield (
             f"--sglang-pp-size {stages}: tensor parallelism takes all of {of_engine}, none are left for pipeline "
@@ -105,10 +106,6 @@ def _size_problems(given: Mapping[str, Any], gpus: int | None) -> Iterator[str]:
     dense = given.get("moe_dense_tp_size")
     if gpus and dense is not None and dense not in (1, gpus):
         yield f"--sglang-moe-dense-tp-size {dense}: SGLang knows 1, or all of {of_engine}; use 1 or leave it out"
-
-
-def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
 
 
 def _listed(numbers: list[int]) -> str:

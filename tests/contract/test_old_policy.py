@@ -80,3 +80,27 @@ def test_the_kept_weights_are_those_of_their_update_and_a_resume_has_them_bit_fo
     assert (
         abs(whole["metrics"][0]["train/ppo_kl"]) < 1e-6 < abs(whole["metrics"][1]["train/ppo_kl"])
     )
+
+
+def reference_between_buckets(actor: Any) -> dict[str, Any]:
+    """The reference's log-probs before training, and while the model holds the old policy."""
+    actor.import_weights()
+    batches = [my_batch(actor, samples, max_tokens=None) for samples in STEPS]
+    found = {"before": actor.compute_ref_logprobs(batches[0])}
+    for batch in batches:
+        actor.train_step(batch, actor.compute_old_logprobs(batch))
+    own = actor.weights_hash()
+    actor.old_policy.swap_in()  # as between two buckets for engines
+    found["is_old"] = actor.weights_hash() != own
+    found["between"] = actor.compute_ref_logprobs(batches[0])
+    found["is_own"] = actor.weights_hash() == own
+    return found
+
+
+def test_the_reference_is_computed_from_the_policys_weights_also_between_two_buckets(tmp_path):
+    """Both keep their copies in the same host memory, so the old weights must leave the model."""
+    make_model(tmp_path / "model", tied=False)
+    given = settings(tmp_path, keep_old_actor=True, use_kl_loss=True)
+    (found,) = run_ranks(reference_between_buckets, 1, given)
+    assert found["is_old"] and found["is_own"]
+    assert found["between"] == found["before"]

@@ -11,16 +11,8 @@ from rlpost.cli.fleet_view import arrays_of
 from rlpost.config.load import load
 from rlpost.fleet.files import FleetFolder
 from rlpost.submit import main
-from tests.unit.cli.projects import make_project
 
 ASKED = ("--engines", "3", "--engine-partition", "preempt", "--engine-time", "60")
-
-
-@pytest.fixture
-def project(tmp_path, monkeypatch):
-    make_project(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture

@@ -13,17 +13,8 @@ from rlpost.cli.submit import main
 from rlpost.config.flags import fields, flag
 from rlpost.config.keys import KEYS
 from rlpost.export_folder import export_id, mark
-from tests.unit.cli.projects import make_project
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def project(tmp_path, monkeypatch):
-    """A folder with a recipe, a model folder and prompts that have nothing wrong."""
-    make_project(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def refused(capsys, *arguments):

@@ -301,7 +301,7 @@ def test_engines_are_started_to_return_routes_where_these_are_replayed(
     monkeypatch.setattr(engines, "WorkerGroup", lambda makes, *rest, **named: made.extend(makes))
     monkeypatch.setattr(engines, "EngineWorkers", lambda group: Workers())
     config = load([], {"grpo": {"use_rollout_routing_replay": replay}}).config
-    part = SimpleNamespace(ip="127.0.0.1", num_gpus=1, shared_with=())
+    part = Slot("node-1", "127.0.0.1", 1)
     placement = SimpleNamespace(engines=[[part]])
     ports = SimpleNamespace(engines=[1], engine_groups=[2], router_metrics=3)
     cluster = SimpleNamespace(attempt_dir=str(tmp_path), secret="key", incarnation=0)

@@ -4,15 +4,14 @@ for.
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from rlpost.rollout.server import ONLY_ON_CUDA, STAND_INS, engine_arguments
+from rlpost.rollout.server import ONLY_ON_CUDA, engine_arguments
 from rlpost.weights.quantise import dequantise, quantise
+from tests.unit.rollout.plugins import load_plugin
 
 NAME = "rlpost_fp8_on_cpu"
 BLOCK = (16, 16)
@@ -20,11 +19,7 @@ BLOCK = (16, 16)
 
 @pytest.fixture(scope="module")
 def plugin() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(NAME, STAND_INS / NAME / "__init__.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_plugin(NAME)
 
 
 def never(*_args: object) -> torch.Tensor:
@@ -51,13 +46,6 @@ def test_what_is_not_in_blocks_is_left_to_sglang(plugin):
 
 def test_activations_may_be_float32(plugin):
     assert plugin.with_float32([torch.bfloat16]) == [torch.bfloat16, torch.float32]
-
-
-def test_sglang_finds_the_plugin_by_its_entry_point():
-    """As its loader looks for it: in the folder of stand-ins on the import path."""
-    (found,) = importlib.metadata.distributions(name=NAME, path=[str(STAND_INS)])
-    (entry,) = found.entry_points
-    assert (entry.group, entry.value) == ("sglang.srt.plugins", f"{NAME}:register")
 
 
 def test_without_cuda_an_engine_shares_its_work_by_tensor_parallelism_alone():

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 from types import ModuleType
 
 import pytest
 import torch
 
-from rlpost.rollout.server import STAND_INS
+from tests.unit.rollout.plugins import load_plugin
 
 NAME = "rlpost_triton_on_cpu"
 
 
 @pytest.fixture
 def plugin() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(NAME, STAND_INS / NAME / "__init__.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_plugin(NAME)
 
 
 def refused(*_args: object, **_kwargs: object) -> None:
@@ -69,10 +63,3 @@ def test_the_kernels_are_used_with_cuda(plugin, monkeypatch):
         (tuple("ab"), {}),
         ((*"abcde", 2, 1e-3), {}),
     ]
-
-
-def test_sglang_finds_the_plugin_by_its_entry_point():
-    """As its loader looks for it: in the folder of stand-ins on the import path."""
-    (found,) = importlib.metadata.distributions(name=NAME, path=[str(STAND_INS)])
-    (entry,) = found.entry_points
-    assert (entry.group, entry.value) == ("sglang.srt.plugins", f"{NAME}:register")

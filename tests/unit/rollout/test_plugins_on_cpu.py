@@ -1,0 +1,23 @@
+"""Every plugin for SGLang on a CPU is found by its loader."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+
+from rlpost.rollout.server import STAND_INS
+
+NAMES = sorted(folder.name for folder in STAND_INS.glob("rlpost_*_on_cpu") if folder.is_dir())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sglang_finds_a_plugin_by_its_entry_point(name: str) -> None:
+    """As its loader looks for it: in the folder of stand-ins on the import path."""
+    (found,) = importlib.metadata.distributions(name=name, path=[str(STAND_INS)])
+    (entry,) = found.entry_points
+    assert (entry.group, entry.value) == ("sglang.srt.plugins", f"{name}:register")
+
+
+def test_there_are_plugins() -> None:
+    assert len(NAMES) >= 4
