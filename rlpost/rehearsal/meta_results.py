@@ -14,7 +14,7 @@ those outside of torch's own namespaces; those with a tensor that is not on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,10 +166,10 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     return (*where, tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def _layouts_of(result: object, given: object) -> _Layouts | None:
+def _layouts_of(result: Any, given: object) -> _Layouts | None:
     """The layouts of new tensors; None if one is not, or has more memory than its layout needs."""
     sequence = type(result) if type(result) in (list, tuple) else None
-    tensors = result if isinstance(result, list | tuple) else [result]
+    tensors: Sequence[Any] = result if isinstance(result, list | tuple) else [result]
     used = {one.untyped_storage()._cdata for one in _tensors(given)}
     layouts = []
     for one in tensors:
