@@ -57,7 +57,7 @@ from rlpost.config.eval_sets import eval_sets, set_settings
 from rlpost.config.megatron_options import option_names, option_problems
 from rlpost.config.path_variables import variable_problems
 from rlpost.config.plan.estimate import estimate
-from rlpost.config.plan.rank_memory import forward_pass
+from rlpost.config.plan.rank_memory import forward_pass, frozen_note
 from rlpost.config.plan.reference import reference_note
 from rlpost.config.plan.save_interval import interval_note, save_interval
 from rlpost.config.plan.shape import Shape
@@ -186,6 +186,7 @@ def notes(config: Config) -> list[str]:
         shape = None  # a plugin's model family: the note omits sizes
     found = (
         reference_note(config, shape),
+        frozen_note(config),
         teacher_note(config),
         sampling_note(config),
         interpreter_note(config),

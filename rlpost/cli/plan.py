@@ -29,7 +29,7 @@ from rlpost.config.checks.layout import layout_problems
 from rlpost.config.flags import flag
 from rlpost.config.plan.estimate import Estimate, Phase, Sizes, estimate
 from rlpost.config.plan.layouts import Choice, nearest, suggest
-from rlpost.config.plan.reference import reference_note
+from rlpost.config.plan.reference import notes_of
 from rlpost.config.plan.save_interval import (
     WRITE_GBPS,
     SaveInterval,
@@ -213,7 +213,7 @@ def show(
         console.print(table(made, speed))
         console.print(bars(made, console.width))
         console.print()
-        if note := reference_note(config, shape):
+        for note in notes_of(config, shape):
             console.print(f"note: {note}", style="yellow")
     choices: list[Choice] = []
     if wants_suggestions or not fits:
@@ -252,7 +252,7 @@ def plan_object(
     content: dict[str, Any] = {
         "fits": False,
         "problems": problems,
-        "note": reference_note(config, shape),
+        "note": "\n".join(notes_of(config, shape)) or None,
     }
     if not problems:
         made = estimate(config, shape, **sizes)

@@ -101,11 +101,6 @@ def rehearsed(
             f"{listed(map(flag, given), 'and')} for it, or use rlpost plan"
         )
     actor = actor_settings(config)
-    if actor.only_train_params_name_list or actor.freeze_params_name_list:
-        raise ConfigError(
-            "--only-train-params-name-list, --freeze-params-name-list: a rehearsal compares models of "
-            "which all weights or adapters are trained; omit these settings for it"
-        )
     # Libraries print, and Megatron repeats each of its warnings for every rank.
     with warnings.catch_warnings(), redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")

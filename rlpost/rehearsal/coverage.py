@@ -218,8 +218,8 @@ def checkpoint_problems(
 ) -> Iterator[str]:
     """Check that the boxes that the ranks write cover every tensor of a checkpoint once.
 
-    All tensors together must have the elements of the model, once as weights and once as optimizer
-    state; of a model with adapters ``num_adapted``, their elements alone.
+    All tensors together must have the elements of the model as weights, and those that are trained
+    as optimizer state; of a model with adapters ``num_adapted``, their elements alone.
     """
     parts: dict[str, list[CheckpointPart]] = {}
     for facts in ranks.values():
@@ -241,9 +241,23 @@ def checkpoint_problems(
     whose = "the model has {} with its padded vocabulary"
     if num_adapted is not None:
         wanted, whose = num_adapted, "the adapters have {}"
-    for what, total in totals.items():
-        if total != wanted:
-            yield f"checkpoint: its {what} have {total} elements, {whose.format(wanted)}"
+    if totals["weights"] != wanted:
+        yield f"checkpoint: its weights have {totals['weights']} elements, {whose.format(wanted)}"
+    if num_adapted is None and (frozen := num_frozen(ranks)):
+        wanted, whose = wanted - frozen, "{} are trained"
+    if totals["optimizer"] != wanted:
+        yield f"checkpoint: its optimizer has {totals['optimizer']} elements, {whose.format(wanted)}"
+
+
+def num_frozen(ranks: Mapping[int, RankFacts]) -> int:
+    """Return the elements of all weights that are computed with but not trained, each once."""
+    shards = {
+        (one.name, one.shard): one.size
+        for facts in ranks.values()
+        for one in facts.weights
+        if one.is_parameter and not one.is_trained and not one.is_tied_copy
+    }
+    return sum(shards.values())
 
 
 def _part_problem(parts: list[CheckpointPart]) -> str | None:

@@ -166,7 +166,7 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     return (*where, tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def _layouts_of(result: object, given: object) -> _Layouts | None:
+def _layouts_of(result: Any, given: object) -> _Layouts | None:
     """The layouts of new tensors; None if one is not, or has more memory than its layout needs."""
     sequence = type(result) if type(result) in (list, tuple) else None
     tensors: Sequence[object] = result if isinstance(result, list | tuple) else [result]

@@ -22,7 +22,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from rlpost.actor import actor as actor_module
 from rlpost.actor import critic as critic_module
-from rlpost.actor import device, memory, parallel, step
+from rlpost.actor import device, frozen, memory, parallel, step
 from rlpost.actor.actor import Actor
 from rlpost.actor.lora.adapters import low_rank_updates
 from rlpost.actor.model_description import ModelDescription
@@ -169,8 +169,34 @@ def _without_files(
         patch.object(actor_module, "inventory_of", inventory),
         patch.object(critic_module, "value_inventory", value_inventory),
         patch.object(device, "total_memory", partial(int, gpu_bytes)),
+        patch.object(frozen, "check_frozen", partial(_check_frozen, frozen.check_frozen, facts)),
     ):
         yield
+
+
+def _check_frozen(
+    check: Callable[..., None],
+    facts: Mapping[int, RankFacts],
+    chunks: Sequence[torch.nn.Module],
+    settings: ActorSettings,
+    *,
+    stage: int,
+) -> None:
+    """Check the patterns of frozen weights with what each rank says of its own."""
+    exchange = dist.all_gather_object
+
+    def gathered(found: list[object], mine: object, **options: object) -> None:
+        exchange(found, mine, **options)
+        found[:] = [_trains(one) for _, one in sorted(facts.items())]
+
+    with patch.object(dist, "all_gather_object", gathered):
+        check(chunks, settings, stage=stage)
+
+
+def _trains(facts: RankFacts) -> tuple[int, bool, list[str]]:
+    """Stage, whether it trains a weight, and names of its weights."""
+    names = [one.name for one in (*facts.weights, *facts.adapters)]
+    return facts.groups["pipeline"].index(facts.rank), any(facts.trained), names
 
 
 def _exchanged(

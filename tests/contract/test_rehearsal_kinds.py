@@ -16,6 +16,7 @@ import torch
 
 from rlpost.actor.memory import GRADS, OPTIMIZER, WEIGHTS, DeviceMemory
 from rlpost.config.tree import Config
+from rlpost.errors import ConfigError
 from rlpost.orchestration.settings_of_actors import actor_settings
 from rlpost.rehearsal import check, coverage, critic
 from rlpost.rehearsal.facts import RankFacts
@@ -55,11 +56,24 @@ LORA_EXPERTS = {
 PPO = {"grpo": {"advantage_estimator": "ppo"}}
 MUON = {"optimizer": {"optimizer": "muon", "optimizer_cpu_offload": False},
         "perf": {"use_distributed_optimizer": False}}  # fmt: skip
+FROZEN = {
+    "optimizer": {
+        "freeze_params_name_list": ("router", "embedding"),
+        "optimizer_cpu_offload": False,
+    }
+}
+ONLY_ATTENTION = {
+    "optimizer": {
+        "only_train_params_name_list": ("self_attention",),
+        "optimizer_cpu_offload": False,
+    }
+}
 TRAININGS = {
     "LoRA": (DENSE, LORA), "LoRA of experts": (MOE, LORA_EXPERTS), "LoRA with a reference": (
         DENSE, LORA | {"grpo": {"use_kl_loss": True}}
     ),
     "PPO": (DENSE, PPO), "PPO of a tied model": ("qwen3-tied", PPO), "PPO with experts": (MOE, PPO),
+    "frozen weights": (MOE, FROZEN), "only attention trained": (DENSE, ONLY_ATTENTION),
     "Muon": (DENSE, MUON), "Muon with experts": (MOE, MUON),
 }  # fmt: skip
 
@@ -98,6 +112,27 @@ def test_a_kind_of_training_has_no_fault(tmp_path, kind):
     result = rehearsed(model, tmp_path, changed)
     assert faults(result) == {}
     assert len(result.ran) < 8, "two ranks of each class agree"
+
+
+def test_frozen_weights_have_no_gradient_and_no_state(tmp_path):
+    """As many bytes of gradients and optimizer as the trained weights need, padding aside."""
+    config = config_of(DENSE, tmp_path, ONLY_ATTENTION)
+    ranks = rehearse(config, actor_settings(config)).ranks
+    trained = {rank: sum(one.size for one in facts.trained) for rank, facts in ranks.items()}
+    assert all("self_attention" in one.name for facts in ranks.values() for one in facts.trained)
+    assert coverage.num_frozen(ranks) > 0
+    for rank, facts in ranks.items():
+        assert 0 < trained[rank] < facts.num_parameters / 2
+        assert facts.memory.gradients == pytest.approx(4 * trained[rank], rel=0.05)
+    shares = sum(check.num_optimized(facts) for facts in ranks.values())
+    assert shares == sum(trained.values()) / config.data_parallel_size
+
+
+def test_a_stage_that_trains_nothing_is_rejected_as_in_a_run(tmp_path):
+    only_first = {"optimizer": {"only_train_params_name_list": (r"layers\.0\.",),
+                                "optimizer_cpu_offload": False}}  # fmt: skip
+    with pytest.raises(ConfigError, match=r"pipeline stages \[1\] have no parameter to train"):
+        rehearsed(DENSE, tmp_path, only_first)
 
 
 # Planted faults.

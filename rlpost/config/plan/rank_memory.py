@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlpost.config.flags import flag
 from rlpost.config.plan.activations import Pass
 from rlpost.config.plan.adapters import adapter_parameters
 from rlpost.config.plan.shape import (
@@ -70,6 +71,19 @@ def muon_matrices(config: Config, shape: Shape, layout: Layout, stage: int) -> P
     if config.optimizer.optimizer != "muon":
         return NONE
     return matrix_parameters(shape, layout, stage)
+
+
+def frozen_note(config: Config) -> str | None:
+    """A note where weights are frozen by name, which are counted as trained; None without."""
+    given = config.optimizer
+    names = ("only_train_params_name_list", "freeze_params_name_list")
+    flags = [flag(name) for name in names if getattr(given, name)]
+    if not flags:
+        return None
+    return (
+        f"{', '.join(flags)}: all weights are counted as trained, so that gradients, optimizer and "
+        "checkpoint are upper bounds; rlpost rehearse counts the weights that are trained"
+    )
 
 
 def held_memory(

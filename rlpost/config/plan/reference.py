@@ -8,7 +8,7 @@ gives its cost to all others.
 
 from __future__ import annotations
 
-from rlpost.config.plan.rank_memory import fullest_held
+from rlpost.config.plan.rank_memory import frozen_note, fullest_held
 from rlpost.config.plan.shape import Shape
 from rlpost.config.tree import Config
 from rlpost.units import size_text
@@ -47,3 +47,8 @@ def reference_note(config: Config, shape: Shape | None) -> str | None:
         "--use-kl-loss with --kl-loss-coef 0 (and --kl-coef 0) only measures train/ref_kl: that takes about "
         f"{training_share(config):.0%} of the training time{memory}; --use-kl-loss no saves both"
     )
+
+
+def notes_of(config: Config, shape: Shape) -> list[str]:
+    """All notes beside a plan."""
+    return [note for note in (reference_note(config, shape), frozen_note(config)) if note]

@@ -10,7 +10,7 @@ from rlpost.config.plan.activations import (
     stage_activations,
     transient_bytes,
 )
-from rlpost.config.plan.rank_memory import held_memory, muon_matrices
+from rlpost.config.plan.rank_memory import frozen_note, held_memory, muon_matrices
 from rlpost.config.plan.shape import Layout, matrix_parameters
 from tests.unit.config.test_plan import DENSE, config
 
@@ -61,3 +61,11 @@ def test_muon_has_no_second_moment_of_matrices():
     assert held.optimizer == 12 * whole.total - 4 * matrices.total
     assert muon_matrices(with_muon, DENSE, Layout(), 0) == matrices
     assert muon_matrices(config(perf=perf), DENSE, Layout(), 0).total == 0
+
+
+def test_weights_frozen_by_name_are_told_and_counted_as_trained():
+    assert frozen_note(config()) is None
+    frozen = config(optimizer={"freeze_params_name_list": ["embedding"]})
+    note = frozen_note(frozen)
+    assert note is not None
+    assert note.startswith("--freeze-params-name-list: all weights are counted as trained")

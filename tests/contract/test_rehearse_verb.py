@@ -1,0 +1,60 @@
+"""``rlpost rehearse --nodes-too`` as a user runs it: all ranks and the agents of two nodes."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlpost.cli import rehearse
+from rlpost.config.load import JOBS
+from tests.contract.families import make_family_config
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="run with CUDA_VISIBLE_DEVICES= (empty)"),
+    pytest.mark.filterwarnings("ignore"),  # Megatron repeats each of its own for every rank
+]
+AGENTS = "agents: every node joins, each worker on its GPUs"
+TWO_NODES = (
+    "--nodes", "2", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "4", "--colocate",
+    "--rollout-num-gpus", "8", "--rollout-num-gpus-per-engine", "4", "--pipeline-model-parallel-size", "2",
+)  # fmt: skip
+
+
+def rehearsed(folder: Path, capsys: Any, *flags: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and object of the verb on two nodes of four GPUs."""
+    make_family_config(folder / "model", "qwen3")
+    recipe = str(JOBS / "recipes" / "tiny.toml")
+    checkpoint = ("--hf-checkpoint", str(folder / "model"))
+    code = rehearse.main([recipe, *checkpoint, *TWO_NODES, *flags, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_all_ranks_and_the_agents_of_all_nodes(tmp_path, capsys):
+    code, found = rehearsed(tmp_path, capsys, "--nodes-too")
+    assert (code, found["first_fault"]) == (0, None)
+    extents = {one["name"]: one["extent"] for one in found["checks"]}
+    assert re.fullmatch(r"2 nodes in \d+\.\d s, 8 ranks, 2 engines", extents[AGENTS])
+    assert extents["nodes: each worker on its GPUs"] == "2 nodes, 8 ranks, 2 engines"
+    assert len(found["memory"]) == 8
+
+
+def test_agents_meet_only_if_asked(tmp_path, capsys):
+    _, found = rehearsed(tmp_path, capsys)
+    assert AGENTS not in {one["name"] for one in found["checks"]}
+
+
+def test_an_absent_agent_ends_the_verb_with_2(tmp_path, capsys, monkeypatch):
+    """The other node waits for it until the deadline."""
+    absent = partial(rehearse.agents_check, deadline_s=10, absent=["s0001"])
+    monkeypatch.setattr(rehearse, "agents_check", absent)
+    code, found = rehearsed(tmp_path, capsys, "--nodes-too")
+    assert code == 2
+    assert found["passed"] is False
+    assert found["first_fault"].startswith("s0001 of 2 nodes did not join within 10 s")
