@@ -16,6 +16,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
+from common.counting import counted
 from rlpost.bounded import for_each
 from rlpost.config.tree import Config
 from rlpost.errors import EngineDied, Preempted, RlpostError, SyncError, TrainerDied
@@ -279,7 +280,7 @@ class EngineHealth:
         await self._weights.update(version, pause=pause, ready=ready)
         await self._fleet.admit(sick)
         self._events.back(sick, version=version)
-        logger.info("%d engines restarted, at policy version %d", len(sick), version)
+        logger.info("%s restarted, at policy version %d", counted(len(sick), "engine"), version)
 
 
 async def _nothing() -> None:

@@ -129,7 +129,7 @@ class LocalRun:
         weights of that moment, and the attempt itself never ended.
         """
         text = self.log.read_text()
-        assert "1 engines restarted, at policy version" in text, text[-8000:]
+        assert "1 engine restarted, at policy version" in text, text[-8000:]
         recovered = [entry["role"] for entry in self.ledger if entry["event"] == "recovered"]
         assert recovered.count("trainer") == 1
         assert len(list((self.folder / "attempts").glob("[0-9]*"))) == 1
