@@ -11,7 +11,7 @@ import pytest
 
 from rlpost.actor import saves
 from rlpost.actor.critic_rank import CriticRank
-from rlpost.actor.saves import Saves
+from rlpost.actor.saves import RunningSave, Saves
 from tests.unit.interleaved import run_interleaved
 
 SETTINGS: Any = SimpleNamespace(
@@ -42,6 +42,7 @@ class Rank(CriticRank):
     def __init__(self) -> None:
         super().__init__(SETTINGS, SimpleNamespace(check_layout=lambda settings: None))  # type: ignore[arg-type]
         self.critic: Any = Critic()
+        self._save = RunningSave(SETTINGS)
 
 
 @pytest.mark.parametrize("method", ["train_critic", "save_is_done"])
@@ -49,11 +50,10 @@ def test_a_critics_save_may_end_at_any_point_of_a_call(method: str) -> None:
     rank = Rank()
     given = (None, None, ()) if method == "train_critic" else ()
     call = partial(getattr(rank, method), *given)
+    within = CriticRank.train_critic if method == "train_critic" else RunningSave.is_done
     for after in count():
         rank.save("folder", 1, in_background=True)
-        if not run_interleaved(
-            call, rank.save_is_done, within=getattr(CriticRank, method), after=after
-        ):
+        if not run_interleaved(call, rank.save_is_done, within=within, after=after):
             break
     assert after > 10
     assert rank.critic.num_steps == (after + 1 if method == "train_critic" else 0)

@@ -196,7 +196,7 @@ def test_the_fleet_gets_the_weights_while_own_engines_generate_or_before(
             update=jobs.around_update, num_serving=1, trained=lambda: None
         ),
     )
-    monkeypatch.setattr(stages, "Offload", lambda *_: Workers("offload", []))
+    monkeypatch.setattr(stages, "Offload", lambda *_, **__: Workers("offload", []))
     monkeypatch.setattr(made_stages.observation, "attach", jobs.attach)
 
     async def run() -> None:
@@ -231,7 +231,7 @@ def test_engines_that_lost_their_weights_in_a_save_get_them_again_before_they_ge
         held[0] = True
 
     async def saved(*_: Any, **__: Any) -> None:
-        """Of the actors: nothing."""
+        """Of the ranks: nothing."""
 
     offload = SimpleNamespace(
         engines_hold_gpus=lambda: held[0], save=lambda **_: None, send=None, generate=None
@@ -239,7 +239,7 @@ def test_engines_that_lost_their_weights_in_a_save_get_them_again_before_they_ge
     made_stages._offload, made_stages._actors, made_stages._policy_version = offload, None, 3
     made_stages._engine_health = SimpleNamespace(update=update)
     made_stages.recovery = SimpleNamespace(over=over)
-    made_stages.save_actors = saved
+    made_stages.save_ranks = saved
     asyncio.run(made_stages.save(None, wait=wait))
     assert versions == updated
     asyncio.run(made_stages.close())

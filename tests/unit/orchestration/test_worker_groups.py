@@ -99,52 +99,64 @@ def _example(parameter: inspect.Parameter) -> Any:
 
 
 def _target(file: str, class_name: str, dotted: str) -> ast.AST:
-    """What ``dotted`` names in a class: a function, a property's, or an attribute that its methods
-    assign.
+    """What ``dotted`` names in a class or its bases: a function, a property's, or an attribute that
+    its methods assign.
     """
-    path = ROOT / file
-    tree = ast.parse(path.read_text())
-    found = _class(tree, class_name)
     first, _, rest = dotted.partition(".")
+    classes = _with_bases(file, class_name)
     if not rest:
-        of_bases = [node for base in _bases(tree, found) for node in base.body]
-        named = [
-            node
-            for node in (*found.body, *of_bases)
-            if isinstance(node, ast.FunctionDef) and node.name == first
-        ]
-        return named[0] if named else _assigned(found, first)
-    value = _assigned(found, first)
-    assert isinstance(value, ast.Call) and isinstance(value.func, ast.Name), (
-        f"{class_name}.{first} is made of a class"
-    )
-    module = next(
-        node.module
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom)
-        and any(alias.name == value.func.id for alias in node.names)
-    )
-    return _target(f"{module.replace('.', '/')}.py", value.func.id, rest)
+        for _, found in classes:
+            for node in found.body:
+                if isinstance(node, ast.FunctionDef) and node.name == first:
+                    return node
+    for tree, found in classes:
+        value = _assigned(found, first)
+        if value is None:
+            continue
+        if not rest:
+            return value
+        assert isinstance(value, ast.Call) and isinstance(value.func, ast.Name), (
+            f"{class_name}.{first} is made of a class"
+        )
+        return _target(_file_of(tree, value.func.id) or file, value.func.id, rest)
+    raise AssertionError(f"{class_name} has no {first}")
 
 
-def _bases(tree: ast.Module, of: ast.ClassDef) -> list[ast.ClassDef]:
-    """The classes of rlpost that a class is directly made from."""
-    names = {base.id for base in of.bases if isinstance(base, ast.Name)}
-    return [
-        _class(ast.parse((ROOT / f"{node.module.replace('.', '/')}.py").read_text()), alias.name)
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlpost.")
-        for alias in node.names
-        if alias.name in names
-    ]
+def _with_bases(file: str, class_name: str) -> list[tuple[ast.Module, ast.ClassDef]]:
+    """A class and the classes of rlpost that it inherits from, each with its module."""
+    tree = ast.parse((ROOT / file).read_text())
+    found = _class(tree, class_name)
+    inherited = [(tree, found)]
+    for base in found.bases:
+        if not isinstance(base, ast.Name):
+            continue
+        in_this_file = any(
+            isinstance(node, ast.ClassDef) and node.name == base.id for node in tree.body
+        )
+        file_of_base = file if in_this_file else _file_of(tree, base.id)
+        if file_of_base is not None:
+            inherited += _with_bases(file_of_base, base.id)
+    return inherited
+
+
+def _file_of(tree: ast.Module, name: str) -> str | None:
+    """The file of rlpost from which a module imports a name."""
+    for node in tree.body:
+        if (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").startswith("rlpost.")
+            and any(alias.name == name for alias in node.names)
+        ):
+            return f"{(node.module or '').replace('.', '/')}.py"
+    return None
 
 
 def _class(tree: ast.Module, name: str) -> ast.ClassDef:
     return next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
 
 
-def _assigned(found: ast.ClassDef, attribute: str) -> ast.AST:
-    """The value that a method assigns to ``self.attribute``."""
+def _assigned(found: ast.ClassDef, attribute: str) -> ast.AST | None:
+    """The value that a method assigns to ``self.attribute``; None if none does."""
     for node in ast.walk(found):
         targets = (
             node.targets
@@ -160,7 +172,7 @@ def _assigned(found: ast.ClassDef, attribute: str) -> ast.AST:
                 and node.value is not None
             ):
                 return node.value
-    raise AssertionError(f"{found.name} has no {attribute}")
+    return None
 
 
 def _check_arguments(function: ast.FunctionDef, num_arguments: int, names: frozenset[str]) -> None:

@@ -32,6 +32,8 @@ from rlpost.rollout.server_args import server_arg_names
 
 KNOWN = frozenset({PREFILL, "enable_memory_saver"})
 SAVER = {"enable_memory_saver": True}
+DEFAULTS: dict[str, Any] = {"api_key": None, "enable_lora": False}
+"""Those of SGLang that ``run_engine`` reads."""
 
 
 def started_with(
@@ -45,7 +47,7 @@ def started_with(
     seen: dict[str, Any] = {}
 
     def launch(server_args: Any, **_: Any) -> None:
-        given = {key: value for key, value in vars(server_args).items() if key != "api_key"}
+        given = {key: value for key, value in vars(server_args).items() if key not in DEFAULTS}
         seen.update(environment=dict(os.environ), server_args=given)
 
     def module(name: str, **content: Any) -> None:
@@ -57,7 +59,8 @@ def started_with(
     for name in ("sglang", "sglang.srt", "sglang.srt.entrypoints"):
         module(name, __path__=[])
     module("sglang.srt.entrypoints.http_server", app=app, launch_server=launch)
-    module("sglang.srt.server_args", ServerArgs=partial(SimpleNamespace, api_key=None))
+    module("sglang.srt.plugins", load_plugins=lambda: None)
+    module("sglang.srt.server_args", ServerArgs=partial(SimpleNamespace, **DEFAULTS))
     module("sglang.srt.utils", kill_process_tree=lambda pid, include_parent: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(server, "server_arg_names", lambda: KNOWN)

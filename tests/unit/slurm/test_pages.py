@@ -51,6 +51,9 @@ def test_the_keys_in_tables_are_settings(page: Path) -> None:
         "committed",
         "engine_lost",
         "recovered",
+        "fleet",
+        "hang",
+        "slow_host",
     }
     assert set(keys) - other - {"preempted", "verdict", "chained", "cancelled"} <= set(fields())
 

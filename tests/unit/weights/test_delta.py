@@ -91,7 +91,7 @@ class Trainer:
             "b": torch.randn(7, generator=generator).bfloat16(),
         }
 
-    def plan(self, max_bytes):
+    def plan(self, max_bytes, *, quantisation=None):
         return tuple((name,) for name in self.weights)
 
     def gather(self, bucket, *, on_all_stages=True):
