@@ -196,7 +196,7 @@ def test_the_fleet_gets_the_weights_while_own_engines_generate_or_before(
             update=jobs.around_update, num_serving=1, trained=lambda: None
         ),
     )
-    monkeypatch.setattr(stages, "Offload", lambda *_: Workers("offload", []))
+    monkeypatch.setattr(stages, "Offload", lambda *_, critics: Workers("offload", []))
     monkeypatch.setattr(made_stages.observation, "attach", jobs.attach)
 
     async def run() -> None:

@@ -102,19 +102,19 @@ def _target(file: str, class_name: str, dotted: str) -> ast.AST:
     """What ``dotted`` names in a class: a function, a property's, or an attribute that its methods
     assign.
     """
-    path = ROOT / file
-    tree = ast.parse(path.read_text())
+    tree = ast.parse((ROOT / file).read_text())
     found = _class(tree, class_name)
+    classes = [(tree, found), *_bases(tree, found)]
     first, _, rest = dotted.partition(".")
     if not rest:
-        of_bases = [node for base in _bases(tree, found) for node in base.body]
         named = [
             node
-            for node in (*found.body, *of_bases)
+            for _, one in classes
+            for node in one.body
             if isinstance(node, ast.FunctionDef) and node.name == first
         ]
-        return named[0] if named else _assigned(found, first)
-    value = _assigned(found, first)
+        return named[0] if named else _assigned(classes, first)[1]
+    tree, value = _assigned(classes, first)
     assert isinstance(value, ast.Call) and isinstance(value.func, ast.Name), (
         f"{class_name}.{first} is made of a class"
     )
@@ -127,25 +127,28 @@ def _target(file: str, class_name: str, dotted: str) -> ast.AST:
     return _target(f"{module.replace('.', '/')}.py", value.func.id, rest)
 
 
-def _bases(tree: ast.Module, of: ast.ClassDef) -> list[ast.ClassDef]:
-    """The classes of rlpost that a class is directly made from."""
+def _bases(tree: ast.Module, of: ast.ClassDef) -> list[tuple[ast.Module, ast.ClassDef]]:
+    """The classes of rlpost that a class is directly made from, with their modules."""
     names = {base.id for base in of.bases if isinstance(base, ast.Name)}
-    return [
-        _class(ast.parse((ROOT / f"{node.module.replace('.', '/')}.py").read_text()), alias.name)
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlpost.")
-        for alias in node.names
-        if alias.name in names
-    ]
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlpost."):
+            for name in names.intersection(alias.name for alias in node.names):
+                path = ROOT / f"{node.module.replace('.', '/')}.py"
+                module = ast.parse(path.read_text())
+                found.append((module, _class(module, name)))
+    return found
 
 
 def _class(tree: ast.Module, name: str) -> ast.ClassDef:
     return next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
 
 
-def _assigned(found: ast.ClassDef, attribute: str) -> ast.AST:
-    """The value that a method assigns to ``self.attribute``."""
-    for node in ast.walk(found):
+def _assigned(
+    classes: list[tuple[ast.Module, ast.ClassDef]], attribute: str
+) -> tuple[ast.Module, ast.AST]:
+    """The value that a method of one of the classes assigns to ``self.attribute``, and where."""
+    for tree, node in ((tree, node) for tree, found in classes for node in ast.walk(found)):
         targets = (
             node.targets
             if isinstance(node, ast.Assign)
@@ -159,8 +162,8 @@ def _assigned(found: ast.ClassDef, attribute: str) -> ast.AST:
                 and target.attr == attribute
                 and node.value is not None
             ):
-                return node.value
-    raise AssertionError(f"{found.name} has no {attribute}")
+                return tree, node.value
+    raise AssertionError(f"{classes[0][1].name} has no {attribute}")
 
 
 def _check_arguments(function: ast.FunctionDef, num_arguments: int, names: frozenset[str]) -> None:
