@@ -64,14 +64,25 @@ def methods(group: type) -> list[str]:
 
 
 CASES = [
-    pytest.param(group, name, id=f"{group.__name__}.{name}")
+    pytest.param(group, name, RUNS[group], id=f"{group.__name__}.{name}")
     for group in RUNS
     for name in methods(group)
 ]
+OF_A_CRITIC = (
+    *("gpu_positions", "setup", "data_parallel_ranks", "import_weights", "load"),
+    *("compute_values", "train_critic", "num_critic_steps", "hold", "release"),
+    *("save", "save_is_done", "export_critic", "restore_memory", "offload_memory"),
+    *("memory_use", "positions", "write_flight_records"),
+)
+"""What is called of ranks of a critic that has its own."""
+CRITIC = ("rlpost/actor/critic_rank.py", "CriticRank")
+CASES += [pytest.param(ActorGroup, name, CRITIC, id=f"critic.{name}") for name in OF_A_CRITIC]
 
 
-@pytest.mark.parametrize(("group", "name"), CASES)
-def test_a_method_called_by_name_exists_and_takes_these_arguments(group: type, name: str) -> None:
+@pytest.mark.parametrize(("group", "name", "runs"), CASES)
+def test_a_method_called_by_name_exists_and_takes_these_arguments(
+    group: type, name: str, runs: tuple[str, str]
+) -> None:
     recorder = Recorder()
     method = getattr(group(recorder), name)
     given = {
@@ -83,7 +94,7 @@ def test_a_method_called_by_name_exists_and_takes_these_arguments(group: type, n
     asyncio.run(method(*(many[0] if many else ()), **keywords))
     assert recorder.calls
     for called, num_arguments, names in recorder.calls:
-        target = _target(*RUNS[group], called)
+        target = _target(*runs, called)
         if isinstance(target, ast.FunctionDef):
             _check_arguments(target, num_arguments, names)
 
