@@ -225,6 +225,7 @@ def estimate(
         critic = critic_parameters(shape, Layout(), 0)
         stored_size += saved_bytes(config, Layout(), critic, matrices)
     fullest = max(ranks, key=lambda rank: rank.train)
+    most_weights = max(rank.held.weights for rank in ranks)
     update = None
     if engine is not None:
         update = weight_update(
@@ -245,7 +246,7 @@ def estimate(
         ranks=ranks,
         engine=engine,
         phases=(
-            *_phases(config, fullest, engine, update),
+            *_phases(config, fullest, engine, update, most_weights=most_weights),
             *_teacher_phase(config, ranks, engine, update),
             *_critic_phase(config, shape),
         ),
@@ -312,8 +313,14 @@ def _engine(config: Config, shape: Shape, *, gpu_bytes: int, width: int) -> Engi
 
 
 def _phases(
-    config: Config, rank: Rank, engine: Engine | None, update: WeightUpdate | None
+    config: Config,
+    rank: Rank,
+    engine: Engine | None,
+    update: WeightUpdate | None,
+    *,
+    most_weights: int = 0,
 ) -> tuple[Phase, ...]:
+    """The phases of a rank; weights are sent by another one too, which may have more of them."""
     held = rank.held
     kept = (("weights", held.weights), ("gradients", held.gradients), ("optimizer", held.optimizer))
     of_critic = (("critic", rank.critic.total),) if rank.critic.total else ()
@@ -327,6 +334,7 @@ def _phases(
         alone = () if engine is None else (_generate(engine, ()),)
         return (Phase("train", (*kept, *of_critic, *passing, context)), *alone)
     buffers = ("buffers", update.gpu_bytes)
+    sent = max(most_weights, held.weights)
     shadow = () if config.offload_train else (*kept, *of_critic)
     there = (
         () if config.offload_rollout else (("engine", engine.weights + max(0, engine.kv_cache)),)
@@ -336,7 +344,7 @@ def _phases(
         Phase("train", (*kept, *of_critic, *passing, context, beside, *there)),
         Phase(
             "synchronise",
-            (("weights", held.weights), ("engine", engine.weights), buffers, context, beside),
+            (("weights", sent), ("engine", engine.weights), buffers, context, beside),
         ),
         _generate(engine, (*shadow, context)),
     )
