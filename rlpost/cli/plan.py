@@ -439,10 +439,8 @@ def update_rows(config: Config, update: WeightUpdate) -> list[tuple[str, str]]:
 
 
 def bars(made: Estimate, width: int = WIDTH) -> Text:
-    """A bar for each phase, as long as its part of a GPU, and what its marks mean.
-
-    Args:
-        width: columns of the terminal.
+    """A bar for each phase, as long as its part of a GPU, and what its marks mean, for a terminal of
+    ``width`` columns.
     """
     size = min(BAR, width - _BESIDE_BAR)
     text = Text("\n")

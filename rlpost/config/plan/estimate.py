@@ -226,6 +226,7 @@ def estimate(
         stored_critic = saved_bytes(config, Layout(), critic, matrices)
     own_critic = _own_critic(config, shape)
     fullest = max(ranks, key=lambda rank: rank.train)
+    most_weights = max(rank.held.weights for rank in ranks)
     update = None
     if engine is not None:
         update = weight_update(
@@ -246,7 +247,7 @@ def estimate(
         ranks=ranks,
         engine=engine,
         phases=(
-            *_phases(config, fullest, engine, update, own_critic),
+            *_phases(config, fullest, engine, update, own_critic, most_weights=most_weights),
             *_teacher_phase(config, ranks, engine, update, own_critic),
             *_critic_phase(config, own_critic, engine),
         ),
@@ -320,11 +321,15 @@ def _phases(
     engine: Engine | None,
     update: WeightUpdate | None,
     own_critic: CriticRank | None = None,
+    *,
+    most_weights: int = 0,
 ) -> tuple[Phase, ...]:
     """The phases of the GPUs that train the policy.
 
-    ``own_critic``: the ranks of a critic with its own. On these GPUs its process has a context, and
-    all of its memory where the two do not take turns.
+    Args:
+        own_critic: the ranks of a critic with its own. On these GPUs its process has a context, and
+            all of its memory where the two do not take turns.
+        most_weights: of any rank: weights are sent by another one too, which may have more of them.
     """
     held = rank.held
     kept = (("weights", held.weights), ("gradients", held.gradients), ("optimizer", held.optimizer))
@@ -347,6 +352,7 @@ def _phases(
         alone = () if engine is None else (_generate(engine, ()),)
         return (Phase("train", (*kept, *with_pass, *passing, context)), *alone)
     buffers = ("buffers", update.gpu_bytes)
+    sent = max(most_weights, held.weights)
     shadow = () if config.offload_train else (*kept, *of_critic)
     there = (
         () if config.offload_rollout else (("engine", engine.weights + max(0, engine.kv_cache)),)
@@ -356,7 +362,7 @@ def _phases(
         Phase("train", (*kept, *with_pass, *passing, context, beside, *there)),
         Phase(
             "synchronise",
-            (("weights", held.weights), ("engine", engine.weights), buffers, context, beside),
+            (("weights", sent), ("engine", engine.weights), buffers, context, beside),
         ),
         _generate(engine, (*shadow, context)),
     )
