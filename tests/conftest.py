@@ -10,12 +10,19 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+# Threads of torch spin while they wait for each other, here and in every process that a test starts.
+# Before torch is imported; not on a host with GPUs, whose checks measure what the CPUs do.
+if shutil.which("nvidia-smi") is None:
+    for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(_variable, "1")
 
 TESTS = Path(__file__).parent
 MARKED_FOLDERS = ("cluster", "e2e", "gpu")

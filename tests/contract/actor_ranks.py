@@ -29,7 +29,10 @@ from tests.ports import free_port
 
 DEADLINE_S = 120.0
 _fork_server = multiprocessing.get_context("forkserver")
-_fork_server.set_forkserver_preload(["rlpost.actor.actor", "tests.contract.actor_ranks"])
+# The first step of an optimizer imports torch._dynamo: 0.3 s, in every rank that would be.
+_fork_server.set_forkserver_preload(
+    ["rlpost.actor.actor", "torch._dynamo", "tests.contract.actor_ranks"]
+)
 
 
 def run_ranks(
