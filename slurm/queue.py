@@ -95,7 +95,9 @@ def _query(job_ids: Sequence[str]) -> tuple[dict[str, QueueEntry], str]:
     except (OSError, subprocess.TimeoutExpired) as error:
         return {}, f"squeue does not answer: {error}"
     if done.returncode != 0 and "Invalid job id" not in done.stderr:
-        return {}, f"squeue does not answer: {' '.join(done.stderr.split())}"
+        # its errors lead to one another; the last one says what failed
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return {}, f"squeue does not answer: {said[-1].removeprefix('squeue: ')}"
     return parse_queue(done.stdout), FORGOTTEN
 
 

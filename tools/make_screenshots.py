@@ -1,5 +1,7 @@
-"""Make the pictures of docs/seeing.md from a run: ``python -m tools.make_screenshots RUN``. Needs
-chromium.
+"""Make the pictures of docs/seeing.md. Needs chromium.
+
+python -m tools.make_screenshots RUN         of a run: terminal, report on desktop and phone
+python -m tools.make_screenshots --examples  of runs that it makes up: 200 attempts, an early failure
 """
 
 from __future__ import annotations
@@ -12,39 +14,74 @@ from pathlib import Path
 
 from rich.console import Console
 
+from common.run_folder import RunFolder
 from rlpost.cli.runs import find_run, job_ids
 from rlpost.cli.watch import page, read_view
 from rlpost.report.write import write_report
 from tests.browser import Browser, find_browser
+from tests.unit.report.runs import make_failed_run, make_run
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 COLUMNS = 100
+DESKTOP, PHONE = 1280, 400
+EXAMPLES = "--examples"
 # name, width, height of what is shown, dark
-VIEWS = (
-    ("report", 1280, 1420, False),
-    ("report-dark", 1280, 1420, True),
-    ("report-phone", 400, 1420, True),
+View = tuple[str, int, int, bool]
+VIEWS: tuple[View, ...] = (
+    ("report", DESKTOP, 1420, False),
+    ("report-dark", DESKTOP, 1420, True),
+    ("report-phone", PHONE, 1420, True),
+)
+ATTEMPTS_VIEWS: tuple[View, ...] = (
+    ("report-attempts", DESKTOP, 1420, False),
+    ("report-attempts-phone", PHONE, 1420, True),
+)
+FAILED_VIEWS: tuple[View, ...] = (
+    ("report-failed", DESKTOP, 1000, False),
+    ("report-failed-phone", PHONE, 1000, True),
 )
 
 
-def main() -> int:
-    """Write the pictures; return 2 if there is no browser."""
-    run = find_run(sys.argv[1] if len(sys.argv) > 1 else None, Path("runs"))
-    IMAGES.mkdir(exist_ok=True)
+def many_attempts(root: Path) -> RunFolder:
+    """A run of 3,000 steps and 200 attempts: each tenth lost a node, the others were preempted."""
+    ends = tuple(range(15, 3000, 15))
+    return make_run(root, num_steps=3000, preempted_at=ends, lost_at=ends[::10])
+
+
+def draw(browser: Browser, run: RunFolder, views: tuple[View, ...]) -> None:
+    """Write the pictures of a run's report."""
+    report = write_report(run)
+    for name, width, height, dark in views:
+        browser.open(report, width=width, dark=dark)
+        browser.picture(IMAGES / f"{name}.png", height=height)
+
+
+def draw_terminal(run: RunFolder) -> None:
+    """Write the picture of ``rlpost status --watch``."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     console.print(page(read_view(run, (job_ids(run) or [None])[-1], None), COLUMNS))
     drawn = console.export_svg(title=f"rlpost status --watch {run.root.name}")
     # Remove Rich's reference to a font on another host: the picture must not load anything.
     (IMAGES / "status.svg").write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL))
+
+
+def main() -> int:
+    """Write the pictures; return 2 if there is no browser."""
+    words = sys.argv[1:]
+    IMAGES.mkdir(exist_ok=True)
+    if EXAMPLES not in words:
+        run = find_run(words[0] if words else None, Path("runs"))
+        draw_terminal(run)
     program = find_browser()
     if program is None:
         print("no browser here; tools/install_system.sh installs chromium")
         return 2
-    report = write_report(run)
-    with tempfile.TemporaryDirectory() as profile, Browser(program, Path(profile)) as browser:
-        for name, width, height, dark in VIEWS:
-            browser.open(report, width=width, dark=dark)
-            browser.picture(IMAGES / f"{name}.png", height=height)
+    with tempfile.TemporaryDirectory() as folder, Browser(program, Path(folder)) as browser:
+        if EXAMPLES not in words:
+            draw(browser, run, VIEWS)
+            return 0
+        draw(browser, many_attempts(Path(folder) / "runs/qwen3_4b-20261102-080000"), ATTEMPTS_VIEWS)
+        draw(browser, make_failed_run(Path(folder) / "runs/qwen3_4b-20261102-080500"), FAILED_VIEWS)
     return 0
 
 

@@ -156,4 +156,5 @@ def summary(run: RunFolder) -> list[str]:
         (first_step, first), (last_step, last) = points[0], points[-1]
         change = f"{first:.3f} at step {first_step:.0f} -> {last:.3f} at step {last_step:.0f}"
         found.append(f"reward on {name.split('/')[1]}: {change}")
-    return [*found, f"metrics {run.metrics}", f"reward curve {run.report / 'reward.png'}"]
+    files = [("metrics", run.metrics), ("reward curve", run.report / "reward.png")]
+    return [*found, *(f"{name} {path}" for name, path in files if path.exists())]

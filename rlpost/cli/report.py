@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Sequence
 from datetime import datetime
 
+from common.error_lines import error_line
 from common.files import write_atomic
 from common.ledger import Entry
 from common.run_folder import RunFolder
@@ -44,7 +45,8 @@ def report_lines(run: RunFolder) -> list[str]:
 
 def _event_line(entry: Entry) -> str:
     when = datetime.fromisoformat(entry["time"]).strftime("%Y-%m-%d %H:%M:%S")
+    shown = {**entry, "cause": error_line(str(entry["cause"]))} if entry.get("cause") else entry
     rest = ", ".join(
-        f"{key} {value}" for key, value in entry.items() if key not in ("time", "event")
+        f"{key} {value}" for key, value in shown.items() if key not in ("time", "event")
     )
     return f"{when}  {entry['event']}  {rest}"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from common.error_lines import with_remedy
+from common.error_lines import error_line, with_remedy
 from rlpost.arguments import Parser
 from rlpost.cli.run_status import STATE_COLOURS, Status, ago, headline
 from rlpost.cli.run_table import GAP, reasons, table, total_cost
@@ -35,12 +35,14 @@ def rows(status: Status) -> list[tuple[str, str]]:
     of = f"/{status.num_steps}" if status.num_steps else ""
     pace = f", {status.step_s:.2f} s a step" if status.step_s is not None else ""
     phases = status.phases_s
+    why, error = headline(status), error_line(status.cause)
+    is_told = bool(status.verdict and error.startswith(why.removesuffix("...")))  # with the verdict
     shown = [
         ("run", status.name),
         ("folder", status.folder),
         ("job", status.job_id or "never submitted"),
         ("state", status.state),
-        ("why", headline(status)),
+        ("why", "" if is_told else why),
         ("expected start", status.expected_start),
         ("nodes", status.nodelist),
         ("time left", "" if status.time_left_s is None else duration(status.time_left_s)),

@@ -125,10 +125,8 @@ def place(offers: Sequence[Offer], config: Config) -> Placement:
         if len(chosen) < len(parts) or any(
             free[i] < size for i, size in zip(chosen, parts, strict=True)
         ):
-            wanted = (
-                f"{counted(config.num_engines, 'engine')} of {counted(per_engine, 'GPU')} "
-                f"beside {counted(len(actors), 'trainer rank')}"
-            )
+            missing, gpus = counted(config.num_engines, "engine"), counted(per_engine, "GPU")
+            wanted = f"{missing} of {gpus} beside {counted(len(actors), 'trainer rank')}"
             raise PlacementError(_missing(wanted, offers))
         for index, size in zip(chosen, parts, strict=True):
             free[index] -= size

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.attempt import DRIVER_LOG, PREFLIGHT_JSON, VERDICT_JSON
+from common.error_lines import with_remedy
 from common.ledger import Entry
 from common.log_format import as_text
 from common.run_folder import RunFolder
@@ -212,7 +213,8 @@ def _failure(run: RunFolder, events: Sequence[Entry]) -> Failure | None:
         return None
     name = str(newest.get("attempt"))
     attempt = run.attempts / name
-    cause = str(newest.get("cause") or _json(attempt / VERDICT_JSON).get("cause") or "")
+    text = newest.get("cause") or _json(attempt / VERDICT_JSON).get("cause") or ""
+    cause = with_remedy(str(text))  # the log is below it
     logs = [path for log in _log_names(attempt) if _tail(path := attempt / log)]
     if not logs:
         return Failure(name, str(newest.get("verdict")), cause)

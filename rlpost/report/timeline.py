@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Literal
 
+from common.error_lines import error_line
 from common.ledger import Entry
 
 Doing = Literal["waiting", "starting", "training", "ending"]
@@ -128,7 +129,7 @@ def _mark(entry: Mapping[str, object], at_s: float) -> Mark | None:
         case "recovered":
             return Mark("recovered", at_s, _recovered(entry))
         case "verdict" if entry.get("verdict") not in ("done", "requeue"):
-            return Mark("failed", at_s, f"{entry.get('verdict')}: {entry.get('cause', '')}")
+            return Mark("failed", at_s, _verdict(entry))
         case "done":
             return Mark("done", at_s, f"done at step {entry.get('step')}")
     return None
@@ -153,6 +154,11 @@ def _engines(entry: Entry) -> str:
     """Return ``engine 1`` or ``engines 1, 2``."""
     found = [str(engine) for engine in entry.get("engines") or []]
     return f"engine{'' if len(found) == 1 else 's'} {', '.join(found)}"
+
+
+def _verdict(entry: Mapping[str, Any]) -> str:
+    """The verdict and the line that names the error."""
+    return f"{entry.get('verdict')}: {error_line(str(entry.get('cause') or ''))}"
 
 
 def _preempted(entry: Mapping[str, object]) -> str:
@@ -189,7 +195,7 @@ def _attempts(entries: Sequence[tuple[datetime, Entry]], until: datetime) -> tup
             case "preempted":
                 now = replace(now, ended=_preempted(entry))
             case "verdict":
-                cause = now.ended or f"{entry.get('verdict')}: {entry.get('cause', '')}"
+                cause = now.ended or _verdict(entry)
                 answer = entry.get("answer")
                 now = replace(now, ended=f"{cause}; comes back" if answer in COMES_BACK else cause)
             case "done":

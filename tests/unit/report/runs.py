@@ -21,17 +21,21 @@ def make_run(
     *,
     num_steps: int = 240,
     preempted_at: tuple[int, ...] = (70, 150),
+    lost_at: tuple[int, ...] = (),
     seed: int = 0,
     **settings: object,
 ) -> RunFolder:
-    """A finished run on two nodes, with an answer of HOSTILE text in it."""
+    """A finished run on two nodes, with an answer of HOSTILE text in it.
+
+    ``lost_at``: steps of ``preempted_at`` at which a node was lost instead.
+    """
     values = {"rollout": {"num_rollout": num_steps}, "cluster": {"nodes": 2, "job_name": "seven-b"}}
     values["rollout"] |= settings
     run = create_run_folder(root, dump(load([], values).config))
     rng = random.Random(seed)
     lines = [_line(step, num_steps, rng) for step in range(num_steps + 1)]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    _write_ledger(run, num_steps, preempted_at)
+    _write_ledger(run, num_steps, preempted_at, lost_at)
     samples = [{"step": n, "samples": _samples(n, num_steps, rng)} for n in range(1, num_steps + 1)]
     (run.report / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
     for _ in range(len(preempted_at) + 1):
@@ -48,6 +52,43 @@ def make_run(
             table = "socket_ifname   bond0\nnode_ip         10.2.0.4\nrdma            ib\nib_hca          mlx5_0,mlx5_1"
             text = f"08:00:01.000 INFO agent[{host}] network of this node\n{table}\n08:00:02.000 INFO agent preflight\n"
             (attempt / f"agent-{host}.log").write_text(text)
+    return run
+
+
+EARLY_ERROR = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.38 GiB."
+EARLY_LOG = f"""\
+2026-11-02 08:05:10.020 INFO starting from /models/Qwen3-4B
+2026-11-02 08:05:12.310 INFO starting 8 actor ranks and 4 engines
+2026-11-02 08:06:40.551 ERROR actor-3 failed:
+ray::Worker.call() (pid=7120, ip=10.2.0.4)
+  File "/code/rlpost/actor/model.py", line 92, in build
+    model = wrapped(layers)
+{EARLY_ERROR}
+2026-11-02 08:06:41.102 INFO the report: report/report.html
+"""
+
+
+def make_failed_run(root: Path) -> RunFolder:
+    """A run on two nodes whose only attempt failed before its first step."""
+    run = make_run(root, num_steps=60, preempted_at=())
+    run.metrics.unlink()
+    (run.report / "samples.jsonl").unlink()
+    (run.attempts / "0/driver.log").write_text(EARLY_LOG)
+    cause = "the driver ended with exit code 1; its last lines:\n" + EARLY_LOG.strip()
+    moment = BEGIN
+    events = []
+    for seconds, event, details in (
+        (0, "submitted", {"job_id": "4711", "nodes": 2}),
+        (240, "attempt", {"attempt": 0, "job_id": "4711", "nodes": "n[01-02]", "num_nodes": 2}),
+        (25, "started", {"attempt": "0", "step": 0, "nodes": ["n01", "n02"]}),
+        (95, "verdict", {"attempt": 0, "verdict": "failed", "cause": cause, "answer": 1}),
+    ):
+        moment += timedelta(seconds=seconds)
+        events.append(
+            {"time": moment.isoformat(timespec="milliseconds"), "event": event, **details}
+        )
+    events[-1]["reason"] = "not requeued: failures: 4, and max_failures is 3"
+    run.ledger.path.write_text("".join(json.dumps(event) + "\n" for event in events))
     return run
 
 
@@ -108,7 +149,9 @@ def _line(step: int, num_steps: int, rng: random.Random) -> dict[str, float]:
     }
 
 
-def _write_ledger(run: RunFolder, num_steps: int, preempted_at: tuple[int, ...]) -> None:
+def _write_ledger(
+    run: RunFolder, num_steps: int, preempted_at: tuple[int, ...], lost_at: tuple[int, ...]
+) -> None:
     clock, saved, events = BEGIN, 0, []
 
     def say(after_s: float, event: str, **details: object) -> None:
@@ -133,7 +176,11 @@ def _write_ledger(run: RunFolder, num_steps: int, preempted_at: tuple[int, ...])
             if step % 20 == 0 or step == last:
                 say(0, "committed", step=step, checkpoint=f"iter_{step:07d}")
                 saved = step
-        if last < num_steps:
+        if last in lost_at:
+            cause = "n02 is gone: no heartbeat for 30 s"
+            said = {"answer": "again", "reason": "", "exclude": []}
+            say(35, "verdict", attempt=attempt, verdict="failed", cause=cause, **said)
+        elif last < num_steps:
             say(5, "preempted", reason="SIGUSR2 from the batch script")
             say(
                 20,

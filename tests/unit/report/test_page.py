@@ -20,7 +20,7 @@ from rlpost.report.page import report_page
 from rlpost.report.panels import drawn_names
 from rlpost.report.run_facts import Setting, compared, network_table, read_facts
 from rlpost.report.write import Reporter, recipe, try_to_write_report, write_report
-from tests.unit.report.runs import HOSTILE, make_run
+from tests.unit.report.runs import EARLY_ERROR, HOSTILE, make_failed_run, make_run
 
 VOID = {"meta", "link", "input", "br", "img"}
 
@@ -391,3 +391,13 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
     ]
     read = Reader(compare_page([read_facts(run) for run in runs]))
     assert str(tmp_path / "a/same") in read.text and str(tmp_path / "b/same") in read.text
+
+
+def test_a_run_that_failed_early_has_the_line_of_the_error_and_the_log_once(tmp_path):
+    """Not the wrapper of the agent and the log within a sentence, nor in the table of attempts."""
+    html = report_page(read_facts(make_failed_run(tmp_path / "a")))
+    read = Reader(html)
+    text = "".join(read.text)
+    assert text.count(EARLY_ERROR) >= 3 and "its last lines" not in text
+    assert text.count("ray::Worker.call()") == 1
+    assert 'aria-label="Reward"' not in html
