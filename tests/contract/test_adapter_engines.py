@@ -61,6 +61,7 @@ def trained_versions(folder: Path, name: str, targets: tuple[str, ...]) -> list[
         update_weight_mode="adapter",
     )
     (found,) = run_ranks(versions_of_adapters, 1, settings, steps=STEPS[:2], folder=str(folder))
+    assert {path.name for path in folder.iterdir()} == {"base", "1", "2"}, "nothing is left beside"
     return found
 
 
