@@ -57,6 +57,16 @@ def lora_problems(config: Config) -> list[str]:
             "omit one of them",
         ),
         (
+            config.grpo.keep_old_actor,
+            f"--keep-old-actor true with {rank}: the old policy would be kept without its adapters; use "
+            "--keep-old-actor false",
+        ),
+        (
+            config.rollout.update_weights_interval > 1,
+            f"{spelled(config, 'update_weights_interval')} with {rank}: the policy of the engines would be kept "
+            "without its adapters; use --update-weights-interval 1",
+        ),
+        (
             len(set(lora.lora_targets)) != len(lora.lora_targets),
             f"{spelled(config, 'lora_targets')} names a target twice; name each once",
         ),

@@ -44,6 +44,14 @@ def test_adapters_at_every_layer_and_their_defaults_have_no_problems():
         ),
         ({"lora": LORA | {"lora_targets": ["experts"] * 2}}, "names a target twice"),
         (
+            {"lora": LORA, "grpo": {"keep_old_actor": True}},
+            "without its adapters; use --keep-old-actor false",
+        ),
+        (
+            {"lora": LORA, "rollout": {"update_weights_interval": 2}},
+            "--update-weights-interval 2 with --lora-rank 8",
+        ),
+        (
             {
                 "lora": LORA | {"lora_targets": "experts", "lora_export": "peft"},
                 "checkpoint": {"save_hf": "/there"},
