@@ -21,6 +21,10 @@ from rlpost.actor.architecture import mtp_problem, sharding_problem
 from rlpost.actor.model_description import read_description
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.checkpoint.commit import foreign
+from rlpost.config.checks.adapter_engines import (
+    adapter_engine_model_problems,
+    adapter_engine_problems,
+)
 from rlpost.config.checks.agents import agent_problems
 from rlpost.config.checks.algorithm import algorithm_problems
 from rlpost.config.checks.batch import batch_problems
@@ -131,6 +135,7 @@ def _settings_problems(config: Config) -> list[str]:
         *debug_problems(config),
         *sandbox_problems(config),
         *sync_problems(config),
+        *adapter_engine_problems(config),
         *draft_problems(config),
         *fleet_problems(config),
         *observe_problems(config),
@@ -320,6 +325,7 @@ def _model_folder_problems(config: Config) -> list[str]:
         problems += own_critic_model_problems(config, hf_config)
         problems += fleet_model_problems(config, hf_config)
         problems += lora_model_problems(config, hf_config)
+        problems += adapter_engine_model_problems(config, hf_config)
         problems += _of_file("--hf-checkpoint", _collect(lambda: _check_description(config, path)))
         problems += _engine_problems(config, hf_config)
     except FileNotFoundError:

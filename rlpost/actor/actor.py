@@ -382,10 +382,25 @@ class Actor(Rank):
         self._finish_param_sync()
         weight_files.export(self.exporter, self.inventory, folder, self.description, self.settings)
 
-    def export_engine_weights(self, folder: str | Path) -> None:
-        """As ``export``, the weights of the engines' last update."""
+    def write_engine_folder(self, folder: str | Path) -> int | None:
+        """Write what engines read: all weights, with adapters merged, or the adapters alone.
+
+        Returns:
+            Bytes of the adapters on the writing rank; otherwise None.
+
+        Raises:
+            CheckpointError: the folder cannot be written; raised on every rank.
+        """
+        self._finish_param_sync()
+        if self.settings.update_weight_mode == "adapter":
+            return weight_files.write_adapters(self.inventory, Path(folder), self.settings)
+        weight_files.export_merged(self.exporter, folder, self.description, self.settings)
+        return None
+
+    def write_old_engine_folder(self, folder: str | Path) -> int | None:
+        """As ``write_engine_folder``, of the weights of the engines' last update."""
         with self.old_policy.swapped_in():
-            self.export(folder)
+            return self.write_engine_folder(folder)
 
     def export_critic(self, folder: str | Path) -> None:
         """Write the critic as a Hugging Face folder of a model for token classification.

@@ -54,6 +54,7 @@ class ActorSettings(LossSettings):
     lora_dropout: float = 0.0
     lora_targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
     lora_export: str = "merged"
+    update_weight_mode: str = "full"
     only_train_params_name_list: tuple[str, ...] = ()
     freeze_params_name_list: tuple[str, ...] = ()
     optimizer: str = "adam"

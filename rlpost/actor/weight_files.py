@@ -6,6 +6,7 @@ engines that read files. Collective: call on every rank.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from rlpost.actor.lora.targets import peft_settings
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.settings import ActorSettings
 from rlpost.errors import CheckpointError, SyncError
-from rlpost.weights.delta import Written
+from rlpost.weights.delta import Written, commit
 from rlpost.weights.exporter import Exporter, export_folder
 from rlpost.weights.inventory import Inventory
 from rlpost.weights.peft_folder import write_peft_folder
@@ -38,20 +39,54 @@ def export(
     Raises:
         CheckpointError: the folder cannot be written; raised on every rank.
     """
-    writes = dist.get_rank() == 0
     if settings.lora_export == "peft":
-        adapters = peft_settings(settings)
+        writes, adapters = dist.get_rank() == 0, peft_settings(settings)
         write = partial(write_peft_folder, inventory, folder, settings=adapters, writes=writes)
+        written_everywhere(write, folder)
     else:
-        write = partial(
-            export_folder,
-            exporter,
-            folder,
-            template=settings.hf_checkpoint,
-            config=description.hf_config,
-            writes=writes,
-        )
+        export_merged(exporter, folder, description, settings)
+
+
+def export_merged(
+    exporter: Exporter,
+    folder: str | Path,
+    description: ModelDescription,
+    settings: ActorSettings,
+) -> None:
+    """As ``export``, always all weights."""
+    write = partial(
+        export_folder,
+        exporter,
+        folder,
+        template=settings.hf_checkpoint,
+        config=description.hf_config,
+        writes=dist.get_rank() == 0,
+    )
     written_everywhere(write, folder)
+
+
+def write_adapters(inventory: Inventory, folder: Path, settings: ActorSettings) -> int | None:
+    """Write the adapters as a PEFT folder that appears complete.
+
+    Returns:
+        Bytes of the folder on the writing rank; None on other ranks.
+
+    Raises:
+        CheckpointError: the folder cannot be written; raised on every rank.
+    """
+    writes, temporary = dist.get_rank() == 0, folder.with_name(f".{folder.name}")
+    written: list[int] = []
+
+    def write() -> None:
+        if writes:
+            shutil.rmtree(temporary, ignore_errors=True)
+        adapters = peft_settings(settings)
+        write_peft_folder(inventory, temporary, settings=adapters, writes=writes)
+        if writes:
+            written.append(commit(temporary, folder))
+
+    written_everywhere(write, folder)
+    return written[0] if writes else None
 
 
 def written_everywhere(write: Callable[[], None], folder: str | Path) -> None:

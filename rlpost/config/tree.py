@@ -154,6 +154,11 @@ class Config(Group):
         return self.cluster.colocate if given is None else given
 
     @property
+    def sends_adapters(self) -> bool:
+        """Whether engines load adapters beside the base."""
+        return self.sync.update_weight_mode == "adapter"
+
+    @property
     def use_critic(self) -> bool:
         """Whether a value model is trained beside the policy."""
         return self.grpo.advantage_estimator == "ppo" and self.grpo.loss_type != "sft_loss"

@@ -34,6 +34,7 @@ from common.files import is_there
 from common.log_format import configure_logging
 from common.run_folder import RunFolder
 from common.stop_file import parse_stop
+from rlpost.config.engine_args import engine_args
 from rlpost.config.load import parse_dump
 from rlpost.config.tree import Config
 from rlpost.daemon_threads import started
@@ -243,11 +244,8 @@ class Agent:
 
 def server_args(config: Config, nccl_port: int) -> dict[str, object]:
     """Return the arguments of a fleet engine's server, apart from model, address and key."""
-    routes = (
-        {"enable_return_routed_experts": True} if config.grpo.use_rollout_routing_replay else {}
-    )
     own = {"nccl_port": nccl_port, "weight_version": NOT_ADMITTED}
-    return {**own, **routes, **config.sglang.server_args}
+    return {**own, **engine_args(config), **config.sglang.server_args}
 
 
 def driver_address(lease: Lease) -> str:

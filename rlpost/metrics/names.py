@@ -250,7 +250,7 @@ METRICS = tuple(
         (
             "sync/weights_bytes",
             "bytes",
-            "bytes of all weights sent; with mode delta, of the files written",
+            "bytes of all weights sent; with mode delta or adapter, of the files written",
         ),
         ("sync/changed_frac", "share", "fraction of weight elements written, with mode delta"),
         ("sync/update_s", "s", "from pausing the engines until they resume"),

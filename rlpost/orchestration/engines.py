@@ -20,6 +20,7 @@ from typing import Any
 
 from common.cluster import Cluster
 from rlpost.bounded import for_each
+from rlpost.config.engine_args import engine_args
 from rlpost.config.keys import EXTERNAL_ENGINES
 from rlpost.config.tree import Config
 from rlpost.errors import EngineDied, RolloutError
@@ -214,10 +215,12 @@ class Fleet:
         "retract" keeps requests in the engine, which recomputes their KV cache. "abort" and a retry
         take SGLang a second, so it is only used by older engines without "retract", and where
         engines return the experts that they chose: "retract" would replace those of all earlier
-        tokens by the choice of the new weights, while an abort returns them first.
+        tokens by the choice of the new weights, while an abort returns them first. Nor can a
+        request change its adapter.
         """
-        loses_routes = self._config.grpo.use_rollout_routing_replay
-        return "retract" if self.can_retract and not loses_routes else "abort"
+        grpo, sends_adapters = self._config.grpo, self._config.sends_adapters
+        must_abort = grpo.use_rollout_routing_replay or sends_adapters
+        return "retract" if self.can_retract and not must_abort else "abort"
 
     async def unhealthy(self, *, generating: bool) -> list[int]:
         """Return engines that do not answer in time, except dismissed ones; concurrency is bounded.
@@ -430,18 +433,15 @@ class Fleet:
     def _settings(self, index: int) -> list[dict[str, Any]]:
         """Settings of each part of an engine."""
         config = self._config
-        parts = self._placement.engines[index]
-        meeting = self._ports.engine_groups[index]
-        extra = {"enable_memory_saver": True} if config.offload_rollout else {}
-        extra |= (
-            {"enable_return_routed_experts": True} if config.grpo.use_rollout_routing_replay else {}
-        )
+        parts, meeting = self._placement.engines[index], self._ports.engine_groups[index]
+        saver = {"enable_memory_saver": True} if config.offload_rollout else {}
         several: dict[str, object] = {"nnodes": len(parts)} if len(parts) > 1 else {}
         # With attention data parallelism, SGLang derives several ports from this address; without
         # one it chooses a port whose successors may belong to other engines.
         if several or config.sglang.shares_attention:
             several["dist_init_addr"] = f"{parts[0].ip}:{meeting}"
-        server_args = {"nccl_port": meeting, **several, **extra, **config.sglang.server_args}
+        args = engine_args(config) | saver | config.sglang.server_args
+        server_args = {"nccl_port": meeting, **several, **args}
         return [
             {
                 "model_path": config.checkpoint.hf_checkpoint,

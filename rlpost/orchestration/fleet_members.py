@@ -55,6 +55,7 @@ class FleetMembers:
         check: Callable[[], None] = lambda: None,
         deadlines: Deadlines = DEADLINES,
         poll_s: float = POLL_S,
+        load_adapters: bool = False,
     ) -> None:
         """
         Args:
@@ -64,11 +65,12 @@ class FleetMembers:
             lost: called with the address of an engine whose requests in flight are not answered.
             check: called before each write of the lease; raises Fenced when another attempt owns
                 the run.
+            load_adapters: see ``FleetServers``.
         """
         self._folder, self._membership = folder, membership
         self._lease, self._changed, self._lost = lease, changed, lost
         self._deadlines, self._check = deadlines, check
-        self._poll_s = poll_s
+        self._poll_s, self._load_adapters = poll_s, load_adapters
         self._weights = Path()
         self._records: list[EngineRecord] = []
         self._orders = Orders()
@@ -87,7 +89,9 @@ class FleetMembers:
     async def start(self) -> None:
         """Read the secret, write the first lease and begin to poll. Raises FleetError, OSError."""
         self._secret = await in_daemon(self._folder.secret)
-        self._servers = FleetServers(self._secret, self._deadlines)
+        self._servers = FleetServers(
+            self._secret, self._deadlines, load_adapters=self._load_adapters
+        )
         await self._write_lease()
         begin = (self._poll(), self._follow(), self._check_health())
         self._running = [asyncio.create_task(one) for one in begin]

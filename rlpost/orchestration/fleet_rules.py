@@ -22,6 +22,7 @@ def fleet_rules(config: Config, hf: Mapping[str, object]) -> FleetRules:
         is_wanted=bool(fleet.engines) or fleet.min_engines > config.num_engines,
         min_engines=fleet.min_engines,
         wait_s=fleet.engine_wait_s,
+        load_adapters=config.sends_adapters,
         refusal=quantised_problem(hf) or engine_size_problem(config),
         limits=Limits(
             lost_after_s=fleet.engine_lost_after_s,

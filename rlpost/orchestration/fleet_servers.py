@@ -42,17 +42,28 @@ DEADLINES = Deadlines()
 
 
 class FleetServers:
-    """Talks to the servers of the fleet's engines. ``key`` is the fleet's secret."""
+    """Talks to the servers of the fleet's engines."""
 
-    def __init__(self, key: str, deadlines: Deadlines = DEADLINES) -> None:
+    def __init__(
+        self, key: str, deadlines: Deadlines = DEADLINES, *, load_adapters: bool = False
+    ) -> None:
+        """
+        Args:
+            key: the fleet's secret.
+            load_adapters: whether a folder of weights has adapters alone.
+        """
         self._key, self._deadlines = key, deadlines
+        self._load_adapters = load_adapters
 
     async def update(self, record: EngineRecord, weights: Path, version: int) -> None:
         """Bring a server to a version; it stays paused. Raises RolloutError, TimeoutError."""
 
         async def update(client: EngineClient) -> None:
             await client.pause("abort")
-            await client.update_weights_from_disk(str(weights), version=version)
+            if self._load_adapters:
+                await client.replace_adapter(str(weights), version=version)
+            else:
+                await client.update_weights_from_disk(str(weights), version=version)
             await client.flush_cache()
 
         deadline_s = self._deadlines.update_s

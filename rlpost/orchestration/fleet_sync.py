@@ -47,7 +47,7 @@ KEPT = 2  # folders of weights: an engine may still read the one before
 ACCOUNT_S = 300.0  # between lines of the ledger
 SAY_AGAIN_S = 30.0
 
-Export = Callable[[str], Awaitable[None]]
+Export = Callable[[str], Awaitable[object]]
 Record = Callable[..., None]
 
 
@@ -61,6 +61,7 @@ class FleetRules:
         min_engines: engines below which a step waits, those of the run's own job included.
         wait_s: longest wait for them, in seconds.
         refusal: why this run cannot have a fleet; None if it can.
+        load_adapters: whether engines load adapters beside the base.
     """
 
     concurrency: int
@@ -70,6 +71,7 @@ class FleetRules:
     refusal: str | None = None
     limits: Limits = LIMITS
     deadlines: Deadlines = DEADLINES
+    load_adapters: bool = False
 
 
 class FleetSync:
@@ -89,7 +91,7 @@ class FleetSync:
         """
         Args:
             lease: with the attempt, the settings and the address of this driver.
-            export: writes all weights to a folder; collective over the actors.
+            export: writes the weights that engines read to a folder; collective over the actors.
             check: raises Fenced when another attempt owns the run.
             record: writes an event into the ledger.
         """
@@ -253,6 +255,7 @@ class FleetSync:
             lost=self._places.give_up,
             check=self._check,
             deadlines=rules.deadlines,
+            load_adapters=rules.load_adapters,
         )
         await members.start()
         self._members = members

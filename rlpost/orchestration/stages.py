@@ -142,7 +142,7 @@ class ClusterStages(RunStages):
             FleetFolder(attempt.parents[1]),
             lease,
             self._fleet.router.fleet,
-            export=actors.export_engine_weights if interval > 1 else actors.export,
+            export=actors.write_old_engine_folder if interval > 1 else actors.write_engine_folder,
             rules=fleet_rules(self.config, self.hf),
             check=self.checkpoints.check_owner,
             record=self.record,

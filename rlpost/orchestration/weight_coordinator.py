@@ -26,6 +26,7 @@ from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.worker_groups import ActorGroup, BroadcastPlace, WeightCopies
 from rlpost.orchestration.workers import WorkerGroup
 from rlpost.rollout.engine_side_weights import (
+    AdapterMover,
     BroadcastMover,
     DeltaMover,
     DiskMover,
@@ -147,8 +148,7 @@ class WeightCoordinator:
                     "--update-weight-transport disk: --hf-checkpoint is in FP8, but the files have the trainer's "
                     "precision; use 'memory'"
                 )
-            is_delta = self._config.sync.update_weight_mode == "delta"
-            self._mover = self._delta_mover() if is_delta else DiskMover(self._write)
+            self._mover = self._file_mover()
         elif self._config.cluster.colocate:
             self._mover = SharingMover(
                 buckets, self._share, ranks_of=self._placement.ranks_of_engines
@@ -251,8 +251,25 @@ class WeightCoordinator:
         """Export this version to a folder; return its path once for each engine."""
         self._stop.check()
         folder = self._version_folder(version)
-        await self._actors.export(str(folder))
+        await self._actors.write_engine_folder(str(folder))
         return [str(folder)] * len(self._fleet.addresses)
+
+    def _file_mover(self) -> Mover:
+        match self._config.sync.update_weight_mode:
+            case "delta":
+                return self._delta_mover()
+            case "adapter":
+                return AdapterMover(self._write_adapters)
+            case _:
+                return DiskMover(self._write)
+
+    async def _write_adapters(self, version: int) -> str:
+        self._stop.check()
+        folder = str(self._version_folder(version))
+        size = await self._actors.write_engine_folder(folder)
+        assert size is not None, "the trainer has no adapters"
+        self.num_bytes = size
+        return folder
 
     def _delta_mover(self) -> DeltaMover:
         """Create the delta mover, with one copy per host of engines or a shared one; existing

@@ -231,9 +231,14 @@ class ActorGroup:
         """Write the weights as a Hugging Face folder."""
         await self._workers.call("export", folder)
 
-    async def export_engine_weights(self, folder: str) -> None:
-        """Write the weights of the engines' last update as a Hugging Face folder."""
-        await self._workers.call("export_engine_weights", folder)
+    async def write_engine_folder(self, folder: str) -> int | None:
+        """Write what engines read from files; return the bytes of adapters, else None."""
+        written: list[int | None] = await self._workers.call("write_engine_folder", folder)
+        return next((size for size in written if size is not None), None)
+
+    async def write_old_engine_folder(self, folder: str) -> None:
+        """As ``write_engine_folder``, of the weights of the engines' last update."""
+        await self._workers.call("write_old_engine_folder", folder)
 
     async def export_critic(self, folder: str) -> None:
         """Write the critic as a Hugging Face folder."""

@@ -145,6 +145,23 @@ class EngineClient:
         body = {"model_path": folder, "flush_cache": False, "weight_version": str(version)}
         await self.request("POST", "/update_weights_from_disk", body)
 
+    async def replace_adapter(self, folder: str, *, version: int) -> None:
+        """Unload the adapters that are loaded, load that of a PEFT folder, and name the weights.
+
+        The engine is paused, and its requests are aborted: an unload waits for those that use the
+        adapter. It needs the tokenizer manager of ``rlpost.rollout.adapter_use``.
+        """
+        for name in await self.adapters():
+            await self.request("POST", "/unload_lora_adapter", {"lora_name": name})
+        body = {"lora_name": f"version-{version}", "lora_path": folder}
+        await self.request("POST", "/load_lora_adapter", body)
+        await self.rename_weights(version)
+
+    async def adapters(self) -> list[str]:
+        """Names of the adapters that are loaded."""
+        models = await self.request("GET", "/v1/models", None)
+        return [model["id"] for model in models["data"] if model.get("parent")]
+
     async def release_memory(self, tags: Sequence[str]) -> None:
         """Release GPU memory: ``kv_cache``, ``weights``, ``cuda_graph``.
 

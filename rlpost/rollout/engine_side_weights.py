@@ -267,6 +267,25 @@ class DiskMover:
         await together("read the weights from disk", reading)
 
 
+class AdapterMover:
+    """Writes the adapters as a PEFT folder on storage that trainer and engines share.
+
+    Engines have the base from their model folder and load the adapters beside it.
+    """
+
+    in_session = False
+
+    def __init__(self, write: Callable[[int], Awaitable[str]]) -> None:
+        """``write(version)`` writes the adapters and returns their folder."""
+        self._write = write
+
+    async def move(self, receivers: Sequence[Receiver], version: int) -> None:
+        """Write the adapters; all engines load them concurrently."""
+        folder = await self._write(version)
+        loading = [one.client.replace_adapter(folder, version=version) for one in receivers]
+        await together("load the adapter", loading)
+
+
 class DeltaMover:
     """Sends changed elements through files: copies of the model's folder apply them, and the
     engines read the copies.

@@ -42,6 +42,7 @@ WITHOUT_CUDA: Mapping[str, object] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
+    "lora_backend": "torch_native",
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
     "disable_custom_all_reduce": True,
@@ -191,10 +192,16 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
         own = address_of(server_args.host, server_args.port)
         app.add_middleware(ServerProof, key=server_args.api_key, address=own)
     app.add_middleware(RouteRequests)
+    made_by: dict[str, Any] = {}
+    if server_args.enable_lora:
+        from rlpost.rollout.adapter_use import make_manager
+
+        made_by["init_tokenizer_manager_func"] = make_manager
     try:
         launch_server(
             server_args,
             launch_callback=lambda: say_ready(ready_fd, server_args.host, server_args.port),
+            **made_by,
         )
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

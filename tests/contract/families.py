@@ -186,6 +186,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Options of some families that change no weight."""
 FROM_OUTSIDE = {"mistral": ("Mistral", {"sliding_window": None})}
 """Those that docs/extending.md brings with a package."""
+SERVED: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-wide": ("Qwen3", {"intermediate_size": 128}),
+    "qwen3-moe-served": ("Qwen3Moe", EXPERTS | {"num_experts": 8}),
+}
+"""Models that SGLang shards over two ranks on a CPU without padding, and whose layers all have
+experts: it ignores ``mlp_only_layers`` of Qwen3-MoE.
+"""
 
 
 def make_family(folder: Path, name: str) -> None:
@@ -254,7 +261,7 @@ def make_family_config(folder: Path, name: str) -> None:
 def _config(name: str) -> tuple[str, Any]:
     import transformers
 
-    kind, options = (FAMILIES | VARIANTS | FROM_OUTSIDE)[name.removesuffix(WITH_MTP)]
+    kind, options = (FAMILIES | VARIANTS | FROM_OUTSIDE | SERVED)[name.removesuffix(WITH_MTP)]
     of_text = getattr(transformers, f"{kind}TextConfig", None)  # where there is one with images too
     kind_of_config = of_text or getattr(transformers, f"{kind}Config")
     options = COMMON | options

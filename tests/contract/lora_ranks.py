@@ -79,3 +79,31 @@ def _num_saved(folder: str) -> dict[str, int]:
             kind = key.split(".")[2] if is_state else "weights"
             found[kind] = found.get(kind, 0) + stored.size.numel()
     return found
+
+
+def versions_of_adapters(
+    actor: Any, steps: Sequence[Sequence[TrainSample]], *, folder: str
+) -> list[list[list[float]]]:
+    """After each step write what engines load into ``folder/NUMBER``, from 1.
+
+    Returns: log-probs of the samples of the first step, with the base and after each step.
+    """
+    samples = steps[0]
+    actor.import_weights()
+    found = [_logprobs(actor, samples)]
+    for number, step in enumerate(steps, start=1):
+        actor.train_step(my_batch(actor, step, max_tokens=None))
+        actor.write_engine_folder(f"{folder}/{number}")
+        found.append(_logprobs(actor, samples))
+    return found
+
+
+def _logprobs(actor: Any, samples: Sequence[TrainSample]) -> list[list[float]]:
+    batch = my_batch(actor, samples, max_tokens=None)
+    columns = actor.compute_logprobs(batch)
+    found = {
+        sample.token_ids: list(column)
+        for micro, of_micro in zip(batch.micro_batches, columns, strict=True)
+        for sample, column in zip(micro, of_micro, strict=True)
+    }
+    return [found[sample.token_ids] for sample in samples]

@@ -16,6 +16,11 @@ from tests.cluster.lab import Lab
 ROOT = Path(__file__).parents[2]
 RECIPE = "jobs/recipes/tiny.toml"
 NUM_STEPS = 12
+ADAPTERS = [
+    *("--lora-rank", "8", "--lr", "3e-3"),
+    *("--update-weight-transport", "disk", "--update-weight-mode", "adapter"),
+]
+"""Only adapters are trained and sent."""
 TRAINING = [
     *(
         "--num-rollout",

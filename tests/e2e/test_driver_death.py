@@ -8,8 +8,11 @@ import os
 import shutil
 import time
 
+import pytest
+
 from benchmarks import crash_answers
 from tests.e2e.local_run import LocalRun
+from tests.e2e.runs import ADAPTERS
 
 NUM_STEPS = 8
 KILLED_AFTER = (3, 6)  # steps; a checkpoint every 4, so that steps are trained again
@@ -20,13 +23,13 @@ SETTINGS = (
 )
 
 
-def start(folder):
+def start(folder, more):
     """Start a run whose answers are a function of the prompt."""
     folder.mkdir()
     plugin = shutil.copy(crash_answers.__file__, folder / "answers.py")
     own = ("--custom-generate-function-path", f"{plugin}:answer")
     own += ("--dynamic-sampling-filter-path", f"{plugin}:is_wanted")
-    return LocalRun(folder, (*SETTINGS, *own))
+    return LocalRun(folder, (*SETTINGS, *own, *more))
 
 
 def finished_prompts(folder):
@@ -35,14 +38,15 @@ def finished_prompts(folder):
     return sorted(int(line.split()[0]) for line in lines)
 
 
-def test_a_driver_killed_twice_leaves_the_run_of_one_that_lived(assets, tmp_path):
+@pytest.mark.parametrize("more", [[], ADAPTERS], ids=["weights", "adapters"])
+def test_a_driver_killed_twice_leaves_the_run_of_one_that_lived(assets, tmp_path, more):
     """Engines are the same processes to the end; weights, metrics and prompts are equal, and no
     finished group is generated again.
     """
-    with start(tmp_path / "undisturbed") as undisturbed:
+    with start(tmp_path / "undisturbed", more) as undisturbed:
         undisturbed.done()
     engines = []
-    with start(tmp_path / "killed") as run:
+    with start(tmp_path / "killed", more) as run:
         for number, step in enumerate(KILLED_AFTER, start=1):
             run.until(lambda: run.step >= step, f"step {step}")  # noqa: B023
             engines.append(run.processes(r"engine-\d+-server\.log"))

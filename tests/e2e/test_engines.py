@@ -12,7 +12,7 @@ import pytest
 
 from rlpost.metrics.writer import read_metrics
 from rlpost.rollout.recorded import read_groups
-from tests.e2e.runs import RECIPE, ROOT, process_of
+from tests.e2e.runs import ADAPTERS, RECIPE, ROOT, process_of
 
 NUM_STEPS = 5
 
@@ -60,7 +60,8 @@ def engine_process(folder, index):
     return process_of(folder / f"attempts/0/engine-{index}-server.log")
 
 
-MODES = {"own-gpus": ["--rollout-mode", "fully_async"], "colocated": ["--colocate"]}
+ASYNC = ["--rollout-mode", "fully_async"]
+MODES = {"own-gpus": ASYNC, "colocated": ["--colocate"], "adapters": [*ASYNC, *ADAPTERS]}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -99,6 +100,10 @@ def test_a_run_goes_on_in_its_attempt_when_a_trainer_rank_and_an_engine_are_kill
     assert len({group.prompt_id for group in trained}) == len(trained) == NUM_STEPS * 32
     assert {len(group.samples) for group in trained} == {8}
     assert len(list((folder / "attempts").glob("[0-9]*"))) == 1, "the attempt itself never ended"
+    if mode == "adapters":
+        log = (folder / "attempts/0/engine-1-server.log").read_text()
+        assert "Lora name=version-1," in log and f"Lora name=version-{NUM_STEPS}," in log
+        assert all(line["sync/weights_bytes"] < 300_000 for line in lines)
     if shares_gpus:
         log = (folder / "attempts/0/actor-0.log").read_text()
         assert "offloaded weights" in log and "restored weights" in log

@@ -401,6 +401,18 @@ ROLLOUT = [
         "--update-weight-mode full",
         "--update-weight-mode delta --update-weight-transport disk",
     ),
+    _of_check(
+        "Adapters for engines without an adapter",
+        "--update-weight-mode adapter --update-weight-transport disk",
+        "--update-weight-mode adapter --update-weight-transport disk --lora-rank 8",
+        "--update-weight-mode full --update-weight-transport disk",
+    ),
+    _of_check(
+        "Adapters for engines through memory",
+        "--update-weight-mode adapter --lora-rank 8",
+        "--update-weight-mode adapter --lora-rank 8 --update-weight-transport disk",
+        "--update-weight-mode full --lora-rank 8",
+    ),
 ]
 
 OBSERVE = [

@@ -77,6 +77,8 @@ FORBIDDEN = {
     | {"slurm", "bootstrap", "rlpost.actor", "rlpost.weights", "rlpost.orchestration"},
     "rlpost.agents": HEAVY
     | {"slurm", "bootstrap", "rlpost.actor", "rlpost.weights", "rlpost.orchestration"},
+    # in the process of the server only
+    "rlpost.rollout.adapter_use": (HEAVY - {"sglang"}) | {"slurm", "bootstrap", "rlpost.actor"},
     "rlpost.rollout.server": (HEAVY - {"sglang", "sglang_router", "torch"})
     | {"slurm", "bootstrap", "rlpost.actor"},
     "rlpost.actor": {

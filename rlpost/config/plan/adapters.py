@@ -38,3 +38,25 @@ def _mlp(lora: LoraConfig, hidden: int, ffn: int) -> int:
     """The same for a gated MLP with ``ffn`` columns on this rank."""
     gate_and_up = hidden + 2 * ffn if "linear_fc1" in lora.lora_targets else 0
     return gate_and_up + (ffn + hidden if "linear_fc2" in lora.lora_targets else 0)
+
+
+def served_adapters(lora: LoraConfig, shape: Shape, tensor: int = 1) -> int:
+    """Elements of all adapters as engines have them: of a whole model, or on a GPU of an engine.
+
+    Each part of a fused layer has its own A (``rlpost/weights/peft_folder.py``). A of a
+    column-parallel layer and B of a row-parallel one are whole on every GPU. Layers of experts have
+    no such adapters.
+    """
+    queries, keys = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    attention = {
+        "linear_qkv": 3 * shape.hidden + (queries + 2 * keys) // tensor,
+        "linear_proj": queries // tensor + shape.hidden,
+    }
+    mlp = {
+        "linear_fc1": 2 * shape.hidden + 2 * shape.ffn // tensor,
+        "linear_fc2": shape.ffn // tensor + shape.hidden,
+    }
+    of_attention = sum(attention.get(target, 0) for target in lora.lora_targets)
+    of_mlp = sum(mlp.get(target, 0) for target in lora.lora_targets)
+    num_dense = sum(not is_sparse for is_sparse in shape.sparse)
+    return (lora.lora_rank or 0) * (shape.num_layers * of_attention + num_dense * of_mlp)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rlpost.config.plan.adapters import served_adapters
 from rlpost.config.plan.shape import Shape, attention_elements, stored_bytes
 from rlpost.config.tree import Config
 
@@ -23,7 +24,10 @@ def engine_weights(config: Config, shape: Shape, width: int) -> int:
         everywhere = shape.num_layers * rows * shape.hidden
         projections -= everywhere
     others = stored_bytes(shape, width) - width * (projections + everywhere)
-    return others // gpus + width * projections * replicas(config) // gpus + width * everywhere
+    base = others // gpus + width * projections * replicas(config) // gpus + width * everywhere
+    if not config.sends_adapters:
+        return base
+    return base + width * served_adapters(config.lora, shape, gpus)  # SGLang's memory for one
 
 
 def drafts(config: Config) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from rlpost.config.plan.adapters import served_adapters
 from rlpost.config.plan.shape import Layout, LinearAttention, Shape, layers_of
 from rlpost.config.tree import Config
 from rlpost.weights.bucket_plan import SENT_BUFFERS, SHARED_BUFFERS, Travelling, bucket_bytes, deal
@@ -55,7 +56,7 @@ class WeightUpdate:
     """One update of all engines."""
 
     total_bytes: int
-    """Of all weights, once."""
+    """Of all weights, or of all adapters where they are sent alone, once."""
     num_buckets: int
     largest_bytes: int
     """Of a bucket."""
@@ -73,6 +74,9 @@ def weight_update(
     Args: ``width``: bytes of a weight in the trainer; ``in_fp8``: whether engines hold matrices in
     FP8.
     """
+    if config.sends_adapters:
+        written = width * served_adapters(config.lora, shape)
+        return WeightUpdate(written, num_buckets=0, largest_bytes=0, num_requests=0, gpu_bytes=0)
     # the rest of the layout does not change what is sent
     layout = Layout(
         pipeline=layout.pipeline,

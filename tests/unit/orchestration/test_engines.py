@@ -270,9 +270,18 @@ def test_an_engine_that_ends_before_the_router_has_reached_it_is_named_at_once(
 NO_PORTS = SimpleNamespace(router_metrics=0)
 
 
-@pytest.mark.parametrize(("replay", "mode"), [(False, "retract"), (True, "abort")])
-def test_new_weights_abort_answers_whose_routes_a_retraction_would_replace(tmp_path, replay, mode):
-    config = load([], {"grpo": {"use_rollout_routing_replay": replay}}).config
+@pytest.mark.parametrize(
+    ("groups", "mode"),
+    [
+        ({}, "retract"),
+        ({"grpo": {"use_rollout_routing_replay": True}}, "abort"),
+        ({"sync": {"update_weight_mode": "adapter"}}, "abort"),
+    ],
+)
+def test_new_weights_abort_answers_that_would_keep_old_routes_or_an_old_adapter(
+    tmp_path, groups, mode
+):
+    config = load([], groups).config
     fleet = Fleet(config, SimpleNamespace(attempt_dir=str(tmp_path), secret="key"), None, NO_PORTS)
     assert fleet.pause_mode == "abort", "until the versions of the engines are known"
     fleet.can_retract = True

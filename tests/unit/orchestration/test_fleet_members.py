@@ -41,7 +41,7 @@ class Engine(FakeEngine):
 
 
 class World:
-    def __init__(self, root, *engines, deadlines, limits):
+    def __init__(self, root, *engines, deadlines, limits, load_adapters=False):
         self.folder, self.engines = FleetFolder(root), engines
         self.folder.create()
         (self.folder.root / "secret").write_text(KEY + "\n")
@@ -55,6 +55,7 @@ class World:
             lost=self.lost.append,
             deadlines=deadlines,
             poll_s=0.02,
+            load_adapters=load_adapters,
         )
         self.records = {
             f"7_{index}": EngineRecord(
@@ -91,13 +92,13 @@ class World:
         await self.members.close(has_ended=True)
 
 
-def scenario(tmp_path, count, play, monkeypatch, *, deadlines=DEADLINES, limits=LIMITS):
+def scenario(tmp_path, count, play, monkeypatch, *, deadlines=DEADLINES, limits=LIMITS, **more):
     monkeypatch.setattr(FleetFolder, "secret", lambda _: KEY)
 
     async def run():
         engines = [Engine() for _ in range(count)]
         async with serving(*engines):
-            world = World(tmp_path, *engines, deadlines=deadlines, limits=limits)
+            world = World(tmp_path, *engines, deadlines=deadlines, limits=limits, **more)
             await world.members.start()
             try:
                 await play(world)
@@ -124,6 +125,22 @@ def test_engines_get_the_weights_before_requests(tmp_path, monkeypatch):
         ]
         assert engine.bodies[1]["model_path"] == "/w/5" and engine.version == "5"
     assert world.folder.lease().state is LeaseState.ENDED
+
+
+def test_engines_get_the_adapter_of_a_version_in_place_of_the_one_before(tmp_path, monkeypatch):
+    async def play(world):
+        for version in (5, 6):
+            await world.members.hold()
+            await world.members.publish(version, Path(f"/w/{version}"))
+            await world.until("7_0")
+
+    world = scenario(tmp_path, 1, play, monkeypatch, load_adapters=True)
+    (engine,) = world.engines
+    assert (engine.adapters, engine.version) == (["version-6"], "6")
+    loads = zip(engine.log, engine.bodies, strict=True)
+    paths = [body["lora_path"] for path, body in loads if path == "load_lora_adapter"]
+    assert paths == ["/w/5", "/w/6"]
+    assert "update_weights_from_disk" not in engine.log
 
 
 def test_holding_returns_when_no_engine_gets_requests(tmp_path, monkeypatch):

@@ -25,13 +25,14 @@ from rlpost.weights.delta import Written
 BUCKETS = [Bucket((f"w{i}",), ((2, 2),), ("float32",)) for i in range(4)]
 ACTOR, NEAR, FAR = Slot("n0", "10.0.0.1", 1), Slot("n1", "10.0.0.2", 4), Slot("n2", "10.0.0.3", 4)
 PORTS = Ports((), (), 0, 0, 0, (20010,))
-MOVES = ("send_bucket", "share_bucket", "export", "write_weights")
+MOVES = ("send_bucket", "share_bucket", "write_engine_folder", "write_weights")
 
 
 class Engine:
     """Client of an engine that takes what comes, except those in ``dead``."""
 
     dead: ClassVar[set[str]] = set()
+    adapters: ClassVar[list[tuple[str, str]]] = []
 
     def __init__(self, url: str, api_key: str, *, timeout_s: float) -> None:
         self.url, self.version = url, "0"
@@ -43,6 +44,11 @@ class Engine:
         await self._take(version)
 
     async def update_weights_from_disk(self, folder, *, version):
+        await self._take(version)
+
+    async def replace_adapter(self, folder, *, version):
+        assert Path(folder).is_dir()
+        Engine.adapters.append((self.url, Path(folder).name))
         await self._take(version)
 
     async def _take(self, version: int | None) -> None:
@@ -243,6 +249,30 @@ def test_a_folder_of_weights_is_not_begun(tmp_path):
     with pytest.raises(Preempted):
         asyncio.run(updated(one, 7))
     assert actors.begun == []
+
+
+class AdapterWriters(Actors):
+    """Two ranks, of which the second writes a folder."""
+
+    async def transfer(self, method, *arguments):
+        self.begun.append(method)
+        Path(arguments[0]).mkdir(parents=True)
+        return [None, 202]
+
+
+def test_adapters_are_written_once_a_version_and_every_engine_loads_them(tmp_path, monkeypatch):
+    """The size of an update is that of the adapters, and no folder is left behind."""
+    monkeypatch.setattr(Engine, "adapters", [])
+    actors = AdapterWriters(tmp_path / "STOP")
+    sync = {"update_weight_transport": "disk", "update_weight_mode": "adapter"}
+    one = coordinator(actors, tmp_path / "weights", num_engines=2, sync=sync, lora={"lora_rank": 4})
+    asyncio.run(updated(one, 1, 2))
+    assert actors.begun == ["write_engine_folder"] * 2
+    assert sorted(Engine.adapters) == [
+        (f"http://{name}", f"version-000000{version}") for name in "ab" for version in (1, 2)
+    ]
+    assert one.num_bytes == 202
+    assert list((tmp_path / "weights").iterdir()) == []
 
 
 class Copies:

@@ -36,6 +36,7 @@ class FakeEngine:
     version: str = "0"
     url: str = ""
     knows: str = KEY  # proves this key
+    adapters: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     under_way: int = 0
@@ -76,6 +77,15 @@ class FakeEngine:
             return web.json_response(
                 {"success": True, "ranks": [{"checksums": {"w": "0a"}, "per_gpu_checksum": "1"}]}
             )
+        if path == "v1/models":
+            models = [{"id": name, "parent": "tiny"} for name in self.adapters]
+            return web.json_response({"data": [{"id": "tiny", "parent": None}, *models]})
+        if path == "load_lora_adapter":
+            self.adapters.append(body["lora_name"])
+        if path == "unload_lora_adapter":
+            self.adapters.remove(body["lora_name"])
+        if path == "update_weight_version":
+            self.version = body["new_version"]
         if path in ("abort_request", "flush_cache"):
             return web.Response(text="")
         return web.json_response({"success": True, "message": "Success"})

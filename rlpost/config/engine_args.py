@@ -1,0 +1,42 @@
+"""Arguments of an engine's server that follow from settings of the run. Pure.
+
+Input: the tree. Output: fields of SGLang's ``ServerArgs``, the same for the run's own engines and for
+those of its fleet.
+"""
+
+from __future__ import annotations
+
+from rlpost.config.tree import Config
+
+MODULES = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""SGLang's names of the linear layers of each target of --lora-targets."""
+
+
+def engine_args(config: Config) -> dict[str, object]:
+    """Return them; those that the user passes to SGLang are not among them."""
+    routes = config.grpo.use_rollout_routing_replay
+    args: dict[str, object] = {"enable_return_routed_experts": True} if routes else {}
+    return args | adapter_args(config) if config.sends_adapters else args
+
+
+def adapter_args(config: Config) -> dict[str, object]:
+    """Return those of an engine that loads adapters, one at a time.
+
+    A name in the adapter that the model lacks is an error (``lora_strict_loading``).
+    """
+    lora = config.lora
+    return {
+        "enable_lora": True,
+        "max_lora_rank": lora.lora_rank,
+        "lora_target_modules": [
+            name for target in lora.lora_targets for name in MODULES.get(target, ())
+        ],
+        "max_loras_per_batch": 1,
+        "max_loaded_loras": 1,
+        "lora_strict_loading": True,
+    }

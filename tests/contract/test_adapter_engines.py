@@ -1,0 +1,172 @@
+"""Real SGLang engines that load the trainer's adapters beside the base: each family's log-probs are
+those of the trainer, and an adapter is replaced while requests of the old one end in every way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rlpost.actor.settings import ActorSettings
+from rlpost.config.engine_args import adapter_args
+from rlpost.config.tree import Config
+from rlpost.rollout.client import EngineClient
+from rlpost.rollout.engine import Engine
+from rlpost.rollout.engine_side_weights import AdapterMover, WeightUpdate
+from rlpost.types import EngineAddress
+from tests.contract.actor_ranks import run_ranks
+from tests.contract.conftest import START_DEADLINE_S
+from tests.contract.families import make_family
+from tests.contract.lora_ranks import versions_of_adapters
+from tests.contract.samples import STEPS
+from tests.contract.test_served_families import KEY, difference, scores
+from tests.ports import free_ports
+
+pytestmark = pytest.mark.timeout(600)
+RANK, ALPHA = 4, 8.0
+TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+ATTENTION = TARGETS[:2]
+LONG = 60
+"""Tokens of an answer that a new version interrupts."""
+FAMILIES = {
+    "qwen2.5": TARGETS,
+    "llama3": TARGETS,
+    "gemma3": TARGETS,
+    "glm4-0414": TARGETS,
+    "glm4.5-moe": ATTENTION,
+    "qwen3-moe-served": ATTENTION,
+}
+
+
+def config_of(targets: tuple[str, ...]) -> Config:
+    lora = {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_targets": targets}
+    sync = {"update_weight_transport": "disk", "update_weight_mode": "adapter"}
+    return Config.model_validate({"lora": lora, "sync": sync})
+
+
+def trained_versions(folder: Path, name: str, targets: tuple[str, ...]) -> list[list[list[float]]]:
+    """Make the model in ``folder/base`` and two versions of its adapters beside it."""
+    make_family(folder / "base", name)
+    settings = ActorSettings(
+        str(folder / "base"),
+        lr=3e-2,
+        distributed_timeout_minutes=5,
+        lora_rank=RANK,
+        lora_alpha=ALPHA,
+        lora_targets=targets,
+        update_weight_mode="adapter",
+    )
+    (found,) = run_ranks(versions_of_adapters, 1, settings, steps=STEPS[:2], folder=str(folder))
+    assert {path.name for path in folder.iterdir()} == {"base", "1", "2"}, "nothing is left beside"
+    return found
+
+
+def made_engine(
+    folder: Path, targets: tuple[str, ...], *, num_gpus: int = 1, **more: Any
+) -> Engine:
+    return Engine(
+        model_path=str(folder / "base"),
+        api_key=KEY,
+        server_args={"skip_tokenizer_init": True, **adapter_args(config_of(targets)), **more},
+        log_path=folder / "engine.log",
+        num_gpus=num_gpus,
+    )
+
+
+async def updated(address: EngineAddress, folder: Path, version: int) -> None:
+    async def written(number: int) -> str:
+        return str(folder / str(number))
+
+    update = WeightUpdate([address], api_key=KEY, timeout_s=60)
+    await update.update(version, AdapterMover(written), pause="abort")
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[list[float]]]]:
+    """Base and versions of a dense model, and the trainer's log-probs."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return folder, trained_versions(folder, "qwen3-wide", TARGETS)
+
+
+def check_versions(engine: Engine, folder: Path, expected: list[list[list[float]]]) -> None:
+    """An engine has the trainer's log-probs with the base and with each version after another."""
+    found = []
+    try:
+        address = engine.start("127.0.0.1", free_ports(1)[0], deadline_s=START_DEADLINE_S)
+        found.append(asyncio.run(scores(address, STEPS[0])))
+        for version in (1, 2):
+            asyncio.run(updated(address, folder, version))
+            found.append(asyncio.run(scores(address, STEPS[0])))
+    finally:
+        engine.stop()
+    for version, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert difference(ours, theirs) < 1e-4, f"version {version}"
+    assert difference(found[0], found[1]) > 0.1
+    assert difference(found[1], found[2]) > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_engine_of_each_family_has_the_log_probs_of_the_trainer(
+    tmp_path: Path, name: str
+) -> None:
+    expected = trained_versions(tmp_path, name, FAMILIES[name])
+    check_versions(made_engine(tmp_path, FAMILIES[name]), tmp_path, expected)
+
+
+def test_an_engine_of_two_ranks_has_the_log_probs_of_the_trainer(qwen3) -> None:
+    folder, expected = qwen3
+    check_versions(made_engine(folder, TARGETS, num_gpus=2), folder, expected)
+
+
+async def asked(session: aiohttp.ClientSession, address: EngineAddress, number: int) -> Any:
+    """The answer to one of many long requests."""
+    body = {
+        "input_ids": [5, 6, 7 + number],
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": LONG, "ignore_eos": True},
+    }
+    async with session.post(f"{address.url}/generate", json=body) as response:
+        return await response.json()
+
+
+async def replaced_amid_requests(address: EngineAddress, folder: Path) -> list[Any]:
+    """Load version 1, ask, and load version 2 while most requests wait for a place.
+
+    Returns: the answers. One request's client leaves, and one is refused before it is generated.
+    """
+    await updated(address, folder, 1)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        asking = [asyncio.ensure_future(asked(session, address, one)) for one in range(16)]
+        refused = session.post(f"{address.url}/generate", json={"input_ids": [5] * 100_000})
+        assert (await refused).status == 400
+        await asyncio.sleep(1.0)
+        asking.pop().cancel()
+        async with asyncio.timeout(60):
+            await updated(address, folder, 2)
+        client = EngineClient(address.url, KEY)
+        assert await client.adapters() == ["version-2"]
+        assert await client.weight_version() == "2"
+        return await asyncio.gather(*asking)
+
+
+def test_an_adapter_is_replaced_while_its_requests_run_wait_leave_and_fail(qwen3) -> None:
+    """SGLang alone would wait for ever for those that were aborted in its queue."""
+    folder, expected = qwen3
+    engine = made_engine(folder, TARGETS, max_running_requests=2)
+    try:
+        address = engine.start("127.0.0.1", free_ports(1)[0], deadline_s=START_DEADLINE_S)
+        answers = asyncio.run(replaced_amid_requests(address, folder))
+        after = asyncio.run(scores(address, STEPS[0]))
+    finally:
+        engine.stop()
+    reasons = [answer["meta_info"]["finish_reason"]["type"] for answer in answers]
+    lengths = [len(answer["output_ids"]) for answer in answers]
+    assert reasons.count("abort") > 8
+    assert 0 in lengths, "aborted while it waited"
+    assert any(0 < length < LONG for length in lengths), "aborted amid its answer"
+    assert difference(after, expected[2]) < 1e-4

@@ -1,0 +1,58 @@
+"""The plugin that lets SGLang use adapters without CUDA."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from types import ModuleType
+
+import pytest
+import torch
+
+from rlpost.rollout.server import STAND_INS
+
+NAME = "rlpost_lora_on_cpu"
+
+
+@pytest.fixture(scope="module")
+def plugin() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(NAME, STAND_INS / NAME / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def pinned(values):
+    """As SGLang's backend allocates: by an argument, and by a method."""
+    by_argument = torch.tensor(values, dtype=torch.int32, pin_memory=True, device="cpu")
+    return by_argument, torch.zeros(2).add(1).pin_memory()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="memory can be pinned")
+def test_memory_is_ordinary_where_none_can_be_pinned(plugin):
+    with pytest.raises(RuntimeError):
+        pinned([1, 2])
+    first, second = plugin.without_pinning(pinned, [1, 2])
+    assert first.tolist() == [1, 2] and first.dtype == torch.int32
+    assert second.tolist() == [1.0, 1.0]
+    with pytest.raises(RuntimeError):
+        pinned([1, 2])
+
+
+def test_with_cuda_nothing_is_changed(plugin, monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    made = plugin.without_pinning(
+        lambda one, *, two: seen.append(torch.overrides._get_current_function_mode()) or (one, two),
+        1,
+        two=2,
+    )
+    assert made == (1, 2) and seen == [None]
+
+
+def test_sglang_finds_the_plugin_by_its_entry_point_and_has_what_it_wraps(plugin):
+    (found,) = importlib.metadata.distributions(name=NAME, path=[str(STAND_INS)])
+    (entry,) = found.entry_points
+    assert (entry.group, entry.value) == ("sglang.srt.plugins", f"{NAME}:register")
