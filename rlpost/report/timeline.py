@@ -156,7 +156,7 @@ def _engines(entry: Entry) -> str:
     return f"engine{'' if len(found) == 1 else 's'} {', '.join(found)}"
 
 
-def _verdict(entry: Mapping[str, Any]) -> str:
+def _verdict(entry: Entry) -> str:
     """The verdict and the line that names the error."""
     return f"{entry.get('verdict')}: {error_line(str(entry.get('cause') or ''))}"
 
