@@ -130,6 +130,8 @@ class TrainOnly(RunStages):
         if self.turns is not None:  # a stop request may have ended the critic's turn
             await self.turns.policy()
         await self.save_ranks(state, wait=wait, at_rest=contextlib.nullcontext())
+        if self.turns is not None and not wait:  # a save onloads no gradients
+            await self.turns.policy()
 
     async def weights_hash(self) -> str:
         """Return a hash of the trainer's weights under their Hugging Face names."""

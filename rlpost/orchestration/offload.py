@@ -24,6 +24,9 @@ from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.worker_groups import ActorGroup
 
 WEIGHTS, GRADS, OPTIMIZER = "weights", "grads", "optimizer"  # rlpost.actor.memory
+ALL = (WEIGHTS, GRADS, OPTIMIZER)
+SAVED = (WEIGHTS, OPTIMIZER)
+"""What a checkpoint holds; gradients would take memory that engines use meanwhile."""
 CACHE = ("kv_cache", "cuda_graph")
 
 Turn = Literal["train", "send", "generate"]
@@ -37,24 +40,27 @@ class Turns:
 
     async def offload_critic(self) -> None:
         """Offload the critic; no-op if it is."""
-        await self._critics.offload_memory(WEIGHTS, GRADS, OPTIMIZER)
+        await self._critics.offload_memory(*ALL)
 
     @asynccontextmanager
-    async def critic(self) -> AsyncIterator[None]:
-        """Offload the policy and onload the critic; the reverse after the block.
+    async def critic(self, *parts: str) -> AsyncIterator[None]:
+        """Offload the policy and onload ``parts`` of the critic (default: all); the reverse after
+        the block.
 
         After an error both stay: ranks that hang would never answer. Then ``offload_critic`` or
         ``policy`` comes before the policy is used again.
         """
-        await self._actors.offload_memory(WEIGHTS, GRADS, OPTIMIZER)
-        await self._critics.restore_memory(WEIGHTS, GRADS, OPTIMIZER)
+        await self._actors.offload_memory(*ALL)
+        await self._critics.restore_memory(*(parts or ALL))
         yield
-        await self.policy()
+        await self.policy(*parts)
 
-    async def policy(self) -> None:
-        """Offload the critic and onload the policy, as far as they are not."""
+    async def policy(self, *parts: str) -> None:
+        """Offload the critic and onload ``parts`` of the policy (default: all), as far as they are
+        not.
+        """
         await self.offload_critic()
-        await self._actors.restore_memory(WEIGHTS, GRADS, OPTIMIZER)
+        await self._actors.restore_memory(*(parts or ALL))
 
 
 class Offload:
@@ -69,7 +75,9 @@ class Offload:
         critics: ActorGroup | None = None,
     ) -> None:
         """Initially both sides are onloaded; ``critics`` share the actors' GPUs or are None."""
-        self._turns = Turns(actors, critics) if critics and config.critic_takes_turns else None
+        self._turns: Turns | None = None
+        if critics is not None and config.critic_takes_turns:
+            self._turns = Turns(actors, critics)
         self._trainer_leaves = config.offload_train
         self._engines_leave = config.offload_rollout
         self._actors = actors
@@ -98,7 +106,7 @@ class Offload:
         await self.free_gpus()
         await self._end_critics_turn()
         if self._trainer_leaves:
-            await self._actors.restore_memory(WEIGHTS, GRADS, OPTIMIZER)
+            await self._actors.restore_memory(*ALL)
 
     async def send(self) -> None:
         """Keep only the weights of both sides onloaded, as far as each side can be offloaded."""
@@ -114,7 +122,7 @@ class Offload:
         """Offload the trainer, onload the engines; they stay paused."""
         if self._trainer_leaves:
             await self._actors.release_shared_buckets()
-            await self._actors.offload_memory(WEIGHTS, GRADS, OPTIMIZER)
+            await self._actors.offload_memory(*ALL)
         if self._engines_leave:
             await self._fleet.restore_memory("weights", *CACHE)
 
@@ -122,16 +130,18 @@ class Offload:
     async def save(self, *, is_last: bool = False) -> AsyncIterator[None]:
         """Onload the trainer's weights and optimizer inside the block; restore the previous state
         afterwards, unless ``is_last``.
+
+        After an error nothing moves: the run ends, or its ranks are started again.
         """
         was_away = self._trainer_leaves and not self._fleet.is_released("kv_cache")
         if was_away and self._engines_leave:
             await self._fleet.release_memory(*CACHE)
         await self._end_critics_turn()
         if self._trainer_leaves:
-            await self._actors.restore_memory(WEIGHTS, OPTIMIZER)
-        try:
-            yield
-        finally:
-            if was_away and not is_last:
-                await self.generate()
-                await self._fleet.resume()
+            await self._actors.restore_memory(*SAVED)
+        yield
+        if not is_last:
+            await self._end_critics_turn()  # a save that failed leaves the critic onloaded
+        if was_away and not is_last:
+            await self.generate()
+            await self._fleet.resume()

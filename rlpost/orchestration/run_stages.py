@@ -25,7 +25,7 @@ from rlpost.orchestration.generation import Generation
 from rlpost.orchestration.hf_export import HuggingFaceExport
 from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.observation import Observation
-from rlpost.orchestration.offload import Turns
+from rlpost.orchestration.offload import SAVED, Turns
 from rlpost.orchestration.placement import Placement
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.startup import Startup
@@ -194,8 +194,8 @@ class RunStages(ABC):
         return Turns(actors, critics)
 
     def _critics_turn(self) -> AbstractAsyncContextManager[None]:
-        """Return a context in which a critic has the GPUs, if it shares them."""
-        return nullcontext() if self.turns is None else self.turns.critic()
+        """Return a context in which a critic that shares the GPUs has what is saved on them."""
+        return nullcontext() if self.turns is None else self.turns.critic(*SAVED)
 
     def save_is_owed(self) -> bool:
         """Whether a save failed or was deferred."""

@@ -1,0 +1,104 @@
+"""Memory of policy, critic and engines on the same GPUs around a save."""
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from rlpost.config.load import load
+from rlpost.errors import CheckpointError, TrainerDied
+from rlpost.orchestration.debug_modes import TrainOnly
+from rlpost.orchestration.offload import SAVED, Offload, Turns
+from rlpost.orchestration.worker_groups import ActorGroup
+from tests.unit.orchestration.test_engine_health import FakeActors, FakeFleet
+
+SHARED = {
+    "cluster": {"colocate": True},
+    "grpo": {"advantage_estimator": "ppo"},
+    "critic": {"critic_tensor_model_parallel_size": 1},
+}
+
+
+class OnSharedGpus:
+    """The three sides while engines generate."""
+
+    def __init__(self) -> None:
+        self.fleet = Fleet()
+        self.policy, self.critic = FakeActors(self.fleet.log), FakeActors(self.fleet.log)
+        self.critic.here = set()
+        self.fleet.trainer = (self.policy, self.critic)
+        actors, critics = ActorGroup(self.policy), ActorGroup(self.critic)
+        self.turns = Turns(actors, critics)
+        self.offload = Offload(load([], SHARED).config, actors, self.fleet, critics=critics)
+
+
+class Fleet(FakeFleet):
+    """Engines; their cache needs the memory of policy and critic."""
+
+    trainer: tuple[FakeActors, ...] = ()
+
+    async def restore_memory(self, *tags: str) -> None:
+        if "kv_cache" in tags:
+            assert not any(each.here for each in self.trainer)
+        await super().restore_memory(*tags)
+
+
+def test_a_save_beside_engines_onloads_no_gradients() -> None:
+    gpus = OnSharedGpus()
+
+    async def run() -> None:
+        await gpus.offload.generate()
+        async with gpus.offload.save():
+            async with gpus.turns.critic(*SAVED):
+                assert (gpus.policy.here, gpus.critic.here) == (set(), {"weights", "optimizer"})
+            assert (gpus.policy.here, gpus.critic.here) == ({"weights", "optimizer"}, set())
+
+    asyncio.run(run())
+    assert gpus.fleet.log[-1] == "resume"
+
+
+def test_engines_continue_after_a_save_of_the_critic_that_failed() -> None:
+    gpus = OnSharedGpus()
+
+    async def run() -> None:
+        await gpus.offload.generate()
+        async with gpus.offload.save():
+            with contextlib.suppress(CheckpointError):  # logged: the next save replaces it
+                async with gpus.turns.critic(*SAVED):
+                    raise CheckpointError("no space left on device")
+
+    asyncio.run(run())
+    assert gpus.critic.here == set() and gpus.fleet.released == set()
+    assert gpus.fleet.log[-1] == "resume"
+
+
+def test_nothing_is_asked_of_ranks_after_a_death_in_a_save() -> None:
+    """A rank that hangs would not answer; ranks that are started again free the GPUs themselves."""
+    gpus = OnSharedGpus()
+    at_death: list[int] = []
+
+    async def run() -> None:
+        await gpus.offload.generate()
+        async with gpus.offload.save(), gpus.turns.critic(*SAVED):
+            at_death.append(len(gpus.fleet.log))
+            raise TrainerDied("critic-0 died", [2])
+
+    with pytest.raises(TrainerDied, match="critic-0 died"):
+        asyncio.run(run())
+    assert gpus.fleet.log[at_death[0] :] == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_without_engines_the_policy_has_its_memory_after_a_save(fails: bool) -> None:
+    gpus = OnSharedGpus()
+
+    async def save_ranks(*_: object, **__: object) -> None:
+        with contextlib.suppress(CheckpointError):
+            async with gpus.turns.critic(*SAVED):
+                if fails:
+                    raise CheckpointError("no space left on device")
+
+    stages = SimpleNamespace(turns=gpus.turns, save_ranks=save_ranks)
+    asyncio.run(TrainOnly.save(stages, None, wait=False))  # type: ignore[arg-type]
+    assert gpus.policy.here == {"weights", "grads", "optimizer"} and gpus.critic.here == set()
