@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -62,6 +63,10 @@ class EngineTargets:
         self._path, self._targets = run_folder / ENGINE_TARGETS, targets
         self._check, self._poll_s = check, poll_s
         self._polling: asyncio.Task[None] | None = None
+        self._writing = (
+            threading.Lock()
+        )  # a cancelled poll leaves its thread, which may still write
+        self._is_closed = False
         self._has_warned = False
 
     async def begin(self) -> None:
@@ -75,6 +80,7 @@ class EngineTargets:
             return
         self._polling.cancel()
         await asyncio.wait([self._polling])
+        self._is_closed = True
         try:
             async with asyncio.timeout(LAST_S):
                 await self._step(NONE)
@@ -100,13 +106,15 @@ class EngineTargets:
             self._has_warned = True
 
     def _write(self, text: str) -> None:
-        try:
-            found = self._path.read_text()
-        except FileNotFoundError:
-            found = ""
-        if found != text:
-            self._check()
-            write_atomic(self._path, text)
+        with self._writing:
+            wanted = NONE if self._is_closed else text
+            try:
+                found = self._path.read_text(errors="replace")
+            except FileNotFoundError:
+                found = ""
+            if found != wanted:
+                self._check()
+                write_atomic(self._path, wanted)
 
 
 def has_metrics(server_args: Mapping[str, object]) -> bool:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -98,6 +99,47 @@ def test_a_newer_attempt_keeps_its_file(tmp_path: Path) -> None:
 
     asyncio.run(scenario())
     assert path.read_text() == '["new"]'
+
+
+def test_a_write_that_storage_delays_past_the_end_names_no_engine(tmp_path: Path) -> None:
+    path, texts = tmp_path / ENGINE_TARGETS, ["[1]", "[2]"]
+    delayed, may_write = threading.Event(), threading.Event()
+
+    def check() -> None:
+        if path.exists() and not delayed.is_set():
+            delayed.set()
+            assert may_write.wait(10)
+
+    async def scenario() -> None:
+        targets = EngineTargets(tmp_path, lambda: texts[0], check=check, poll_s=0.01)
+        await targets.begin()
+        texts.pop(0)
+        async with asyncio.timeout(10):
+            while not delayed.is_set():
+                await asyncio.sleep(0.01)
+        closing = asyncio.create_task(targets.close())
+        await asyncio.sleep(0.1)  # without an order of writes this one ends first
+        may_write.set()
+        await closing
+        async with asyncio.timeout(10):
+            while any(thread.daemon for thread in threading.enumerate()):
+                await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
+    assert path.read_text() == "[]"
+
+
+def test_a_file_that_is_no_text_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / ENGINE_TARGETS
+    path.write_bytes(b"\xff\xfe")
+
+    async def scenario() -> None:
+        targets = EngineTargets(tmp_path, lambda: "[1]", check=lambda: None)
+        await targets.begin()
+        assert path.read_text() == "[1]"
+        await targets.close()
+
+    asyncio.run(scenario())
 
 
 def test_storage_that_fails_costs_one_warning_and_no_run(
