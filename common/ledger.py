@@ -13,7 +13,7 @@ Input: events from the login node, the batch host and the driver. Output: the sa
     engine_lost engines, phase, cause                                     driver: engines do not serve any more
     recovered   role, cause, seconds, and by role:                        driver: what had died works again, in
                 driver: attempt, incarnation, step, steps_again, again;   the same attempt
-                trainer: ranks, phase, step, steps_again;
+                trainer, critic: ranks, phase, step, steps_again;
                 engine: engines, phase, version;
                 node: phase, host, replacement
     preempted   reason, step, saved, seconds_from_signal                  driver: the state is saved

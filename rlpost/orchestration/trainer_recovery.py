@@ -19,11 +19,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
@@ -357,9 +357,9 @@ class TrainerRecovery:
     async def _death(self, error: RlpostError) -> Death | None:
         """Return which ranks died, if that is why an operation failed with ``error``."""
         if isinstance(error, Hang):
-            first = self._first(error.details.get("role", "trainer"))
-            ranks = [first + rank for rank in error.details.get("ranks", ())]
-            return self._blamed(ranks, str(error), error.details)
+            role = str(error.details.get("role", "trainer"))
+            ranks = tuple(self._first(role) + rank for rank in error.details.get("ranks", ()))
+            return Death(role, ranks, str(error), dict(error.details))
         if isinstance(error, TrainerDied):
             return self._blamed(error.ranks, str(error))
         is_broken = isinstance(error, WorkerFailed) and lost_peer_or_device(str(error))
@@ -377,11 +377,9 @@ class TrainerRecovery:
         names = ", ".join(self._group.names[rank] for rank in dead)
         return self._blamed(dead, f"{names} died{more}")
 
-    def _blamed(
-        self, ranks: Sequence[int], cause: str, hang: Mapping[str, Any] | None = None
-    ) -> Death:
+    def _blamed(self, ranks: Sequence[int], cause: str) -> Death:
         of_critic = bool(ranks) and min(ranks) >= self._first("critic")
-        return Death("critic" if of_critic else "trainer", tuple(ranks), cause, dict(hang or {}))
+        return Death("critic" if of_critic else "trainer", tuple(ranks), cause)
 
     def _first(self, role: str) -> int:
         """Return the number of the first rank of a role."""

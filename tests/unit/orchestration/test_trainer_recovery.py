@@ -385,13 +385,15 @@ def test_a_critic_that_dies_is_recorded_by_its_role_and_all_ranks_are_started_ag
     assert ranks.log == ["kill", "prepare", "create on n0", "load None", "connect"]
 
 
-def test_a_hang_of_the_critic_is_recorded_with_its_role(tmp_path):
+@pytest.mark.parametrize("blamed", [[0], []])
+def test_a_hang_of_the_critic_is_recorded_with_its_role(tmp_path, blamed):
+    """Also when no rank of it is to blame."""
     stages = begun(tmp_path, Ranks())
-    details = {"call": "train_critic", "role": "critic", "ranks": [0]}
+    details = {"call": "train_critic", "role": "critic", "ranks": blamed}
     assert over(stages, Hang("train_critic hangs because of critic-0", details)) == "done"
     (_, recorded), (_, recovered) = stages.events
     assert recorded == details
-    assert (recovered["role"], recovered["ranks"]) == ("critic", [0])
+    assert (recovered["role"], recovered["ranks"]) == ("critic", blamed)
 
 
 def test_recovery_that_is_off_leaves_the_error_as_it_was(tmp_path):
