@@ -195,19 +195,26 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
         own = host_port(server_args.host, server_args.port)
         app.add_middleware(ServerProof, key=server_args.api_key, address=own)
     app.add_middleware(RouteRequests)
-    made_by: dict[str, Any] = {}
-    if server_args.enable_lora:
-        from rlpost.rollout.adapter_use import make_manager
-
-        made_by["init_tokenizer_manager_func"] = make_manager
     try:
         launch_server(
             server_args,
             launch_callback=lambda: say_ready(ready_fd, server_args.host, server_args.port),
-            **made_by,
+            **manager_options(server_args),
         )
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def manager_options(server_args: Any) -> dict[str, Any]:
+    """Return the options of ``launch_server`` that choose the tokenizer manager.
+
+    SGLang's own serves adapters that the user passes (--sglang-lora-paths), which requests name.
+    """
+    if not server_args.enable_lora or server_args.lora_paths:
+        return {}
+    from rlpost.rollout.adapter_use import make_manager
+
+    return {"init_tokenizer_manager_func": make_manager}
 
 
 def say_ready(ready_fd: int, host: str, port: int) -> None:

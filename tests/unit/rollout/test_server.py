@@ -16,6 +16,7 @@ import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -132,6 +133,12 @@ class Anything(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *words: object) -> None:
         """Quiet."""
+
+
+def test_adapters_that_the_user_passes_are_left_to_sglang() -> None:
+    own = SimpleNamespace(enable_lora=True, lora_paths=["math=/adapters/math"])
+    assert server.manager_options(own) == {}
+    assert server.manager_options(SimpleNamespace(enable_lora=None, lora_paths=None)) == {}
 
 
 class OnIpv6(http.server.ThreadingHTTPServer):
