@@ -23,6 +23,7 @@ from rlpost.errors import ConfigError
 from slurm.client import ask_to_requeue, cancel
 from slurm.local import request_stop
 from slurm.queue import queue
+from slurm.states import JobState
 
 
 def cancel_main(arguments: Sequence[str]) -> int:
@@ -59,6 +60,8 @@ def _cancel_all(run: RunFolder, job_id: str) -> None:
         raise ConfigError(
             f"{run.root.name}: job {job_id} has already ended ({entry.state}); nothing to cancel"
         )
+    if entry.state is JobState.UNKNOWN:
+        raise ConfigError(f"{run.root.name}: {entry.reason}; nothing was cancelled: try again")
     # first: the batch script looks before it starts again
     run.ledger.append("cancelled", job_id=job_id)
     for found in queue(job_ids(run)).values():

@@ -44,14 +44,14 @@ CASES: dict[str, Case] = {
     "dense, nothing recomputed": (DENSE, FOUR_LAYERS | {"perf": NOTHING_AGAIN}, 1.014),
     "dense, four stages": (DENSE, {"model": {"num_layers": 8}, "perf": FOUR_STAGES}, 1.0),
     "another dense model": ("glm_z1_9b", FOUR_LAYERS, 1.0),
-    "experts": (EXPERTS, FOUR_OF_EXPERTS, 1.0),
+    "experts": (EXPERTS, FOUR_OF_EXPERTS, 0.989),
     "experts, nothing recomputed": (EXPERTS, FOUR_OF_EXPERTS | {"perf": NOTHING_AGAIN}, 1.0165),
     "experts on 64 ranks": (LARGE, SIXTEEN_LAYERS | ON_GPU, 1.04),
     "adapters": (DENSE, FOUR_LAYERS | {"lora": {"lora_rank": 16}}, 1.014),
     "critic": (DENSE, FOUR_LAYERS | {"grpo": {"advantage_estimator": "ppo"}}, 1.0),
     "whole optimizer on each rank": (DENSE, FOUR_LAYERS | {"perf": WHOLE_STATE}, 1.0),
     "Muon": (DENSE, FOUR_LAYERS | {"perf": WHOLE_STATE, "optimizer": {"optimizer": "muon"}}, 1.0),
-    "Muon with experts": (EXPERTS, FOUR_OF_EXPERTS | {"perf": WHOLE_STATE, "optimizer": {"optimizer": "muon"}}, 1.0),
+    "Muon with experts": (EXPERTS, FOUR_OF_EXPERTS | {"perf": WHOLE_STATE, "optimizer": {"optimizer": "muon"}}, 0.989),
 }  # fmt: skip
 """Recipe, changed settings, and planned activations and logits divided by rehearsed ones."""
 

@@ -174,8 +174,10 @@ def runs_anywhere(words: list[str]) -> bool:
         return words[1:3] == ["-m", "bootstrap.network"]
     if "--print-config" in rest:
         return True
-    if verb in ("submit", "convert"):
+    if verb in ("submit", "convert", "sweep"):
         return "--dry-run" in rest[1:]
+    if verb == "plan":  # of a recipe; other layouts may not fit, which is another exit code
+        return len(rest) == 1 and not rest[0].startswith("-")
     if verb == "check":
         return bool(rest)
     return verb in ("status", "list", "logs", "report") and rest in ([], ["--json"])

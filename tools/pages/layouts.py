@@ -164,7 +164,7 @@ Written by `make docs`. The planner answers for your numbers, without a GPU and 
 
 ```bash
 rlpost plan RECIPE --suggest
-rlpost plan --model llama3_1_70b --actor-num-nodes 4 --actor-num-gpus-per-node 8 --colocate --suggest
+rlpost plan --model llama3_1_70b --actor-num-nodes 4 --actor-num-gpus-per-node 8 --colocate --n-samples-per-prompt 8 --suggest
 rlpost plan RECIPE --gpus 16 --gpu-memory 141GB --json
 ```
 

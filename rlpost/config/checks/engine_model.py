@@ -12,6 +12,11 @@ MXFP4, FP8 = "mxfp4", "fp8"
 """Values of ``quant_method`` whose weights the trainer reads; engines with the second take updates.
 """
 
+ALL_SPARSE = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM")
+"""Architectures of which SGLang gives experts to every layer (``is_layer_sparse = True`` in its
+``models/qwen2_moe.py``, ``qwen3_moe.py`` and ``qwen3_next.py``, 0.5.21).
+"""
+
 
 def engine_model_problems(
     config: Config, hf: HfConfig, *, longest: int, ignored_window: int | None
@@ -47,4 +52,17 @@ def engine_model_problems(
             f"ignores for this model, and a sequence may have {longest} tokens; use a checkpoint "
             f"without use_sliding_window, or --rollout-max-context-len {ignored_window}"
         )
+    if generates and hf.get("architectures", [""])[0] in ALL_SPARSE and _dense_layers(hf):
+        problems.append(
+            f"{key}: layers {_dense_layers(hf)} have no experts (mlp_only_layers, "
+            "decoder_sparse_step), and SGLang gives experts to every layer of this model; use a "
+            "checkpoint with mlp_only_layers = [] and decoder_sparse_step = 1"
+        )
     return problems
+
+
+def _dense_layers(hf: HfConfig) -> list[int]:
+    """Layers without experts, by the rule of ``Qwen3MoeDecoderLayer`` in transformers."""
+    dense, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step") or 1
+    layers = range(hf.get("num_hidden_layers", 0))
+    return [number for number in layers if number in dense or (number + 1) % step]

@@ -87,15 +87,15 @@ def stage_activations(
         if not is_last:
             kept += round(boundary * under_way(layout, len(sparse_of(shape, layout, stage)), stage))
         kept += 2 * boundary  # the gradients that it receives and sends
-    if one.recompute == "full":
-        # Megatron-core's token dispatchers refer to the graph of their layer until its next forward
-        # pass, and with it to the gradient of what goes into the layer.
-        kept += boundary * max(0, sum(sparse_of(shape, layout, stage)) - 1)
     logits = logits_bytes(shape, layout, one, chunk_tokens) if is_last else 0
     layer = again + max(
         transient_bytes(shape, layout, one, is_sparse=is_sparse)
         for is_sparse in set(sparse_of(shape, layout, stage))
     )
+    if one.recompute == "full":
+        # Megatron-core's token dispatchers refer to the graph of their layer until its next forward
+        # pass, and with it to the gradient of what goes into the layer.
+        layer += boundary * max(0, sum(sparse_of(shape, layout, stage)) - 1)
     return Activations(kept + _gathered(shape, layout, one), layer, logits)
 
 

@@ -9,6 +9,7 @@ from rlpost.cli.control import cancel_main
 from rlpost.cli.fleet_jobs import engine_settings
 from rlpost.cli.fleet_view import arrays_of
 from rlpost.config.load import load
+from rlpost.errors import ConfigError
 from rlpost.fleet.files import FleetFolder
 from rlpost.submit import main
 
@@ -88,6 +89,15 @@ def test_cancelling_a_run_ends_its_engine_jobs(project, slurm):
     assert cancel_main([str(run.root)]) == 0
     assert slurm[0].read_text().splitlines()[2:] == ["scancel 70", "scancel 71"]
     assert FleetFolder(run.root).orders().stop
+
+
+def test_a_run_is_not_cancelled_while_slurm_does_not_answer(project, slurm):
+    run = submit(project)
+    squeue = slurm[0].parent / "bin/squeue"
+    squeue.write_text("#!/bin/bash\necho 'squeue: error: no route' >&2\nexit 1\n")
+    with pytest.raises(ConfigError, match="no route; nothing was cancelled"):
+        cancel_main([str(run.root)])
+    assert "cancelled" not in [entry["event"] for entry in run.ledger.read()]
 
 
 def test_flags_come_before_the_table_of_the_fleet_and_that_before_the_run():
