@@ -27,7 +27,7 @@ _ERRORS = ("ERROR", "CRITICAL")
 def error_line(text: str) -> str:
     """Return the line that names the error.
 
-    A text whose first line is no wrapper is told by that line. Else it is the last exception of the
+    That is the first line, unless it is a wrapper. Then it is the last exception of the
     last traceback, or the first line of the last error in the log, or the last line.
 
     >>> error_line("the driver ended with exit code 1; its last lines:\\n12:00:00.1 INFO up\\n"

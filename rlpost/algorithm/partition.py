@@ -1,4 +1,4 @@
-"""Cut a flat sequence into consecutive parts. Pure."""
+"""Split a flat sequence into consecutive parts. Pure."""
 
 from __future__ import annotations
 

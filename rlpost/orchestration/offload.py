@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Literal
 
 from rlpost.config.tree import Config
 from rlpost.orchestration.engines import Fleet
@@ -28,8 +27,6 @@ ALL = (WEIGHTS, GRADS, OPTIMIZER)
 SAVED = (WEIGHTS, OPTIMIZER)
 """What a checkpoint holds; gradients would take memory that engines use meanwhile."""
 CACHE = ("kv_cache", "cuda_graph")
-
-Turn = Literal["train", "send", "generate"]
 
 
 class Turns:

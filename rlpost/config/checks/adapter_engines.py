@@ -47,6 +47,12 @@ def _run_problems(config: Config) -> list[str]:
             "with --update-weight-transport memory",
         ),
         (
+            config.offload_rollout and not config.cluster.colocate,
+            f"{ADAPTER} with --offload-rollout true: engines release the base with their weights, "
+            "and no update sends it again; use --offload-rollout false, or "
+            "--update-weight-mode full",
+        ),
+        (
             bool(other_targets),
             f"{ADAPTER} with {spelled(config, 'lora_targets')}: a PEFT folder cannot hold adapters "
             "of routed experts, which transformers stores in one tensor a layer; use "

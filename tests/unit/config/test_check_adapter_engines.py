@@ -45,6 +45,10 @@ def test_adapters_in_files_have_no_problems_and_other_modes_are_not_looked_at():
         ),
         ({"cluster": {"colocate": True}}, ["--colocate true", "use --update-weight-mode full"]),
         (
+            {"cluster": {"offload_rollout": True}},
+            ["--offload-rollout true", "use --offload-rollout false"],
+        ),
+        (
             {"lora": LORA | {"lora_targets": ["linear_qkv", "experts"]}},
             ["--lora-targets linear_qkv experts", "--lora-targets without experts"],
         ),
