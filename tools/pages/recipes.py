@@ -116,7 +116,7 @@ searches all layouts of the model on this number of GPUs.
 |---|---|---|
 | parameters | matrix by matrix, for each pipeline stage, experts apart | Megatron-core's modules on every rank of every recipe, and transformers' model, at full size on the meta device: equal |
 | weights, gradients, optimizer | ZeRO ([1910.02054](https://arxiv.org/abs/1910.02054)): 2 + 4 + 12 bytes a parameter in BF16, the 12 over all ranks with the same weights; in host memory 16 | buffers and optimizer shards of every rank of every recipe: equal but for padding; memory under the tensors of small models after a step: within a tenth |
-| activations | Korthikanti et al. ([2205.05198](https://arxiv.org/abs/2205.05198)) for gated MLPs, grouped queries, experts, attention without stored scores | what autograd keeps for small models: within a tenth; the peak of a [rehearsal](rehearsal.md): 1 % below to 4 % above it |
+| activations | Korthikanti et al. ([2205.05198](https://arxiv.org/abs/2205.05198)) for gated MLPs, grouped queries, experts, attention without stored scores | what autograd keeps for small models: within a tenth; the peak of a [rehearsal](rehearsal.md): 3 % below to 4 % above it |
 | micro-batches under way | Narayanan et al. ([2104.04473](https://arxiv.org/abs/2104.04473)) | |
 | weight update | all weights, in FP8 without embeddings, norms and routers; buffers three times the largest bucket | the plan of every rank of every recipe: equal |
 | KV cache | `mem_fraction_static` of the GPU less the weights; 2 x layers x KV heads x width x 2 bytes a token | |
