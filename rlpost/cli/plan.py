@@ -430,13 +430,10 @@ def update_rows(config: Config, update: WeightUpdate) -> list[tuple[str, str]]:
         return [("weight update", f"{moved}, through files")]
     buckets = f"{counted(update.num_buckets, 'bucket')} of at most {_gb(update.largest_bytes)}"
     place = "of a GPU for buckets" if config.cluster.colocate else "of a GPU that sends for buckets"
+    requests = f"{counted(update.num_requests, 'request')} that the driver relays"
     return [
         ("weight update", f"{moved}: {buckets}"),
-        (
-            "",
-            f"{counted(update.num_requests, 'request')} that the driver relays; "
-            f"{_gb(update.gpu_bytes)} {place}",
-        ),
+        ("", f"{requests}; {_gb(update.gpu_bytes)} {place}"),
     ]
 
 

@@ -153,7 +153,7 @@ def newest_attempt(run: RunFolder) -> str | None:
 
 
 def _recovered_roles(events: Sequence[Mapping[str, object]]) -> list[str]:
-    """The role of each recovery within an attempt: trainer, driver, node or engine."""
+    """The role of each recovery within an attempt: trainer, critic, driver, node or engine."""
     return [str(event.get("role")) for event in events if event.get("event") == "recovered"]
 
 
