@@ -424,17 +424,16 @@ def save_words(made: Estimate, seconds: float) -> str:
 
 def update_rows(config: Config, update: WeightUpdate) -> list[tuple[str, str]]:
     """Bytes and requests of a weight update."""
-    moved = f"{_gb(update.total_bytes)} to each of {counted(config.num_engines, 'engine')} a step"
+    engines = f"each of {config.num_engines} engines" if config.num_engines > 1 else "the engine"
+    moved = f"{_gb(update.total_bytes)} to {engines} a step"
     if config.sync.update_weight_transport == "disk":
         return [("weight update", f"{moved}, through files")]
-    buckets = f"{update.num_buckets} buckets of at most {_gb(update.largest_bytes)}"
+    buckets = f"{counted(update.num_buckets, 'bucket')} of at most {_gb(update.largest_bytes)}"
     place = "of a GPU for buckets" if config.cluster.colocate else "of a GPU that sends for buckets"
+    requests = f"{counted(update.num_requests, 'request')} that the driver relays"
     return [
         ("weight update", f"{moved}: {buckets}"),
-        (
-            "",
-            f"{update.num_requests} requests that the driver relays; {_gb(update.gpu_bytes)} {place}",
-        ),
+        ("", f"{requests}; {_gb(update.gpu_bytes)} {place}"),
     ]
 
 

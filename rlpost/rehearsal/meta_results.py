@@ -145,7 +145,9 @@ def _describe(values: Iterable[object], key: list[object]) -> bool:
         kind = type(value)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             assert isinstance(value, torch.Tensor)
-            if not value.is_meta or value.layout is not torch.strided or value.is_neg():
+            if not value.is_meta or value.layout is not torch.strided:
+                return False
+            if value.is_neg() or value.is_conj():
                 return False
             key += (value.shape, value.stride(), value.dtype)
         elif kind in VALUES:

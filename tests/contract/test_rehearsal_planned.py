@@ -31,6 +31,10 @@ NOTHING_AGAIN = {
 FOUR_STAGES = {
     "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4,
 }  # fmt: skip
+INTERLEAVED = {
+    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 4,
+    "num_layers_per_virtual_pipeline_stage": 1,
+}  # fmt: skip
 WHOLE_STATE = {"use_distributed_optimizer": False, "overlap_param_gather": False}
 DENSE, EXPERTS, LARGE = "qwen3_4b", "qwen3_30b_a3b", "glm45_355b"
 FOUR_LAYERS = {"model": {"num_layers": 4}}
@@ -43,6 +47,7 @@ CASES: dict[str, Case] = {
     "dense": (DENSE, FOUR_LAYERS, 1.0),
     "dense, nothing recomputed": (DENSE, FOUR_LAYERS | {"perf": NOTHING_AGAIN}, 1.014),
     "dense, four stages": (DENSE, {"model": {"num_layers": 8}, "perf": FOUR_STAGES}, 1.0),
+    "dense, interleaved": (DENSE, {"model": {"num_layers": 16}, "perf": INTERLEAVED}, 0.972),
     "another dense model": ("glm_z1_9b", FOUR_LAYERS, 1.0),
     "experts": (EXPERTS, FOUR_OF_EXPERTS, 0.989),
     "experts, nothing recomputed": (EXPERTS, FOUR_OF_EXPERTS | {"perf": NOTHING_AGAIN}, 1.0165),

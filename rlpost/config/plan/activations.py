@@ -83,9 +83,11 @@ def stage_activations(
     boundary = _boundary(shape, layout, one)
     is_last = stage == layout.pipeline - 1
     if layout.pipeline > 1:
-        # what it received is counted; what it sends is kept too, until its gradient arrives
-        if not is_last:
-            kept += round(boundary * under_way(layout, len(sparse_of(shape, layout, stage)), stage))
+        # What it received is counted; what each of its chunks sends is kept too, until its gradient
+        # arrives. The last chunk of the last stage sends nothing.
+        num_layers = len(sparse_of(shape, layout, stage))
+        num_sent = _num_chunks(layout, num_layers) - is_last
+        kept += round(boundary * num_sent * under_way(layout, num_layers, stage))
         kept += 2 * boundary  # the gradients that it receives and sends
     logits = logits_bytes(shape, layout, one, chunk_tokens) if is_last else 0
     layer = again + max(
@@ -143,13 +145,18 @@ def _layers_bytes(
 
 def under_way(layout: Layout, num_layers: int, stage: int) -> float:
     """Micro-batches whose activations a stage holds at once: as many as stages follow it, itself
-    included; with v chunks a stage (interleaved) the first has (1 + (p - 1) / (p v)) times as much.
+    included. Interleaved, with v chunks a stage, it is the first backward pass that comes after
+    2 (p - s - 1) + (v - 1) p + 1 chunks on stage s of p.
     """
-    behind = layout.pipeline - stage
     if layout.chunk is None or layout.pipeline == 1:
-        return behind
-    chunks = num_layers // layout.chunk
-    return min(behind + (layout.pipeline - 1) / chunks, float(2 * layout.pipeline))
+        return layout.pipeline - stage
+    ahead = layout.pipeline - 2 * stage - 1
+    return layout.pipeline + ahead / _num_chunks(layout, num_layers)
+
+
+def _num_chunks(layout: Layout, num_layers: int) -> int:
+    """Virtual stages of a stage."""
+    return 1 if layout.chunk is None else num_layers // layout.chunk
 
 
 def logits_bytes(shape: Shape, layout: Layout, one: Pass, chunk_tokens: int) -> int:

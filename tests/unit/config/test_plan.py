@@ -178,6 +178,13 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     assert under_way(replace(layout, chunk=1), 3, 0) == 4 * (1 + 3 / (4 * 3))
 
 
+def test_an_interleaved_stage_holds_the_chunks_of_its_warm_up_and_one_more():
+    """Megatron-core's warm-up is 2 (p - s - 1) + (v - 1) p chunks; here p = 4, v = 3."""
+    chunks = [(2 * 3 + 8 + 1), (2 * 2 + 8 + 1), (2 + 8 + 1), (8 + 1)]
+    found = [under_way(Layout(4, pipeline=4, chunk=1), 3, stage) for stage in range(4)]
+    assert found == pytest.approx([count / 3 for count in chunks])
+
+
 def planned(name, *, gpus=None, memory=80 * GB, **groups):
     """A recipe where its model is not there yet: the table [model] says what it is."""
     made = load(files_of(JOBS / "recipes" / f"{name}.toml", {}), groups).config

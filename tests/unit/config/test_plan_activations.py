@@ -39,6 +39,18 @@ def test_a_recomputed_layer_and_logits_are_not_there_at_the_same_time():
     assert narrow.peak == narrow.kept + narrow.layer == found.kept + found.layer
 
 
+def test_each_chunk_of_an_interleaved_stage_keeps_what_it_sends():
+    """Two stages, two chunks each: (2 (1 - s) + 2 + 1) / 2 micro-batches under way."""
+    one, boundary = Pass(tokens=10, recompute="full", method="uniform"), 10 * 8 * 2
+    layout = Layout(2, pipeline=2, chunk=1)
+    first, last = (
+        stage_activations(DENSE, layout, one, stage, chunk_tokens=4).kept for stage in (0, 1)
+    )
+    received, gradients, final_norm = 2, 2, 1
+    assert first == (2.5 * (received + 2) + gradients) * boundary
+    assert last == (1.5 * (received + 1) + gradients + final_norm) * boundary
+
+
 def test_rows_for_experts_are_four_times_in_memory_if_several_ranks_have_several():
     """In order of experts, received, returned by experts, and back in order."""
     shape = replace(DENSE, sparse=(True,) * 4, num_experts=8, expert_ffn=4, topk=4)
