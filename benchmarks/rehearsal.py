@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[1]
 RECIPES = ("qwen3_4b", "glm45_355b")
 HANGS = "collectives in the same order, with matching shapes"
 HEADER = (
-    "recipe", "ranks", "run the step", "collectives and transfers", "processor s", "elapsed s",
+    "recipe", "ranks", "classes of equal ranks", "ranks that ran the step",
+    "collectives and transfers", "processor s", "elapsed s",
     "host memory GB", "result",
 )  # fmt: skip
 
@@ -47,7 +48,8 @@ class Measured:
         return (
             f"`{recipe}.toml`",
             str(len(found["memory"])),
-            f"{len(found['ran'])} of {len(found['classes'])} classes",
+            str(len(found["classes"])),
+            str(len(found["ran"])),
             calls,
             f"{self.processor_s:.0f}",
             f"{self.elapsed_s:.0f}",
