@@ -128,14 +128,16 @@ def wall_seconds(moment: datetime) -> float:
     return moment.toordinal() * DAY + of_day
 
 
-def first_day(first: str, modified: datetime) -> float:
-    """Return the second at which the day of a log's first record begins, if it has no date.
+def first_day(lines: Iterable[str], modified: datetime) -> float:
+    """Return the second at which the day of a log's first record with a time begins, if that has no
+    date.
 
     Args:
+        lines: of the log, from its beginning.
         modified: local time of the log's last change: the log is taken to be shorter than a day.
     """
-    found = _TIME.match(first)
     today = modified.toordinal() * DAY
+    found = next(filter(None, map(_TIME.match, lines)), None)
     if found is None:
         return today
     of_day = int(found[2]) * 3600 + int(found[3]) * 60 + int(found[4])

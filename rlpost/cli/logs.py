@@ -7,6 +7,7 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 
 from common.run_folder import RunFolder
@@ -23,6 +24,9 @@ from rlpost.cli.log_lines import (
 )
 from rlpost.cli.runs import add_run_options, current_job, find_run
 from rlpost.errors import ConfigError
+
+_MAX_UNTIMED = 1000
+"""Lines of a log that are searched for a time, which may follow warnings of libraries."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -98,8 +102,8 @@ def _print(
 def _first_day(path: Path) -> float:
     """The day of a log whose times have no date; foreign processes write such logs."""
     with path.open(errors="replace") as file:
-        first = file.readline()
-    return first_day(first, datetime.fromtimestamp(path.stat().st_mtime))
+        modified = datetime.fromtimestamp(path.stat().st_mtime)
+        return first_day(islice(file, _MAX_UNTIMED), modified)
 
 
 def _since(given: str) -> float:

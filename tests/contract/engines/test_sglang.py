@@ -448,7 +448,7 @@ class InFiles:
     def __init__(self, model: Any, names: list[str]) -> None:
         self.model, self.names = model, names
 
-    def plan(self, max_bytes: int) -> tuple[tuple[str, ...], ...]:
+    def plan(self, max_bytes: int, *, quantisation: None = None) -> tuple[tuple[str, ...], ...]:
         return tuple((name,) for name in self.names)
 
     def gather(

@@ -21,13 +21,18 @@ LOGS = {
 }
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
+@pytest.fixture(params=["00:15", "10:30"])
+def run(tmp_path, monkeypatch, request):
+    """A run whose logs were last changed at this time of day: soon after midnight they are of the day
+    before.
+    """
     monkeypatch.chdir(tmp_path)
     made = create_run_folder(tmp_path / "runs" / "one", "{}")
     attempt = made.new_attempt()
+    changed = datetime.fromisoformat(f"{datetime.now():%Y-%m-%d} {request.param}").timestamp()
     for name, text in LOGS.items():
         (attempt / f"{name}.log").write_text(text)
+        os.utime(attempt / f"{name}.log", (changed, changed))
     return made
 
 
