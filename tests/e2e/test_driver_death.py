@@ -11,7 +11,6 @@ import os
 import shutil
 import time
 
-import psutil
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from benchmarks import crash_answers
 from rlpost.metrics.writer import read_metrics
 from tests.e2e.local_run import LocalRun
-from tests.e2e.runs import ADAPTERS
+from tests.e2e.runs import ADAPTERS, process_of
 
 NUM_STEPS = 8
 SETTINGS = (
@@ -33,7 +32,7 @@ OF_CRITIC = (
 )
 
 
-LOGS = {"critic": r"critic-1\.log", "engine": r"engine-1-server\.log"}
+LOGS = {"critic": "critic-1.log", "engine": "engine-1-server.log"}
 """The log that a process to be killed writes, by its role."""
 
 
@@ -101,7 +100,7 @@ def test_killed_drivers_and_critics_leave_the_run_of_those_that_lived(
             if role == "driver":
                 run.driver().kill()
             else:
-                psutil.Process(run.processes(LOGS[role]).pop()).kill()
+                process_of(run.folder / "attempts/0" / LOGS[role]).kill()
             killed_at, reached = time.monotonic(), run.step
             run.until(lambda: run.step > reached, "a newly trained step")  # noqa: B023
             seconds = time.monotonic() - killed_at
