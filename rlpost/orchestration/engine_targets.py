@@ -63,9 +63,8 @@ class EngineTargets:
         self._path, self._targets = run_folder / ENGINE_TARGETS, targets
         self._check, self._poll_s = check, poll_s
         self._polling: asyncio.Task[None] | None = None
-        self._writing = (
-            threading.Lock()
-        )  # a cancelled poll leaves its thread, which may still write
+        # a cancelled poll leaves its thread, which may still write
+        self._writing = threading.Lock()
         self._is_closed = False
         self._has_warned = False
 

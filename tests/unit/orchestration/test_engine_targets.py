@@ -104,6 +104,7 @@ def test_a_newer_attempt_keeps_its_file(tmp_path: Path) -> None:
 def test_a_write_that_storage_delays_past_the_end_names_no_engine(tmp_path: Path) -> None:
     path, texts = tmp_path / ENGINE_TARGETS, ["[1]", "[2]"]
     delayed, may_write = threading.Event(), threading.Event()
+    others = set(threading.enumerate())  # of earlier tests
 
     def check() -> None:
         if path.exists() and not delayed.is_set():
@@ -122,7 +123,7 @@ def test_a_write_that_storage_delays_past_the_end_names_no_engine(tmp_path: Path
         may_write.set()
         await closing
         async with asyncio.timeout(10):
-            while any(thread.daemon for thread in threading.enumerate()):
+            while any(one.daemon for one in set(threading.enumerate()) - others):
                 await asyncio.sleep(0.01)
 
     asyncio.run(scenario())
