@@ -93,6 +93,7 @@ class EngineHealth:
         async with self._busy:
             self._version, sick = version, list[int]()
             await before()
+            self._events.lost(self._fleet.dismissed, phase="sync", cause=NO_ANSWER)
             if not self._fleet.dismissed and not self._nodes.engines:
                 try:
                     await self._nodes.unless_lost(

@@ -290,12 +290,12 @@ def test_an_engine_on_shared_gpus_is_taken_out_at_once_and_comes_back_with_the_n
 
 
 def test_an_engine_that_was_dismissed_elsewhere_is_restarted_before_the_next_update():
-    fleet = FakeFleet()
+    fleet, ledger = FakeFleet(), Ledger()
     fleet.dismissed = {1}
-    asyncio.run(
-        watch_over(fleet, colocate=True).update(3, pause="abort", before=nothing, ready=nothing)
-    )
+    watch = watch_over(fleet, colocate=True, events=ledger.events)
+    asyncio.run(watch.update(3, pause="abort", before=nothing, ready=nothing))
     assert fleet.log == ["restart 1", "connect", "update 3 abort", "admit 1"]
+    assert [one["event"] for one in ledger.entries] == ["engine_lost", "recovered"]
 
 
 def test_an_engine_that_dies_once_it_has_the_weights_is_restarted_and_the_trainer_comes_back_to_send_them():

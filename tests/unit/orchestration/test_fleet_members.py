@@ -163,9 +163,10 @@ def test_an_engine_that_drains_is_dismissed_and_the_lease_says_so(tmp_path, monk
         await world.until("7_0", "7_1")
         world.records["7_0"] = replace(world.records["7_0"], state=EngineState.DRAINING)
         await world.until("7_1")
-        await asyncio.sleep(0.1)
-        assert world.folder.lease().in_use == ("i",)  # of the other one alone
-        assert world.engines[0].told[-1] == "pause_generation"
+        while world.folder.lease().in_use != ("i",):  # of the other one alone
+            await asyncio.sleep(0.01)
+        while world.engines[0].told[-1] != "pause_generation":
+            await asyncio.sleep(0.01)
         assert world.members.usage()["7_0"].engine_s > 0
 
     scenario(tmp_path, 2, play, monkeypatch)
