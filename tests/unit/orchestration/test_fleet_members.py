@@ -83,7 +83,7 @@ class World:
             await asyncio.sleep(0.05)
 
     async def until(self, *names):
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(30):
             while self.names != list(names):
                 await asyncio.sleep(0.01)
 
@@ -101,7 +101,8 @@ def scenario(tmp_path, count, play, monkeypatch, *, deadlines=DEADLINES, limits=
             world = World(tmp_path, *engines, deadlines=deadlines, limits=limits, **more)
             await world.members.start()
             try:
-                await play(world)
+                async with asyncio.timeout(60):
+                    await play(world)
             finally:
                 await world.close()
         return world
