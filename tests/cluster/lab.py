@@ -147,6 +147,8 @@ class Lab:
             self._lock = lock(self.base)
             self._save(keep=False)
             try:
+                # Somebody may have removed the folder of a killed lab by hand, and not its network.
+                remove_network(self._netns(""))
                 build_network(self._netns(""), self.num_nodes)
             except BaseException:
                 self._remove()

@@ -12,7 +12,12 @@ import pytest
 
 from tests.cluster.lab import ROOT, Lab, LabError
 from tests.cluster.lab_config import LabOptions
-from tests.cluster.lab_host import NETNS_ETC, NETNS_RUN, why_no_cached_folder
+from tests.cluster.lab_host import (
+    NETNS_ETC,
+    NETNS_RUN,
+    build_network,
+    why_no_cached_folder,
+)
 
 
 def test_every_node_is_a_machine_of_its_own(lab: Lab) -> None:
@@ -119,3 +124,12 @@ def test_a_lab_whose_owner_was_killed_is_removed_by_the_next(slurm_available: No
             assert not (ROOT / name).exists()
             assert not list(NETNS_RUN.glob(f"rlab-{name}-*"))
         assert before.run("ctl", ["srun", "hostname"]).stdout == "n01\n"
+
+
+def test_a_lab_comes_up_although_the_network_of_a_dead_one_is_left(slurm_available: None) -> None:
+    """The folder of the dead lab is gone, its namespaces and their files in /etc are not."""
+    name = f"half{os.getpid()}"
+    build_network(f"rlab-{name}-", 1)
+    with Lab(1, name=name) as lab:
+        assert lab.run("ctl", ["srun", "hostname"]).stdout == "n01\n"
+    assert not list(NETNS_ETC.glob(f"rlab-{name}-*"))
