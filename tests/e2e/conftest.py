@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.crash import crash_lab
 from tests.cluster.fixtures import slurm_available
 from tests.cluster.jobs import until
 from tests.cluster.lab import Lab
 from tests.cluster.lab_config import LabOptions
-from tests.e2e.fleet import FleetStory, tell
 from tests.e2e.runs import (
     HF_TOKEN,
     RECIPE,
@@ -91,20 +89,3 @@ def undisturbed(signalling_lab: Lab, assets: Path, recordings: Path) -> Run:
     ]
     until_over(run)
     return run
-
-
-@pytest.fixture(scope="session")
-def crash_cluster(slurm_available: None, assets: Path) -> Iterator[Lab]:
-    """Two nodes for runs that are killed, and for engines that come and go."""
-    with crash_lab() as lab:
-        yield lab
-
-
-@pytest.fixture(scope="session")
-def fleet_story(crash_cluster: Lab) -> FleetStory:
-    """An undisturbed run, while engines of its fleet came and went.
-
-    ``test_fleet`` looks at the engines; ``test_crash`` compares its weights and metrics with those
-    of a run without a fleet that was killed.
-    """
-    return tell(crash_cluster)

@@ -12,7 +12,7 @@ from benchmarks.fleet_run import FleetRun, until_admitted
 from tests.cluster.jobs import job_info
 from tests.cluster.lab import Lab
 
-NUM_KILLS = 7  # of test_crash: one in each place; its run has as many steps
+NUM_KILLS = 7  # of the run without a fleet: one in each place; this run has as many steps
 NO_OWN_ENGINES = ("--rollout-num-gpus", "0", "--min-engines", "1")
 SLOWNESS = 10.0  # of the answers while engines come and go: steps must not run out
 

@@ -1,20 +1,36 @@
-"""Engines of a fleet on jobs that come and go: a real Slurm, Ray, Megatron and SGLang.
+"""Engines of a fleet on jobs that come and go, and a run without a fleet that is killed once in
+every place it has: a real Slurm, Ray, Megatron and SGLang. Both runs end with the same weights.
 
-``benchmarks.fleet`` does the same as often as asked for, also to the run itself.
+``benchmarks.fleet`` and ``benchmarks.crash`` do the same as often as asked for.
 """
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from benchmarks.crash import PLACES, crash_lab, differences, killed, num_steps
+from benchmarks.crashed_run import CrashedRun
 from common.exit_codes import EXIT_PREEMPTED
 from rlpost.metrics.writer import read_metrics
 from rlpost.report.fleet_use import used_of
 from tests.cluster.jobs import job_info, until
-from tests.e2e.fleet import FleetStory
+from tests.cluster.lab import Lab
+from tests.e2e.fleet import NUM_KILLS, FleetStory, tell
 
 
 @pytest.fixture(scope="module")
-def story(fleet_story: FleetStory) -> FleetStory:
-    return fleet_story
+def lab(slurm_available: None, assets: Path) -> Iterator[Lab]:
+    """Two nodes for engines that come and go, and for the run that is killed."""
+    with crash_lab() as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def story(lab: Lab) -> FleetStory:
+    """An undisturbed run, while engines of its fleet came and went."""
+    return tell(lab)
 
 
 def batch_log(story: FleetStory, engine: str) -> str:
@@ -69,3 +85,11 @@ def test_the_secret_of_the_fleet_stands_in_one_file_and_is_not_that_of_the_attem
     of_attempt = (run.folder / "attempts/0/secret").read_bytes().strip()
     logs = list(run.fleet_folder.root.rglob("*"))
     assert not [one for one in logs if one.is_file() and of_attempt in one.read_bytes()]
+
+
+def test_a_run_killed_in_every_place_ends_with_the_same_weights_and_every_prompt_once(lab, story):
+    run = CrashedRun(lab, "killed", num_steps(NUM_KILLS))
+    kills = killed(run, NUM_KILLS, random.Random(3))
+    assert differences(run, story.run, [kill.at for kill in kills]) == [], run.tell()
+    assert {kill.place for kill in kills} == set(PLACES)
+    assert len(kills) == NUM_KILLS
