@@ -1,4 +1,4 @@
-"""Run the turns of one rank: log-probs, one train step, one weight update, on the meta device.
+"""Run the phases of one rank: log-probs, one train step, one weight update, on the meta device.
 
 Input: settings, description, the batch of the rank. Output: its ``Recording``. The rank is an
 ``Actor``, so the code is that of a run; ``given`` has the values that meta tensors lack.
@@ -49,7 +49,7 @@ LOG_PROBS, VALUES, TRAIN_CRITIC = "log-probs", "values", "train critic"
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class Phases:
     """What every rank does in a rehearsal.
 
     Attributes:
@@ -72,7 +72,7 @@ class Turns:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The turns in order."""
+        """The phases in order."""
         given = {
             LOG_PROBS: self.log_prob_batch is not None,
             VALUES: self.has_critic,
@@ -84,22 +84,22 @@ class Turns:
         return tuple(name for name, is_there in given.items() if is_there)
 
 
-def rehearse_turns(
+def rehearse_phases(
     settings: ActorSettings,
     description: ModelDescription,
-    turns: Turns,
+    phases: Phases,
     *,
     rank: int,
     world: int,
     facts: Mapping[int, RankFacts],
     results: MetaResults | None = None,
 ) -> Recording:
-    """Run all turns of one rank of ``world``.
+    """Run all phases of one rank of ``world``.
 
     Args:
         settings: of an actor.
         description: of the model.
-        turns: what the rank does.
+        phases: what the rank does.
         rank: the rank.
         world: number of ranks.
         facts: of all ranks, from ``rehearse_rank``; the pipeline stages tell each other their
@@ -119,7 +119,7 @@ def rehearse_turns(
         recorder.during("build"),
     ):
         actor = Actor(settings, description)
-        with building(), _without_files(actor, facts, gpu_bytes=turns.gpu_bytes):
+        with building(), _without_files(actor, facts, gpu_bytes=phases.gpu_bytes):
             actor.build()
             placeholders = {one: _moments(one) for one in _optimizers(actor)}
         topk = int(actor.description.fields.get("moe_router_topk") or 0)
@@ -130,7 +130,7 @@ def rehearse_turns(
             _replaced_at_first_step(placeholders),
             without_host_memory(),
         ):
-            cycle = run_turns(actor, turns, recorder)
+            cycle = run_phases(actor, phases, recorder)
         return recorder.recorded(rank, _held(actor), cycle)
 
 
@@ -216,38 +216,38 @@ def _folder(path: str) -> HuggingFaceFolder | SimpleNamespace:
         return SimpleNamespace(quantisation=None)
 
 
-def run_turns(actor: Actor, turns: Turns, recorder: Recorder) -> OffloadCycle | None:
-    """Run the turns on a built actor, real or rehearsed; return what offload moved."""
+def run_phases(actor: Actor, phases: Phases, recorder: Recorder) -> OffloadCycle | None:
+    """Run the phases on a built actor, real or rehearsed; return what offload moved."""
     old: Logprobs | None = None
-    if turns.log_prob_batch is not None:
+    if phases.log_prob_batch is not None:
         with recorder.during(LOG_PROBS):
-            actor.compute_logprobs(turns.log_prob_batch)
-        old = _as_zeros(turns.batch) if _is_last_stage() else []
-    if turns.has_critic:
+            actor.compute_logprobs(phases.log_prob_batch)
+        old = _as_zeros(phases.batch) if _is_last_stage() else []
+    if phases.has_critic:
         with recorder.during(VALUES):
-            actor.compute_values(turns.batch)
+            actor.compute_values(phases.batch)
         with recorder.during(TRAIN_CRITIC):
-            values = _as_zeros(turns.batch) if _is_last_stage() else None
-            returns = [column for micro in _as_zeros(turns.batch) for column in micro]
-            actor.train_critic(turns.batch, values, returns)
+            values = _as_zeros(phases.batch) if _is_last_stage() else None
+            returns = [column for micro in _as_zeros(phases.batch) for column in micro]
+            actor.train_critic(phases.batch, values, returns)
     with recorder.during(TRAIN):
-        actor.train_step(turns.batch, old)
-    update = partial(_update, actor, turns, recorder)
-    if not turns.offloads:
+        actor.train_step(phases.batch, old)
+    update = partial(_update, actor, phases, recorder)
+    if not phases.offloads:
         update()
         return None
     with recorder.during(OFFLOAD):
         return run_cycle(actor.memory, update, measured=recorder.measure_again)
 
 
-def _update(actor: Actor, turns: Turns, recorder: Recorder) -> None:
+def _update(actor: Actor, phases: Phases, recorder: Recorder) -> None:
     """Gather all weights as one weight update does."""
-    if not turns.updates:
+    if not phases.updates:
         return
     with recorder.during(UPDATE):
         actor._finish_param_sync()
         for index in range(len(actor.buckets)):
-            _gather(actor, index, shares_gpus=turns.shares_gpus)
+            _gather(actor, index, shares_gpus=phases.shares_gpus)
 
 
 def _gather(actor: Actor, index: int, *, shares_gpus: bool) -> None:
@@ -328,7 +328,7 @@ def _replaced_at_first_step(
 
 
 def _held(actor: Actor) -> dict[str, int]:
-    """Bytes that stay on the device between turns, by part; none is counted twice."""
+    """Bytes that stay on the device between phases, by part; none is counted twice."""
     models = {"": (actor.model, actor.optimizer)}
     if actor.critic is not None:
         models["critic "] = (actor.critic.model, actor.critic.optimizer)
