@@ -17,20 +17,19 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 
 from rlpost.actor import actor as actor_module
 from rlpost.actor import critic as critic_module
-from rlpost.actor import device, frozen, memory, parallel, step
+from rlpost.actor import device, frozen, memory, step
 from rlpost.actor.actor import Actor
-from rlpost.actor.lora.adapters import low_rank_updates
+from rlpost.actor.model import inventory_of
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.packing import PackedMicroBatch
 from rlpost.actor.passes import Logprobs
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.torch_dist import optimizer_state
-from rlpost.actor.value_model import value_family
+from rlpost.actor.value_model import value_inventory
 from rlpost.columns import FloatColumn
 from rlpost.errors import WeightError
 from rlpost.rehearsal.calls import OFFLOAD, TRAIN, UPDATE, OffloadCycle, Recording
@@ -43,7 +42,7 @@ from rlpost.rehearsal.rank import as_on_gpu
 from rlpost.rehearsal.recorder import Recorder
 from rlpost.types import TrainBatch
 from rlpost.weights.importer import HuggingFaceFolder
-from rlpost.weights.inventory import Entry, Inventory
+from rlpost.weights.inventory import Entry
 
 LOG_PROBS, VALUES, TRAIN_CRITIC = "log-probs", "values", "train critic"
 
@@ -142,32 +141,13 @@ def _without_files(
     entries = {rank: one.entries for rank, one in facts.items()}
     of_critics = {rank: one.critic.entries for rank, one in facts.items() if one.critic}
 
-    def inventory(chunks: Sequence[GPTModel], description: ModelDescription) -> Inventory:
-        return Inventory(
-            chunks,
-            family=description.family,
-            dims=description.dims,
-            groups=parallel.weight_groups(),
-            tied=description.tied,
-            low_rank=low_rank_updates(chunks),
-            gather=partial(_exchanged, entries),
-        )
-
-    def value_inventory(chunks: Sequence[GPTModel], description: ModelDescription) -> Inventory:
-        return Inventory(
-            chunks,
-            family=value_family(description.family),
-            dims=description.dims,
-            groups=parallel.weight_groups(),
-            tied=False,
-            gather=partial(_exchanged, of_critics),
-        )
-
+    inventory = partial(inventory_of, gather=partial(_exchanged, entries))
+    inventory_of_critic = partial(value_inventory, gather=partial(_exchanged, of_critics))
     with (
         patch.object(actor, "_read_initial_weights"),
         patch.object(actor_module, "HuggingFaceFolder", _folder),
         patch.object(actor_module, "inventory_of", inventory),
-        patch.object(critic_module, "value_inventory", value_inventory),
+        patch.object(critic_module, "value_inventory", inventory_of_critic),
         patch.object(device, "total_memory", partial(int, gpu_bytes)),
         patch.object(frozen, "check_frozen", partial(_check_frozen, frozen.check_frozen, facts)),
     ):

@@ -73,11 +73,6 @@ class Recorder(TorchDispatchMode):
         self._is_silent = False
         self._operation = ""
 
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the device tensors that exist now."""
-        return self._bytes
-
     def measure_again(self) -> None:
         """Count the storages that were resized since they were made."""
         for key, (reference, size) in list(self._storages.items()):
