@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -263,4 +264,4 @@ def _by_micro_batch(
     columns: Sequence[FloatColumn], micro_batches: Sequence[MicroBatch]
 ) -> list[list[FloatColumn]]:
     in_order = iter(columns)
-    return [[next(in_order) for _ in micro] for micro in micro_batches]
+    return [list(islice(in_order, len(micro))) for micro in micro_batches]

@@ -210,10 +210,10 @@ def _commonness(sequences: Mapping[int, Mapping[Group, Sequence[Call]]]) -> dict
     """For each rank, how many ranks have the same calls apart from the numbers of ranks."""
     shapes = {}
     for rank, of_rank in sequences.items():
-        per_size = [
-            (len(group), tuple((call.agreed, call.line, call.sent) for call in calls))
-            for group, calls in of_rank.items()
-        ]
+        per_size = []
+        for group, calls in of_rank.items():
+            found = tuple((call.agreed, call.line, call.sent) for call in calls)
+            per_size.append((len(group), found))
         shapes[rank] = hash(tuple(sorted(per_size, key=str)))
     count = Counter(shapes.values())
     return {rank: count[shape] for rank, shape in shapes.items()}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -40,7 +41,7 @@ from rlpost.rehearsal.meta_results import MetaResults
 from rlpost.rehearsal.offload import run_cycle, without_host_memory
 from rlpost.rehearsal.rank import as_on_gpu
 from rlpost.rehearsal.recorder import Recorder
-from rlpost.types import TrainBatch
+from rlpost.types import TrainBatch, TrainSample
 from rlpost.weights.importer import HuggingFaceFolder
 from rlpost.weights.inventory import Entry
 
@@ -207,9 +208,9 @@ def run_phases(actor: Actor, phases: Phases, recorder: Recorder) -> OffloadCycle
         with recorder.during(VALUES):
             actor.compute_values(phases.batch)
         with recorder.during(TRAIN_CRITIC):
-            values = _as_zeros(phases.batch) if _is_last_stage() else None
-            returns = [column for micro in _as_zeros(phases.batch) for column in micro]
-            actor.train_critic(phases.batch, values, returns)
+            zeros = _as_zeros(phases.batch)
+            values = zeros if _is_last_stage() else None
+            actor.train_critic(phases.batch, values, list(chain.from_iterable(zeros)))
     with recorder.during(TRAIN):
         actor.train_step(phases.batch, old)
     update = partial(_update, actor, phases, recorder)
@@ -241,10 +242,10 @@ def _gather(actor: Actor, index: int, *, shares_gpus: bool) -> None:
 
 
 def _as_zeros(batch: TrainBatch) -> Logprobs:
-    return [
-        [FloatColumn([0.0] * sample.response_length) for sample in micro]
-        for micro in batch.micro_batches
-    ]
+    def zeros(sample: TrainSample) -> FloatColumn:
+        return FloatColumn([0.0] * sample.response_length)
+
+    return [list(map(zeros, micro)) for micro in batch.micro_batches]
 
 
 def _is_last_stage() -> bool:
@@ -281,13 +282,13 @@ def _optimizers(actor: Actor) -> list[MegatronOptimizer]:
 
 def _moments(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
     """The moments of each weight, which exist from the first step on: Adam's two, Muon's one."""
-    return [
-        torch.empty_like(parameter)
-        for one in optimizer_state.inner(optimizer)
-        for group in one.optimizer.param_groups
-        for parameter in group["params"]
-        for _ in range(1 if group.get(optimizer_state.MATRICES) else 2)
-    ]
+    moments = []
+    for one in optimizer_state.inner(optimizer):
+        for group in one.optimizer.param_groups:
+            count = 1 if group.get(optimizer_state.MATRICES) else 2
+            for parameter in group["params"]:
+                moments += [torch.empty_like(parameter) for _ in range(count)]
+    return moments
 
 
 @contextmanager

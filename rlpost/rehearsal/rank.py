@@ -228,17 +228,17 @@ def _on_first_replica(regions: Regions) -> set[torch.Tensor]:
 
 
 def _memory(model: Sequence[Any], adam: MegatronOptimizer, settings: ActorSettings) -> Memory:
-    buffers = [
-        buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-    ]
-    mains = [
-        parameter
-        for one in optimizer_state.inner(adam)
-        for group in one.optimizer.param_groups
-        for parameter in group["params"]
-    ]
+    weights = gradients = 0
+    for chunk in model:
+        weights += sum(parameter.nbytes for parameter in chunk.parameters())
+        buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
+        gradients += sum(buffer.grad_data.nbytes for buffer in buffers)
+    mains = 0
+    for one in optimizer_state.inner(adam):
+        for group in one.optimizer.param_groups:
+            mains += sum(parameter.nbytes for parameter in group["params"])
     return Memory(
-        weights=sum(parameter.nbytes for chunk in model for parameter in chunk.parameters()),
-        gradients=sum(buffer.grad_data.nbytes for buffer in buffers),
-        main_weights=sum(parameter.nbytes for parameter in mains) if settings.bf16 else 0,
+        weights=weights,
+        gradients=gradients,
+        main_weights=mains if settings.bf16 else 0,
     )
