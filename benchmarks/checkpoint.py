@@ -154,7 +154,7 @@ class Measured:
 
     async def in_background(self, kind: str, *, step_at_once: bool) -> None:
         """A background save; with ``step_at_once`` an optimizer step follows immediately."""
-        finish = lambda: asyncio.to_thread(self._actor.finish_save)  # noqa: E731
+        finish = lambda: asyncio.to_thread(self._actor.saves.finish)  # noqa: E731
         begun = time.monotonic()
         with PeakMemory() as peak:
             await self._checkpoints.start(self._next(), self._write(in_background=True), finish)

@@ -46,7 +46,7 @@ from benchmarks.tables import machine, table
 from rlpost.config.tree import Config
 from rlpost.garbage import collect_between_steps_only
 from rlpost.orchestration.batches import (
-    batch_samples,
+    deal,
     rollout_metrics,
     rollout_samples,
     staleness_metrics,
@@ -180,7 +180,7 @@ async def journal(folder: Path, groups: Sequence[SampleGroup]) -> None:
 
 async def batches(groups: Sequence[SampleGroup], config: Config) -> None:
     """What ``Training.train`` makes before it calls the ranks."""
-    batch_samples(rollout_samples(groups, config.grpo), config)
+    deal(rollout_samples(groups, config.grpo), config)
 
 
 async def metrics(groups: Sequence[SampleGroup]) -> None:

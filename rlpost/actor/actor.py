@@ -28,7 +28,6 @@ from rlpost.actor import (
     muon,
     optimizer,
     parallel,
-    random_state,
     weight_files,
 )
 from rlpost.actor.critic import Critic, Values
@@ -51,9 +50,7 @@ from rlpost.actor.teacher import Teacher
 from rlpost.actor.teacher_description import teacher_description
 from rlpost.actor.teacher_scores import TeacherScores, scores_of_server
 from rlpost.actor.torch_dist_folder import find_checkpoint
-from rlpost.algorithm.guards import check_finite
 from rlpost.columns import FloatColumn
-from rlpost.errors import Interrupted
 from rlpost.metrics.spans import span
 from rlpost.types import StepResult, TrainBatch
 from rlpost.weights.bucket_plan import SMALLEST
@@ -213,15 +210,8 @@ class Actor(Rank):
         teacher = self._teacher_scores(batch) if self.settings.distils_in_loss else None
         if self.settings.enable_mtp_training:  # it reads the embedding before the forward pass
             self._finish_param_sync()
-        self._zero_grad()
-        before = random_state.collect()
-        try:
-            metrics = self.passes.gradients(batch, old_logprobs, ref_logprobs, teacher)
-        except Interrupted:
-            self._zero_grad()
-            random_state.restore(before)
-            raise
-        check_finite(metrics)
+        gradients = partial(self.passes.gradients, batch, old_logprobs, ref_logprobs, teacher)
+        metrics = optimizer.accumulate(self.model, self.optimizer, gradients)
         lr = optimizer.apply_schedule(self.optimizer, self.settings, self.num_optimizer_steps)
         self.wait_copied()
         self.old_policy.before_step(self.num_optimizer_steps)
@@ -273,8 +263,8 @@ class Actor(Rank):
 
         This is one part of a commit; a missing folder is created. With ``in_background`` the call
         returns at once: the state passes through a host buffer of ``save_buffer_gb`` while training
-        continues. The next change of the state waits until it is copied, and ``finish_save`` waits
-        for the files.
+        continues. The next change of the state waits until it is copied, and ``save_is_done``
+        tells when the files are written.
 
         Raises:
             CheckpointError: a rank cannot write; raised on every rank.
@@ -293,18 +283,11 @@ class Actor(Rank):
         """Wait until a background save has copied the state (or the weights)."""
         self.saves.wait_copied(weights_only=weights_only)
 
-    def finish_save(self) -> None:
-        """Wait for a background ``save``. Safe to call from another thread.
-
-        Raises:
-            CheckpointError: a rank could not write; raised on every rank.
-        """
-        self.saves.finish()
-
     def save_is_done(self) -> bool:
         """Whether no save is running; does not block.
 
-        Otherwise as ``finish_save``, which would occupy the worker's second thread while it waits.
+        Raises:
+            CheckpointError: a rank could not write; raised on every rank.
         """
         return self.saves.is_done()
 
@@ -422,21 +405,10 @@ class Actor(Rank):
             return None
         return MtpTraining(self.chunks, scaling_factor=self.settings.mtp_loss_scaling_factor)
 
-    def _zero_grad(self) -> None:
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-
     def _settle_weights(self) -> None:
         """Wait for everything that reads or writes the weights; call before swapping them."""
         self._finish_param_sync()
         self.wait_copied(weights_only=True)
 
     def _finish_param_sync(self) -> None:
-        """Wait for overlapped parameter gathers; call before reading weights.
-
-        With ``overlap_param_gather`` they would otherwise complete in the next forward pass.
-        """
-        if self.settings.overlap_param_gather:
-            for chunk in self.model:
-                chunk.start_param_sync(force_sync=True)
+        optimizer.finish_param_sync(self.model, self.settings)

@@ -10,12 +10,14 @@ loss does not depend on the layout, and a checkpoint holds all that the next ste
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from rlpost.actor import device, megatron_checkpoint, optimizer, random_state, step
+from rlpost.actor import device, megatron_checkpoint, optimizer, step
 from rlpost.actor.joint_writing import JointWriting
 from rlpost.actor.megatron_checkpoint import Progress, Residence, Saver
 from rlpost.actor.model_description import ModelDescription
@@ -27,7 +29,7 @@ from rlpost.actor.packing import (
     pack,
     unpack,
 )
-from rlpost.actor.passes import Logprobs, held_values, of_all_context_ranks
+from rlpost.actor.passes import Logprobs, held_values, of_all_context_ranks, set_mode
 from rlpost.actor.report import global_metrics
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.stop_points import StopPoints
@@ -37,10 +39,9 @@ from rlpost.actor.value_model import (
     value_config,
     value_inventory,
 )
-from rlpost.algorithm.guards import check_finite
 from rlpost.algorithm.value_loss import value_loss
 from rlpost.columns import FloatColumn
-from rlpost.errors import CheckpointError, Interrupted
+from rlpost.errors import CheckpointError
 from rlpost.metrics.spans import span
 from rlpost.types import MicroBatch, TrainBatch
 from rlpost.weights.exporter import Exporter, export_folder, weights_hash
@@ -107,7 +108,7 @@ class Critic:
             values_R = _response_values(output, packed)
             return values_R.sum(), unpack(of_all_context_ranks(values_R, packed), packed)
 
-        self._set_mode(training=False)
+        set_mode(self.model, training=False)
         with torch.no_grad():
             found = step.run(
                 self.model,
@@ -137,15 +138,8 @@ class Critic:
             Interrupted: at one of the stop points. Weights, optimizer and random generators are
                 unchanged.
         """
-        self._zero_grad()
-        before = random_state.collect()
-        try:
-            metrics = self._gradients(batch, values, returns)
-        except Interrupted:
-            self._zero_grad()
-            random_state.restore(before)
-            raise
-        check_finite(metrics)
+        gradients = partial(self._gradients, batch, values, returns)
+        metrics = optimizer.accumulate(self.model, self.optimizer, gradients)
         lr = optimizer.apply_schedule(self.optimizer, self.settings, self.num_optimizer_steps)
         with span("optimizer"):
             _, grad_norm, _ = self.optimizer.step()
@@ -165,11 +159,8 @@ class Critic:
         def loss_of(
             index: int, micro_batch: PackedMicroBatch, output: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-            values_R, old_R, target_R = (
-                _response_values(output, micro_batch),
-                old[index],
-                target[index],
-            )
+            values_R = _response_values(output, micro_batch)
+            old_R, target_R = old[index], target[index]
             assert old_R is not None and target_R is not None, "the last stage has values"
             loss_R, stats = value_loss(
                 values_R, old_R, target_R, value_clip=self.settings.value_clip
@@ -182,7 +173,7 @@ class Critic:
             }
             return loss, no_count, terms
 
-        self._set_mode(training=True)
+        set_mode(self.model, training=True)
         stats = step.run(
             self.model,
             packed,
@@ -203,7 +194,7 @@ class Critic:
         """
         own = Path(folder) / FOLDER
         megatron_checkpoint.create_folder(own, at_step)
-        self.finish_param_sync()
+        optimizer.finish_param_sync(self.model, self.settings)
         if self._saver is None:
             self.set_save_buffer(self.settings.save_buffer_bytes, residence)
         assert self._saver is not None
@@ -246,7 +237,7 @@ class Critic:
         Raises:
             OSError: the folder cannot be written; raised on the writing rank.
         """
-        self.finish_param_sync()
+        optimizer.finish_param_sync(self.model, self.settings)
         export_folder(
             self.exporter,
             folder,
@@ -257,26 +248,11 @@ class Critic:
 
     def weights_hash(self, *, max_bytes: int) -> str:
         """Hash of the full weights under their Hugging Face names; the same at every layout."""
-        self.finish_param_sync()
+        optimizer.finish_param_sync(self.model, self.settings)
         return weights_hash(self.exporter, max_bytes=max_bytes)
-
-    def finish_param_sync(self) -> None:
-        """Wait for overlapped parameter gathers; call before reading weights."""
-        if self.settings.overlap_param_gather:
-            for chunk in self.model:
-                chunk.start_param_sync(force_sync=True)
 
     def _pack(self, micro_batches: Sequence[MicroBatch]) -> list[PackedMicroBatch]:
         return [pack(micro, self._row_layout).to(device.current()) for micro in micro_batches]
-
-    def _set_mode(self, *, training: bool) -> None:
-        for chunk in self.model:
-            chunk.train(training)
-
-    def _zero_grad(self) -> None:
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
 
 
 def _response_values(output_1T1: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:
@@ -288,4 +264,4 @@ def _by_micro_batch(
     columns: Sequence[FloatColumn], micro_batches: Sequence[MicroBatch]
 ) -> list[list[FloatColumn]]:
     in_order = iter(columns)
-    return [[next(in_order) for _ in micro] for micro in micro_batches]
+    return [list(islice(in_order, len(micro))) for micro in micro_batches]

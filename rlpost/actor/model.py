@@ -38,7 +38,7 @@ from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.rope import rope_type
 from rlpost.actor.rotary import set_attention_factor, set_frequencies, use_local_rotary
 from rlpost.actor.settings import ActorSettings
-from rlpost.weights.inventory import Inventory
+from rlpost.weights.inventory import Gather, Inventory, gather_entries
 
 # megatron-core 0.16 reads the name even without TransformerEngine
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -109,8 +109,16 @@ def _settle(chunk: GPTModel, dtype: torch.dtype) -> None:
             setattr(module, name, moved)
 
 
-def inventory_of(chunks: Sequence[GPTModel], description: ModelDescription) -> Inventory:
-    """All weights of the model, and those that these chunks hold. Pipeline-group collective."""
+def inventory_of(
+    chunks: Sequence[GPTModel],
+    description: ModelDescription,
+    *,
+    gather: Gather = gather_entries,
+) -> Inventory:
+    """All weights of the model, and those that these chunks hold. Pipeline-group collective.
+
+    ``gather`` exchanges entries between pipeline stages.
+    """
     return Inventory(
         chunks,
         family=description.family,
@@ -118,6 +126,7 @@ def inventory_of(chunks: Sequence[GPTModel], description: ModelDescription) -> I
         groups=parallel.weight_groups(),
         tied=description.tied,
         low_rank=low_rank_updates(chunks),
+        gather=gather,
     )
 
 

@@ -8,18 +8,19 @@ which checkpoints contain. Gradients are accumulated in float32 unless that is d
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
-from rlpost.actor import device, step
+from rlpost.actor import device, random_state, step
 from rlpost.actor.layer_specs import has_transformer_engine
 from rlpost.actor.learning_rate import learning_rate, weight_decay
 from rlpost.actor.megatron_fields import configured
 from rlpost.actor.settings import ActorSettings
-from rlpost.errors import ConfigError
+from rlpost.algorithm.guards import check_finite
+from rlpost.errors import ConfigError, Interrupted
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,45 @@ def build(model: Sequence[DistributedDataParallel], settings: ActorSettings) -> 
         no_sync = [chunk.no_sync for chunk in model]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return optimizer
+
+
+def accumulate(
+    model: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    gradients: Callable[[], dict[str, float]],
+) -> dict[str, float]:
+    """Clear the gradients, accumulate those of ``gradients``, and return its metrics.
+
+    Raises:
+        TrainingError: a metric is not finite.
+        Interrupted: ``gradients`` was; random generators are unchanged, the gradients cleared.
+    """
+    _zero_grad(model, optimizer)
+    before = random_state.collect()
+    try:
+        metrics = gradients()
+    except Interrupted:
+        _zero_grad(model, optimizer)
+        random_state.restore(before)
+        raise
+    check_finite(metrics)
+    return metrics
+
+
+def _zero_grad(model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+def finish_param_sync(model: Sequence[DistributedDataParallel], settings: ActorSettings) -> None:
+    """Wait for overlapped parameter gathers; call before reading weights.
+
+    With ``overlap_param_gather`` they would otherwise complete in the next forward pass.
+    """
+    if settings.overlap_param_gather:
+        for chunk in model:
+            chunk.start_param_sync(force_sync=True)
 
 
 def optimizer_config(settings: ActorSettings) -> OptimizerConfig:

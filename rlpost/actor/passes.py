@@ -134,7 +134,7 @@ class Passes:
         """Run a forward pass; the values of ``collect`` by micro-batch and sample of ``batch``."""
         micro_batches = log_prob_micro_batches(batch)
         packed = self._pack(micro_batches)
-        self._set_mode(training=False)
+        set_mode(self._model, training=False)
         recorded = micro_batches if records_routes else ()
         with torch.no_grad(), self._routing.passing(is_training=False, micro_batches=recorded):
             found = step.run(
@@ -178,7 +178,7 @@ class Passes:
             return loss.loss(micro_batch, old[index], ref[index], logits, of_teacher[index])
 
         loss_of = self._with_mtp(policy_loss, loss, batch)
-        self._set_mode(training=True)
+        set_mode(self._model, training=True)
         try:
             with self._routing.passing(is_training=True):
                 stats = step.run(
@@ -221,9 +221,11 @@ class Passes:
         ]
         return [each.to(device.current()) for each in packed]
 
-    def _set_mode(self, *, training: bool) -> None:
-        for chunk in self._model:
-            chunk.train(training)
+
+def set_mode(model: Sequence[torch.nn.Module], *, training: bool) -> None:
+    """Set the chunks to training, or to evaluation."""
+    for chunk in model:
+        chunk.train(training)
 
 
 def of_all_context_ranks(values_R: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:

@@ -31,7 +31,7 @@ from rlpost.actor.settings import ActorSettings
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.weights.family import Family
 from rlpost.weights.importer import HuggingFaceFolder, fill
-from rlpost.weights.inventory import OUTPUT_LAYER, Inventory
+from rlpost.weights.inventory import OUTPUT_LAYER, Gather, Inventory, gather_entries
 from rlpost.weights.names import Rule
 
 logger = logging.getLogger(__name__)
@@ -119,14 +119,20 @@ def build_value_model(description: ModelDescription, settings: ActorSettings) ->
     return chunks
 
 
-def value_inventory(chunks: Sequence[GPTModel], description: ModelDescription) -> Inventory:
-    """All weights of the critic, and those that these chunks hold. Pipeline-group collective."""
+def value_inventory(
+    chunks: Sequence[GPTModel],
+    description: ModelDescription,
+    *,
+    gather: Gather = gather_entries,
+) -> Inventory:
+    """All weights of the critic, as ``rlpost.actor.model.inventory_of`` lists the policy's."""
     return Inventory(
         chunks,
         family=value_family(description.family),
         dims=description.dims,
         groups=parallel.weight_groups(),
         tied=False,
+        gather=gather,
     )
 
 

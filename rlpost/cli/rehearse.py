@@ -1,7 +1,7 @@
 """``rlpost rehearse RECIPE``: run every rank of a recipe on this machine, without a GPU and without
 data.
 
-Input: a recipe, a cluster profile, flags. Output: a table of checks, a bar for each rank and turn,
+Input: a recipe, a cluster profile, flags. Output: a table of checks, a bar for each rank and phase,
 and exit code 2 with the first fault in one sentence; with --json the same as one object.
 """
 

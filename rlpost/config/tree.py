@@ -175,7 +175,7 @@ class Config(Group):
         return self.has_own_critic and not self.critic.critic_own_gpus
 
     @property
-    def critic_takes_turns(self) -> bool:
+    def offloads_critic(self) -> bool:
         """Whether policy and critic on the same GPUs are offloaded in turn."""
         return self.critic_shares_gpus and self.offload_train
 

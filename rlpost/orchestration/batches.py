@@ -196,17 +196,12 @@ def _estimated(
     ]
 
 
-def batch_samples(
-    samples: Sequence[TrainSample], config: Config, *, break_even: float = math.inf
-) -> list[StepBatches]:
-    """Like ``make_batches``, from samples; samples of one answer stay in one step."""
-    return [step.batches for step in deal(samples, config, break_even=break_even)]
-
-
 def deal(
     samples: Sequence[TrainSample], config: Config, *, break_even: float = math.inf
 ) -> list[DealtStep]:
-    """Like ``batch_samples``, with the positions of the samples in the rollout."""
+    """Batches of each optimizer step, and the positions of their samples in the rollout; samples of
+    one answer stay in one step.
+    """
     num_steps = config.num_steps_per_rollout
     starts = [number for number, sample in enumerate(samples) if sample.count] + [len(samples)]
     ends = [starts[(len(starts) - 1) * number // num_steps] for number in range(num_steps + 1)]

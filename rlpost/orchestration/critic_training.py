@@ -21,7 +21,7 @@ from rlpost.columns import FloatColumn
 from rlpost.config.tree import Config
 from rlpost.orchestration.batches import DealtStep, in_order
 from rlpost.orchestration.interruptible import InterruptibleCalls
-from rlpost.orchestration.offload import Turns
+from rlpost.orchestration.offload import CriticOffload
 from rlpost.orchestration.worker_groups import ActorGroup, StoredBatches, StoredValues
 from rlpost.types import SampleGroup
 
@@ -33,18 +33,18 @@ Deal = Callable[[Config], list[DealtStep]]
 class CriticGroup:
     """The ranks that train the critic, and the data-parallel rank of each.
 
-    ``turns`` are those of ranks that share the policy's GPUs; ``is_own``: they are not the ranks of
+    ``offload`` is for ranks that share the policy's GPUs; ``is_own``: they are not the ranks of
     the policy.
     """
 
     ranks: ActorGroup
     data_ranks: Sequence[int]
-    turns: Turns | None = None
+    offload: CriticOffload | None = None
     is_own: bool = True
 
-    def its_turn(self) -> AbstractAsyncContextManager[None]:
+    def onloaded(self) -> AbstractAsyncContextManager[None]:
         """Return a context in which the critic has the GPUs."""
-        return nullcontext() if self.turns is None else self.turns.critic()
+        return nullcontext() if self.offload is None else self.offload.critic_onloaded()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class CriticTraining:
         Raises:
             Preempted: a stop was requested before the first optimizer step; nothing has changed.
         """
-        async with self._group.its_turn():
+        async with self._group.onloaded():
             values = await self._values(batches)
             estimates = await self._estimates(groups, batches, values, penalties)
             metrics = await self._train(batches, values, estimates)

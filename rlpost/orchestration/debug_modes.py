@@ -127,11 +127,11 @@ class TrainOnly(RunStages):
 
     async def save(self, state: RunState, *, wait: bool) -> None:
         """Commit; the policy is offloaded only while a critic on its GPUs computes."""
-        if self.turns is not None:  # a stop request may have ended the critic's turn
-            await self.turns.policy()
+        if self.critic_offload is not None:  # a stop request may have left the critic onloaded
+            await self.critic_offload.onload_policy()
         await self.save_ranks(state, wait=wait, at_rest=contextlib.nullcontext())
-        if self.turns is not None and not wait:  # a save onloads no gradients
-            await self.turns.policy()
+        if self.critic_offload is not None and not wait:  # a save onloads no gradients
+            await self.critic_offload.onload_policy()
 
     async def weights_hash(self) -> str:
         """Return a hash of the trainer's weights under their Hugging Face names."""

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -162,17 +162,10 @@ class LostNodes:
 
         Raises NodeLost then.
         """
-        task = asyncio.ensure_future(work)
-        losing = asyncio.ensure_future(self._more_than(len(self._losses)))
-        try:
-            await asyncio.wait([task, losing], return_when=asyncio.FIRST_COMPLETED)
+        async with _first_of(work, self._more_than(len(self._losses))) as task:
             if not task.done():
                 raise NodeLost(f"lost with engines {self.engines}: {self._causes}")
             return task.result()
-        finally:
-            for each in (task, losing):
-                each.cancel()
-            await asyncio.gather(task, losing, return_exceptions=True)
 
     async def unless_ranks_lost(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``work()``; cancel it when a node with trainer ranks is lost.
@@ -180,17 +173,10 @@ class LostNodes:
         Raises TrainerDied then, and if ranks are lost already.
         """
         self.check_ranks()
-        task = asyncio.ensure_future(work())
-        losing = asyncio.ensure_future(self._until(lambda: bool(self.ranks)))
-        try:
-            await asyncio.wait([task, losing], return_when=asyncio.FIRST_COMPLETED)
+        async with _first_of(work(), self._until(lambda: bool(self.ranks))) as task:
             if not task.done():
                 self.check_ranks()
             return task.result()
-        finally:
-            for each in (task, losing):
-                each.cancel()
-            await asyncio.gather(task, losing, return_exceptions=True)
 
     def check_ranks(self) -> None:
         """Raise TrainerDied while trainer ranks of a lost node are not back."""
@@ -326,6 +312,21 @@ class LostNodes:
             tuple(number for number, parts in engines if _has_slot(parts, node.ip)),
             tuple(rank for rank, slot in ranks if slot.ip == node.ip),
         )
+
+
+@contextlib.asynccontextmanager
+async def _first_of(
+    work: Awaitable[T], losing: Awaitable[object]
+) -> AsyncIterator[asyncio.Future[T]]:
+    """Wait until ``work`` or ``losing`` is done; yield the task of ``work``. Both end with the block."""
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(losing)
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        yield tasks[0]
+    finally:
+        for each in tasks:
+            each.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _has_slot(slots: Sequence[Slot], ip: str) -> bool:

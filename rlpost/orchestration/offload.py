@@ -29,7 +29,7 @@ SAVED = (WEIGHTS, OPTIMIZER)
 CACHE = ("kv_cache", "cuda_graph")
 
 
-class Turns:
+class CriticOffload:
     """Policy and critic on the same GPUs: one is offloaded while the other computes."""
 
     def __init__(self, actors: ActorGroup, critics: ActorGroup) -> None:
@@ -40,19 +40,19 @@ class Turns:
         await self._critics.offload_memory(*ALL)
 
     @asynccontextmanager
-    async def critic(self, *parts: str) -> AsyncIterator[None]:
+    async def critic_onloaded(self, *parts: str) -> AsyncIterator[None]:
         """Offload the policy and onload ``parts`` of the critic (default: all); the reverse after
         the block.
 
         After an error both stay: ranks that hang would never answer. Then ``offload_critic`` or
-        ``policy`` comes before the policy is used again.
+        ``onload_policy`` comes before the policy is used again.
         """
         await self._actors.offload_memory(*ALL)
         await self._critics.restore_memory(*(parts or ALL))
         yield
-        await self.policy(*parts)
+        await self.onload_policy(*parts)
 
-    async def policy(self, *parts: str) -> None:
+    async def onload_policy(self, *parts: str) -> None:
         """Offload the critic and onload ``parts`` of the policy (default: all), as far as they are
         not.
         """
@@ -72,9 +72,9 @@ class Offload:
         critics: ActorGroup | None = None,
     ) -> None:
         """Initially both sides are onloaded; ``critics`` share the actors' GPUs or are None."""
-        self._turns: Turns | None = None
-        if critics is not None and config.critic_takes_turns:
-            self._turns = Turns(actors, critics)
+        self._critic_offload: CriticOffload | None = None
+        if critics is not None and config.offloads_critic:
+            self._critic_offload = CriticOffload(actors, critics)
         self._trainer_leaves = config.offload_train
         self._engines_leave = config.offload_rollout
         self._actors = actors
@@ -84,10 +84,10 @@ class Offload:
         """Ranks have started; engines that are started from now on share their GPUs."""
         self._fleet.visible_gpus = gpus
 
-    async def _end_critics_turn(self) -> None:
-        """Offload a critic whose turn an error or a stop request has ended."""
-        if self._turns is not None:
-            await self._turns.offload_critic()
+    async def _offload_critic(self) -> None:
+        """Offload a critic that an error or a stop request has left onloaded."""
+        if self._critic_offload is not None:
+            await self._critic_offload.offload_critic()
 
     async def free_gpus(self) -> None:
         """Offload the engines, for ranks that are started again: these begin onloaded."""
@@ -101,7 +101,7 @@ class Offload:
     async def train(self) -> None:
         """Offload the engines, onload the trainer."""
         await self.free_gpus()
-        await self._end_critics_turn()
+        await self._offload_critic()
         if self._trainer_leaves:
             await self._actors.restore_memory(*ALL)
 
@@ -133,12 +133,12 @@ class Offload:
         was_away = self._trainer_leaves and not self._fleet.is_released("kv_cache")
         if was_away and self._engines_leave:
             await self._fleet.release_memory(*CACHE)
-        await self._end_critics_turn()
+        await self._offload_critic()
         if self._trainer_leaves:
             await self._actors.restore_memory(*SAVED)
         yield
         if not is_last:
-            await self._end_critics_turn()  # a save that failed leaves the critic onloaded
+            await self._offload_critic()  # a save that failed leaves the critic onloaded
         if was_away and not is_last:
             await self.generate()
             await self._fleet.resume()

@@ -25,7 +25,7 @@ from rlpost.orchestration.generation import Generation
 from rlpost.orchestration.hf_export import HuggingFaceExport
 from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.observation import Observation
-from rlpost.orchestration.offload import SAVED, Turns
+from rlpost.orchestration.offload import SAVED, CriticOffload
 from rlpost.orchestration.placement import Placement
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.startup import Startup
@@ -140,7 +140,7 @@ class RunStages(ABC):
             self.stop.saves.begin()
             await actors.save(folder, state.step, in_background=in_background)
             if critics is not None:
-                async with self._critics_turn():
+                async with self._critic_onloaded():
                     await critics.save(folder, state.step, in_background=in_background)
 
         async def are_done() -> list[bool]:
@@ -180,22 +180,23 @@ class RunStages(ABC):
         await actors.export(folder)
         of_critic = f"{folder}/critic"
         if critics is not None:
-            async with self._critics_turn():
+            async with self._critic_onloaded():
                 await critics.export_critic(of_critic)
         elif self.config.use_critic:
             await actors.export_critic(of_critic)
 
     @property
-    def turns(self) -> Turns | None:
-        """Moves policy and critic that take turns on the same GPUs; None without."""
+    def critic_offload(self) -> CriticOffload | None:
+        """Moves policy and critic that share GPUs; None without."""
         actors, critics = self.ranks.actors, self.ranks.critics
-        if critics is None or not self.config.critic_takes_turns:
+        if critics is None or not self.config.offloads_critic:
             return None
-        return Turns(actors, critics)
+        return CriticOffload(actors, critics)
 
-    def _critics_turn(self) -> AbstractAsyncContextManager[None]:
+    def _critic_onloaded(self) -> AbstractAsyncContextManager[None]:
         """Return a context in which a critic that shares the GPUs has what is saved on them."""
-        return nullcontext() if self.turns is None else self.turns.critic(*SAVED)
+        offload = self.critic_offload
+        return nullcontext() if offload is None else offload.critic_onloaded(*SAVED)
 
     def save_is_owed(self) -> bool:
         """Whether a save failed or was deferred."""

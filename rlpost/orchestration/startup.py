@@ -21,7 +21,7 @@ from rlpost.errors import RlpostError, TrainerDied
 from rlpost.low_priority import at_low_priority
 from rlpost.orchestration.critic_training import CriticGroup
 from rlpost.orchestration.hang_watch import HangWatch
-from rlpost.orchestration.offload import Turns
+from rlpost.orchestration.offload import CriticOffload
 from rlpost.orchestration.placement import (
     Placement,
     Ports,
@@ -175,18 +175,18 @@ class Startup:
     ) -> Training:
         """Set up all ranks and load ``checkpoint`` or, without one, the Hugging Face weights.
 
-        ``break_even`` is that of ``batches.model_break_even``. A critic that takes turns on the
+        ``break_even`` is that of ``batches.model_break_even``. A critic that shares the
         policy's GPUs is set up first, and offloaded.
         """
         actors, critics, of_critics = ranks.actors, ranks.critics, None
         if critics is not None:
             own = await _set_up(critics, placement.critics, ports.critic_group)
             await _fill(critics, checkpoint)
-            turns = None
-            if self._config.critic_takes_turns:
-                turns = Turns(actors, critics)
-                await turns.offload_critic()
-            of_critics = CriticGroup(critics, own, turns)
+            offload = None
+            if self._config.offloads_critic:
+                offload = CriticOffload(actors, critics)
+                await offload.offload_critic()
+            of_critics = CriticGroup(critics, own, offload)
         data_ranks = await _set_up(actors, placement.actors, ports.actor_group)
         await _fill(actors, checkpoint)
         is_fresh = checkpoint is None and self._config.checkpoint.ref_load is None

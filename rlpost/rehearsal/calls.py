@@ -1,7 +1,7 @@
 """Calls to torch.distributed as one rank issues them. Pure data.
 
 A ``Call`` has everything that must agree between the members of a group, and the line that issued
-it. A ``Recording`` is what one rank did in all turns of a rehearsal, in order.
+it. A ``Recording`` is what one rank did in all phases of a rehearsal, in order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 TRAIN, UPDATE, OFFLOAD = "train", "weight update", "offload"
-"""Turns: in the last two a part of the trainer may be offloaded."""
+"""Phases: in the last two a part of the trainer may be offloaded."""
 SEND, RECEIVE = "send", "recv"
 POINT_TO_POINT = frozenset({SEND, RECEIVE})
 SPLIT = "all_to_all"
@@ -27,7 +27,7 @@ class Call:
         sizes: elements of the tensors that every member must have alike, in order; of
             ``all_to_all`` the elements of a row.
         dtype: torch's name of the elements without the module; empty for objects.
-        turn: what the rank does: log-probs, train, weight update.
+        phase: what the rank does: log-probs, train, weight update.
         line: the line that issued it, as ``file.py:123``.
         root: index in the group of the source or destination; for a transfer the other rank.
         sent: of ``all_to_all``, the rows for each member; empty where all send alike.
@@ -39,7 +39,7 @@ class Call:
     group: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: str
-    turn: str = ""
+    phase: str = ""
     line: str = ""
     root: int | None = None
     sent: tuple[int, ...] = ()
@@ -86,8 +86,8 @@ class Recording:
     Attributes:
         rank: of the trainer.
         calls: in the order in which they were issued.
-        peaks: largest bytes on the device, by turn.
-        held: bytes that stay on the device between turns, by part.
+        peaks: largest bytes on the device, by phase.
+        held: bytes that stay on the device between phases, by part.
         offload: one cycle of offload and onload; None where the trainer is not offloaded.
     """
 

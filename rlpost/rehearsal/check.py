@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
@@ -98,13 +99,10 @@ def group_problems(ranks: Mapping[int, RankFacts], layout: Layout) -> Iterator[s
             found = facts.groups.get(kind)
             if found != wanted[rank]:
                 yield f"rank {rank}: its {kind} group is {found}, the layout requires {wanted[rank]}"
-        listed = [
-            rank
-            for group in {facts.groups.get(kind, ()) for facts in ranks.values()}
-            for rank in group
-        ]
-        if sorted(listed) != list(range(layout.world)):
-            yield f"{kind} groups: together they list the ranks {sorted(listed)}, not each of {layout.world} once"
+        groups = {facts.groups.get(kind, ()) for facts in ranks.values()}
+        listed = sorted(chain.from_iterable(groups))
+        if listed != list(range(layout.world)):
+            yield f"{kind} groups: together they list the ranks {listed}, not each of {layout.world} once"
 
 
 def parameter_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Iterator[str]:

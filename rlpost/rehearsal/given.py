@@ -18,7 +18,7 @@ each row and head.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from typing import Any
@@ -50,14 +50,8 @@ class Given(MetaAsHost):
         self.shapes: deque[list[int]] = deque()
         """Shapes that are read next, of tensors from other pipeline stages."""
 
-    def __torch_function__(
-        self,
-        function: Callable[..., object],
-        types: Iterable[type],
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
-        options = kwargs or {}
+    def answer(self, function: Callable[..., object], args: Any, options: dict[str, Any]) -> Any:
+        """Call ``function``, or answer for it."""
         if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             if function is torch.Tensor.tolist:
                 return self._listed(args[0])
@@ -71,7 +65,7 @@ class Given(MetaAsHost):
         if function is torch.tensor and isinstance(args[0], list | tuple):
             # It reads its tensors without an operation that a dispatch mode sees.
             return function(_known(args[0]), *args[1:], **options)
-        return super().__torch_function__(function, types, args, options)
+        return super().answer(function, args, options)
 
     def _listed(self, tensor: torch.Tensor) -> object:
         if not tensor.is_floating_point() and self.shapes:

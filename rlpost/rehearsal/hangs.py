@@ -158,7 +158,7 @@ def _told(
             f"rank {other} at {theirs.line} with {theirs.words}"
         )
     at = _position(recordings[odd[0]], mine, of_group[odd[0]])
-    return Fault(odd, group, at, call.line, f"{call.turn}: {words}")
+    return Fault(odd, group, at, call.line, f"{call.phase}: {words}")
 
 
 def _comes_later(call: Call, others: Sequence[Call]) -> bool:
@@ -202,7 +202,7 @@ def _wrong_split(
                         for index, one in enumerate(recordings[odd[0]].calls)
                         if one is of_group[odd[0]][position]
                     )
-                    return Fault(odd, group, at, mine.line, f"{call.turn}: {words}")
+                    return Fault(odd, group, at, mine.line, f"{call.phase}: {words}")
     return None
 
 
@@ -210,10 +210,10 @@ def _commonness(sequences: Mapping[int, Mapping[Group, Sequence[Call]]]) -> dict
     """For each rank, how many ranks have the same calls apart from the numbers of ranks."""
     shapes = {}
     for rank, of_rank in sequences.items():
-        per_size = [
-            (len(group), tuple((call.agreed, call.line, call.sent) for call in calls))
-            for group, calls in of_rank.items()
-        ]
+        per_size = []
+        for group, calls in of_rank.items():
+            found = tuple((call.agreed, call.line, call.sent) for call in calls)
+            per_size.append((len(group), found))
         shapes[rank] = hash(tuple(sorted(per_size, key=str)))
     count = Counter(shapes.values())
     return {rank: count[shape] for rank, shape in shapes.items()}
@@ -323,7 +323,7 @@ def _fault(
 ) -> Fault:
     rank = ranks[0] if of is None else of
     position = next(at for at, one in enumerate(recordings[rank].calls) if one is call)
-    return Fault(ranks, call.group, position, call.line, f"{call.turn}: {words}")
+    return Fault(ranks, call.group, position, call.line, f"{call.phase}: {words}")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -105,7 +105,10 @@ class MetaAsHost(TorchFunctionMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        options = kwargs or {}
+        return self.answer(function, args, kwargs or {})
+
+    def answer(self, function: Callable[..., object], args: Any, options: dict[str, Any]) -> Any:
+        """Call ``function``, or answer for it."""
         if function is torch.Tensor.type and len(args) == 1 and not options and args[0].is_meta:
             return torch.empty(0, dtype=args[0].dtype, device="cpu").type()
         if function is torch.Tensor.cpu and args[0].is_meta:
@@ -116,13 +119,7 @@ class MetaAsHost(TorchFunctionMode):
 class _WithoutGenerator(MetaAsHost):
     """Also draw no values: a generator of the host does not fit tensors on the meta device."""
 
-    def __torch_function__(
-        self,
-        function: Callable[..., object],
-        types: Iterable[type],
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
-        options = dict(kwargs or {})
-        options.pop("generator", None)
-        return super().__torch_function__(function, types, args, options)
+    def answer(self, function: Callable[..., object], args: Any, options: dict[str, Any]) -> Any:
+        """Call ``function`` without a generator."""
+        kept = {name: value for name, value in options.items() if name != "generator"}
+        return super().answer(function, args, kept)

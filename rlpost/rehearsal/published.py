@@ -59,9 +59,8 @@ def published(
     if not with_mtp:
         return Published(shapes, num_parameters, buffers)
     mtp = _mtp_layer(shapes, hf)
-    more_buffers = {
-        key for key in mtp if key.endswith(tuple(key.rpartition(".")[2] for key in buffers))
-    }
+    endings = tuple(key.rpartition(".")[2] for key in buffers)
+    more_buffers = {key for key in mtp if key.endswith(endings)}
     trained = sum(math.prod(shape) for key, shape in mtp.items() if key not in more_buffers)
     return Published(shapes | mtp, num_parameters + trained, buffers | more_buffers)
 

@@ -18,9 +18,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 
 from rlpost.actor import muon, optimizer, parallel
-from rlpost.actor.lora.adapters import low_rank_updates
 from rlpost.actor.lora.linear import AdaptedLinear
-from rlpost.actor.model import build_model
+from rlpost.actor.model import build_model, inventory_of
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.model_state import model_state
 from rlpost.actor.settings import ActorSettings
@@ -33,7 +32,7 @@ from rlpost.actor.torch_dist.written import (
     states_of,
     written_weights,
 )
-from rlpost.actor.value_model import build_value_model, value_family
+from rlpost.actor.value_model import build_value_model, value_inventory
 from rlpost.rehearsal.facts import CheckpointPart, Memory, RankFacts, UpdateRole, Weight
 from rlpost.rehearsal.meta import as_rank, building
 from rlpost.weights import names
@@ -57,28 +56,13 @@ def rehearse_rank(
     num_stages = description.num_virtual_stages(settings)
     with as_rank(rank, world, settings, num_virtual_stages=num_stages), building():
         chunks = build_model(description, settings)
-        inventory = Inventory(
-            chunks,
-            family=description.family,
-            dims=description.dims,
-            groups=parallel.weight_groups(),
-            tied=description.tied,
-            low_rank=low_rank_updates(chunks),
-            gather=_own_stage_alone,
-        )
+        inventory = inventory_of(chunks, description, gather=_own_stage_alone)
         policy = _facts(rank, chunks, inventory, settings)
         if not settings.use_critic:
             return policy
         of_critic = settings.of_critic
         chunks = build_value_model(description, of_critic)
-        inventory = Inventory(
-            chunks,
-            family=value_family(description.family),
-            dims=description.dims,
-            groups=parallel.weight_groups(),
-            tied=False,
-            gather=_own_stage_alone,
-        )
+        inventory = value_inventory(chunks, description, gather=_own_stage_alone)
         return replace(policy, critic=_facts(rank, chunks, inventory, of_critic))
 
 
@@ -244,17 +228,17 @@ def _on_first_replica(regions: Regions) -> set[torch.Tensor]:
 
 
 def _memory(model: Sequence[Any], adam: MegatronOptimizer, settings: ActorSettings) -> Memory:
-    buffers = [
-        buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-    ]
-    mains = [
-        parameter
-        for one in optimizer_state.inner(adam)
-        for group in one.optimizer.param_groups
-        for parameter in group["params"]
-    ]
+    weights = gradients = 0
+    for chunk in model:
+        weights += sum(parameter.nbytes for parameter in chunk.parameters())
+        buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
+        gradients += sum(buffer.grad_data.nbytes for buffer in buffers)
+    mains = 0
+    for one in optimizer_state.inner(adam):
+        for group in one.optimizer.param_groups:
+            mains += sum(parameter.nbytes for parameter in group["params"])
     return Memory(
-        weights=sum(parameter.nbytes for chunk in model for parameter in chunk.parameters()),
-        gradients=sum(buffer.grad_data.nbytes for buffer in buffers),
-        main_weights=sum(parameter.nbytes for parameter in mains) if settings.bf16 else 0,
+        weights=weights,
+        gradients=gradients,
+        main_weights=mains if settings.bf16 else 0,
     )

@@ -1,7 +1,7 @@
 """Record the calls of one rank to torch.distributed, and the bytes that its tensors take.
 
 Input: a rank that runs in the context, with any backend. Output: its calls in order, and the
-largest number of bytes in each turn. A dispatch mode sees every operation of torch, those of the
+largest number of bytes in each phase. A dispatch mode sees every operation of torch, those of the
 backward pass included, so no caller has to be changed. With fake groups nothing is transferred;
 with gloo the calls go through, which is how a rehearsal is compared with a real run.
 
@@ -65,18 +65,13 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.calls: list[Call] = []
         self.peaks: dict[str, int] = {}
-        self.turn = ""
+        self.phase = ""
         self._transfers = transfers
         self._results = results
         self._bytes = 0
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._is_silent = False
         self._operation = ""
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the device tensors that exist now."""
-        return self._bytes
 
     def measure_again(self) -> None:
         """Count the storages that were resized since they were made."""
@@ -87,14 +82,14 @@ class Recorder(TorchDispatchMode):
                 self._bytes += storage.nbytes() - size
 
     @contextmanager
-    def during(self, turn: str) -> Iterator[None]:
-        """Context of one turn; calls and peaks count to it."""
-        before, self.turn = self.turn, turn
-        self.peaks[turn] = max(self._bytes, self.peaks.get(turn, 0))
+    def during(self, phase: str) -> Iterator[None]:
+        """Context of one phase; calls and peaks count to it."""
+        before, self.phase = self.phase, phase
+        self.peaks[phase] = max(self._bytes, self.peaks.get(phase, 0))
         try:
             yield
         finally:
-            self.turn = before
+            self.phase = before
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
@@ -164,8 +159,8 @@ class Recorder(TorchDispatchMode):
 
         self._storages[key] = (weakref.ref(storage, forget), size)
         self._bytes += size
-        if self._bytes > self.peaks.get(self.turn, 0):
-            self.peaks[self.turn] = self._bytes
+        if self._bytes > self.peaks.get(self.phase, 0):
+            self.peaks[self.phase] = self._bytes
 
     def _collective(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         name = func._schema.name.partition("::")[2]
@@ -204,7 +199,7 @@ class Recorder(TorchDispatchMode):
             group=ranks,
             sizes=sizes,
             dtype=str(tensors[0].dtype).removeprefix("torch.") if sizes else "",
-            turn=self.turn,
+            phase=self.phase,
             line=_line(),
             root=root,
             sent=sent,
@@ -235,7 +230,7 @@ class Recorder(TorchDispatchMode):
             )
             ranks = tuple(dist.get_process_group_ranks(group))
             if not self._is_silent:
-                self.calls.append(Call(name, ranks, (), "", self.turn, _line()))
+                self.calls.append(Call(name, ranks, (), "", self.phase, _line()))
             if not self._transfers:
                 _objects_as_here(name, first, args)
                 return None

@@ -1,4 +1,4 @@
-"""The result of a rehearsal: checks, memory by rank and turn, and the first fault. Pure.
+"""The result of a rehearsal: checks, memory by rank and phase, and the first fault. Pure.
 
 Input: recordings and contradictions. Output: rows for a table, bars for a terminal, and one object
 for programs.
@@ -38,8 +38,8 @@ class MemoryUse:
 
     Attributes:
         rank: the rank.
-        held: bytes that stay between turns, by part, without what is in host memory.
-        peaks: the largest sum of each turn, ``held`` included.
+        held: bytes that stay between phases, by part, without what is in host memory.
+        peaks: the largest sum of each phase, ``held`` included.
     """
 
     rank: int
@@ -127,9 +127,9 @@ def memory_use(recording: Recording, *, offloaded_fraction: float) -> MemoryUse:
     # its optimizer left the device before the weights were sent
     without = {UPDATE} if recording.offload is not None else set()
     peaks = {
-        turn: max(0, peak - (0 if turn in without else away))
-        for turn, peak in recording.peaks.items()
-        if turn != "build"
+        phase: max(0, peak - (0 if phase in without else away))
+        for phase, peak in recording.peaks.items()
+        if phase != "build"
     }
     return MemoryUse(recording.rank, held, peaks)
 
@@ -150,17 +150,17 @@ def offload_check(recordings: Iterable[Recording]) -> Check:
 
 
 def memory_check(memory: Sequence[MemoryUse], gpu_bytes: int) -> Check:
-    """Whether each rank has enough memory in each turn.
+    """Whether each rank has enough memory in each phase.
 
     As in ``rlpost plan``, CUDA and NCCL take an allowance, and sums may fill a part of the GPU.
     """
     limit = round(gpu_bytes * RESERVE) - TRAINER_CONTEXT
     faults = []
     for one in memory:
-        turn = max(one.peaks, key=lambda name: one.peaks[name])
-        if one.peaks[turn] > limit:
+        phase = max(one.peaks, key=lambda name: one.peaks[name])
+        if one.peaks[phase] > limit:
             faults.append(
-                f"rank {one.rank}: {turn} takes {gb(one.peaks[turn])}, and {gb(limit)} of a GPU of "
+                f"rank {one.rank}: {phase} takes {gb(one.peaks[phase])}, and {gb(limit)} of a GPU of "
                 f"{gb(gpu_bytes)} are free for it"
             )
     return Check("peak memory of each rank", tuple(faults), f"{counted(len(memory), 'rank')}")
@@ -195,17 +195,17 @@ def compared_parts(memory: Sequence[MemoryUse], ranks: Sequence[Rank]) -> tuple[
 
 
 def bars(result: Result) -> list[str]:
-    """One line for each class and turn, as long as its part of a GPU."""
+    """One line for each class and phase, as long as its part of a GPU."""
     lines = []
     by_rank = {one.rank: one for one in result.memory}
     for members in result.classes:
         fullest = max((by_rank[rank] for rank in members), key=lambda one: one.highest)
         lines.append(f"ranks {shortened(members)}")
-        for turn, peak in fullest.peaks.items():
+        for phase, peak in fullest.peaks.items():
             filled = min(BAR, round(BAR * peak / result.gpu_bytes))
             over = ">" if peak > result.gpu_bytes else "|"
             bar = "█" * filled + " " * (BAR - filled) + over
-            lines.append(f"  {turn:<14}{bar} {gb(peak)} of {gb(result.gpu_bytes)}")
+            lines.append(f"  {phase:<14}{bar} {gb(peak)} of {gb(result.gpu_bytes)}")
     return lines
 
 

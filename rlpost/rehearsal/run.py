@@ -1,7 +1,7 @@
-"""Rehearse a run: build every rank, run the turns, and check what all ranks did.
+"""Rehearse a run: build every rank, run the phases, and check what all ranks did.
 
 Input: the settings of the run and of an actor. Output: a ``Result``. Building takes a fraction of a
-second a rank, so every rank is built. The turns take seconds, so two ranks of each class run them
+second a rank, so every rank is built. The phases take seconds, so two ranks of each class run them
 unless all are asked for (``symmetry``).
 """
 
@@ -24,6 +24,7 @@ from rlpost.rehearsal.hangs import hangs
 from rlpost.rehearsal.meta_results import MetaResults
 from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.other_layout import load_check
+from rlpost.rehearsal.phases import Phases, rehearse_phases
 from rlpost.rehearsal.planned import PlannedStep, planned_step
 from rlpost.rehearsal.published import Published, published
 from rlpost.rehearsal.rank import rehearse_rank
@@ -37,7 +38,6 @@ from rlpost.rehearsal.result import (
     offload_check,
 )
 from rlpost.rehearsal.symmetry import Recorded, record
-from rlpost.rehearsal.turns import Turns, rehearse_turns
 from rlpost.rehearsal.update_plan import Plan, update_plans
 
 Facts = Mapping[int, RankFacts]
@@ -50,7 +50,7 @@ class Options:
 
     Attributes:
         gpu_bytes: memory of a GPU.
-        all_ranks: run the turns of every rank.
+        all_ranks: run the phases of every rank.
         micro_batches: to rehearse; None for enough to fill the pipeline.
     """
 
@@ -83,7 +83,7 @@ def rehearse_run(
         rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)
     }
     plans = update_plans(facts, config)
-    turns = Turns(
+    phases = Phases(
         step.batch,
         step.log_prob_batch,
         shares_gpus=config.cluster.colocate,
@@ -96,13 +96,13 @@ def rehearse_run(
     results = MetaResults()
 
     def run(rank: int) -> Recording:
-        say(f"rank {rank}: {', '.join(turns.names)}")
-        return rehearse_turns(
-            settings, description, turns, rank=rank, world=world, facts=facts, results=results
+        say(f"rank {rank}: {', '.join(phases.names)}")
+        return rehearse_phases(
+            settings, description, phases, rank=rank, world=world, facts=facts, results=results
         )
 
     recorded = record(
-        facts, run, all_ranks=options.all_ranks, all_gather=turns.shares_gpus, say=say
+        facts, run, all_ranks=options.all_ranks, all_gather=phases.shares_gpus, say=say
     )
     memory = tuple(
         memory_use(one, offloaded_fraction=_offloaded(config))
@@ -117,7 +117,7 @@ def rehearse_run(
             _schedule_check(step),
             _hangs(recorded),
             load_check(config, settings, facts),
-            *([offload_check(recorded.recordings.values())] if turns.offloads else []),
+            *([offload_check(recorded.recordings.values())] if phases.offloads else []),
             memory_check(memory, options.gpu_bytes),
         ),
         memory=memory,

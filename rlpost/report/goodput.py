@@ -306,15 +306,16 @@ def _record(attempt: _Attempt, event: object, entry: Entry, when: datetime) -> N
 # -- seconds of each use --
 
 
+def _attempt_of(starts: Sequence[_Attempt], line: Mapping[str, float]) -> _Attempt | None:
+    """The newest attempt that started before the line's step: later ones replaced earlier ones'."""
+    return next((one for one in reversed(starts) if (one.first_step or 0) < line["step"]), None)
+
+
 def _add_steps(attempts: Sequence[_Attempt], lines: Sequence[Mapping[str, float]]) -> None:
-    """Give each line to the newest attempt that started before its step: later attempts replaced
-    those of earlier.
-    """
+    """Give each line to its attempt."""
     starts = [attempt for attempt in attempts if attempt.startup_s is not None]
     for line in lines:
-        owner = next(
-            (one for one in reversed(starts) if (one.first_step or 0) < line["step"]), None
-        )
+        owner = _attempt_of(starts, line)
         if owner is None:
             owner = starts[0] if starts else None  # the evaluation before the first step
         if owner is None:
@@ -359,9 +360,7 @@ def _add_saves(attempts: Sequence[_Attempt], lines: Sequence[Mapping[str, float]
         return
     starts = [attempt for attempt in attempts if attempt.startup_s is not None]
     for line in lines:
-        owner = next(
-            (one for one in reversed(starts) if (one.first_step or 0) < line["step"]), None
-        )
+        owner = _attempt_of(starts, line)
         if owner is not None:
             owner.saving_s += line.get("checkpoint/blocking_s", 0.0)
 

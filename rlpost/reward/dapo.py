@@ -34,59 +34,15 @@ REPLACED = (
     ("\\text{m}", "\\text{}"),
 )
 UNITS = (
-    *(
-        "square",
-        "ways",
-        "integers",
-        "dollars",
-        "mph",
-        "inches",
-        "hours",
-        "km",
-        "units",
-        "\\ldots",
-        "sue",
-        "points",
-    ),
-    *(
-        "feet",
-        "minutes",
-        "digits",
-        "cents",
-        "degrees",
-        "cm",
-        "gm",
-        "pounds",
-        "meters",
-        "meals",
-        "edges",
-        "students",
-    ),
-    *("childrentickets", "multiples"),
-)
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots",
+    "sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds",
+    "meters", "meals", "edges", "students", "childrentickets", "multiples",
+)  # fmt: skip
 MARKS = (
-    *(
-        "\\text{s}",
-        "\\text{.}",
-        "\\text{\ns}",
-        "\\text{}^2",
-        "\\text{}^3",
-        "\\text{\n}",
-        "\\text{}",
-    ),
-    *(
-        "\\mathrm{th}",
-        "^\\circ",
-        "^{\\circ}",
-        "\\;",
-        ",\\!",
-        "{,}",
-        '"',
-        "\\dots",
-        "<|im_end|>",
-        "<|endoftext|>",
-    ),
-)
+    "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}",
+    "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
+    "<|im_end|>", "<|endoftext|>",
+)  # fmt: skip
 
 
 def dapo(response: str, label: str | None, metadata: Mapping[str, object]) -> float:

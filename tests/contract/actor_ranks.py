@@ -369,9 +369,9 @@ def save_beside_training(
     actor.memory.restore("weights", "grads", "optimizer")
     for samples in steps[1:]:
         train(samples)
-    actor.finish_save()
+    actor.saves.finish()
     actor.save(folders[2], len(steps), in_background=True)
-    actor.finish_save()
+    actor.saves.finish()
     return [*hashes, actor.weights_hash()]
 
 

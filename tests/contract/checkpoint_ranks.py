@@ -84,7 +84,7 @@ def save_through_a_narrow_buffer(
     actor.memory.restore("weights", "grads", "optimizer")
     threading.Timer(0.2, lambda: may_release.release(10**6)).start()  # the step waits until then
     metrics = _train(actor, steps[1])
-    actor.finish_save()
+    actor.saves.finish()
     return {
         "before": before,
         "away": was_read_while_away,

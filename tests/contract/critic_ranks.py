@@ -98,7 +98,7 @@ def leave_and_come_back(
     before = (actor.critic.weights_hash(max_bytes=10_000), actor.weights_hash())
     actor.save(folder, 1, in_background=True)
     assert actor.memory.offload("weights", "grads", "optimizer")["optimizer"]
-    actor.finish_save()
+    actor.saves.finish()
     actor.memory.restore("weights", "grads", "optimizer")
     back = (actor.critic.weights_hash(max_bytes=10_000), actor.weights_hash())
     actor.load(folder)

@@ -26,10 +26,10 @@ from rlpost.rehearsal.given import BalancedMap
 from rlpost.rehearsal.hangs import Fault, hangs
 from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.other_layout import unread
+from rlpost.rehearsal.phases import Phases, rehearse_phases, run_phases
 from rlpost.rehearsal.rank import rehearse_rank
 from rlpost.rehearsal.result import memory_check, memory_use
 from rlpost.rehearsal.symmetry import classes, record
-from rlpost.rehearsal.turns import Turns, rehearse_turns, run_turns
 from rlpost.types import TrainBatch, TrainSample
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.cuda.test_every_rank import SMALL, recipe_config
@@ -79,14 +79,14 @@ class Step:
     settings: ActorSettings
     description: ModelDescription
     facts: Mapping[int, RankFacts]
-    turns: Turns
+    phases: Phases
     recordings: Mapping[int, Recording]
 
-    def run(self, rank: int, *, turns: Turns | None = None, **changes: Any) -> Recording:
-        return rehearse_turns(
+    def run(self, rank: int, *, phases: Phases | None = None, **changes: Any) -> Recording:
+        return rehearse_phases(
             replace(self.settings, **changes),
             self.description,
-            turns or self.turns,
+            phases or self.phases,
             rank=rank,
             world=WORLD,
             facts=self.facts,
@@ -106,8 +106,8 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Step:
     facts = {
         rank: rehearse_rank(settings, description, rank=rank, world=WORLD) for rank in range(WORLD)
     }
-    turns = Turns(batch(24, 16), batch(24, 16), shares_gpus=True)
-    empty = Step(settings, description, facts, turns, {})
+    phases = Phases(batch(24, 16), batch(24, 16), shares_gpus=True)
+    empty = Step(settings, description, facts, phases, {})
     made = record(facts, empty.run, all_ranks=False, all_gather=True)
     assert made.ran == (0, 3, 4, 7)
     return replace(empty, recordings=made.recordings)
@@ -198,25 +198,25 @@ def test_a_fault_in_the_code_of_one_rank_is_found_with_its_line(step, fault):
     assert line in found[0].line
 
 
-IN_SETTINGS: dict[str, tuple[dict[str, Any], Turns | None]] = {
+IN_SETTINGS: dict[str, tuple[dict[str, Any], Phases | None]] = {
     "the chunk of log-probs": ({"log_probs_chunk_size": 5}, None),
     "the precision": ({"bf16": False}, None),
     "recomputation": ({"recompute_granularity": None, "recompute_method": None,
                        "recompute_num_layers": None}, None),
     "the distributed optimizer": ({"use_distributed_optimizer": False}, None),
     "the precision of gradients": ({"accumulate_allreduce_grads_in_fp32": False}, None),
-    "the number of micro-batches": ({}, Turns(batch(24), batch(24, 16), shares_gpus=True)),
-    "the length of a micro-batch": ({}, Turns(batch(24, 20), batch(24, 16), shares_gpus=True)),
-    "no log-probs before the step": ({}, Turns(batch(24, 16), None, shares_gpus=True)),
-    "no weight update": ({}, Turns(batch(24, 16), batch(24, 16), shares_gpus=True, updates=False)),
-    "engines elsewhere": ({}, Turns(batch(24, 16), batch(24, 16), shares_gpus=False)),
+    "the number of micro-batches": ({}, Phases(batch(24), batch(24, 16), shares_gpus=True)),
+    "the length of a micro-batch": ({}, Phases(batch(24, 20), batch(24, 16), shares_gpus=True)),
+    "no log-probs before the step": ({}, Phases(batch(24, 16), None, shares_gpus=True)),
+    "no weight update": ({}, Phases(batch(24, 16), batch(24, 16), shares_gpus=True, updates=False)),
+    "engines elsewhere": ({}, Phases(batch(24, 16), batch(24, 16), shares_gpus=False)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", IN_SETTINGS)
 def test_a_rank_with_other_settings_is_found(step, fault):
-    changes, turns = IN_SETTINGS[fault]
-    found = step.with_rank(step.run(6, turns=turns, **changes))
+    changes, phases = IN_SETTINGS[fault]
+    found = step.with_rank(step.run(6, phases=phases, **changes))
     assert 6 in found[0].ranks
 
 
@@ -235,8 +235,8 @@ def changed(recording: Recording, index: int, *calls: Call) -> Recording:
     )
 
 
-def is_in(kind: str, turn: str) -> Callable[[Call], bool]:
-    return lambda call: call.kind == kind and call.turn == turn and len(call.group) > 1
+def is_in(kind: str, phase: str) -> Callable[[Call], bool]:
+    return lambda call: call.kind == kind and call.phase == phase and len(call.group) > 1
 
 
 IN_CALLS: dict[str, tuple[Callable[[Call], bool], Callable[[Call], tuple[Call, ...]]]] = {
@@ -330,14 +330,14 @@ REAL = ["tp2-sp", "pp2-vpp2", "moe-ep2-overlap"]
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
-def run_of_a_rank(actor: Any, *, turns: Turns) -> tuple[tuple[Call, ...], dict[str, int]]:
-    """Record the turns of a real rank, and the bytes that it then holds."""
+def run_of_a_rank(actor: Any, *, phases: Phases) -> tuple[tuple[Call, ...], dict[str, int]]:
+    """Record the phases of a real rank, and the bytes that it then holds."""
     from rlpost.rehearsal.recorder import Recorder
 
     actor.import_weights()
     recorder = Recorder(transfers=True)
     with recorder.recording():
-        run_turns(actor, turns, recorder)
+        run_phases(actor, phases, recorder)
     return tuple(recorder.calls), bytes_of(actor.model, actor.optimizer)
 
 
@@ -381,13 +381,15 @@ class RehearsedLayout:
     recordings: Mapping[int, Recording]
 
 
-def rehearsed_layout(settings: ActorSettings, layout: TableLayout, turns: Turns) -> RehearsedLayout:
+def rehearsed_layout(
+    settings: ActorSettings, layout: TableLayout, phases: Phases
+) -> RehearsedLayout:
     description, world = description_of(settings), layout.num_ranks
     facts = {
         rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)
     }
     recordings = {
-        rank: rehearse_turns(settings, description, turns, rank=rank, world=world, facts=facts)
+        rank: rehearse_phases(settings, description, phases, rank=rank, world=world, facts=facts)
         for rank in range(world)
     }
     return RehearsedLayout(facts, recordings)
@@ -396,22 +398,31 @@ def rehearsed_layout(settings: ActorSettings, layout: TableLayout, turns: Turns)
 def compared(call: Call) -> tuple[object, ...]:
     """A call without what depends on data: how many rows go to which expert."""
     sizes = () if call.kind == SPLIT or call.dtype == "int64" else call.sizes
-    return call.kind, call.group, sizes, call.dtype, call.turn, call.line, call.root, call.operation
+    return (
+        call.kind,
+        call.group,
+        sizes,
+        call.dtype,
+        call.phase,
+        call.line,
+        call.root,
+        call.operation,
+    )
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_calls_and_bytes_are_those_of_a_run_over_gloo(tmp_path, name):
     layout = BY_NAME[name]
     settings = table_settings(tmp_path, layout)
-    turns = Turns(batch(24, 16), batch(24, 16), shares_gpus=True)
-    real = run_ranks(run_of_a_rank, layout.num_ranks, settings, turns=turns)
-    made = rehearsed_layout(settings, layout, turns)
+    phases = Phases(batch(24, 16), batch(24, 16), shares_gpus=True)
+    real = run_ranks(run_of_a_rank, layout.num_ranks, settings, phases=phases)
+    made = rehearsed_layout(settings, layout, phases)
     for rank, (calls, held) in enumerate(real):
         facts = made.facts[rank]
         assert held.pop("parameters") == facts.memory.weights
         assert held["gradients"] == facts.memory.gradients
         assert made.recordings[rank].held == held
-        ours = [call for call in made.recordings[rank].calls if call.turn != "build"]
+        ours = [call for call in made.recordings[rank].calls if call.phase != "build"]
         assert [compared(call) for call in ours] == [compared(call) for call in calls]
 
 
@@ -421,8 +432,8 @@ def test_calls_and_bytes_are_those_of_a_run_over_gloo(tmp_path, name):
 )
 def test_no_layout_of_the_equality_table_has_a_fault(tmp_path, name):
     layout = BY_NAME[name]
-    turns = Turns(batch(24, 16, 12, 8), batch(24, 16, 12, 8), shares_gpus=True)
-    made = rehearsed_layout(table_settings(tmp_path, layout), layout, turns)
+    phases = Phases(batch(24, 16, 12, 8), batch(24, 16, 12, 8), shares_gpus=True)
+    made = rehearsed_layout(table_settings(tmp_path, layout), layout, phases)
     assert hangs(made.recordings) == []
 
 

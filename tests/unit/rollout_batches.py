@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 from rlpost.config.tree import Config
-from rlpost.orchestration.batches import StepBatches, batch_samples, rollout_samples
+from rlpost.orchestration.batches import StepBatches, deal, rollout_samples
 from rlpost.types import SampleGroup
 
 
 def make_batches(
     groups: Sequence[SampleGroup], config: Config, **options: float
 ) -> list[StepBatches]:
-    return batch_samples(rollout_samples(groups, config.grpo), config, **options)
+    samples = rollout_samples(groups, config.grpo)
+    return [step.batches for step in deal(samples, config, **options)]

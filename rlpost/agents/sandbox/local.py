@@ -23,6 +23,7 @@ from rlpost.agents.sandbox.protocol import (
     Ended,
     Limits,
     Result,
+    Sandbox,
     SandboxFileError,
     SandboxLost,
     Snapshot,
@@ -55,8 +56,8 @@ class Root:
     """Further folders of the node, visible at the same paths."""
 
 
-class LocalSandbox:
-    """Implements ``Sandbox`` with namespaces of this node. Create it with ``start``."""
+class LocalSandbox(Sandbox):
+    """Runs commands in namespaces of this node. Create it with ``start``."""
 
     def __init__(self, limits: Limits, number: int) -> None:
         self.limits = limits
@@ -146,12 +147,6 @@ class LocalSandbox:
         kills = self._cgroup.memory_kills() if self._cgroup is not None else 0
         grew, self._memory_kills = kills > self._memory_kills, kills
         return grew
-
-    async def __aenter__(self) -> LocalSandbox:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.close()
 
     async def run(
         self,

@@ -17,7 +17,7 @@ import contextlib
 import enum
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 from rlpost.errors import ConfigError, GradingLost, RlpostError
 
@@ -162,9 +162,11 @@ class Sandbox(Protocol):
     name: str
     """For logs and records: backend, node, number."""
 
-    async def __aenter__(self) -> Sandbox: ...
+    async def __aenter__(self) -> Self:
+        return self
 
-    async def __aexit__(self, *error: object) -> None: ...
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
 
     async def run(
         self,

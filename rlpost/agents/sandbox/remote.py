@@ -38,8 +38,8 @@ from rlpost.daemon_threads import in_daemon
 AVOID_SECONDS = 10.0  # a node after a failure
 
 
-class RemoteSandbox:
-    """Implements ``Sandbox`` over one connection to a server."""
+class RemoteSandbox(Sandbox):
+    """A sandbox of another node, over one connection to a server."""
 
     def __init__(
         self,
@@ -74,12 +74,6 @@ class RemoteSandbox:
                 raise SandboxLost(f"sandbox server {node.name}: {error}") from error
             raise
         return sandbox
-
-    async def __aenter__(self) -> RemoteSandbox:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.close()
 
     async def run(
         self,

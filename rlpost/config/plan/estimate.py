@@ -328,7 +328,7 @@ def _phases(
 
     Args:
         own_critic: the ranks of a critic with its own. On these GPUs its process has a context, and
-            all of its memory where the two do not take turns.
+            all of its memory where neither is offloaded for the other.
         most_weights: of any rank: weights are sent by another one too, which may have more of them.
     """
     held = rank.held
@@ -337,7 +337,7 @@ def _phases(
     contexts = TRAINER_CONTEXT
     if own_critic is not None and config.critic_shares_gpus:
         contexts *= 2
-        if not config.critic_takes_turns:
+        if not config.offloads_critic:
             resident = own_critic.held.total
             computing = resident + own_critic.activations
     of_critic = (("critic", resident),) if resident else ()
@@ -393,7 +393,7 @@ def _critic_phase(
     """What GPUs hold while a critic computes that has its own ranks: its own GPUs, or those of the
     policy, which is offloaded meanwhile. Nothing for one that is resident beside the policy.
     """
-    if rank is None or (config.critic_shares_gpus and not config.critic_takes_turns):
+    if rank is None or (config.critic_shares_gpus and not config.offloads_critic):
         return ()
     contexts = 2 if config.critic_shares_gpus else 1
     parts = [
@@ -471,6 +471,6 @@ def _critic_host(config: Config, rank: CriticRank) -> int:
     """Host memory of a critic's rank: its offloaded optimizer, what leaves the GPU while others use
     it, and the buffer of a checkpoint.
     """
-    away = rank.held.weights + rank.held.optimizer if config.critic_takes_turns else 0
+    away = rank.held.weights + rank.held.optimizer if config.offloads_critic else 0
     buffer = min(int(config.checkpoint.save_buffer_gb * 1e9), rank.saved)
     return rank.optimizer_host + away + buffer

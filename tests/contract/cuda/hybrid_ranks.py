@@ -65,7 +65,7 @@ def train_hybrid(
         if number == 2 and files.save:
             Path(files.save).mkdir(exist_ok=True)
             actor.save(files.save, number, in_background=True)
-    actor.finish_save()
+    actor.saves.finish()
     digest = hashlib.sha256()
     steps_made = set()
     for one in inner:

@@ -4,7 +4,7 @@ import pytest
 
 from rlpost.algorithm.advantage import grpo_advantages
 from rlpost.config.load import load
-from rlpost.orchestration.batches import batch_samples, rollout_samples
+from rlpost.orchestration.batches import deal, rollout_samples
 from rlpost.types import Sample, SampleGroup, ScoredSample
 from tests.unit.rollout_batches import make_batches
 
@@ -67,7 +67,8 @@ def test_samples_of_one_answer_are_trained_in_one_step():
     cluster = {"actor_num_gpus_per_node": 1, "num_gpus_per_node": 4}
     for unit, sizes in (("answer", [3, 1, 1, 2]), ("sample", [1, 2, 2, 2])):
         own = load([], {"cluster": cluster, "rollout": rollout, "grpo": {"loss_unit": unit}}).config
-        steps = batch_samples(rollout_samples(GROUPS, own.grpo), own)
+        dealt = deal(rollout_samples(GROUPS, own.grpo), own)
+        steps = [step.batches for step in dealt]
         trained = [sum(len(micro) for micro in rank.micro_batches) for (rank,) in steps]
         assert trained == sizes, unit
         assert [rank.num_samples for (rank,) in steps] == ([1] * 4 if unit == "answer" else sizes)

@@ -202,7 +202,7 @@ def test_a_layout_gives_the_critic_ranks_of_its_own_on_the_policy_s_gpus():
     sizes = {"critic_own_gpus": False, "critic_tensor_model_parallel_size": 2}
     made = own_critic(sizes, rollout={"rollout_batch_size": 8})
     assert own_critic_problems(made) == [] == algorithm_problems(made)
-    assert made.has_own_critic and made.critic_shares_gpus and made.critic_takes_turns
+    assert made.has_own_critic and made.critic_shares_gpus and made.offloads_critic
     assert made.critic_num_nodes == 0
     ranks = critic_ranks(made)
     assert (ranks.actor_world_size, ranks.data_parallel_size) == (8, 4)
@@ -216,10 +216,10 @@ def test_gpus_that_policy_and_critic_share_hold_one_of_the_two_at_a_time():
     sizes = {"critic_own_gpus": False, "critic_tensor_model_parallel_size": 2}
     gpu = {"gpu_bytes": 80 * 10**9}
     parameters = critic_parameters(DENSE, Layout(world=8, tensor=2), 0).total
-    turns = estimate(own_critic(sizes), DENSE, **gpu)
+    offloaded = estimate(own_critic(sizes), DENSE, **gpu)
     alone = estimate(config(), DENSE, **gpu)
     phases, without = (
-        {phase.name: dict(phase.parts) for phase in one.phases} for one in (turns, alone)
+        {phase.name: dict(phase.parts) for phase in one.phases} for one in (offloaded, alone)
     )
     assert phases["critic"]["weights"] == 2 * parameters
     contexts = {name: parts.pop("CUDA, NCCL") for name, parts in phases.items()}
@@ -228,7 +228,7 @@ def test_gpus_that_policy_and_critic_share_hold_one_of_the_two_at_a_time():
     for parts in of_policy.values():
         parts.pop("CUDA, NCCL")
     assert {name: phases[name] for name in of_policy} == of_policy
-    assert turns.host_bytes_per_node > alone.host_bytes_per_node
+    assert offloaded.host_bytes_per_node > alone.host_bytes_per_node
     resident = own_critic(sizes, cluster={**OWN, "offload_train": False})
     both = estimate(resident, DENSE, **gpu)
     shared = {phase.name: dict(phase.parts) for phase in both.phases}

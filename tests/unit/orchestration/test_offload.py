@@ -9,7 +9,7 @@ import pytest
 from rlpost.config.load import load
 from rlpost.errors import CheckpointError, TrainerDied
 from rlpost.orchestration.debug_modes import TrainOnly
-from rlpost.orchestration.offload import SAVED, Offload, Turns
+from rlpost.orchestration.offload import SAVED, CriticOffload, Offload
 from rlpost.orchestration.worker_groups import ActorGroup
 from tests.unit.orchestration.test_engine_health import FakeActors, FakeFleet
 
@@ -29,7 +29,7 @@ class OnSharedGpus:
         self.critic.here = set()
         self.fleet.trainer = (self.policy, self.critic)
         actors, critics = ActorGroup(self.policy), ActorGroup(self.critic)
-        self.turns = Turns(actors, critics)
+        self.critic_offload = CriticOffload(actors, critics)
         self.offload = Offload(load([], SHARED).config, actors, self.fleet, critics=critics)
 
 
@@ -50,7 +50,7 @@ def test_a_save_beside_engines_onloads_no_gradients() -> None:
     async def run() -> None:
         await gpus.offload.generate()
         async with gpus.offload.save():
-            async with gpus.turns.critic(*SAVED):
+            async with gpus.critic_offload.critic_onloaded(*SAVED):
                 assert (gpus.policy.here, gpus.critic.here) == (set(), {"weights", "optimizer"})
             assert (gpus.policy.here, gpus.critic.here) == ({"weights", "optimizer"}, set())
 
@@ -65,7 +65,7 @@ def test_engines_continue_after_a_save_of_the_critic_that_failed() -> None:
         await gpus.offload.generate()
         async with gpus.offload.save():
             with contextlib.suppress(CheckpointError):  # logged: the next save replaces it
-                async with gpus.turns.critic(*SAVED):
+                async with gpus.critic_offload.critic_onloaded(*SAVED):
                     raise CheckpointError("no space left on device")
 
     asyncio.run(run())
@@ -80,7 +80,7 @@ def test_nothing_is_asked_of_ranks_after_a_death_in_a_save() -> None:
 
     async def run() -> None:
         await gpus.offload.generate()
-        async with gpus.offload.save(), gpus.turns.critic(*SAVED):
+        async with gpus.offload.save(), gpus.critic_offload.critic_onloaded(*SAVED):
             at_death.append(len(gpus.fleet.log))
             raise TrainerDied("critic-0 died", [2])
 
@@ -95,10 +95,10 @@ def test_without_engines_the_policy_has_its_memory_after_a_save(fails: bool) -> 
 
     async def save_ranks(*_: object, **__: object) -> None:
         with contextlib.suppress(CheckpointError):
-            async with gpus.turns.critic(*SAVED):
+            async with gpus.critic_offload.critic_onloaded(*SAVED):
                 if fails:
                     raise CheckpointError("no space left on device")
 
-    stages = SimpleNamespace(turns=gpus.turns, save_ranks=save_ranks)
+    stages = SimpleNamespace(critic_offload=gpus.critic_offload, save_ranks=save_ranks)
     asyncio.run(TrainOnly.save(stages, None, wait=False))  # type: ignore[arg-type]
     assert gpus.policy.here == {"weights", "grads", "optimizer"} and gpus.critic.here == set()

@@ -10,7 +10,7 @@ from rlpost.columns import FloatColumn
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, DataError, HalfTrained, Preempted, TrainingError
 from rlpost.orchestration.critic_training import CriticGroup
-from rlpost.orchestration.offload import Turns
+from rlpost.orchestration.offload import CriticOffload
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.training import Training
 from rlpost.orchestration.worker_groups import ActorGroup
@@ -104,7 +104,7 @@ def train(
     distillation=None,
     critic=None,
     critics=None,
-    takes_turns=False,
+    offloads_critic=False,
     rollouts=1,
     **grpo,
 ):
@@ -126,7 +126,7 @@ def train(
     group, own = ActorGroup(actors), None
     if critics is not None:
         ranks = ActorGroup(critics)
-        own = CriticGroup(ranks, [0, 1], Turns(group, ranks) if takes_turns else None)
+        own = CriticGroup(ranks, [0, 1], CriticOffload(group, ranks) if offloads_critic else None)
     training = Training(
         config,
         group,
@@ -502,7 +502,7 @@ def test_policy_and_critic_on_the_same_gpus_compute_one_at_a_time():
     policy.others, critics.others = critics, policy
     own = {"critic_pipeline_model_parallel_size": 1}
     given = {"advantage_estimator": "ppo", "num_steps": 2, "rollouts": 2}
-    train(policy, critics=critics, critic=own, takes_turns=True, **given)
+    train(policy, critics=critics, critic=own, offloads_critic=True, **given)
     assert len(critics.named("train_critic")) == len(policy.named("train_step")) == 4
     assert policy.here and not critics.here
 

@@ -1,4 +1,4 @@
-"""Run the turns of one rank: log-probs, one train step, one weight update, on the meta device.
+"""Run the phases of one rank: log-probs, one train step, one weight update, on the meta device.
 
 Input: settings, description, the batch of the rank. Output: its ``Recording``. The rank is an
 ``Actor``, so the code is that of a run; ``given`` has the values that meta tensors lack.
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -17,20 +18,19 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 
 from rlpost.actor import actor as actor_module
 from rlpost.actor import critic as critic_module
-from rlpost.actor import device, frozen, memory, parallel, step
+from rlpost.actor import device, frozen, memory, step
 from rlpost.actor.actor import Actor
-from rlpost.actor.lora.adapters import low_rank_updates
+from rlpost.actor.model import inventory_of
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.packing import PackedMicroBatch
 from rlpost.actor.passes import Logprobs
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.torch_dist import optimizer_state
-from rlpost.actor.value_model import value_family
+from rlpost.actor.value_model import value_inventory
 from rlpost.columns import FloatColumn
 from rlpost.errors import WeightError
 from rlpost.rehearsal.calls import OFFLOAD, TRAIN, UPDATE, OffloadCycle, Recording
@@ -41,15 +41,15 @@ from rlpost.rehearsal.meta_results import MetaResults
 from rlpost.rehearsal.offload import run_cycle, without_host_memory
 from rlpost.rehearsal.rank import as_on_gpu
 from rlpost.rehearsal.recorder import Recorder
-from rlpost.types import TrainBatch
+from rlpost.types import TrainBatch, TrainSample
 from rlpost.weights.importer import HuggingFaceFolder
-from rlpost.weights.inventory import Entry, Inventory
+from rlpost.weights.inventory import Entry
 
 LOG_PROBS, VALUES, TRAIN_CRITIC = "log-probs", "values", "train critic"
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class Phases:
     """What every rank does in a rehearsal.
 
     Attributes:
@@ -72,7 +72,7 @@ class Turns:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The turns in order."""
+        """The phases in order."""
         given = {
             LOG_PROBS: self.log_prob_batch is not None,
             VALUES: self.has_critic,
@@ -84,22 +84,22 @@ class Turns:
         return tuple(name for name, is_there in given.items() if is_there)
 
 
-def rehearse_turns(
+def rehearse_phases(
     settings: ActorSettings,
     description: ModelDescription,
-    turns: Turns,
+    phases: Phases,
     *,
     rank: int,
     world: int,
     facts: Mapping[int, RankFacts],
     results: MetaResults | None = None,
 ) -> Recording:
-    """Run all turns of one rank of ``world``.
+    """Run all phases of one rank of ``world``.
 
     Args:
         settings: of an actor.
         description: of the model.
-        turns: what the rank does.
+        phases: what the rank does.
         rank: the rank.
         world: number of ranks.
         facts: of all ranks, from ``rehearse_rank``; the pipeline stages tell each other their
@@ -119,7 +119,7 @@ def rehearse_turns(
         recorder.during("build"),
     ):
         actor = Actor(settings, description)
-        with building(), _without_files(actor, facts, gpu_bytes=turns.gpu_bytes):
+        with building(), _without_files(actor, facts, gpu_bytes=phases.gpu_bytes):
             actor.build()
             placeholders = {one: _moments(one) for one in _optimizers(actor)}
         topk = int(actor.description.fields.get("moe_router_topk") or 0)
@@ -130,7 +130,7 @@ def rehearse_turns(
             _replaced_at_first_step(placeholders),
             without_host_memory(),
         ):
-            cycle = run_turns(actor, turns, recorder)
+            cycle = run_phases(actor, phases, recorder)
         return recorder.recorded(rank, _held(actor), cycle)
 
 
@@ -142,32 +142,13 @@ def _without_files(
     entries = {rank: one.entries for rank, one in facts.items()}
     of_critics = {rank: one.critic.entries for rank, one in facts.items() if one.critic}
 
-    def inventory(chunks: Sequence[GPTModel], description: ModelDescription) -> Inventory:
-        return Inventory(
-            chunks,
-            family=description.family,
-            dims=description.dims,
-            groups=parallel.weight_groups(),
-            tied=description.tied,
-            low_rank=low_rank_updates(chunks),
-            gather=partial(_exchanged, entries),
-        )
-
-    def value_inventory(chunks: Sequence[GPTModel], description: ModelDescription) -> Inventory:
-        return Inventory(
-            chunks,
-            family=value_family(description.family),
-            dims=description.dims,
-            groups=parallel.weight_groups(),
-            tied=False,
-            gather=partial(_exchanged, of_critics),
-        )
-
+    inventory = partial(inventory_of, gather=partial(_exchanged, entries))
+    inventory_of_critic = partial(value_inventory, gather=partial(_exchanged, of_critics))
     with (
         patch.object(actor, "_read_initial_weights"),
         patch.object(actor_module, "HuggingFaceFolder", _folder),
         patch.object(actor_module, "inventory_of", inventory),
-        patch.object(critic_module, "value_inventory", value_inventory),
+        patch.object(critic_module, "value_inventory", inventory_of_critic),
         patch.object(device, "total_memory", partial(int, gpu_bytes)),
         patch.object(frozen, "check_frozen", partial(_check_frozen, frozen.check_frozen, facts)),
     ):
@@ -216,38 +197,38 @@ def _folder(path: str) -> HuggingFaceFolder | SimpleNamespace:
         return SimpleNamespace(quantisation=None)
 
 
-def run_turns(actor: Actor, turns: Turns, recorder: Recorder) -> OffloadCycle | None:
-    """Run the turns on a built actor, real or rehearsed; return what offload moved."""
+def run_phases(actor: Actor, phases: Phases, recorder: Recorder) -> OffloadCycle | None:
+    """Run the phases on a built actor, real or rehearsed; return what offload moved."""
     old: Logprobs | None = None
-    if turns.log_prob_batch is not None:
+    if phases.log_prob_batch is not None:
         with recorder.during(LOG_PROBS):
-            actor.compute_logprobs(turns.log_prob_batch)
-        old = _as_zeros(turns.batch) if _is_last_stage() else []
-    if turns.has_critic:
+            actor.compute_logprobs(phases.log_prob_batch)
+        old = _as_zeros(phases.batch) if _is_last_stage() else []
+    if phases.has_critic:
         with recorder.during(VALUES):
-            actor.compute_values(turns.batch)
+            actor.compute_values(phases.batch)
         with recorder.during(TRAIN_CRITIC):
-            values = _as_zeros(turns.batch) if _is_last_stage() else None
-            returns = [column for micro in _as_zeros(turns.batch) for column in micro]
-            actor.train_critic(turns.batch, values, returns)
+            zeros = _as_zeros(phases.batch)
+            values = zeros if _is_last_stage() else None
+            actor.train_critic(phases.batch, values, list(chain.from_iterable(zeros)))
     with recorder.during(TRAIN):
-        actor.train_step(turns.batch, old)
-    update = partial(_update, actor, turns, recorder)
-    if not turns.offloads:
+        actor.train_step(phases.batch, old)
+    update = partial(_update, actor, phases, recorder)
+    if not phases.offloads:
         update()
         return None
     with recorder.during(OFFLOAD):
         return run_cycle(actor.memory, update, measured=recorder.measure_again)
 
 
-def _update(actor: Actor, turns: Turns, recorder: Recorder) -> None:
+def _update(actor: Actor, phases: Phases, recorder: Recorder) -> None:
     """Gather all weights as one weight update does."""
-    if not turns.updates:
+    if not phases.updates:
         return
     with recorder.during(UPDATE):
         actor._finish_param_sync()
         for index in range(len(actor.buckets)):
-            _gather(actor, index, shares_gpus=turns.shares_gpus)
+            _gather(actor, index, shares_gpus=phases.shares_gpus)
 
 
 def _gather(actor: Actor, index: int, *, shares_gpus: bool) -> None:
@@ -261,10 +242,10 @@ def _gather(actor: Actor, index: int, *, shares_gpus: bool) -> None:
 
 
 def _as_zeros(batch: TrainBatch) -> Logprobs:
-    return [
-        [FloatColumn([0.0] * sample.response_length) for sample in micro]
-        for micro in batch.micro_batches
-    ]
+    def zeros(sample: TrainSample) -> FloatColumn:
+        return FloatColumn([0.0] * sample.response_length)
+
+    return [list(map(zeros, micro)) for micro in batch.micro_batches]
 
 
 def _is_last_stage() -> bool:
@@ -301,13 +282,13 @@ def _optimizers(actor: Actor) -> list[MegatronOptimizer]:
 
 def _moments(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
     """The moments of each weight, which exist from the first step on: Adam's two, Muon's one."""
-    return [
-        torch.empty_like(parameter)
-        for one in optimizer_state.inner(optimizer)
-        for group in one.optimizer.param_groups
-        for parameter in group["params"]
-        for _ in range(1 if group.get(optimizer_state.MATRICES) else 2)
-    ]
+    moments = []
+    for one in optimizer_state.inner(optimizer):
+        for group in one.optimizer.param_groups:
+            count = 1 if group.get(optimizer_state.MATRICES) else 2
+            for parameter in group["params"]:
+                moments += [torch.empty_like(parameter) for _ in range(count)]
+    return moments
 
 
 @contextmanager
@@ -328,7 +309,7 @@ def _replaced_at_first_step(
 
 
 def _held(actor: Actor) -> dict[str, int]:
-    """Bytes that stay on the device between turns, by part; none is counted twice."""
+    """Bytes that stay on the device between phases, by part; none is counted twice."""
     models = {"": (actor.model, actor.optimizer)}
     if actor.critic is not None:
         models["critic "] = (actor.critic.model, actor.critic.optimizer)
