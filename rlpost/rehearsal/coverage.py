@@ -279,12 +279,12 @@ def _part_problem(parts: list[CheckpointPart]) -> str | None:
 
 
 def _overlap(parts: list[CheckpointPart]) -> CheckpointPart | None:
-    """Return a box that overlaps another, or None; only boxes that meet along the longest axis are
-    compared.
+    """Return a box that overlaps another, or None; only boxes that meet along the axis that is cut
+    most often are compared.
     """
     axis = max(
         range(len(parts[0].global_shape)),
-        key=lambda each: parts[0].global_shape[each],
+        key=lambda each: len({part.offset[each] for part in parts}),
         default=None,
     )
     if axis is None:
