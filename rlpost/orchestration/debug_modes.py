@@ -18,7 +18,6 @@ from rlpost.config.tree import Config
 from rlpost.orchestration.checkpoints import Checkpoints
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.loop import Rollouts
-from rlpost.orchestration.placement import Placement, Ports
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.run_stages import RunStages
 from rlpost.orchestration.stages import ClusterStages
@@ -98,16 +97,9 @@ class TrainOnly(RunStages):
     async def start(self, checkpoint: Path | None) -> None:
         """Start the actors; load ``checkpoint``, or the Hugging Face weights without one."""
         placement, ports = self.startup.layout()
-        await self.startup.within_deadline(self._start_trainer(placement, ports, checkpoint))
+        await self.startup.within_deadline(self.create_ranks(placement))
+        await self.startup.within_deadline(self.start_trainer(placement, ports, checkpoint))
         await self.observation.attach(self.ranks.actors, None, None)
-
-    async def _start_trainer(
-        self, placement: Placement, ports: Ports, checkpoint: Path | None
-    ) -> None:
-        await self.create_ranks(placement)
-        self._training = await self.startup.trainer(
-            self.ranks, placement, ports, checkpoint, break_even=self.break_even
-        )
 
     def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
         """Return the recorded batches."""
@@ -116,7 +108,7 @@ class TrainOnly(RunStages):
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """Run the optimizer steps of a rollout."""
-        return await self.observation.around(groups, self._training.train(groups))
+        return await self.observation.around(groups, self.training.train(groups))
 
     async def sync(self, policy_version: int) -> None:
         """Do nothing: there are no engines."""

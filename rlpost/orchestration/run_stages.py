@@ -26,7 +26,7 @@ from rlpost.orchestration.hf_export import HuggingFaceExport
 from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.observation import Observation
 from rlpost.orchestration.offload import SAVED, CriticOffload
-from rlpost.orchestration.placement import Placement
+from rlpost.orchestration.placement import Placement, Ports
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.startup import Startup
 from rlpost.orchestration.training import Record
@@ -121,6 +121,16 @@ class RunStages(ABC):
         """Create the worker of each rank that trains."""
         self.ranks = await self.startup.workers(placement)
         self.observation.critics = self.ranks.critics
+
+    async def start_trainer(
+        self, placement: Placement, ports: Ports, checkpoint: Path | None
+    ) -> None:
+        """Set up the ranks that train; load ``checkpoint``, or the Hugging Face weights without
+        one.
+        """
+        self.training = await self.startup.trainer(
+            self.ranks, placement, ports, checkpoint, break_even=self.break_even
+        )
 
     async def save_ranks(
         self,

@@ -58,11 +58,11 @@ class ClusterStages(RunStages):
         self._actors = self.ranks.actors
         self._offload = Offload(config, self._actors, self._fleet, critics=self.ranks.critics)
         if config.cluster.colocate:  # engines measure free memory, so the actors start first
-            await startup.within_deadline(self._start_trainer(placement, ports, checkpoint))
+            await startup.within_deadline(self.start_trainer(placement, ports, checkpoint))
             await startup.within_deadline(self._start_engines(num_ranks))
         else:
             await startup.within_deadline(
-                self._start_trainer(placement, ports, checkpoint), self._start_engines(num_ranks)
+                self.start_trainer(placement, ports, checkpoint), self._start_engines(num_ranks)
             )
         weights = WeightCoordinator(
             config,
@@ -121,7 +121,7 @@ class ClusterStages(RunStages):
             nodes=self._nodes,
         )
         self.closing.push_async_callback(self.recovery.close)
-        await self.recovery.begin(self._training)
+        await self.recovery.begin(self.training)
         cluster = self.config.cluster
         if cluster.spare_nodes:
             ranks_recover = cluster.max_trainer_recoveries > 0
@@ -147,13 +147,6 @@ class ClusterStages(RunStages):
             rules=fleet_rules(self.config, self.hf),
             check=self.checkpoints.check_owner,
             record=self.record,
-        )
-
-    async def _start_trainer(
-        self, placement: Placement, ports: Ports, checkpoint: Path | None
-    ) -> None:
-        self._training = await self.startup.trainer(
-            self.ranks, placement, ports, checkpoint, break_even=self.break_even
         )
 
     async def _start_engines(self, num_ranks: int) -> None:
