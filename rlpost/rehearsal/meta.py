@@ -22,6 +22,8 @@ from rlpost.actor.settings import ActorSettings
 from rlpost.errors import ConfigError, PlacementError
 
 META = torch.device("meta")
+# Looked up once: every operation of a rehearsal, some millions, is compared with them.
+_TYPE, _CPU = torch.Tensor.type, torch.Tensor.cpu
 
 
 @contextmanager
@@ -105,12 +107,11 @@ class MetaAsHost(TorchFunctionMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        options = kwargs or {}
-        if function is torch.Tensor.type and len(args) == 1 and not options and args[0].is_meta:
+        if function is _TYPE and len(args) == 1 and not kwargs and args[0].is_meta:
             return torch.empty(0, dtype=args[0].dtype, device="cpu").type()
-        if function is torch.Tensor.cpu and args[0].is_meta:
+        if function is _CPU and args[0].is_meta:
             return args[0]
-        return function(*args, **options)
+        return function(*args, **kwargs) if kwargs else function(*args)
 
 
 class _WithoutGenerator(MetaAsHost):
@@ -123,6 +124,6 @@ class _WithoutGenerator(MetaAsHost):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        options = dict(kwargs or {})
-        options.pop("generator", None)
-        return super().__torch_function__(function, types, args, options)
+        if kwargs and "generator" in kwargs:
+            kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+        return super().__torch_function__(function, types, args, kwargs)
