@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from rlpost.config.plan.shape import Layout, layers_of
 from rlpost.config.plan.shape import Shape as ModelShape
@@ -42,6 +43,11 @@ def stage_of(name: str, layout: Layout, num_layers: int) -> int:
     layer = int(found[1])
     if layer >= num_layers:  # multi-token prediction
         return layout.pipeline - 1
+    return _stage_of_layer(layer, layout, num_layers)
+
+
+@lru_cache(maxsize=1024)
+def _stage_of_layer(layer: int, layout: Layout, num_layers: int) -> int:
     return next(
         stage for stage in range(layout.pipeline) if layer in layers_of(layout, num_layers, stage)
     )
@@ -279,8 +285,10 @@ def _part_problem(parts: list[CheckpointPart]) -> str | None:
 
 
 def _overlap(parts: list[CheckpointPart]) -> CheckpointPart | None:
-    """Return a box that overlaps another, or None; only boxes that meet along the axis that is cut
-    most often are compared.
+    """Return a box that overlaps another, or None.
+
+    Only boxes that meet along one axis are compared: the axis along which most boxes are apart,
+    since the number of comparisons is quadratic in the boxes that meet.
     """
     axis = max(
         range(len(parts[0].global_shape)),

@@ -22,6 +22,8 @@ from rlpost.actor.settings import ActorSettings
 from rlpost.errors import ConfigError, PlacementError
 
 META = torch.device("meta")
+# Looked up once: every operation of a rehearsal, some millions, is compared with them.
+_TYPE, _CPU = torch.Tensor.type, torch.Tensor.cpu
 
 
 @contextmanager
@@ -109,9 +111,9 @@ class MetaAsHost(TorchFunctionMode):
 
     def answer(self, function: Callable[..., object], args: Any, options: dict[str, Any]) -> Any:
         """Call ``function``, or answer for it."""
-        if function is torch.Tensor.type and len(args) == 1 and not options and args[0].is_meta:
+        if function is _TYPE and len(args) == 1 and not options and args[0].is_meta:
             return torch.empty(0, dtype=args[0].dtype, device="cpu").type()
-        if function is torch.Tensor.cpu and args[0].is_meta:
+        if function is _CPU and args[0].is_meta:
             return args[0]
         return function(*args, **options)
 
@@ -121,5 +123,6 @@ class _WithoutGenerator(MetaAsHost):
 
     def answer(self, function: Callable[..., object], args: Any, options: dict[str, Any]) -> Any:
         """Call ``function`` without a generator."""
-        kept = {name: value for name, value in options.items() if name != "generator"}
-        return super().answer(function, args, kept)
+        if "generator" in options:
+            options = {name: value for name, value in options.items() if name != "generator"}
+        return super().answer(function, args, options)

@@ -37,14 +37,20 @@ def update_plans(
     """The plan of each rank whose pipeline group is complete in ``ranks``; equal inputs share one
     plan.
     """
-    made: dict[tuple[tuple[Entry, ...], ...], Plan] = {}
+    # Each rank's entries are hashed once; a plan is looked up by the identity of what its stages hold.
+    distinct: dict[tuple[Entry, ...], tuple[Entry, ...]] = {}
+    held = {
+        rank: distinct.setdefault(facts.entries, facts.entries) for rank, facts in ranks.items()
+    }
+    made: dict[tuple[int, ...], Plan] = {}
     plans: dict[int, Plan] = {}
     for rank, facts in ranks.items():
         peers = facts.groups["pipeline"]
         if not all(peer in ranks for peer in peers):
             continue
-        stages = tuple(ranks[peer].entries for peer in peers)
-        if stages not in made:
+        stages = tuple(held[peer] for peer in peers)
+        key = tuple(map(id, stages))
+        if key not in made:
             buckets = Buckets(
                 Exporter(cast(Inventory, _Entries(in_order(stages)))),
                 limit=config.sync.update_weight_buffer_size,
@@ -52,6 +58,6 @@ def update_plans(
                 device_bytes=GPU_BYTES,
                 quantisation=quantisation,
             )
-            made[stages] = buckets.plan()
-        plans[rank] = made[stages]
+            made[key] = buckets.plan()
+        plans[rank] = made[key]
     return plans

@@ -52,9 +52,9 @@ def test_agents_meet_only_if_asked(tmp_path, capsys):
 
 def test_an_absent_agent_ends_the_verb_with_2(tmp_path, capsys, monkeypatch):
     """The other node waits for it until the deadline."""
-    absent = partial(rehearse.agents_check, deadline_s=10, absent=["s0001"])
+    absent = partial(rehearse.agents_check, deadline_s=3, absent=["s0001"])
     monkeypatch.setattr(rehearse, "agents_check", absent)
     code, found = rehearsed(tmp_path, capsys, "--nodes-too")
     assert code == 2
     assert found["passed"] is False
-    assert found["first_fault"].startswith("s0001 of 2 nodes did not join within 10 s")
+    assert found["first_fault"].startswith("s0001 of 2 nodes did not join within 3 s")
