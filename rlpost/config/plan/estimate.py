@@ -148,7 +148,7 @@ class Estimate:
     host_bytes_per_node: int
     checkpoint_bytes: int
     checkpoint_bytes_per_rank: int
-    """What the rank that writes most writes of a checkpoint."""
+    """What the rank that writes most writes of a checkpoint, of the policy or of a critic."""
     save_buffer_bytes: int
     """Host memory of a rank that a checkpoint passes through."""
     update: WeightUpdate | None
@@ -224,7 +224,11 @@ def estimate(
     if config.use_critic:
         critic = critic_parameters(shape, Layout(), 0)
         stored_critic = saved_bytes(config, Layout(), critic, matrices)
-    own_critic = _own_critic(config, shape)
+    of_critic = _own_critic(config, shape)
+    own_critic = max(of_critic, key=lambda rank: rank.held.total + rank.activations, default=None)
+    buffers = [_save_buffer(config, rank) for rank in ranks]
+    buffers += [_critic_save_buffer(config, rank) for rank in of_critic]
+    saved = [rank.saved for rank in ranks] + [rank.saved for rank in of_critic]
     fullest = max(ranks, key=lambda rank: rank.train)
     most_weights = max(rank.held.weights for rank in ranks)
     update = None
@@ -253,8 +257,8 @@ def estimate(
         ),
         host_bytes_per_node=_host(config, ranks, own_critic),
         checkpoint_bytes=stored_size + stored_critic,
-        checkpoint_bytes_per_rank=max(rank.saved for rank in ranks),
-        save_buffer_bytes=max(_save_buffer(config, rank) for rank in ranks),
+        checkpoint_bytes_per_rank=max(saved),
+        save_buffer_bytes=max(buffers),
         update=update,
         critic=fullest.critic if own_critic is None else own_critic.held,
         critic_checkpoint_bytes=0 if own_critic is None else stored_critic,
@@ -368,10 +372,10 @@ def _phases(
     )
 
 
-def _own_critic(config: Config, shape: Shape) -> CriticRank | None:
-    """The fullest rank of a critic that has its own; None without one."""
+def _own_critic(config: Config, shape: Shape) -> list[CriticRank]:
+    """A rank of each pipeline stage of a critic that has its own; empty without one."""
     if not config.has_own_critic:
-        return None
+        return []
     own = critic_ranks(config)
     layout, one = layout_of(own), forward_pass(own)[0]
     ranks = []
@@ -384,7 +388,7 @@ def _own_critic(config: Config, shape: Shape) -> CriticRank | None:
         activations = passing.kept + passing.layer
         written = saved_bytes(own, layout, parameters, matrices)
         ranks.append(CriticRank(held, activations, written, host))
-    return max(ranks, key=lambda rank: rank.held.total + rank.activations)
+    return ranks
 
 
 def _critic_phase(
@@ -472,5 +476,9 @@ def _critic_host(config: Config, rank: CriticRank) -> int:
     it, and the buffer of a checkpoint.
     """
     away = rank.held.weights + rank.held.optimizer if config.offloads_critic else 0
-    buffer = min(int(config.checkpoint.save_buffer_gb * 1e9), rank.saved)
-    return rank.optimizer_host + away + buffer
+    return rank.optimizer_host + away + _critic_save_buffer(config, rank)
+
+
+def _critic_save_buffer(config: Config, rank: CriticRank) -> int:
+    """Host memory that a checkpoint of a critic's rank passes through."""
+    return min(int(config.checkpoint.save_buffer_gb * 1e9), rank.saved)

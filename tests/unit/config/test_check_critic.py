@@ -150,6 +150,18 @@ def own_critic(critic, cluster=OWN, **groups):
     return load([], {**given, "critic": {"critic_own_gpus": True, **critic}}).config
 
 
+def test_a_rank_of_a_critic_on_its_own_gpus_that_writes_most_of_a_checkpoint_is_counted():
+    """Two ranks write the critic, eight the policy, whose output layer the critic lacks."""
+    shape = replace(DENSE, vocab=32000, hidden=256, ffn=512)
+    perf = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 1024}
+    run = own_critic({"critic_num_gpus_per_node": 2}, perf=perf)
+    made = estimate(run, shape, gpu_bytes=10**10)
+    of_critic = 14 * critic_parameters(shape, Layout(), 0).dense // 2
+    assert made.checkpoint_bytes_per_rank == pytest.approx(of_critic, abs=14)
+    assert made.checkpoint_bytes_per_rank > 2 * made.fullest.saved
+    assert made.save_buffer_bytes == made.checkpoint_bytes_per_rank, "less than --save-buffer-gb"
+
+
 @pytest.mark.parametrize(
     ("critic", "words"),
     [
