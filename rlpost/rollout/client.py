@@ -9,6 +9,7 @@ and works in any event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
@@ -150,11 +151,23 @@ class EngineClient:
 
         The engine is paused, and its requests are aborted: an unload waits for those that use the
         adapter. It needs the tokenizer manager of ``rlpost.rollout.adapter_use``.
+
+        Raises:
+            RolloutError: the engine refuses or is dead. Ranks that loaded the adapter were asked to
+                unload it, so that another call may succeed.
         """
         for name in await self.adapters():
             await self.request("POST", "/unload_lora_adapter", {"lora_name": name})
-        body = {"lora_name": f"version-{version}", "lora_path": folder}
-        await self.request("POST", "/load_lora_adapter", body)
+        name = f"version-{version}"
+        try:
+            body = {"lora_name": name, "lora_path": folder}
+            await self.request("POST", "/load_lora_adapter", body)
+        except RolloutError:
+            # Some tensor-parallel ranks may hold it. SGLang does not list such an adapter, and
+            # refuses its name until it is unloaded.
+            with contextlib.suppress(RolloutError):
+                await self.request("POST", "/unload_lora_adapter", {"lora_name": name})
+            raise
         await self.rename_weights(version)
 
     async def adapters(self) -> list[str]:

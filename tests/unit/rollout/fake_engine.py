@@ -37,6 +37,8 @@ class FakeEngine:
     url: str = ""
     knows: str = KEY  # proves this key
     adapters: list[str] = field(default_factory=list)
+    half_loads: int = 0  # so many loads of adapters fail on some of the ranks
+    half_loaded: list[str] = field(default_factory=list)  # names that must be unloaded first
     log: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     under_way: int = 0
@@ -81,9 +83,15 @@ class FakeEngine:
             models = [{"id": name, "parent": "tiny"} for name in self.adapters]
             return web.json_response({"data": [{"id": "tiny", "parent": None}, *models]})
         if path == "load_lora_adapter":
-            self.adapters.append(body["lora_name"])
+            name = body["lora_name"]
+            if name in self.half_loaded or self.half_loads > 0:
+                self.half_loads -= 1
+                self.half_loaded.append(name)
+                return web.json_response({"success": False, "message": "no"}, status=400)
+            self.adapters.append(name)
         if path == "unload_lora_adapter":
-            self.adapters.remove(body["lora_name"])
+            held = self.half_loaded if body["lora_name"] in self.half_loaded else self.adapters
+            held.remove(body["lora_name"])
         if path == "update_weight_version":
             self.version = body["new_version"]
         if path in ("abort_request", "flush_cache"):

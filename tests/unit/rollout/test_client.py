@@ -121,3 +121,16 @@ def test_a_bucket_is_described_once_for_all_engines() -> None:
     assert bodies[0]["names"] == ["a.weight", "b.weight"]
     assert bodies[0]["shapes"] == [[8, 4], [2]]
     assert bodies[0]["weight_version"] == "7"
+
+
+def test_an_adapter_that_some_ranks_failed_to_load_is_unloaded_and_can_be_loaded_again() -> None:
+    engine = FakeEngine(adapters=["version-3"], half_loads=1)
+
+    def load(client: EngineClient):
+        return client.replace_adapter("/adapters/4", version=4)
+
+    with pytest.raises(RolloutError, match="/load_lora_adapter"):
+        asyncio.run(ask(engine, load))
+    assert (engine.adapters, engine.half_loaded, engine.version) == ([], [], "0")
+    asyncio.run(ask(engine, load))
+    assert (engine.adapters, engine.version) == (["version-4"], "4")
