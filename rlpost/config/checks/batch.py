@@ -24,7 +24,7 @@ def batch_problems(config: Config) -> list[str]:
         rollout.global_batch_size is not None and rollout.global_batch_size * steps != samples
     ):
         problems.append(_not_the_samples(config))
-    elif not layout_problems(config) and (samples // steps) % _unit(config):
+    elif not layout_problems(config) and is_uneven(config):
         problems.append(_uneven(config))
     if config.perf.use_dynamic_batch_size and config.perf.max_tokens_per_gpu is None:
         problems.append(
@@ -50,6 +50,15 @@ def batch_problems(config: Config) -> list[str]:
             "--advantage-estimator reinforce_plus_plus"
         )
     return problems
+
+
+def is_uneven(config: Config) -> bool:
+    """Whether the samples of an optimizer step do not spread evenly over the data-parallel ranks.
+
+    Samples that do not divide into optimizer steps are no matter of the layout.
+    """
+    samples, steps = config.samples_per_rollout, config.num_steps_per_rollout
+    return samples % steps == 0 and samples // steps % _unit(config) != 0
 
 
 def _unit(config: Config) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.counting import counted
-from rlpost.config.checks.batch import batch_problems
+from rlpost.config.checks.batch import is_uneven
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.plan.estimate import RESERVE, Estimate, estimate
 from rlpost.config.plan.shape import Layout, Shape
@@ -149,7 +149,7 @@ def _possible(config: Config, layout: Layout, *, has_experts: bool) -> Iterator[
         "decoder_last_pipeline_num_layers": layout.last,
     }
     changed = config.model_copy(update={"perf": config.perf.model_copy(update=perf)})
-    if layout_problems(changed) or batch_problems(changed):
+    if layout_problems(changed) or is_uneven(changed):
         return
     for engine in _engine_sizes(changed):
         cluster = changed.cluster.model_copy(update={"rollout_num_gpus_per_engine": engine})

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from rlpost.cli import plan
+from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.activations import (
@@ -387,6 +388,20 @@ def test_suggestions_fit_divide_and_come_best_first():
     )
     assert len({choice.words for choice in choices}) == len(choices)
     assert all(0 <= bubble(choice.estimate) < 1 for choice in choices)
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        {"n_samples_per_prompt": 1, "global_batch_size": 32},  # GRPO compares several
+        {"n_samples_per_prompt": 1},  # 32 samples do not divide into steps of 256
+    ],
+)
+def test_layouts_are_suggested_although_the_samples_are_wrong_at_every_layout(rollout):
+    config = load(files_of(JOBS / "recipes/qwen3_30b_a3b.toml", {}), {"rollout": rollout}).config
+    assert batch_problems(config)
+    shape, _ = plan.model_of(config)
+    assert len(suggest(config, shape, gpu_bytes=80 * GB)) > 3
 
 
 def shown(*words: str) -> tuple[int, str]:
