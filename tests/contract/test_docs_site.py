@@ -95,3 +95,20 @@ def test_the_search_index_holds_the_settings(site):
     """Search needs no server and no network."""
     assert "use-kl-loss" in (site / "settings.html").read_text()
     assert '"settings"' in (site / "searchindex.js").read_text()
+
+
+def test_screen_readers_and_keyboards_reach_all_of_a_page(site):
+    """What axe-core asks for and the theme's markup lacks; see ``ACCESSIBLE`` in docs/conf.py."""
+    for page in site.glob("*.html"):
+        text = page.read_text()
+        assert "<h1" in text, page.name
+        for element, attribute in (
+            (r'<p class="caption" role="heading"[^>]*>', "aria-level="),
+            (r"<aside[^>]*>", "aria-label="),
+            (r"<pre[^>]*>", "tabindex="),
+            (r'<div[^>]*class="table-wrapper[^>]*>', "tabindex="),
+        ):
+            assert all(attribute in found for found in re.findall(element, text)), page.name
+        assert not re.search(r"<th[^>]*>(<p>\s*</p>)?</th>", text), page.name
+        labels = re.findall(r'<aside[^>]*aria-label="([^"]*)"', text)
+        assert labels and len(labels) == len(set(labels)), page.name
