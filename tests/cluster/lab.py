@@ -147,7 +147,7 @@ class Lab:
             self._lock = lock(self.base)
             self._save(keep=False)
             try:
-                # Somebody may have removed the folder of a killed lab by hand, and not its network.
+                # The network of a killed lab whose folder was removed by hand is still there.
                 remove_network(self._netns(""))
                 build_network(self._netns(""), self.num_nodes)
             except BaseException:

@@ -12,12 +12,7 @@ import pytest
 
 from tests.cluster.lab import ROOT, Lab, LabError
 from tests.cluster.lab_config import LabOptions
-from tests.cluster.lab_host import (
-    NETNS_ETC,
-    NETNS_RUN,
-    build_network,
-    why_no_cached_folder,
-)
+from tests.cluster.lab_host import NETNS_ETC, NETNS_RUN, build_network, why_no_cached_folder
 
 
 def test_every_node_is_a_machine_of_its_own(lab: Lab) -> None:

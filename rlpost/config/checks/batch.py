@@ -55,7 +55,7 @@ def batch_problems(config: Config) -> list[str]:
 def is_uneven(config: Config) -> bool:
     """Whether the samples of an optimizer step do not spread evenly over the data-parallel ranks.
 
-    Samples that do not divide into optimizer steps are no matter of the layout.
+    Whether the samples divide into optimizer steps does not depend on the layout.
     """
     samples, steps = config.samples_per_rollout, config.num_steps_per_rollout
     return samples % steps == 0 and samples // steps % _unit(config) != 0
