@@ -14,6 +14,7 @@ import pytest
 from rlpost.actor.settings import ActorSettings
 from rlpost.config.engine_args import adapter_args
 from rlpost.config.tree import Config
+from rlpost.errors import RolloutError
 from rlpost.rollout.client import EngineClient
 from rlpost.rollout.engine import Engine
 from rlpost.rollout.engine_side_weights import AdapterMover, WeightUpdate
@@ -136,6 +137,8 @@ async def asked(session: aiohttp.ClientSession, address: EngineAddress, number: 
 async def replaced_amid_requests(address: EngineAddress, folder: Path) -> list[Any]:
     """Load version 1, ask, and load version 2 while most requests wait for a place.
 
+    A load that fails is followed by another.
+
     Returns: the answers. One request's client leaves, and one is refused before it is generated.
     """
     await updated(address, folder, 1)
@@ -151,6 +154,11 @@ async def replaced_amid_requests(address: EngineAddress, folder: Path) -> list[A
         client = EngineClient(address.url, KEY)
         assert await client.adapters() == ["version-2"]
         assert await client.weight_version() == "2"
+        with pytest.raises(RolloutError, match="load_lora_adapter"):
+            await client.replace_adapter(str(folder / "nowhere"), version=3)
+        assert await client.adapters() == []
+        await updated(address, folder, 2)
+        assert await client.adapters() == ["version-2"]
         return await asyncio.gather(*asking)
 
 
