@@ -26,7 +26,7 @@ from rlpost.cli.secret_flags import hide_keys
 from rlpost.config.load import dump, parse_dump
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
-from rlpost.garbage import collect_between_steps_only
+from rlpost.garbage import collect_between_steps_only, paused_for_imports
 
 FROM_AGENT = "--cluster-from-stdin"
 
@@ -59,9 +59,10 @@ def _train(arguments: Sequence[str], *, owns_process: bool) -> int:
     check_installed(config)
     check_node(config)
     take_out(run, os.environ)
-    from rlpost.orchestration.driver import drive  # heavy, while Ray comes up
+    with paused_for_imports():
+        from rlpost.orchestration.driver import drive  # heavy, while Ray comes up
 
-    _load_tokenizer(config)
+        _load_tokenizer(config)
     if owns_process:
         collect_between_steps_only()
     line = sys.stdin.readline()

@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from common.cluster import Cluster, Node
 from common.log_format import VARIABLE, configure_logging
 from rlpost.errors import PlacementError, RlpostError, WorkerDied, WorkerFailed
+from rlpost.garbage import paused_for_imports
 from rlpost.metrics.spans import SPANS, Span, clock_and_spans, span
 from rlpost.metrics.trace import ProcessSpans, clock_offset
 from rlpost.orchestration.placement import Offer, Slot
@@ -139,7 +140,8 @@ class _Worker:
         os.environ.update(env)  # before anything heavy is imported here
         self.log_to(log_path)
         configure_logging(with_logger=True, force=True)
-        self._target = make()
+        with paused_for_imports():
+            self._target = make()
 
     def log_to(self, path: str) -> None:
         """Append all further output of this process to a file."""

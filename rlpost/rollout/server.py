@@ -29,6 +29,7 @@ from typing import Any
 from common.addresses import host_port
 from common.log_format import configure_logging
 from rlpost.cpu_affinity import bind_to_gpus
+from rlpost.garbage import paused_for_imports
 from rlpost.rollout.cuda_graphs import graph_settings
 from rlpost.rollout.request_spans import RequestSpans
 from rlpost.rollout.route_requests import RouteRequests
@@ -134,6 +135,8 @@ def use_stand_ins(num_ranks: int = 1) -> None:
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = f"{STAND_INS}:{inherited}" if inherited else str(STAND_INS)
     sys.path.insert(0, str(STAND_INS))
+    # SGLang's debug dumper imports Megatron-core where it is installed; an engine does not need it.
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     # compiling the MoE router costs more than it saves
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -167,26 +170,28 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
     """Serve until killed. ``ready_fd`` receives a line once requests are accepted, or
     end-of-file.
     """
-    import torch
+    with paused_for_imports():
+        import torch
 
-    has_cuda = torch.cuda.is_available()
-    if not has_cuda:
-        use_stand_ins(int(arguments.get("tp_size", 1)))
-        # torch read the variable at import
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        keep_memory()
-        start_by_fork()
-    given = to_server_args(arguments)
-    if has_cuda:
-        graphs = graph_settings(given, os.environ, known=server_arg_names())
-        os.environ.update(graphs.environment)  # SGLang's processes read it at graph capture
-        given |= graphs.server_args
-    from sglang.srt.entrypoints.http_server import app, launch_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import ServerArgs
-    from sglang.srt.utils import kill_process_tree
+        has_cuda = torch.cuda.is_available()
+        if not has_cuda:
+            use_stand_ins(int(arguments.get("tp_size", 1)))
+            # torch read the variable at import
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            keep_memory()
+            start_by_fork()
+        given = to_server_args(arguments)
+        if has_cuda:
+            graphs = graph_settings(given, os.environ, known=server_arg_names())
+            os.environ.update(graphs.environment)  # SGLang's processes read it at graph capture
+            given |= graphs.server_args
+        from sglang.srt.entrypoints.http_server import app, launch_server
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import ServerArgs
+        from sglang.srt.utils import kill_process_tree
 
-    load_plugins()  # as SGLang's command does: they may change what settings mean
+        load_plugins()  # as SGLang's command does: they may change what settings mean
+
     server_args = ServerArgs(**engine_arguments(given, has_cuda=has_cuda))
     if hasattr(server_args, "resolve_once"):  # 0.5.21 and later: values that follow from others
         server_args.resolve_once()
