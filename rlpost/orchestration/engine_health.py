@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 from common.counting import counted
 from rlpost.bounded import for_each
@@ -50,6 +50,7 @@ class EngineHealth:
         check_others: Callable[[int], None] = lambda _: None,
         nodes: LostNodes | None = None,
         events: EngineEvents | None = None,
+        weights_onloaded: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
         """
         Args:
@@ -59,6 +60,8 @@ class EngineHealth:
                 RolloutError when no other engine has served for too long either.
             nodes: lost nodes that the agents replace; without it a lost node ends the run.
             events: receives deaths and restarts; without it they are logged only.
+            weights_onloaded: context in which the trainer has its weights; entered for repairs
+                while engines on other GPUs than the trainer's generate.
         """
         self._events = EngineEvents(None) if events is None else events
         self._stop = stop
@@ -68,6 +71,7 @@ class EngineHealth:
         self._shares_gpus = config.cluster.colocate
         self._fleet = fleet
         self._weights = weights
+        self._weights_onloaded = weights_onloaded
         self._busy = asyncio.Lock()
         self._version = 0  # of the weights that engines get
 
@@ -236,7 +240,8 @@ class EngineHealth:
         """Repair while engines generate; if ranks are lost meanwhile, they have to be back first."""
         mode = self._fleet.pause_mode
         try:
-            await self._repair(sick, self._version, pause=mode, ready=_nothing)
+            async with self._weights_onloaded():
+                await self._repair(sick, self._version, pause=mode, ready=_nothing)
         except TrainerDied as error:
             if not self._nodes.ranks:
                 raise

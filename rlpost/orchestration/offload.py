@@ -124,6 +124,16 @@ class Offload:
             await self._fleet.restore_memory("weights", *CACHE)
 
     @asynccontextmanager
+    async def weights_onloaded(self) -> AsyncIterator[None]:
+        """Onload the trainer's weights inside the block, while engines on other GPUs generate.
+
+        After an error nothing moves: the run ends, or its ranks are started again.
+        """
+        await self.send()
+        yield
+        await self.generate()
+
+    @asynccontextmanager
     async def save(self, *, is_last: bool = False) -> AsyncIterator[None]:
         """Onload the trainer's weights and optimizer inside the block; restore the previous state
         afterwards, unless ``is_last``.

@@ -88,6 +88,7 @@ class ClusterStages(RunStages):
             check_others=self._fleet_sync.check_any,
             nodes=self._nodes,
             events=EngineEvents(self.record),
+            weights_onloaded=self._offload.weights_onloaded,
         )
         self.closing.push_async_callback(self._fleet_sync.close)
         await self._begin_recovery(placement, ports, weights)

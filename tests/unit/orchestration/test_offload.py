@@ -102,3 +102,20 @@ def test_without_engines_the_policy_has_its_memory_after_a_save(fails: bool) -> 
     stages = SimpleNamespace(critic_offload=gpus.critic_offload, save_ranks=save_ranks)
     asyncio.run(TrainOnly.save(stages, None, wait=False))  # type: ignore[arg-type]
     assert gpus.policy.here == {"weights", "grads", "optimizer"} and gpus.critic.here == set()
+
+
+def test_a_repair_beside_an_offloaded_trainer_has_its_weights() -> None:
+    """Engines have separate GPUs; the trainer is offloaded, for example for its critic."""
+    fleet = FakeFleet()
+    policy = FakeActors(fleet.log)
+    config = load([], {"cluster": {"offload_train": True}}).config
+    offload = Offload(config, ActorGroup(policy), fleet)
+
+    async def run() -> None:
+        await offload.generate()
+        assert policy.here == set()
+        async with offload.weights_onloaded():
+            assert policy.here == {"weights"}
+
+    asyncio.run(run())
+    assert policy.here == set() and fleet.released == set()
