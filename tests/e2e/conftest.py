@@ -1,4 +1,4 @@
-"""Fixtures of whole runs: the tiny model and its prompts, and a run that nobody disturbed."""
+"""Fixtures of whole runs: the tiny model and its prompts, and a run that is not disturbed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.e2e.runs import (
 
 __all__ = ["slurm_available"]
 
-# Of a node: command lines, environments and Ray's folder; the words come backwards, or it would
-# find itself. The first line says how much of Ray's was read.
+# Searches command lines, environments and Ray's folder of a node. The words are given backwards,
+# or the search would find its own command line. The first line counts the files of Ray.
 SEARCH = """
 import pathlib, sys
 words = [word[::-1].encode() for word in sys.argv[1:]]
@@ -46,7 +46,7 @@ for path in of_ray + of_proc:
 
 @pytest.fixture(scope="session")
 def assets() -> Path:
-    """The folder that the tiny recipe names; made once, kept between test runs."""
+    """The folder that the tiny recipe names; made once and kept between test runs."""
     folder = ROOT / "assets/tiny"
     command = [sys.executable, "-m", "rlpost.cli.tiny_model", "--out", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True)
@@ -55,24 +55,22 @@ def assets() -> Path:
 
 @pytest.fixture(scope="session")
 def recordings() -> Iterator[Path]:
-    """Where the undisturbed run records its generations; visible in every lab. A killed test run
-    may leave one.
-    """
+    """The folder in which the undisturbed run records its generations; visible in every lab."""
     with tempfile.TemporaryDirectory(prefix="rlpost-recordings-", dir="/var/tmp") as folder:
         yield Path(folder)
 
 
 @pytest.fixture(scope="session")
 def signalling_lab(slurm_available: None) -> Iterator[Lab]:
-    """Two nodes; a preempted job gets its ``--signal`` at once."""
-    with Lab(2, name="e2esignal", options=LabOptions(grace_time_s=120)) as lab:
+    """Three nodes; a preempted job gets its ``--signal`` at once."""
+    with Lab(3, name="e2esignal", options=LabOptions(grace_time_s=120)) as lab:
         yield lab
 
 
 @pytest.fixture(scope="session")
 def undisturbed(signalling_lab: Lab, assets: Path, recordings: Path) -> Run:
-    """A run on two nodes from the first step to the last, submitted by rlpost.submit with a
-    person's keys.
+    """A run on two nodes from the first step to the last, submitted by rlpost.submit with a user's
+    keys.
     """
     run = Run(signalling_lab, signalling_lab.shared / "undisturbed")
     record = ["--save-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
@@ -82,7 +80,7 @@ def undisturbed(signalling_lab: Lab, assets: Path, recordings: Path) -> Run:
     run.job = done.stdout.split()[1]
     until(lambda: len(run.metrics) > 1, run.lab, "a step is trained", deadline_s=RUN_DEADLINE_S)
     search = [sys.executable, "-c", SEARCH, WANDB_KEY[::-1], HF_TOKEN[::-1]]
-    run.holders = [
+    run.searched = [
         line
         for node in ("n01", "n02")
         for line in signalling_lab.run(node, search).stdout.splitlines()

@@ -1,5 +1,5 @@
-"""A run on a real Slurm whose two engines are both in a fleet: one is preempted and comes back, one
-is killed, one is drained.
+"""A run on a real Slurm whose two engines are both in a fleet: one is preempted and returns, one is
+killed, one is drained.
 """
 
 from __future__ import annotations
@@ -12,40 +12,45 @@ from benchmarks.fleet_run import FleetRun, until_admitted
 from tests.cluster.jobs import job_info
 from tests.cluster.lab import Lab
 
-NUM_KILLS = 7  # of the run without a fleet: one in each place; this run has as many steps
+NUM_KILLS = 7
+"""Kills of the run without a fleet, one in each place; the run with a fleet has as many steps."""
+LORA = ("--lora-rank", "8", "--lr", "3e-3", "--update-weight-transport", "disk")
+"""Both runs train adapters. The fleet gets merged weights, the other run's engine adapters alone."""
 NO_OWN_ENGINES = ("--rollout-num-gpus", "0", "--min-engines", "1")
-SLOWNESS = 10.0  # of the answers while engines come and go: steps must not run out
+SLOWNESS = 10.0
+"""Factor of the answers' seconds while engines join and leave: the run must not end before."""
 
 
 @dataclass(frozen=True)
-class FleetStory:
-    """The run, and the names of its two engines.
+class FleetOutcome:
+    """The finished run, and the names of its two engines.
 
     Attributes:
-        shown: what ``rlpost fleet`` printed while both served.
-        preempted: the engine that a job of a higher partition pushed off its node; when it was
-            back it was drained.
+        table: what ``rlpost fleet`` printed while both served.
+        preempted: the engine that a job of a higher partition preempted; it was drained after its
+            return.
         killed: the engine whose server was killed.
     """
 
     run: FleetRun
-    shown: str
+    table: str
     preempted: str
     killed: str
 
 
-def tell(lab: Lab) -> FleetStory:
-    """Let it happen; the run is done afterwards."""
+def run_with_fleet(lab: Lab) -> FleetOutcome:
+    """Run to the end while one engine is preempted and drained, and the other is killed."""
     steps = num_steps(NUM_KILLS)
-    run = FleetRun(lab, "undisturbed", steps, settings=NO_OWN_ENGINES, pace=SLOWNESS)
+    settings = (*LORA, *NO_OWN_ENGINES)
+    run = FleetRun(lab, "undisturbed", steps, settings=settings, pace=SLOWNESS)
     engines = run.add(2, partition="low")
     until_admitted(run, engines)
     wait_for(run, "answers of both", lambda: all(map(run.answers_at, engines)))
-    shown = run.fleet()
+    table = run.fleet()
     # Three of four GPUs: one of the two engines has to leave.
     run.preempt(engines[0], gpus=3)
-    wait_for(run, "a preemption", lambda: any(_has_left(run, one) for one in engines))
-    (preempted,) = [one for one in engines if _has_left(run, one)]
+    wait_for(run, "a preemption", lambda: any(_has_left(run, engine) for engine in engines))
+    (preempted,) = [engine for engine in engines if _has_left(run, engine)]
     (killed,) = set(engines) - {preempted}
     run.kill_server(killed)
     wait_for(run, "answers after a preemption", lambda: _answered_again(run, preempted))
@@ -54,7 +59,7 @@ def tell(lab: Lab) -> FleetStory:
     wait_for(run, "answers after a kill", lambda: _answered_again(run, killed))
     run.set_pace(1)
     finish(run)
-    return FleetStory(run, shown, preempted, killed)
+    return FleetOutcome(run, table, preempted, killed)
 
 
 def _has_left(run: FleetRun, engine: str) -> bool:
@@ -62,6 +67,6 @@ def _has_left(run: FleetRun, engine: str) -> bool:
 
 
 def _answered_again(run: FleetRun, engine: str) -> bool:
-    """Whether it gave an answer after its job was started again."""
+    """Whether the engine has answered since its job was last started again."""
     starts, answers = run.starts_at(engine), run.answers_at(engine)
     return len(starts) > 1 and bool(answers) and answers[-1] > starts[-1]

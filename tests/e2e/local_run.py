@@ -1,4 +1,4 @@
-"""A run on this machine alone, watched and disturbed from outside."""
+"""A run on one machine, observed and disturbed from outside."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from rlpost.metrics.writer import read_metrics
-from tests.e2e.runs import OF_A_USER, RECIPE, ROOT, RUN_DEADLINE_S, process_of
+from tests.e2e.runs import RECIPE, ROOT, RUN_DEADLINE_S, USER_ENVIRONMENT, process_of
 
 AREAS = ("step", "train", "reward", "rollout")
 
@@ -24,7 +24,7 @@ AREAS = ("step", "train", "reward", "rollout")
 class LocalRun:
     """A run on this machine, in attempt 0.
 
-    Its folder is ``folder/run``; ``home`` is where relative paths of the recipe are.
+    Its folder is ``folder/run``; relative paths of the recipe are resolved in ``home``.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class LocalRun:
         self.log = folder / "submit.log"
         command = [sys.executable, "-m", "rlpost.submit", recipe, "--local", *settings]
         command += ["--run-folder", str(self.folder)]
-        environment = {**os.environ, **OF_A_USER}
+        environment = {**os.environ, **USER_ENVIRONMENT}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,
@@ -61,7 +61,7 @@ class LocalRun:
 
     @property
     def lines(self) -> list[dict[str, float]]:
-        """Metrics without what a clock or the machine says."""
+        """Metrics that do not depend on time or machine."""
         return [
             {key: value for key, value in line.items() if key.split("/")[0] in AREAS}
             for line in read_metrics(self.folder / "metrics.jsonl")
@@ -74,6 +74,11 @@ class LocalRun:
             for line in (self.folder / "ledger.jsonl").read_text().split("\n")
             if line
         ]
+
+    @property
+    def recovered(self) -> list[dict[str, Any]]:
+        """Entries of the ledger about recoveries, in order."""
+        return [entry for entry in self.ledger if entry["event"] == "recovered"]
 
     @property
     def weights(self) -> list[str]:
@@ -90,7 +95,7 @@ class LocalRun:
         assert self.process.wait(timeout=RUN_DEADLINE_S) == 0, self.log.read_text()[-8000:]
 
     def processes(self, log: str) -> set[int]:
-        """Processes whose output is a log of the attempt."""
+        """Return the ids of processes that write a log of the attempt; ``log`` is a pattern."""
         found = set()
         for process in psutil.process_iter():
             try:
@@ -102,19 +107,19 @@ class LocalRun:
         return found
 
     def driver(self) -> psutil.Process:
-        """The driver that works: it has a router and graders, which a standby has not."""
+        """Return the driver that works: it has a router and graders, a standby has none."""
         for pid in self.processes(r"driver\.log"):
             process = psutil.Process(pid)
             parent = process.parent()
             is_kept = parent is not None and "bootstrap.agent.keeper" in parent.cmdline()
             if is_kept and process.children():
                 return process
-        raise AssertionError("no driver works")
+        raise AssertionError("no working driver")
 
     def kill_a_rank_and_an_engine(self, *, after_step: int) -> None:
-        """Kill a trainer rank when this step is trained, and an engine when there are new ranks.
+        """Kill a trainer rank after this step, and an engine after the ranks have recovered.
 
-        The engines are the same processes until then.
+        Until then the engines must be the same processes.
         """
         attempt = self.folder / "attempts/0"
         self.until(lambda: self.step >= after_step, f"step {after_step}")
@@ -124,12 +129,11 @@ class LocalRun:
         assert all(engine.is_running() for engine in engines), "the same processes, by their start"
         engines[1].kill()  # at once, for few steps are left
 
-    def assert_went_on_in_its_attempt(self) -> None:
-        """After ``kill_a_rank_and_an_engine``: both were started again, the engine with the
-        weights of that moment, and the attempt itself never ended.
+    def assert_recovered_within_its_attempt(self) -> None:
+        """Assert, after ``kill_a_rank_and_an_engine``, that both were started again, the engine with
+        current weights, and that there was one attempt.
         """
         text = self.log.read_text()
         assert "1 engine restarted, at policy version" in text, text[-8000:]
-        recovered = [entry["role"] for entry in self.ledger if entry["event"] == "recovered"]
-        assert recovered.count("trainer") == 1
+        assert [entry["role"] for entry in self.recovered].count("trainer") == 1
         assert len(list((self.folder / "attempts").glob("[0-9]*"))) == 1

@@ -1,4 +1,4 @@
-"""Functions that runs of the tests name in their settings."""
+"""Functions that the settings of test runs name."""
 
 from rlpost.rollout.examples.calculator import with_results
 from rlpost.rollout.response_builder import ResponseBuilder
@@ -9,7 +9,7 @@ from rlpost.types import Prompt, Sample
 async def asks_by_a_digit(
     builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams
 ) -> Sample:
-    """The calculator, called by what the tiny model surely writes: it has never learned to ask with
-    "=".
+    """Call the calculator at every digit, which the tiny model writes often; it has not learned to
+    write "=".
     """
     return await with_results(builder, prompt, calls=tuple("0123456789"))

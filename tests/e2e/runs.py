@@ -1,4 +1,4 @@
-"""A run in a lab, as its folder and Slurm tell of it."""
+"""A run on the lab's Slurm, read from its folder and its job."""
 
 from __future__ import annotations
 
@@ -16,26 +16,13 @@ from tests.cluster.lab import Lab
 ROOT = Path(__file__).parents[2]
 RECIPE = "jobs/recipes/tiny.toml"
 NUM_STEPS = 12
-ADAPTERS = [
-    *("--lora-rank", "8", "--lr", "3e-3"),
-    *("--update-weight-transport", "disk", "--update-weight-mode", "adapter"),
-]
-"""Only adapters are trained and sent."""
 TRAINING = [
-    *(
-        "--num-rollout",
-        str(NUM_STEPS),
-        "--rollout-batch-size",
-        "16",
-        "--save-interval",
-        "5",
-        "--eval-interval",
-        "6",
-    ),
+    *("--num-rollout", str(NUM_STEPS), "--rollout-batch-size", "16"),
+    *("--save-interval", "5", "--eval-interval", "6"),
 ]
 SETTINGS = [*TRAINING, "--partition", "low", "--max-failures", "0"]
 RUN_DEADLINE_S = 900.0
-OF_A_USER = {
+USER_ENVIRONMENT = {
     **dict.fromkeys(("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY"), "http://127.0.0.1:9"),
     **{
         "RANK": "3",
@@ -46,21 +33,21 @@ OF_A_USER = {
     },
     **{"RAY_ADDRESS": "10.9.9.9:6379", "TMPDIR": "/nonexistent", "LANG": "tr_TR.UTF-8"},
 }
-"""What may stand in an environment and must do no harm: a proxy, another launcher's words, what is
-there elsewhere.
+"""Variables of a user's environment that must not disturb a run: proxies, ranks of another launcher, an
+address of another Ray cluster, a missing temporary folder, a locale.
 """
 HF_TOKEN, WANDB_KEY = "hf_" + "t0k3n" * 7, "wb" * 20
 
 
 @dataclass
 class Run:
-    """Where a run lives and the job that runs it."""
+    """The folder of a run, and its job."""
 
     lab: Lab
     folder: Path
     job: str = ""
-    holders: list[str] = field(default_factory=list)
-    """What a search for the person's keys printed on the nodes while the run trained."""
+    searched: list[str] = field(default_factory=list)
+    """Lines that the search for the user's keys printed on the nodes while the run trained."""
 
     @property
     def metrics(self) -> list[dict[str, float]]:
@@ -80,8 +67,8 @@ class Run:
     def verdict(self, attempt: int) -> str:
         return self.log(attempt, "verdict").strip()
 
-    def tell(self) -> str:
-        """All that helps to understand a run that did not end well."""
+    def logs(self) -> str:
+        """Return the ends of all logs, for the message of a failure."""
         logs = sorted(self.folder.glob("attempts/*/driver.log")) + sorted(self.folder.glob("*.out"))
         logs += sorted(self.folder.glob("attempts/*/agent-*.log"))
         return "\n".join(
@@ -101,7 +88,7 @@ def process_of(log: Path) -> psutil.Process:
 
 
 def until_over(run: Run) -> None:
-    """Wait until Slurm calls the job over; it must have completed."""
+    """Wait until the job has ended, and assert that it has completed."""
     until(
         lambda: job_info(run.lab, run.job).state.is_over,
         run.lab,
@@ -109,16 +96,14 @@ def until_over(run: Run) -> None:
         deadline_s=RUN_DEADLINE_S,
     )
     state = job_info(run.lab, run.job).state
-    assert state == "COMPLETED", f"{state}\n{run.tell()}"
+    assert state == "COMPLETED", f"{state}\n{run.logs()}"
 
 
-def without_clock(lines: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Metrics lines without what a clock, a machine or the history of the run says, and without
-    evaluations.
+def comparable(lines: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Return metrics lines without times, machine figures, counts of restarts and evaluations.
 
-    Training is compared to the last bit. Evaluation decodes greedily, but how many requests an
-    engine happens to batch together moves its logits in the last bits, so that part is compared
-    with a tolerance.
+    Training is compared to the last bit. Evaluations decode greedily, but which requests an engine
+    batches together changes the last bits of its logits, so they are compared with a tolerance.
     """
     left_out = ("time", "eval", "perf", "sync", "checkpoint", "driver", "memory", "run")
     return [
@@ -128,7 +113,7 @@ def without_clock(lines: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def evaluations(lines: list[dict[str, float]]) -> dict[float, float]:
-    """Reward on the held-out prompts by step."""
+    """Return the reward on the held-out prompts by step."""
     return {
         line["step"]: line["eval/heldout/reward_mean"]
         for line in lines

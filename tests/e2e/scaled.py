@@ -1,6 +1,4 @@
-"""Recipes in small, run to their end on this machine: made once for a file of tests, each run by
-itself.
-"""
+"""Scaled-down recipes, run to their end on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ DEADLINE_S = 900
 
 @dataclass(frozen=True)
 class ScaledRun:
-    """What a run left."""
+    """The folder of a finished run."""
 
     folder: Path
     num_steps: int = NUM_STEPS
@@ -50,13 +48,13 @@ class ScaledRun:
 
 
 def recipe(name: str | Path) -> str:
-    """The file of a recipe of jobs/recipes by its name; another one is given as a path."""
+    """Return the file of a recipe: its path, or its name in jobs/recipes."""
     return str(name if isinstance(name, Path) else ROOT / f"jobs/recipes/{name}.toml")
 
 
 def make_models(home: Path, names: Sequence[str | Path], ranks: int) -> None:
-    """The models of recipes in small, in a home of their own, without a warm-up: what they answer
-    is no matter.
+    """Write the scaled-down models of recipes below ``home``, without warm-up steps: the tests do not
+    depend on their answers.
     """
     tool = [sys.executable, "-m", "rlpost.cli.tiny_model", "--warmup-steps", "0"]
     words = ["--scale-down", str(ranks), "--recipe", *map(recipe, names)]
@@ -71,9 +69,9 @@ def run_scaled(
     num_steps: int = NUM_STEPS,
     disturb: Callable[[LocalRun], None] = lambda run: None,
 ) -> ScaledRun:
-    """``rlpost submit RECIPE --scale-down RANKS`` for two steps; ``disturb`` is called meanwhile.
+    """``rlpost submit RECIPE --scale-down RANKS`` for two steps; ``disturb`` is called while it runs.
 
-    Rewards are tossed, so that groups differ; all else about algorithm and rollout is the recipe's.
+    Rewards are random, so that groups have advantages; all else is the recipe's.
     """
     folder = home / "runs" / Path(name).stem
     folder.mkdir(parents=True)
@@ -88,7 +86,7 @@ def run_scaled(
 def assert_two_steps_are_trained(
     run: ScaledRun, *, first_differs: float = 1e-4, last_differs: float = 1e-4
 ) -> None:
-    """As ``assert_steps_are_trained``, for a run of two."""
+    """Call ``assert_steps_are_trained`` for a run of two steps."""
     assert run.num_steps == 2
     assert_steps_are_trained(run, first_differs=first_differs, last_differs=last_differs)
 
@@ -96,12 +94,12 @@ def assert_two_steps_are_trained(
 def assert_steps_are_trained(
     run: ScaledRun, *, first_differs: float = 1e-4, last_differs: float = 1e-4
 ) -> None:
-    """Evaluated, and in every step trained, synchronised and saved; and engines and trainer
+    """Assert that the run evaluated, that every step trained and saved, and that engines and trainer
     computed with the same weights.
 
-    What ``_differs`` bounds is the mean difference of their log-probs: rounding where they compute
-    in one precision and the answers are of the policy that is trained. ``last_differs`` is that of
-    every step but the first.
+    ``first_differs`` and ``last_differs`` bound the mean difference of their log-probs, in the first
+    and in all other steps. The defaults allow for rounding: equal precision, and answers of the
+    policy that is trained.
     """
     assert [line["step"] for line in run.lines] == list(range(run.num_steps + 1))
     assert "eval/heldout/reward_mean" in run.lines[0]

@@ -1,6 +1,4 @@
-"""Plug-ins for slime, in the style of its examples, that a run of the tests names in its
-settings.
-"""
+"""Functions written for slime, in the style of its examples, that the settings of a test run name."""
 
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.sglang_rollout import GenerateState
@@ -20,22 +18,21 @@ def two_of_three(args, samples, **kwargs):
 
 
 async def generate(args, sample, sampling_params, evaluation=False):
-    """The calculator, called by a digit: what the tiny model surely writes."""
-    assert not evaluation, "the evaluation has a function of its own"
+    """Call the calculator at every digit, which the tiny model writes often."""
+    assert not evaluation, "the evaluation has a separate function"
     state = GenerateState(args)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     sample.tokens = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
     sample.tool_calls = 0
     for turn in range(MAX_TURNS):
-        room = args.rollout_max_response_len - sample.response_length
-        if room == 0:
+        remaining = args.rollout_max_response_len - sample.response_length
+        if remaining == 0:
             sample.status = Sample.Status.TRUNCATED
             break
-        asks = turn < MAX_TURNS - 1
-        params = {**sampling_params, "max_new_tokens": room, "stop": DIGITS if asks else None}
-        params["skip_special_tokens"] = (
-            True  # names of spare tokens have digits, at which an engine would stop
-        )
+        stop = DIGITS if turn < MAX_TURNS - 1 else None
+        params = {**sampling_params, "max_new_tokens": remaining, "stop": stop}
+        # Names of unused tokens have digits, at which an engine would stop.
+        params["skip_special_tokens"] = True
         output = await post(
             url, {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
         )
@@ -49,17 +46,17 @@ async def generate(args, sample, sampling_params, evaluation=False):
         )
         if meta["finish_reason"].get("matched") not in DIGITS:
             break
-        said = result(sample.prompt + sample.response[:-1])
-        ids = state.tokenizer(said, add_special_tokens=False)["input_ids"]
+        output_text = result(sample.prompt + sample.response[:-1])
+        ids = state.tokenizer(output_text, add_special_tokens=False)["input_ids"]
         ids = ids[: args.rollout_max_response_len - sample.response_length]
-        sample.append_response_tokens(args, tokens=ids, trainable=False, text=said)
+        sample.append_response_tokens(args, tokens=ids, trainable=False, text=output_text)
         sample.tool_calls += bool(ids)
     return sample
 
 
 async def reward_func(args, sample, **kwargs):
-    """An object, as ReTool's: right or not, and what the tool was asked."""
+    """Return an object as ReTool does: whether the answer is right, and the number of tool calls."""
     if not isinstance(sample, Sample):
-        raise TypeError("a Sample is needed")
+        raise TypeError("expected a Sample")
     answer = sample.response.split("<")[0].strip()
     return {"score": float(answer == sample.label), "calls": getattr(sample, "tool_calls", None)}

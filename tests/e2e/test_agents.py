@@ -1,6 +1,4 @@
-"""Episodes of an environment of several turns in a whole run, whose driver is killed once and whose
-reward rises.
-"""
+"""A run with an environment of several turns: its driver is killed once, and its reward rises."""
 
 from __future__ import annotations
 
@@ -25,7 +23,9 @@ WINDOW = 4  # steps
 
 @pytest.fixture(scope="module")
 def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run; its prompts are sums of one digit, so that the model guesses digits from the start."""
+    """The folder of the run. Its prompts are sums of one digit, so that the model guesses digits
+    from the start.
+    """
     folder = tmp_path_factory.mktemp("agents")
     prompts = folder / "train.jsonl"
     rows = [
@@ -61,8 +61,8 @@ def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_killed_driver_trains_the_same_conversations_again(run: Path) -> None:
-    """Steps since the last checkpoint are trained again, with the tokens, turns and rewards that
-    they had; conversations that were going on are continued.
+    """Steps since the last checkpoint are trained again with the same tokens, turns and rewards;
+    conversations in flight are resumed.
     """
     ledger = [json.loads(line) for line in (run / "run/ledger.jsonl").read_text().splitlines()]
     recovered = [entry["role"] for entry in ledger if entry["event"] == "recovered"]
@@ -102,7 +102,7 @@ def test_the_reward_of_an_environment_rises(run: Path) -> None:
         assert line["eval/heldout/env/Guess/reward"] == pytest.approx(mean)
 
 
-def test_what_an_environment_says_is_not_trained(run: Path, assets: Path) -> None:
+def test_tokens_of_an_environment_are_not_trained(run: Path, assets: Path) -> None:
     decode = PromptTokenizer(assets).decode
     groups = [
         group
@@ -119,7 +119,7 @@ def test_what_an_environment_says_is_not_trained(run: Path, assets: Path) -> Non
             assert sample.mask[0] == 0
 
 
-def test_every_episode_of_an_environment_is_on_record_and_in_the_report(run: Path) -> None:
+def test_every_episode_is_recorded_and_in_the_report(run: Path) -> None:
     records = read_episodes(run / "run/episodes.jsonl")
     scored = [record for record in records if record["outcome"] == "scored"]
     assert len(scored) >= NUM_STEPS * BATCH * SAMPLES

@@ -1,9 +1,8 @@
-"""Engines that somebody else runs, weights through files, one step ahead; and each half of that run
-by itself.
+"""External engines, weights sent through files, one-step-off generation; and the train-only and
+rollout-only modes.
 
-One server is started here, outside any run, and serves all of them: it stands in for somebody
-else's. The runs build on each other: the first records what it trains, the second generates alone,
-the third trains on the recording alone.
+One server is started outside any run and serves all runs. The runs build on each other: the first
+records what it trains, another generates alone, a third trains on the recording alone.
 """
 
 from __future__ import annotations
@@ -30,32 +29,19 @@ from tests.e2e.runs import RECIPE, ROOT
 from tests.ports import free_ports
 
 GSM8K = ROOT / "tests/data/gsm8k/test.jsonl"
-KEY = "somebody-elses-" + "9b1f" * 4  # in two parts: the run keeps a copy of this file
+KEY = "external-key-" + "9b1f" * 4  # in two parts: the run keeps a copy of this file
 NUM_STEPS, BATCH = 3, 8
 SETTINGS = (
-    *(
-        "--num-rollout",
-        str(NUM_STEPS),
-        "--rollout-batch-size",
-        str(BATCH),
-        "--n-samples-per-prompt",
-        "4",
-    ),
-    *(
-        "--actor-num-gpus-per-node",
-        "1",
-        "--tensor-model-parallel-size",
-        "1",
-        "--sequence-parallel",
-        "false",
-    ),
+    *("--num-rollout", str(NUM_STEPS), "--rollout-batch-size", str(BATCH)),
+    *("--n-samples-per-prompt", "4", "--actor-num-gpus-per-node", "1"),
+    *("--tensor-model-parallel-size", "1", "--sequence-parallel", "false"),
     *("--num-gpus-per-node", "1", "--skip-eval-before-train", "--eval-interval", str(NUM_STEPS)),
 )
 
 
 @dataclass(frozen=True)
-class Elsewhere:
-    """A server that no run started, and where runs of these tests go."""
+class ExternalEngine:
+    """A server that no run started, and the folder of the runs."""
 
     client: EngineClient
     folder: Path
@@ -66,7 +52,7 @@ class Elsewhere:
         return self.client.url.removeprefix("http://")
 
     def submit(self, name: str, *settings: str) -> Path:
-        """A run on this machine; its folder."""
+        """Run on this machine to the end; return the run's folder."""
         folder = self.folder / name
         command = [
             sys.executable,
@@ -92,7 +78,7 @@ class Elsewhere:
 
 
 @pytest.fixture(scope="module")
-def elsewhere(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
+def external(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExternalEngine]:
     folder = tmp_path_factory.mktemp("external")
     settings = {"max_running_requests": 64, "max_total_tokens": 8192}
     engine = Engine(
@@ -100,33 +86,31 @@ def elsewhere(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     )
     try:
         address = engine.start("127.0.0.1", free_ports(1)[0], deadline_s=600)
-        yield Elsewhere(EngineClient(address.url, KEY), folder)
+        yield ExternalEngine(EngineClient(address.url, KEY), folder)
     finally:
         engine.stop()
 
 
 @pytest.fixture(scope="module")
-def whole(elsewhere: Elsewhere) -> Path:
-    """Both halves: trained here, generated there, weights through files."""
-    return elsewhere.submit(
+def whole(external: ExternalEngine) -> Path:
+    """The folder of a run that trains and generates, with weights sent through files."""
+    return external.submit(
         "whole",
         *("--rollout-mode", "one_step_off", "--update-weight-transport", "disk"),
-        *("--save-debug-rollout-data", str(elsewhere.folder / "whole-{rollout_id}.jsonl")),
+        *("--save-debug-rollout-data", str(external.folder / "whole-{rollout_id}.jsonl")),
     )
 
 
 def end_of(run: Path) -> dict[str, object]:
-    """What the ledger says last of a run."""
+    """Return the last entry of the ledger."""
     return json.loads((run / "ledger.jsonl").read_text().splitlines()[-1])
 
 
-def test_an_external_engine_is_asked_with_its_own_key_and_has_the_weights_at_the_end(
-    elsewhere: Elsewhere, whole: Path
+def test_an_external_engine_gets_requests_with_its_key_and_the_final_weights(
+    external: ExternalEngine, whole: Path
 ) -> None:
-    """The engine answers nobody without the key, which is in the one file for keys and in no other
-    of the run.
-    """
-    assert asyncio.run(elsewhere.client.weight_version()) == str(NUM_STEPS)
+    """The engine refuses requests without the key, which is in the run's file of keys alone."""
+    assert asyncio.run(external.client.weight_version()) == str(NUM_STEPS)
     assert (whole / "secrets.env").read_text() == f"SGLANG_API_KEY={KEY}\n"
     assert (whole / "secrets.env").stat().st_mode & 0o777 == 0o600
     files = [path for path in whole.rglob("*") if path.is_file() and path.name != "secrets.env"]
@@ -134,35 +118,33 @@ def test_an_external_engine_is_asked_with_its_own_key_and_has_the_weights_at_the
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
 
 
-def test_one_step_off_generates_ahead_of_the_weights_and_trains_every_step(
-    elsewhere: Elsewhere, whole: Path
+def test_one_step_off_generates_one_version_ahead_and_trains_every_step(
+    external: ExternalEngine, whole: Path
 ) -> None:
-    """Batches after the first were written by the weights before the last update, and by no older
-    ones.
-    """
+    """Batches after the first were generated by the version before the last, and by no older one."""
     lines = read_metrics(whole / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
     assert [line["rollout/staleness_max"] for line in lines] == [0, 1, 1]
     assert lines[0]["train/rollout_logprob_abs_diff"] < 1e-4, "the engine had the trainer's weights"
     assert "eval/heldout/reward_mean" in lines[-1]
-    template = str(elsewhere.folder / "whole-{rollout_id}.jsonl")
+    template = str(external.folder / "whole-{rollout_id}.jsonl")
     groups = [group for step in range(NUM_STEPS) for group in read_groups(template, step)]
     assert len({group.prompt_id for group in groups}) == NUM_STEPS * BATCH
 
 
-def test_weights_that_went_through_files_leave_none_behind(whole: Path) -> None:
+def test_files_of_sent_weights_are_removed(whole: Path) -> None:
     assert not list((whole / "attempts").rglob("*.safetensors"))
     assert not list((whole / "attempts").rglob("version-*"))
 
 
 @pytest.fixture(scope="module")
-def gsm8k_run(elsewhere: Elsewhere) -> Path:
-    """GSM8K's questions, in bfloat16 at the learning rate of the published recipes, changes alone
-    sent to the engine.
+def gsm8k_run(external: ExternalEngine) -> Path:
+    """The folder of a run on GSM8K in bfloat16, with the learning rate of the published recipes, that
+    sends changed weights alone.
 
-    The tiny model answers none of them right; the bonus for entropy is what it learns from.
+    The tiny model answers no question correctly; it learns from the entropy bonus.
     """
-    return elsewhere.submit(
+    return external.submit(
         "gsm8k",
         *(
             "--prompt-data",
@@ -177,15 +159,15 @@ def gsm8k_run(elsewhere: Elsewhere) -> Path:
         *("--eval-prompt-data", "gsm8k", f"{GSM8K}@[0:4]"),
         *("--rollout-shuffle", "false", "--entropy-coef", "0.01", "--bf16", "true", "--lr", "1e-6"),
         *("--update-weight-transport", "disk", "--update-weight-mode", "delta"),
-        *("--save-debug-rollout-data", str(elsewhere.folder / "gsm8k-{rollout_id}.jsonl")),
+        *("--save-debug-rollout-data", str(external.folder / "gsm8k-{rollout_id}.jsonl")),
     )
 
 
-def test_gsm8k_goes_through_the_whole_pipeline(elsewhere: Elsewhere, gsm8k_run: Path) -> None:
-    """From the file's questions to trained steps: each question once, whole, graded against its own
-    solution.
-    """
-    template = str(elsewhere.folder / "gsm8k-{rollout_id}.jsonl")
+def test_every_gsm8k_question_is_answered_graded_and_trained_once(
+    external: ExternalEngine, gsm8k_run: Path
+) -> None:
+    """Each question of the file is asked whole and graded against its own solution."""
+    template = str(external.folder / "gsm8k-{rollout_id}.jsonl")
     groups = [group for step in range(NUM_STEPS) for group in read_groups(template, step)]
     problems = [json.loads(line) for line in GSM8K.read_text().splitlines()]
     tokenizer = PromptTokenizer(ROOT / "assets/tiny")
@@ -201,11 +183,11 @@ def test_gsm8k_goes_through_the_whole_pipeline(elsewhere: Elsewhere, gsm8k_run: 
     assert "eval/gsm8k/reward_mean" in lines[-1]
 
 
-def test_an_engine_that_is_given_only_what_changed_is_told_a_fraction_of_the_weights(
-    elsewhere: Elsewhere, gsm8k_run: Path
+def test_weight_updates_of_changes_alone_send_a_fraction_of_the_bytes(
+    external: ExternalEngine, gsm8k_run: Path
 ) -> None:
-    """The copy that the engine reads is checked bit by bit on the way, and the trainer finds the
-    log-probs that the engine told, as far as bfloat16 goes.
+    """The engine's copy is verified bit for bit at each update, and log-probs of engine and trainer
+    agree within the precision of bfloat16.
     """
     run = gsm8k_run
     log = (run / "attempts" / "latest" / "actor-0.log").read_text()
@@ -216,34 +198,32 @@ def test_an_engine_that_is_given_only_what_changed_is_told_a_fraction_of_the_wei
         assert 0.0 < line["sync/changed_frac"] < 0.1
         assert line["sync/weights_bytes"] < int(whole) / 5
         assert line["train/rollout_logprob_abs_diff"] < 0.05
-    assert asyncio.run(elsewhere.client.weight_version()) == str(NUM_STEPS)
+    assert asyncio.run(external.client.weight_version()) == str(NUM_STEPS)
     assert not list((run / "attempts").rglob("*.safetensors")) and not list(
         (run / "attempts").rglob("delta.bin")
     )
 
 
-def test_the_training_half_alone_ends_at_the_same_weights_bit_for_bit(
-    elsewhere: Elsewhere, whole: Path
-) -> None:
-    """On the recording of the whole run, without an engine; nothing is evaluated."""
-    template = str(elsewhere.folder / "whole-{rollout_id}.jsonl")
-    half = elsewhere.submit("trainer", "--debug-train-only", "--load-debug-rollout-data", template)
-    assert end_of(half)["weights"] == end_of(whole)["weights"]
-    assert not list((half / "attempts").rglob("engine-*")) and not list(
-        (half / "attempts").rglob("router*")
+def test_train_only_mode_ends_with_equal_weights(external: ExternalEngine, whole: Path) -> None:
+    """It trains on the recording of the whole run, starts no engine and evaluates nothing."""
+    template = str(external.folder / "whole-{rollout_id}.jsonl")
+    run = external.submit("trainer", "--debug-train-only", "--load-debug-rollout-data", template)
+    assert end_of(run)["weights"] == end_of(whole)["weights"]
+    assert not list((run / "attempts").rglob("engine-*")) and not list(
+        (run / "attempts").rglob("router*")
     )
-    trained, before = read_metrics(half / "metrics.jsonl"), read_metrics(whole / "metrics.jsonl")
+    trained, before = read_metrics(run / "metrics.jsonl"), read_metrics(whole / "metrics.jsonl")
     for name in ("train/loss", "train/grad_norm", "reward/mean"):
         assert [line[name] for line in trained] == [line[name] for line in before], name
     assert not [key for line in trained for key in line if key.startswith("eval/")]
 
 
-def test_the_generating_half_alone_records_and_evaluates_without_a_trainer(
-    elsewhere: Elsewhere, whole: Path
+def test_rollout_only_mode_records_and_evaluates_without_a_trainer(
+    external: ExternalEngine, whole: Path
 ) -> None:
-    """A step counts as a version though the weights stay, and nothing is saved."""
-    template = str(elsewhere.folder / "half-{rollout_id}.jsonl")
-    half = elsewhere.submit(
+    """Each step counts as a policy version although the weights do not change; nothing is saved."""
+    template = str(external.folder / "half-{rollout_id}.jsonl")
+    run = external.submit(
         "rollout",
         *("--debug-rollout-only", "--save-debug-rollout-data", template),
     )
@@ -253,7 +233,7 @@ def test_the_generating_half_alone_records_and_evaluates_without_a_trainer(
         assert {scored.sample.policy_version for group in groups for scored in group.samples} == {
             step
         }
-    assert not list((half / "attempts").rglob("actor-*")) and not list(
-        (half / "checkpoints").glob("iter_*")
+    assert not list((run / "attempts").rglob("actor-*")) and not list(
+        (run / "checkpoints").glob("iter_*")
     )
-    assert "eval/heldout/reward_mean" in read_metrics(half / "metrics.jsonl")[-1]
+    assert "eval/heldout/reward_mean" in read_metrics(run / "metrics.jsonl")[-1]

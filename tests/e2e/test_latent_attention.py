@@ -1,5 +1,5 @@
-"""DeepSeek-V3 in small, trained beside engines: latent attention, experts in groups and a shared one
-over two ranks, for which no recipe is published here.
+"""A small DeepSeek-V3 trained with engines: latent attention, grouped experts and a shared expert on
+two ranks. No recipe of jobs/recipes trains this family.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ lr = 1e-4
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where its model is, and its run."""
+    """The folder of the model and of the run."""
     made = tmp_path_factory.mktemp("latent")
     (made / "deepseek_v3.toml").write_text(RECIPE)
     make_models(made, [made / "deepseek_v3.toml"], RANKS)
     return made
 
 
-def test_deepseek_v3_trains_over_two_ranks_and_its_engines_get_the_weights(home: Path) -> None:
-    """Log-probs of engines and trainer agree before and after the update, so the second step is of
-    the trained policy.
+def test_deepseek_v3_trains_on_two_ranks_and_its_engines_get_the_weights(home: Path) -> None:
+    """Log-probs of engines and trainer agree before and after the first update, so the second step's
+    answers are those of the trained policy.
     """
     run = run_scaled(home, home / "deepseek_v3.toml", RANKS)
     assert_two_steps_are_trained(run)

@@ -1,4 +1,4 @@
-"""The quick start on this machine alone: no Slurm, no GPU, and a reward that has clearly risen."""
+"""The quick start on one machine, without Slurm and GPU: the reward rises clearly."""
 
 import itertools
 import json
@@ -33,9 +33,9 @@ PHASES = {
 }
 
 
-def _is_trace_of_two_steps(path):
-    """Every phase of every process is there, on one clock: what actors and engines did lies within
-    the driver's phase that waited for it; in a row nothing crosses.
+def _assert_trace_of_two_steps(path):
+    """Assert that every process has its phases on one clock: those of actors and engines lie within
+    the driver's phase that waited for them, and phases of a thread are nested or disjoint.
     """
     events = json.loads(path.read_text())["traceEvents"]
     names = {
@@ -73,7 +73,7 @@ def _is_within(inner, outer, *, slack_us=0):
     return begins_after and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + slack_us
 
 
-def _has_every_step(folder, lines):
+def _assert_tensorboard_has_every_step(folder, lines):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(folder)).Reload().Scalars("reward/mean")
@@ -82,7 +82,7 @@ def _has_every_step(folder, lines):
     ]
 
 
-def test_the_quick_start_learns_and_leaves_metrics_and_a_picture(assets, tmp_path):
+def test_the_quick_start_learns_and_writes_metrics_report_and_trace(assets, tmp_path):
     folder = tmp_path / "run"
     command = [
         sys.executable,
@@ -114,8 +114,8 @@ def test_the_quick_start_learns_and_leaves_metrics_and_a_picture(assets, tmp_pat
     )
     page = (folder / "report/report.html").read_text()
     assert "60 / 60" in page and samples[-1]["samples"][0]["prompt"] in page
-    _is_trace_of_two_steps(folder / "traces/steps-3-4.json")
-    _has_every_step(folder / "tensorboard", lines)
+    _assert_trace_of_two_steps(folder / "traces/steps-3-4.json")
+    _assert_tensorboard_has_every_step(folder / "tensorboard", lines)
     assert "prometheus: http://127.0.0.1:" in done.stdout
     left = [
         p.info

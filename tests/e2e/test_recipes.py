@@ -1,5 +1,5 @@
-"""Each recipe of a dense Qwen3 in small: two real steps with its own algorithm, rollout and way of
-sharing GPUs. In the colocated one a trainer rank and an engine are killed.
+"""Scaled-down recipes of a dense Qwen3: real steps with the algorithm, rollout and placement of each
+recipe. In the colocated one a trainer rank and an engine are killed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RECIPES = ["qwen3_4b", "qwen3_4b_decoupled", "qwen3_4b_async", "qwen3_4b_fp8"]
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where their models are, and their runs."""
+    """The folder of the models and of the runs."""
     made = tmp_path_factory.mktemp("recipes")
     make_models(made, RECIPES, RANKS)
     return made
@@ -32,21 +32,19 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def colocated(home: Path) -> ScaledRun:
-    """A run whose engines share the GPUs of the trainer, of which a rank and an engine are
-    killed.
-    """
+    """A run whose engines share the GPUs of the trainer; a rank and an engine are killed."""
 
     def disturb(run: LocalRun) -> None:
         run.kill_a_rank_and_an_engine(after_step=2)
         run.done()
-        run.assert_went_on_in_its_attempt()
+        run.assert_recovered_within_its_attempt()
 
     record = ("--save-debug-rollout-data", str(home / "colocated-{rollout_id}.jsonl"))
     flags = ("--rollout-health-check-interval", "1", *record)
     return run_scaled(home, "qwen3_4b", RANKS, *flags, num_steps=5, disturb=disturb)
 
 
-def test_trainer_and_engines_take_turns_in_the_colocated_recipe(colocated: ScaledRun) -> None:
+def test_the_colocated_recipe_offloads_trainer_and_engines(colocated: ScaledRun) -> None:
     run = colocated
     assert_steps_are_trained(run)
     assert run.config.cluster.colocate and run.config.num_engines == 2
@@ -54,11 +52,11 @@ def test_trainer_and_engines_take_turns_in_the_colocated_recipe(colocated: Scale
     assert "offloaded weights" in log and "restored weights" in log
 
 
-def test_the_colocated_recipe_trains_every_sample_though_a_rank_and_an_engine_are_killed(
+def test_the_colocated_recipe_trains_every_sample_after_a_rank_and_an_engine_died(
     home: Path, colocated: ScaledRun
 ) -> None:
-    """The ranks are started again beside engines that stay; the engine is restarted and given the
-    current weights; and every step trains every one of its samples.
+    """Ranks are started again while engines keep running; the engine is restarted with the current
+    weights; every step trains all its samples.
     """
     template, rollout = str(home / "colocated-{rollout_id}.jsonl"), colocated.config.rollout
     trained = [
@@ -69,7 +67,7 @@ def test_the_colocated_recipe_trains_every_sample_though_a_rank_and_an_engine_ar
     assert {len(group.samples) for group in trained} == {rollout.n_samples_per_prompt}
 
 
-def test_the_decoupled_recipe_has_engines_of_its_own(home: Path) -> None:
+def test_the_decoupled_recipe_has_separate_gpus_for_engines(home: Path) -> None:
     run = run_scaled(home, "qwen3_4b_decoupled", RANKS)
     assert_two_steps_are_trained(run)
     assert (run.config.actor_world_size, run.config.rollout_num_gpus, run.config.num_engines) == (
@@ -81,15 +79,15 @@ def test_the_decoupled_recipe_has_engines_of_its_own(home: Path) -> None:
 
 
 def test_the_async_recipe_generates_the_next_batch_while_it_trains(home: Path) -> None:
-    """So the second is one version old."""
+    """So the second batch is one version old."""
     run = run_scaled(home, "qwen3_4b_async", RANKS)
     assert run.config.rollout.rollout_mode == "one_step_off"
     assert [line["rollout/staleness_max"] for line in run.trained] == [0, 1]
     assert_two_steps_are_trained(run, last_differs=1e-2)
 
 
-def test_engines_of_the_fp8_recipe_compute_in_fp8_and_the_trainer_does_not(home: Path) -> None:
-    """Far more than rounding lies between their log-probs, and far less than between two models."""
+def test_engines_of_the_fp8_recipe_compute_in_fp8_but_the_trainer_does_not(home: Path) -> None:
+    """Their log-probs differ by far more than rounding, and by far less than those of two models."""
     run = run_scaled(home, "qwen3_4b_fp8", RANKS)
     assert_two_steps_are_trained(run, first_differs=0.05, last_differs=0.05)
     assert all(line["train/rollout_logprob_abs_diff"] > 1e-3 for line in run.trained)

@@ -1,5 +1,5 @@
-"""The recipes with sandwich norms, context parallelism, experts and pipelines in small: two real
-steps each.
+"""Scaled-down recipes with sandwich norms, context parallelism, experts and pipelines: two real steps
+of each.
 """
 
 from __future__ import annotations
@@ -16,32 +16,31 @@ RANKS = {"glm_z1_9b": 4, "qwen3_30b_a3b": 2, "glm45_355b": 4}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where their models are, and their runs."""
+    """The folder of the models and of the runs."""
     made = tmp_path_factory.mktemp("recipes-large")
     for ranks in sorted(set(RANKS.values())):
         make_models(made, [name for name, count in RANKS.items() if count == ranks], ranks)
     return made
 
 
-def test_glm_z1_trains_on_sequences_that_two_ranks_share(home: Path) -> None:
+def test_glm_z1_trains_with_context_parallelism(home: Path) -> None:
     run = run_scaled(home, "glm_z1_9b", RANKS["glm_z1_9b"])
     assert_two_steps_are_trained(run)
     perf = run.config.perf
     assert (perf.tensor_model_parallel_size, perf.context_parallel_size) == (2, 2)
 
 
-def test_qwen3_30b_a3b_trains_its_experts_and_its_engine_has_two_ranks(home: Path) -> None:
+def test_qwen3_30b_a3b_trains_sharded_experts_beside_an_engine_of_two_ranks(home: Path) -> None:
     run = run_scaled(home, "qwen3_30b_a3b", RANKS["qwen3_30b_a3b"])
     assert_two_steps_are_trained(run)
     assert run.config.perf.expert_model_parallel_size == 2
     assert run.config.cluster.rollout_num_gpus_per_engine == 2
 
 
-def test_glm45_trains_in_a_pipeline_on_what_its_filter_let_through(home: Path) -> None:
-    """TP 2, PP 2, experts over 2; twice as many prompts as are trained, the others kept for the
-    next step, which trains on them one version later; four optimizer steps a rollout; saves beside
-    the training; the layer for multi-token prediction is trained too, and the experts of each token
-    are those of its engine.
+def test_glm45_trains_a_pipeline_with_filtered_groups_and_replayed_routes(home: Path) -> None:
+    """TP 2, PP 2, EP 2. Twice as many prompts are in flight as a step trains; the others are trained
+    by the next step, one version later. Four optimizer steps a rollout, asynchronous saves, a
+    trained layer for multi-token prediction, and routing replay.
     """
     flags = ("--use-rollout-routing-replay", "--enable-mtp-training")
     run = run_scaled(home, "glm45_355b", RANKS["glm45_355b"], *flags)
@@ -57,7 +56,7 @@ def test_glm45_trains_in_a_pipeline_on_what_its_filter_let_through(home: Path) -
     assert config.checkpoint.async_save and config.grpo.advantage_estimator == "gspo"
     first, last = run.trained
     assert first["rollout/num_held"] + first["rollout/num_unfinished"] > 0, (
-        "more was asked for than trained"
+        "more prompts are in flight than a step trains"
     )
     assert (first["rollout/staleness_max"], last["rollout/staleness_max"]) == (0, 1)
     names = HuggingFaceFolder(config.checkpoint.hf_checkpoint).file_of

@@ -1,8 +1,8 @@
 """The rollout of a whole run on this machine, with real engines, router, trainer and checkpoints.
 
-One run has what goes together: a fully asynchronous loop, a filter that drops groups, partial
-answers, a tool in the middle of the answers, evaluation sets with settings of their own; a trainer
-rank and an engine that are killed. Filter, tool and reward are plug-ins of slime.
+One run combines fully asynchronous generation, a filter that drops groups, partial rollouts, tool
+calls within answers, evaluation sets with separate settings, and the death of a trainer rank and of
+an engine. Filter, tool and reward are functions written for slime.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ BATCH, SAMPLES = 8, 8
 
 @pytest.fixture(scope="module")
 def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run; its prompts end before the "=", so that the calculator finds a sum when it is
-    asked.
+    """The folder of the run. Its prompts end before the "=", so that the calculator finds a sum
+    when it is called.
     """
     folder = tmp_path_factory.mktemp("rollout of 50 %")
     lines = [json.loads(line) for line in (assets / "train.jsonl").read_text().splitlines()]
-    asked = [{**line, "prompt": line["prompt"].removesuffix("=")} for line in lines]
-    (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
+    rows = [{**line, "prompt": line["prompt"].removesuffix("=")} for line in lines]
+    (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))
     heldout = assets / "heldout.jsonl"
     (folder / "sets.toml").write_text(
         '[defaults]\ncustom_generate_function_path = "rlpost.rollout.examples.calculator.generate"\n'
@@ -42,24 +42,14 @@ def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f'[[datasets]]\nname = "drawn"\npath = "{heldout}"\nn_samples_per_eval_prompt = 4\ntemperature = 1.0\n'
     )
     settings = (
-        *(
-            "--num-rollout",
-            f"{NUM_STEPS}",
-            "--rollout-batch-size",
-            f"{BATCH}",
-            "--n-samples-per-prompt",
-            f"{SAMPLES}",
-        ),
+        *("--num-rollout", f"{NUM_STEPS}", "--rollout-batch-size", f"{BATCH}"),
+        *("--n-samples-per-prompt", f"{SAMPLES}"),
         *("--prompt-data", str(folder / "train.jsonl"), "--rollout-max-response-len", "12"),
         *("--rollout-mode", "fully_async", "--max-staleness", "2", "--partial-rollout"),
         *("--dynamic-sampling-filter-path", f"{ROOT}/tests/e2e/slime_plugins.py:two_of_three"),
         *("--custom-generate-function-path", f"{ROOT}/tests/e2e/slime_plugins.py:generate"),
-        *(
-            "--custom-rm-path",
-            f"{ROOT}/tests/e2e/slime_plugins.py:reward_func",
-            "--reward-key",
-            "score",
-        ),
+        *("--custom-rm-path", f"{ROOT}/tests/e2e/slime_plugins.py:reward_func"),
+        *("--reward-key", "score"),
         *("--eval-prompt-data", "--eval-config", str(folder / "sets.toml")),
         *("--eval-interval", f"{EVALUATED_EVERY}", "--rollout-health-check-interval", "1"),
         *("--save-debug-rollout-data", str(folder / "{rollout_id}.jsonl")),
@@ -67,11 +57,11 @@ def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with LocalRun(folder, settings) as local:
         local.kill_a_rank_and_an_engine(after_step=2)
         local.done()
-        local.assert_went_on_in_its_attempt()
+        local.assert_recovered_within_its_attempt()
     return folder
 
 
-def test_every_way_of_the_async_rollout_ends_in_metrics(run: Path) -> None:
+def test_metrics_have_staleness_within_its_bound_and_dropped_groups(run: Path) -> None:
     lines = read_metrics(run / "run/metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(NUM_STEPS + 1))
     for line in lines[1:]:
@@ -81,7 +71,7 @@ def test_every_way_of_the_async_rollout_ends_in_metrics(run: Path) -> None:
     assert sum(line["rollout/num_filtered"] for line in lines[1:]) > 0
 
 
-def test_eval_sets_have_settings_and_pass_rates_of_their_own(run: Path) -> None:
+def test_evaluation_sets_have_separate_settings_and_pass_rates(run: Path) -> None:
     evaluated = [
         line
         for line in read_metrics(run / "run/metrics.jsonl")
@@ -94,9 +84,9 @@ def test_eval_sets_have_settings_and_pass_rates_of_their_own(run: Path) -> None:
         assert line["eval/drawn/pass@1"] < line["eval/drawn/pass@2"] < line["eval/drawn/pass@4"]
 
 
-def test_what_the_tool_wrote_is_in_the_answers_and_not_in_the_loss(run: Path, assets: Path) -> None:
-    """The trained groups: where the loss mask is 0 stands what the calculator says of the text
-    before, and nothing else; the engine never gave it a log-prob.
+def test_tool_output_is_in_the_answers_but_not_in_the_loss(run: Path, assets: Path) -> None:
+    """In trained groups, tokens with loss mask 0 are the calculator's results for the text before
+    them, and have no log-prob of an engine.
     """
     decode = PromptTokenizer(assets).decode
     groups = [
@@ -110,27 +100,27 @@ def test_what_the_tool_wrote_is_in_the_answers_and_not_in_the_loss(run: Path, as
     called = [sample for sample in samples if sample.loss_mask is not None]
     assert called
     for sample in called:
-        told = [
+        results = [
             [at for at, _ in part]
             for mask, part in groupby(enumerate(sample.mask), itemgetter(1))
             if not mask
         ]
-        assert told, "an answer with a mask holds words of the tool"
-        assert all(sample.rollout_logprobs[at] == 0.0 for part in told for at in part)
-        assert sample.extra == {"tool_calls": len(told)}, (
-            "what the plug-in left is in the recording"
+        assert results, "an answer with a mask has tool output"
+        assert all(sample.rollout_logprobs[at] == 0.0 for part in results for at in part)
+        assert sample.extra == {"tool_calls": len(results)}, (
+            "the recording has what the plug-in stored"
         )
-        first = told[0]
+        first = results[0]
         before = decode(
             [*sample.prompt_ids, *sample.response_ids[: first[0] - 1]]
-        )  # less the digit that asked
-        said, wanted = decode([sample.response_ids[at] for at in first]), result(before)
-        is_cut = first[-1] == len(sample.mask) - 1  # there was no room for the rest
-        assert said == wanted or (is_cut and wanted.startswith(said)), (before, said)
+        )  # without the digit that called the tool
+        written, expected = decode([sample.response_ids[at] for at in first]), result(before)
+        is_truncated = first[-1] == len(sample.mask) - 1  # the length limit was reached
+        assert written == expected or (is_truncated and expected.startswith(written)), before
 
 
-def test_partial_and_finished_groups_of_the_async_run_are_all_accounted_for(run: Path) -> None:
-    """Fetched = trained + filtered + what the last checkpoint holds, and each once."""
+def test_every_fetched_prompt_is_trained_dropped_or_in_the_checkpoint(run: Path) -> None:
+    """Fetched = trained + filtered + in the backlog of the last checkpoint, each prompt once."""
     newest = sorted((run / "run/checkpoints").glob("iter_*"))[-1]
     state = RunState.from_json((newest / "run_state.json").read_text())
     trained = [

@@ -1,11 +1,11 @@
 """Whole runs on two nodes of a real Slurm: Megatron-core with TP=2 and DP=2, two SGLang engines
 behind a router.
 
-First a run that nobody disturbs. Then runs that a job of higher priority pushes off their nodes,
-that Slurm starts again, and that end as if nothing had happened. The generations of the first are
-fixed: it records them, and the preempted runs train on the recording (engines run, are synchronised
-after every step and generate the evaluations). So weights and metrics must be equal to the last
-bit. All in one file, so that they share the first run.
+The first run is not disturbed. Others are preempted by a job of higher priority, lose a rank and a
+node, and are requeued. The generations of the first are fixed: it records them, and the other runs
+train on the recording (engines run, are synchronised after every step and generate the
+evaluations). So weights and metrics must be equal to the last bit. All tests are in one file,
+because they share the first run.
 """
 
 import json
@@ -31,10 +31,10 @@ from tests.e2e.runs import (
     TRAINING,
     WANDB_KEY,
     Run,
+    comparable,
     evaluations,
     process_of,
     until_over,
-    without_clock,
 )
 
 PREEMPT_AFTER_STEP = 3
@@ -43,8 +43,8 @@ NFS_CACHE_S = 30  # acdirmin: how long an NFS client trusts what it knows of a f
 
 @pytest.fixture(scope="module")
 def silent_lab(slurm_available):
-    """Two nodes; at a preemption the steps get TERM, the batch shell nothing. The shared folder is
-    cached as by NFS.
+    """Two nodes; at a preemption the steps get TERM, the batch shell gets no signal. The shared
+    folder is cached as by NFS.
     """
     cache_s = 0 if why_no_cached_folder() else NFS_CACHE_S
     options = LabOptions(grace_time_s=120, send_user_signal=False, shared_cache_s=cache_s)
@@ -52,9 +52,9 @@ def silent_lab(slurm_available):
         yield lab
 
 
-def preempt(run: Run) -> None:
-    """When some steps are trained, let a job of the high partition take both nodes; wait until the
-    run is over.
+def preempt(run: Run) -> str:
+    """When some steps are trained, submit a job of the high partition that takes two nodes; return
+    its id.
     """
     until(
         lambda: (
@@ -65,18 +65,17 @@ def preempt(run: Run) -> None:
         f"step {PREEMPT_AFTER_STEP}",
         deadline_s=RUN_DEADLINE_S,
     )
-    assert run.metrics, run.tell()
+    assert run.metrics, run.logs()
     script = (
         "#!/bin/bash\n#SBATCH --partition=high --nodes=2 --exclusive --gres=gpu:8\nsrun hostname\n"
     )
-    other = sbatch(run.lab, f"urgent-{run.job}.sbatch", script)
-    until_over(run)
-    assert job_info(run.lab, other).state == "COMPLETED"
+    return sbatch(run.lab, f"urgent-{run.job}.sbatch", script)
 
 
-def assert_as_if_nothing_happened(run: Run, undisturbed: Run) -> None:
+def assert_preempted_once_and_equal(run: Run, undisturbed: Run) -> None:
+    """The run resumed from the checkpoint of its preemption, and ended as the undisturbed one."""
     info = job_info(run.lab, run.job)
-    assert info.num_restarts == 1, run.tell()
+    assert info.num_restarts == 1, run.logs()
     assert (run.verdict(0), run.verdict(1)) == ("requeue", "done")
     (preempted,), (first, second) = run.events("preempted"), run.events("started")
     saved = [
@@ -87,7 +86,7 @@ def assert_as_if_nothing_happened(run: Run, undisturbed: Run) -> None:
     assert first["step"] == 0
     assert PREEMPT_AFTER_STEP <= second["step"] == saved[-1] < NUM_STEPS
     assert run.events("done")[0]["weights"] == undisturbed.events("done")[0]["weights"]
-    assert without_clock(run.metrics) == without_clock(undisturbed.metrics)
+    assert comparable(run.metrics) == comparable(undisturbed.metrics)
     assert evaluations(run.metrics) == pytest.approx(evaluations(undisturbed.metrics), abs=0.02)
 
 
@@ -130,20 +129,20 @@ def test_four_ranks_train_and_an_engine_on_each_node_generates(undisturbed):
         assert f"http://{ip}:" in (attempt / f"engine-{index}.log").read_text()
 
 
-def test_after_every_step_both_engines_have_the_step_s_version(undisturbed):
+def test_after_every_step_both_engines_have_its_policy_version(undisturbed):
     seen = re.findall(r"policy version (\d+) on 2 engines", undisturbed.log(0))
     assert [int(version) for version in seen] == list(range(NUM_STEPS + 1))
 
 
 def test_trainer_and_engines_agree_on_the_log_probs_of_what_was_generated(undisturbed):
-    """The engines compute them while generating, the trainer when training: the same weights, two
-    programs.
+    """Engines compute them while generating, the trainer while training: two programs with the same
+    weights.
     """
     for line in undisturbed.metrics[1:]:
         assert line["train/rollout_logprob_abs_diff"] < 1e-4
 
 
-def test_the_run_folder_is_private_and_the_secret_stands_in_one_file_only(undisturbed):
+def test_the_run_folder_is_private_and_the_secret_is_in_one_file_alone(undisturbed):
     folder = undisturbed.folder
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     secret = (folder / "attempts/0/secret").read_bytes().strip()
@@ -151,11 +150,11 @@ def test_the_run_folder_is_private_and_the_secret_stands_in_one_file_only(undist
     assert [path.name for path in holders] == ["secret"]
 
 
-def test_a_person_s_keys_are_in_one_private_file_and_nowhere_else(undisturbed):
-    """One came in the environment, one on the command line.
+def test_the_user_s_keys_are_in_one_private_file_and_nowhere_else(undisturbed):
+    """One key is given in the environment, one on the command line.
 
-    Searched: everything in the run's folder, and while it trained Ray's folder, the command lines
-    and the environments on both nodes.
+    Searched are all files of the run's folder and, while it trains, Ray's folder, command lines and
+    environments on both nodes.
     """
     holders = [
         path
@@ -169,8 +168,8 @@ def test_a_person_s_keys_are_in_one_private_file_and_nowhere_else(undisturbed):
         f"HF_TOKEN={HF_TOKEN}",
         f"WANDB_API_KEY={WANDB_KEY}",
     ]
-    assert [line.split()[0] for line in undisturbed.holders] == ["ray", "ray"]
-    assert all(int(line.split()[1]) > 10 for line in undisturbed.holders)
+    assert [line.split()[0] for line in undisturbed.searched] == ["ray", "ray"]
+    assert all(int(line.split()[1]) > 10 for line in undisturbed.searched)
 
 
 def test_nothing_of_the_run_is_left_on_the_nodes(undisturbed):
@@ -187,7 +186,7 @@ def test_nothing_of_the_run_is_left_on_the_nodes(undisturbed):
 
 
 def kill_a_rank(run: Run) -> None:
-    """Kill a trainer rank after the first step; its ranks are started again and nothing else is."""
+    """Kill a trainer rank after the first step; its ranks are started again, engines are not."""
     until(lambda: len(run.metrics) > 1, run.lab, "a step is trained", deadline_s=RUN_DEADLINE_S)
     attempt = run.folder / "attempts/0"
     engines = [process_of(attempt / f"engine-{index}-server.log") for index in (0, 1)]
@@ -200,72 +199,69 @@ def kill_a_rank(run: Run) -> None:
     assert recovered["step"] - recovered["steps_again"] in saved
 
 
-def test_a_rank_is_killed_and_the_run_preempted_with_a_user_signal_and_it_ends_equal(
+def lose_a_node(run: Run, attempt: int) -> tuple[str, str]:
+    """Cut the power of a node after the attempt's first step; return it and the spare node.
+
+    The node has two of the four trainer ranks and one of the two engines.
+    """
+
+    def has_trained() -> bool:
+        started = run.events("started")
+        return len(started) > attempt and run.metrics[-1]["step"] > started[attempt]["step"]
+
+    until(has_trained, run.lab, f"a step of attempt {attempt}", deadline_s=RUN_DEADLINE_S)
+    first, lost = run.events("started")[attempt]["nodes"]
+    (spare,) = {"n01", "n02", "n03"} - {first, lost}
+    run.lab.kill_node(lost)
+    return lost, spare
+
+
+def test_a_run_that_loses_a_rank_is_preempted_and_loses_a_node_ends_equal(
     undisturbed, signalling_lab, recordings
 ):
-    """Two ranks of each node are started again after the death of one; then the job is pushed off
-    its nodes. Weights and metrics are those of the undisturbed run.
+    """A rank dies: its ranks are started again. The job is preempted with a user signal: it is
+    requeued. A node loses its power: a spare replaces it within the attempt.
     """
     run = Run(signalling_lab, signalling_lab.shared / "preempted")
     replay = ["--load-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
-    command = [sys.executable, "-m", "rlpost.submit", RECIPE, *SETTINGS, "--nodes", "2", *replay]
-    run.job = signalling_lab.run(
-        "ctl", [*command, "--run-folder", str(run.folder)], cwd=ROOT
-    ).stdout.split()[1]
+    command = [sys.executable, "-m", "rlpost.submit", RECIPE, *SETTINGS, "--nodes", "2"]
+    command += ["--spare-nodes", "1", *replay, "--run-folder", str(run.folder)]
+    run.job = signalling_lab.run("ctl", command, cwd=ROOT).stdout.split()[1]
     kill_a_rank(run)
-    preempt(run)
-    assert_as_if_nothing_happened(run, undisturbed)
+    urgent = preempt(run)
+    lost, spare = lose_a_node(run, 1)
+    until_over(run)
+    assert job_info(run.lab, urgent).state == "COMPLETED"
+    assert_preempted_once_and_equal(run, undisturbed)
     assert "USR2" in run.log(0, "STOP")
     assert_leaves_within(run, seconds=60)
+    _, *of_node = run.events("recovered")  # the first is that of the rank
+    recovered = {event["role"]: event for event in of_node}
+    assert set(recovered) == {"trainer", "engine", "node"}, run.logs()
+    assert (recovered["node"]["host"], recovered["node"]["replacement"]) == (lost, spare)
+    print(f"recovered: {[(role, event['seconds']) for role, event in recovered.items()]}")
 
 
 def test_preempted_without_a_user_signal_the_plain_sbatch_file_resumes_and_ends_equal(
     undisturbed, silent_lab, recordings
 ):
-    """``sbatch jobs/tiny.sbatch``: no Python of ours runs on the login node."""
+    """``sbatch jobs/tiny.sbatch``: no Python of rlpost runs on the login node."""
     run = Run(silent_lab, silent_lab.shared / "plain")
     replay = ["--load-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
     options = ["--parsable", "--partition=low", f"--output={silent_lab.shared}/plain-%j.out"]
     env = {"RLPOST_PYTHON": sys.executable, "RLPOST_RUN_FOLDER": str(run.folder)}
     command = ["sbatch", *options, "jobs/tiny.sbatch", *TRAINING, *replay]
     run.job = silent_lab.run("ctl", command, cwd=ROOT, env=env).stdout.strip()
-    preempt(run)
-    assert_as_if_nothing_happened(run, undisturbed)
+    urgent = preempt(run)
+    until_over(run)
+    assert job_info(run.lab, urgent).state == "COMPLETED"
+    assert_preempted_once_and_equal(run, undisturbed)
     assert "TERM" in run.log(0, "STOP")
     assert_leaves_within(run, seconds=60)
     assert "requeue" in Path(f"{silent_lab.shared}/plain-{run.job}.out").read_text()
 
 
-def test_a_node_that_loses_its_power_is_replaced_by_a_spare_within_the_attempt(
-    undisturbed, slurm_available, recordings
-):
-    """It had two of the four trainer ranks and one of the two engines."""
-    with Lab(3, name="e2espare") as lab:
-        run = Run(lab, lab.shared / "replaced")
-        replay = ["--load-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
-        command = [sys.executable, "-m", "rlpost.submit", RECIPE, *SETTINGS, "--nodes", "2"]
-        command += ["--spare-nodes", "1", *replay, "--run-folder", str(run.folder)]
-        run.job = lab.run("ctl", command, cwd=ROOT).stdout.split()[1]
-        until(
-            lambda: any(line["step"] >= PREEMPT_AFTER_STEP for line in run.metrics),
-            lab,
-            f"step {PREEMPT_AFTER_STEP}",
-            deadline_s=RUN_DEADLINE_S,
-        )
-        lab.kill_node("n02")
-        until_over(run)
-        assert run.verdict(0) == "done", run.tell()
-        assert job_info(lab, run.job).num_restarts == 0 and len(run.events("attempt")) == 1
-        recovered = {event["role"]: event for event in run.events("recovered")}
-        assert set(recovered) == {"trainer", "engine", "node"}, run.tell()
-        assert (recovered["node"]["host"], recovered["node"]["replacement"]) == ("n02", "n03")
-        print(f"recovered: {[(role, event['seconds']) for role, event in recovered.items()]}")
-        assert run.events("done")[0]["weights"] == undisturbed.events("done")[0]["weights"]
-        assert without_clock(run.metrics) == without_clock(undisturbed.metrics)
-        assert evaluations(run.metrics) == pytest.approx(evaluations(undisturbed.metrics), abs=0.02)
-
-
-def test_resumed_on_one_node_of_two_it_goes_on_with_half_the_trainer_ranks(
+def test_a_run_of_two_nodes_resumes_on_one_with_half_the_trainer_ranks(
     undisturbed, signalling_lab, recordings
 ):
     """``submit --resume`` with fewer --nodes: from the last checkpoint but one, of TP=2 and DP=2,
