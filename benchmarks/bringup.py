@@ -13,7 +13,6 @@ puts the table into docs/benchmarks.md, sections "Bring-up" and "Agents alone".
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import re
@@ -26,7 +25,7 @@ from pathlib import Path
 
 from benchmarks import bringup_agents
 from benchmarks.bringup_peers import DRIVER, NUM_GPUS, READY_FILE, STARTED_FILE, WAYS, Job
-from benchmarks.page import show
+from benchmarks.page import make_parser, show
 from tests.cluster.lab import REPOSITORY, Lab
 from tests.cluster.lab_config import LabOptions
 from tests.cluster.lab_host import wait_until
@@ -154,7 +153,7 @@ def measure(sizes: Sequence[int], ways: Sequence[str], repeat: int, *, timeline:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4, 8], help="sizes of the job")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--repeat", type=int, default=3, help="rounds (default: 3)")
@@ -164,7 +163,6 @@ def main() -> int:
     parser.add_argument(
         "--agents", action="store_true", help="the agents alone, Ray replaced by a stub"
     )
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     load = os.getloadavg()[0]
     began = time.monotonic()

@@ -15,7 +15,6 @@ checksums and loads it. --folder selects the file system.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
@@ -30,8 +29,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.page import show
-from benchmarks.tables import machine, table
+from benchmarks.page import machine, make_parser, show, table
 from rlpost.actor import device
 from rlpost.actor.actor import Actor
 from rlpost.actor.settings import ActorSettings
@@ -229,9 +227,7 @@ def rows(seconds: Seconds) -> list[list[str]]:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="100M")
     parser.add_argument("--rounds", type=int, default=3, help="of each kind (default: 3)")
     parser.add_argument(
@@ -240,7 +236,6 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, help="on the file system in question (default: a temporary one)"
     )
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     logging.disable(logging.INFO)
     where = machine()

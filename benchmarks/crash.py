@@ -15,7 +15,6 @@ progress, and attempts. --write puts it into docs/benchmarks.md, section "Crashe
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import random
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 import psutil
 
 from benchmarks.crashed_run import DEADLINE_S, POLL_S, CrashedRun, wait_for
-from benchmarks.page import put_section
+from benchmarks.page import make_parser, show, table
 from rlpost.metrics.writer import read_metrics
 from tests.cluster.jobs import job_info
 from tests.cluster.lab import Lab
@@ -69,7 +68,7 @@ class Kill:
     ready: int  # attempts that were ready by then
     attempts: int  # by then; afterwards those it cost
     seconds: float = 0.0  # until the run was further than it had been
-    by_hand: bool = False  # submitted again with --resume
+    resubmitted: bool = False  # by the user, with --resume
 
     @property
     def keeps_attempt(self) -> bool:
@@ -83,7 +82,7 @@ class Kill:
 
     def __str__(self) -> str:
         text = f"{self.name} at step {self.step} in {self.when}: {self.seconds:.1f} s, {self.attempts} attempts"
-        return text + ", resubmitted by the user" * self.by_hand
+        return text + ", resubmitted by the user" * self.resubmitted
 
 
 def finish(run: CrashedRun) -> None:
@@ -146,7 +145,7 @@ def bring_back_if_lost(run: CrashedRun, kill: Kill) -> None:
     """Submit or release the run if its job ended early or does not restart automatically."""
     if (run.is_over and not run.is_done) or run.is_held:
         run.bring_back()
-        kill.by_hand = True
+        kill.resubmitted = True
 
 
 def work_for(run: CrashedRun, seconds: float) -> None:
@@ -255,23 +254,25 @@ def differences(
     return found
 
 
-def table(kills: Sequence[Kill]) -> list[str]:
-    """One line a kind of kill."""
-    lines = [
-        "| killed | times | in start-up | seconds lost: median | most | new attempts: mean | resubmitted |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def kill_table(kills: Sequence[Kill]) -> list[str]:
+    """Return the table with a row for each kind of kill."""
+    header = (
+        *("killed", "times", "in start-up", "seconds lost: median", "most"),
+        *("new attempts: mean", "resubmitted"),
+    )
+    rows = []
     for name in sorted({kill.name for kill in kills}):
         own = [kill for kill in kills if kill.name == name]
         seconds = [kill.seconds for kill in own]
-        cells = [name, len(own), sum(kill.when == "start-up" for kill in own)]
+        num_in_start_up = sum(kill.when == "start-up" for kill in own)
+        cells = [name, str(len(own)), str(num_in_start_up)]
         cells += [f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"]
         cells += [
             f"{statistics.fmean(kill.attempts for kill in own):.1f}",
-            sum(kill.by_hand for kill in own),
+            str(sum(kill.resubmitted for kill in own)),
         ]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return lines
+        rows.append(cells)
+    return table(header, rows)
 
 
 def journal_share(run: CrashedRun) -> float:
@@ -296,10 +297,9 @@ def num_steps(num_kills: int) -> int:
 
 def main() -> int:
     """Kill, compare and print; 1 when something differs."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--kills", type=int, default=100, help="(default: 100)")
     parser.add_argument("--seed", type=int, default=1, help="of instants and places (default: 1)")
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     parser.add_argument(
         "--by-role", action="store_true", help="seconds lost by role, before and after"
     )
@@ -341,10 +341,7 @@ def main() -> int:
         "job's start it is taken for one that has yet to begin, and missed at the next registration, 2 min later.",
         f"Load of the machine (2 cores) at the start: {load:.1f}; the whole took {time.monotonic() - began:.0f} s.",
     ]
-    section = "\n".join([HEADING, "", *introduction, "", *table(kills), ""])
-    print(section)
-    if options.write:
-        put_section(HEADING, section)
+    show(HEADING, [*introduction, "", *kill_table(kills)], write=options.write)
     return 1 if wrong else 0
 
 

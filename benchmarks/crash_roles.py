@@ -44,8 +44,7 @@ from benchmarks.crash import (
     strike,
 )
 from benchmarks.crashed_run import DEADLINE_S, CrashedRun, wait_for
-from benchmarks.page import show
-from benchmarks.tables import machine, table
+from benchmarks.page import machine, show, table
 from tests.cluster.lab import REPOSITORY, Lab
 from tests.cluster.lab_config import LabOptions, node_names
 

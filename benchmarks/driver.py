@@ -41,8 +41,7 @@ from benchmarks.driver_parts import (
     held_bytes,
     median_cost,
 )
-from benchmarks.page import show
-from benchmarks.tables import machine, table
+from benchmarks.page import machine, make_parser, show, table
 from rlpost.config.tree import Config
 from rlpost.garbage import collect_between_steps_only
 from rlpost.orchestration.batches import (
@@ -433,9 +432,7 @@ async def run(options: argparse.Namespace, folder: Path) -> list[str]:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=float, default=1e6, help="of a rollout (default: 1e6)")
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=LENGTHS, help="of answers, in tokens"
@@ -443,7 +440,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
     parser.add_argument("--ranks", type=int, nargs="+", default=(64, 1024), help="multiples of 64")
     parser.add_argument("--in-flight", type=int, default=8192, help="requests (default: 8192)")
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     collect_between_steps_only()  # as the driver does
     with tempfile.TemporaryDirectory() as name:

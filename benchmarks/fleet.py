@@ -26,8 +26,7 @@ from dataclasses import dataclass, field
 from benchmarks.crash import differences, finish
 from benchmarks.crashed_run import wait_for
 from benchmarks.fleet_run import BusyRun, FleetRun, Seconds, Watch, fleet_lab, until_admitted
-from benchmarks.page import show
-from benchmarks.tables import machine, table
+from benchmarks.page import machine, make_parser, show, table
 from tests.cluster.lab_host import wait_until
 
 HEADING = "## Fleet"
@@ -214,7 +213,7 @@ def spread(values: Sequence[float]) -> str:
 
 def main() -> int:
     """Disturb, compare and print; 1 when something differs."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--events", type=int, default=100, help="(default: 100)")
     parser.add_argument(
         "--longest-wait",
@@ -224,7 +223,6 @@ def main() -> int:
         help=f"seconds between two events, at most (default: {LONGEST_WAIT_S:g})",
     )
     parser.add_argument("--seed", type=int, default=1, help="of instants and kinds (default: 1)")
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     where, began = machine(), time.monotonic()
     num_steps = SPARE_STEPS + STEPS_AN_EVENT * options.events

@@ -23,8 +23,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.page import show
-from benchmarks.tables import table
+from benchmarks.page import make_parser, show, table
 from benchmarks.virtual_time import run_virtually
 from rlpost.fleet.membership import Action, Admit, Dismiss, Limits, Membership, Update
 from rlpost.fleet.records import EngineRecord, EngineState
@@ -470,10 +469,9 @@ def introduction(options: argparse.Namespace, took_s: float) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--engines", type=int, default=1000, help="(default: 1000)")
     parser.add_argument("--seed", type=int, default=1, help="(default: 1)")
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args(argv)
     began = time.process_time()
     one = simulate(options.seed, options.engines, trace())

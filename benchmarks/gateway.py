@@ -17,7 +17,6 @@ docs/benchmarks.md.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -29,9 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.driver_parts import LagSampler, canned_engines, cost_of
-from benchmarks.page import show
+from benchmarks.page import machine, make_parser, show, table
 from benchmarks.rollout_parts import KEY, TINY, serving
-from benchmarks.tables import machine, table
 from rlpost.agents.gateway import Gateway, OpenEpisode
 from rlpost.rollout.answer import Answer
 from rlpost.rollout.connection import Connection, RouterAddress
@@ -214,12 +212,9 @@ def _loss(ratio: float) -> str:
 
 def main() -> int:
     """Measure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=("stubs", "sglang"))
-    parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     loads = [
         load

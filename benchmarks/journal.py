@@ -11,7 +11,6 @@ share of a real step is in every metrics line (time/journal_s), and in section "
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -22,8 +21,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from benchmarks.page import show
-from benchmarks.tables import machine, table
+from benchmarks.page import machine, make_parser, show, table
 from rlpost.rollout.journal import Journal
 from rlpost.rollout.journal_format import GROUP
 from rlpost.types import Sample, SampleGroup, ScoredSample
@@ -99,9 +97,7 @@ async def measure(
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--answers", type=int, default=256, help="of a step (default: 256)")
     parser.add_argument(
         "--length", type=int, default=8192, help="tokens of an answer (default: 8192)"
@@ -110,7 +106,6 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, help="on the file system in question (default: a temporary one)"
     )
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     where = machine()
     groups = make_groups(options.answers, options.length)

@@ -10,7 +10,6 @@ section "Learning curves", and the figure into docs/images/learning.svg.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -19,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.page import show
-from benchmarks.tables import machine, table
+from benchmarks.page import machine, make_parser, show, table
 from rlpost.metrics.writer import read_metrics
 
 REPOSITORY = Path(__file__).parents[1]
@@ -126,10 +124,9 @@ def rows(curves: Mapping[str, Curve]) -> list[list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, print and draw."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=60, help="(default: 60)")
     parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS))
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md and a figure")
     options = parser.parse_args(argv)
     if "distillation" in options.only and "GRPO" not in options.only:
         parser.error("--only distillation needs GRPO as well, whose model is the teacher")

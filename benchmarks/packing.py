@@ -14,7 +14,6 @@ tables into docs/benchmarks.md, section "Packing".
 
 from __future__ import annotations
 
-import argparse
 import csv
 import heapq
 import random
@@ -26,8 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.page import show
-from benchmarks.tables import machine, table
+from benchmarks.page import machine, make_parser, show, table
 from rlpost.algorithm.schedule import (
     Schedule,
     break_even_length,
@@ -189,8 +187,7 @@ def measure(name: str, scheduler: str, *, count: int, num_steps: int) -> list[st
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    parser = make_parser(__doc__)
     options = parser.parse_args()
     lines = [
         *_INTRODUCTION,

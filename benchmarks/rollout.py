@@ -22,13 +22,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 
-from benchmarks.page import put_section
+from benchmarks.page import machine, make_parser, show, table
 from benchmarks.rollout_loops import MODES, LoopTimes, measure_modes
 from benchmarks.rollout_parts import Forced, Lengths, Prompts, Served, make_prompt, serving
-from benchmarks.tables import machine, table
 from rlpost.reward.grader import InlineGrader
 from rlpost.rollout.buffer import RolloutBuffer, Rules
 from rlpost.rollout.collector import Choices, Collector
@@ -261,37 +259,33 @@ def mode_table(times: LoopTimes) -> list[str]:
 
 
 async def run(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Start the server, measure, make the section; each table is printed as soon as it is there."""
-    lines: list[str] = []
-
-    def add(head: str, found: Sequence[str]) -> None:
-        lines.extend([*([""] if lines else []), head, "", *found])
-        print("\n".join([head, "", *found, ""]), flush=True)
-
-    async with AsyncExitStack() as closing:
-        served = await closing.enter_async_context(serving(folder, concurrency=options.concurrency))
+    """Start the server, measure, and return the lines of the three tables."""
+    async with serving(folder, concurrency=options.concurrency) as served:
         speeds = await measure_clients(served, rounds=options.rounds, num_groups=options.groups)
-        add(
-            f"The client: {options.groups} prompts, {SAMPLES} answers each of {EVEN.median} tokens, "
-            f"{options.concurrency} requests at a time:",
-            client_table(speeds),
-        )
         waste = await measure_waste(served, rounds=options.rounds, steps=options.steps)
-        add(
-            f"Waste: {options.steps} steps of 8 groups of {SAMPLES} answers, 16 started; lengths log-normal (median "
-            f"{LONG_TAIL.median}, sigma {LONG_TAIL.sigma}, at most {LONG_TAIL.most}). Tokens:",
-            waste_table(waste, options.steps),
-        )
         times = await measure_modes(
             served, LONG_TAIL, writer_over, rounds=options.rounds, folder=folder
         )
-        add("Modes, with the same lengths and the trainer a wait:", mode_table(times))
-    return lines
+    return [
+        f"The client: {options.groups} prompts, {SAMPLES} answers each of {EVEN.median} tokens, "
+        f"{options.concurrency} requests at a time:",
+        "",
+        *client_table(speeds),
+        "",
+        f"Waste: {options.steps} steps of 8 groups of {SAMPLES} answers, 16 started; lengths log-normal (median "
+        f"{LONG_TAIL.median}, sigma {LONG_TAIL.sigma}, at most {LONG_TAIL.most}). Tokens:",
+        "",
+        *waste_table(waste, options.steps),
+        "",
+        "Modes, with the same lengths and a trainer that only waits:",
+        "",
+        *mode_table(times),
+    ]
 
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default: 3)")
     parser.add_argument(
         "--groups", type=int, default=48, help="prompts of a round of the clients (default: 48)"
@@ -302,7 +296,6 @@ def main() -> int:
     parser.add_argument(
         "--steps", type=int, default=6, help="steps of the waste table (default: 6)"
     )
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     where = machine()
     with tempfile.TemporaryDirectory() as folder:
@@ -312,9 +305,7 @@ def main() -> int:
         "SGLang's own benchmark client (`sglang.benchmark.serving`) asks the server directly: no router, groups or",
         f"grading. Interleaved, {options.rounds} rounds, medians. {where}.",
     ]
-    section = "\n".join([HEADING, "", *introduction, "", *tables, ""])
-    if options.write:
-        put_section(HEADING, section)
+    show(HEADING, [*introduction, "", *tables], write=options.write)
     return 0
 
 

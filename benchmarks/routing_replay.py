@@ -13,7 +13,6 @@ section "Routing replay".
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -24,8 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.page import show
-from benchmarks.tables import machine, table
+from benchmarks.page import machine, make_parser, show, table
 from rlpost.actor.actor import Actor
 from rlpost.actor.settings import ActorSettings
 from rlpost.columns import RouteColumn
@@ -230,11 +228,8 @@ def figure(curves: dict[str, list[float]]) -> str:
 
 def main() -> int:
     """Run both and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root) / "model"

@@ -27,8 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from benchmarks.page import show
-from benchmarks.tables import machine, table
+from benchmarks.page import machine, make_parser, show, table
 from common.run_folder import RunFolder
 from rlpost.checkpoint.state import RunState
 from rlpost.config.load import load
@@ -374,14 +373,11 @@ def in_own_process(name: str) -> list[Row]:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"of {', '.join(SUBJECTS)}; all unless given"
     )
     parser.add_argument("--one", choices=SUBJECTS, help=argparse.SUPPRESS)
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     if options.one:
         with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,6 @@ the tables into docs/benchmarks.md, section "Submission".
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import resource
@@ -22,7 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.page import show
+from benchmarks.page import make_parser, show
 from tests.cluster.lab import Lab
 from tests.unit.cli.projects import make_project
 
@@ -140,9 +139,8 @@ def count(site: Site) -> list[str]:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--repeat", type=int, default=7, help="rounds (default: 7)")
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     lab = Lab(max(SIZES))
     # the controller knows all; for jobs that only wait one has to be there

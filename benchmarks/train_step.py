@@ -38,8 +38,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from benchmarks.page import show
-from benchmarks.tables import machine, table
+from benchmarks.page import machine, make_parser, show, table
 from rlpost.actor.actor import Actor
 from rlpost.actor.settings import ActorSettings
 from rlpost.algorithm.schedule import schedule
@@ -317,9 +316,7 @@ def step_flops(samples: Sequence[TrainSample], num_parameters: int, size: str) -
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--size", choices=SIZES, default="large" if DEVICE.type == "cuda" else "small"
     )
@@ -335,7 +332,6 @@ def main() -> int:
         type=Path,
         help="where TRL was installed; without it, and without TRL, it is left out",
     )
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     if options.trl is not None:
         sys.path.append(str(options.trl))

@@ -17,7 +17,6 @@ engine runs then.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import multiprocessing
 import os
@@ -34,7 +33,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from benchmarks.page import put_section
+from benchmarks.page import make_parser, show, table
 from benchmarks.plain_copy import BACKEND, DEVICE, HAS_CUDA, PlainCopy
 from rlpost.rollout.client import EngineClient
 from rlpost.rollout.engine import Engine
@@ -57,6 +56,10 @@ HEADING = "## Weight sync"
 DTYPE = torch.bfloat16 if HAS_CUDA else torch.float32
 GROUP = "bench"
 GOAL = 1.5
+HEADER = (
+    *("mover", "update s", "MiB/s", "plain copy s", "MiB/s"),
+    f"ratio (goal: at most {GOAL})",
+)
 
 
 @dataclass(frozen=True)
@@ -340,19 +343,19 @@ async def run(size: Size, folder: Path, *, repeat: int) -> list[str]:
     for place_ in places(torch.cuda.device_count()):
         seconds |= await measure_at(place_, trainer, folder, repeat=repeat)
     mib = trainer.num_bytes / 2**20
-    lines = [
-        f"{mib:.0f} MiB in {len(trainer.buckets)} buckets of at most {size.bucket_mib} MiB:",
-        "",
-        "| mover | update s | MiB/s | plain copy s | MiB/s | ratio (goal: at most 1.5) |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for medium, (updates, plains, _) in seconds.items():
         update, plain = statistics.median(updates), statistics.median(plains)
-        lines.append(
-            f"| {medium} | {update:.3f} | {mib / update:.0f} | {plain:.3f} | {mib / plain:.0f} | {update / plain:.2f} |"
-        )
+        cells = [f"{update:.3f}", f"{mib / update:.0f}", f"{plain:.3f}", f"{mib / plain:.0f}"]
+        rows.append([medium, *cells, f"{update / plain:.2f}"])
     own = None if HAS_CUDA else await asyncio.to_thread(measure_servers_own, trainer)
-    return [*lines, "", *where_it_goes(seconds, own)]
+    return [
+        f"{mib:.0f} MiB in {len(trainer.buckets)} buckets of at most {size.bucket_mib} MiB:",
+        "",
+        *table(HEADER, rows),
+        "",
+        *where_it_goes(seconds, own),
+    ]
 
 
 async def measure_at(
@@ -394,7 +397,7 @@ def where_it_goes(seconds: Mapping[str, Seconds], own: tuple[float, float] | Non
             "weights into the model. With both on top of the way itself a broadcast is expected at",
             f"{with_both:.1f} x of a plain copy. Seconds of an update:",
         ]
-    lines += ["", "| mover | weights | around | ours |", "|---|---|---|---|"]
+    rows = []
     for medium, (updates, _, requests) in seconds.items():
         moving = [
             sum(spent for path, spent in one.items() if "update_weights" in path)
@@ -403,8 +406,8 @@ def where_it_goes(seconds: Mapping[str, Seconds], own: tuple[float, float] | Non
         around = [sum(one.values()) - moved for one, moved in zip(requests, moving, strict=True)]
         rest = [whole - sum(one.values()) for whole, one in zip(updates, requests, strict=True)]
         middle = (statistics.median(values) for values in (moving, around, rest))
-        lines.append(f"| {medium} | {' | '.join(f'{value:.3f}' for value in middle)} |")
-    return lines
+        rows.append([medium, *(f"{value:.3f}" for value in middle)])
+    return [*lines, "", *table(["mover", "weights", "around", "ours"], rows)]
 
 
 def device_name() -> str:
@@ -414,12 +417,11 @@ def device_name() -> str:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--size", nargs="+", choices=SIZES, default=list(SIZES), help="of the model (default: both)"
     )
     parser.add_argument("--repeat", type=int, default=5, help="rounds (default: 5)")
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     # as SGLang sets it for itself: both sides of a group must agree
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
@@ -437,10 +439,7 @@ def main() -> int:
         "them; *around*: pause, begin, end, flush, version, resume; *ours*: the rest. Between updates a plain copy of",
         "large files is slower than one made alone, so the ratio of disk flatters.",
     ]
-    section = "\n".join([HEADING, "", *introduction, *tables, ""])
-    print(section)
-    if options.write:
-        put_section(HEADING, section)
+    show(HEADING, [*introduction, *tables], write=options.write)
     return 0
 
 
