@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.models import save_random_qwen3, started_actor
 from benchmarks.page import machine, make_parser, show, table
 from rlpost.actor import device
 from rlpost.actor.actor import Actor
@@ -49,11 +50,9 @@ Seconds = dict[str, list[float]]
 
 def make_model(folder: Path, size: str) -> int:
     """Write a random Qwen3; return its number of parameters."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     hidden, layers, vocabulary = SIZES[size]
-    torch.manual_seed(1)
-    config = Qwen3Config(
+    return save_random_qwen3(
+        folder,
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=3 * hidden,
@@ -62,23 +61,15 @@ def make_model(folder: Path, size: str) -> int:
         num_key_value_heads=hidden // 64,
         head_dim=64,
         max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
     )
-    model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
-    return model.num_parameters()
 
 
 def started(folder: Path, *, buffer_gb: float) -> Actor:
     """An actor after one step, so that Adam has moments."""
-    actor = Actor(
-        ActorSettings(str(folder), actor_num_threads=os.cpu_count() or 1, save_buffer_gb=buffer_gb)
+    settings = ActorSettings(
+        str(folder), actor_num_threads=os.cpu_count() or 1, save_buffer_gb=buffer_gb
     )
-    actor.setup(0, 1, "127.0.0.1", 29_433)
-    actor.import_weights()
+    actor = started_actor(settings, port=29_433)
     sample = TrainSample(tuple(range(3, 19)), 8, (1,) * 8, (-7.0,) * 8, 1.0)
     actor.train_step(TrainBatch(((sample,),), num_samples=1, num_tokens=8))
     return actor

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.figure import draw_lines
 from benchmarks.page import machine, make_parser, show, table
 from rlpost.metrics.writer import read_metrics
 
@@ -84,26 +85,6 @@ def smooth(values: Mapping[int, float]) -> list[tuple[int, float]]:
     return found
 
 
-def draw(curves: Mapping[str, Curve], picture: Path) -> None:
-    """Draw the moving means of all runs into one figure."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "rlpost"  # equal curves give equal files
-    figure, axes = plt.subplots(figsize=(8, 4.5))
-    for name, curve in curves.items():
-        axes.plot(*zip(*smooth(curve.trained), strict=True), label=name)
-    title = f"Reward of sampled answers, mean of {WINDOW} steps"
-    axes.set(xlabel="step", ylabel="reward", ylim=(0, 1), title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.tight_layout()
-    figure.savefig(picture, metadata={"Date": None})
-    plt.close(figure)
-
-
 def rows(curves: Mapping[str, Curve]) -> list[list[str]]:
     """One row for each run: flags, evaluations at the first and last step, sampled answers."""
     found = []
@@ -148,7 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     show(HEADING, lines, write=options.write)
     if options.write:
-        draw(curves, FIGURE)
+        sampled = {name: smooth(curve.trained) for name, curve in curves.items()}
+        title = f"Reward of sampled answers, mean of {WINDOW} steps"
+        draw_lines(sampled, FIGURE, title=title, ylabel="reward", top=1.0)
     return 0
 
 

@@ -38,8 +38,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from benchmarks.models import save_random_qwen3, started_actor
 from benchmarks.page import machine, make_parser, show, table
-from rlpost.actor.actor import Actor
 from rlpost.actor.settings import ActorSettings
 from rlpost.algorithm.schedule import schedule
 from rlpost.types import TrainBatch, TrainSample
@@ -66,29 +66,19 @@ Step = Callable[[], float]  # one optimizer step; the norm of the gradient befor
 
 
 def make_model(folder: Path, size: str) -> int:
-    """Write a random Qwen3; how many parameters it has."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
+    """Write a random Qwen3; return its number of parameters."""
     hidden, layers, heads, key_value_heads, feed_forward = SIZES[size][0]
-    torch.manual_seed(1)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=hidden,
-            intermediate_size=feed_forward,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=key_value_heads,
-            head_dim=hidden // heads,
-            max_position_embeddings=8192,
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=2,
-        )
+    return save_random_qwen3(
+        folder,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=8192,
     )
-    model.save_pretrained(folder)
-    return model.num_parameters()
 
 
 def make_samples(count: int) -> list[TrainSample]:
@@ -126,20 +116,18 @@ def ours(folder: Path, samples: Sequence[TrainSample], size: str) -> Iterator[St
         num_samples=len(samples),
         num_tokens=sum(sample.response_length for sample in samples),
     )
-    options = dict(
-        lr=LR, adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS, weight_decay=WEIGHT_DECAY
+    settings = ActorSettings(
+        str(folder),
+        clip_grad=CLIP_GRAD,
+        actor_num_threads=torch.get_num_threads(),
+        bf16=None,
+        lr=LR,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_eps=EPS,
+        weight_decay=WEIGHT_DECAY,
     )
-    actor = Actor(
-        ActorSettings(
-            str(folder),
-            clip_grad=CLIP_GRAD,
-            actor_num_threads=torch.get_num_threads(),
-            bf16=None,
-            **options,
-        )
-    )
-    actor.setup(0, 1, "127.0.0.1", 29_431)
-    actor.import_weights()
+    actor = started_actor(settings, port=29_431)
 
     def step() -> float:
         return actor.train_step(batch, actor.compute_logprobs(batch)).metrics["train/grad_norm"]
@@ -153,8 +141,10 @@ def padded(samples: Sequence[TrainSample]) -> dict[str, torch.Tensor]:
     prompts = max(sample.prompt_length for sample in samples)
     responses = max(sample.response_length for sample in samples)
     shape = {"prompt": prompts, "completion": responses}
-    made = {f"{name}_{kind}": torch.zeros(len(samples), width, dtype=torch.long) for name, width in shape.items()
-            for kind in ("ids", "mask")}  # fmt: skip
+    made = {}
+    for name, width in shape.items():
+        for kind in ("ids", "mask"):
+            made[f"{name}_{kind}"] = torch.zeros(len(samples), width, dtype=torch.long)
     for row, sample in enumerate(samples):
         parts = sample.token_ids[: sample.prompt_length], sample.token_ids[sample.prompt_length :]
         made["prompt_ids"][row, prompts - len(parts[0]) :] = torch.tensor(parts[0])
@@ -163,6 +153,12 @@ def padded(samples: Sequence[TrainSample]) -> dict[str, torch.Tensor]:
         made["completion_mask"][row, : len(parts[1])] = 1
     made["advantages"] = torch.tensor([sample.advantage for sample in samples])
     return {name: value.to(DEVICE) for name, value in made.items()}
+
+
+def _whole(part: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids and mask of prompts and completions, [samples, tokens] each."""
+    ids = torch.cat([part["prompt_ids"], part["completion_ids"]], 1)
+    return ids, torch.cat([part["prompt_mask"], part["completion_mask"]], 1)
 
 
 def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -227,10 +223,7 @@ def trl(folder: Path, samples: Sequence[TrainSample], size: str) -> Step:
 
     def step() -> float:
         for part in parts:
-            ids, mask = (
-                torch.cat([part[f"prompt_{kind}"], part[f"completion_{kind}"]], 1)
-                for kind in ("ids", "mask")
-            )
+            ids, mask = _whole(part)
             with torch.no_grad():
                 old, _, _ = trainer._get_per_token_logps_and_entropies(
                     model, ids, mask, part["completion_ids"].size(1)
@@ -256,10 +249,7 @@ def hugging_face(folder: Path, samples: Sequence[TrainSample], size: str) -> Ste
     optimizer = _optimizer(model)
 
     def logprobs(part: dict[str, torch.Tensor]) -> torch.Tensor:
-        ids, mask = (
-            torch.cat([part[f"prompt_{kind}"], part[f"completion_{kind}"]], 1)
-            for kind in ("ids", "mask")
-        )
+        ids, mask = _whole(part)
         length = part["completion_ids"].size(1)
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
             logits = (
