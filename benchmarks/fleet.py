@@ -7,7 +7,7 @@ tiny model has one engine that belongs to it and a fleet of five: two that were 
 drained, preempted by a job of a higher partition, killed (server, agent, node) and added, in random
 order at random instants, also while they start; and the run itself is preempted now and then. Then
 it must have the weights and the metrics of a run whose fleet was left alone, each prompt exactly
-once, and no group finished twice. Answers come from ``benchmarks/fleet_answers.py``.
+once, and no group finished twice. Answers come from ``benchmarks/crash_answers.py``.
 
 --write puts the tables into docs/benchmarks.md, section "Fleet".
 """

@@ -23,15 +23,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.driver_parts import LagSampler, canned_engines, cost_of
 from benchmarks.page import machine, make_parser, show, table
-from benchmarks.rollout_parts import KEY, TINY, serving
+from benchmarks.rollout_parts import KEY, TINY, Forced, serving
 from rlpost.agents.gateway import Gateway, OpenEpisode
-from rlpost.rollout.answer import Answer
 from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
@@ -69,26 +68,6 @@ class Measured:
     loop_s: float
     all_s: float
     lag_s: float
-
-
-class Fixed(Connection):
-    """A connection whose answers have a fixed length."""
-
-    def __init__(self, router: RouterAddress, length: int) -> None:
-        super().__init__(router)
-        self._length = length
-
-    async def generate(
-        self,
-        what: str,
-        input_ids: Sequence[int],
-        sampling_params: Mapping[str, object],
-        *,
-        labels: Mapping[str, str] | None = None,
-    ) -> Answer:
-        """See ``Connection``."""
-        fixed = {**sampling_params, "max_new_tokens": self._length, "ignore_eos": True}
-        return await super().generate(what, input_ids, fixed, labels=labels)
 
 
 async def direct(connection: Connection, load: Load, gateway: Gateway) -> int:
@@ -162,7 +141,7 @@ async def rounds_of(
             directly.append(await measured(direct(connection, load, gateway)))
 
         for number in range(num_rounds + 1):
-            async with Fixed(router, load.length) as connection:
+            async with Forced(router, lambda what, input_ids: load.length) as connection:
                 if number % 2 == 0:
                     await measure_direct(connection)
                 episodes = [

@@ -120,7 +120,7 @@ async def measure_clients(
     """Tokens/s of every round, by client."""
     plain, streaming = TheirClient(served, streams=False), TheirClient(served, streams=True)
     found: dict[str, list[float]] = {"rlpost": [], "SGLang's": [], "SGLang's, streaming": []}
-    async with Forced(served.router, EVEN) as connection:
+    async with Forced(served.router, EVEN.remaining) as connection:
         for number in range(rounds + 1):
             first = number * num_groups
             speeds = {
@@ -156,7 +156,7 @@ async def collect_steps(
     def wanted(group: SampleGroup) -> bool:
         return keeps_surplus or buffer.num_finished < rules.batch_size
 
-    async with Forced(served.router, LONG_TAIL) as connection:
+    async with Forced(served.router, LONG_TAIL.remaining) as connection:
         choices = Choices(wanted=wanted)
         collector = Collector(
             buffer,

@@ -137,7 +137,7 @@ async def measure_modes(
     weights = {name: tensor for name, tensor in load_file(TINY / "model.safetensors").items()}
     mover = other_movers(Trainer(weights, 2**20), TINY, files)["memory"]
 
-    async with Forced(served.router, lengths) as connection:
+    async with Forced(served.router, lengths.remaining) as connection:
 
         async def lines(mode: str, train_s: float) -> list[dict[str, float]]:
             # as ``ClusterStages.sync``

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +87,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Log-normal with this median, in tokens, and sigma; cut at ``most``. Sigma 0: all alike."""
+    """Log-normal lengths of this median, in tokens, and sigma, at most ``most``. Sigma 0: all equal."""
 
     median: int
     sigma: float
@@ -98,27 +98,32 @@ class Lengths:
         drawn = random.Random(f"{prompt_id} {index}").lognormvariate(0.0, self.sigma)
         return max(1, min(self.most, round(self.median * drawn)))
 
-
-class Forced(Connection):
-    """A connection whose answers end at their forced lengths and nowhere else, however often they
-    are cut off.
-    """
-
-    def __init__(self, router: RouterAddress, lengths: Lengths) -> None:
-        super().__init__(router)
-        self._lengths = lengths
-
-    async def generate(
-        self, what: str, input_ids: Sequence[int], sampling_params: Mapping[str, object]
-    ) -> Answer:
-        """See ``Connection``; ``what`` says which answer it is."""
+    def remaining(self, what: str, input_ids: Sequence[int]) -> int:
+        """Tokens that an answer still lacks; ``what`` names its prompt and index."""
         prompt_id, index = map(int, re.findall(r"\d+", what))
         written = len(input_ids) - len(make_prompt(prompt_id).token_ids)
-        left = self._lengths.of(prompt_id, index) - written
-        forced = {
-            **sampling_params,
-            "max_new_tokens": left,
-            "ignore_eos": True,
-            "stop_token_ids": None,
-        }
-        return await super().generate(what, input_ids, forced)
+        return self.of(prompt_id, index) - written
+
+
+class Forced(Connection):
+    """A connection that prescribes the length of each answer, also after aborts."""
+
+    def __init__(
+        self, router: RouterAddress, remaining: Callable[[str, Sequence[int]], int]
+    ) -> None:
+        """``remaining``: tokens to generate, by a request's name and its token ids."""
+        super().__init__(router)
+        self._remaining = remaining
+
+    async def generate(
+        self,
+        what: str,
+        input_ids: Sequence[int],
+        sampling_params: Mapping[str, object],
+        *,
+        labels: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """See ``Connection``."""
+        length = self._remaining(what, input_ids)
+        forced = {"max_new_tokens": length, "ignore_eos": True, "stop_token_ids": None}
+        return await super().generate(what, input_ids, {**sampling_params, **forced}, labels=labels)
