@@ -7,8 +7,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import statistics
-import subprocess
-import sys
 import time
 import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -19,6 +17,7 @@ from typing import TypeVar
 
 import ray
 
+from benchmarks.canned_engine import LARGEST_ID, started
 from rlpost.orchestration.placement import Slot
 from rlpost.orchestration.workers import WorkerGroup
 from rlpost.types import StepResult
@@ -32,34 +31,13 @@ HEALTHY = {"train/ppo_kl": 0.0, "train/grad_norm": 1.0, "train/rollout_logprob_a
 
 @contextmanager
 def canned_engines(
-    length: int, *, delay: tuple[float, float] = (0.0, 0.0), largest_id: int | None = None
+    length: int, *, delay: tuple[float, float] = (0.0, 0.0), largest_id: int = LARGEST_ID
 ) -> Iterator[str]:
-    """NUM_ENGINES processes behind one address; the URL."""
+    """Run NUM_ENGINES processes behind one address; yield its URL."""
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.canned_engine",
-        "--port",
-        str(port),
-        "--length",
-        str(length),
-    ]
-    command += ["--delay", *map(str, delay)]
-    command += ["--largest-id", str(largest_id)] if largest_id else []
-    processes = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(NUM_ENGINES)
-    ]
-    try:
-        for process in processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n", "a canned engine did not start"
+    words = ["--port", port, "--length", length, "--delay", *delay, "--largest-id", largest_id]
+    with started("benchmarks.canned_engine", *words, num_processes=NUM_ENGINES):
         yield f"http://127.0.0.1:{port}"
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 @dataclass(frozen=True)

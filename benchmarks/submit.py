@@ -21,17 +21,22 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.page import make_parser, show
+from benchmarks.page import make_parser, show, table
 from tests.cluster.lab import Lab
 from tests.unit.cli.projects import make_project
 
 REPOSITORY = Path(__file__).parents[1]
 SIZES = (2, 16, 64)
 HEADING = "## Submission"
+COUNTED = (
+    *("sbatch (bare)", "rlpost submit --dry-run", "rlpost submit", "rlpost status"),
+    "rlpost list",
+)
+"""Commands whose requests to the controller are counted."""
 
 
 class Site:
-    """A login node in front of a cluster of 64 nodes of which none runs anything."""
+    """A login node of an idle cluster of 64 nodes."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
@@ -105,36 +110,27 @@ def measure(site: Site, repeat: int) -> list[str]:
     for round_number in range(repeat + 1):
         for name, argv in site.commands(2).items():
             both = site.run(argv)
-            if round_number:  # the first fills the caches of the file system
+            if round_number:  # the first round fills the caches of the file system
                 times.setdefault(name, []).append(both)
-    lines = ["| command | median s | least | most | processor s |", "|---|---|---|---|---|"]
+    rows = []
     for name, seen in times.items():
         walls, processor = zip(*seen, strict=True)
         cells = (statistics.median(walls), min(walls), max(walls), statistics.median(processor))
-        lines.append(f"| `{name}` | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |")
-    return lines
+        rows.append([f"`{name}`", *(f"{cell:.2f}" for cell in cells)])
+    return table(["command", "median s", "least", "most", "processor s"], rows)
 
 
 def count(site: Site) -> list[str]:
     """The table of requests."""
-    lines = [
-        f"| command | {' | '.join(f'{nodes} nodes' for nodes in SIZES)} |",
-        "|---|" + "---|" * len(SIZES),
-    ]
-    for name in (
-        "sbatch (bare)",
-        "rlpost submit --dry-run",
-        "rlpost submit",
-        "rlpost status",
-        "rlpost list",
-    ):
+    rows = []
+    for name in COUNTED:
         cells = []
         for nodes in SIZES:
             found = site.requests(site.commands(nodes)[name])
             kinds = ", ".join(kind.removeprefix("REQUEST_").lower() for kind in sorted(found))
             cells.append(f"{sum(found.values())} ({kinds})" if found else "0")
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return lines
+        rows.append([f"`{name}`", *cells])
+    return table(["command", *(f"{nodes} nodes" for nodes in SIZES)], rows)
 
 
 def main() -> int:
@@ -143,7 +139,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=7, help="rounds (default: 7)")
     options = parser.parse_args()
     lab = Lab(max(SIZES))
-    # the controller knows all; for jobs that only wait one has to be there
+    # The controller knows all nodes; jobs that only wait need no more than one that runs.
     lab.nodes = lab.nodes[:1]
     with lab:
         site = Site(lab)
