@@ -54,10 +54,12 @@ def measure(programs: Path, project: Path, repeat: int) -> list[Sequence[str]]:
             started_at = time.perf_counter()
             subprocess.run(command, cwd=project, check=True, stdout=subprocess.DEVNULL)
             times[name].append(time.perf_counter() - started_at)
-    return [
-        (f"`{name}`", *(f"{figure(seen[1:]):.3f}" for figure in (statistics.median, min, max)))
-        for name, seen in times.items()
-    ]
+    rows = []
+    for name, seen in times.items():
+        counted = seen[1:]
+        figures = (statistics.median(counted), min(counted), max(counted))
+        rows.append((f"`{name}`", *(f"{figure:.3f}" for figure in figures)))
+    return rows
 
 
 def main() -> int:

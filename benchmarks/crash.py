@@ -220,11 +220,12 @@ def repeated(finished: Sequence[tuple[int, float]], killed_at: Sequence[float] =
     def may_be_lost(at: float) -> bool:
         return any(abs(kill - at) <= QUEUED_S for kill in killed_at)
 
-    return sorted(
-        prompt
-        for prompt, times in by_prompt.items()
-        if not all(may_be_lost(at) for at in sorted(times)[:-1])
-    )
+    found = []
+    for prompt, times in by_prompt.items():
+        earlier = sorted(times)[:-1]
+        if not all(map(may_be_lost, earlier)):
+            found.append(prompt)
+    return sorted(found)
 
 
 def differences(

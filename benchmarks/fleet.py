@@ -22,6 +22,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from benchmarks.crash import differences, finish
 from benchmarks.crashed_run import wait_for
@@ -109,7 +110,7 @@ def disturb(
     kinds: list[str] = []
     while sum(fleet.events.values()) < num_events and not fleet.run.is_done:
         if not kinds:
-            kinds = [kind for kind, times in KINDS.items() for _ in range(times)]
+            kinds = list(Counter(KINDS).elements())
             rng.shuffle(kinds)
         time.sleep(rng.uniform(0.0, longest_wait_s))
         in_start = rng.random() < SHARE_IN_START
@@ -158,7 +159,8 @@ class Pace:
 
 
 def answers_by_second(run: FleetRun, engines: Sequence[str]) -> Counter[int]:
-    return Counter(int(at) for engine in engines for at in run.answers_at(engine))
+    answers = chain.from_iterable(map(run.answers_at, engines))
+    return Counter(map(int, answers))
 
 
 def seconds_of(admitted: Seconds, engines: Sequence[str]) -> dict[int, float]:
@@ -230,7 +232,7 @@ def main() -> int:
         run = BusyRun(lab, "touched", num_steps, pace=LENGTH)
         rng = random.Random(options.seed)
         fleet, watch = disturbed(run, options.events, rng, options.longest_wait)
-        until = max(second for one in watch.admitted.values() for second in one)
+        until = max(chain.from_iterable(watch.admitted.values()))
         wrong = left_over(fleet)
         static = BusyRun(lab, "static", num_steps, pace=LENGTH)
         wait_for(static, "the first attempt", lambda: static.is_ready)

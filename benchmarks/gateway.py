@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,9 +94,11 @@ async def through_gateway(episodes: list[OpenEpisode], harness: asyncio.subproce
     assert harness.stdout is not None
     harness.stdin.write(b"go\n")
     num_tokens = int(await harness.stdout.readline())
-    trained = sum(each.loss_mask.total() for one in episodes for each in one.trajectories())
-    assert trained == num_tokens, (trained, num_tokens)
-    assert all(len(episode.trajectories()) == 1 for episode in episodes)
+    num_trained = 0
+    for episode in episodes:
+        (trajectory,) = episode.trajectories()
+        num_trained += trajectory.loss_mask.total()
+    assert num_trained == num_tokens, (num_trained, num_tokens)
     return num_tokens
 
 
@@ -173,16 +175,22 @@ async def measure(load: Load, num_rounds: int) -> list[str]:
         by_gateway.tokens_per_s / directly.tokens_per_s
         for directly, by_gateway in zip(*found, strict=True)
     ]
-    speeds = [statistics.median(one.tokens_per_s for one in each) for each in found]
     return [
         load.name,
         f"{load.conversations} x {load.turns} x {load.length}",
-        *(f"{speed:,.0f}" for speed in speeds),
+        *_medians(found, lambda one: one.tokens_per_s, ",.0f"),
         f"{_loss(statistics.median(ratios))} ({_loss(max(ratios))} to {_loss(min(ratios))})",
-        *(f"{statistics.median(one.loop_s for one in each):.2f}" for each in found),
-        *(f"{statistics.median(one.all_s for one in each):.2f}" for each in found),
-        *(f"{1000 * statistics.median(one.lag_s for one in each):.0f}" for each in found),
+        *_medians(found, lambda one: one.loop_s, ".2f"),
+        *_medians(found, lambda one: one.all_s, ".2f"),
+        *_medians(found, lambda one: 1000 * one.lag_s, ".0f"),
     ]
+
+
+def _medians(
+    found: Iterable[Iterable[Measured]], figure: Callable[[Measured], float], form: str
+) -> list[str]:
+    """Cells of direct generation and of the gateway."""
+    return [format(statistics.median(map(figure, rounds)), form) for rounds in found]
 
 
 def _loss(ratio: float) -> str:

@@ -22,6 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 from benchmarks.page import machine, make_parser, show, table
@@ -110,7 +111,8 @@ class TheirClient:
             return length
 
         started = time.perf_counter()
-        asked = [ask(first + i, index) for i in range(num_groups) for index in range(SAMPLES)]
+        numbers = range(first, first + num_groups)
+        asked = [ask(number, index) for number, index in product(numbers, range(SAMPLES))]
         return sum(await asyncio.gather(*asked)) / (time.perf_counter() - started)
 
 
@@ -146,12 +148,8 @@ async def collect_steps(
     """Generate and "train" all steps; tokens trained, wasted and still held at the end, and
     seconds.
     """
-    buffer, wasted, trained, started = (
-        RolloutBuffer(rules, Backlog(), step=0),
-        0.0,
-        0,
-        time.perf_counter(),
-    )
+    buffer, started = RolloutBuffer(rules, Backlog(), step=0), time.perf_counter()
+    wasted, trained = 0.0, 0
 
     def wanted(group: SampleGroup) -> bool:
         return keeps_surplus or buffer.num_finished < rules.batch_size
@@ -192,70 +190,43 @@ async def measure_waste(
 
 def client_table(speeds: Mapping[str, Sequence[float]]) -> list[str]:
     """Ours beside theirs."""
-    middle = {name: statistics.median(values) for name, values in speeds.items()}
-    rows = [
-        [
-            name,
-            f"{middle[name]:.0f}",
-            f"{min(values):.0f} to {max(values):.0f}",
-            f"{statistics.median(a / b for a, b in zip(speeds['rlpost'], values, strict=True)):.3f}",
-        ]
-        for name, values in speeds.items()
-    ]
+    rows = []
+    for name, values in speeds.items():
+        ratios = [ours / other for ours, other in zip(speeds["rlpost"], values, strict=True)]
+        middle, ratio = statistics.median(values), statistics.median(ratios)
+        spread = f"{min(values):.0f} to {max(values):.0f}"
+        rows.append([name, f"{middle:.0f}", spread, f"{ratio:.3f}"])
     return table(["client", "tokens/s", "rounds", "rlpost / this (goal: 0.95)"], rows)
 
 
 def waste_table(found: Mapping[str, Sequence[Mapping[str, float]]], steps: int) -> list[str]:
     """Shares of what was generated."""
     rows = []
-    for name, each in found.items():
-        trained, wasted, held, seconds = (
-            statistics.median(one[key] for one in each) for key in each[0]
-        )
-        made = trained + wasted + held
-        rows.append(
-            [
-                name,
-                f"{trained:.0f}",
-                f"{wasted:.0f}",
-                f"{held:.0f}",
-                f"{wasted / made:.1%}",
-                f"{seconds / steps:.2f}",
-            ]
-        )
-    return table(
-        [
-            "kept of a rollout",
-            "trained",
-            "wasted",
-            "held at the end",
-            "wasted / generated",
-            "s a step",
-        ],
-        rows,
-    )
+    for name, rounds in found.items():
+
+        def median(key: str, rounds: Sequence[Mapping[str, float]] = rounds) -> float:
+            return statistics.median(one[key] for one in rounds)
+
+        tokens = [median("trained"), median("wasted"), median("held")]
+        wasted, step_s = tokens[1] / sum(tokens), median("seconds") / steps
+        rows.append([name, *(f"{one:.0f}" for one in tokens), f"{wasted:.1%}", f"{step_s:.2f}"])
+    header = ("kept of a rollout", "trained", "wasted", "held at the end")
+    return table([*header, "wasted / generated", "s a step"], rows)
 
 
 def mode_table(times: LoopTimes) -> list[str]:
     """Steps of each mode beside the longer of the two halves."""
     bound = max(times.generate_s, times.train_s)
-    rows = [
-        [
-            mode,
-            f"{(middle := statistics.median(times.step_s[mode])):.2f}",
-            f"{middle / bound:.2f}",
-            f"{statistics.median(times.sync_s[mode]):.3f}",
-        ]
-        for mode in MODES
-    ]
+    rows = []
+    for mode in MODES:
+        step_s, sync_s = (
+            statistics.median(times.step_s[mode]),
+            statistics.median(times.sync_s[mode]),
+        )
+        rows.append([mode, f"{step_s:.2f}", f"{step_s / bound:.2f}", f"{sync_s:.3f}"])
     head = f"generate {times.generate_s:.2f} s (sync), train {times.train_s:.2f} s; the longer is {bound:.2f} s:"
-    return [
-        head,
-        "",
-        *table(
-            ["mode", "s a step", "of the longer (goal of async: 1.10)", "weight update s"], rows
-        ),
-    ]
+    header = ["mode", "s a step", "of the longer (goal of async: 1.10)", "weight update s"]
+    return [head, "", *table(header, rows)]
 
 
 async def run(options: argparse.Namespace, folder: Path) -> list[str]:

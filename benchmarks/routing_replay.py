@@ -158,16 +158,11 @@ def rows(off: list[dict[str, float]], on: list[dict[str, float]]) -> list[list[s
     made = []
     for label, chosen in (("first step", slice(0, 1)), (f"mean of {len(off)} steps", slice(None))):
         for name, metrics in (("without", off), ("with", on)):
-            values = [
-                statistics.fmean(one[column] for one in metrics[chosen]) for column in COLUMNS
-            ]
-            made.append(
-                [
-                    label,
-                    name,
-                    *(f"{value:.2e}" if value < 0.1 else f"{value:.2f}" for value in values),
-                ]
-            )
+            cells = []
+            for column in COLUMNS:
+                value = statistics.fmean(one[column] for one in metrics[chosen])
+                cells.append(f"{value:.2e}" if value < 0.1 else f"{value:.2f}")
+            made.append([label, name, *cells])
     return made
 
 

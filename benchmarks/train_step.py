@@ -54,11 +54,7 @@ SIZES = {
     "large": ((2048, 24, 16, 8, 6144), 128, 16_384, 8),
 }
 # dense bfloat16, from NVIDIA's data sheets
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-}
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP_GRAD = 1e-6, (0.9, 0.999), 1e-8, 0.01, 1.0
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -88,10 +84,8 @@ def make_samples(count: int) -> list[TrainSample]:
     source = random.Random(2)
     samples = []
     for _ in range(count):
-        prompt, response = (
-            source.randint(20, 120),
-            min(1000, max(8, int(source.lognormvariate(4.8, 0.8)))),
-        )
+        prompt = source.randint(20, 120)
+        response = min(1000, max(8, int(source.lognormvariate(4.8, 0.8))))
         samples.append(
             TrainSample(
                 token_ids=tuple(source.randrange(3, VOCAB_SIZE) for _ in range(prompt + response)),
@@ -111,8 +105,9 @@ def ours(folder: Path, samples: Sequence[TrainSample], size: str) -> Iterator[St
     (micro_batches,) = schedule(
         lengths, data_parallel_size=1, max_tokens=SIZES[size][2], micro_batch_size=1, work=lengths
     )
+    chosen = [tuple(samples[index] for index in one) for one in micro_batches]
     batch = TrainBatch(
-        micro_batches=tuple(tuple(samples[i] for i in one) for one in micro_batches),
+        micro_batches=tuple(chosen),
         num_samples=len(samples),
         num_tokens=sum(sample.response_length for sample in samples),
     )
@@ -214,10 +209,9 @@ def trl(folder: Path, samples: Sequence[TrainSample], size: str) -> Step:
     )
     trainer.current_gradient_accumulation_steps = len(samples) // rows
     whole = padded(samples)  # TRL pads a generation batch and cuts it into micro-batches afterwards
-    parts = [
-        {key: value[start : start + rows] for key, value in whole.items()}
-        for start in range(0, len(samples), rows)
-    ]
+    parts = []
+    for start in range(0, len(samples), rows):
+        parts.append({key: value[start : start + rows] for key, value in whole.items()})
     model = trainer.model.to(DEVICE).train()
     optimizer = _optimizer(model)
 
@@ -356,24 +350,10 @@ def report(
     for name, each in seconds.items():
         median = statistics.median(each)
         share = [f"{100 * flops / median / peak:.1f} %"] if peak else []
-        rows.append(
-            [
-                name,
-                f"{tokens / median:.0f}",
-                f"{median:.2f}",
-                f"{min(each):.2f}",
-                f"{median / ours_s:.2f}",
-                *share,
-            ]
-        )
-    header = [
-        "step of",
-        "tokens/s",
-        "median s",
-        "least s",
-        "time, rlpost = 1",
-        *(["of peak"] if peak else []),
-    ]
+        cells = [name, f"{tokens / median:.0f}", f"{median:.2f}", f"{min(each):.2f}"]
+        rows.append([*cells, f"{median / ours_s:.2f}", *share])
+    header = ["step of", "tokens/s", "median s", "least s", "time, rlpost = 1"]
+    header += ["of peak"] if peak else []
     return [
         "Log-probs of the old policy, forward, backward, clipping and AdamW on one random Qwen3 of",
         f"{num_parameters / 1e6:.1f} million parameters and {len(samples)} samples of {min(lengths)} to {max(lengths)}",

@@ -114,21 +114,17 @@ class Trainer:
     def __init__(self, weights: dict[str, torch.Tensor], bucket_bytes: int) -> None:
         self.weights = weights
         parts: list[list[str]] = []
-        room = 0
+        remaining = 0
         for name, tensor in weights.items():
-            if not parts or tensor.nbytes > room:
+            if not parts or tensor.nbytes > remaining:
                 parts.append([])
-                room = bucket_bytes
+                remaining = bucket_bytes
             parts[-1].append(name)
-            room -= tensor.nbytes
-        self.buckets = [
-            Bucket(
-                tuple(part),
-                tuple(tuple(weights[n].shape) for n in part),
-                (name_of(DTYPE),) * len(part),
-            )
-            for part in parts
-        ]
+            remaining -= tensor.nbytes
+        self.buckets = []
+        for part in parts:
+            shapes = [tuple(weights[name].shape) for name in part]
+            self.buckets.append(Bucket(tuple(part), tuple(shapes), (name_of(DTYPE),) * len(part)))
 
     @property
     def num_bytes(self) -> int:
@@ -399,12 +395,13 @@ def where_it_goes(seconds: Mapping[str, Seconds], own: tuple[float, float] | Non
         ]
     rows = []
     for medium, (updates, _, requests) in seconds.items():
-        moving = [
-            sum(spent for path, spent in one.items() if "update_weights" in path)
-            for one in requests
-        ]
-        around = [sum(one.values()) - moved for one, moved in zip(requests, moving, strict=True)]
-        rest = [whole - sum(one.values()) for whole, one in zip(updates, requests, strict=True)]
+        moving, around, rest = [], [], []
+        for update_s, by_path in zip(updates, requests, strict=True):
+            moved = sum(spent for path, spent in by_path.items() if "update_weights" in path)
+            asked = sum(by_path.values())
+            moving.append(moved)
+            around.append(asked - moved)
+            rest.append(update_s - asked)
         middle = (statistics.median(values) for values in (moving, around, rest))
         rows.append([medium, *(f"{value:.3f}" for value in middle)])
     return [*lines, "", *table(["mover", "weights", "around", "ours"], rows)]

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rlpost.cli.convert_job import CONVERSION_NODES, CONVERTED, TIME, conversion_spec
 from rlpost.cli.job import job_spec
+from rlpost.config.flags import flag
 from rlpost.config.late_flags import refusing_script
 from rlpost.config.load import SITE, files_of, load, read_toml
 from rlpost.config.tree import Config
@@ -42,11 +43,8 @@ def rendered(name: str) -> str:
         files_of(PROJECT / recipe, {"cluster": profile}), {"cluster": dict(overrides)}
     ).config
     flags = ["--cluster", profile] if profile else []
-    flags += [
-        word
-        for key, value in overrides.items()
-        for word in ("--" + key.replace("_", "-"), str(value))
-    ]
+    for key, value in overrides.items():
+        flags += [flag(key), str(value)]
     return render_sbatch(for_any_home(job_spec(config, driver_args=(recipe, *flags)), config))
 
 
