@@ -6,10 +6,10 @@
 One actor rank in this process, a random Qwen3, Adam with its moments, float32; the commit protocol
 of a run with its checksums and fsyncs. Rounds are interleaved: a plain write of the same bytes to
 as many files by as many threads, with fsync; a synchronous save; background saves through a buffer
-for the whole state and through a bounded one. "blocking" is the time that a save takes from
-training if the next optimizer step starts after the state has been copied; "if a step comes at
-once" adds the wait of a step that starts immediately. Memory is the peak of the process above its
-size before the first save with that buffer. A resume finds the newest checkpoint, verifies its
+for the whole state and through a bounded one. "blocking" is the time for which training waits if
+the next optimizer step starts after the state has been copied; "if a step comes at once" adds the
+wait of a step that starts immediately. Memory is the peak of the process above its size before the
+first save with that buffer. A resume finds the newest checkpoint, verifies its
 checksums and loads it. --folder selects the file system.
 """
 
@@ -65,7 +65,7 @@ def make_model(folder: Path, size: str) -> int:
 
 
 def started(folder: Path, *, buffer_gb: float) -> Actor:
-    """An actor after one step, so that Adam has moments."""
+    """Return an actor after one step, so that Adam has moments."""
     settings = ActorSettings(
         str(folder), actor_num_threads=os.cpu_count() or 1, save_buffer_gb=buffer_gb
     )
@@ -76,9 +76,7 @@ def started(folder: Path, *, buffer_gb: float) -> Actor:
 
 
 class PeakMemory:
-    """Context manager: peak memory of the process within the block, above its size before
-    (``num_bytes``).
-    """
+    """Context manager that measures ``num_bytes``: the peak of the process above its size before."""
 
     def __enter__(self) -> PeakMemory:
         self._before = self._peak = device.memory_in_use()
@@ -118,9 +116,7 @@ def plain_write(folder: Path, num_bytes: int) -> float:
 
 
 class Measured:
-    """Saves of one actor, and what they took: seconds of each kind, bytes of memory, bytes of a
-    checkpoint.
-    """
+    """Saves and resumes of one actor, with their seconds by kind, memory, and bytes of a checkpoint."""
 
     def __init__(self, actor: Actor, folder: Path) -> None:
         self.seconds: Seconds = defaultdict(list)
@@ -186,7 +182,7 @@ class Measured:
 async def measure(
     actor: Actor, folder: Path, *, rounds: int, buffer_gb: float, whole_gb: float
 ) -> Measured:
-    """All kinds in each round, one after the other."""
+    """Measure all kinds of saves in each round, one after another."""
     measured = Measured(actor, folder)
     for _ in range(rounds):
         for kind, size in (("bounded buffer", buffer_gb), ("buffer of the whole state", whole_gb)):
@@ -252,8 +248,8 @@ def main() -> int:
         f"{found.num_bytes / 1e9:.2f} GB a checkpoint,",
         f"{options.rounds} interleaved rounds. Through a buffer of {options.buffer_gb:g} GB a save in the background",
         f"held {bounded:.2f} GB more than before it, through one of the whole state {whole:.2f} GB; it took",
-        f"{longer:.2f} times as long in all (goal: {LONGER_GOAL}), and training stood still for {100 * share:.1f} %",
-        f"of a save that is waited for (goal: {100 * GOAL:.0f} %). A resume held",
+        f"{longer:.2f} times as long in all (goal: {LONGER_GOAL}), and training waited for {100 * share:.1f} % of the",
+        f"time of a synchronous save (goal: {100 * GOAL:.0f} %). A resume held",
         f"{found.memory['resume'] / 1e9:.2f} GB more than before it. torch {torch.__version__},",
         f"{where}:",
         "",

@@ -1,4 +1,4 @@
-"""The gateway beside direct generation: tokens/s, lag of the driver's loop, processor time.
+"""The gateway compared with direct generation: tokens/s, lag of the driver's loop, processor time.
 
     python -m benchmarks.gateway [--rounds 3] [--only stubs] [--write]
 
@@ -6,8 +6,8 @@ The same conversations are generated twice, with the same tokens from the engine
 function that holds the tokens itself and adds user messages to them (as custom generate functions
 do), and by harnesses in another process that send whole message lists to the gateway.
 
-1. Stub engines that answer after 4 to 6 s, as at 100 tokens/s for each answer: what a run notices.
-2. Stub engines that answer at once: what a token costs the driver's process at most.
+1. Stub engines that answer after 4 to 6 s, as at 100 tokens/s for each answer: the effect on a run.
+2. Stub engines that answer at once: an upper bound of the driver's cost for a token.
 3. The tiny model on one real SGLang server.
 
 Each round measures both, and which is first alternates. The overhead is the median of the
@@ -43,7 +43,7 @@ LAST_ID = 50  # ordinary tokens of the tiny model
 
 @dataclass(frozen=True)
 class Load:
-    """Conversations at once, and the tokens of each answer."""
+    """Concurrent conversations, their turns, and the tokens of each answer."""
 
     name: str
     conversations: int
@@ -62,7 +62,7 @@ LOADS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one round: tokens/s, processor seconds per million tokens, the loop's worst lag in s."""
+    """One round: tokens/s, processor seconds per million tokens, the loop's longest lag in s."""
 
     tokens_per_s: float
     loop_s: float
@@ -89,7 +89,7 @@ async def direct(connection: Connection, load: Load, gateway: Gateway) -> int:
 
 
 async def through_gateway(episodes: list[OpenEpisode], harness: asyncio.subprocess.Process) -> int:
-    """Let the harnesses talk."""
+    """Run the harnesses; return the number of sampled tokens, all of which must be trained."""
     assert harness.stdin is not None
     assert harness.stdout is not None
     harness.stdin.write(b"go\n")
@@ -103,7 +103,7 @@ async def through_gateway(episodes: list[OpenEpisode], harness: asyncio.subproce
 
 
 async def started_harness(load: Load, episodes: list[OpenEpisode]) -> asyncio.subprocess.Process:
-    """Start the process of the harnesses, up to its first request."""
+    """Start the process of the harnesses, and wait until it is ready for its first request."""
     pipe = asyncio.subprocess.PIPE
     command = [sys.executable, "-m", "benchmarks.gateway_harness"]
     harness = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
@@ -120,7 +120,7 @@ async def started_harness(load: Load, episodes: list[OpenEpisode]) -> asyncio.su
 
 
 async def measured(work: Awaitable[int]) -> Measured:
-    """Time the generation of tokens."""
+    """Measure ``work``, which returns a number of tokens."""
     sampler, started = LagSampler(), time.perf_counter()
     num_tokens, cost = await cost_of(sampler.during(work))
     seconds = time.perf_counter() - started
@@ -161,7 +161,7 @@ async def rounds_of(
 
 
 async def measure(load: Load, num_rounds: int) -> list[str]:
-    """Return a row of the table."""
+    """Measure one load; return its row of the table."""
     num_rounds *= load.rounds
     if load.delay is None:
         with tempfile.TemporaryDirectory() as folder:
@@ -218,7 +218,7 @@ def main() -> int:
     ]
     lines = [
         f"`python -m benchmarks.gateway --write`; {where}; medians of {options.rounds} rounds, of SGLang "
-        f"{3 * options.rounds}. The harnesses are a process of their own and send whole message lists.",
+        f"{3 * options.rounds}. The harnesses run in a separate process and send whole message lists.",
         "",
         *table(header, rows),
     ]

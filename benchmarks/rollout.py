@@ -1,15 +1,14 @@
-"""The rollout on a real SGLang server: speed of the client, wasted tokens, and time of a step by
-rollout mode.
+"""The rollout on a real SGLang server: speed of the client, wasted tokens, and time of each mode.
 
     python -m benchmarks.rollout [--rounds 3] [--write]
 
 1. Tokens/s of rlpost's client (groups, grading, router) beside SGLang's own benchmark client
    (``sglang.benchmark.serving``), which asks the same server directly for the same answers.
-2. Tokens that are generated and never trained, under a long-tailed distribution of lengths: with
-   and without keeping surplus groups, with and without partial answers.
-3. Wall time a step of the three modes. Engine, router, weight update and loop are real; the trainer
-   only waits, as long as generating takes, since a trainer on separate GPUs takes nothing from
-   the engine, and here both would share two cores.
+2. Tokens that are generated and never trained, with a long-tailed distribution of lengths: with and
+   without keeping surplus groups and partial answers.
+3. Wall time of a step in the three modes. Engine, router, weight update and loop are real. The
+   trainer only waits, for as long as generation takes: on separate GPUs it would not slow down the
+   engine, but here both share two cores.
 
 Rounds are interleaved and the median counts. --write puts the tables into docs/benchmarks.md.
 """
@@ -42,7 +41,7 @@ SAMPLING = SamplingParams(max_new_tokens=LONG_TAIL.most)
 
 
 def writer_over(connection: Forced) -> GroupWriter:
-    """Groups whose reward costs next to nothing."""
+    """Return a writer of groups whose reward costs almost nothing."""
     return GroupWriter(
         connection,
         SAMPLING,
@@ -52,7 +51,7 @@ def writer_over(connection: Forced) -> GroupWriter:
 
 
 async def client_round(connection: Forced, first: int, num_groups: int) -> float:
-    """Tokens/s of our client for these groups, all asked for at once."""
+    """Return the tokens/s of rlpost's client for these groups, all requested at once."""
     writer, started = writer_over(connection), time.perf_counter()
     groups = await asyncio.gather(
         *(writer.write(Unfinished(make_prompt(first + i))) for i in range(num_groups))
@@ -63,9 +62,7 @@ async def client_round(connection: Forced, first: int, num_groups: int) -> float
 
 
 class TheirClient:
-    """The request function of SGLang's benchmark, with its bound on concurrency; ``streams``: its
-    default.
-    """
+    """SGLang's benchmark client, with its bound on concurrency; it streams by default."""
 
     def __init__(self, served: Served, *, streams: bool) -> None:
         from rlpost.rollout.server import use_stand_ins
@@ -77,7 +74,7 @@ class TheirClient:
         self._key, self._concurrency = served.router.api_key, served.router.concurrency
 
     async def round(self, lengths: Lengths, first: int, num_groups: int) -> float:
-        """Tokens/s."""
+        """Return the tokens/s of a round."""
         settings = {
             "temperature": 1.0,
             "top_p": 1.0,
@@ -119,7 +116,7 @@ class TheirClient:
 async def measure_clients(
     served: Served, *, rounds: int, num_groups: int
 ) -> dict[str, list[float]]:
-    """Tokens/s of every round, by client."""
+    """Return the tokens/s of every round, by client."""
     plain, streaming = TheirClient(served, streams=False), TheirClient(served, streams=True)
     found: dict[str, list[float]] = {"rlpost": [], "SGLang's": [], "SGLang's, streaming": []}
     async with Forced(served.router, EVEN.remaining) as connection:
@@ -130,7 +127,7 @@ async def measure_clients(
                 "SGLang's": await plain.round(EVEN, first + 10_000, num_groups),
                 "SGLang's, streaming": await streaming.round(EVEN, first + 20_000, num_groups),
             }
-            for name, speed in speeds.items() if number else ():  # the first warms everything
+            for name, speed in speeds.items() if number else ():  # the first round is a warm-up
                 found[name].append(speed)
     return found
 
@@ -145,9 +142,7 @@ KEEPING = {
 async def collect_steps(
     served: Served, rules: Rules, *, keeps_surplus: bool
 ) -> Mapping[str, float]:
-    """Generate and "train" all steps; tokens trained, wasted and still held at the end, and
-    seconds.
-    """
+    """Generate and "train" all steps; return tokens trained, wasted and held at the end, and seconds."""
     buffer, started = RolloutBuffer(rules, Backlog(), step=0), time.perf_counter()
     wasted, trained = 0.0, 0
 
@@ -179,7 +174,7 @@ async def collect_steps(
 async def measure_waste(
     served: Served, *, rounds: int, steps: int
 ) -> dict[str, list[Mapping[str, float]]]:
-    """What each way of keeping came to, each round."""
+    """Return the figures of each kind of keeping, for each round."""
     found: dict[str, list[Mapping[str, float]]] = {name: [] for name in KEEPING}
     for _ in range(rounds):
         for name, (keeps_surplus, keeps_partial) in KEEPING.items():
@@ -189,7 +184,7 @@ async def measure_waste(
 
 
 def client_table(speeds: Mapping[str, Sequence[float]]) -> list[str]:
-    """Ours beside theirs."""
+    """Return the table of clients."""
     rows = []
     for name, values in speeds.items():
         ratios = [ours / other for ours, other in zip(speeds["rlpost"], values, strict=True)]
@@ -200,7 +195,7 @@ def client_table(speeds: Mapping[str, Sequence[float]]) -> list[str]:
 
 
 def waste_table(found: Mapping[str, Sequence[Mapping[str, float]]], steps: int) -> list[str]:
-    """Shares of what was generated."""
+    """Return the table of generated tokens by their use."""
     rows = []
     for name, rounds in found.items():
 
@@ -215,7 +210,7 @@ def waste_table(found: Mapping[str, Sequence[Mapping[str, float]]], steps: int) 
 
 
 def mode_table(times: LoopTimes) -> list[str]:
-    """Steps of each mode beside the longer of the two halves."""
+    """Return the table of modes, whose bound is the longer of generation and training."""
     bound = max(times.generate_s, times.train_s)
     rows = []
     for mode in MODES:

@@ -1,9 +1,7 @@
-"""Shared parts of the rollout's benchmarks: an engine behind a router, prompts, and answers of
-prescribed length.
+"""Parts of the rollout's benchmarks: an engine behind a router, prompts, and prescribed lengths.
 
-A seed draws the lengths from a log-normal distribution, as those of reasoning models: most answers
-are short, and a few are very long. An answer's length depends on its prompt and index only, so that
-all methods have the same work.
+The lengths of answers are log-normal, like those of reasoning models: most are short, and a few are
+very long. A length depends on prompt and index only, so that all methods have the same work.
 """
 
 from __future__ import annotations
@@ -38,9 +36,7 @@ class Served:
 
 @asynccontextmanager
 async def serving(folder: Path, *, concurrency: int) -> AsyncIterator[Served]:
-    """The tiny model on one SGLang server that runs ``concurrency`` requests at a time, behind the
-    router.
-    """
+    """Serve the tiny model by one engine with ``concurrency`` requests at a time, and the router."""
     engine_port, router_port, metrics_port = free_ports(3)
     settings = {"max_running_requests": concurrency, "max_total_tokens": 512 * concurrency}
     engine = Engine(
@@ -62,7 +58,7 @@ async def serving(folder: Path, *, concurrency: int) -> AsyncIterator[Served]:
 
 
 def make_prompt(number: int) -> Prompt:
-    """8 to 16 random tokens."""
+    """Return a prompt of 8 to 16 random tokens."""
     draw = random.Random(number)
     return Prompt(
         number, "", tuple(draw.randint(FIRST_ID, LAST_ID) for _ in range(draw.randint(8, 16)))
@@ -70,18 +66,18 @@ def make_prompt(number: int) -> Prompt:
 
 
 class Prompts:
-    """An endless cursor over them."""
+    """An endless cursor over prompts."""
 
     def __init__(self) -> None:
         self.at = 0
 
     def take(self, n: int) -> list[Prompt]:
-        """The next ``n``."""
+        """Return the next ``n`` prompts."""
         self.at += n
         return [make_prompt(number) for number in range(self.at - n, self.at)]
 
     def state(self) -> Mapping[str, int]:
-        """Where it stands."""
+        """Return the position."""
         return {"offset": self.at}
 
 

@@ -1,11 +1,10 @@
-"""Cost of a submission: wall time of each command from a cold start, controller requests by size of
-the job.
+"""Cost of a submission: wall time of each command, and controller requests by size of the job.
 
     python -m benchmarks.submit [--repeat 7] [--write]
 
-On a real Slurm (the tests' lab, root needed) with its partition down, so that jobs are taken and
-wait: what is counted is the login node's alone. Every command is a new process; rounds are
-interleaved and the median shown. Requests are the controller's own count (``sdiag``). --write puts
+On a real Slurm (the tests' lab, root needed) whose partition is down, so that jobs are accepted and
+wait, and only the login node's work is measured. Every command is a new process; rounds are
+interleaved, and the median is shown. Requests are counted by the controller (``sdiag``). --write puts
 the tables into docs/benchmarks.md, section "Submission".
 """
 
@@ -45,7 +44,7 @@ class Site:
         lab.run("ctl", ["scontrol", "update", "PartitionName=batch", "State=DOWN"])
 
     def run(self, argv: Sequence[str]) -> tuple[float, float]:
-        """Seconds of one command: from its start to its end, and of processor time."""
+        """Return the wall time and the processor time of a command, in seconds."""
         environ = {"PYTHONPATH": str(REPOSITORY)}
         process = self.lab.popen(
             "ctl",

@@ -1,18 +1,17 @@
-"""Seconds of a weight update of a real engine, compared with a plain copy of the same bytes over
-the same medium.
+"""Seconds of a weight update of a real engine, compared with a plain copy over the same medium.
 
     python -m benchmarks.weight_sync [--size small large] [--repeat 5] [--write]
 
 One SGLang engine on this machine holds a random Qwen3; this process holds the same weights and
 brings them over by each mover: a broadcast (gloo), memory of this machine, files. The plain copy
 moves the same bytes once between two processes over the same medium and does nothing else: no
-requests, no names, no loading into a model. Of a small model what an update costs whatever its size
-weighs much, of a large one little. Rounds are interleaved; the median counts. --write puts the
+requests, no names, no loading into a model. The fixed cost of an update dominates for a small model
+and hardly matters for a large one. Rounds are interleaved; the median counts. --write puts the
 tables into docs/benchmarks.md.
 
 With CUDA the weights are bfloat16 on the first GPU, and so is the engine: it takes them from the
-trainer's memory (CUDA IPC) and from files. A broadcast (NCCL) needs a second GPU, on which another
-engine runs then.
+trainer's memory (CUDA IPC) and from files. A broadcast (NCCL) needs a second GPU, which then runs
+another engine.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model, and the largest bucket in which its weights travel."""
+    """Size of a model, and of the largest bucket of its weights."""
 
     hidden: int
     layers: int
@@ -75,9 +74,7 @@ SIZES = {"small": Size(512, 8, 64), "large": Size(1024, 16, 512)}
 
 
 def make_model(folder: Path, size: Size) -> dict[str, torch.Tensor]:
-    """A random Qwen3 in a Hugging Face folder with the tiny one's tokenizer; returns its weights,
-    on the device.
-    """
+    """Write a random Qwen3 with the tiny model's tokenizer; return its weights on the device."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from rlpost.cli.tiny_model import make_tokenizer
@@ -104,12 +101,12 @@ def make_model(folder: Path, size: Size) -> dict[str, torch.Tensor]:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As a bucket has it."""
+    """Return the name of a dtype as in a bucket."""
     return str(dtype).removeprefix("torch.")
 
 
 class Trainer:
-    """A trainer of one rank: weights in buckets, without gathering."""
+    """A trainer of one rank, with its weights in buckets; it needs no gathering."""
 
     def __init__(self, weights: dict[str, torch.Tensor], bucket_bytes: int) -> None:
         self.weights = weights
@@ -156,7 +153,7 @@ class Trainer:
 
 
 class TimedClient(EngineClient):
-    """Keeps how long each request took, by path."""
+    """Records the duration of each request, by path."""
 
     seconds: ClassVar[Counter[str]] = Counter()
 
@@ -172,7 +169,7 @@ class TimedClient(EngineClient):
 
 
 def timed(whole: WeightUpdate) -> WeightUpdate:
-    """The same with clients that keep time."""
+    """Return the update with clients that record durations."""
     whole.receivers = tuple(
         Receiver(one.address, TimedClient(one.client.url, one.client.api_key, one.client.timeout_s))
         for one in whole.receivers
@@ -181,8 +178,9 @@ def timed(whole: WeightUpdate) -> WeightUpdate:
 
 
 def servers_own(sizes: Sequence[Sequence[int]], answer: Connection) -> None:
-    """Seconds of what SGLang does with the buckets beside receiving them, called directly: memory
-    for the bucket, and the copy into the model.
+    """Send the seconds of SGLang's own work on buckets, called directly.
+
+    That is to allocate memory for each bucket, and to copy its tensors into the model.
     """
     from rlpost.rollout.server import keep_memory, use_stand_ins
 
@@ -225,7 +223,7 @@ def measure_servers_own(trainer: Trainer) -> tuple[float, float]:
 
 
 async def broadcast_mover(trainer: Trainer, whole: WeightUpdate) -> Mover:
-    """Joined with the engine."""
+    """Return a mover whose process group has been joined by the engine."""
     sender = Broadcast(trainer, gathers=True, is_source=True, backend=BACKEND, timeout_s=120)
 
     async def send(index: int) -> None:
@@ -242,7 +240,7 @@ async def broadcast_mover(trainer: Trainer, whole: WeightUpdate) -> Mover:
 
 
 def other_movers(trainer: Trainer, model: Path, folder: Path) -> dict[str, Mover]:
-    """Through memory and through files."""
+    """Return the movers through memory and through files."""
     from safetensors.torch import save_file
 
     sharing = Sharing(trainer)
@@ -251,7 +249,7 @@ def other_movers(trainer: Trainer, model: Path, folder: Path) -> dict[str, Mover
         return [await asyncio.to_thread(sharing.share, index)]
 
     async def write(version: int) -> list[str]:
-        # the version before; no file is written over, which is slower
+        # Remove the previous version: overwriting files is slower.
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         for file in model.glob("*.json"):
@@ -268,9 +266,7 @@ def other_movers(trainer: Trainer, model: Path, folder: Path) -> dict[str, Mover
 
 
 class Seconds(NamedTuple):
-    """Seconds of each round over one medium: of updates, of plain copies, and of the requests of
-    each update, by path.
-    """
+    """Seconds of each round over one medium: updates, plain copies, and requests by path."""
 
     updates: list[float]
     plain_copies: list[float]
@@ -280,7 +276,7 @@ class Seconds(NamedTuple):
 async def measure(
     trainer: Trainer, whole: WeightUpdate, movers: dict[str, Mover], copy: PlainCopy, repeat: int
 ) -> dict[str, Seconds]:
-    """Seconds of each round, by medium."""
+    """Return the seconds of each round, by medium."""
     seconds = {medium: Seconds([], [], []) for medium in movers}
     version = 0
 
@@ -326,7 +322,7 @@ class Place:
 
 
 def places(num_gpus: int) -> list[Place]:
-    """Where engines run, one after another. NCCL refuses two ranks on one GPU."""
+    """Return where engines run, one after another. NCCL refuses two ranks on one GPU."""
     if not num_gpus:
         return [Place(("broadcast", "memory", "disk"))]
     return [Place(("memory", "disk")), *([Place(("broadcast",), gpu=1)] if num_gpus > 1 else [])]
@@ -379,8 +375,9 @@ async def measure_at(
 
 
 def where_it_goes(seconds: Mapping[str, Seconds], own: tuple[float, float] | None) -> list[str]:
-    """Seconds of the requests that move weights, of those around them, and between requests;
-    ``own`` as ``servers_own`` measures it, None where it was not.
+    """Return the table of seconds in requests that move weights, in other requests, and between them.
+
+    ``own``: the result of ``servers_own``; None if it was not measured.
     """
     lines = ["Seconds of an update:"]
     if own is not None:
@@ -390,8 +387,8 @@ def where_it_goes(seconds: Mapping[str, Seconds], own: tuple[float, float] | Non
         lines = [
             "SGLang's own work on the same bytes, called directly in another process:",
             f"{making:.3f} s to make memory for each bucket that it receives over a group, {loading:.3f} s to copy",
-            "weights into the model. With both on top of the way itself a broadcast is expected at",
-            f"{with_both:.1f} x of a plain copy. Seconds of an update:",
+            "weights into the model. With both added to the transfer, a broadcast is expected to take",
+            f"{with_both:.1f} times as long as a plain copy. Seconds of an update:",
         ]
     rows = []
     for medium, (updates, _, requests) in seconds.items():
@@ -408,7 +405,7 @@ def where_it_goes(seconds: Mapping[str, Seconds], own: tuple[float, float] | Non
 
 
 def device_name() -> str:
-    """Of the trainer's device."""
+    """Return the name of the trainer's device."""
     return torch.cuda.get_device_name(DEVICE) if HAS_CUDA else "CPU"
 
 
@@ -429,12 +426,12 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             tables += ["", *asyncio.run(run(SIZES[name], Path(folder), repeat=options.repeat))]
     introduction = [
-        "`python -m benchmarks.weight_sync --write`: a real SGLang engine takes new weights (pause, all buckets,",
+        "`python -m benchmarks.weight_sync --write`: a real SGLang engine loads new weights (pause, all buckets,",
         "cache flushed, version checked, resumed), beside a plain copy of the same bytes to another process over the",
         f"same medium: a {BACKEND} broadcast, memory of this machine, a file. {device_name()}, {name_of(DTYPE)}.",
         f"Load of the machine ({os.cpu_count()} cores) at the start: {load:.1f}. *weights*: the requests that move",
         "them; *around*: pause, begin, end, flush, version, resume; *ours*: the rest. Between updates a plain copy of",
-        "large files is slower than one made alone, so the ratio of disk flatters.",
+        "large files is slower than one made alone, so the ratio of disk is too favourable.",
     ]
     show(HEADING, [*introduction, *tables], write=options.write)
     return 0
