@@ -1,7 +1,7 @@
 """Write jobs/NAME.sbatch from each recipe: ``python -m tools.make_jobs [--check]``.
 
 Also writes jobs/convert_NAME.sbatch for weights that recipes name as NAME_torch_dist (one per
-conversion), and slurm/cluster_flags.sh, with which the scripts reject flags that come too late. The
+conversion), and slurm/cluster_flags.sh, with which the scripts reject settings of [cluster]. The
 only dependency is pydantic.
 
 The scripts are for ``sbatch`` on a login node without Python. They contain the layout of ``JOBS``

@@ -180,7 +180,7 @@ step. The workload of these examples is that of the table.
 
 ## The order in which to change sizes
 
-Start with the smallest sizes that fit, because every split costs communication; the remaining factor is data parallelism.
+Start with the smallest sizes that fit, because every split costs communication; the rest is data parallelism.
 Change one size at a time, in this order:
 
 1. **TP** until weights, gradients and logits fit, at most the GPUs of a node (NVLink), always with `--sequence-parallel`.
