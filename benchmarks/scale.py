@@ -88,7 +88,9 @@ def engines(folder: Path) -> list[Row]:
     with started("benchmarks.stub_engines", "--port", FIRST_PORT, "--num", NUM_ENGINES):
         urls = [f"http://127.0.0.1:{FIRST_PORT + number}" for number in range(NUM_ENGINES)]
         addresses = tuple(EngineAddress(url) for url in urls)
-        fleet = Fleet(Config(), SimpleNamespace(attempt_dir=str(folder), secret="key"), None, None)  # type: ignore
+        cluster = SimpleNamespace(attempt_dir=str(folder), secret="key")
+        ports = SimpleNamespace(router_metrics=0)  # nothing listens there
+        fleet = Fleet(Config(), cluster, None, ports)  # type: ignore
         fleet.addresses = addresses
 
         def most() -> str:
