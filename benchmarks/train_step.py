@@ -105,7 +105,9 @@ def ours(folder: Path, samples: Sequence[TrainSample], size: str) -> Iterator[St
     (micro_batches,) = schedule(
         lengths, data_parallel_size=1, max_tokens=SIZES[size][2], micro_batch_size=1, work=lengths
     )
-    chosen = [tuple(samples[index] for index in one) for one in micro_batches]
+    chosen = []
+    for indices in micro_batches:
+        chosen.append(tuple(samples[index] for index in indices))
     batch = TrainBatch(
         micro_batches=tuple(chosen),
         num_samples=len(samples),

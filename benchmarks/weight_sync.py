@@ -209,9 +209,9 @@ def servers_own(sizes: Sequence[Sequence[int]], answer: Connection) -> None:
 
 def measure_servers_own(trainer: Trainer) -> tuple[float, float]:
     """Run ``servers_own`` in a separate process, with the server's environment."""
-    sizes = [
-        [tensor.numel() for tensor in trainer.parts(index)] for index in range(len(trainer.buckets))
-    ]
+    sizes = []
+    for index in range(len(trainer.buckets)):
+        sizes.append([tensor.numel() for tensor in trainer.parts(index)])
     mine, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(
         target=servers_own, args=(sizes, theirs), daemon=True
