@@ -13,7 +13,6 @@ puts the table into docs/benchmarks.md, sections "Bring-up" and "Agents alone".
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import re
@@ -26,7 +25,7 @@ from pathlib import Path
 
 from benchmarks import bringup_agents
 from benchmarks.bringup_peers import DRIVER, NUM_GPUS, READY_FILE, STARTED_FILE, WAYS, Job
-from benchmarks.page import show
+from benchmarks.page import make_parser, show, table
 from tests.cluster.lab import REPOSITORY, Lab
 from tests.cluster.lab_config import LabOptions
 from tests.cluster.lab_host import wait_until
@@ -45,32 +44,22 @@ class Runs:
         """Run one bring-up and clean up after it.
 
         Raises:
-            RuntimeError: not ready in time; holds the end of what it said.
+            TimeoutError: not ready in time; its message has the ends of the logs.
         """
         self.count += 1
         folder = self.lab.shared / f"{self.count:03d}-{way}-{num_nodes}"
         folder.mkdir()
         (folder / "driver.py").write_text(DRIVER)
         (folder / "job.sh").write_text(WAYS[way](Job(folder, num_nodes, sys.executable)))
-        options = [
-            f"-N{num_nodes}",
-            "--ntasks-per-node=1",
-            f"--gres=gpu:{NUM_GPUS}",
-            "--exclusive",
-            "--parsable",
-        ]
-        options += ["--cpus-per-task=2", f"--output={folder}/job.log"]
+        options = [f"-N{num_nodes}", "--ntasks-per-node=1", "--cpus-per-task=2", "--exclusive"]
+        options += [f"--gres=gpu:{NUM_GPUS}", "--parsable", f"--output={folder}/job.log"]
         token = self.lab.shared / "token"
         token.write_text("6" * 64)
         environ = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-        # as the agents do, with their own
-        environ |= {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(token),
-        }
-        job = self.lab.run(
-            "ctl", ["sbatch", *options, str(folder / "job.sh")], env=environ
-        ).stdout.strip()
+        # Agents replace this token by the attempt's secret.
+        environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        command = ["sbatch", *options, str(folder / "job.sh")]
+        job = self.lab.run("ctl", command, env=environ).stdout.strip()
         ready, started = folder / READY_FILE, folder / STARTED_FILE
         try:
             if not wait_until(
@@ -79,13 +68,10 @@ class Runs:
                 raise TimeoutError(
                     f"{way} on {num_nodes} nodes is not ready in {DEADLINE_S:g} s\n{_said(folder)}"
                 )
+            started_at, ready_at = float(started.read_text()), float(ready.read_text())
             if timeline:
-                print(
-                    "\n".join(
-                        _timeline(folder, float(started.read_text()), float(ready.read_text()))
-                    )
-                )
-            return float(ready.read_text()) - float(started.read_text())
+                print("\n".join(_timeline(folder, started_at, ready_at)))
+            return ready_at - started_at
         finally:
             self._end(job)
 
@@ -134,51 +120,40 @@ def measure(sizes: Sequence[int], ways: Sequence[str], repeat: int, *, timeline:
                         f"round {round_number + 1}: {way} on {num_nodes} nodes: {seconds:.2f} s",
                         file=sys.stderr,
                     )
-    lines = [
-        "| way | nodes | median s | least | most | of the floor |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for num_nodes in sizes:
         least = statistics.median(times[("floor", num_nodes)]) if "floor" in ways else None
         for way in ways:
             seen = times[(way, num_nodes)]
             share = f"{statistics.median(seen) / least:.2f}" if least else "-"
             cells = (statistics.median(seen), min(seen), max(seen))
-            lines.append(
-                f"| {way} | {num_nodes} | "
-                + " | ".join(f"{cell:.2f}" for cell in cells)
-                + f" | {share} |"
-            )
-    return lines
+            rows.append([way, str(num_nodes), *(f"{cell:.2f}" for cell in cells), share])
+    return table(["way", "nodes", "median s", "least", "most", "of the floor"], rows)
 
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4, 8], help="sizes of the job")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--repeat", type=int, default=3, help="rounds (default: 3)")
     parser.add_argument(
-        "--timeline", action="store_true", help="print what the agents said and when"
+        "--timeline", action="store_true", help="print the agents' log lines by time"
     )
     parser.add_argument(
         "--agents", action="store_true", help="the agents alone, Ray replaced by a stub"
     )
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     load = os.getloadavg()[0]
     began = time.monotonic()
     if options.agents:
-        heading, introduction, table = (
-            bringup_agents.HEADING,
-            bringup_agents.INTRODUCTION,
-            bringup_agents.measure(),
-        )
+        heading, introduction = bringup_agents.HEADING, bringup_agents.INTRODUCTION
+        lines = bringup_agents.measure()
     else:
         heading, introduction = "## Bring-up", _INTRODUCTION
-        table = measure(options.nodes, options.ways, options.repeat, timeline=options.timeline)
+        lines = measure(options.nodes, options.ways, options.repeat, timeline=options.timeline)
     end = f"Load of the machine at the start: {load:.1f}; the whole took {time.monotonic() - began:.0f} s."
-    show(heading, [*introduction, end, "", *table], write=options.write)
+    show(heading, [*introduction, end, "", *lines], write=options.write)
     return 0
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.page import table
 from bootstrap.simulated.nodes import host_names
 from common.attempt import SECRET_FILE, STOP_FILE
 from tests.cluster.attempts import IDLE_DRIVER, STUB_RAY, Attempt
@@ -76,34 +77,19 @@ def simulate(num_nodes: int, folder: Path) -> Result:
     (attempt / SECRET_FILE).write_text(secrets.token_hex(32))
     job = str(os.getpid() * 10 + num_nodes)
     names = host_names(num_nodes)
-    slurm = {
+    environ = {
+        **os.environ,
         "SLURM_JOB_ID": job,
         "SLURM_NODEID": "0",
         "SLURM_STEP_NODELIST": f"s[{names[0][1:]}-{names[-1][1:]}]",
-    }
-    environ = {
-        **os.environ,
-        **slurm,
         "SLURMD_NODENAME": names[0],
         "PYTHONPATH": f"{STUB_RAY}:{REPOSITORY}",
     }
-    command = [
-        sys.executable,
-        "-u",
-        "-m",
-        "bootstrap.agent",
-        f"--attempt-dir={attempt}",
-        "--num-gpus=8",
-    ]
+    python = sys.executable
+    command = [python, "-u", "-m", "bootstrap.agent", f"--attempt-dir={attempt}", "--num-gpus=8"]
     log, counts = folder / "head.log", folder / "counts.json"
-    simulator = [
-        sys.executable,
-        "-m",
-        "benchmarks.simulated_nodes",
-        str(num_nodes),
-        str(attempt),
-        str(counts),
-    ]
+    words = [str(num_nodes), str(attempt), str(counts)]
+    simulator = [python, "-m", "benchmarks.simulated_nodes", *words]
     with log.open("w") as stream:
         head = subprocess.Popen(
             [*command, "--", sys.executable, "-c", IDLE_DRIVER],
@@ -121,17 +107,15 @@ def simulate(num_nodes: int, folder: Path) -> Result:
             raise RuntimeError(
                 f"{num_nodes} simulated nodes: no cluster\n{log.read_text()[-3000:]}"
             )
-        num_descriptors, spent = (
-            psutil.Process(head.pid).num_fds(),
-            psutil.Process(head.pid).cpu_times(),
-        )
+        process = psutil.Process(head.pid)
+        num_descriptors, spent = process.num_fds(), process.cpu_times()
         (attempt / STOP_FILE).write_text('{"reason": "measured"}')
         head.wait(DEADLINE_S)
         nodes.wait(DEADLINE_S)
     finally:
-        for process in (head, nodes):
-            process.kill()
-            process.wait()
+        for child in (head, nodes):
+            child.kill()
+            child.wait()
     first, last, up = times(log.read_text())
     counted = {
         kind: number
@@ -166,11 +150,14 @@ def measure(sizes: Sequence[int] = SIMULATED, num_real: int = REAL_NODES) -> lis
             rows.append(_row(f"{num_nodes} simulated", simulate(num_nodes, Path(folder))))
     if num_real:
         rows.append(_row(f"{num_real} on Slurm", on_slurm(num_real)))
-    head = "| nodes | joining s | ready s | last joined to ready s | head's processor s | messages | KiB to the head"
-    return [f"{head} | head's descriptors |", "|---|---|---|---|---|---|---|---|", *rows]
+    header = (
+        *("nodes", "joining s", "ready s", "last joined to ready s", "head's processor s"),
+        *("messages", "KiB to the head", "head's descriptors"),
+    )
+    return table(header, rows)
 
 
-def _row(name: str, found: Result) -> str:
+def _row(name: str, found: Result) -> list[str]:
     seconds = [f"{value:.2f}" for value in (found.joining_s, found.ready_s, found.last_to_ready_s)]
     seconds.append("-" if found.processor_s is None else f"{found.processor_s:.2f}")
     num_kib = None if found.num_bytes is None else found.num_bytes // 1024
@@ -178,4 +165,4 @@ def _row(name: str, found: Result) -> str:
         "-" if value is None else str(value)
         for value in (found.num_messages, num_kib, found.num_descriptors)
     )
-    return f"| {name} | {' | '.join(seconds)} | {' | '.join(counts)} |"
+    return [name, *seconds, *counts]

@@ -1,11 +1,10 @@
-"""An engine without a model, which answers requests with prepared JSON in the format of SGLang's
-``/generate``.
+"""An engine without a model: it answers with prepared JSON in the format of SGLang's ``/generate``.
 
     python -m benchmarks.canned_engine --port 30000 --length 1024 --delay 5 30
 
 Several processes may share one port (SO_REUSEPORT): the kernel spreads the connections. An answer
-is one prepared text of VARIANTS, so the process spends its time on sockets alone. ``--delay``:
-seconds until a request is answered, drawn evenly between the two.
+is one of VARIANTS prepared texts, so the process spends its time on sockets alone. ``--delay``:
+seconds until a request is answered, drawn uniformly between the two.
 """
 
 from __future__ import annotations
@@ -14,8 +13,10 @@ import argparse
 import asyncio
 import json
 import random
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypedDict
 
 VARIANTS = 16
@@ -24,7 +25,7 @@ _END = b"\r\n\r\n"
 
 
 class CannedAnswer(TypedDict):
-    """What is read of an answer of SGLang."""
+    """The fields of SGLang's answer that clients read."""
 
     text: str
     output_ids: list[int]
@@ -52,7 +53,7 @@ def prepared_answer(length: int, seed: int, largest_id: int = LARGEST_ID) -> Can
 
 
 class Answering(asyncio.Protocol):
-    """One connection; requests follow each other on it."""
+    """One connection with requests one after another."""
 
     def __init__(self, answers: list[bytes], delay: tuple[float, float]) -> None:
         self._answers, self._delay = answers, delay
@@ -88,7 +89,7 @@ def _response(content: bytes) -> bytes:
 
 
 async def serve(port: int, length: int, delay: tuple[float, float], largest_id: int) -> None:
-    """Serve until the end of the standard input."""
+    """Serve until standard input ends."""
     answers = [
         _response(json.dumps(prepared_answer(length, seed, largest_id)).encode())
         for seed in range(VARIANTS)
@@ -98,15 +99,37 @@ async def serve(port: int, length: int, delay: tuple[float, float], largest_id: 
         lambda: Answering(answers, delay), "127.0.0.1", port, reuse_port=True, backlog=16384
     )
     async with server:
-        print("ready", flush=True)
-        await asyncio.to_thread(sys.stdin.read)
+        await ready_until_stdin_ends()
+
+
+async def ready_until_stdin_ends() -> None:
+    """Tell ``started`` that the process is ready; return when standard input ends."""
+    print("ready", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+
+@contextmanager
+def started(module: str, *words: object, num_processes: int = 1) -> Iterator[None]:
+    """Run processes of a module that calls ``ready_until_stdin_ends``; kill them at the end."""
+    command = [sys.executable, "-m", module, *map(str, words)]
+    pipe = subprocess.PIPE
+    processes = [
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(num_processes)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n", f"{module} did not start"
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def main() -> int:
     """Serve."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--length", type=int, required=True, help="tokens of an answer")
     parser.add_argument(

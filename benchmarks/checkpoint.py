@@ -6,16 +6,15 @@
 One actor rank in this process, a random Qwen3, Adam with its moments, float32; the commit protocol
 of a run with its checksums and fsyncs. Rounds are interleaved: a plain write of the same bytes to
 as many files by as many threads, with fsync; a synchronous save; background saves through a buffer
-for the whole state and through a bounded one. "blocking" is the time that a save takes from
-training if the next optimizer step starts after the state has been copied; "if a step comes at
-once" adds the wait of a step that starts immediately. Memory is the peak of the process above its
-size before the first save with that buffer. A resume finds the newest checkpoint, verifies its
+for the whole state and through a bounded one. "blocking" is the time for which training waits if
+the next optimizer step starts after the state has been copied; "if a step comes at once" adds the
+wait of a step that starts immediately. Memory is the peak of the process above its size before the
+first save with that buffer. A resume finds the newest checkpoint, verifies its
 checksums and loads it. --folder selects the file system.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
@@ -30,8 +29,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.page import show
-from benchmarks.tables import machine, table
+from benchmarks.models import save_random_qwen3, started_actor
+from benchmarks.page import machine, make_parser, show, table
 from rlpost.actor import device
 from rlpost.actor.actor import Actor
 from rlpost.actor.settings import ActorSettings
@@ -51,11 +50,9 @@ Seconds = dict[str, list[float]]
 
 def make_model(folder: Path, size: str) -> int:
     """Write a random Qwen3; return its number of parameters."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     hidden, layers, vocabulary = SIZES[size]
-    torch.manual_seed(1)
-    config = Qwen3Config(
+    return save_random_qwen3(
+        folder,
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=3 * hidden,
@@ -64,32 +61,22 @@ def make_model(folder: Path, size: str) -> int:
         num_key_value_heads=hidden // 64,
         head_dim=64,
         max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
     )
-    model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
-    return model.num_parameters()
 
 
 def started(folder: Path, *, buffer_gb: float) -> Actor:
-    """An actor after one step, so that Adam has moments."""
-    actor = Actor(
-        ActorSettings(str(folder), actor_num_threads=os.cpu_count() or 1, save_buffer_gb=buffer_gb)
+    """Return an actor after one step, so that Adam has moments."""
+    settings = ActorSettings(
+        str(folder), actor_num_threads=os.cpu_count() or 1, save_buffer_gb=buffer_gb
     )
-    actor.setup(0, 1, "127.0.0.1", 29_433)
-    actor.import_weights()
+    actor = started_actor(settings, port=29_433)
     sample = TrainSample(tuple(range(3, 19)), 8, (1,) * 8, (-7.0,) * 8, 1.0)
     actor.train_step(TrainBatch(((sample,),), num_samples=1, num_tokens=8))
     return actor
 
 
 class PeakMemory:
-    """Context manager: peak memory of the process within the block, above its size before
-    (``num_bytes``).
-    """
+    """Context manager that measures ``num_bytes``: the peak of the process above its size before."""
 
     def __enter__(self) -> PeakMemory:
         self._before = self._peak = device.memory_in_use()
@@ -129,9 +116,7 @@ def plain_write(folder: Path, num_bytes: int) -> float:
 
 
 class Measured:
-    """Saves of one actor, and what they took: seconds of each kind, bytes of memory, bytes of a
-    checkpoint.
-    """
+    """Saves and resumes of one actor, with their seconds by kind, memory, and bytes of a checkpoint."""
 
     def __init__(self, actor: Actor, folder: Path) -> None:
         self.seconds: Seconds = defaultdict(list)
@@ -197,11 +182,11 @@ class Measured:
 async def measure(
     actor: Actor, folder: Path, *, rounds: int, buffer_gb: float, whole_gb: float
 ) -> Measured:
-    """All kinds in each round, one after the other."""
+    """Measure all kinds of saves in each round, one after another."""
     measured = Measured(actor, folder)
     for _ in range(rounds):
         for kind, size in (("bounded buffer", buffer_gb), ("buffer of the whole state", whole_gb)):
-            actor.set_save_buffer(int(size * 1e9))
+            actor.saves.set_buffer(int(size * 1e9))
             await measured.in_background(kind, step_at_once=False)
             await measured.in_background(kind, step_at_once=True)
         await measured.waited_for()
@@ -229,9 +214,7 @@ def rows(seconds: Seconds) -> list[list[str]]:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="100M")
     parser.add_argument("--rounds", type=int, default=3, help="of each kind (default: 3)")
     parser.add_argument(
@@ -240,7 +223,6 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, help="on the file system in question (default: a temporary one)"
     )
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     logging.disable(logging.INFO)
     where = machine()
@@ -266,8 +248,8 @@ def main() -> int:
         f"{found.num_bytes / 1e9:.2f} GB a checkpoint,",
         f"{options.rounds} interleaved rounds. Through a buffer of {options.buffer_gb:g} GB a save in the background",
         f"held {bounded:.2f} GB more than before it, through one of the whole state {whole:.2f} GB; it took",
-        f"{longer:.2f} times as long in all (goal: {LONGER_GOAL}), and training stood still for {100 * share:.1f} %",
-        f"of a save that is waited for (goal: {100 * GOAL:.0f} %). A resume held",
+        f"{longer:.2f} times as long in all (goal: {LONGER_GOAL}), and training waited for {100 * share:.1f} % of the",
+        f"time of a synchronous save (goal: {100 * GOAL:.0f} %). A resume held",
         f"{found.memory['resume'] / 1e9:.2f} GB more than before it. torch {torch.__version__},",
         f"{where}:",
         "",

@@ -11,7 +11,6 @@ section "Cold start".
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import sys
@@ -20,8 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.page import show
-from benchmarks.tables import machine, table
+from benchmarks.page import machine, make_parser, show, table
 from tests.installed import build_wheel, clean_environment
 from tests.unit.cli.projects import make_project
 
@@ -56,17 +54,18 @@ def measure(programs: Path, project: Path, repeat: int) -> list[Sequence[str]]:
             started_at = time.perf_counter()
             subprocess.run(command, cwd=project, check=True, stdout=subprocess.DEVNULL)
             times[name].append(time.perf_counter() - started_at)
-    return [
-        (f"`{name}`", *(f"{figure(seen[1:]):.3f}" for figure in (statistics.median, min, max)))
-        for name, seen in times.items()
-    ]
+    rows = []
+    for name, seen in times.items():
+        counted = seen[1:]
+        figures = (statistics.median(counted), min(counted), max(counted))
+        rows.append((f"`{name}`", *(f"{figure:.3f}" for figure in figures)))
+    return rows
 
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--repeat", type=int, default=15, help="rounds (default: 15)")
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     where = machine()
     with tempfile.TemporaryDirectory() as folder:

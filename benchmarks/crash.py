@@ -15,7 +15,6 @@ progress, and attempts. --write puts it into docs/benchmarks.md, section "Crashe
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import random
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 import psutil
 
 from benchmarks.crashed_run import DEADLINE_S, POLL_S, CrashedRun, wait_for
-from benchmarks.page import put_section
+from benchmarks.page import make_parser, show, table
 from rlpost.metrics.writer import read_metrics
 from tests.cluster.jobs import job_info
 from tests.cluster.lab import Lab
@@ -37,13 +36,11 @@ from tests.cluster.lab_config import LabOptions
 
 HEADING = "## Crashes"
 STEPS_A_KILL, SPARE_STEPS, MOST_STEPS = 3, 10, 2
-LONGEST_START_S, LONGEST_WORK_S = (
-    15.0,
-    4.0,
-)  # a kill comes so long after an attempt begins, or after it is ready
+# A kill comes at most this long after an attempt begins, or after it is ready.
+LONGEST_START_S, LONGEST_WORK_S = 15.0, 4.0
 SHARE_IN_START = 0.25
-# place: its signals. After TERM (which is what scancel sends) the batch shell continues and never
-# requeues, and KILL ends the job: the user submits it again with --resume.
+# Signals by place. The batch shell never requeues after TERM, which is the signal of scancel, and
+# KILL ends the job: then the user submits the run again with --resume.
 PLACES = {
     "driver": (signal.SIGKILL, signal.SIGTERM),
     "actor": (signal.SIGKILL,),
@@ -54,7 +51,7 @@ PLACES = {
     "batch shell": (signal.SIGUSR2, signal.SIGTERM, signal.SIGKILL),
 }
 QUEUED_S = 0.5
-"""A group that was finished within this time of a kill may not be on disk."""
+"""A group that was finished within this many seconds of a kill may not be on disk."""
 
 
 @dataclass
@@ -66,10 +63,10 @@ class Kill:
     step: int  # trained before
     when: str  # "start-up" or "work"
     at: float  # time.monotonic
-    ready: int  # attempts that were ready by then
-    attempts: int  # by then; afterwards those it cost
-    seconds: float = 0.0  # until the run was further than it had been
-    by_hand: bool = False  # submitted again with --resume
+    ready: int  # attempts that had been ready before
+    attempts: int  # attempts before; `recover` replaces it by the number of new ones
+    seconds: float = 0.0  # until the run passed its earlier progress
+    resubmitted: bool = False  # by the user, with --resume
 
     @property
     def keeps_attempt(self) -> bool:
@@ -83,7 +80,7 @@ class Kill:
 
     def __str__(self) -> str:
         text = f"{self.name} at step {self.step} in {self.when}: {self.seconds:.1f} s, {self.attempts} attempts"
-        return text + ", resubmitted by the user" * self.by_hand
+        return text + ", resubmitted by the user" * self.resubmitted
 
 
 def finish(run: CrashedRun) -> None:
@@ -97,7 +94,7 @@ def finish(run: CrashedRun) -> None:
 
 
 def strike(run: CrashedRun, place: str, number: signal.Signals) -> Kill | None:
-    """Kill now; None when the run is done, or has no such process at this moment."""
+    """Kill a process of the place; return None if the run is done or has no such process now."""
     if run.is_done:
         return None
     when = "work" if run.is_ready else "start-up"
@@ -121,11 +118,13 @@ def strike(run: CrashedRun, place: str, number: signal.Signals) -> Kill | None:
 
 
 def recover(run: CrashedRun, kills: Sequence[Kill]) -> None:
-    """Wait until the run is further than at any of the ``kills``, or done; bring it back when it
-    must be.
+    """Wait until the run has passed its progress at all ``kills``, or is done.
+
+    Resubmits or releases the run if it does not restart by itself.
     """
     last = kills[-1]
-    repaired = 2 if last.keeps_attempt else run.num_steps  # steps in the same attempt
+    # Steps after which a run counts as recovered without a new attempt.
+    repaired = 2 if last.keeps_attempt else run.num_steps
 
     def is_further() -> bool:
         if run.is_done:
@@ -136,30 +135,26 @@ def recover(run: CrashedRun, kills: Sequence[Kill]) -> None:
 
     wait_for(run, f"progress after {last.name} at step {last.step}", is_further)
     for kill in kills:
-        kill.seconds, kill.attempts = (
-            time.monotonic() - kill.at,
-            run.count("attempt") - kill.attempts,
-        )
+        kill.seconds = time.monotonic() - kill.at
+        kill.attempts = run.count("attempt") - kill.attempts
 
 
 def bring_back_if_lost(run: CrashedRun, kill: Kill) -> None:
     """Submit or release the run if its job ended early or does not restart automatically."""
     if (run.is_over and not run.is_done) or run.is_held:
         run.bring_back()
-        kill.by_hand = True
+        kill.resubmitted = True
 
 
 def work_for(run: CrashedRun, seconds: float) -> None:
-    """Let it work for so long, or MOST_STEPS: fast steps must not bring it to its end before the
-    last kill.
-    """
+    """Wait for ``seconds``, but for at most MOST_STEPS steps: the run must not end before the last kill."""
     end, step = time.monotonic() + seconds, run.step
     while time.monotonic() < end and run.step < step + MOST_STEPS and not run.is_done:
         time.sleep(POLL_S)
 
 
 def in_start_up(run: CrashedRun, kill: Kill, rng: random.Random) -> None:
-    """Wait for a random instant in the start-up of the attempt that follows on ``kill``."""
+    """Wait for a random instant in the start-up of the attempt after ``kill``."""
 
     def has_begun() -> bool:
         bring_back_if_lost(run, kill)
@@ -170,15 +165,15 @@ def in_start_up(run: CrashedRun, kill: Kill, rng: random.Random) -> None:
 
 
 def killed(run: CrashedRun, num_kills: int, rng: random.Random) -> list[Kill]:
-    """Kill until there were ``num_kills``, or it is done; then let it finish."""
+    """Kill the run ``num_kills`` times unless it is done before; wait for its end."""
     kills: list[Kill] = []
-    places: list[str] = []  # each as often as the others, in random order
+    places: list[str] = []  # all places equally often, in random order
 
     def strikes() -> list[Kill]:
         if not places:
             places.extend(rng.sample(sorted(PLACES), len(PLACES)))
         kill = strike(run, places[-1], rng.choice(PLACES[places[-1]]))
-        if kill is None:  # a process that is not there yet gets its turn later
+        if kill is None:  # the process does not exist yet: try this place again later
             return []
         places.pop()
         return [kill]
@@ -221,11 +216,12 @@ def repeated(finished: Sequence[tuple[int, float]], killed_at: Sequence[float] =
     def may_be_lost(at: float) -> bool:
         return any(abs(kill - at) <= QUEUED_S for kill in killed_at)
 
-    return sorted(
-        prompt
-        for prompt, times in by_prompt.items()
-        if not all(may_be_lost(at) for at in sorted(times)[:-1])
-    )
+    found = []
+    for prompt, times in by_prompt.items():
+        earlier = sorted(times)[:-1]
+        if not all(map(may_be_lost, earlier)):
+            found.append(prompt)
+    return sorted(found)
 
 
 def differences(
@@ -255,51 +251,51 @@ def differences(
     return found
 
 
-def table(kills: Sequence[Kill]) -> list[str]:
-    """One line a kind of kill."""
-    lines = [
-        "| killed | times | in start-up | seconds lost: median | most | new attempts: mean | resubmitted |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def kill_table(kills: Sequence[Kill]) -> list[str]:
+    """Return the table with a row for each kind of kill."""
+    header = (
+        *("killed", "times", "in start-up", "seconds lost: median", "most"),
+        *("new attempts: mean", "resubmitted"),
+    )
+    rows = []
     for name in sorted({kill.name for kill in kills}):
         own = [kill for kill in kills if kill.name == name]
         seconds = [kill.seconds for kill in own]
-        cells = [name, len(own), sum(kill.when == "start-up" for kill in own)]
+        num_in_start_up = sum(kill.when == "start-up" for kill in own)
+        cells = [name, str(len(own)), str(num_in_start_up)]
         cells += [f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"]
         cells += [
             f"{statistics.fmean(kill.attempts for kill in own):.1f}",
-            sum(kill.by_hand for kill in own),
+            str(sum(kill.resubmitted for kill in own)),
         ]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return lines
+        rows.append(cells)
+    return table(header, rows)
 
 
 def journal_share(run: CrashedRun) -> float:
-    """Share of the journal in the time of all steps."""
+    """Return the journal's share of the time of all steps."""
     lines = read_metrics(run.folder / "metrics.jsonl")
-    return sum(line.get("time/journal_s", 0.0) for line in lines) / sum(
-        line.get("time/step_s", 0.0) for line in lines
-    )
+    journal_s = sum(line.get("time/journal_s", 0.0) for line in lines)
+    return journal_s / sum(line.get("time/step_s", 0.0) for line in lines)
 
 
 @contextlib.contextmanager
 def crash_lab() -> Iterator[Lab]:
-    """Two nodes, so that a run finds another when one is gone."""
+    """A lab of two nodes, so that a run finds another when one is lost."""
     with Lab(2, options=LabOptions(num_gpus_per_node=4, grace_time_s=60, kill_wait_s=30)) as lab:
         yield lab
 
 
 def num_steps(num_kills: int) -> int:
-    """Long enough for so many kills; two steps go by for each, now and then five."""
+    """Return a number of steps that suffices: a kill takes two steps, sometimes five."""
     return SPARE_STEPS + STEPS_A_KILL * num_kills
 
 
 def main() -> int:
     """Kill, compare and print; 1 when something differs."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--kills", type=int, default=100, help="(default: 100)")
     parser.add_argument("--seed", type=int, default=1, help="of instants and places (default: 1)")
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     parser.add_argument(
         "--by-role", action="store_true", help="seconds lost by role, before and after"
     )
@@ -325,26 +321,20 @@ def main() -> int:
             if line.get("seconds_from_signal") is not None
         ]
         share = journal_share(undisturbed)
+    is_same = f"the same weights and metrics, {groups} groups finished, each once"
     introduction = [
         f"`python -m benchmarks.crash --kills {options.kills} --seed {options.seed} --write`: a run of "
         f"{run.num_steps} steps on Slurm 22.05 of the tests' lab,",
-        f"killed {len(kills)} times until it had finished, beside an undisturbed one ({alone_s:.0f} s). Result: "
-        + (
-            "; ".join(wrong)
-            if wrong
-            else f"the same weights and metrics, {groups} groups finished, each once"
-        )
-        + ".",
-        "*Seconds lost*: from the kill until the run was further than it had been; with start-up of Ray, trainer and",
+        f"killed {len(kills)} times until it had finished, beside an undisturbed one ({alone_s:.0f} s). "
+        f"Result: {'; '.join(wrong) or is_same}.",
+        "*Seconds lost*: from the kill until the run passed its earlier progress; with start-up of Ray, trainer and",
         f"engines. {_safe_exits(exits)}The journal took {100 * share:.1f} % of the undisturbed run's steps.",
-        "A node is back at once, so Slurm misses the job when it registers; within BatchStartTimeout (10 s) of the",
-        "job's start it is taken for one that has yet to begin, and missed at the next registration, 2 min later.",
+        "A killed node returns at once, so Slurm notices the lost job when the node registers. A job within",
+        "BatchStartTimeout (10 s) of its start counts as not yet begun: its loss is noticed at the next registration,",
+        "2 min later.",
         f"Load of the machine (2 cores) at the start: {load:.1f}; the whole took {time.monotonic() - began:.0f} s.",
     ]
-    section = "\n".join([HEADING, "", *introduction, "", *table(kills), ""])
-    print(section)
-    if options.write:
-        put_section(HEADING, section)
+    show(HEADING, [*introduction, "", *kill_table(kills)], write=options.write)
     return 1 if wrong else 0
 
 

@@ -1,4 +1,4 @@
-"""Seconds that a death costs by role: with a new attempt for each, and recovered within the attempt.
+"""Seconds that a death costs by role: with a new attempt, and with recovery within the attempt.
 
     python -m benchmarks.crash --by-role --kills 25 [--roles trainer driver node]
     [--modes sync fully_async] [--before-kills 2] [--seed 1] [--write]
@@ -9,10 +9,10 @@ On a real Slurm (the tests' lab, root needed), or with --local without one and w
 as ``benchmarks.crash``: for each mode and role, runs whose processes of that role are killed by KILL
 at random instants of their work. *Seconds lost* is the time between the two metrics lines around the
 kill, less the median of this time without a kill. Synchronous runs must end with the weights, metrics
-and prompts of an undisturbed one; in the asynchronous mode a clock decides which weights write a
-group, and prompts alone are compared.
+and prompts of an undisturbed one. In the asynchronous mode timing decides which weights generate a
+group, so only the prompts are compared.
 
-The node that loses its power has one of two trainer ranks. As many are killed in a run as it has
+The node that loses its power has one of two trainer ranks. A run loses as many nodes as it has
 spares; then another run begins.
 """
 
@@ -44,8 +44,7 @@ from benchmarks.crash import (
     strike,
 )
 from benchmarks.crashed_run import DEADLINE_S, CrashedRun, wait_for
-from benchmarks.page import show
-from benchmarks.tables import machine, table
+from benchmarks.page import machine, show, table
 from tests.cluster.lab import REPOSITORY, Lab
 from tests.cluster.lab_config import LabOptions, node_names
 
@@ -66,7 +65,7 @@ OFF = {
     "driver": ("--max-driver-restarts", "0"),
     "node": ("--spare-nodes", "0"),
 }
-"""Settings with which a death of the role ends the attempt."""
+"""Settings with which the death of a role ends the attempt."""
 ON = {
     "trainer": {
         "new processes": (*NO_LIMIT, "--trainer-standby", "false"),
@@ -85,7 +84,7 @@ STEP_SECONDS = (10.0, 60.0)  # for which the ETTR is stated besides the step of 
 
 
 class LocalRun(CrashedRun):
-    """A run on this machine without Slurm: what ends its attempt ends the run."""
+    """A run on this machine without Slurm: the end of its attempt is the end of the run."""
 
     def __init__(self, folder: Path, name: str, num_steps: int, settings: Sequence[str]) -> None:
         place: Any = SimpleNamespace(shared=folder)  # of a lab only the folder is used
@@ -142,7 +141,7 @@ class Progress:
 
 @dataclass
 class Losses:
-    """What the kills of one kind cost."""
+    """Costs of the kills of one kind."""
 
     role: str
     mode: str
@@ -181,22 +180,24 @@ ETTR_HEADER = (
 
 
 def ettr(lost_s: float, step_s: float) -> float:
-    """Effective training time ratio: the share of the time in which steps are trained that count,
-    when a failure that costs ``lost_s`` comes in FAILURE_RATE of the steps.
+    """Return the effective training time ratio: the share of time spent on steps that count.
+
+    A failure that costs ``lost_s`` occurs in a share FAILURE_RATE of the steps.
     """
     return step_s / (step_s + FAILURE_RATE * lost_s)
 
 
 def mean_in_flight(answers: Iterable[tuple[float, float]], begin: float, end: float) -> float:
-    """How many of the ``answers`` (begin and end of each, seconds) were being generated at a time,
-    on average between ``begin`` and ``end``.
+    """Return the mean number of ``answers`` in flight between ``begin`` and ``end``.
+
+    An answer is its begin and end in seconds, on the same clock.
     """
     overlaps = (min(last, end) - max(first, begin) for first, last in answers)
     return sum(overlap for overlap in overlaps if overlap > 0) / (end - begin)
 
 
 def hosts_of(ledger: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The nodes on which the newest attempt runs, the head's first."""
+    """Return the nodes of the newest attempt, the head first."""
     hosts: list[str] = []
     for line in ledger:
         if line["event"] == "started":
@@ -207,7 +208,7 @@ def hosts_of(ledger: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def kill_role(run: CrashedRun, role: str) -> Kill | None:
-    """Kill a process of the role, or the power of the second node; None when there is none now."""
+    """Kill a process of the role, or cut the power of the second node; None if there is none now."""
     if role != "node":
         return strike(run, PLACES[role], signal.SIGKILL)
     hosts = hosts_of(run.ledger)
@@ -220,7 +221,7 @@ def kill_role(run: CrashedRun, role: str) -> Kill | None:
 
 
 def until_past(run: CrashedRun, progress: Progress, step: int, kill: Kill) -> None:
-    """Return when the run has passed ``step``, or is done; bring it back when it must be."""
+    """Wait until the run has passed ``step`` or is done; resubmit it if necessary."""
 
     def is_past() -> bool:
         bring_back_if_lost(run, kill)
@@ -230,7 +231,7 @@ def until_past(run: CrashedRun, progress: Progress, step: int, kill: Kill) -> No
 
 
 def kill_repeatedly(run: CrashedRun, losses: Losses, kills: int, rng: random.Random) -> list[float]:
-    """Kill a run ``kills`` times and let it finish; add to ``losses``. Return when it was killed."""
+    """Kill a run ``kills`` times, wait for its end, and add to ``losses``; return the times of the kills."""
     progress, struck = Progress(run), dict[int, float]()  # step: time of the kill
     with progress.watched():
         wait_for(run, "the first step", lambda: progress.step > 0)
@@ -241,7 +242,7 @@ def kill_repeatedly(run: CrashedRun, losses: Losses, kills: int, rng: random.Ran
             if kill is None:
                 continue
             struck[step] = kill.at
-            # One step more than the one that was struck: a step between kills shows the usual time.
+            # One step further than the one with the kill: an undisturbed step shows the usual time.
             until_past(run, progress, step + 1, kill)
         finish(run)
     times, answers = progress.reached, run.answers_in_time()
@@ -264,7 +265,7 @@ def kill_repeatedly(run: CrashedRun, losses: Losses, kills: int, rng: random.Ran
 def compared(
     run: CrashedRun, undisturbed: CrashedRun | None, killed_at: Sequence[float]
 ) -> list[str]:
-    """What differs from an undisturbed run; without one, whether groups were finished twice."""
+    """Return differences from an undisturbed run; without one, groups that were finished twice."""
     if undisturbed is not None:
         return differences(run, undisturbed, killed_at)
     twice = repeated(run.finished_in_time(), killed_at)
@@ -278,9 +279,7 @@ Begin = Callable[[str, int, Sequence[str]], CrashedRun]
 def measured(
     begin: Begin, role: str, mode: str, kills: int, before: int, seed: int
 ) -> Iterator[Losses]:
-    """The losses of a role in a mode: with a new attempt for each death, and with each kind of
-    recovery.
-    """
+    """Yield the losses of a role in a mode: with new attempts, and with each kind of recovery."""
     settings = (*MODES[mode], *SETTINGS.get(role, ()))
     kinds = {"new attempt": (OFF[role], before)}
     kinds |= {kind: (flags, kills) for kind, flags in ON[role].items()}
@@ -304,7 +303,7 @@ def measured(
 
 @contextmanager
 def nodes_lab() -> Iterator[Begin]:
-    """A lab whose nodes are all there when a run begins."""
+    """A lab all of whose nodes are up when a run begins."""
     names = node_names(2 + SPARES)
     with Lab(len(names), options=LabOptions(num_gpus_per_node=2, grace_time_s=60)) as lab:
 

@@ -1,18 +1,16 @@
-"""A run of the tiny model on the tests' Slurm, to be killed: its folder, its jobs, its processes by
-place.
-"""
+"""A run of the tiny model on the tests' Slurm: its folder, its job, and its processes by place."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 
 import psutil
 
@@ -24,52 +22,32 @@ from tests.cluster.lab import REPOSITORY, Lab
 RECIPE = "jobs/recipes/tiny.toml"
 BATCH = 6
 SETTINGS = (
-    *(
-        "--rollout-batch-size",
-        str(BATCH),
-        "--n-samples-per-prompt",
-        "4",
-        "--global-batch-size",
-        str(BATCH * 4),
-    ),
-    *(
-        "--tensor-model-parallel-size",
-        "1",
-        "--sequence-parallel",
-        "false",
-        "--actor-num-gpus-per-node",
-        "2",
-    ),
+    *("--rollout-batch-size", str(BATCH), "--n-samples-per-prompt", "4"),
+    *("--global-batch-size", str(BATCH * 4), "--actor-num-gpus-per-node", "2"),
+    *("--tensor-model-parallel-size", "1", "--sequence-parallel", "false"),
     *("--rollout-num-gpus", "1", "--save-interval", "5", "--async-save", "--eval-interval", "20"),
     *("--rollout-health-check-interval", "1", "--nodes", "1", "--partition", "batch"),
     *("--max-trainer-recoveries", "100000"),
-    *(
-        "--max-failures",
-        "100000",
-        "--max-preemptions",
-        "100000",
-        "--max-stalled-attempts",
-        "100000",
-    ),
+    *("--max-failures", "100000", "--max-preemptions", "100000"),
+    *("--max-stalled-attempts", "100000"),
 )
-DEADLINE_S = 240.0  # for any one thing
+DEADLINE_S = 240.0  # of each wait
 POLL_S = 0.1
 
 
 class CrashedRun:
     """A run in a lab: its folder, the job that runs it, its processes."""
 
-    answers: ModuleType = crash_answers
     defaults: Sequence[str] = SETTINGS
 
     def __init__(
         self, lab: Lab, name: str, num_steps: int, *, settings: Sequence[str] = ()
     ) -> None:
-        """``settings``: flags after SETTINGS, which they replace."""
+        """``settings``: flags that replace those of ``defaults``."""
         self.settings = _replaced(self.defaults, settings)
         self.lab, self.folder, self.num_steps = lab, lab.shared / name, num_steps
         self.plugin = lab.shared / f"{name}_answers.py"
-        shutil.copy(str(self.answers.__file__), self.plugin)
+        shutil.copy(str(crash_answers.__file__), self.plugin)
         self.job = self._submit()
 
     def flags(self, *more: str) -> list[str]:
@@ -132,8 +110,9 @@ class CrashedRun:
         return found[-1] if found else None
 
     def processes(self, place: str) -> list[psutil.Process]:
-        """Those of a place that are alive, in the newest attempt; the oldest first, because a standby
-        driver is younger than the one that works.
+        """Return the living processes of a place in the newest attempt.
+
+        The oldest comes first, because a standby driver is younger than the active one.
         """
         attempt = self.attempt()
         if attempt is None:
@@ -145,16 +124,11 @@ class CrashedRun:
             return [process for process in psutil.process_iter() if output_of(process) in wanted]
         if place == "batch shell":
             script = f"job{int(self.job):05d}/slurm_script"
-            return [
-                process
-                for process in psutil.process_iter()
-                if any(script in word for word in command_line(process))
-            ]
+            return [process for process, line in command_lines() if _holds(line, script)]
         found = [
             process
-            for process in psutil.process_iter()
-            if module_of(line := command_line(process)) == modules[place]
-            and any(str(self.folder) in word for word in line)
+            for process, line in command_lines()
+            if module_of(line) == modules[place] and _holds(line, str(self.folder))
         ]
         return sorted(found, key=lambda process: process.create_time())
 
@@ -162,7 +136,7 @@ class CrashedRun:
         return [line["weights"] for line in self.ledger if line["event"] == "done"][-1]
 
     def lines(self) -> list[dict[str, float]]:
-        """Metrics without what a clock, a machine or an engine's rounding says."""
+        """Metrics that do not depend on a clock, the machine or an engine's rounding."""
         areas = ("step", "train", "reward", "rollout")
         return [
             {key: value for key, value in line.items() if key.split("/")[0] in areas}
@@ -170,7 +144,7 @@ class CrashedRun:
         ]
 
     def finished(self) -> list[int]:
-        """Prompts of the groups that were finished, as often as they were."""
+        """The prompt of each finished group; one that was finished twice is there twice."""
         return [prompt for prompt, _ in self.finished_in_time()]
 
     def finished_in_time(self) -> list[tuple[int, float]]:
@@ -196,7 +170,7 @@ class CrashedRun:
 def wait_for(
     run: CrashedRun, what: str, condition: Callable[[], bool], *, deadline_s: float = DEADLINE_S
 ) -> None:
-    """Raises TimeoutError with what the run's logs say."""
+    """Wait until ``condition`` is true. Raises TimeoutError with the ends of the run's logs."""
     end = time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > end:
@@ -205,7 +179,7 @@ def wait_for(
 
 
 def _replaced(flags: Sequence[str], by: Sequence[str]) -> list[str]:
-    """``flags`` with those of ``by`` in place of flags with the same names."""
+    """Return ``flags`` without those that ``by`` repeats, followed by ``by``."""
     kept: list[str] = []
     is_kept = True
     for word in flags:
@@ -216,19 +190,22 @@ def _replaced(flags: Sequence[str], by: Sequence[str]) -> list[str]:
     return [*kept, *by]
 
 
-def command_line(process: psutil.Process) -> list[str]:
-    """Its words; none if it has ended."""
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
+def command_lines() -> Iterator[tuple[psutil.Process, list[str]]]:
+    """Yield each process of this machine with the words of its command line."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            yield process, process.cmdline()
+
+
+def _holds(line: Sequence[str], text: str) -> bool:
+    return any(text in word for word in line)
 
 
 def module_of(line: Sequence[str]) -> str | None:
     """The module that a command line of Python runs with ``-m``; None for every other program.
 
-    srun, the agent and keepers carry the driver's command line behind their own, so a search for
-    its words would find them as well.
+    Searching for the driver's words would also find srun, the agent and keepers: the driver's
+    command line is part of theirs.
     """
     if not line or not Path(line[0]).name.startswith("python"):
         return None
@@ -242,7 +219,7 @@ def module_of(line: Sequence[str]) -> str | None:
 
 
 def output_of(process: psutil.Process) -> str:
-    """Where its standard output goes."""
+    """The path of its standard output; empty if it has ended."""
     try:
         return os.readlink(f"/proc/{process.pid}/fd/1")
     except OSError:

@@ -1,5 +1,4 @@
-"""CPU cost of a token in the driver, from an engine's answer to the call of the trainer's ranks,
-and its loop's lag.
+"""CPU cost of a token in the driver, from an engine's answer to the trainer's ranks; lag of its loop.
 
     python -m benchmarks.driver [--tokens 1e6] [--rounds 3] [--ranks 64 1024] [--in-flight 8192]
     [--write]
@@ -7,11 +6,11 @@ and its loop's lag.
 Engines are canned: other processes that answer a prepared JSON over HTTP
 (``benchmarks.canned_engine``). The rest is the driver's own code: ``Connection`` and
 ``GroupWriter``, the hand-off to a grading process, the journal, ``Training.train`` with the calls
-of all ranks. Ranks are Ray workers that take their arguments and return; as a thousand interpreters
-do not fit onto a small machine, PROCESSES of them stand for all, with a call for each rank. Beside
-it, in the same rounds, slime's and verl's way (``benchmarks.driver_peers``).
+of all ranks. Ranks are Ray workers that take their arguments and return. A thousand interpreters do
+not fit onto a small machine, so PROCESSES workers stand for all ranks, with one call for each rank.
+The methods of slime and verl are measured in the same rounds (``benchmarks.driver_peers``).
 
-Processor seconds of this process count, not those of engines, graders and ranks.
+Only processor seconds of this process count, not those of engines, graders and ranks.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ from benchmarks.driver_parts import (
     held_bytes,
     median_cost,
 )
-from benchmarks.page import show
-from benchmarks.tables import machine, table
+from benchmarks.page import machine, make_parser, show, table
 from rlpost.config.tree import Config
 from rlpost.garbage import collect_between_steps_only
 from rlpost.orchestration.batches import (
@@ -73,13 +71,13 @@ GIGA = 10**9
 
 @dataclass(frozen=True)
 class Layout:
-    """A trainer of blocks of 64 ranks, TP 8 x PP 4 x CP 2, that read the same samples."""
+    """A trainer in blocks of 64 ranks, TP 8 x PP 4 x CP 2; the ranks of a block read the same samples."""
 
     num_ranks: int
 
     @property
     def data_ranks(self) -> list[int]:
-        """The data-parallel rank of each."""
+        """The data-parallel rank of each rank."""
         return [rank // 64 for rank in range(self.num_ranks)]
 
     def config(self, num_groups: int) -> Config:
@@ -114,13 +112,13 @@ class Figures:
     def add_sent(
         self, num_ranks: int, batch: Cost, send: Cost, num_bytes: int, millions: float
     ) -> None:
-        """Of one round of a layout; the batch counts once, whatever the layout."""
+        """Add the figures of one round of a layout."""
         self.costs["batch"].append(batch / millions)
         self.costs[f"send, {num_ranks} ranks"].append(send / millions)
         self.sent[num_ranks] = num_bytes / millions / 1e6
 
     def median(self, stage: str) -> Cost | None:
-        """Of its rounds; None when the way has no such stage."""
+        """Return the median cost of a stage; None if the method has no such stage."""
         return median_cost(self.costs[stage]) if self.costs.get(stage) else None
 
 
@@ -132,7 +130,7 @@ def prompts(count: int) -> list[Prompt]:
 async def receive(
     url: str, num_groups: int, done: Callable[[SampleGroup], object] = lambda group: None
 ) -> list[SampleGroup]:
-    """All groups, all requests in flight at once; a reward that costs nothing."""
+    """Return all groups: all requests are in flight at once, and the reward costs nothing."""
     count = num_groups * SIBLINGS
     sampling = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=1 << 20)
     grader = InlineGrader(lambda text, label, metadata: float(len(text) % 7 == 0))
@@ -149,9 +147,7 @@ async def receive(
 
 
 async def grade(groups: Sequence[SampleGroup]) -> None:
-    """Hand every sample to a grading process and take its reward; the processes have started
-    before.
-    """
+    """Hand every sample to a grading process and await its reward."""
     grader = make_grader(Layout(64).config(len(groups)))
     try:
         by_id = {prompt.prompt_id: prompt for prompt in prompts(len(groups))}
@@ -161,7 +157,7 @@ async def grade(groups: Sequence[SampleGroup]) -> None:
                 by_id[group.prompt_id], [scored.sample for scored in group.samples]
             )
 
-        await one(groups[0])
+        await one(groups[0])  # starts the processes
         await asyncio.gather(*map(one, groups))
     finally:
         await grader.close()
@@ -179,18 +175,18 @@ async def journal(folder: Path, groups: Sequence[SampleGroup]) -> None:
 
 
 async def batches(groups: Sequence[SampleGroup], config: Config) -> None:
-    """What ``Training.train`` makes before it calls the ranks."""
+    """Make the batches, as ``Training.train`` does before it calls the ranks."""
     deal(rollout_samples(groups, config.grpo), config)
 
 
 async def metrics(groups: Sequence[SampleGroup]) -> None:
-    """The metrics of the rollout."""
+    """Compute the metrics of the rollout."""
     rollout_metrics(groups)
     staleness_metrics(groups, 1)
 
 
 def trainer(layout: Layout, num_groups: int, workers: SharedWorkers) -> Training:
-    """The training stage over stub ranks."""
+    """Return the training stage over stub ranks."""
     config = layout.config(num_groups)
     stop = StopRequest(Path("/nowhere"))
     ranks = layout.data_ranks
@@ -198,7 +194,7 @@ def trainer(layout: Layout, num_groups: int, workers: SharedWorkers) -> Training
 
 
 async def measure_ours(bench: Bench, figures: Figures) -> None:
-    """One round."""
+    """Measure one round of rlpost."""
     groups, costs = None, figures.costs
     stages: list[tuple[str, Callable[[], Awaitable[object]]]] = [
         ("grade hand-off", lambda: grade(groups)),
@@ -221,7 +217,7 @@ async def measure_ours(bench: Bench, figures: Figures) -> None:
 
 
 async def measure_slime(bench: Bench, figures: Figures) -> None:
-    """One round."""
+    """Measure one round of slime's method."""
     samples, cost = await cost_of(
         peers.slime_receive(bench.url, PROMPT_IDS, bench.num_groups * SIBLINGS)
     )
@@ -230,7 +226,7 @@ async def measure_slime(bench: Bench, figures: Figures) -> None:
 
 
 async def measure_verl(bench: Bench, figures: Figures) -> None:
-    """One round."""
+    """Measure one round of verl's method."""
     pickles = peers.verl_pickles(bench.answers, bench.num_groups * SIBLINGS)
 
     async def read() -> peers.DataProto:
@@ -244,7 +240,7 @@ async def measure_verl(bench: Bench, figures: Figures) -> None:
 async def send_peer(
     bench: Bench, figures: Figures, make: Callable[[int], Sequence[object]]
 ) -> None:
-    """Batches for each layout, made and sent."""
+    """Make and send the batches for each layout."""
 
     async def made(layout: Layout) -> Sequence[object]:
         return make(max(layout.data_ranks) + 1)
@@ -259,7 +255,7 @@ async def send_peer(
 
 @dataclass(frozen=True)
 class Bench:
-    """What the rounds of one length share."""
+    """Everything that the rounds of one length share."""
 
     url: str
     length: int
@@ -272,15 +268,15 @@ class Bench:
 
     @property
     def millions(self) -> float:
-        """Tokens of all answers."""
+        """Millions of tokens of all answers."""
         return self.num_groups * SIBLINGS * self.length / 1e6
 
 
-WAYS = {"rlpost": measure_ours, "slime's": measure_slime, "verl's": measure_verl}
+METHODS = {"rlpost": measure_ours, "slime's": measure_slime, "verl's": measure_verl}
 
 
 async def measure_held(bench: Bench, figures: Mapping[str, Figures]) -> None:
-    """Bytes a token held of a rollout, of each way; the text of the answers apart."""
+    """Measure the bytes that each method holds per token, with the text of the answers apart."""
     num_groups = max(1, HELD_TOKENS // bench.length // SIBLINGS)
     tokens = num_groups * SIBLINGS * bench.length
     groups, held = await held_bytes(lambda: receive(bench.url, num_groups))
@@ -305,22 +301,23 @@ async def measure_length(
     sent: SentBytes,
 ) -> tuple[dict[str, Figures], dict[int, LagSampler]]:
     """Measure all methods for answers of one length, in interleaved rounds."""
-    figures = {name: Figures(defaultdict(list), {}) for name in WAYS}
+    figures = {name: Figures(defaultdict(list), {}) for name in METHODS}
     sending: dict[int, LagSampler] = {}
     with canned_engines(length) as url:
         num_groups = max(1, round(options.tokens / length / SIBLINGS))
         answers = [prepared_answer(length, seed) for seed in range(VARIANTS)]
         bench = Bench(url, length, num_groups, folder, workers, sent, sending, answers)
         for _ in range(options.rounds):
-            for name, measure in WAYS.items():
+            for name, measure in METHODS.items():
                 await measure(bench, figures[name])
         await measure_held(bench, figures)
     return figures, sending
 
 
 async def measure_lag(in_flight: int, folder: Path) -> tuple[Lags, Cost]:
-    """Of the loop, with requests in flight whose answers come spread over LAG_DELAY_S and are
-    graded and journaled.
+    """Return the lag of the loop, and its cost per million tokens.
+
+    The answers arrive evenly within LAG_DELAY_S, and are graded and journaled.
     """
     sampler, num_groups = LagSampler(), in_flight // SIBLINGS
     journal = Journal.resume(folder / "lag", 0, step=0, settings="")
@@ -337,14 +334,14 @@ async def measure_lag(in_flight: int, folder: Path) -> tuple[Lags, Cost]:
 def cost_rows(
     figures: Mapping[int, Mapping[str, Figures]], ranks: Sequence[int]
 ) -> list[list[str]]:
-    """Processor seconds a million tokens of every stage."""
+    """Return rows of processor seconds per million tokens, one for each stage."""
     stages = [*STAGES, *(f"send, {count} ranks" for count in ranks)]
     rows = []
-    for length, ways in figures.items():
+    for length, methods in figures.items():
         for stage in stages:
             row = [f"{stage}, answers of {length}"]
-            for way in ways.values():
-                cost = way.median(stage)
+            for method in methods.values():
+                cost = method.median(stage)
                 row.append("-" if cost is None else f"{cost.all_s:.3f} ({cost.loop_s:.3f})")
             rows.append(row)
     return rows
@@ -353,25 +350,27 @@ def cost_rows(
 def byte_rows(
     figures: Mapping[int, Mapping[str, Figures]], ranks: Sequence[int]
 ) -> list[list[str]]:
-    """Bytes a token, held and sent."""
+    """Return rows of bytes per token, held and sent."""
     rows = []
-    for length, ways in figures.items():
-        rows.append([f"held, answers of {length}", *(f"{way.held:.1f}" for way in ways.values())])
-        rows.append(["and their text", *(f"{way.text:.1f}" for way in ways.values())])
+    for length, methods in figures.items():
+        rows.append(
+            [f"held, answers of {length}", *(f"{method.held:.1f}" for method in methods.values())]
+        )
+        rows.append(["and their text", *(f"{method.text:.1f}" for method in methods.values())])
         for count in ranks:
-            sent = [f"{way.sent[count]:.0f}" for way in ways.values()]
+            sent = [f"{method.sent[count]:.0f}" for method in methods.values()]
             rows.append([f"sent to {count} ranks in one pass, answers of {length}", *sent])
     return rows
 
 
 def lag_row(name: str, lags: Lags) -> list[str]:
-    """The row of the loop's lag in milliseconds."""
+    """Return a row of the loop's lag in milliseconds."""
     values = (lags.p50, lags.p999, lags.most, lags.own_p999, lags.own_most)
     return [name, *(f"{1000 * value:.0f}" for value in values)]
 
 
 async def run(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Measure everything; the lines of the section."""
+    """Measure everything; return the lines of the section."""
     where = machine()
     ray.init(
         num_cpus=1,
@@ -413,11 +412,11 @@ async def run(options: argparse.Namespace, folder: Path) -> list[str]:
         "",
         "Processor seconds of the driver a million tokens, of all its threads (of the event loop's own):",
         "",
-        *table(["", *WAYS], cost_rows(figures, options.ranks)),
+        *table(["", *METHODS], cost_rows(figures, options.ranks)),
         "",
         "Bytes a token. *Sent*: what the driver serialises for Ray in one pass over the batch:",
         "",
-        *table(["", *WAYS], byte_rows(figures, options.ranks)),
+        *table(["", *METHODS], byte_rows(figures, options.ranks)),
     ]
     spread_s = LAG_DELAY_S[1] - LAG_DELAY_S[0]
     lateness = [
@@ -433,9 +432,7 @@ async def run(options: argparse.Namespace, folder: Path) -> list[str]:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=float, default=1e6, help="of a rollout (default: 1e6)")
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=LENGTHS, help="of answers, in tokens"
@@ -443,7 +440,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
     parser.add_argument("--ranks", type=int, nargs="+", default=(64, 1024), help="multiples of 64")
     parser.add_argument("--in-flight", type=int, default=8192, help="requests (default: 8192)")
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     collect_between_steps_only()  # as the driver does
     with tempfile.TemporaryDirectory() as name:

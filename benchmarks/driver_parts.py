@@ -1,14 +1,10 @@
-"""Instruments of the driver's benchmark: canned engines, CPU time by thread, lag of the loop, stub
-ranks.
-"""
+"""Parts of the driver's benchmark: canned engines, CPU time by thread, lag of the loop, stub ranks."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import statistics
-import subprocess
-import sys
 import time
 import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -19,6 +15,7 @@ from typing import TypeVar
 
 import ray
 
+from benchmarks.canned_engine import LARGEST_ID, started
 from rlpost.orchestration.placement import Slot
 from rlpost.orchestration.workers import WorkerGroup
 from rlpost.types import StepResult
@@ -32,34 +29,13 @@ HEALTHY = {"train/ppo_kl": 0.0, "train/grad_norm": 1.0, "train/rollout_logprob_a
 
 @contextmanager
 def canned_engines(
-    length: int, *, delay: tuple[float, float] = (0.0, 0.0), largest_id: int | None = None
+    length: int, *, delay: tuple[float, float] = (0.0, 0.0), largest_id: int = LARGEST_ID
 ) -> Iterator[str]:
-    """NUM_ENGINES processes behind one address; the URL."""
+    """Run NUM_ENGINES processes behind one address; yield its URL."""
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.canned_engine",
-        "--port",
-        str(port),
-        "--length",
-        str(length),
-    ]
-    command += ["--delay", *map(str, delay)]
-    command += ["--largest-id", str(largest_id)] if largest_id else []
-    processes = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(NUM_ENGINES)
-    ]
-    try:
-        for process in processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n", "a canned engine did not start"
+    words = ["--port", port, "--length", length, "--delay", *delay, "--largest-id", largest_id]
+    with started("benchmarks.canned_engine", *words, num_processes=NUM_ENGINES):
         yield f"http://127.0.0.1:{port}"
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 @dataclass(frozen=True)
@@ -77,7 +53,7 @@ class Cost:
 
 
 async def cost_of(work: Awaitable[T]) -> tuple[T, Cost]:
-    """The result of ``work``, and what it cost. Call it from the loop's thread."""
+    """Return the result of ``work`` and its cost. Call it in the loop's thread."""
     gc.collect()
     loop_s, all_s = time.thread_time(), time.process_time()
     result = await work
@@ -85,7 +61,7 @@ async def cost_of(work: Awaitable[T]) -> tuple[T, Cost]:
 
 
 def median_cost(costs: Sequence[Cost]) -> Cost:
-    """Of each kind."""
+    """Return the median of each field."""
     return Cost(
         statistics.median(c.loop_s for c in costs), statistics.median(c.all_s for c in costs)
     )
@@ -93,8 +69,10 @@ def median_cost(costs: Sequence[Cost]) -> Cost:
 
 @dataclass(frozen=True)
 class Lags:
-    """How late callbacks ran, in seconds; ``own_*``: the part in which the loop's thread used the
-    processor, so that what other processes took from a busy machine is left out.
+    """Delays of callbacks in seconds.
+
+    ``own_*``: the part in which the loop's thread used the processor. It excludes delays that other
+    processes of a busy machine cause.
     """
 
     p50: float
@@ -105,14 +83,14 @@ class Lags:
 
 
 class LagSampler:
-    """Wakes up every TICK_S and notes how late."""
+    """Wakes up every TICK_S and records the delay."""
 
     def __init__(self) -> None:
         self._late: list[float] = []
         self._own: list[float] = []
 
     async def during(self, work: Awaitable[T]) -> T:
-        """The result of ``work``; samples while it runs."""
+        """Return the result of ``work``; sample while it runs."""
         sampling = asyncio.create_task(self._sample())
         try:
             return await work
@@ -128,7 +106,7 @@ class LagSampler:
             self._own.append(min(late, time.thread_time() - used))
 
     def lags(self) -> Lags:
-        """Of all samples."""
+        """Return the quantiles of all samples."""
         late, own = sorted(self._late), sorted(self._own)
         last = len(late) - 1
         return Lags(
@@ -137,9 +115,7 @@ class LagSampler:
 
 
 async def held_bytes(make: Callable[[], Awaitable[T]]) -> tuple[T, int]:
-    """The result, and the bytes allocated for it that are still held when everything else is
-    collected.
-    """
+    """Return the result of ``make``, and the bytes that it holds after a garbage collection."""
     gc.collect()
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
@@ -151,9 +127,7 @@ async def held_bytes(make: Callable[[], Awaitable[T]]) -> tuple[T, int]:
 
 
 class SentBytes:
-    """Counts what this process serialises for Ray: arguments of calls, and objects put into its
-    store.
-    """
+    """Counts the bytes that this process serialises for Ray: arguments and stored objects."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -169,22 +143,21 @@ class SentBytes:
 
 
 class StubRank:
-    """Takes what a trainer's rank takes, and does nothing with it."""
+    """A rank that accepts the calls of a trainer's rank and computes nothing."""
 
     def train_step(self, *_: object) -> StepResult:
         """See ``rlpost.actor.actor.Actor``."""
         return StepResult(HEALTHY)
 
     def read(self, references: Sequence[object]) -> int:
-        """The peers' ranks: take the data of this rank out of the store."""
+        """Fetch the data of this rank from the store, as the peers' ranks do."""
         return len(ray.get(references[0]))
 
 
 class SharedWorkers(WorkerGroup):
     """Many ranks in few processes: rank ``i`` is process ``i % num_processes``.
 
-    The driver makes a call for each rank, as ever; the processes only bound how many Python
-    interpreters this machine has to hold.
+    The driver still makes a call for each rank; only the number of Python interpreters is bounded.
     """
 
     def __init__(self, num_ranks: int, *, num_processes: int, log_dir: Path) -> None:

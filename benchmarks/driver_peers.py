@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import pickle
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -124,45 +126,34 @@ class DataProto:
 
 def verl_pickles(answers: Sequence[CannedAnswer], count: int) -> list[bytes]:
     """What the Ray calls of the engines return: token ids and log-probs as lists."""
-    whole = [answers[index % len(answers)] for index in range(count)]
-    return [
-        pickle.dumps(
-            (
-                answer["output_ids"],
-                [pair[0] for pair in answer["meta_info"]["output_token_logprobs"]],
-            )
-        )
-        for answer in whole
-    ]
+    pickles = []
+    for answer in itertools.islice(itertools.cycle(answers), count):
+        log_probs = [pair[0] for pair in answer["meta_info"]["output_token_logprobs"]]
+        pickles.append(pickle.dumps((answer["output_ids"], log_probs)))
+    return pickles
 
 
 def verl_receive(pickles: Sequence[bytes], prompt_ids: Sequence[int], length: int) -> DataProto:
     """The rollout as padded tensors: prompts to the left, responses to the right."""
-    rows = []
+    rows: dict[str, list[torch.Tensor]] = defaultdict(list)
     for data in pickles:
         token_ids, log_probs = pickle.loads(data)
-        pad = MAX_PROMPT_LENGTH - len(prompt_ids)
-        prompt = torch.tensor([0] * pad + list(prompt_ids), dtype=torch.int64)
-        response = torch.tensor(token_ids + [0] * (length - len(token_ids)), dtype=torch.int64)
-        is_prompt = torch.tensor([0] * pad + [1] * len(prompt_ids), dtype=torch.int64)
-        is_response = torch.tensor(
-            [1] * len(token_ids) + [0] * (length - len(token_ids)), dtype=torch.int64
-        )
+        before, after = MAX_PROMPT_LENGTH - len(prompt_ids), length - len(token_ids)
+        prompt = torch.tensor([0] * before + list(prompt_ids), dtype=torch.int64)
+        response = torch.tensor(token_ids + [0] * after, dtype=torch.int64)
+        is_prompt = torch.tensor([0] * before + [1] * len(prompt_ids), dtype=torch.int64)
+        is_response = torch.tensor([1] * len(token_ids) + [0] * after, dtype=torch.int64)
         attention = torch.cat([is_prompt, is_response])
-        rows.append(
-            {
-                "prompts": prompt,
-                "responses": response,
-                "response_mask": is_response,
-                "input_ids": torch.cat([prompt, response]),
-                "attention_mask": attention,
-                "position_ids": torch.clamp(torch.cumsum(attention, 0) - 1, min=0),
-                "rollout_log_probs": torch.tensor(
-                    log_probs + [0.0] * (length - len(log_probs)), dtype=torch.float32
-                ),
-            }
-        )
-    return DataProto({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+        positions = torch.clamp(torch.cumsum(attention, 0) - 1, min=0)
+        rows["prompts"].append(prompt)
+        rows["responses"].append(response)
+        rows["response_mask"].append(is_response)
+        rows["input_ids"].append(torch.cat([prompt, response]))
+        rows["attention_mask"].append(attention)
+        rows["position_ids"].append(positions)
+        padded = torch.tensor(log_probs + [0.0] * after, dtype=torch.float32)
+        rows["rollout_log_probs"].append(padded)
+    return DataProto({name: torch.stack(tensors) for name, tensors in rows.items()})
 
 
 def verl_batches(data: DataProto, data_parallel_size: int) -> list[DataProto]:

@@ -1,13 +1,13 @@
-"""Compare a run whose engines come and go with one whose fleet stays.
+"""Compare a run whose fleet changes with one whose fleet stays the same.
 
     python -m benchmarks.fleet --events 100 [--longest-wait 15] [--seed 1] [--write]
 
 On a real Slurm (the tests' lab, root needed), real Ray, Megatron and SGLang on CPU. A run of the
-tiny model has one engine that belongs to it and a fleet of five: two that were left alone, and three that are
-drained, preempted by a job of a higher partition, killed (server, agent, node) and added, in random
-order at random instants, also while they start; and the run itself is preempted now and then. Then
-it must have the weights and the metrics of a run whose fleet was left alone, each prompt exactly
-once, and no group finished twice. Answers come from ``benchmarks/fleet_answers.py``.
+tiny model has an engine of its own job and a fleet of five. Two of them are left alone. The other
+three are drained, preempted by a job of a higher partition, killed (server, agent, node) and added,
+in random order at random instants, also while they start, and the run itself is sometimes preempted.
+The run must end with the weights and metrics of a run whose fleet was left alone, with each prompt
+exactly once, and no group finished twice. Answers come from ``benchmarks/crash_answers.py``.
 
 --write puts the tables into docs/benchmarks.md, section "Fleet".
 """
@@ -22,12 +22,12 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from benchmarks.crash import differences, finish
 from benchmarks.crashed_run import wait_for
 from benchmarks.fleet_run import BusyRun, FleetRun, Seconds, Watch, fleet_lab, until_admitted
-from benchmarks.page import show
-from benchmarks.tables import machine, table
+from benchmarks.page import machine, make_parser, show, table
 from tests.cluster.lab_host import wait_until
 
 HEADING = "## Fleet"
@@ -50,7 +50,7 @@ END_S = 120.0  # deadline for all engine jobs to leave when the run is done
 
 @dataclass
 class Fleet:
-    """The engines of the run, and what was done to them."""
+    """The engines of the run, and the events so far."""
 
     run: FleetRun
     static: list[str]
@@ -65,7 +65,7 @@ class Fleet:
 
 
 def strike(fleet: Fleet, kind: str, engine: str) -> bool:
-    """Let it happen; False when there is nothing to do it to at this moment."""
+    """Cause an event; return False if it cannot happen to this engine now."""
     run = fleet.run
     match kind:
         case "drained, another added":
@@ -103,14 +103,14 @@ def kill_node(fleet: Fleet, engine: str) -> bool:
 def disturb(
     fleet: Fleet, num_events: int, rng: random.Random, *, longest_wait_s: float = LONGEST_WAIT_S
 ) -> None:
-    """Do ``num_events`` things to the touched engines, unless the run is done before.
+    """Cause ``num_events`` events at the touched engines, unless the run is done before.
 
-    They come at random instants, at most ``longest_wait_s`` after each other.
+    They come at random instants, at most ``longest_wait_s`` apart.
     """
     kinds: list[str] = []
     while sum(fleet.events.values()) < num_events and not fleet.run.is_done:
         if not kinds:
-            kinds = [kind for kind, times in KINDS.items() for _ in range(times)]
+            kinds = list(Counter(KINDS).elements())
             rng.shuffle(kinds)
         time.sleep(rng.uniform(0.0, longest_wait_s))
         in_start = rng.random() < SHARE_IN_START
@@ -126,7 +126,7 @@ def disturb(
 def disturbed(
     run: FleetRun, num_events: int, rng: random.Random, longest_wait_s: float
 ) -> tuple[Fleet, Watch]:
-    """The run from its first fleet engine to its end."""
+    """Add engines, disturb them, and wait for the end of the run."""
     wait_for(run, "the first attempt", lambda: run.is_ready)
     with Watch(run) as watch:
         static = run.add(NUM_STATIC, partition="batch")
@@ -134,13 +134,13 @@ def disturbed(
         fleet = Fleet(run, static, run.add(NUM_TOUCHED, partition="low"))
         until_admitted(run, fleet.touched)
         disturb(fleet, num_events, rng, longest_wait_s=longest_wait_s)
-    run.set_pace(1)  # the rest is for the comparison of the weights alone
+    run.set_pace(1)  # the remaining steps only serve the comparison of the weights
     finish(run)
     return fleet, watch
 
 
 def left_over(fleet: Fleet) -> list[str]:
-    """Engine jobs that do not leave although the run is done."""
+    """Return messages on engine jobs that do not end after the run."""
     names = [*fleet.static, *fleet.all_touched]
     wait_until(lambda: all(map(fleet.run.job_is_over, names)), deadline_s=END_S, interval_s=1.0)
     return [f"engine job {one} has not ended" for one in names if not fleet.run.job_is_over(one)]
@@ -148,7 +148,7 @@ def left_over(fleet: Fleet) -> list[str]:
 
 @dataclass(frozen=True)
 class Pace:
-    """Answers of a group of engines, and the seconds in which they were admitted."""
+    """Answers of some engines, and the engine-seconds in which they were admitted."""
 
     answers: int
     engine_s: float
@@ -159,7 +159,8 @@ class Pace:
 
 
 def answers_by_second(run: FleetRun, engines: Sequence[str]) -> Counter[int]:
-    return Counter(int(at) for engine in engines for at in run.answers_at(engine))
+    answers = chain.from_iterable(map(run.answers_at, engines))
+    return Counter(map(int, answers))
 
 
 def seconds_of(admitted: Seconds, engines: Sequence[str]) -> dict[int, float]:
@@ -172,8 +173,10 @@ def seconds_of(admitted: Seconds, engines: Sequence[str]) -> dict[int, float]:
 
 
 def paces(fleet: Fleet, watch: Watch) -> tuple[Pace, Pace, float]:
-    """Touched and static engines in the seconds in which some of both were admitted; and the
-    answers of the touched ones as a share of what the static ones gave in the same seconds.
+    """Return the paces of touched and static engines, and the ratio of the two.
+
+    Only seconds in which engines of both kinds were admitted count. The ratio is the answers of the
+    touched engines over those that static engines would have given in the same engine-seconds.
     """
     touched_s = seconds_of(watch.admitted, fleet.all_touched)
     static_s = seconds_of(watch.admitted, fleet.static)
@@ -187,8 +190,9 @@ def paces(fleet: Fleet, watch: Watch) -> tuple[Pace, Pace, float]:
 
 
 def seconds_to_serve(fleet: Fleet, watch: Watch) -> tuple[list[float], list[float]]:
-    """From the start of an engine's job until the driver sends it requests, and until its first
-    answer; without starts that were ended before.
+    """Return the seconds from each start of an engine's job to its admission and to its first answer.
+
+    Starts that ended earlier are left out.
     """
     to_admission, to_answer = [], []
     for engine in [*fleet.static, *fleet.all_touched]:
@@ -202,9 +206,7 @@ def seconds_to_serve(fleet: Fleet, watch: Watch) -> tuple[list[float], list[floa
 
 
 def paid_s(fleet: Fleet, end: float) -> float:
-    """Seconds of all starts of the touched engines' jobs up to ``end``; each lasts until the next
-    or until its batch script says that the agent ended.
-    """
+    """Return the job seconds of all touched engines up to ``end``."""
     return sum(fleet.run.job_seconds(engine, end) for engine in fleet.all_touched)
 
 
@@ -214,7 +216,7 @@ def spread(values: Sequence[float]) -> str:
 
 def main() -> int:
     """Disturb, compare and print; 1 when something differs."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--events", type=int, default=100, help="(default: 100)")
     parser.add_argument(
         "--longest-wait",
@@ -224,7 +226,6 @@ def main() -> int:
         help=f"seconds between two events, at most (default: {LONGEST_WAIT_S:g})",
     )
     parser.add_argument("--seed", type=int, default=1, help="of instants and kinds (default: 1)")
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     where, began = machine(), time.monotonic()
     num_steps = SPARE_STEPS + STEPS_AN_EVENT * options.events
@@ -232,7 +233,7 @@ def main() -> int:
         run = BusyRun(lab, "touched", num_steps, pace=LENGTH)
         rng = random.Random(options.seed)
         fleet, watch = disturbed(run, options.events, rng, options.longest_wait)
-        until = max(second for one in watch.admitted.values() for second in one)
+        until = max(chain.from_iterable(watch.admitted.values()))
         wrong = left_over(fleet)
         static = BusyRun(lab, "static", num_steps, pace=LENGTH)
         wait_for(static, "the first attempt", lambda: static.is_ready)
@@ -248,7 +249,7 @@ def main() -> int:
 def introduction(
     options: argparse.Namespace, where: str, wrong: Sequence[str], run: FleetRun, took_s: float
 ) -> list[str]:
-    """What was compared, and with which result."""
+    """Return the description of the comparison, with its result."""
     is_same = f"the same weights and metrics, {len(run.finished())} groups finished, each once"
     return [
         f"`python -m benchmarks.fleet --events {options.events} --longest-wait {options.longest_wait:g} "
@@ -265,7 +266,7 @@ def introduction(
 
 
 def tables(fleet: Fleet, watch: Watch, until: float) -> list[str]:
-    """What happened, and what it cost."""
+    """Return the tables of events and of their costs."""
     happened = [[kind, str(fleet.events[kind])] for kind in KINDS]
     happened.append(["all", str(sum(fleet.events.values()))])
     ours, theirs, share = paces(fleet, watch)
@@ -292,10 +293,10 @@ def tables(fleet: Fleet, watch: Watch, until: float) -> list[str]:
         ["attempts of the run", str(attempts)],
     ]
     explanation = [
-        "The loss is at both ends of a life: an engine joins in the middle of a step, and what its last",
-        "requests had not returned is lost. If it does not grow with the life, a share of 0.9 needs lives of",
-        f"{10 * lost_s:.0f} s. Lives here are short for the sake of many events, and starts take long: real",
-        "servers start on the same cores that generate.",
+        "An engine loses time at both ends of its life: it joins in the middle of a step, and tokens that its",
+        "last requests had not returned are lost. If the loss does not grow with the life, a share of 0.9",
+        f"needs lives of {10 * lost_s:.0f} s. Lives are short here so that there are many events, and starts",
+        "take long, because real servers start on the cores that generate.",
     ]
     return [*table(["event", "times"], happened), "", *table(["", ""], costs), "", *explanation]
 

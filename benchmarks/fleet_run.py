@@ -1,7 +1,7 @@
 """A run of the tiny model on the tests' Slurm with engines of a fleet, and what happens to them.
 
-``FleetRun`` submits the run and its engine jobs and strikes them; ``Watch`` records which engine
-was admitted when, from the files of the fleet.
+``FleetRun`` submits the run and its engine jobs, and drains, preempts and kills them; ``Watch``
+records from the files of the fleet which engine was admitted when.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks import crash_answers, fleet_answers
-from benchmarks.crashed_run import CrashedRun, command_line, output_of, wait_for
+from benchmarks import crash_answers
+from benchmarks.crashed_run import CrashedRun, command_lines, output_of, wait_for
 from rlpost.fleet.files import FleetFolder
 from rlpost.fleet.records import EngineRecord, EngineState
 from tests.cluster.jobs import job_info, sbatch
@@ -40,7 +40,6 @@ SETTINGS = (
     *("--max-failures", "100000", "--max-preemptions", "100000"),
     *("--max-stalled-attempts", "100000"),
 )
-PACE_FILES = {crash_answers: "slowness", fleet_answers: "length"}
 URGENT = "#!/bin/bash\n#SBATCH --partition=high --gres=gpu:{gpus} -w {node}\nsrun sleep 1\n"
 GAP_S = 3.0  # an engine that reads new weights counts as admitted
 POLL_S = 0.1
@@ -59,6 +58,8 @@ def fleet_lab(num_nodes: int = 5) -> Iterator[Lab]:
 class FleetRun(CrashedRun):
     """A run and its fleet."""
 
+    paced_by = crash_answers.SLOWNESS
+
     def __init__(
         self,
         lab: Lab,
@@ -69,7 +70,7 @@ class FleetRun(CrashedRun):
         pace: float = 1.0,
     ) -> None:
         """``settings``: as of ``CrashedRun``; ``pace``: see ``set_pace``."""
-        self.pace_file = lab.shared / f"{name}_answers.{PACE_FILES[self.answers]}"
+        self.pace_file = lab.shared / f"{name}_answers{self.paced_by.suffix}"
         self.set_pace(pace)
         super().__init__(lab, name, num_steps, settings=settings)
         self.fleet_folder = FleetFolder(self.folder)
@@ -78,7 +79,7 @@ class FleetRun(CrashedRun):
     def set_pace(self, number: float) -> None:
         """Set how long answers take from now on; what is trained does not change.
 
-        ``number``: factor of the seconds, or tokens of an answer, as the answers' module says.
+        ``number``: factor of the pauses, or tokens of an answer, according to ``paced_by``.
         """
         new = self.pace_file.with_suffix(".new")
         new.write_text(f"{number:g}")
@@ -96,7 +97,7 @@ class FleetRun(CrashedRun):
         assert found, said
         return [f"{found[1]}_{task}" for task in range(number)]
 
-    # -- what is there
+    # -- its engines
 
     def record(self, engine: str) -> EngineRecord | None:
         return self.fleet_folder.engine(engine)
@@ -116,14 +117,14 @@ class FleetRun(CrashedRun):
 
     def agents(self, engine: str) -> list[psutil.Process]:
         """The agent of an engine, not the srun that started it."""
+        needed = {"rlpost.fleet.agent", engine, str(self.folder)}
         return [
-            one
-            for one in psutil.process_iter()
-            if {"rlpost.fleet.agent", engine, str(self.folder)} <= set(words := command_line(one))
-            and "srun" not in words[0]
+            process
+            for process, line in command_lines()
+            if needed <= set(line) and "srun" not in line[0]
         ]
 
-    # -- what happens to it
+    # -- disturbances
 
     def kill_server(self, engine: str) -> bool:
         return _send(self.servers(engine), signal.SIGKILL)
@@ -163,7 +164,7 @@ class FleetRun(CrashedRun):
             URGENT.format(node=node, gpus=gpus or self.lab.options.num_gpus_per_node),
         )
 
-    # -- what the logs say
+    # -- facts from the logs
 
     def answers_at(self, engine: str) -> list[float]:
         """Seconds since 1970, in whole seconds, of each answer of an engine."""
@@ -190,13 +191,13 @@ class FleetRun(CrashedRun):
 
 
 class BusyRun(FleetRun):
-    """A run whose engines do the whole work; ``pace`` is the number of tokens of an answer."""
+    """A run whose engines generate without pauses; ``pace`` is the number of tokens of an answer."""
 
-    answers, defaults = fleet_answers, SETTINGS
+    paced_by, defaults = crash_answers.LENGTH, SETTINGS
 
 
 class Watch:
-    """Polls the files of the fleet in a thread: who was admitted in which second."""
+    """Polls the files of the fleet in a thread: which engines were admitted in each second."""
 
     def __init__(self, run: FleetRun) -> None:
         self._run = run

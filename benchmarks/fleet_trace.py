@@ -1,12 +1,12 @@
-"""A thousand engines of a fleet that come and go as spot instances did, in virtual time.
+"""A fleet of a thousand engines that follows a trace of spot instances, in virtual time.
 
     python -m benchmarks.fleet_trace [--engines 1000] [--seed 1] [--write]
 
 The number of engines follows a published trace, ``spot_availability.csv``: two zones of 16
 instances. Real: the driver's decisions (``rlpost.fleet.membership``) and its placement of requests
-(``rlpost.rollout.places``). Simulated: engines, their jobs and the time that things take
-(constants below). Checked: each prompt is answered once; no token of a version that an engine was
-not admitted with. --write puts the table into docs/benchmarks.md, section "Fleet by a spot trace".
+(``rlpost.rollout.places``). Simulated: engines, their jobs and all durations (constants below).
+Checked: each prompt is answered once, and every token has a version with which its engine was
+admitted. --write puts the table into docs/benchmarks.md, section "Fleet by a spot trace".
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.page import show
-from benchmarks.tables import table
+from benchmarks.page import make_parser, show, table
 from benchmarks.virtual_time import run_virtually
 from rlpost.fleet.membership import Action, Admit, Dismiss, Limits, Membership, Update
 from rlpost.fleet.records import EngineRecord, EngineState
@@ -41,14 +40,14 @@ NOTICE_S = 30.0  # between signal and end of a job
 WITHOUT_NOTICE = 0.5  # share of the jobs that are killed at once
 # reading weights; a request; a request to a dead server
 PULL_S, CONTROL_S, DEADLINE_S = 40.0, 0.2, 10.0
-UPDATE_EVERY_S, TRAINER_S = 600.0, 5.0  # weights change; all engines stand still for so long
+UPDATE_EVERY_S, TRAINER_S = 600.0, 5.0  # between updates; in which no engine generates
 TOKENS, TOKENS_A_S = (500, 16_000), 40.0  # of an answer; of each of an engine's requests
 POLL_S = 10.0
 LIMITS = Limits(lost_after_s=45.0)
 
 
 def trace() -> dict[str, list[int]]:
-    """Instances that were available, by zone, one number for each STEP_S."""
+    """Return the number of available instances by zone, one number for each STEP_S."""
     zones: dict[str, list[int]] = defaultdict(list)
     with TRACE.open() as file:
         for row in csv.DictReader(line for line in file if not line.startswith("#")):
@@ -62,7 +61,7 @@ class Killed(Exception):
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt and the versions of the tokens that the driver has, run by run."""
+    """A prompt, and (version, number) of each run of tokens that the driver has."""
 
     number: int
     num_tokens: int
@@ -90,7 +89,7 @@ class Server:
                 one.set_result(how)
 
     async def generate(self, prompt: Prompt, now: float) -> None:
-        """Write until the end or an abort. Raises Killed; its tokens are lost then."""
+        """Generate until the end or an abort. Raises Killed, and the tokens are lost."""
         if self.is_dead:
             raise Killed
         assert not self.is_paused, "a request reached an engine that is not admitted"
@@ -111,7 +110,7 @@ class Server:
 
 @dataclass
 class Totals:
-    """What the table shows; times in seconds."""
+    """Figures of the table; times in seconds."""
 
     started: int = 0
     available_s: float = 0.0
@@ -158,7 +157,7 @@ class Simulation:
     # -- the cluster
 
     async def cluster(self) -> None:
-        """Start and end engine jobs as the trace says, until enough were started."""
+        """Start and end engine jobs according to the trace, until enough were started."""
         for wanted in zip(*self.zones.values(), strict=False):
             for zone, number in zip(self.zones, wanted, strict=True):
                 self.change(zone, number)
@@ -185,7 +184,7 @@ class Simulation:
             self.spawn(self.serve(one))
 
     async def serve(self, one: Server) -> None:
-        """The agent: start, then say that the server is ready."""
+        """The agent: start the server, then report that it is ready."""
         self.write(one)
         seconds = self.chance.uniform(*START_S)
         await asyncio.sleep(seconds)
@@ -224,7 +223,7 @@ class Simulation:
         return self.beats[name]
 
     def beat(self) -> None:
-        """All agents that live renew their records."""
+        """Renew the records of all living agents."""
         for there in self.servers.values():
             for one in there:
                 self.write(one)
@@ -303,7 +302,7 @@ class Simulation:
     # -- requests
 
     async def ask(self) -> None:
-        """One prompt after the other, as often as it takes."""
+        """Request one prompt after another, each until it is complete."""
         loop = asyncio.get_running_loop()
         while not self.has_ended:
             prompt = Prompt(len(self.prompts), self.chance.randint(*TOKENS))
@@ -323,7 +322,7 @@ class Simulation:
                 self.totals.longest_answer_s = longest
 
     async def request(self, prompt: Prompt) -> bool:
-        """Send it once; return False if its server has died. Counts what became of it."""
+        """Send a prompt once and count the outcome; return False if the server has died."""
         loop, totals = asyncio.get_running_loop(), self.totals
         since = loop.time()
         try:
@@ -359,7 +358,7 @@ class Simulation:
         return True
 
     def request_failed(self, url: str, problem: str) -> None:
-        """As ``FleetMembers``: check the engine, and let it leave if it does not answer."""
+        """Check the engine, and dismiss it if it does not answer, as ``FleetMembers`` does."""
         record = self.fleet.request_failed(url)
         if record is not None:
             self.spawn(self.check_engine(record, problem))
@@ -371,7 +370,7 @@ class Simulation:
             self.fleet.failed(record.engine, record.incarnation, problem)
             self.step()
 
-    # -- all of it
+    # -- the whole simulation
 
     def spawn(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -401,7 +400,7 @@ class Simulation:
             raise self.problem
 
     def check(self) -> None:
-        """Each prompt once, no token twice or lost, versions in order."""
+        """Check that each prompt is answered once, no token is lost or repeated, and versions ascend."""
         assert set(self.answered.values()) <= {1}, "a prompt was answered twice"
         for prompt in self.prompts:
             versions = [version for version, _ in prompt.runs]
@@ -413,7 +412,7 @@ class Simulation:
 
 
 def simulate(seed: int, num_engines: int, zones: dict[str, list[int]]) -> Simulation:
-    """Run it to the end and check it."""
+    """Return a finished and checked simulation."""
     one = Simulation(seed, num_engines, zones)
     run_virtually(one.run())
     one.check()
@@ -449,7 +448,7 @@ def rows(one: Simulation) -> list[list[str]]:
 
 
 def introduction(options: argparse.Namespace, took_s: float) -> list[str]:
-    """What was simulated."""
+    """Return the description of the simulation."""
     low, high = START_S
     text = (
         f"`python -m benchmarks.fleet_trace --engines {options.engines} --seed {options.seed} "
@@ -470,10 +469,9 @@ def introduction(options: argparse.Namespace, took_s: float) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--engines", type=int, default=1000, help="(default: 1000)")
     parser.add_argument("--seed", type=int, default=1, help="(default: 1)")
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args(argv)
     began = time.process_time()
     one = simulate(options.seed, options.engines, trace())

@@ -1,4 +1,4 @@
-"""The gateway beside direct generation: tokens/s, lag of the driver's loop, processor time.
+"""The gateway compared with direct generation: tokens/s, lag of the driver's loop, processor time.
 
     python -m benchmarks.gateway [--rounds 3] [--only stubs] [--write]
 
@@ -6,8 +6,8 @@ The same conversations are generated twice, with the same tokens from the engine
 function that holds the tokens itself and adds user messages to them (as custom generate functions
 do), and by harnesses in another process that send whole message lists to the gateway.
 
-1. Stub engines that answer after 4 to 6 s, as at 100 tokens/s for each answer: what a run notices.
-2. Stub engines that answer at once: what a token costs the driver's process at most.
+1. Stub engines that answer after 4 to 6 s, as at 100 tokens/s for each answer: the effect on a run.
+2. Stub engines that answer at once: an upper bound of the driver's cost for a token.
 3. The tiny model on one real SGLang server.
 
 Each round measures both, and which is first alternates. The overhead is the median of the
@@ -17,23 +17,20 @@ docs/benchmarks.md.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.driver_parts import LagSampler, canned_engines, cost_of
-from benchmarks.page import show
-from benchmarks.rollout_parts import KEY, TINY, serving
-from benchmarks.tables import machine, table
+from benchmarks.page import machine, make_parser, show, table
+from benchmarks.rollout_parts import KEY, TINY, Forced, serving
 from rlpost.agents.gateway import Gateway, OpenEpisode
-from rlpost.rollout.answer import Answer
 from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
@@ -46,7 +43,7 @@ LAST_ID = 50  # ordinary tokens of the tiny model
 
 @dataclass(frozen=True)
 class Load:
-    """Conversations at once, and the tokens of each answer."""
+    """Concurrent conversations, their turns, and the tokens of each answer."""
 
     name: str
     conversations: int
@@ -65,32 +62,12 @@ LOADS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one round: tokens/s, processor seconds per million tokens, the loop's worst lag in s."""
+    """One round: tokens/s, processor seconds per million tokens, the loop's longest lag in s."""
 
     tokens_per_s: float
     loop_s: float
     all_s: float
     lag_s: float
-
-
-class Fixed(Connection):
-    """A connection whose answers have a fixed length."""
-
-    def __init__(self, router: RouterAddress, length: int) -> None:
-        super().__init__(router)
-        self._length = length
-
-    async def generate(
-        self,
-        what: str,
-        input_ids: Sequence[int],
-        sampling_params: Mapping[str, object],
-        *,
-        labels: Mapping[str, str] | None = None,
-    ) -> Answer:
-        """See ``Connection``."""
-        fixed = {**sampling_params, "max_new_tokens": self._length, "ignore_eos": True}
-        return await super().generate(what, input_ids, fixed, labels=labels)
 
 
 async def direct(connection: Connection, load: Load, gateway: Gateway) -> int:
@@ -112,19 +89,21 @@ async def direct(connection: Connection, load: Load, gateway: Gateway) -> int:
 
 
 async def through_gateway(episodes: list[OpenEpisode], harness: asyncio.subprocess.Process) -> int:
-    """Let the harnesses talk."""
+    """Run the harnesses; return the number of sampled tokens, all of which must be trained."""
     assert harness.stdin is not None
     assert harness.stdout is not None
     harness.stdin.write(b"go\n")
     num_tokens = int(await harness.stdout.readline())
-    trained = sum(each.loss_mask.total() for one in episodes for each in one.trajectories())
-    assert trained == num_tokens, (trained, num_tokens)
-    assert all(len(episode.trajectories()) == 1 for episode in episodes)
+    num_trained = 0
+    for episode in episodes:
+        (trajectory,) = episode.trajectories()
+        num_trained += trajectory.loss_mask.total()
+    assert num_trained == num_tokens, (num_trained, num_tokens)
     return num_tokens
 
 
 async def started_harness(load: Load, episodes: list[OpenEpisode]) -> asyncio.subprocess.Process:
-    """Start the process of the harnesses, up to its first request."""
+    """Start the process of the harnesses, and wait until it is ready for its first request."""
     pipe = asyncio.subprocess.PIPE
     command = [sys.executable, "-m", "benchmarks.gateway_harness"]
     harness = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
@@ -141,7 +120,7 @@ async def started_harness(load: Load, episodes: list[OpenEpisode]) -> asyncio.su
 
 
 async def measured(work: Awaitable[int]) -> Measured:
-    """Time the generation of tokens."""
+    """Measure ``work``, which returns a number of tokens."""
     sampler, started = LagSampler(), time.perf_counter()
     num_tokens, cost = await cost_of(sampler.during(work))
     seconds = time.perf_counter() - started
@@ -164,7 +143,7 @@ async def rounds_of(
             directly.append(await measured(direct(connection, load, gateway)))
 
         for number in range(num_rounds + 1):
-            async with Fixed(router, load.length) as connection:
+            async with Forced(router, lambda what, input_ids: load.length) as connection:
                 if number % 2 == 0:
                     await measure_direct(connection)
                 episodes = [
@@ -182,7 +161,7 @@ async def rounds_of(
 
 
 async def measure(load: Load, num_rounds: int) -> list[str]:
-    """Return a row of the table."""
+    """Measure one load; return its row of the table."""
     num_rounds *= load.rounds
     if load.delay is None:
         with tempfile.TemporaryDirectory() as folder:
@@ -196,16 +175,22 @@ async def measure(load: Load, num_rounds: int) -> list[str]:
         by_gateway.tokens_per_s / directly.tokens_per_s
         for directly, by_gateway in zip(*found, strict=True)
     ]
-    speeds = [statistics.median(one.tokens_per_s for one in each) for each in found]
     return [
         load.name,
         f"{load.conversations} x {load.turns} x {load.length}",
-        *(f"{speed:,.0f}" for speed in speeds),
+        *_medians(found, lambda one: one.tokens_per_s, ",.0f"),
         f"{_loss(statistics.median(ratios))} ({_loss(max(ratios))} to {_loss(min(ratios))})",
-        *(f"{statistics.median(one.loop_s for one in each):.2f}" for each in found),
-        *(f"{statistics.median(one.all_s for one in each):.2f}" for each in found),
-        *(f"{1000 * statistics.median(one.lag_s for one in each):.0f}" for each in found),
+        *_medians(found, lambda one: one.loop_s, ".2f"),
+        *_medians(found, lambda one: one.all_s, ".2f"),
+        *_medians(found, lambda one: 1000 * one.lag_s, ".0f"),
     ]
+
+
+def _medians(
+    found: Iterable[Iterable[Measured]], figure: Callable[[Measured], float], form: str
+) -> list[str]:
+    """Cells of direct generation and of the gateway."""
+    return [format(statistics.median(map(figure, rounds)), form) for rounds in found]
 
 
 def _loss(ratio: float) -> str:
@@ -214,12 +199,9 @@ def _loss(ratio: float) -> str:
 
 def main() -> int:
     """Measure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=("stubs", "sglang"))
-    parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     loads = [
         load
@@ -236,7 +218,7 @@ def main() -> int:
     ]
     lines = [
         f"`python -m benchmarks.gateway --write`; {where}; medians of {options.rounds} rounds, of SGLang "
-        f"{3 * options.rounds}. The harnesses are a process of their own and send whole message lists.",
+        f"{3 * options.rounds}. The harnesses run in a separate process and send whole message lists.",
         "",
         *table(header, rows),
     ]

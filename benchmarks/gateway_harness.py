@@ -2,9 +2,9 @@
 
     python -m benchmarks.gateway_harness < ORDER
 
-ORDER is one JSON line with ``episodes`` (pairs of base URL and key), ``turns``, ``user`` (the text of
-each user message) and ``stream``. All episodes talk at once. Prints ``ready``, waits for a line
-``go``, and prints the number of sampled tokens.
+ORDER is one JSON line with ``episodes`` (pairs of base URL and key), ``turns`` and ``user`` (the text
+of each user message). All episodes run concurrently. Prints ``ready``, waits for a line ``go``, and
+prints the number of sampled tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import aiohttp
 
 
 class Order(TypedDict):
-    """What the harness is to do; an episode is its URL and its API key."""
+    """The work of the harnesses; an episode is its URL and its API key."""
 
     turns: int
     user: str
@@ -26,7 +26,7 @@ class Order(TypedDict):
 
 
 async def converse(client: aiohttp.ClientSession, order: Order, base_url: str, key: str) -> int:
-    """One episode; the number of sampled tokens."""
+    """Run one episode; return the number of sampled tokens."""
     messages: list[dict[str, object]] = []
     num_tokens = 0
     headers = {"Authorization": f"Bearer {key}"}
@@ -42,7 +42,7 @@ async def converse(client: aiohttp.ClientSession, order: Order, base_url: str, k
 
 
 async def converse_all(order: Order) -> int:
-    """All episodes at once."""
+    """Run all episodes concurrently; return the number of sampled tokens."""
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client:

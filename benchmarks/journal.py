@@ -11,7 +11,6 @@ share of a real step is in every metrics line (time/journal_s), and in section "
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -20,44 +19,52 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.page import show
-from benchmarks.tables import machine, table
+from benchmarks.canned_engine import LARGEST_ID, LETTERS_A_TOKEN
+from benchmarks.page import machine, make_parser, show, table
 from rlpost.rollout.journal import Journal
 from rlpost.rollout.journal_format import GROUP
 from rlpost.types import Sample, SampleGroup, ScoredSample
 
 HEADING = "## Journal"
 GOAL = 0.02
-SIBLINGS, PROMPT_LENGTH, LARGEST_ID, LETTERS_A_TOKEN = 8, 500, 150_000, 4
+SIBLINGS, PROMPT_LENGTH = 8, 500
 
 
-def make_groups(num_answers: int, length: int) -> list[SampleGroup]:
-    """Random answers of ``length`` tokens."""
-    rng = random.Random(1)
+@dataclass(frozen=True)
+class GroupShape:
+    """Samples of a group, and tokens of its prompt and of each response."""
 
-    def sample(prompt_id: int, index: int) -> Sample:
-        return Sample(
+    num_samples: int
+    prompt_length: int
+    response_length: int
+
+
+def random_group(
+    rng: random.Random, shape: GroupShape, *, prompt_id: int, policy_version: int = 1
+) -> SampleGroup:
+    """Return a complete group of random tokens and log-probs."""
+    length = shape.response_length
+    samples = []
+    for index in range(shape.num_samples):
+        sample = Sample(
             prompt_id=prompt_id,
             index=index,
-            prompt_ids=tuple(range(PROMPT_LENGTH)),
+            prompt_ids=tuple(range(shape.prompt_length)),
             response_ids=tuple(rng.randrange(LARGEST_ID) for _ in range(length)),
             rollout_logprobs=tuple(-rng.random() for _ in range(length)),
             text="x" * LETTERS_A_TOKEN * length,
             finish_reason="stop",
-            policy_version=1,
+            policy_version=policy_version,
         )
-
-    prompts = range(num_answers // SIBLINGS)
-    return [
-        SampleGroup(p, tuple(ScoredSample(sample(p, i), 1.0) for i in range(SIBLINGS)))
-        for p in prompts
-    ]
+        samples.append(ScoredSample(sample, 1.0))
+    return SampleGroup(prompt_id, tuple(samples))
 
 
 def plain_write(path: Path, num_bytes: int) -> float:
-    """Seconds for so many bytes and an fsync."""
+    """Return the seconds for writing ``num_bytes`` and an fsync."""
     data = os.urandom(num_bytes)
     begun = time.monotonic()
     with path.open("wb", buffering=0) as file:
@@ -69,7 +76,7 @@ def plain_write(path: Path, num_bytes: int) -> float:
 async def measure(
     folder: Path, groups: list[SampleGroup], rounds: int
 ) -> tuple[dict[str, list[float]], int]:
-    """Seconds of each kind in each round, and the bytes of a step."""
+    """Return the seconds of each operation in each round, and the bytes of a step."""
     seconds: dict[str, list[float]] = defaultdict(list)
     num_bytes = 0
     for number in range(rounds):
@@ -99,9 +106,7 @@ async def measure(
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--answers", type=int, default=256, help="of a step (default: 256)")
     parser.add_argument(
         "--length", type=int, default=8192, help="tokens of an answer (default: 8192)"
@@ -110,10 +115,10 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, help="on the file system in question (default: a temporary one)"
     )
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     where = machine()
-    groups = make_groups(options.answers, options.length)
+    shape, rng = GroupShape(SIBLINGS, PROMPT_LENGTH, options.length), random.Random(1)
+    groups = [random_group(rng, shape, prompt_id=n) for n in range(options.answers // SIBLINGS)]
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         seconds, num_bytes = asyncio.run(measure(Path(name), groups, options.rounds))
     millions = sum(group.num_tokens for group in groups) / 1e6

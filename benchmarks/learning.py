@@ -10,7 +10,6 @@ section "Learning curves", and the figure into docs/images/learning.svg.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -19,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.page import show
-from benchmarks.tables import machine, table
+from benchmarks.figure import draw_lines
+from benchmarks.page import machine, make_parser, show, table
 from rlpost.metrics.writer import read_metrics
 
 REPOSITORY = Path(__file__).parents[1]
@@ -86,26 +85,6 @@ def smooth(values: Mapping[int, float]) -> list[tuple[int, float]]:
     return found
 
 
-def draw(curves: Mapping[str, Curve], picture: Path) -> None:
-    """Draw the moving means of all runs into one figure."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "rlpost"  # equal curves give equal files
-    figure, axes = plt.subplots(figsize=(8, 4.5))
-    for name, curve in curves.items():
-        axes.plot(*zip(*smooth(curve.trained), strict=True), label=name)
-    title = f"Reward of sampled answers, mean of {WINDOW} steps"
-    axes.set(xlabel="step", ylabel="reward", ylim=(0, 1), title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.tight_layout()
-    figure.savefig(picture, metadata={"Date": None})
-    plt.close(figure)
-
-
 def rows(curves: Mapping[str, Curve]) -> list[list[str]]:
     """One row for each run: flags, evaluations at the first and last step, sampled answers."""
     found = []
@@ -126,10 +105,9 @@ def rows(curves: Mapping[str, Curve]) -> list[list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, print and draw."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=60, help="(default: 60)")
     parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS))
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md and a figure")
     options = parser.parse_args(argv)
     if "distillation" in options.only and "GRPO" not in options.only:
         parser.error("--only distillation needs GRPO as well, whose model is the teacher")
@@ -151,7 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     show(HEADING, lines, write=options.write)
     if options.write:
-        draw(curves, FIGURE)
+        sampled = {name: smooth(curve.trained) for name, curve in curves.items()}
+        title = f"Reward of sampled answers, mean of {WINDOW} steps"
+        draw_lines(sampled, FIGURE, title=title, ylabel="reward", top=1.0)
     return 0
 
 

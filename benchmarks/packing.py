@@ -14,20 +14,21 @@ tables into docs/benchmarks.md, section "Packing".
 
 from __future__ import annotations
 
-import argparse
 import csv
 import heapq
+import math
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
+from typing import TypeVar
 
-from benchmarks.page import show
-from benchmarks.tables import machine, table
+from benchmarks.page import machine, make_parser, show, table
 from rlpost.algorithm.schedule import (
     Schedule,
     break_even_length,
@@ -44,6 +45,7 @@ BREAK_EVEN = break_even_length(num_parameters=7_070_000_000, num_layers=28, atte
 
 SLOW = "Karmarkar-Karp twice"
 
+T = TypeVar("T")
 Lengths = Sequence[int]
 Scheduler = Callable[[Lengths, Sequence[float], int], Schedule]
 
@@ -53,9 +55,9 @@ def draw(name: str, count: int, seed: int) -> list[int]:
     source = random.Random(seed)
     if name == "GSM8K":
         with (Path(__file__).parent / "gsm8k_lengths.csv").open() as file:
-            tokens, samples = zip(
-                *((int(r["tokens"]), int(r["samples"])) for r in csv.DictReader(file)), strict=True
-            )
+            rows = list(csv.DictReader(file))
+        tokens = [int(row["tokens"]) for row in rows]
+        samples = [int(row["samples"]) for row in rows]
         return source.choices(tokens, samples, k=count)
     if name == "long tail":
         return [min(32_768, max(64, int(source.lognormvariate(7.5, 1.0)))) for _ in range(count)]
@@ -82,26 +84,34 @@ def first_fit_in_turn(
     """
     bins = first_fit(lengths, range(len(lengths)), limit)
     while len(bins) % RANKS:
-        bins.sort(key=lambda one: sum(lengths[i] for i in one))
+        bins.sort(key=lambda one: total(lengths, one))
         largest = bins.pop()
         bins += [largest[::2], largest[1::2]]
     if not balance:
         return [bins[rank::RANKS] for rank in range(RANKS)]
-    loads = [sum(work[i] for i in one) for one in bins]
-    return [[bins[b] for b in part] for part in karmarkar_karp(loads, RANKS, equal=True)]
+    loads = [total(work, one) for one in bins]
+    return [chosen(bins, part) for part in karmarkar_karp(loads, RANKS, equal=True)]
 
 
 def karmarkar_karp_twice(lengths: Lengths, work: Sequence[float], limit: int) -> Schedule:
     """Over the ranks, then within each."""
     ranks = karmarkar_karp(work, RANKS, equal=True)
-    count = max(-(-sum(lengths[i] for i in own) // limit) for own in ranks)
-    return [
-        [
-            [own[i] for i in part]
-            for part in karmarkar_karp([lengths[i] for i in own], count, equal=False)
-        ]
-        for own in ranks
-    ]
+    count = math.ceil(max(total(lengths, own) for own in ranks) / limit)
+    dealt = []
+    for own in ranks:
+        parts = karmarkar_karp(chosen(lengths, own), count, equal=False)
+        dealt.append([chosen(own, part) for part in parts])
+    return dealt
+
+
+def chosen(values: Sequence[T], indices: Iterable[int]) -> list[T]:
+    """Return the values at these indices."""
+    return [values[index] for index in indices]
+
+
+def total(values: Sequence[float], indices: Iterable[int]) -> float:
+    """Return the sum of the values at these indices."""
+    return sum(values[index] for index in indices)
 
 
 def karmarkar_karp(sizes: Sequence[float], parts: int, *, equal: bool) -> list[list[int]]:
@@ -114,8 +124,8 @@ def karmarkar_karp(sizes: Sequence[float], parts: int, *, equal: bool) -> list[l
     step = parts if equal else 1
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for number, start in enumerate(range(0, len(order), step)):
-        chosen = [(sizes[i], [i]) for i in reversed(order[start : start + step])]
-        state = chosen + [(0.0, []) for _ in range(parts - len(chosen))]
+        items = [(sizes[i], [i]) for i in reversed(order[start : start + step])]
+        state = items + [(0.0, []) for _ in range(parts - len(items))]
         heap.append((state[-1][0] - state[0][0], number, state))
     heapq.heapify(heap)
     number = len(heap)
@@ -163,13 +173,13 @@ def run(name: str, scheduler: str, *, count: int, seed: int) -> Step:
     started = time.process_time()
     dealt = SCHEDULERS[scheduler](lengths, work, limit)
     seconds = time.process_time() - started
-    assert sorted(i for rank in dealt for one in rank for i in one) == list(range(count))
-    loads = [sum(work[i] for one in rank for i in one) for rank in dealt]
-    tokens = [sum(lengths[i] for i in one) for rank in dealt for one in rank if len(one) > 1]
-    bound = -(-sum(lengths) // (limit * RANKS)) * RANKS
-    return Step(
-        sum(map(len, dealt)), bound, max(loads) * RANKS / sum(loads), max(tokens) / limit, seconds
-    )
+    micro_batches = list(chain.from_iterable(dealt))
+    assert sorted(chain.from_iterable(micro_batches)) == list(range(count))
+    loads = [total(work, chain.from_iterable(rank)) for rank in dealt]
+    tokens = [total(lengths, one) for one in micro_batches if len(one) > 1]
+    bound = math.ceil(sum(lengths) / (limit * RANKS)) * RANKS
+    imbalance = max(loads) * RANKS / sum(loads)
+    return Step(len(micro_batches), bound, imbalance, max(tokens) / limit, seconds)
 
 
 def measure(name: str, scheduler: str, *, count: int, num_steps: int) -> list[str]:
@@ -189,8 +199,7 @@ def measure(name: str, scheduler: str, *, count: int, num_steps: int) -> list[st
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    parser = make_parser(__doc__)
     options = parser.parse_args()
     lines = [
         *_INTRODUCTION,
@@ -201,25 +210,18 @@ def main() -> int:
         "```",
     ]
     for count, num_steps in ((NUM_SAMPLES, NUM_STEPS), (MANY, 1)):
-        rows = [
-            measure(name, scheduler, count=count, num_steps=num_steps)
-            for name in LIMITS
-            for scheduler in SCHEDULERS
-            if count == NUM_SAMPLES or scheduler != SLOW
-        ]
+        schedulers = [name for name in SCHEDULERS if count == NUM_SAMPLES or name != SLOW]
+        rows = []
+        for name, scheduler in product(LIMITS, schedulers):
+            rows.append(measure(name, scheduler, count=count, num_steps=num_steps))
         first = (
             f"{num_steps} steps of {count} samples"
             if num_steps > 1
             else f"a step of {count} samples"
         )
         header = [
-            first,
-            "schedule",
-            "micro-batches / bound",
-            "work max/mean",
-            "worst",
-            "fullest / limit",
-            "processor s a step",
+            *(first, "schedule", "micro-batches / bound", "work max/mean", "worst"),
+            *("fullest / limit", "processor s a step"),
         ]
         lines += ["", *table(header, rows)]
     show(HEADING, lines, write=options.write)

@@ -1,25 +1,50 @@
-"""Write a benchmark's section of docs/benchmarks.md."""
+"""Parts that benchmarks share: command-line options, tables, and sections of docs/benchmarks.md."""
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
 import tempfile
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs/benchmarks.md"
 
 
+def make_parser(docstring: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the option --write; its help is the benchmark's module docstring."""
+    parser = argparse.ArgumentParser(
+        description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="write into docs/benchmarks.md")
+    return parser
+
+
+def machine() -> str:
+    """Return the number of processors, their load, and the date."""
+    load = os.getloadavg()[0]
+    return (
+        f"{os.cpu_count()} CPU cores, load at the start {load:.1f}, {datetime.now(UTC):%-d %B %Y}"
+    )
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
+
+
 def show(heading: str, lines: Sequence[str], *, write: bool) -> None:
-    """Print a section, and with ``write`` put it into the page."""
+    """Print a section; with ``write`` also put it into docs/benchmarks.md."""
     section = "\n".join([heading, "", *lines, ""])
     print(section)
     if write:
-        put_section(heading, section)
+        _put_section(heading, section)
 
 
-def put_section(heading: str, section: str) -> None:
-    """Put the section in the place of the old one with this heading, or at the end of the page."""
+def _put_section(heading: str, section: str) -> None:
+    """Replace the section with this heading, or append it to the page."""
     text = PAGE.read_text() if PAGE.exists() else "# Benchmarks\n"
     before, found, rest = text.partition(heading + "\n")
     after = re.search(r"^## ", rest, re.MULTILINE)

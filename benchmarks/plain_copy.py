@@ -1,6 +1,4 @@
-"""A plain copy of tensors to another process, over one medium: what a weight update is compared
-with. No requests, no names, no loading into a model.
-"""
+"""A plain copy of tensors to another process, the reference for ``benchmarks.weight_sync``."""
 
 from __future__ import annotations
 
@@ -21,8 +19,9 @@ BACKEND = "nccl" if HAS_CUDA else "gloo"
 def reader(
     orders: Connection, memory: torch.Tensor, device: torch.device, port: int | None, path: str
 ) -> None:
-    """The other process of a plain copy: takes the bytes by the medium of each order, and answers
-    when it has them. Without a ``port`` nothing is broadcast.
+    """Run the other process: read the bytes over the medium of each order, then confirm.
+
+    Without a ``port`` nothing is broadcast.
     """
     torch.set_num_threads(1)
     if device.type == "cuda":
@@ -53,16 +52,13 @@ def reader(
 
 
 def synchronise() -> None:
-    """Wait for the device, where it works by itself."""
+    """Wait for the device, whose work is asynchronous."""
     if HAS_CUDA:
         torch.cuda.synchronize()
 
 
 class PlainCopy:
-    """Moves tensors of bytes to another process of ours.
-
-    ``device`` is that of the other process.
-    """
+    """Moves tensors of bytes to another process, whose device is ``device``."""
 
     def __init__(
         self, flats: list[torch.Tensor], path: Path, *, device: torch.device, broadcasts: bool
@@ -90,7 +86,7 @@ class PlainCopy:
         for flat in self.flats:
             if medium == "memory":
                 self.memory[: len(flat)].copy_(flat)
-                synchronise()  # the other process's stream does not know ours
+                synchronise()  # the other process's stream does not wait for this one
             elif medium == "disk":
                 self.path.unlink(missing_ok=True)
                 with self.path.open("wb") as file:

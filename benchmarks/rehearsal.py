@@ -7,7 +7,6 @@ Processor time depends less on other processes of the machine than elapsed time 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -18,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import show
-from benchmarks.tables import machine, table
+from benchmarks.page import machine, make_parser, show, table
 
 HEADING = "## Rehearsal"
 ROOT = Path(__file__).parents[1]
@@ -79,9 +77,8 @@ def measure(recipe: str) -> Measured:
 
 def main(arguments: Sequence[str]) -> None:
     """Measure, print, and with ``--write`` put the section into the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("recipes", nargs="*", default=RECIPES)
-    parser.add_argument("--write", action="store_true")
     options = parser.parse_args(arguments)
     where = machine()
     rows = [measure(recipe).row(recipe) for recipe in options.recipes]

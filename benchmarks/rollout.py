@@ -1,15 +1,14 @@
-"""The rollout on a real SGLang server: speed of the client, wasted tokens, and time of a step by
-rollout mode.
+"""The rollout on a real SGLang server: speed of the client, wasted tokens, and time of each mode.
 
     python -m benchmarks.rollout [--rounds 3] [--write]
 
 1. Tokens/s of rlpost's client (groups, grading, router) beside SGLang's own benchmark client
    (``sglang.benchmark.serving``), which asks the same server directly for the same answers.
-2. Tokens that are generated and never trained, under a long-tailed distribution of lengths: with
-   and without keeping surplus groups, with and without partial answers.
-3. Wall time a step of the three modes. Engine, router, weight update and loop are real; the trainer
-   only waits, as long as generating takes, since a trainer on separate GPUs takes nothing from
-   the engine, and here both would share two cores.
+2. Tokens that are generated and never trained, with a long-tailed distribution of lengths: with and
+   without keeping surplus groups and partial answers.
+3. Wall time of a step in the three modes. Engine, router, weight update and loop are real. The
+   trainer only waits, for as long as generation takes: on separate GPUs it would not slow down the
+   engine, but here both share two cores.
 
 Rounds are interleaved and the median counts. --write puts the tables into docs/benchmarks.md.
 """
@@ -22,13 +21,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from itertools import product
 from pathlib import Path
 
-from benchmarks.page import put_section
+from benchmarks.page import machine, make_parser, show, table
 from benchmarks.rollout_loops import MODES, LoopTimes, measure_modes
 from benchmarks.rollout_parts import Forced, Lengths, Prompts, Served, make_prompt, serving
-from benchmarks.tables import machine, table
 from rlpost.reward.grader import InlineGrader
 from rlpost.rollout.buffer import RolloutBuffer, Rules
 from rlpost.rollout.collector import Choices, Collector
@@ -43,7 +41,7 @@ SAMPLING = SamplingParams(max_new_tokens=LONG_TAIL.most)
 
 
 def writer_over(connection: Forced) -> GroupWriter:
-    """Groups whose reward costs next to nothing."""
+    """Return a writer of groups whose reward costs almost nothing."""
     return GroupWriter(
         connection,
         SAMPLING,
@@ -53,7 +51,7 @@ def writer_over(connection: Forced) -> GroupWriter:
 
 
 async def client_round(connection: Forced, first: int, num_groups: int) -> float:
-    """Tokens/s of our client for these groups, all asked for at once."""
+    """Return the tokens/s of rlpost's client for these groups, all requested at once."""
     writer, started = writer_over(connection), time.perf_counter()
     groups = await asyncio.gather(
         *(writer.write(Unfinished(make_prompt(first + i))) for i in range(num_groups))
@@ -64,9 +62,7 @@ async def client_round(connection: Forced, first: int, num_groups: int) -> float
 
 
 class TheirClient:
-    """The request function of SGLang's benchmark, with its bound on concurrency; ``streams``: its
-    default.
-    """
+    """SGLang's benchmark client, with its bound on concurrency; it streams by default."""
 
     def __init__(self, served: Served, *, streams: bool) -> None:
         from rlpost.rollout.server import use_stand_ins
@@ -78,7 +74,7 @@ class TheirClient:
         self._key, self._concurrency = served.router.api_key, served.router.concurrency
 
     async def round(self, lengths: Lengths, first: int, num_groups: int) -> float:
-        """Tokens/s."""
+        """Return the tokens/s of a round."""
         settings = {
             "temperature": 1.0,
             "top_p": 1.0,
@@ -112,17 +108,18 @@ class TheirClient:
             return length
 
         started = time.perf_counter()
-        asked = [ask(first + i, index) for i in range(num_groups) for index in range(SAMPLES)]
+        numbers = range(first, first + num_groups)
+        asked = [ask(number, index) for number, index in product(numbers, range(SAMPLES))]
         return sum(await asyncio.gather(*asked)) / (time.perf_counter() - started)
 
 
 async def measure_clients(
     served: Served, *, rounds: int, num_groups: int
 ) -> dict[str, list[float]]:
-    """Tokens/s of every round, by client."""
+    """Return the tokens/s of every round, by client."""
     plain, streaming = TheirClient(served, streams=False), TheirClient(served, streams=True)
     found: dict[str, list[float]] = {"rlpost": [], "SGLang's": [], "SGLang's, streaming": []}
-    async with Forced(served.router, EVEN) as connection:
+    async with Forced(served.router, EVEN.remaining) as connection:
         for number in range(rounds + 1):
             first = number * num_groups
             speeds = {
@@ -130,7 +127,7 @@ async def measure_clients(
                 "SGLang's": await plain.round(EVEN, first + 10_000, num_groups),
                 "SGLang's, streaming": await streaming.round(EVEN, first + 20_000, num_groups),
             }
-            for name, speed in speeds.items() if number else ():  # the first warms everything
+            for name, speed in speeds.items() if number else ():  # the first round is a warm-up
                 found[name].append(speed)
     return found
 
@@ -145,20 +142,14 @@ KEEPING = {
 async def collect_steps(
     served: Served, rules: Rules, *, keeps_surplus: bool
 ) -> Mapping[str, float]:
-    """Generate and "train" all steps; tokens trained, wasted and still held at the end, and
-    seconds.
-    """
-    buffer, wasted, trained, started = (
-        RolloutBuffer(rules, Backlog(), step=0),
-        0.0,
-        0,
-        time.perf_counter(),
-    )
+    """Generate and "train" all steps; return tokens trained, wasted and held at the end, and seconds."""
+    buffer, started = RolloutBuffer(rules, Backlog(), step=0), time.perf_counter()
+    wasted, trained = 0.0, 0
 
     def wanted(group: SampleGroup) -> bool:
         return keeps_surplus or buffer.num_finished < rules.batch_size
 
-    async with Forced(served.router, LONG_TAIL) as connection:
+    async with Forced(served.router, LONG_TAIL.remaining) as connection:
         choices = Choices(wanted=wanted)
         collector = Collector(
             buffer,
@@ -183,7 +174,7 @@ async def collect_steps(
 async def measure_waste(
     served: Served, *, rounds: int, steps: int
 ) -> dict[str, list[Mapping[str, float]]]:
-    """What each way of keeping came to, each round."""
+    """Return the figures of each kind of keeping, for each round."""
     found: dict[str, list[Mapping[str, float]]] = {name: [] for name in KEEPING}
     for _ in range(rounds):
         for name, (keeps_surplus, keeps_partial) in KEEPING.items():
@@ -193,105 +184,74 @@ async def measure_waste(
 
 
 def client_table(speeds: Mapping[str, Sequence[float]]) -> list[str]:
-    """Ours beside theirs."""
-    middle = {name: statistics.median(values) for name, values in speeds.items()}
-    rows = [
-        [
-            name,
-            f"{middle[name]:.0f}",
-            f"{min(values):.0f} to {max(values):.0f}",
-            f"{statistics.median(a / b for a, b in zip(speeds['rlpost'], values, strict=True)):.3f}",
-        ]
-        for name, values in speeds.items()
-    ]
+    """Return the table of clients."""
+    rows = []
+    for name, values in speeds.items():
+        ratios = [ours / other for ours, other in zip(speeds["rlpost"], values, strict=True)]
+        middle, ratio = statistics.median(values), statistics.median(ratios)
+        spread = f"{min(values):.0f} to {max(values):.0f}"
+        rows.append([name, f"{middle:.0f}", spread, f"{ratio:.3f}"])
     return table(["client", "tokens/s", "rounds", "rlpost / this (goal: 0.95)"], rows)
 
 
 def waste_table(found: Mapping[str, Sequence[Mapping[str, float]]], steps: int) -> list[str]:
-    """Shares of what was generated."""
+    """Return the table of generated tokens by their use."""
     rows = []
-    for name, each in found.items():
-        trained, wasted, held, seconds = (
-            statistics.median(one[key] for one in each) for key in each[0]
-        )
-        made = trained + wasted + held
-        rows.append(
-            [
-                name,
-                f"{trained:.0f}",
-                f"{wasted:.0f}",
-                f"{held:.0f}",
-                f"{wasted / made:.1%}",
-                f"{seconds / steps:.2f}",
-            ]
-        )
-    return table(
-        [
-            "kept of a rollout",
-            "trained",
-            "wasted",
-            "held at the end",
-            "wasted / generated",
-            "s a step",
-        ],
-        rows,
-    )
+    for name, rounds in found.items():
+
+        def median(key: str, rounds: Sequence[Mapping[str, float]] = rounds) -> float:
+            return statistics.median(one[key] for one in rounds)
+
+        tokens = [median("trained"), median("wasted"), median("held")]
+        wasted, step_s = tokens[1] / sum(tokens), median("seconds") / steps
+        rows.append([name, *(f"{one:.0f}" for one in tokens), f"{wasted:.1%}", f"{step_s:.2f}"])
+    header = ("kept of a rollout", "trained", "wasted", "held at the end")
+    return table([*header, "wasted / generated", "s a step"], rows)
 
 
 def mode_table(times: LoopTimes) -> list[str]:
-    """Steps of each mode beside the longer of the two halves."""
+    """Return the table of modes, whose bound is the longer of generation and training."""
     bound = max(times.generate_s, times.train_s)
-    rows = [
-        [
-            mode,
-            f"{(middle := statistics.median(times.step_s[mode])):.2f}",
-            f"{middle / bound:.2f}",
-            f"{statistics.median(times.sync_s[mode]):.3f}",
-        ]
-        for mode in MODES
-    ]
+    rows = []
+    for mode in MODES:
+        step_s, sync_s = (
+            statistics.median(times.step_s[mode]),
+            statistics.median(times.sync_s[mode]),
+        )
+        rows.append([mode, f"{step_s:.2f}", f"{step_s / bound:.2f}", f"{sync_s:.3f}"])
     head = f"generate {times.generate_s:.2f} s (sync), train {times.train_s:.2f} s; the longer is {bound:.2f} s:"
-    return [
-        head,
-        "",
-        *table(
-            ["mode", "s a step", "of the longer (goal of async: 1.10)", "weight update s"], rows
-        ),
-    ]
+    header = ["mode", "s a step", "of the longer (goal of async: 1.10)", "weight update s"]
+    return [head, "", *table(header, rows)]
 
 
 async def run(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Start the server, measure, make the section; each table is printed as soon as it is there."""
-    lines: list[str] = []
-
-    def add(head: str, found: Sequence[str]) -> None:
-        lines.extend([*([""] if lines else []), head, "", *found])
-        print("\n".join([head, "", *found, ""]), flush=True)
-
-    async with AsyncExitStack() as closing:
-        served = await closing.enter_async_context(serving(folder, concurrency=options.concurrency))
+    """Start the server, measure, and return the lines of the three tables."""
+    async with serving(folder, concurrency=options.concurrency) as served:
         speeds = await measure_clients(served, rounds=options.rounds, num_groups=options.groups)
-        add(
-            f"The client: {options.groups} prompts, {SAMPLES} answers each of {EVEN.median} tokens, "
-            f"{options.concurrency} requests at a time:",
-            client_table(speeds),
-        )
         waste = await measure_waste(served, rounds=options.rounds, steps=options.steps)
-        add(
-            f"Waste: {options.steps} steps of 8 groups of {SAMPLES} answers, 16 started; lengths log-normal (median "
-            f"{LONG_TAIL.median}, sigma {LONG_TAIL.sigma}, at most {LONG_TAIL.most}). Tokens:",
-            waste_table(waste, options.steps),
-        )
         times = await measure_modes(
             served, LONG_TAIL, writer_over, rounds=options.rounds, folder=folder
         )
-        add("Modes, with the same lengths and the trainer a wait:", mode_table(times))
-    return lines
+    return [
+        f"The client: {options.groups} prompts, {SAMPLES} answers each of {EVEN.median} tokens, "
+        f"{options.concurrency} requests at a time:",
+        "",
+        *client_table(speeds),
+        "",
+        f"Waste: {options.steps} steps of 8 groups of {SAMPLES} answers, 16 started; lengths log-normal (median "
+        f"{LONG_TAIL.median}, sigma {LONG_TAIL.sigma}, at most {LONG_TAIL.most}). Tokens:",
+        "",
+        *waste_table(waste, options.steps),
+        "",
+        "Modes, with the same lengths and a trainer that only waits:",
+        "",
+        *mode_table(times),
+    ]
 
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default: 3)")
     parser.add_argument(
         "--groups", type=int, default=48, help="prompts of a round of the clients (default: 48)"
@@ -302,7 +262,6 @@ def main() -> int:
     parser.add_argument(
         "--steps", type=int, default=6, help="steps of the waste table (default: 6)"
     )
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     where = machine()
     with tempfile.TemporaryDirectory() as folder:
@@ -312,9 +271,7 @@ def main() -> int:
         "SGLang's own benchmark client (`sglang.benchmark.serving`) asks the server directly: no router, groups or",
         f"grading. Interleaved, {options.rounds} rounds, medians. {where}.",
     ]
-    section = "\n".join([HEADING, "", *introduction, "", *tables, ""])
-    if options.write:
-        put_section(HEADING, section)
+    show(HEADING, [*introduction, "", *tables], write=options.write)
     return 0
 
 

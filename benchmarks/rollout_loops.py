@@ -1,5 +1,4 @@
-"""The three modes of the loop on a real engine, with a trainer that only waits (see
-``benchmarks.rollout``).
+"""The three rollout modes on a real engine, with a trainer that only waits.
 
 Input: a served engine, lengths, a group writer. Output: seconds of every step except the first and
 the last, which have nothing to overlap with.
@@ -37,7 +36,7 @@ BATCH, STEPS = 8, 7
 
 @dataclass
 class LoopTimes:
-    """Seconds: of generating and training alone, and of each mode's rounds."""
+    """Seconds of generation and training alone, and of the rounds of each mode."""
 
     generate_s: float
     train_s: float
@@ -46,19 +45,19 @@ class LoopTimes:
 
 
 class Stages:
-    """A trainer that waits, weights that really travel."""
+    """Stages with a trainer that only waits, and real weight updates."""
 
     def __init__(self, served: Served, mover: Mover, *, train_s: float, pause: PauseMode) -> None:
         self._train_s, self._mover, self._pause = train_s, mover, pause
         self._update = WeightUpdate([served.engine], api_key=KEY)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
-        """Wait; nothing is computed."""
+        """Wait instead of training."""
         await asyncio.sleep(self._train_s)
         return {"train/loss": 0.0, "train/grad_norm": 0.0}
 
     async def sync(self, policy_version: int) -> None:
-        """A real update of the engine."""
+        """Update the engine."""
         await self._update.update(policy_version, self._mover, pause=self._pause)
 
     async def evaluate(self) -> Mapping[str, float]:
@@ -66,7 +65,7 @@ class Stages:
         return {}
 
     async def measured(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Nothing more."""
+        """Return no further metrics."""
         return {}
 
     def save_is_owed(self) -> bool:
@@ -77,12 +76,12 @@ class Stages:
         """Nothing."""
 
     async def settle_saves(self) -> bool:
-        """Nothing is under way."""
+        """No save is in progress."""
         return True
 
 
 def settings(mode: str) -> Config:
-    """Of a run of ``STEPS`` steps."""
+    """Return the settings of a run of ``STEPS`` steps."""
     rollout = {
         "prompt_data": "none",
         "rollout_mode": mode,
@@ -101,7 +100,7 @@ async def one_run(
     folder: Path,
     write: Callable[[Forced], GroupWriter],
 ) -> list[dict[str, float]]:
-    """The metrics lines of a run."""
+    """Return the metrics lines of a run."""
     config, path = settings(mode), folder / "metrics.jsonl"
     path.unlink(missing_ok=True)
     collector = Collector(
@@ -131,13 +130,13 @@ async def measure_modes(
     rounds: int,
     folder: Path,
 ) -> LoopTimes:
-    """First how long generating takes, then the modes in turn with a trainer that takes as long."""
+    """Measure generation alone, then all modes with a trainer that takes as long."""
     files = folder / "files"
     files.mkdir()
     weights = {name: tensor for name, tensor in load_file(TINY / "model.safetensors").items()}
     mover = other_movers(Trainer(weights, 2**20), TINY, files)["memory"]
 
-    async with Forced(served.router, lengths) as connection:
+    async with Forced(served.router, lengths.remaining) as connection:
 
         async def lines(mode: str, train_s: float) -> list[dict[str, float]]:
             # as ``ClusterStages.sync``

@@ -1,9 +1,7 @@
-"""Shared parts of the rollout's benchmarks: an engine behind a router, prompts, and answers of
-prescribed length.
+"""Parts of the rollout's benchmarks: an engine behind a router, prompts, and prescribed lengths.
 
-A seed draws the lengths from a log-normal distribution, as those of reasoning models: most answers
-are short, and a few are very long. An answer's length depends on its prompt and index only, so that
-all methods have the same work.
+The lengths of answers are log-normal, like those of reasoning models: most are short, and a few are
+very long. A length depends on prompt and index only, so that all methods have the same work.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,9 +36,7 @@ class Served:
 
 @asynccontextmanager
 async def serving(folder: Path, *, concurrency: int) -> AsyncIterator[Served]:
-    """The tiny model on one SGLang server that runs ``concurrency`` requests at a time, behind the
-    router.
-    """
+    """Serve the tiny model by one engine with ``concurrency`` requests at a time, and the router."""
     engine_port, router_port, metrics_port = free_ports(3)
     settings = {"max_running_requests": concurrency, "max_total_tokens": 512 * concurrency}
     engine = Engine(
@@ -62,7 +58,7 @@ async def serving(folder: Path, *, concurrency: int) -> AsyncIterator[Served]:
 
 
 def make_prompt(number: int) -> Prompt:
-    """8 to 16 random tokens."""
+    """Return a prompt of 8 to 16 random tokens."""
     draw = random.Random(number)
     return Prompt(
         number, "", tuple(draw.randint(FIRST_ID, LAST_ID) for _ in range(draw.randint(8, 16)))
@@ -70,24 +66,24 @@ def make_prompt(number: int) -> Prompt:
 
 
 class Prompts:
-    """An endless cursor over them."""
+    """An endless cursor over prompts."""
 
     def __init__(self) -> None:
         self.at = 0
 
     def take(self, n: int) -> list[Prompt]:
-        """The next ``n``."""
+        """Return the next ``n`` prompts."""
         self.at += n
         return [make_prompt(number) for number in range(self.at - n, self.at)]
 
     def state(self) -> Mapping[str, int]:
-        """Where it stands."""
+        """Return the position."""
         return {"offset": self.at}
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Log-normal with this median, in tokens, and sigma; cut at ``most``. Sigma 0: all alike."""
+    """Log-normal lengths of this median, in tokens, and sigma, at most ``most``. Sigma 0: all equal."""
 
     median: int
     sigma: float
@@ -98,27 +94,32 @@ class Lengths:
         drawn = random.Random(f"{prompt_id} {index}").lognormvariate(0.0, self.sigma)
         return max(1, min(self.most, round(self.median * drawn)))
 
-
-class Forced(Connection):
-    """A connection whose answers end at their forced lengths and nowhere else, however often they
-    are cut off.
-    """
-
-    def __init__(self, router: RouterAddress, lengths: Lengths) -> None:
-        super().__init__(router)
-        self._lengths = lengths
-
-    async def generate(
-        self, what: str, input_ids: Sequence[int], sampling_params: Mapping[str, object]
-    ) -> Answer:
-        """See ``Connection``; ``what`` says which answer it is."""
+    def remaining(self, what: str, input_ids: Sequence[int]) -> int:
+        """Tokens that an answer still lacks; ``what`` names its prompt and index."""
         prompt_id, index = map(int, re.findall(r"\d+", what))
         written = len(input_ids) - len(make_prompt(prompt_id).token_ids)
-        left = self._lengths.of(prompt_id, index) - written
-        forced = {
-            **sampling_params,
-            "max_new_tokens": left,
-            "ignore_eos": True,
-            "stop_token_ids": None,
-        }
-        return await super().generate(what, input_ids, forced)
+        return self.of(prompt_id, index) - written
+
+
+class Forced(Connection):
+    """A connection that prescribes the length of each answer, also after aborts."""
+
+    def __init__(
+        self, router: RouterAddress, remaining: Callable[[str, Sequence[int]], int]
+    ) -> None:
+        """``remaining``: tokens to generate, by a request's name and its token ids."""
+        super().__init__(router)
+        self._remaining = remaining
+
+    async def generate(
+        self,
+        what: str,
+        input_ids: Sequence[int],
+        sampling_params: Mapping[str, object],
+        *,
+        labels: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """See ``Connection``."""
+        length = self._remaining(what, input_ids)
+        forced = {"max_new_tokens": length, "ignore_eos": True, "stop_token_ids": None}
+        return await super().generate(what, input_ids, {**sampling_params, **forced}, labels=labels)

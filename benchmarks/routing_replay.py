@@ -13,33 +13,27 @@ section "Routing replay".
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.page import show
-from benchmarks.tables import machine, table
-from rlpost.actor.actor import Actor
+from benchmarks.figure import draw_lines
+from benchmarks.models import SPECIAL_TOKENS, started_actor
+from benchmarks.page import machine, make_parser, show, table
 from rlpost.actor.settings import ActorSettings
 from rlpost.columns import RouteColumn
 from rlpost.types import TrainBatch, TrainSample
 
 HEADING = "## Routing replay"
 VOCAB_SIZE, LAYERS, EXPERTS, TOPK = 512, 8, 64, 8
-# tokens, tokens, samples a step, samples a micro-batch
-PROMPT, RESPONSE, SAMPLES, MICRO_BATCH = (
-    16,
-    112,
-    32,
-    8,
-)
+PROMPT, RESPONSE = 16, 112  # tokens
+SAMPLES, MICRO_BATCH = 32, 8  # samples of a step and of a micro-batch
 FIGURE = Path(__file__).parents[1] / "docs/images/routing_replay.svg"
 TEXT = f"""A trainer in bfloat16 and an engine in float32, without and with `--use-rollout-routing-replay`
 ([what it is](moe.md)): a random mixture of {LAYERS} layers with {EXPERTS} experts, of which {TOPK} compute a token.
@@ -80,9 +74,7 @@ def make_model(folder: Path) -> None:
         initializer_range=0.06,
         max_position_embeddings=1024,
         tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
+        **SPECIAL_TOKENS,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
 
@@ -129,22 +121,11 @@ def rollout(folder: Path, seed: int) -> list[TrainSample]:
     ]
 
 
-@contextmanager
-def trainer(folder: Path, *, replays: bool, port: int) -> Iterator[Actor]:
-    """The actor in bfloat16, in this process."""
-    actor = Actor(
-        ActorSettings(str(folder), bf16=True, lr=1e-4, use_rollout_routing_replay=replays)
-    )
-    actor.setup(0, 1, "127.0.0.1", port)
-    actor.import_weights()
-    yield actor
-    actor.close()
-
-
 def run(folder: Path, *, replays: bool, num_steps: int, port: int) -> list[dict[str, float]]:
-    """Train; the metrics of each step."""
+    """Train in bfloat16; return the metrics of each step."""
     metrics = []
-    with trainer(folder, replays=replays, port=port) as actor:
+    settings = ActorSettings(str(folder), bf16=True, lr=1e-4, use_rollout_routing_replay=replays)
+    with contextlib.closing(started_actor(settings, port=port)) as actor:
         for number in range(num_steps):
             exported = folder.parent / f"{replays}-{number}"
             actor.export(exported)
@@ -177,64 +158,18 @@ def rows(off: list[dict[str, float]], on: list[dict[str, float]]) -> list[list[s
     made = []
     for label, chosen in (("first step", slice(0, 1)), (f"mean of {len(off)} steps", slice(None))):
         for name, metrics in (("without", off), ("with", on)):
-            values = [
-                statistics.fmean(one[column] for one in metrics[chosen]) for column in COLUMNS
-            ]
-            made.append(
-                [
-                    label,
-                    name,
-                    *(f"{value:.2e}" if value < 0.1 else f"{value:.2f}" for value in values),
-                ]
-            )
+            cells = []
+            for column in COLUMNS:
+                value = statistics.fmean(one[column] for one in metrics[chosen])
+                cells.append(f"{value:.2e}" if value < 0.1 else f"{value:.2f}")
+            made.append([label, name, *cells])
     return made
-
-
-def figure(curves: dict[str, list[float]]) -> str:
-    """An SVG of the mean difference of log-probs by step, from 0."""
-    width, height, left, bottom = 560, 240, 60, 36
-    top = max(map(max, curves.values())) * 1.15
-    count = len(next(iter(curves.values())))
-
-    def place(step: int, value: float) -> tuple[float, float]:
-        x = left + (width - left - 20) * (step / max(count - 1, 1))
-        return round(x, 1), round((height - bottom) * (1 - value / top), 1)
-
-    drawn = []
-    for number in range(5):
-        value = top * number / 4
-        _, y = place(0, value)
-        drawn.append(f'<path d="M{left} {y}H{width - 20}" stroke="#94a3b8" stroke-width="0.5"/>')
-        drawn.append(
-            f'<text x="{left - 6}" y="{max(y + 4, 12)}" text-anchor="end">{value:.4f}</text>'
-        )
-    for step in range(count):
-        x, _ = place(step, 0)
-        drawn.append(
-            f'<text x="{x}" y="{height - bottom + 16}" text-anchor="middle">{step + 1}</text>'
-        )
-    drawn.append(
-        f'<text x="{(left + width) / 2}" y="{height - 4}" text-anchor="middle">step</text>'
-    )
-    for (label, values), colour in zip(curves.items(), ("#ea580c", "#2563eb"), strict=True):
-        points = [place(step, value) for step, value in enumerate(values)]
-        line = " ".join(f"{x},{y}" for x, y in points)
-        drawn.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        x, y = points[-1]
-        drawn.append(
-            f'<text x="{x}" y="{y - 8}" text-anchor="end" style="fill:{colour}">{label}</text>'
-        )
-    style = "<style>text{font:12px sans-serif;fill:#64748b}</style>"
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">{style}{"".join(drawn)}</svg>\n'
 
 
 def main() -> int:
     """Run both and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root) / "model"
@@ -251,11 +186,10 @@ def main() -> int:
     ]
     if options.write:
         name = "train/rollout_logprob_abs_diff"
-        curves = {
-            "without replay": [one[name] for one in off],
-            "with replay": [one[name] for one in on],
-        }
-        FIGURE.write_text(figure(curves))
+        curves = {}
+        for label, metrics in (("without replay", off), ("with replay", on)):
+            curves[label] = [(step, one[name]) for step, one in enumerate(metrics, start=1)]
+        draw_lines(curves, FIGURE, title="Mean difference of log-probs", ylabel="nats")
     show(HEADING, lines, write=options.write)
     return 0
 

@@ -27,8 +27,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from benchmarks.page import show
-from benchmarks.tables import machine, table
+from benchmarks.canned_engine import started
+from benchmarks.journal import GroupShape, random_group
+from benchmarks.page import machine, make_parser, show, table
 from common.run_folder import RunFolder
 from rlpost.checkpoint.state import RunState
 from rlpost.config.load import load
@@ -41,7 +42,7 @@ from rlpost.rollout.buffer import RolloutBuffer, Rules
 from rlpost.rollout.connection import RouterAddress
 from rlpost.rollout.engine_side_weights import BroadcastMover, WeightUpdate
 from rlpost.rollout.journal import Journal
-from rlpost.types import Backlog, Bucket, EngineAddress, Prompt, Sample, SampleGroup, ScoredSample
+from rlpost.types import Backlog, Bucket, EngineAddress, Prompt
 
 if TYPE_CHECKING:
     from rlpost.rollout.engine import Router
@@ -50,25 +51,25 @@ HEADING = "## Scale"
 NUM_ENGINES, NUM_NODES, GPUS_A_NODE = 512, 128, 8
 NUM_BUCKETS, NAMES_A_BUCKET = 10, 270  # as of GLM-4.5 in buckets of 4 GiB, of which it has 165
 NUM_PROMPTS = 10_000_000
-NUM_GROUPS, SIBLINGS, ANSWER_LENGTH = 100_000, 4, 16
+NUM_GROUPS = 100_000
+SHAPE = GroupShape(num_samples=4, prompt_length=3, response_length=16)
 NUM_STEPS, NUM_ATTEMPTS = 10_000, 1_000
 JOB_PORTS = 400
+FIRST_PORT = 12_000  # of the stub engines
 
 Row = tuple[str, float, str]
-"""What was done, processor seconds, and what else is worth a word."""
+"""An operation, its processor seconds, and a note."""
 
 
 class Timer:
-    """Rows of a table."""
+    """Measures blocks; ``rows`` are those of the table."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
 
     @contextmanager
     def of(self, what: str, note: Callable[[], str] = lambda: "") -> Iterator[None]:
-        """Processor seconds of the block, and by how much it raised the largest memory of this
-        process.
-        """
+        """Add a row: the block's processor seconds, and the growth of this process's peak memory."""
         before, used = _most_memory(), time.process_time()
         yield
         seconds, grown = time.process_time() - used, _most_memory() - before
@@ -77,19 +78,24 @@ class Timer:
 
 
 def _most_memory() -> float:
-    """The largest resident memory of this process so far, in MB."""
+    """Peak resident memory of this process, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
 
 
 def engines(folder: Path) -> list[Row]:
     """Health checks, aborts, a weight update and the router's registration."""
     timer = Timer()
-    with stub_engines(NUM_ENGINES) as port:
-        urls = [f"http://127.0.0.1:{port + number}" for number in range(NUM_ENGINES)]
+    with started("benchmarks.stub_engines", "--port", FIRST_PORT, "--num", NUM_ENGINES):
+        urls = [f"http://127.0.0.1:{FIRST_PORT + number}" for number in range(NUM_ENGINES)]
         addresses = tuple(EngineAddress(url) for url in urls)
-        fleet = Fleet(Config(), SimpleNamespace(attempt_dir=str(folder), secret="key"), None, None)  # type: ignore
+        cluster = SimpleNamespace(attempt_dir=str(folder), secret="key")
+        ports = SimpleNamespace(router_metrics=0)  # nothing listens there
+        fleet = Fleet(Config(), cluster, None, ports)  # type: ignore
         fleet.addresses = addresses
-        most = _asker(f"{urls[0]}/most")
+
+        def most() -> str:
+            with urllib.request.urlopen(f"{urls[0]}/most") as response:
+                return f"at most {response.read().decode()} requests at once"
 
         async def run() -> None:
             with timer.of(f"health check of {NUM_ENGINES} engines", most):
@@ -121,37 +127,6 @@ def _router(url: str) -> Router:
     router = Router(policy="round_robin", api_key="key", log_path="/dev/null", metrics_port=0)
     router.url = url
     return router
-
-
-def _asker(url: str) -> Callable[[], str]:
-    def ask() -> str:
-        with urllib.request.urlopen(url) as response:
-            return f"at most {response.read().decode()} requests at once"
-
-    return ask
-
-
-@contextmanager
-def stub_engines(num: int) -> Iterator[int]:
-    """The port of the first; the others follow."""
-    port = 12_000
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.stub_engines",
-        "--port",
-        str(port),
-        "--num",
-        str(num),
-    ]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n", "the stub engines did not start"
-        yield port
-    finally:
-        process.kill()
-        process.wait()
 
 
 def nodes(folder: Path) -> list[Row]:
@@ -202,17 +177,14 @@ def _cluster(nodes_to_train: int, is_colocated: bool) -> Config:
     more: dict[str, object] = (
         {"colocate": True} if is_colocated else {"rollout_num_gpus": nodes_to_train * GPUS_A_NODE}
     )
-    cluster = {"actor_num_nodes": nodes_to_train, "actor_num_gpus_per_node": GPUS_A_NODE, **more}
-    return load(
-        [],
-        {
-            "cluster": {
-                **cluster,
-                "num_gpus_per_node": GPUS_A_NODE,
-                "rollout_num_gpus_per_engine": 1,
-            }
-        },
-    ).config
+    cluster = {
+        "actor_num_nodes": nodes_to_train,
+        "actor_num_gpus_per_node": GPUS_A_NODE,
+        "num_gpus_per_node": GPUS_A_NODE,
+        "rollout_num_gpus_per_engine": 1,
+        **more,
+    }
+    return load([], {"cluster": cluster}).config
 
 
 def prompts(folder: Path) -> list[Row]:
@@ -241,9 +213,12 @@ def prompts(folder: Path) -> list[Row]:
 
 
 def backlog(folder: Path) -> list[Row]:
-    """A buffer with very many complete groups, its checkpoint, its journal."""
+    """A buffer with NUM_GROUPS complete groups, its checkpoint, its journal."""
     timer, rng = Timer(), random.Random(1)
-    groups = [_group(prompt_id, rng) for prompt_id in range(NUM_GROUPS)]
+    groups = [
+        random_group(rng, SHAPE, prompt_id=prompt_id, policy_version=prompt_id * 4 // NUM_GROUPS)
+        for prompt_id in range(NUM_GROUPS)
+    ]
     rules = Rules(
         batch_size=256, start_size=NUM_GROUPS, num_steps=NUM_GROUPS, max_staleness=NUM_GROUPS
     )
@@ -277,28 +252,8 @@ def backlog(folder: Path) -> list[Row]:
     return timer.rows
 
 
-def _group(prompt_id: int, rng: random.Random) -> SampleGroup:
-    def sample(index: int) -> Sample:
-        ids = tuple(rng.randrange(150_000) for _ in range(ANSWER_LENGTH))
-        logprobs = tuple(-rng.random() for _ in range(ANSWER_LENGTH))
-        return Sample(
-            prompt_id,
-            index,
-            (1, 2, 3),
-            ids,
-            logprobs,
-            "x" * 4 * ANSWER_LENGTH,
-            "stop",
-            prompt_id * 4 // NUM_GROUPS,
-        )
-
-    return SampleGroup(
-        prompt_id, tuple(ScoredSample(sample(index), 1.0) for index in range(SIBLINGS))
-    )
-
-
 def report(folder: Path) -> list[Row]:
-    """The page of a long run, and what a command line reads of it."""
+    """Report and status of a run of NUM_STEPS steps."""
     from rlpost.metrics.names import METRICS
     from rlpost.report.write import write_report
 
@@ -332,7 +287,7 @@ def _status(run: RunFolder) -> None:
 
 
 def attempts(folder: Path) -> list[Row]:
-    """The folders and the ledger of a run that was preempted very often."""
+    """Folders and ledger of a run with NUM_ATTEMPTS attempts."""
     run, timer = RunFolder(folder), Timer()
     run.report.mkdir()
     run.run_json.write_text(Config().model_dump_json())
@@ -362,8 +317,8 @@ SUBJECTS: dict[str, Callable[[Path], list[Row]]] = {
 }
 
 
-def in_own_process(name: str) -> list[Row]:
-    """The rows of a subject."""
+def in_separate_process(name: str) -> list[Row]:
+    """Return the rows of a subject."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.scale", "--one", name],
         stdout=subprocess.PIPE,
@@ -374,14 +329,11 @@ def in_own_process(name: str) -> list[Row]:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"of {', '.join(SUBJECTS)}; all unless given"
     )
     parser.add_argument("--one", choices=SUBJECTS, help=argparse.SUPPRESS)
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     if options.one:
         with tempfile.TemporaryDirectory() as folder:
@@ -389,7 +341,7 @@ def main() -> int:
         return 0
     where, found = machine(), []
     for name in options.names or SUBJECTS:
-        found += in_own_process(name)
+        found += in_separate_process(name)
     rows = [[what, f"{seconds:.2f}", note] for what, seconds, note in found]
     lines = [
         "Processor seconds of the driver, or of a command, at sizes that a small machine can only simulate",

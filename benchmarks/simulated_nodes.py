@@ -1,4 +1,4 @@
-"""Simulated nodes for one real head, whose messages are counted.
+"""Simulated nodes for one real head; their messages are counted.
 
     python -m benchmarks.simulated_nodes NUM_NODES ATTEMPT_DIR OUT
 
@@ -26,7 +26,7 @@ from common.attempt import SECRET_FILE
 
 
 def counting(counts: Counter[str]) -> mock._patch_default_new:
-    """A patch of ``Codec`` that counts what is sent and what arrives, by kind; keepalives apart."""
+    """Return a patch of ``Codec`` that counts messages by kind and direction, and bytes sent."""
 
     class Counting(Codec):
         def pack(self, message: Message) -> bytes:

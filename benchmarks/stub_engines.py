@@ -1,10 +1,10 @@
-"""Engines and a router that accept every control request, in a process separate from the driver's.
+"""Engines and a router that accept every control request, in a separate process.
 
     python -m benchmarks.stub_engines --port 30000 --num 512
 
-One engine a port. Requests take a moment, so that many are in flight at once; ``GET /most`` returns
-the largest number of requests that were in flight since the last such question. ``/workers`` is the
-router's list.
+Each engine has its own port. Requests take ANSWER_S, so that many are in flight at once; ``GET
+/most`` returns the largest number of requests in flight since it was last called. ``/workers`` is
+the router's list.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import sys
 
 from aiohttp import web
 
+from benchmarks.canned_engine import ready_until_stdin_ends
+
 ANSWER_S = 0.05
 WORKERS, MOST = "/workers", "/most"
 
 
 class Stubs:
-    """All engines."""
+    """All engines, and the router."""
 
     def __init__(self) -> None:
         self.in_flight = self.most = 0
         self.urls: list[str] = []
 
     async def answer(self, request: web.Request) -> web.Response:
-        """Yes."""
+        """Accept the request after ANSWER_S."""
         if request.path == MOST:
             most, self.most = self.most, 0
             return web.json_response(most)
@@ -49,22 +51,19 @@ class Stubs:
 
 
 async def serve(port: int, num: int) -> None:
-    """Answer until the standard input ends."""
+    """Answer until standard input ends."""
     app = web.Application(client_max_size=1 << 30)
     app.router.add_route("*", "/{path:.*}", Stubs().answer)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     for number in range(num):
         await web.TCPSite(runner, "127.0.0.1", port + number).start()
-    print("ready", flush=True)
-    await asyncio.to_thread(sys.stdin.read)
+    await ready_until_stdin_ends()
 
 
 def main() -> int:
     """Serve."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--num", type=int, required=True)
     options = parser.parse_args()

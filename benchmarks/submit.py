@@ -1,17 +1,15 @@
-"""Cost of a submission: wall time of each command from a cold start, controller requests by size of
-the job.
+"""Cost of a submission: wall time of each command, and controller requests by size of the job.
 
     python -m benchmarks.submit [--repeat 7] [--write]
 
-On a real Slurm (the tests' lab, root needed) with its partition down, so that jobs are taken and
-wait: what is counted is the login node's alone. Every command is a new process; rounds are
-interleaved and the median shown. Requests are the controller's own count (``sdiag``). --write puts
+On a real Slurm (the tests' lab, root needed) whose partition is down, so that jobs are accepted and
+wait, and only the login node's work is measured. Every command is a new process; rounds are
+interleaved, and the median is shown. Requests are counted by the controller (``sdiag``). --write puts
 the tables into docs/benchmarks.md, section "Submission".
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import resource
@@ -22,17 +20,22 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.page import show
+from benchmarks.page import make_parser, show, table
 from tests.cluster.lab import Lab
 from tests.unit.cli.projects import make_project
 
 REPOSITORY = Path(__file__).parents[1]
 SIZES = (2, 16, 64)
 HEADING = "## Submission"
+COUNTED = (
+    *("sbatch (bare)", "rlpost submit --dry-run", "rlpost submit", "rlpost status"),
+    "rlpost list",
+)
+"""Commands whose requests to the controller are counted."""
 
 
 class Site:
-    """A login node in front of a cluster of 64 nodes of which none runs anything."""
+    """A login node of an idle cluster of 64 nodes."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
@@ -41,7 +44,7 @@ class Site:
         lab.run("ctl", ["scontrol", "update", "PartitionName=batch", "State=DOWN"])
 
     def run(self, argv: Sequence[str]) -> tuple[float, float]:
-        """Seconds of one command: from its start to its end, and of processor time."""
+        """Return the wall time and the processor time of a command, in seconds."""
         environ = {"PYTHONPATH": str(REPOSITORY)}
         process = self.lab.popen(
             "ctl",
@@ -106,46 +109,36 @@ def measure(site: Site, repeat: int) -> list[str]:
     for round_number in range(repeat + 1):
         for name, argv in site.commands(2).items():
             both = site.run(argv)
-            if round_number:  # the first fills the caches of the file system
+            if round_number:  # the first round fills the caches of the file system
                 times.setdefault(name, []).append(both)
-    lines = ["| command | median s | least | most | processor s |", "|---|---|---|---|---|"]
+    rows = []
     for name, seen in times.items():
         walls, processor = zip(*seen, strict=True)
         cells = (statistics.median(walls), min(walls), max(walls), statistics.median(processor))
-        lines.append(f"| `{name}` | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |")
-    return lines
+        rows.append([f"`{name}`", *(f"{cell:.2f}" for cell in cells)])
+    return table(["command", "median s", "least", "most", "processor s"], rows)
 
 
 def count(site: Site) -> list[str]:
     """The table of requests."""
-    lines = [
-        f"| command | {' | '.join(f'{nodes} nodes' for nodes in SIZES)} |",
-        "|---|" + "---|" * len(SIZES),
-    ]
-    for name in (
-        "sbatch (bare)",
-        "rlpost submit --dry-run",
-        "rlpost submit",
-        "rlpost status",
-        "rlpost list",
-    ):
+    rows = []
+    for name in COUNTED:
         cells = []
         for nodes in SIZES:
             found = site.requests(site.commands(nodes)[name])
             kinds = ", ".join(kind.removeprefix("REQUEST_").lower() for kind in sorted(found))
             cells.append(f"{sum(found.values())} ({kinds})" if found else "0")
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return lines
+        rows.append([f"`{name}`", *cells])
+    return table(["command", *(f"{nodes} nodes" for nodes in SIZES)], rows)
 
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--repeat", type=int, default=7, help="rounds (default: 7)")
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     lab = Lab(max(SIZES))
-    # the controller knows all; for jobs that only wait one has to be there
+    # The controller knows all nodes; jobs that only wait need no more than one that runs.
     lab.nodes = lab.nodes[:1]
     with lab:
         site = Site(lab)

@@ -38,9 +38,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from benchmarks.page import show
-from benchmarks.tables import machine, table
-from rlpost.actor.actor import Actor
+from benchmarks.models import save_random_qwen3, started_actor
+from benchmarks.page import machine, make_parser, show, table
 from rlpost.actor.settings import ActorSettings
 from rlpost.algorithm.schedule import schedule
 from rlpost.types import TrainBatch, TrainSample
@@ -55,11 +54,7 @@ SIZES = {
     "large": ((2048, 24, 16, 8, 6144), 128, 16_384, 8),
 }
 # dense bfloat16, from NVIDIA's data sheets
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-}
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP_GRAD = 1e-6, (0.9, 0.999), 1e-8, 0.01, 1.0
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -67,29 +62,19 @@ Step = Callable[[], float]  # one optimizer step; the norm of the gradient befor
 
 
 def make_model(folder: Path, size: str) -> int:
-    """Write a random Qwen3; how many parameters it has."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
+    """Write a random Qwen3; return its number of parameters."""
     hidden, layers, heads, key_value_heads, feed_forward = SIZES[size][0]
-    torch.manual_seed(1)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=hidden,
-            intermediate_size=feed_forward,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=key_value_heads,
-            head_dim=hidden // heads,
-            max_position_embeddings=8192,
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=2,
-        )
+    return save_random_qwen3(
+        folder,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=8192,
     )
-    model.save_pretrained(folder)
-    return model.num_parameters()
 
 
 def make_samples(count: int) -> list[TrainSample]:
@@ -99,10 +84,8 @@ def make_samples(count: int) -> list[TrainSample]:
     source = random.Random(2)
     samples = []
     for _ in range(count):
-        prompt, response = (
-            source.randint(20, 120),
-            min(1000, max(8, int(source.lognormvariate(4.8, 0.8)))),
-        )
+        prompt = source.randint(20, 120)
+        response = min(1000, max(8, int(source.lognormvariate(4.8, 0.8))))
         samples.append(
             TrainSample(
                 token_ids=tuple(source.randrange(3, VOCAB_SIZE) for _ in range(prompt + response)),
@@ -122,25 +105,26 @@ def ours(folder: Path, samples: Sequence[TrainSample], size: str) -> Iterator[St
     (micro_batches,) = schedule(
         lengths, data_parallel_size=1, max_tokens=SIZES[size][2], micro_batch_size=1, work=lengths
     )
+    chosen = []
+    for indices in micro_batches:
+        chosen.append(tuple(samples[index] for index in indices))
     batch = TrainBatch(
-        micro_batches=tuple(tuple(samples[i] for i in one) for one in micro_batches),
+        micro_batches=tuple(chosen),
         num_samples=len(samples),
         num_tokens=sum(sample.response_length for sample in samples),
     )
-    options = dict(
-        lr=LR, adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS, weight_decay=WEIGHT_DECAY
+    settings = ActorSettings(
+        str(folder),
+        clip_grad=CLIP_GRAD,
+        actor_num_threads=torch.get_num_threads(),
+        bf16=None,
+        lr=LR,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_eps=EPS,
+        weight_decay=WEIGHT_DECAY,
     )
-    actor = Actor(
-        ActorSettings(
-            str(folder),
-            clip_grad=CLIP_GRAD,
-            actor_num_threads=torch.get_num_threads(),
-            bf16=None,
-            **options,
-        )
-    )
-    actor.setup(0, 1, "127.0.0.1", 29_431)
-    actor.import_weights()
+    actor = started_actor(settings, port=29_431)
 
     def step() -> float:
         return actor.train_step(batch, actor.compute_logprobs(batch)).metrics["train/grad_norm"]
@@ -154,8 +138,10 @@ def padded(samples: Sequence[TrainSample]) -> dict[str, torch.Tensor]:
     prompts = max(sample.prompt_length for sample in samples)
     responses = max(sample.response_length for sample in samples)
     shape = {"prompt": prompts, "completion": responses}
-    made = {f"{name}_{kind}": torch.zeros(len(samples), width, dtype=torch.long) for name, width in shape.items()
-            for kind in ("ids", "mask")}  # fmt: skip
+    made = {}
+    for name, width in shape.items():
+        for kind in ("ids", "mask"):
+            made[f"{name}_{kind}"] = torch.zeros(len(samples), width, dtype=torch.long)
     for row, sample in enumerate(samples):
         parts = sample.token_ids[: sample.prompt_length], sample.token_ids[sample.prompt_length :]
         made["prompt_ids"][row, prompts - len(parts[0]) :] = torch.tensor(parts[0])
@@ -164,6 +150,12 @@ def padded(samples: Sequence[TrainSample]) -> dict[str, torch.Tensor]:
         made["completion_mask"][row, : len(parts[1])] = 1
     made["advantages"] = torch.tensor([sample.advantage for sample in samples])
     return {name: value.to(DEVICE) for name, value in made.items()}
+
+
+def _whole(part: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids and mask of prompts and completions, [samples, tokens] each."""
+    ids = torch.cat([part["prompt_ids"], part["completion_ids"]], 1)
+    return ids, torch.cat([part["prompt_mask"], part["completion_mask"]], 1)
 
 
 def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -219,19 +211,15 @@ def trl(folder: Path, samples: Sequence[TrainSample], size: str) -> Step:
     )
     trainer.current_gradient_accumulation_steps = len(samples) // rows
     whole = padded(samples)  # TRL pads a generation batch and cuts it into micro-batches afterwards
-    parts = [
-        {key: value[start : start + rows] for key, value in whole.items()}
-        for start in range(0, len(samples), rows)
-    ]
+    parts = []
+    for start in range(0, len(samples), rows):
+        parts.append({key: value[start : start + rows] for key, value in whole.items()})
     model = trainer.model.to(DEVICE).train()
     optimizer = _optimizer(model)
 
     def step() -> float:
         for part in parts:
-            ids, mask = (
-                torch.cat([part[f"prompt_{kind}"], part[f"completion_{kind}"]], 1)
-                for kind in ("ids", "mask")
-            )
+            ids, mask = _whole(part)
             with torch.no_grad():
                 old, _, _ = trainer._get_per_token_logps_and_entropies(
                     model, ids, mask, part["completion_ids"].size(1)
@@ -257,10 +245,7 @@ def hugging_face(folder: Path, samples: Sequence[TrainSample], size: str) -> Ste
     optimizer = _optimizer(model)
 
     def logprobs(part: dict[str, torch.Tensor]) -> torch.Tensor:
-        ids, mask = (
-            torch.cat([part[f"prompt_{kind}"], part[f"completion_{kind}"]], 1)
-            for kind in ("ids", "mask")
-        )
+        ids, mask = _whole(part)
         length = part["completion_ids"].size(1)
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
             logits = (
@@ -317,9 +302,7 @@ def step_flops(samples: Sequence[TrainSample], num_parameters: int, size: str) -
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--size", choices=SIZES, default="large" if DEVICE.type == "cuda" else "small"
     )
@@ -335,7 +318,6 @@ def main() -> int:
         type=Path,
         help="where TRL was installed; without it, and without TRL, it is left out",
     )
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     if options.trl is not None:
         sys.path.append(str(options.trl))
@@ -370,24 +352,10 @@ def report(
     for name, each in seconds.items():
         median = statistics.median(each)
         share = [f"{100 * flops / median / peak:.1f} %"] if peak else []
-        rows.append(
-            [
-                name,
-                f"{tokens / median:.0f}",
-                f"{median:.2f}",
-                f"{min(each):.2f}",
-                f"{median / ours_s:.2f}",
-                *share,
-            ]
-        )
-    header = [
-        "step of",
-        "tokens/s",
-        "median s",
-        "least s",
-        "time, rlpost = 1",
-        *(["of peak"] if peak else []),
-    ]
+        cells = [name, f"{tokens / median:.0f}", f"{median:.2f}", f"{min(each):.2f}"]
+        rows.append([*cells, f"{median / ours_s:.2f}", *share])
+    header = ["step of", "tokens/s", "median s", "least s", "time, rlpost = 1"]
+    header += ["of peak"] if peak else []
     return [
         "Log-probs of the old policy, forward, backward, clipping and AdamW on one random Qwen3 of",
         f"{num_parameters / 1e6:.1f} million parameters and {len(samples)} samples of {min(lengths)} to {max(lengths)}",

@@ -1,4 +1,4 @@
-"""An event loop whose time passes only while nothing can run: hours of waiting take no time.
+"""An event loop in virtual time: when no task can run, time jumps to the next timer.
 
 For programs that wait for timers alone, not for files, sockets or threads.
 """
@@ -11,19 +11,19 @@ from collections.abc import Coroutine
 
 
 class _Jump(selectors.SelectSelector):
-    """Nothing to wait for: time passes at once."""
+    """A selector that advances the time instead of waiting."""
 
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Let ``timeout`` seconds pass."""
-        assert timeout is not None, "the loop waits for what never comes"
+        """Advance the time by ``timeout`` seconds."""
+        assert timeout is not None, "the loop waits for an event that never comes"
         self.now += max(0.0, timeout)
         return []
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Its time passes only while nothing can run."""
+    """An event loop with the time of its selector."""
 
     def __init__(self) -> None:
         self._jump = _Jump()
@@ -35,6 +35,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(main: Coroutine[object, object, None]) -> None:
-    """Run ``main`` and end what it started."""
+    """Run ``main`` to its end in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(main)

@@ -1,23 +1,21 @@
-"""Seconds of a weight update of a real engine, compared with a plain copy of the same bytes over
-the same medium.
+"""Seconds of a weight update of a real engine, compared with a plain copy over the same medium.
 
     python -m benchmarks.weight_sync [--size small large] [--repeat 5] [--write]
 
 One SGLang engine on this machine holds a random Qwen3; this process holds the same weights and
 brings them over by each mover: a broadcast (gloo), memory of this machine, files. The plain copy
 moves the same bytes once between two processes over the same medium and does nothing else: no
-requests, no names, no loading into a model. Of a small model what an update costs whatever its size
-weighs much, of a large one little. Rounds are interleaved; the median counts. --write puts the
+requests, no names, no loading into a model. The fixed cost of an update dominates for a small model
+and hardly matters for a large one. Rounds are interleaved; the median counts. --write puts the
 tables into docs/benchmarks.md.
 
 With CUDA the weights are bfloat16 on the first GPU, and so is the engine: it takes them from the
-trainer's memory (CUDA IPC) and from files. A broadcast (NCCL) needs a second GPU, on which another
-engine runs then.
+trainer's memory (CUDA IPC) and from files. A broadcast (NCCL) needs a second GPU, which then runs
+another engine.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import multiprocessing
 import os
@@ -34,7 +32,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from benchmarks.page import put_section
+from benchmarks.page import make_parser, show, table
 from benchmarks.plain_copy import BACKEND, DEVICE, HAS_CUDA, PlainCopy
 from rlpost.rollout.client import EngineClient
 from rlpost.rollout.engine import Engine
@@ -57,11 +55,15 @@ HEADING = "## Weight sync"
 DTYPE = torch.bfloat16 if HAS_CUDA else torch.float32
 GROUP = "bench"
 GOAL = 1.5
+HEADER = (
+    *("mover", "update s", "MiB/s", "plain copy s", "MiB/s"),
+    f"ratio (goal: at most {GOAL})",
+)
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model, and the largest bucket in which its weights travel."""
+    """Size of a model, and of the largest bucket of its weights."""
 
     hidden: int
     layers: int
@@ -72,9 +74,7 @@ SIZES = {"small": Size(512, 8, 64), "large": Size(1024, 16, 512)}
 
 
 def make_model(folder: Path, size: Size) -> dict[str, torch.Tensor]:
-    """A random Qwen3 in a Hugging Face folder with the tiny one's tokenizer; returns its weights,
-    on the device.
-    """
+    """Write a random Qwen3 with the tiny model's tokenizer; return its weights on the device."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from rlpost.cli.tiny_model import make_tokenizer
@@ -101,31 +101,27 @@ def make_model(folder: Path, size: Size) -> dict[str, torch.Tensor]:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As a bucket has it."""
+    """Return the name of a dtype as in a bucket."""
     return str(dtype).removeprefix("torch.")
 
 
 class Trainer:
-    """A trainer of one rank: weights in buckets, without gathering."""
+    """A trainer of one rank, with its weights in buckets; it needs no gathering."""
 
     def __init__(self, weights: dict[str, torch.Tensor], bucket_bytes: int) -> None:
         self.weights = weights
         parts: list[list[str]] = []
-        room = 0
+        remaining = 0
         for name, tensor in weights.items():
-            if not parts or tensor.nbytes > room:
+            if not parts or tensor.nbytes > remaining:
                 parts.append([])
-                room = bucket_bytes
+                remaining = bucket_bytes
             parts[-1].append(name)
-            room -= tensor.nbytes
-        self.buckets = [
-            Bucket(
-                tuple(part),
-                tuple(tuple(weights[n].shape) for n in part),
-                (name_of(DTYPE),) * len(part),
-            )
-            for part in parts
-        ]
+            remaining -= tensor.nbytes
+        self.buckets = []
+        for part in parts:
+            shapes = [tuple(weights[name].shape) for name in part]
+            self.buckets.append(Bucket(tuple(part), tuple(shapes), (name_of(DTYPE),) * len(part)))
 
     @property
     def num_bytes(self) -> int:
@@ -157,7 +153,7 @@ class Trainer:
 
 
 class TimedClient(EngineClient):
-    """Keeps how long each request took, by path."""
+    """Records the duration of each request, by path."""
 
     seconds: ClassVar[Counter[str]] = Counter()
 
@@ -173,7 +169,7 @@ class TimedClient(EngineClient):
 
 
 def timed(whole: WeightUpdate) -> WeightUpdate:
-    """The same with clients that keep time."""
+    """Return the update with clients that record durations."""
     whole.receivers = tuple(
         Receiver(one.address, TimedClient(one.client.url, one.client.api_key, one.client.timeout_s))
         for one in whole.receivers
@@ -182,8 +178,9 @@ def timed(whole: WeightUpdate) -> WeightUpdate:
 
 
 def servers_own(sizes: Sequence[Sequence[int]], answer: Connection) -> None:
-    """Seconds of what SGLang does with the buckets beside receiving them, called directly: memory
-    for the bucket, and the copy into the model.
+    """Send the seconds of SGLang's own work on buckets, called directly.
+
+    That is to allocate memory for each bucket, and to copy its tensors into the model.
     """
     from rlpost.rollout.server import keep_memory, use_stand_ins
 
@@ -212,9 +209,9 @@ def servers_own(sizes: Sequence[Sequence[int]], answer: Connection) -> None:
 
 def measure_servers_own(trainer: Trainer) -> tuple[float, float]:
     """Run ``servers_own`` in a separate process, with the server's environment."""
-    sizes = [
-        [tensor.numel() for tensor in trainer.parts(index)] for index in range(len(trainer.buckets))
-    ]
+    sizes = []
+    for index in range(len(trainer.buckets)):
+        sizes.append([tensor.numel() for tensor in trainer.parts(index)])
     mine, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(
         target=servers_own, args=(sizes, theirs), daemon=True
@@ -226,7 +223,7 @@ def measure_servers_own(trainer: Trainer) -> tuple[float, float]:
 
 
 async def broadcast_mover(trainer: Trainer, whole: WeightUpdate) -> Mover:
-    """Joined with the engine."""
+    """Return a mover whose process group has been joined by the engine."""
     sender = Broadcast(trainer, gathers=True, is_source=True, backend=BACKEND, timeout_s=120)
 
     async def send(index: int) -> None:
@@ -243,7 +240,7 @@ async def broadcast_mover(trainer: Trainer, whole: WeightUpdate) -> Mover:
 
 
 def other_movers(trainer: Trainer, model: Path, folder: Path) -> dict[str, Mover]:
-    """Through memory and through files."""
+    """Return the movers through memory and through files."""
     from safetensors.torch import save_file
 
     sharing = Sharing(trainer)
@@ -252,7 +249,7 @@ def other_movers(trainer: Trainer, model: Path, folder: Path) -> dict[str, Mover
         return [await asyncio.to_thread(sharing.share, index)]
 
     async def write(version: int) -> list[str]:
-        # the version before; no file is written over, which is slower
+        # Remove the previous version: overwriting files is slower.
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         for file in model.glob("*.json"):
@@ -269,9 +266,7 @@ def other_movers(trainer: Trainer, model: Path, folder: Path) -> dict[str, Mover
 
 
 class Seconds(NamedTuple):
-    """Seconds of each round over one medium: of updates, of plain copies, and of the requests of
-    each update, by path.
-    """
+    """Seconds of each round over one medium: updates, plain copies, and requests by path."""
 
     updates: list[float]
     plain_copies: list[float]
@@ -281,7 +276,7 @@ class Seconds(NamedTuple):
 async def measure(
     trainer: Trainer, whole: WeightUpdate, movers: dict[str, Mover], copy: PlainCopy, repeat: int
 ) -> dict[str, Seconds]:
-    """Seconds of each round, by medium."""
+    """Return the seconds of each round, by medium."""
     seconds = {medium: Seconds([], [], []) for medium in movers}
     version = 0
 
@@ -327,7 +322,7 @@ class Place:
 
 
 def places(num_gpus: int) -> list[Place]:
-    """Where engines run, one after another. NCCL refuses two ranks on one GPU."""
+    """Return where engines run, one after another. NCCL refuses two ranks on one GPU."""
     if not num_gpus:
         return [Place(("broadcast", "memory", "disk"))]
     return [Place(("memory", "disk")), *([Place(("broadcast",), gpu=1)] if num_gpus > 1 else [])]
@@ -340,19 +335,19 @@ async def run(size: Size, folder: Path, *, repeat: int) -> list[str]:
     for place_ in places(torch.cuda.device_count()):
         seconds |= await measure_at(place_, trainer, folder, repeat=repeat)
     mib = trainer.num_bytes / 2**20
-    lines = [
-        f"{mib:.0f} MiB in {len(trainer.buckets)} buckets of at most {size.bucket_mib} MiB:",
-        "",
-        "| mover | update s | MiB/s | plain copy s | MiB/s | ratio (goal: at most 1.5) |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for medium, (updates, plains, _) in seconds.items():
         update, plain = statistics.median(updates), statistics.median(plains)
-        lines.append(
-            f"| {medium} | {update:.3f} | {mib / update:.0f} | {plain:.3f} | {mib / plain:.0f} | {update / plain:.2f} |"
-        )
+        cells = [f"{update:.3f}", f"{mib / update:.0f}", f"{plain:.3f}", f"{mib / plain:.0f}"]
+        rows.append([medium, *cells, f"{update / plain:.2f}"])
     own = None if HAS_CUDA else await asyncio.to_thread(measure_servers_own, trainer)
-    return [*lines, "", *where_it_goes(seconds, own)]
+    return [
+        f"{mib:.0f} MiB in {len(trainer.buckets)} buckets of at most {size.bucket_mib} MiB:",
+        "",
+        *table(HEADER, rows),
+        "",
+        *where_it_goes(seconds, own),
+    ]
 
 
 async def measure_at(
@@ -380,8 +375,9 @@ async def measure_at(
 
 
 def where_it_goes(seconds: Mapping[str, Seconds], own: tuple[float, float] | None) -> list[str]:
-    """Seconds of the requests that move weights, of those around them, and between requests;
-    ``own`` as ``servers_own`` measures it, None where it was not.
+    """Return the table of seconds in requests that move weights, in other requests, and between them.
+
+    ``own``: the result of ``servers_own``; None if it was not measured.
     """
     lines = ["Seconds of an update:"]
     if own is not None:
@@ -391,35 +387,35 @@ def where_it_goes(seconds: Mapping[str, Seconds], own: tuple[float, float] | Non
         lines = [
             "SGLang's own work on the same bytes, called directly in another process:",
             f"{making:.3f} s to make memory for each bucket that it receives over a group, {loading:.3f} s to copy",
-            "weights into the model. With both on top of the way itself a broadcast is expected at",
-            f"{with_both:.1f} x of a plain copy. Seconds of an update:",
+            "weights into the model. With both added to the transfer, a broadcast is expected to take",
+            f"{with_both:.1f} times as long as a plain copy. Seconds of an update:",
         ]
-    lines += ["", "| mover | weights | around | ours |", "|---|---|---|---|"]
+    rows = []
     for medium, (updates, _, requests) in seconds.items():
-        moving = [
-            sum(spent for path, spent in one.items() if "update_weights" in path)
-            for one in requests
-        ]
-        around = [sum(one.values()) - moved for one, moved in zip(requests, moving, strict=True)]
-        rest = [whole - sum(one.values()) for whole, one in zip(updates, requests, strict=True)]
+        moving, around, rest = [], [], []
+        for update_s, by_path in zip(updates, requests, strict=True):
+            moved = sum(spent for path, spent in by_path.items() if "update_weights" in path)
+            asked = sum(by_path.values())
+            moving.append(moved)
+            around.append(asked - moved)
+            rest.append(update_s - asked)
         middle = (statistics.median(values) for values in (moving, around, rest))
-        lines.append(f"| {medium} | {' | '.join(f'{value:.3f}' for value in middle)} |")
-    return lines
+        rows.append([medium, *(f"{value:.3f}" for value in middle)])
+    return [*lines, "", *table(["mover", "weights", "around", "ours"], rows)]
 
 
 def device_name() -> str:
-    """Of the trainer's device."""
+    """Return the name of the trainer's device."""
     return torch.cuda.get_device_name(DEVICE) if HAS_CUDA else "CPU"
 
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--size", nargs="+", choices=SIZES, default=list(SIZES), help="of the model (default: both)"
     )
     parser.add_argument("--repeat", type=int, default=5, help="rounds (default: 5)")
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
     # as SGLang sets it for itself: both sides of a group must agree
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
@@ -430,17 +426,14 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             tables += ["", *asyncio.run(run(SIZES[name], Path(folder), repeat=options.repeat))]
     introduction = [
-        "`python -m benchmarks.weight_sync --write`: a real SGLang engine takes new weights (pause, all buckets,",
+        "`python -m benchmarks.weight_sync --write`: a real SGLang engine loads new weights (pause, all buckets,",
         "cache flushed, version checked, resumed), beside a plain copy of the same bytes to another process over the",
         f"same medium: a {BACKEND} broadcast, memory of this machine, a file. {device_name()}, {name_of(DTYPE)}.",
         f"Load of the machine ({os.cpu_count()} cores) at the start: {load:.1f}. *weights*: the requests that move",
         "them; *around*: pause, begin, end, flush, version, resume; *ours*: the rest. Between updates a plain copy of",
-        "large files is slower than one made alone, so the ratio of disk flatters.",
+        "large files is slower than one made alone, so the ratio of disk is too favourable.",
     ]
-    section = "\n".join([HEADING, "", *introduction, *tables, ""])
-    print(section)
-    if options.write:
-        put_section(HEADING, section)
+    show(HEADING, [*introduction, *tables], write=options.write)
     return 0
 
 

@@ -1,7 +1,7 @@
 """Configuration of the documentation site (``make docs-site``): Sphinx with MyST.
 
-The pages of docs/ are read as they are. README.md, CONTRIBUTING.md and CHANGELOG.md are pages as
-well, and the tables of the README's section "Documentation" are the table of contents.
+The site consists of the pages in docs/ and of README.md, CONTRIBUTING.md, SECURITY.md and
+CHANGELOG.md. The tables of the README's section "Documentation" are its table of contents.
 """
 
 from __future__ import annotations
@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-FILES = {"index": "README.md", "contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md"}
+FILES = {
+    "index": "README.md",
+    "contributing": "CONTRIBUTING.md",
+    "security": "SECURITY.md",
+    "changelog": "CHANGELOG.md",
+}
 
 project = "rlpost"
 extensions = ["myst_parser", "sphinxcontrib.mermaid"]
@@ -33,7 +38,7 @@ def contents(readme: str) -> str:
     for table in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE):
         caption = table.split("|")[1].strip().capitalize()
         trees.append(_toctree(caption, re.findall(r"\(docs/([\w-]+)\.md\)", table)))
-    return "\n".join([*trees, _toctree("Project", ["contributing", "changelog"])])
+    return "\n".join([*trees, _toctree("Project", ["contributing", "security", "changelog"])])
 
 
 def _toctree(caption: str, pages: list[str]) -> str:

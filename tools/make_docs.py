@@ -1,5 +1,4 @@
-"""Write the pages of docs/ that are generated from code and recipes: ``python tools/make_docs.py
-[--check]``.
+"""Write the generated pages of docs/: ``python tools/make_docs.py [--check]``.
 
 With --check nothing is written; the exit code is 1 if a page is out of date.
 """
@@ -35,15 +34,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     os.environ.pop("RLPOST_ASSETS", None)  # so that pages are the same on every machine
-    if parser.parse_args().check:
-        current = {
-            name: (DOCS / name).read_text() if (DOCS / name).exists() else "" for name in PAGES
-        }
-        return 0 if all(current[name] == page() for name, page in PAGES.items()) else 1
+    check = parser.parse_args().check
+    num_stale = 0
     for name, page in PAGES.items():
-        (DOCS / name).write_text(page())
-        print(name)
-    return 0
+        path, text = DOCS / name, page()
+        if check:
+            num_stale += not path.exists() or path.read_text() != text
+        else:
+            path.write_text(text)
+            print(name)
+    return 1 if num_stale else 0
 
 
 if __name__ == "__main__":

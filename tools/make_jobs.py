@@ -1,7 +1,7 @@
 """Write jobs/NAME.sbatch from each recipe: ``python -m tools.make_jobs [--check]``.
 
 Also writes jobs/convert_NAME.sbatch for weights that recipes name as NAME_torch_dist (one per
-conversion), and slurm/cluster_flags.sh, with which the scripts reject flags that come too late. The
+conversion), and slurm/cluster_flags.sh, with which the scripts reject settings of [cluster]. The
 only dependency is pydantic.
 
 The scripts are for ``sbatch`` on a login node without Python. They contain the layout of ``JOBS``
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rlpost.cli.convert_job import CONVERSION_NODES, CONVERTED, TIME, conversion_spec
 from rlpost.cli.job import job_spec
+from rlpost.config.flags import flag
 from rlpost.config.late_flags import refusing_script
 from rlpost.config.load import SITE, files_of, load, read_toml
 from rlpost.config.tree import Config
@@ -42,11 +43,8 @@ def rendered(name: str) -> str:
         files_of(PROJECT / recipe, {"cluster": profile}), {"cluster": dict(overrides)}
     ).config
     flags = ["--cluster", profile] if profile else []
-    flags += [
-        word
-        for key, value in overrides.items()
-        for word in ("--" + key.replace("_", "-"), str(value))
-    ]
+    for key, value in overrides.items():
+        flags += [flag(key), str(value)]
     return render_sbatch(for_any_home(job_spec(config, driver_args=(recipe, *flags)), config))
 
 

@@ -1,10 +1,12 @@
-"""Write SGLang's settings to ``rlpost/config/server_args.json``, which login nodes use for
-validation.
+"""Write SGLang's settings to ``rlpost/config/server_args.json``, with which login nodes check values.
 
-Run it in the training environment after setup.cfg pins another SGLang:  python
-tools/make_server_args.py Types come from the source, as for any other version; choices and defaults
-come from SGLang's parser, because some of them are computed. ``--check`` writes nothing and exits
-with 1 if the file is out of date.
+Run it in the training environment after setup.cfg pins another SGLang:
+
+    python tools/make_server_args.py
+
+Types come from the source, as for any other version; choices and defaults come from SGLang's
+parser, because some of them are computed. ``--check`` writes nothing and exits with 1 if the file
+is out of date.
 """
 
 import argparse

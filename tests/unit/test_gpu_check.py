@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.tables import table
+from benchmarks.page import table
 from rlpost.rollout.server_args import server_arg_names
 from tools.gpu_check import __main__ as program
 from tools.gpu_check import machine

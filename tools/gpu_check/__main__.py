@@ -1,5 +1,4 @@
-"""Run every check that needs a GPU, and print one table: ``python -m tools.gpu_check`` (``make
-test-gpu``).
+"""Run every check that needs a GPU, and print one table: ``python -m tools.gpu_check``.
 
 Each check runs in a separate process with a time limit; logs, and the table as results.json, go
 into a folder. The exit code is 0 if no check failed, 1 if one did, and 2 if no check can run on
@@ -142,38 +141,34 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 def rows_of(check: Check, code: int, seconds: float, log: Path, results: Path) -> list[Row]:
     """Rows of a check that has ended."""
-    broken = [
-        Row(check.name, "failed", seconds, f"{how_it_ended(code)}: {last_words(log)}; see {log}")
-    ]
-    if check.figures is not None:
-        if code != 0:
-            return broken
-        try:
-            return [
-                Row(check.name, "passed", seconds, check.figures(log.read_text(errors="replace")))
-            ]
-        except (ValueError, LookupError) as error:
-            return [
-                Row(
-                    check.name, "failed", seconds, f"its output has no figures ({error}); see {log}"
-                )
-            ]
-    if not results.exists():
-        return broken
-    rows = rows_of_tests(check.name, results.read_text())
-    return (
-        rows
-        if rows and (code == 0 or any(row.outcome == "failed" for row in rows))
-        else [*rows, *broken]
+    failed = Row(
+        check.name, "failed", seconds, f"{exit_reason(code)}: {last_lines(log)}; see {log}"
     )
+    if check.figures is not None:
+        return [failed] if code != 0 else [row_of_figures(check, seconds, log)]
+    if not results.exists():
+        return [failed]
+    rows = rows_of_tests(check.name, results.read_text())
+    explains_exit = code == 0 or any(row.outcome == "failed" for row in rows)
+    return rows if rows and explains_exit else [*rows, failed]
 
 
-def how_it_ended(code: int) -> str:
+def row_of_figures(check: Check, seconds: float, log: Path) -> Row:
+    """Row of a benchmark that has ended without an error."""
+    assert check.figures is not None
+    try:
+        return Row(check.name, "passed", seconds, check.figures(log.read_text(errors="replace")))
+    except (ValueError, LookupError) as error:
+        reason = f"its output has no figures ({error}); see {log}"
+        return Row(check.name, "failed", seconds, reason)
+
+
+def exit_reason(code: int) -> str:
     """Describe the exit code of a process."""
     return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def last_words(log: Path) -> str:
+def last_lines(log: Path) -> str:
     """The last lines of a log, joined to one line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return " / ".join(lines[-TAIL_LINES:])

@@ -208,13 +208,11 @@ def _row(name: str, cases: Sequence[ElementTree.Element]) -> Row:
     seconds = sum(float(case.get("time", 0)) for case in cases)
     worst: Outcome = next(one for one in ("failed", "skipped", "passed") if one in outcomes)
     notes = [f"{outcomes.count('passed')} of {len(cases)}"] if len(cases) > 1 else []
-    figures = [
-        one.get("value", "")
-        for case in cases
-        for one in case.iter("property")
-        if one.get("name") == "figure"
-    ]
-    notes += dict.fromkeys(figures)
+    for case in cases:
+        for one in case.iter("property"):
+            figure = one.get("value", "")
+            if one.get("name") == "figure" and figure not in notes:
+                notes.append(figure)
     if worst != "passed":
         first = cases[outcomes.index(worst)]
         parameters = first.get("name", "").partition("[")[2].removesuffix("]")

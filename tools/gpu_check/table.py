@@ -27,7 +27,7 @@ class Row:
 def render(rows: Sequence[Row]) -> str:
     """A Markdown table with aligned columns, and the count of each outcome below it."""
     cells = [HEADER, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADER))]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [_line(line, widths) for line in cells]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join([*lines, "", summary(rows)])

@@ -24,109 +24,81 @@ class Start:
     model: str
     title: str
     nodes: int
-    perf: dict[str, object]
+    tp: int
     engine_gpus: int
+    pp: int = 1
+    last_stage_layers: int | None = None
+    cp: int = 1
+    ep: int = 1
     is_offloaded: bool = False
+
+    @property
+    def perf(self) -> dict[str, object]:
+        """The parallel sizes as settings of the table [perf]."""
+        sizes: dict[str, object] = {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "context_parallel_size": self.cp,
+        }
+        if self.last_stage_layers is not None:
+            sizes["decoder_last_pipeline_num_layers"] = self.last_stage_layers
+        if self.ep > 1:
+            sizes |= {"expert_model_parallel_size": self.ep, "expert_tensor_parallel_size": 1}
+        return sizes
 
 
 STARTS = (
-    Start("qwen2_5_7b", "Qwen2.5-7B", 1, {"tensor_model_parallel_size": 2}, 1),
-    Start("glm4_9b", "GLM-4-9B", 1, {"tensor_model_parallel_size": 2}, 1),
-    Start(
-        "qwen3_30b_a3b",
-        "Qwen3-30B-A3B",
-        1,
-        {
-            "tensor_model_parallel_size": 4,
-            "expert_model_parallel_size": 8,
-            "expert_tensor_parallel_size": 1,
-        },
-        4,
-        is_offloaded=True,
-    ),
-    Start(
-        "glm47_flash",
-        "GLM-4.7-Flash",
-        1,
-        {
-            "tensor_model_parallel_size": 4,
-            "expert_model_parallel_size": 8,
-            "expert_tensor_parallel_size": 1,
-        },
-        4,
-        is_offloaded=True,
-    ),
-    Start(
-        "qwen2_5_32b",
-        "Qwen2.5-32B",
-        4,
-        {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2},
-        2,
-    ),
-    Start(
-        "llama3_1_70b",
-        "Llama-3.1-70B",
-        4,
-        {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 2},
-        4,
-    ),
+    Start("qwen2_5_7b", "Qwen2.5-7B", nodes=1, tp=2, engine_gpus=1),
+    Start("glm4_9b", "GLM-4-9B", nodes=1, tp=2, engine_gpus=1),
+    Start("qwen3_30b_a3b", "Qwen3-30B-A3B", nodes=1, tp=4, ep=8, engine_gpus=4, is_offloaded=True),
+    Start("glm47_flash", "GLM-4.7-Flash", nodes=1, tp=4, ep=8, engine_gpus=4, is_offloaded=True),
+    Start("qwen2_5_32b", "Qwen2.5-32B", nodes=4, tp=4, pp=2, engine_gpus=2),
+    Start("llama3_1_70b", "Llama-3.1-70B", nodes=4, tp=8, pp=2, engine_gpus=4),
     Start(
         "qwen3_235b_a22b",
         "Qwen3-235B-A22B",
-        8,
-        {
-            "tensor_model_parallel_size": 4,
-            "pipeline_model_parallel_size": 4,
-            "decoder_last_pipeline_num_layers": 22,
-            "context_parallel_size": 2,
-            "expert_model_parallel_size": 16,
-            "expert_tensor_parallel_size": 1,
-        },
-        16,
+        nodes=8,
+        tp=4,
+        pp=4,
+        last_stage_layers=22,
+        cp=2,
+        ep=16,
+        engine_gpus=16,
         is_offloaded=True,
     ),
     Start(
         "glm45_355b",
         "GLM-4.5 (355B)",
-        8,
-        {
-            "tensor_model_parallel_size": 8,
-            "pipeline_model_parallel_size": 4,
-            "context_parallel_size": 2,
-            "expert_model_parallel_size": 16,
-            "expert_tensor_parallel_size": 1,
-        },
-        32,
+        nodes=8,
+        tp=8,
+        pp=4,
+        cp=2,
+        ep=16,
+        engine_gpus=32,
         is_offloaded=True,
     ),
     Start(
         "deepseek_v3",
         "DeepSeek-V3 (671B)",
-        32,
-        {
-            "tensor_model_parallel_size": 8,
-            "pipeline_model_parallel_size": 4,
-            "decoder_last_pipeline_num_layers": 13,
-            "context_parallel_size": 2,
-            "expert_model_parallel_size": 32,
-            "expert_tensor_parallel_size": 1,
-        },
-        32,
+        nodes=32,
+        tp=8,
+        pp=4,
+        last_stage_layers=13,
+        cp=2,
+        ep=32,
+        engine_gpus=32,
         is_offloaded=True,
     ),
     Start(
         "kimi_k2",
         "Kimi-K2 (1T)",
-        32,
-        {
-            "tensor_model_parallel_size": 8,
-            "pipeline_model_parallel_size": 8,
-            "decoder_last_pipeline_num_layers": 5,
-            "context_parallel_size": 2,
-            "expert_model_parallel_size": 32,
-            "expert_tensor_parallel_size": 1,
-        },
-        64,
+        nodes=32,
+        tp=8,
+        pp=8,
+        last_stage_layers=5,
+        cp=2,
+        ep=32,
+        engine_gpus=64,
         is_offloaded=True,
     ),
 )
@@ -208,7 +180,7 @@ step. The workload of these examples is that of the table.
 
 ## The order in which to change sizes
 
-Start with the smallest sizes that fit, because every split costs communication; the remaining factor is data parallelism.
+Start with the smallest sizes that fit, because every split costs communication; the rest is data parallelism.
 Change one size at a time, in this order:
 
 1. **TP** until weights, gradients and logits fit, at most the GPUs of a node (NVLink), always with `--sequence-parallel`.
@@ -287,9 +259,9 @@ def _example(example: Example) -> str:
 
 
 def _loaded(model: str, values: Mapping[str, Mapping[str, object]]) -> Config:
-    texts = {
-        group: {key: str(value) for key, value in table.items()} for group, table in values.items()
-    }
+    texts = {}
+    for group, table in values.items():
+        texts[group] = {key: str(value) for key, value in table.items()}
     return load(files_of(None, {"model": model}), texts).config
 
 

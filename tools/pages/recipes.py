@@ -1,4 +1,4 @@
-"""docs/recipes.md: the recipes of jobs/recipes with the output of ``rlpost plan`` for each.
+"""docs/recipes.md: the recipes of jobs/recipes, with the output of ``rlpost plan`` for each.
 
 Input: the recipes, with their models from the table [model]. Output: the text of the page, the same
 on every machine.
@@ -7,6 +7,7 @@ on every machine.
 from __future__ import annotations
 
 import io
+import itertools
 
 from rich.console import Console
 
@@ -24,7 +25,7 @@ Written by `make docs` from `jobs/recipes/*.toml`. Each has a batch script of it
 `jobs/recipes/small/` has the tiny model with adapters ([LoRA](lora.md)), with a teacher
 ([distillation](distillation.md)), with a critic ([PPO](ppo.md)) and with [Muon](optimizers.md).
 
-Once per site, in **one** place: fill `jobs/clusters/site.toml` and run `make jobs`, or set three variables:
+Configure the site once: fill in `jobs/clusters/site.toml` and run `make jobs`, or set three variables:
 
 ```bash
 export RLPOST_IMAGE=/shared/images/rlpost.sqsh   # container image; not needed without containers
@@ -54,9 +55,9 @@ the free space, and rejects a download that does not fit (quotas are not visible
   large files, git's of small ones); until then it is in `$RLPOST_ASSETS/.fetch`. `.rlpost-asset.json` in it keeps
   commit and digests; `--compare` checks all files against them and fetches damaged ones again.
 - After an interruption, the next call checks the present files and continues within a partial file.
-- Two fetches of one repository, on any nodes: one downloads, the other waits and prints for which process (`--wait-s`).
-  The lock is a file with a heartbeat and does not depend on `flock`. When its holder dies, fetches on the same node
-  continue at once, those on other nodes after three minutes.
+- If two processes fetch one repository, on any nodes, one downloads. The other waits (`--wait-s`) and prints the
+  process that it waits for. The lock is a file with a heartbeat and does not depend on `flock`. When its holder dies,
+  fetches on the same node continue at once, those on other nodes after three minutes.
 - Present files are not requested again; if all are present, or with `HF_HUB_OFFLINE=1`, no network is used. A folder
   that another tool has created is compared with the hub; its files are never changed.
 - Private and gated repositories: `HF_TOKEN` in the environment, `hf auth login`, or `--token-file FILE` (mode 600;
@@ -87,15 +88,15 @@ rlpost submit jobs/recipes/glm45_355b.toml --scale-down 4 --num-rollout 20
 `--scale-down RANKS` (default 2; for `submit`, `check` and `plan`) scales a recipe down to this number of training ranks
 on one node, with or without GPUs. It prints every setting that differs from the recipe; flags take precedence.
 
-| | in small |
+| | scaled down |
 |---|---|
-| model | layers, widths, heads, experts divided by powers of two, so that their ratios and the features of the family stay: dense layers before sparse ones, norms of queries and keys, partial rotary embedding, shared expert, layer for multi-token prediction, blocks of FP8 |
+| model | layers, widths, heads, experts divided by powers of two; ratios and features of the family are kept: dense layers before sparse ones, norms of queries and keys, partial rotary embedding, shared expert, layer for multi-token prediction, blocks of FP8 |
 | layout | sizes halved in the order DP, CP, PP, TP, first down to 2, then to 1; experts over as many ranks of a stage as there are |
-| engines | as many as the recipe has, two at the most; without colocation of one GPU each. Without CUDA they share their work by tensor parallelism alone (no data-parallel attention) |
-| batch | prompts divided by one factor until a step has 4; answers to each, and optimizer steps, stay |
+| engines | as many as in the recipe, at most two; with one GPU each unless colocated. Without CUDA only tensor parallelism is used (no data-parallel attention) |
+| batch | prompts divided by one factor until a step has 4; answers per prompt and optimizer steps are kept |
 | lengths | answers and tokens of a micro-batch divided by another factor, until an answer has 32 |
 | data | two-digit addition with the tiny model's tokenizer, graded by `exact_match` |
-| all else | as in the recipe: advantages, losses, corrections, sampling, filters, partial rollouts, who shares GPUs, precision, recomputation, optimizer and where it lies, checkpoints |
+| all else | as in the recipe: advantages, losses, corrections, sampling, filters, partial rollouts, colocation, precision, recomputation, optimizer and its memory, checkpoints |
 
 """  # noqa: E501
 
@@ -117,7 +118,7 @@ searches all layouts of the model on this number of GPUs.
 | parameters | matrix by matrix, for each pipeline stage, experts apart | Megatron-core's modules on every rank of every recipe, and transformers' model, at full size on the meta device: equal |
 | weights, gradients, optimizer | ZeRO ([1910.02054](https://arxiv.org/abs/1910.02054)): 2 + 4 + 12 bytes a parameter in BF16, the 12 over all ranks with the same weights; in host memory 16 | buffers and optimizer shards of every rank of every recipe: equal but for padding; memory under the tensors of small models after a step: within a tenth |
 | activations | Korthikanti et al. ([2205.05198](https://arxiv.org/abs/2205.05198)) for gated MLPs, grouped queries, experts, attention without stored scores | what autograd keeps for small models: within a tenth; the peak of a [rehearsal](rehearsal.md): 4 % below to 4 % above it |
-| micro-batches under way | Narayanan et al. ([2104.04473](https://arxiv.org/abs/2104.04473)) | |
+| micro-batches in flight | Narayanan et al. ([2104.04473](https://arxiv.org/abs/2104.04473)) | |
 | weight update | all weights, in FP8 without embeddings, norms and routers; buffers three times the largest bucket | the plan of every rank of every recipe: equal |
 | KV cache | `mem_fraction_static` of the GPU less the weights; 2 x layers x KV heads x width x 2 bytes a token | |
 | CUDA, NCCL | an allowance: {trainer:.0f} GB for the trainer, {engine:.0f} GB for an engine | not checked |
@@ -184,9 +185,5 @@ def _section(name: str, made: Estimate) -> str:
 def _head_of(name: str) -> str:
     """The comment at the beginning of a recipe, which describes it."""
     lines = (JOBS / "recipes" / f"{name}.toml").read_text().splitlines()
-    head = lines[
-        : next(
-            (number for number, line in enumerate(lines) if not line.startswith("#")), len(lines)
-        )
-    ]
+    head = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return "\n".join(line.removeprefix("#").strip() for line in head)

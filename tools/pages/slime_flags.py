@@ -1,4 +1,4 @@
-"""docs/slime-flags.md: every flag of slime, and what it is here.
+"""docs/slime-flags.md: every flag of slime and its counterpart.
 
 Input: the list of slime's flags, the settings tree, ``rlpost.compat.slime.flags``. Output: Markdown.
 """
@@ -19,9 +19,9 @@ _BEGIN = """\
 <!-- Written by tools/make_docs.py from rlpost/compat/slime/flags.py; change it there. -->
 
 The flags that [slime](https://github.com/THUDM/slime) adds to those of Megatron-LM and SGLang, at commit
-624b824 of 21 August 2026. A flag that rlpost has means the same in both. Any other is an error that
-says what to write instead, as in the last table: none is accepted and ignored. Megatron-LM's own flags
-and `--sglang-*` are passed through ([actor](actor.md), [engines](engines.md)).
+624b824 of 21 August 2026. A flag that rlpost accepts means the same in both. Any other is an error with
+the replacement in the last table: no flag is accepted and ignored. Megatron-LM's own flags and
+`--sglang-*` are passed through ([actor](actor.md), [engines](engines.md)).
 """
 
 
