@@ -68,18 +68,11 @@ def layer_bytes(shape: Shape, layout: Layout, one: Pass, *, sparse: bool) -> int
     return round(one.tokens * per_token)
 
 
-def stage_bytes(shape: Shape, layout: Layout, one: Pass, stage: int) -> int:
-    """What a stage keeps at its fullest: its micro-batches under way, and the layers that are just
-    recomputed.
-    """
-    return sum(_kept_and_again(shape, layout, one, stage))
-
-
 def stage_activations(
     shape: Shape, layout: Layout, one: Pass, stage: int, *, chunk_tokens: int
 ) -> Activations:
     """All of a stage while it trains; ``chunk_tokens``: rows whose log-probs are computed at once."""
-    kept, again = _kept_and_again(shape, layout, one, stage)
+    kept, again = kept_and_recomputed(shape, layout, one, stage)
     boundary = _boundary(shape, layout, one)
     is_last = stage == layout.pipeline - 1
     if layout.pipeline > 1:
@@ -101,8 +94,8 @@ def stage_activations(
     return Activations(kept + _gathered(shape, layout, one), layer, logits)
 
 
-def _kept_and_again(shape: Shape, layout: Layout, one: Pass, stage: int) -> tuple[int, int]:
-    """Bytes that are kept of all layers, and of those that are recomputed together."""
+def kept_and_recomputed(shape: Shape, layout: Layout, one: Pass, stage: int) -> tuple[int, int]:
+    """Bytes that a stage keeps of all its layers, and of the layers that it recomputes together."""
     layers = sparse_of(shape, layout, stage)
     each = {sparse: layer_bytes(shape, layout, one, sparse=sparse) for sparse in set(layers)}
     full = [each[is_sparse] for is_sparse in layers]

@@ -15,9 +15,9 @@ from rlpost.config.checks.layout import layout_problems
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.activations import (
     Pass,
+    kept_and_recomputed,
     layer_bytes,
     logits_bytes,
-    stage_bytes,
     under_way,
 )
 from rlpost.config.plan.adapters import adapter_parameters
@@ -37,6 +37,11 @@ from rlpost.errors import ConfigError
 GB = 10**9
 BIG = Shape(hidden=16, ffn=32, heads=4, groups=2, head_dim=4, vocab=30, sparse=(False,) * 6)
 DENSE = Shape(hidden=8, ffn=16, heads=4, groups=2, head_dim=2, vocab=30, sparse=(False,) * 4)
+
+
+def stage_bytes(shape: Shape, layout: Layout, one: Pass, stage: int) -> int:
+    """What a stage keeps at its fullest, layers that are being recomputed included."""
+    return sum(kept_and_recomputed(shape, layout, one, stage))
 
 
 def config(nodes=1, **groups):
