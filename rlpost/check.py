@@ -149,9 +149,7 @@ def _settings_problems(config: Config) -> list[str]:
 
 
 def absent(config: Config, recipe: str | None) -> list[str]:
-    """Variables and files that must be there when the job starts and are not, one line each with
-    the command that brings them.
-    """
+    """Problems of variables and files that the job needs, with the commands that create them."""
     if unset := variable_problems(config):
         return unset
     return [
@@ -251,8 +249,7 @@ def _stack_problems(config: Config) -> list[str]:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether a package is installed, without importing it; other packages share the name
-    ``megatron``."""
+    """Whether a package is installed. Does not import it; others share the name ``megatron``."""
     if package == "megatron-core":
         return option_names() is not None
     return PathFinder.find_spec(package.replace("-", "_")) is not None
@@ -289,9 +286,7 @@ def _package_problems(config: Config) -> list[str]:
 
 
 def _transformer_engine_problems(config: Config) -> list[str]:
-    """Settings that need TransformerEngine, in a GPU environment where it is missing or
-    disabled.
-    """
+    """Settings that need TransformerEngine where GPUs are used and it is missing or disabled."""
     if not _is_for_gpus():
         return []
     required = [need for need in needs_transformer_engine(config) if need.is_required]
@@ -380,9 +375,7 @@ def _engine_problems(config: Config, hf: HfConfig) -> list[str]:
 
 
 def _mtp_problems(config: Config) -> list[str]:
-    """Problems of --enable-mtp-training if the model or its weights lack the layer for multi-token
-    prediction.
-    """
+    """Problems of --enable-mtp-training if the model or its weights lack that layer."""
     path = Path(config.checkpoint.hf_checkpoint)
     if not config.grpo.enable_mtp_training or not (path / "config.json").is_file():
         return []

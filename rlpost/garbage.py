@@ -19,9 +19,7 @@ NEVER = 1 << 30
 
 
 def collect_between_steps_only() -> None:
-    """Leave full collections to ``between_steps``, and what exists now (imported modules) out of
-    all collections.
-    """
+    """Disable automatic full collections, and exempt all present objects from collection."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, NEVER)

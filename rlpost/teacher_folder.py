@@ -61,9 +61,7 @@ def teacher_problems(config: Config) -> list[str]:
 
 
 def teacher_shape(config: Config) -> Shape | None:
-    """The shape of a teacher in the trainer; None without one, without its config.json, or for a
-    plugin's family.
-    """
+    """Shape of a teacher in the trainer; None without one, or if its config is not usable."""
     given = config.distillation
     if not given.use_opd or given.opd_type != "megatron" or given.opd_teacher_load is None:
         return None

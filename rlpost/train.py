@@ -86,9 +86,7 @@ def _load_tokenizer(config: Config) -> None:
 
 
 def _settled(run: RunFolder, given: Config) -> Config:
-    """Return the settings in run.json; at a first start without rlpost.submit, write the given ones
-    there.
-    """
+    """Return the settings of run.json; a first start without rlpost.submit writes it."""
     if run.run_json.exists():
         return parse_dump(run.run_json.read_text())
     home = os.environ.get("RLPOST_HOME")  # of the batch script, which mounts it

@@ -59,8 +59,7 @@ def attach_main(arguments: Sequence[str]) -> int:
 
 
 def exec_main(arguments: Sequence[str]) -> int:
-    """Run a command on every node, each output line prefixed with the node's number; or on one
-    node."""
+    """Run a command on one node, or on all with the node's number before each output line."""
     made = Parser(
         prog="rlpost exec",
         usage="rlpost exec [--run RUN] [--node HOST] [--] COMMAND...",

@@ -146,8 +146,7 @@ def _run(
 def _fetch_all(
     found: Sequence[Status], root: Path, hub: Hub | None, options: argparse.Namespace
 ) -> None:
-    """Fetch the assets in turn with a progress bar. Raises AssetError, also if disk space is
-    short."""
+    """Fetch the assets in order. Raises AssetError, also if disk space is short."""
     from tqdm import tqdm  # comes with huggingface_hub
 
     from rlpost.assets.fetch import Fetcher

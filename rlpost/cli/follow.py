@@ -146,9 +146,7 @@ def conclude(run: RunFolder) -> int:
 
 
 def summary(run: RunFolder) -> list[str]:
-    """Result lines of a finished run: first and last reward of each evaluation set, and the
-    files.
-    """
+    """Lines with the first and last reward of each evaluation set, and the files of a run."""
     lines = read_metrics(run.metrics)
     found = []
     for name in sorted({name for line in lines for name in eval_rewards(line)}):

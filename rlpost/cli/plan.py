@@ -308,9 +308,7 @@ def on_gpus(config: Config, gpus: int) -> Config:
 
 
 def model_of(config: Config) -> tuple[Shape, int]:
-    """The model's shape and the bytes of a weight in its engines: from config.json, or from
-    [model].
-    """
+    """Return the model's shape, and the bytes of a weight in its engines."""
     shape, width = _model_of(config)
     return replace(shape, mtp=config.grpo.enable_mtp_training), width
 
@@ -398,9 +396,7 @@ def table(made: Estimate, speed: Speed) -> Table:
 
 
 def route_words(made: Estimate, kv_tokens: int) -> str:
-    """Memory of the experts that engines choose: what the driver holds of a step at most, and each
-    GPU of an engine.
-    """
+    """Memory of recorded routes: the most per step in the driver, and per GPU of an engine."""
     shape, config = made.shape, made.config
     bytes_per_expert = 1 if shape.num_experts <= 255 else 2
     per_token = sum(shape.sparse) * shape.topk * bytes_per_expert
@@ -438,9 +434,7 @@ def update_rows(config: Config, update: WeightUpdate) -> list[tuple[str, str]]:
 
 
 def bars(made: Estimate, width: int = WIDTH) -> Text:
-    """A bar for each phase, as long as its part of a GPU, and what its marks mean, for a terminal of
-    ``width`` columns.
-    """
+    """A bar for each phase with a legend; a whole bar is the memory of a GPU."""
     size = min(BAR, width - _BESIDE_BAR)
     text = Text("\n")
     seen: dict[str, None] = {}

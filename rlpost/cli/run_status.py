@@ -158,9 +158,7 @@ def _recovered_roles(events: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def _refusal(run: RunFolder, attempt: str | None, state: JobState) -> str:
-    """The last line of the batch script where a job ended before its first attempt: what it refused
-    (exit code 78).
-    """
+    """Last output line of a batch script that ended before its first attempt (exit code 78)."""
     if attempt is not None or not state.is_over:
         return ""
     logs = sorted(run.root.glob("slurm-*.out"), key=lambda path: path.stat().st_mtime)

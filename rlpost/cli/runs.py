@@ -30,9 +30,7 @@ NAMES_SHOWN = 8
 
 
 def add_run_options(made: argparse.ArgumentParser, *, positional: bool = True) -> None:
-    """The options of every verb that means one run: RUN (or ``--run RUN``, where words mean
-    something else).
-    """
+    """Add the options that name one run: RUN, or ``--run RUN`` if not ``positional``."""
     text = "folder, name or job id; the newest run if not given"
     if positional:
         made.add_argument("run", nargs="?", metavar="RUN", help=text)
@@ -90,9 +88,7 @@ def all_runs(runs_dir: Path) -> list[RunFolder]:
 
 
 def job_ids(run: RunFolder) -> list[str]:
-    """The jobs of a run in order; a run of plain ``sbatch`` has its job id at the end of its
-    name.
-    """
+    """The jobs of a run in order. A run of plain ``sbatch`` is named NAME-JOBID."""
     found = list(
         dict.fromkeys(str(entry["job_id"]) for entry in run.ledger.read() if entry.get("job_id"))
     )
@@ -139,9 +135,7 @@ def running_job(run: RunFolder, *, what_for: str) -> QueueEntry:
 
 
 def local_is_alive(job_id: str) -> bool:
-    """Whether the process of a run on this machine is there and is submitit's, not a later one of
-    the same number.
-    """
+    """Whether a local run's submitit process is alive; its number may have been reused."""
     try:
         process = psutil.Process(int(job_id.removeprefix(LOCAL)))
         return process.status() != psutil.STATUS_ZOMBIE and any(

@@ -124,9 +124,7 @@ def console() -> Console:
 
 
 def exit_code(status: Status) -> int:
-    """0 for a run that waits, runs or is complete, 1 for one that has failed, 3 where the state is
-    unknown.
-    """
+    """Return 0 for a run that waits, runs or is complete, 1 for a failed one, 3 if unknown."""
     state = parse_state(status.state)
     if state is JobState.UNKNOWN:
         return EXIT_UNKNOWN

@@ -156,8 +156,7 @@ def _rehearse(config: Config, gpu_memory: str) -> None:
 
 
 def _check_local(config: Config, why: str) -> None:
-    """Raise ConfigError for settings that a run on this machine does not support, before creating
-    files."""
+    """Raise ConfigError for settings that a run on this machine does not support."""
     problems = []
     if config.num_nodes > 1:
         one_node = with_values(config, nodes=1, actor_num_nodes=None)
@@ -184,9 +183,7 @@ def _check_local(config: Config, why: str) -> None:
 
 
 def _missing_engines(config: Config, run: RunFolder, options: argparse.Namespace) -> int:
-    """The engine jobs to submit with the run: --engines, less those that a resumed run still
-    has.
-    """
+    """Number of engine jobs to submit: --engines, less those that a resumed run still has."""
     wanted = config.fleet.engines
     if not (wanted and options.resume and is_available()):
         return wanted

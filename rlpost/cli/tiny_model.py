@@ -103,9 +103,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hf: HfConfig) -> PreTrainedMo
 def read_problems(
     path: Path, tokenizer: PreTrainedTokenizerFast, *, in_chat: bool
 ) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, answer ids with the end token) of each line; ``in_chat``: through the chat
-    template.
-    """
+    """Return (prompt ids, answer ids and end token) per line; ``in_chat`` applies the template."""
     pairs = []
     for line in path.read_text().splitlines():
         problem = json.loads(line)
@@ -116,9 +114,7 @@ def read_problems(
 
 
 def accuracy(model: PreTrainedModel, pairs: list[tuple[list[int], list[int]]]) -> float:
-    """Share of problems whose greedy answer is right to the last token. All prompts have one
-    length.
-    """
+    """Share of problems with an exact greedy answer. All prompts have one length."""
     import torch
 
     prompts = torch.tensor([prompt for prompt, _ in pairs])
@@ -217,9 +213,7 @@ def build(folder: Path, data: Path, plan: Plan) -> float:
 
 
 def add_prediction_layer(folder: Path, hf: HfConfig) -> None:
-    """Add the untrained layer for multi-token prediction after the last layer, as in GLM-4.5's
-    checkpoint.
-    """
+    """Append an untrained layer for multi-token prediction, as in GLM-4.5's checkpoint."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -288,9 +282,7 @@ def is_complete(out: Path, settings: Mapping[str, object]) -> bool:
 
 
 def publish(built: Path, out: Path, said: dict[str, Any]) -> None:
-    """Move the files of ``built`` into ``out``, the marker last, so that it implies a complete
-    folder.
-    """
+    """Move the files of ``built`` into ``out``; the marker comes last and means complete."""
     unfinished = built / COMPLETE
     # Marks the folder as created here, in case this process is killed.
     unfinished.write_text(json.dumps({"settings": None, "files": []}) + "\n")

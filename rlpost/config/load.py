@@ -86,9 +86,7 @@ def _with_earlier(earlier: object, value: object, *, group: str, key: str) -> ob
 
 
 def _meant(group: str, key: str, value: object) -> object:
-    """The value, or None for the word "none" if that unsets the setting instead of being a
-    choice.
-    """
+    """The value, or None for the word "none" where that unsets it and is no choice."""
     table = groups().get(group)
     field = None if table is None else table.model_fields.get(key)
     if value not in (NONE, [NONE]) or field is None or field.default is not None:
@@ -131,9 +129,7 @@ def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]
 
 
 def _of_name(given: Path, what: str, folder: Path) -> Path:
-    """The file of a NAME in ``folder``, or the path itself. Raises ConfigError with the known
-    names.
-    """
+    """The file of a NAME in ``folder``, or the path itself. Raises ConfigError."""
     if given.name != str(given) or given.suffix == ".toml" or given.is_file():
         return given
     path = folder / f"{given}.toml"
@@ -247,9 +243,7 @@ def _goes_on(group: str, key: str, owner: Mapping[str, str]) -> bool:
 
 
 def _hint(key: str, there: Iterable[str]) -> str:
-    """The key that was probably meant: an abbreviation, another program's name, or a close
-    spelling.
-    """
+    """Suggest the key behind an abbreviation, another program's name or a close spelling."""
     words = ABBREVIATIONS.get(key.replace("_", "-"))
     if words is not None:
         return f"; use {listed(word.removeprefix('--').replace('-', '_') for word in words)}"
@@ -300,9 +294,7 @@ def absolute_paths(config: Config, base: Path) -> Config:
 
 
 def dump(config: Config) -> str:
-    """The whole tree as JSON text for ``run.json``; ``parse_dump`` reads it back to an equal
-    tree.
-    """
+    """Return the tree as JSON text for ``run.json``; ``parse_dump`` is the inverse."""
     return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
 
 

@@ -25,9 +25,7 @@ installed.
 def split(
     words: Sequence[str], known: Collection[str]
 ) -> tuple[list[str], dict[str, dict[str, object]]]:
-    """Separate each ``--X [values]`` that is not a ``known`` flag and has an owner from
-    ``words``.
-    """
+    """Separate pass-through flags and their values from ``words``."""
     rest: list[str] = []
     found: dict[str, dict[str, list[str]]] = {}
     values: list[str] | None = None

@@ -158,9 +158,7 @@ def folded(layout: Layout, ranks: int) -> Layout:
 
 
 def scaled_model(arguments: ModelArguments, layout: Layout) -> Values:
-    """Return the scaled values of the architecture, which are divisible by the sizes of
-    ``layout``.
-    """
+    """Return scaled sizes of the architecture that the sizes of ``layout`` divide."""
     hidden, heads = arguments["hidden_size"], arguments["num_attention_heads"]
     groups = arguments.get("num_query_groups") or heads
     head_dim = arguments.get("kv_channels") or hidden // heads

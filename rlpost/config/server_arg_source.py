@@ -140,9 +140,7 @@ def _described(found: ServerArg, described: ast.Call) -> ServerArg:
 
 
 def _nargs_of_action(words: ast.expr | None) -> object:
-    """``nargs`` of ``action_kwargs={"type": str, "nargs": "*"}``, whose other values need not be
-    literals.
-    """
+    """``nargs`` in ``action_kwargs={...}``, whose other values need not be literals."""
     if not isinstance(words, ast.Dict):
         return None
     pairs = zip(words.keys, words.values, strict=True)

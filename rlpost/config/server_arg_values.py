@@ -44,9 +44,7 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A range of numbers with its description; ``low`` and ``high`` are included unless
-    ``is_open``.
-    """
+    """A range of numbers and its description; bounds are included unless ``is_open``."""
 
     words: str
     low: float = -math.inf

@@ -33,9 +33,7 @@ class Need:
 
     @property
     def is_of_layers(self) -> bool:
-        """Whether it uses TransformerEngine's layers, which ``--transformer-impl local`` disables,
-        and not its Adam.
-        """
+        """Whether it needs TransformerEngine's layers, and not only its Adam."""
         return self.setting.split()[0] not in {f"--{_dashed(name)}" for name in OPTIMIZER_TYPES}
 
     def problem(self, lack: str) -> str:
@@ -44,9 +42,7 @@ class Need:
         return f"{need}; install it ({PAGE}) or {self.otherwise}"
 
     def warning(self, lack: str) -> str:
-        """Return a warning with the consequence; ``lack`` says why TransformerEngine is not
-        available.
-        """
+        """Return a warning; ``lack`` says why TransformerEngine is not available."""
         return f"{self.setting} uses TransformerEngine ({self.reason}), {lack}: {self.otherwise}"
 
 
@@ -102,9 +98,7 @@ def needs(
     transformer_impl: str | None,
     megatron: Mapping[str, object],
 ) -> tuple[Need, ...]:
-    """Like ``needs_transformer_engine``, from the table [model] by name and Megatron-core's options
-    by field.
-    """
+    """Like ``needs_transformer_engine``, from [model] and Megatron-core's options by name."""
     found = [
         *_of_implementation(transformer_impl),
         *_of_optimizer(optimizer),

@@ -351,9 +351,7 @@ def _add_recoveries(attempts: Sequence[_Attempt]) -> None:
 
 
 def _add_saves(attempts: Sequence[_Attempt], lines: Sequence[Mapping[str, float]]) -> None:
-    """Time in which training waited for a checkpoint: from the ledger; for an old one, from the
-    metrics.
-    """
+    """Add the time that saves blocked training; older ledgers lack it, the metrics have it."""
     if any("blocking_s" in entry for attempt in attempts for entry in attempt.saved):
         for attempt in attempts:
             attempt.saving_s = sum(entry.get("blocking_s") or 0.0 for entry in attempt.saved)
@@ -429,9 +427,7 @@ def _add_fleet(
 def _queue_s(
     entries: Sequence[tuple[datetime, Entry]], attempts: Sequence[_Attempt], until: datetime
 ) -> float:
-    """Wall time between a submission, or the end of an attempt that comes back, and the next
-    attempt.
-    """
+    """Wall time from a submission, or from the end of a requeued attempt, to the next one."""
     submitted = [when for when, entry in entries if entry.get("event") == "submitted"]
     cancelled = [when for when, entry in entries if entry.get("event") == "cancelled"]
     total, ended = 0.0, None

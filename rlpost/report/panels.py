@@ -312,9 +312,7 @@ def _present(curves: Iterable[Curve]) -> tuple[Curve, ...]:
 
 
 def mean_phases(lines: Lines) -> dict[str, float]:
-    """Return mean seconds per step of each phase that took time; evaluations are spread over all
-    steps.
-    """
+    """Return mean seconds of each phase; evaluations are spread over all steps."""
     trained = [line for line in lines if is_timed(line)]
     means = {}
     for label, name in PHASES:

@@ -260,9 +260,7 @@ def _graded_samples(line: Mapping[str, Any]) -> list[RecordedAnswer]:
 
 
 def _recorded(settings: Mapping[str, Any]) -> list[RecordedAnswer]:
-    """The first groups of the newest steps that --save-debug-rollout-data left; they hold no text
-    of a prompt.
-    """
+    """Read groups of the newest recordings of --save-debug-rollout-data, without prompts."""
     template = (settings.get("debug") or {}).get("save_debug_rollout_data")
     if not isinstance(template, str) or "{rollout_id}" not in template:
         return []

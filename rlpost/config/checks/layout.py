@@ -71,8 +71,7 @@ def _too_many_nodes(config: Config) -> str:
 
 
 def _engine_size(config: Config) -> str:
-    """Generation GPUs not a multiple of the engine size, or a multi-node engine not a multiple of
-    a node."""
+    """Engine GPUs that are no multiple of an engine, or an engine that is no multiple of a node."""
     cluster = config.cluster
     size, a_node, generate = (
         cluster.rollout_num_gpus_per_engine,
@@ -175,8 +174,7 @@ def _world_problem(config: Config) -> str:
 
 
 def _gpus_for(config: Config, size: int) -> list[int]:
-    """The nearest GPUs per node that the layout divides, if that number is odd rather than the
-    size."""
+    """The nearest GPUs per node that the layout divides; none if the size is the odd number."""
     cluster = config.cluster
     if _is_power_of_two(cluster.actor_num_gpus_per_node) or not _is_power_of_two(size):
         return []
@@ -352,8 +350,7 @@ def _nodes(count: int) -> str:
 
 
 def model_problems(config: Config, hf_config: HfConfig) -> list[str]:
-    """Model sizes in ``config.json`` that the layout does not divide; empty if the layout is wrong
-    already."""
+    """Sizes in ``config.json`` that the layout does not divide; none for an invalid layout."""
     if layout_problems(config):
         return []
     perf = config.perf
@@ -422,8 +419,7 @@ def _works(config: Config, num_layers: int) -> bool:
 
 
 def _shares_layers(config: Config, num_layers: int) -> bool:
-    """Whether the remaining layers divide evenly over the stages without a given size, in whole
-    chunks."""
+    """Whether stages without a given size get equal numbers of layers, in whole chunks."""
     perf = config.perf
     uneven = [layers for key in (FIRST, LAST) if (layers := value_of(config, key)) is not None]
     stages = perf.pipeline_model_parallel_size - len(uneven)

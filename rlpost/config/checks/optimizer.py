@@ -12,9 +12,7 @@ from rlpost.config.wording import listed, spelled
 
 
 def optimizer_problems(config: Config) -> list[str]:
-    """Settings that Megatron's scheduler and optimizers reject or silently interpret
-    differently.
-    """
+    """Settings that Megatron's scheduler and optimizers reject or silently change."""
     rules = [
         *_rate_rules(config),
         *_decay_rules(config),

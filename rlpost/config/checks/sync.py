@@ -44,9 +44,7 @@ def sync_problems(config: Config) -> list[str]:
 
 
 def draft_problems(config: Config) -> list[str]:
-    """A draft model whose weights are lost when engines offload, and that no weight update brings
-    back.
-    """
+    """A draft model whose weights are lost in an offload and that no weight update restores."""
     args, grpo = config.sglang.server_args, config.grpo
     algorithm = args.get("speculative_algorithm")
     has_weights = algorithm is not None and str(algorithm).upper() != "NGRAM"

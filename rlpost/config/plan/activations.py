@@ -201,16 +201,12 @@ def _routed(shape: Shape, layout: Layout) -> tuple[float, float]:
 
 
 def _norm(width: float, one: Pass) -> float:
-    """Input (in float32 where it is not fused), normalised values, and the output that the next
-    matrix keeps.
-    """
+    """Input (float32 if not fused), normalised values, and the output that a matrix keeps."""
     return width * (2 * one.width if one.fused else FP32 + 2 * one.width)
 
 
 def _attention(shape: Shape, layout: Layout, one: Pass) -> float:
-    """The norm before it; QKV as they come out of their matrix; query and key after rotation; the
-    output.
-    """
+    """The norm before it, QKV from their matrix, rotated query and key, and the output."""
     if shape.latent is not None:
         return _latent_attention(shape, shape.latent, layout, one)
     query, key = (heads * shape.head_dim / layout.tensor for heads in (shape.heads, shape.groups))

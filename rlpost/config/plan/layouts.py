@@ -94,9 +94,7 @@ def suggest(
 
 
 def nearest(config: Config, choices: list[Choice]) -> Choice | None:
-    """Of the layouts that fit the one that changes least: sizes by factors of two, moving the
-    optimizer as one.
-    """
+    """The layout that changes least, in factors of two; moving the optimizer counts as one."""
     here = _sizes(config)
 
     def distance(choice: Choice) -> float:
@@ -177,9 +175,7 @@ def _engine_sizes(config: Config) -> list[int]:
 
 
 def bubble(made: Estimate) -> float:
-    """The part of a step that a stage of the pipeline waits, answers taken to be half as long as
-    they may be.
-    """
+    """Idle share of a pipeline stage, with responses of half the maximum length."""
     config, stages = made.config, made.layout.pipeline
     a_rank = config.samples_per_rollout / config.num_steps_per_rollout / made.layout.data
     batches = max(1.0, a_rank * made.longest / 2 / (made.tokens * made.layout.context))

@@ -148,9 +148,7 @@ def fullest_held(config: Config, shape: Shape) -> RankMemory:
 
 
 def forward_pass(config: Config) -> tuple[Pass, int]:
-    """The largest micro-batch of a rank, and the longest sample: a sample beyond the limit is alone
-    in its own.
-    """
+    """The largest micro-batch of a rank, and the longest sample, which may exceed the limit."""
     perf, rollout = config.perf, config.rollout
     longest = rollout.rollout_max_context_len or (
         (rollout.rollout_max_prompt_len or PROMPT_TOKENS) + rollout.rollout_max_response_len

@@ -123,9 +123,7 @@ def save_interval(
 
 
 def lost_frac(best: SaveInterval, interval_s: float) -> float:
-    """Fraction of the time that saves and repeated training take with this interval, to first
-    order.
-    """
+    """Fraction of time spent on saves and repeated training, to first order."""
     return best.save_s / interval_s + best.training_frac * interval_s / (2 * best.mtbf_s)
 
 

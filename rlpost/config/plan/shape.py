@@ -101,9 +101,7 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder with RMSNorm, rotary embedding, grouped-query or latent attention and gated MLPs,
-    some of them experts.
-    """
+    """A decoder with RMSNorm, rotary embedding and gated MLPs, some of them experts."""
 
     hidden: int
     ffn: int
@@ -268,9 +266,7 @@ def teacher_layout(config: Config, layout: Layout) -> Layout:
 
 
 def layers_of(layout: Layout, num_layers: int, stage: int) -> Sequence[int]:
-    """The layers of a pipeline stage; interleaved, those of each of its chunks (arXiv
-    2104.04473).
-    """
+    """The layers of a pipeline stage, of all its chunks if interleaved (arXiv 2104.04473)."""
     if layout.chunk is not None:
         starts = range(stage * layout.chunk, num_layers, layout.pipeline * layout.chunk)
         return [layer for start in starts for layer in range(start, start + layout.chunk)]
@@ -311,9 +307,7 @@ def critic_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
 
 
 def sparse_of(shape: Shape, layout: Layout, stage: int) -> list[bool]:
-    """For each layer of a stage whether it has experts, the one for multi-token prediction
-    included.
-    """
+    """Whether each layer of a stage has experts; the MTP layer, if any, is the last one."""
     layers = [shape.sparse[layer] for layer in layers_of(layout, shape.num_layers, stage)]
     if shape.mtp and stage == layout.pipeline - 1:
         layers.append(shape.sparse[-1])

@@ -27,9 +27,7 @@ FP8_BLOCK = 128
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter of Megatron's: its Hugging Face tensors, and whether checkpoints in FP8
-    quantise them.
-    """
+    """A Megatron parameter: its Hugging Face tensors, and whether FP8 checkpoints quantise it."""
 
     stage: int
     shapes: tuple[tuple[int, ...], ...]
@@ -124,9 +122,7 @@ def _buckets(
 
 
 def weights_of(shape: Shape, layout: Layout) -> Iterator[Weight]:
-    """All weights of a model in the order of the inventory: the embedding, the layers, what follows
-    them.
-    """
+    """All weights of a model in the order of ``rlpost.weights.inventory``."""
     last = layout.pipeline - 1
     owner = {
         layer: stage
