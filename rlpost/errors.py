@@ -125,7 +125,7 @@ class Preempted(RlpostError):
 
 
 class HalfTrained(Preempted):
-    """A stop between optimizer steps of one rollout: the weights match no completed step."""
+    """A stop between two optimizer steps of one rollout; its weights must not be saved."""
 
 
 class Interrupted(RlpostError):

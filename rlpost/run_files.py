@@ -152,7 +152,7 @@ class RunFile:
         return self._outcome(done.done(), done.result)
 
     def finish(self, act: Callable[[], object] = lambda: None) -> bool:
-        """Like ``do``, blocking, for the last write, within LAST_S. Raises Fenced."""
+        """Like ``do``, but blocking, within LAST_S; False while earlier writes wait. Raises Fenced."""
         done = self.soon(act, is_last=True)
         wait_for([done], timeout=min(self._deadline_s, LAST_S))
         return self._outcome(done.done(), done.result)

@@ -252,9 +252,7 @@ class _Attempt:
 
     @property
     def rest_s(self) -> float:
-        """Seconds after the start-up that no step, evaluation, checkpoint, repeated step or
-        recovery explains.
-        """
+        """Seconds after the start-up that have no other use."""
         explained = sum(step.seconds for step in self.steps) + self.recovered_s
         explained += self.evaluation_s + self.saving_s + self.repeated_s
         return max(0.0, self.running_s - explained)
