@@ -53,6 +53,11 @@ class Parser(argparse.ArgumentParser):
         return f"{word}: one word too many for {self.prog}; see {self.prog} --help"
 
 
+def add_switch(made: argparse._ActionsContainer, flag: str, text: str) -> None:
+    """Add a flag without a value; it is False unless given."""
+    made.add_argument(flag, action="store_true", help=text)
+
+
 def alike(word: str, flags: Iterable[str]) -> str:
     """``; did you mean '--X'?`` for a flag that is really similar, else nothing.
 

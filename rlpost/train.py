@@ -18,6 +18,7 @@ from common.exit_codes import EXIT_CONFIG, EXIT_CRASHED, EXIT_FAILED
 from common.log_format import configure_logging
 from common.run_folder import RunFolder, create_run_folder
 from rlpost.agents.sandbox.settings import check_node
+from rlpost.arguments import add_switch
 from rlpost.check import check, check_installed
 from rlpost.cli.command_line import parser, settings
 from rlpost.cli.entry import EXIT_BAD_INPUT, run_command
@@ -46,7 +47,7 @@ def _train(arguments: Sequence[str], *, owns_process: bool) -> int:
         "Train. The agent starts this on the head node; users run rlpost.submit.",
     )
     made.add_argument("--run-folder", type=Path, metavar="FOLDER", help="the folder of the run")
-    made.add_argument(FROM_AGENT, action="store_true", help="read the cluster from standard input")
+    add_switch(made, FROM_AGENT, "read the cluster from standard input")
     options, loaded = settings(made, arguments)
     if not options.cluster_from_stdin or options.run_folder is None:
         raise ConfigError(

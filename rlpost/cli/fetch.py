@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlpost.arguments import add_switch
 from rlpost.assets.store import Status, inspect
 from rlpost.assets.wanted import Asset, from_elsewhere, wanted
 from rlpost.cli import command_line as command_line
@@ -45,14 +46,8 @@ def main(arguments: Sequence[str]) -> int:
     made = command_line.parser(
         "rlpost fetch", "Download a recipe's models and data sets from the Hugging Face hub."
     )
-    made.add_argument(
-        "--sizes-only",
-        action="store_true",
-        help="print what exists and what is missing, download nothing",
-    )
-    made.add_argument(
-        "--compare", action="store_true", help="verify existing files against their digests"
-    )
+    add_switch(made, "--sizes-only", "print what exists and what is missing, download nothing")
+    add_switch(made, "--compare", "verify existing files against their digests")
     made.add_argument(
         "--token-file",
         type=Path,
@@ -107,7 +102,7 @@ def _make(config: Config, recipe: str | None, ranks: int | None) -> int:
         tiny_model.make_problems(Path(folder))
         return tiny_model.main(["--out", folder])
     if recipe is None:
-        raise ConfigError(f"{FLAG}: which recipe? the first word is a name or a TOML file")
+        raise command_line.no_recipe(f"rlpost fetch tiny {FLAG}")
     return tiny_model.main(["--recipe", recipe, FLAG, str(ranks)])
 
 

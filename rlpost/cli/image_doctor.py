@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rlpost.arguments import add_switch
 from rlpost.cli.job import job_spec
 from rlpost.cli.submit import PROJECT
 from rlpost.config.keys import without_keys
@@ -40,9 +41,9 @@ def main(arguments: Sequence[str]) -> int:
     made.add_argument(
         "recipe", nargs="?", type=Path, metavar="RECIPE.toml", help="check for this recipe"
     )
-    made.add_argument("--cpu", action="store_true", help="for nodes without a GPU")
-    made.add_argument("--json", action="store_true", help="print JSON")
-    made.add_argument("--dry-run", action="store_true", help="print the job and submit nothing")
+    add_switch(made, "--cpu", "for nodes without a GPU")
+    add_switch(made, "--json", "print JSON")
+    add_switch(made, "--dry-run", "print the job and submit nothing")
     options = made.parse_args(arguments)
     words: list[str] = []
     if options.cpu:

@@ -22,7 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from common.counting import counted
-from rlpost.cli.command_line import parser, settings
+from rlpost.arguments import add_switch
+from rlpost.cli.command_line import no_recipe, parser, settings
 from rlpost.cli.scaled import add_scale_down
 from rlpost.cli.terminal import terminal_width
 from rlpost.config.checks.layout import layout_problems
@@ -40,6 +41,7 @@ from rlpost.config.plan.save_interval import (
 from rlpost.config.plan.shape import Shape, shape_of
 from rlpost.config.plan.weight_update import WeightUpdate
 from rlpost.config.tree import Config
+from rlpost.config.wording import with_values
 from rlpost.errors import ConfigError, WeightError
 from rlpost.hf_shape import hf_shape, weight_bytes
 from rlpost.metrics.earlier_runs import earlier_step_times
@@ -85,12 +87,8 @@ def main(arguments: Sequence[str]) -> int:
         help="seconds of training in it (default: all of --step-s)",
     )
     add_scale_down(made)
-    made.add_argument(
-        "--suggest", action="store_true", help="print the best layouts for the model on these GPUs"
-    )
-    made.add_argument(
-        "--json", action="store_true", help="print a JSON object instead of the tables"
-    )
+    add_switch(made, "--suggest", "print the best layouts for the model on these GPUs")
+    add_switch(made, "--json", "print a JSON object instead of the tables")
     options, config = planned_recipe(made, arguments)
     if options.write_gbps <= 0:
         raise ConfigError(
@@ -146,9 +144,7 @@ def planned_recipe(
     """Read the options and the recipe on the GPUs of ``--gpus``. Raises ConfigError."""
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
-        raise ConfigError(
-            "which recipe? the first word is a TOML file, for instance jobs/recipes/qwen3_4b.toml"
-        )
+        raise no_recipe(f"{made.prog} qwen3_4b")
     config = loaded.config if options.gpus is None else on_gpus(loaded.config, options.gpus)
     return options, config
 
@@ -303,8 +299,10 @@ def on_gpus(config: Config, gpus: int) -> Config:
         raise ConfigError(
             f"--gpus {gpus} is no multiple of --num-gpus-per-node {size}; use {lower} or {lower + size}"
         )
-    update = {"actor_num_nodes": gpus // a_node, "actor_num_gpus_per_node": a_node, "nodes": None}
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update=update)})
+    num_nodes = gpus // a_node
+    return with_values(
+        config, actor_num_nodes=num_nodes, actor_num_gpus_per_node=a_node, nodes=None
+    )
 
 
 def model_of(config: Config) -> tuple[Shape, int]:

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlpost.arguments import Parser
+from rlpost.arguments import Parser, add_switch
 
 JOBS = Path(__file__).parents[2] / "jobs"
 KINDS = {
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         description="List the recipes, models and cluster profiles that have a name.",
     )
     made.add_argument("kind", nargs="?", choices=tuple(KINDS), help="only these (default: all)")
-    made.add_argument("--json", action="store_true", help="print JSON: kind, name, description")
+    add_switch(made, "--json", "print JSON: kind, name, description")
     options = made.parse_args(arguments)
     kinds = [options.kind] if options.kind else list(KINDS)
     found = {kind: named_files(JOBS / kind) for kind in kinds}

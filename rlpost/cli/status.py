@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from common.error_lines import error_line, with_remedy
-from rlpost.arguments import Parser
+from rlpost.arguments import Parser, add_switch
 from rlpost.cli.run_status import STATE_COLOURS, Status, ago, headline
 from rlpost.cli.run_table import GAP, reasons, table, total_cost
 from rlpost.cli.runs import add_run_options, add_runs_dir, all_runs, find_run
@@ -139,12 +139,8 @@ def status_main(arguments: Sequence[str]) -> int:
     )
     add_run_options(made)
     how = made.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="for machines")
-    how.add_argument(
-        "--watch",
-        action="store_true",
-        help="a page in the terminal that follows the run; Ctrl-C leaves",
-    )
+    add_switch(how, "--json", "for machines")
+    add_switch(how, "--watch", "a page in the terminal that follows the run; Ctrl-C leaves")
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
     if options.watch:
@@ -171,7 +167,7 @@ def list_main(arguments: Sequence[str]) -> int:
         metavar="STATE[,STATE]",
         help="only runs in these states of Slurm, such as RUNNING,FAILED",
     )
-    made.add_argument("--json", action="store_true", help="for machines")
+    add_switch(made, "--json", "for machines")
     options = made.parse_args(arguments)
     states = None if options.state is None else _states(options.state)
     runs = all_runs(options.runs_dir)

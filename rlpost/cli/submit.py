@@ -15,13 +15,15 @@ from collections.abc import Collection, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from common.counting import counted
 from common.run_folder import RunFolder, RunFolderError, claim_folder, create_run_folder
+from rlpost.arguments import add_switch
 from rlpost.check import absent, check, notes
-from rlpost.cli.command_line import parser, settings
+from rlpost.cli.command_line import no_recipe, parser, settings
 from rlpost.cli.entry import run_command
 from rlpost.cli.fleet_jobs import engine_settings, fleet_spec, fleet_views, submit_engines
 from rlpost.cli.follow import conclude, follow
-from rlpost.cli.job import as_the_job_would, job_spec, with_container
+from rlpost.cli.job import as_the_job_would, job_spec
 from rlpost.cli.plan import GPU_MEMORY, parse_size
 from rlpost.cli.rehearse import rehearsed, text
 from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
@@ -58,9 +60,7 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
     made = submit_parser("rlpost submit", "Check a recipe, create its run folder and submit it.")
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
-        raise ConfigError(
-            "which recipe? the first word is a name in jobs/recipes or a TOML file: rlpost submit tiny"
-        )
+        raise no_recipe("rlpost submit tiny")
     root = options.run_folder or _new_run_folder(loaded.config)
     config, local, said = checked(options, loaded, root)
     print_notes(said, told)
@@ -137,8 +137,8 @@ def checked(
         )
     if not options.dry_run:
         require_model(options.recipe, config)
-    if local and not options.dry_run:
-        config = _without_slurm(config)
+    if local and not options.dry_run and config.cluster.container == "auto":
+        config = with_values(config, container="none")
     seen, why = (config, "") if options.dry_run else as_the_job_would(config)
     check(seen, run=root, recipe=options.recipe, origins=loaded.origins, is_dry=options.dry_run)
     said = list(absent(config, options.recipe)) if options.dry_run else []
@@ -204,12 +204,7 @@ def _submit_engines(run: RunFolder, config: Config, number: int, *, after: str) 
 
 
 def _of_the_fleet(number: int) -> str:
-    return f"{number} engine {'job' if number == 1 else 'jobs'} of its fleet"
-
-
-def _without_slurm(config: Config) -> Config:
-    """The settings of a run on this machine, where ``auto`` means no container."""
-    return with_container(config, "none") if config.cluster.container == "auto" else config
+    return f"{counted(number, 'engine job')} of its fleet"
 
 
 def _check_it_has_ended(run: RunFolder) -> None:
@@ -254,23 +249,13 @@ def _tested(spec: JobSpec) -> str:
 
 def _add_options(made: argparse.ArgumentParser) -> None:
     add_scale_down(made)
-    made.add_argument(
-        "--local",
-        action="store_true",
-        help="run on this machine; the default where there is no Slurm",
+    add_switch(made, "--local", "run on this machine; the default where there is no Slurm")
+    add_switch(
+        made, "--debug", "run on this machine in this process; a failure enters the debugger"
     )
-    made.add_argument(
-        "--debug",
-        action="store_true",
-        help="run on this machine in this process; a failure enters the debugger",
-    )
-    made.add_argument(
-        "--dry-run", action="store_true", help="print the batch script and submit nothing"
-    )
-    made.add_argument(
-        "--test-only",
-        action="store_true",
-        help="ask Slurm when and where the job would start, without submitting it",
+    add_switch(made, "--dry-run", "print the batch script and submit nothing")
+    add_switch(
+        made, "--test-only", "ask Slurm when and where the job would start, without submitting it"
     )
     made.add_argument(
         "--run-folder", type=Path, metavar="FOLDER", help="run folder (default: RUNS_DIR/NAME-TIME)"
@@ -283,7 +268,7 @@ def _add_options(made: argparse.ArgumentParser) -> None:
         help="rlpost rehearse first, for GPUs of this memory, and submit only if it finds no fault "
         f"(default: {GPU_MEMORY})",
     )
-    made.add_argument("--resume", action="store_true", help="resume the run in the folder")
+    add_switch(made, "--resume", "resume the run in the folder")
     made.add_argument(
         "--wait",
         action=argparse.BooleanOptionalAction,

@@ -23,8 +23,8 @@ from common.counting import counted
 from common.exit_codes import EXIT_PREEMPTED
 from common.files import write_atomic
 from common.run_folder import RunFolder, claim_folder
-from rlpost.arguments import Parser
-from rlpost.cli.command_line import settings
+from rlpost.arguments import Parser, add_switch
+from rlpost.cli.command_line import no_recipe, settings
 from rlpost.cli.run_status import Status
 from rlpost.cli.run_table import total_cost
 from rlpost.cli.runs import add_runs_dir, newest_job
@@ -180,10 +180,7 @@ def submitted_arguments(arguments: Sequence[str]) -> list[str]:
 
 def _check_options(options: argparse.Namespace, point: Point, loaded: Loaded) -> None:
     if options.recipe is None:
-        raise ConfigError(
-            "which recipe? the first word is a name in jobs/recipes or a TOML file: "
-            "rlpost sweep tiny --grid lr=1e-6,2e-6"
-        )
+        raise no_recipe("rlpost sweep tiny --grid lr=1e-6,2e-6")
     if refused := next((name for name in _REFUSED if getattr(options, name)), None):
         raise ConfigError(f"{flag(refused)}: means one run; use rlpost submit")
     for key in point.values:
@@ -287,7 +284,7 @@ def _show(arguments: Sequence[str]) -> int:
     made = Parser(prog="rlpost sweep", description="Where the runs of a sweep stand.")
     made.add_argument("name", metavar="NAME", help="name or folder of a sweep")
     add_runs_dir(made)
-    made.add_argument("--json", action="store_true", help="for machines")
+    add_switch(made, "--json", "for machines")
     options = made.parse_args(arguments)
     folder, points = read_sweep(options.name, options.runs_dir)
     there = [point for point in points if _is_submitted(folder.parent / point.run)]
