@@ -383,11 +383,8 @@ def _mtp_problems(config: Config) -> list[str]:
     try:
         problem = mtp_problem(family((hf.get("architectures") or ["none given"])[0]), hf)
         name = f"model.layers.{hf['num_hidden_layers']}.eh_proj.weight"
-        if (
-            problem is None
-            and config.checkpoint.ref_load is None
-            and name not in tensor_files(path)
-        ):
+        reads_hf = config.checkpoint.ref_load is None
+        if problem is None and reads_hf and name not in tensor_files(path):
             problem = (
                 f"--enable-mtp-training: the weights in {path} have no tensor {name}, and training does not start "
                 "from random values; use a checkpoint that has the layer, or --enable-mtp-training false"
@@ -406,18 +403,14 @@ def _reference_problems(config: Config) -> list[str]:
 
 
 def _weight_problems(folder: str | None, given: str, default: str) -> list[str]:
-    """Of a folder of weights, which may be torch_dist or Hugging Face."""
-    if (
-        folder is None
-        or find_checkpoint(folder) is not None
-        or any(Path(folder).glob("*.safetensors"))
-    ):
+    """Problems of a folder of weights, which may be torch_dist or Hugging Face."""
+    if folder is None or find_checkpoint(folder) is not None:
         return []
-    what = (
-        "holds neither a torch_dist checkpoint nor *.safetensors"
-        if os.path.isdir(folder)
-        else "no such folder"
-    )
+    if any(Path(folder).glob("*.safetensors")):
+        return []
+    what = "no such folder"
+    if os.path.isdir(folder):
+        what = "holds neither a torch_dist checkpoint nor *.safetensors"
     return [
         f"{given} {folder}: {what}; make it with rlpost convert RECIPE, or use {given} none "
         f"to take {default}"
@@ -463,9 +456,8 @@ def _prompt_problems(config: Config) -> list[str]:
             found = _collect(partial(check_prompts, [one.path], settings))
             problems += _of_file(f"--eval-prompt-data {one.name}", found)
         if any(getattr(one, key) is not None for key in REWARD_KEYS):
-            problems += [
-                f"{one.name}: {line}" for line in _collect(partial(check_reward, settings))
-            ]
+            found = _collect(partial(check_reward, settings))
+            problems += [f"{one.name}: {line}" for line in found]
     return problems
 
 

@@ -120,11 +120,8 @@ def _print_object(config: Config | None, problems: list[str]) -> int:
 def arithmetic(config: Config) -> list[tuple[str, str]]:
     """Sizes of a valid run, derived from its settings: (name, arithmetic)."""
     cluster, rollout = config.cluster, config.rollout
-    total, trains, generates = (
-        config.num_nodes * cluster.num_gpus_per_node,
-        config.actor_world_size,
-        config.rollout_num_gpus,
-    )
+    total = config.num_nodes * cluster.num_gpus_per_node
+    trains, generates = config.actor_world_size, config.rollout_num_gpus
     data = config.data_parallel_size
     a_step = config.samples_per_rollout // config.num_steps_per_rollout
     lines = [

@@ -107,12 +107,10 @@ def _require_weights(config: Config, recipe: str, *, is_dry: bool) -> None:
     source = source_of(config)
     if (Path(source) / "config.json").is_file():
         return
-    line = f"--ref-load {config.checkpoint.ref_load}: {source} is missing; "
-    line += (
-        "export RLPOST_ASSETS=FOLDER, or give --assets-dir FOLDER"
-        if source.startswith("$")
-        else f"run: rlpost fetch {recipe}"
-    )
+    remedy = f"run: rlpost fetch {recipe}"
+    if source.startswith("$"):
+        remedy = "export RLPOST_ASSETS=FOLDER, or give --assets-dir FOLDER"
+    line = f"--ref-load {config.checkpoint.ref_load}: {source} is missing; {remedy}"
     if not is_dry:
         raise ConfigError(line)
     print(f"note: {line}", file=sys.stderr)

@@ -41,11 +41,7 @@ def follow(
     (``started_it``) receives the same Ctrl-C from the terminal and stops at its next checkpoint; a
     second Ctrl-C detaches immediately.
     """
-    is_over = (
-        (lambda: not local_is_alive(job_id))
-        if job_id.startswith(LOCAL)
-        else _slurm_is_over(run, job_id)
-    )
+    is_over = _watched_end(run, job_id)
     log = _LogTail(run.attempts, wanted or Wanted(), since)
     interrupted = False
     while True:
@@ -105,11 +101,14 @@ class _LogTail:
         return whole.decode(errors="replace").splitlines(keepends=True)
 
 
-def _slurm_is_over(run: RunFolder, job_id: str) -> Callable[[], bool]:
-    """Return a function that polls Slurm, more often once the attempt has written its verdict.
+def _watched_end(run: RunFolder, job_id: str) -> Callable[[], bool]:
+    """Return a function that tells whether the run is over.
 
-    After the verdict the job ends, is requeued, or is followed by another (``requeue = "chain"``).
+    Slurm is polled more often once the attempt has written its verdict. The job then ends, is
+    requeued, or is followed by another (``requeue = "chain"``).
     """
+    if job_id.startswith(LOCAL):
+        return lambda: not local_is_alive(job_id)
     polled_at = -POLL_S
     over = False
 

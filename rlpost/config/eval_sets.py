@@ -99,11 +99,9 @@ def _named_sets(evaluation: EvalConfig) -> tuple[EvalSet, ...]:
     if evaluation.eval_config is not None:
         return _from_file(Path(evaluation.eval_config))
     words = evaluation.eval_prompt_data
-    pairs = (
-        [(Path(words[0]).stem, words[0])]
-        if len(words) == 1
-        else zip(words[0::2], words[1::2], strict=False)
-    )
+    pairs = list(zip(words[0::2], words[1::2], strict=False))
+    if len(words) == 1:
+        pairs = [(Path(words[0]).stem, words[0])]
     return tuple(EvalSet(name=name, path=path) for name, path in pairs)
 
 

@@ -147,11 +147,7 @@ def _near(name: str, folder: Path) -> str:
     for plain, own in names.items():
         near = near.replace(f"'{plain}'", own)
     there = f"{near_path(str(folder))} has {listed(names.values(), 'and')}; or " if names else ""
-    return (
-        f"{near} {there}give the path of a TOML file"
-        if near
-        else f"; {there}give the path of a TOML file"
-    )
+    return f"{near or ';'} {there}give the path of a TOML file"
 
 
 def site_profile(recipe: Path | None) -> str | None:
@@ -186,16 +182,11 @@ def read_toml(path: Path) -> Values:
     try:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
-        there = (
-            [file.name for file in sorted(path.parent.glob("*.toml"))]
-            if path.parent.is_dir()
-            else []
-        )
-        known = (
-            f"; there is {listed(there, 'and')}"
-            if there
-            else "; give a name in jobs/recipes or a TOML file"
-        )
+        # glob finds nothing in a folder that does not exist
+        there = sorted(file.name for file in path.parent.glob("*.toml"))
+        known = "; give a name in jobs/recipes or a TOML file"
+        if there:
+            known = f"; there is {listed(there, 'and')}"
         raise ConfigError(f"{shown}: no such file{suggestion(path.name, there) or known}") from None
     except OSError as error:
         raise ConfigError(f"{shown}: cannot be read ({error.strerror}); give a TOML file") from None
@@ -210,11 +201,9 @@ def unknown_keys(values: Values, origin: str) -> list[str]:
     origin = near_path(origin)
     for group, entries in values.items():
         if group not in tables:
-            where = (
-                f"; {group} belongs in [{owner[group]}]"
-                if group in owner
-                else suggestion(group, tables)
-            )
+            where = suggestion(group, tables)
+            if group in owner:
+                where = f"; {group} belongs in [{owner[group]}]"
             problems.append(f"{origin}: unknown table [{group}]{where}; known: {', '.join(tables)}")
             continue
         if group in PROFILES and isinstance(entries, str):

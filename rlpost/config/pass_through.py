@@ -75,12 +75,10 @@ def _values(key: str, texts: Sequence[str]) -> object:
 
 def _is_text(key: str) -> bool:
     """Whether SGLang expects a string, so that ``--sglang-revision 007`` is not converted to 7."""
+    if not key.startswith("sglang_"):
+        return False
     table = server_arg_table()
-    arg = (
-        table.args.get(table.name_of(key.removeprefix("sglang_")))
-        if key.startswith("sglang_")
-        else None
-    )
+    arg = table.args.get(table.name_of(key.removeprefix("sglang_")))
     return arg is not None and arg.kind in ("str", "any")
 
 

@@ -97,11 +97,9 @@ def _union(parts: list[ast.expr]) -> ServerArg:
     kinds = [_of_type(part) for part in parts if _literal(part, missing=part) is not None]
     has_none = len(kinds) < len(parts)
     unlike = {(kind.kind, kind.is_list) for kind in kinds}
-    first = (
-        kinds[0]
-        if len(unlike) == 1
-        else ServerArg("any", is_list=all(kind.is_list for kind in kinds))
-    )
+    first = kinds[0]
+    if len(unlike) != 1:
+        first = ServerArg("any", is_list=all(kind.is_list for kind in kinds))
     return dataclasses.replace(first, may_be_none=has_none or len(parts) == 1 or first.may_be_none)
 
 

@@ -116,11 +116,9 @@ class Config(Group):
     @property
     def micro_batch_multiple(self) -> int:
         """Divisor of the micro-batches per rank: the size of an interleaved pipeline, else 1."""
-        return (
-            1
-            if self.perf.num_layers_per_virtual_pipeline_stage is None
-            else self.perf.pipeline_model_parallel_size
-        )
+        if self.perf.num_layers_per_virtual_pipeline_stage is None:
+            return 1
+        return self.perf.pipeline_model_parallel_size
 
     @property
     def rollout_num_gpus(self) -> int:

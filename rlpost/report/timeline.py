@@ -164,11 +164,9 @@ def _verdict(entry: Entry) -> str:
 def _preempted(entry: Mapping[str, object]) -> str:
     text = f"preempted: {entry.get('reason', '')}"
     seconds = entry.get("seconds_from_signal")
-    return (
-        text
-        if seconds is None
-        else f"{text} ({entry.get('saved')} safe {seconds:.1f} s after the signal)"
-    )
+    if seconds is None:
+        return text
+    return f"{text} ({entry.get('saved')} safe {seconds:.1f} s after the signal)"
 
 
 def _attempts(entries: Sequence[tuple[datetime, Entry]], until: datetime) -> tuple[Attempt, ...]:

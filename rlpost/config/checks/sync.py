@@ -13,10 +13,8 @@ def sync_problems(config: Config) -> list[str]:
     """Of the table [sync]."""
     sync, is_delta = config.sync, config.sync.update_weight_mode == "delta"
     is_local = sync.update_weight_local_checkpoint_dir is not None
-    mode, local = (
-        spelled(config, "update_weight_mode"),
-        spelled(config, "update_weight_local_checkpoint_dir"),
-    )
+    mode = spelled(config, "update_weight_mode")
+    local = spelled(config, "update_weight_local_checkpoint_dir")
     rules = [
         (
             is_delta and config.cluster.colocate,

@@ -210,11 +210,9 @@ def estimate(
         _rank(config, shape, layout, one, stage=stage, teacher=teacher)
         for stage in range(layout.pipeline)
     )
-    engine = (
-        _engine(config, shape, gpu_bytes=gpu_bytes, width=engine_width)
-        if config.num_engines
-        else None
-    )
+    engine = None
+    if config.num_engines:
+        engine = _engine(config, shape, gpu_bytes=gpu_bytes, width=engine_width)
     stored = parameter_bytes(config)
     whole = trained_parameters(config, shape, Layout(), 0)
     matrices = muon_matrices(config, shape, Layout(), 0)

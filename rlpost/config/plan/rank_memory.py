@@ -104,23 +104,15 @@ def held_memory(
         matrices: the parameters without a second moment, whose optimizer is not distributed.
     """
     each = parameter_bytes(config)
-    has_adapters = config.lora.lora_rank is not None and trained is not None
-    frozen = parameters.total if has_adapters else 0
-    parameters = trained if has_adapters and trained is not None else parameters
-    shards = (
-        (parameters.dense, layout.world // (layout.tensor * layout.pipeline)),
-        (
-            parameters.expert,
-            layout.world // (layout.expert_tensor * layout.expert * layout.pipeline),
-        ),
-    )
-    spread = config.perf.use_distributed_optimizer
-    state = sum(-(-count // (ranks if spread else 1)) for count, ranks in shards if count)
-    away = (
-        config.optimizer.optimizer_offload_fraction
-        if config.optimizer.optimizer_cpu_offload
-        else 0.0
-    )
+    frozen = 0
+    if config.lora.lora_rank is not None and trained is not None:
+        frozen, parameters = parameters.total, trained
+    state = parameters.total
+    if config.perf.use_distributed_optimizer:
+        state = _share(layout, parameters)
+    away = 0.0
+    if config.optimizer.optimizer_cpu_offload:
+        away = config.optimizer.optimizer_offload_fraction
     total = parameters.total
     moment = DTYPE_BYTES[config.optimizer.exp_avg_sq_dtype]
     on_gpu = RankMemory(
@@ -184,9 +176,9 @@ def saved_bytes(
 
 
 def _share(layout: Layout, parameters: Parameters) -> int:
-    """Parameters that a rank writes."""
-    dense = layout.world // (layout.tensor * layout.pipeline)
-    expert = layout.world // (layout.expert_tensor * layout.expert * layout.pipeline)
-    return -(-parameters.dense // dense) + (
-        -(-parameters.expert // expert) if parameters.expert else 0
-    )
+    """A rank's share of parameters that are sharded over all ranks that hold the same ones."""
+    stage = layout.world // layout.pipeline
+    dense = -(-parameters.dense // (stage // layout.tensor))
+    if not parameters.expert:
+        return dense
+    return dense + -(-parameters.expert // (stage // (layout.expert_tensor * layout.expert)))

@@ -178,11 +178,8 @@ def shape_of(arguments: ModelArguments) -> Shape:
         value = arguments.get(name)
         return default if value is None else value
 
-    heads, layers, experts = (
-        arguments["num_attention_heads"],
-        arguments["num_layers"],
-        word("num_experts", 0),
-    )
+    heads, layers = arguments["num_attention_heads"], arguments["num_layers"]
+    experts = word("num_experts", 0)
     pattern = word("moe_layer_freq", (1,) * layers if experts else (0,) * layers)
     return Shape(
         hidden=arguments["hidden_size"],
