@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
         path = options.out or runs[0].report / "compare.html"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, compare_page(facts))
-        lines = table(labels(facts), figures(facts, is_brief=True), terminal_width())
+        lines = table(labels(facts), figures(facts), terminal_width())
         print(
             "\n".join([*lines, "", *(one.line for one in outcomes), f"page {near_path(str(path))}"])
         )

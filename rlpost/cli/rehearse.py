@@ -69,7 +69,12 @@ def main(arguments: Sequence[str]) -> int:
     if options.nodes_too:
         _say(f"agents of {counted(config.num_nodes, 'node')}")
         result = replace(result, checks=(*result.checks, agents_check(config)))
-    print(json.dumps(_object(result), indent=2) if options.json else text(result))
+    if options.json:
+        from rlpost.rehearsal.result import as_object  # imports the training stack
+
+        print(json.dumps(as_object(result), indent=2))
+    else:
+        print(text(result))
     return 0 if result.first_fault is None else EXIT_NO_FIT
 
 
@@ -117,12 +122,6 @@ def rehearsed(
 
 def _say(words: str) -> None:
     print(f"rehearse: {words}", file=sys.stderr, flush=True)
-
-
-def _object(result: Result) -> dict[str, object]:
-    from rlpost.rehearsal.result import as_object
-
-    return as_object(result)
 
 
 def text(result: Result) -> str:

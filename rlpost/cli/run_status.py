@@ -107,6 +107,11 @@ class Status:
     goodput: Goodput | None = None
     warnings: list[str] = field(default_factory=list)
 
+    @property
+    def evaluation(self) -> str:
+        """The newest mean reward of each evaluation set on one line."""
+        return ", ".join(f"{name} {value:.3f}" for name, value in self.evals.items())
+
 
 def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> Status:
     """The status of a run; ``entry`` is its job's queue entry."""

@@ -54,7 +54,7 @@ def rows(status: Status) -> list[tuple[str, str]]:
             f"{status.step}{of}" + (f", done in {duration(status.eta_s)}" if status.eta_s else ""),
         ),
         ("reward", "" if status.reward is None else f"{status.reward:.3f}"),
-        ("evaluation", ", ".join(f"{name} {value:.3f}" for name, value in status.evals.items())),
+        ("evaluation", status.evaluation),
         (
             "throughput",
             "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f} tokens/s{pace}",

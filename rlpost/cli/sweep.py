@@ -26,7 +26,7 @@ from common.run_folder import RunFolder, claim_folder
 from rlpost.arguments import Parser, add_switch
 from rlpost.cli.command_line import no_recipe, settings
 from rlpost.cli.run_status import Status
-from rlpost.cli.run_table import total_cost
+from rlpost.cli.run_table import COST, GOODPUT, REWARD, STATE, Column, total_cost
 from rlpost.cli.runs import add_runs_dir, newest_job
 from rlpost.cli.status import exit_code
 from rlpost.cli.statuses import statuses
@@ -45,6 +45,15 @@ MAX_POINTS = 256
 GRID = "--grid"
 _REFUSED = ("run_folder", "debug", "test_only", "rehearse")
 """Options of ``rlpost submit`` that mean one run."""
+_COLUMNS = (
+    STATE,
+    Column("step", 0, lambda s: f"{s.step}/{s.num_steps}" if s.num_steps else str(s.step)),
+    REWARD,
+    Column("evaluation", 0, lambda status: status.evaluation),
+    GOODPUT,
+    COST,
+)
+"""Columns of the statuses, between the names of the runs and their values."""
 _DROPPED = ("evaluation", "goodput", "cost")
 """Columns that a narrow terminal does not show, the first to go first."""
 
@@ -311,24 +320,10 @@ def _table(points: Sequence[Point], found: Sequence[Status], width: int | None) 
     """Return the head and a row for each run, without empty columns and those of _DROPPED that do
     not fit. The values are last, so that they go below a row that is still too wide.
     """
-    columns: dict[str, list[str]] = {
-        name: []
-        for name in ("run", "state", "step", "reward", "evaluation", "goodput", "cost", "values")
-    }
-    for point, status in zip(points, found, strict=True):
-        spent = status.goodput
-        row = {
-            "run": point.run,
-            "state": status.state,
-            "step": f"{status.step}/{status.num_steps}" if status.num_steps else str(status.step),
-            "reward": "" if status.reward is None else f"{status.reward:.3f}",
-            "evaluation": ", ".join(f"{name} {value:.3f}" for name, value in status.evals.items()),
-            "goodput": spent.headline if spent else "",
-            "cost": f"{spent.cost:,.2f}" if spent and spent.cost is not None else "",
-            "values": point.label,
-        }
-        for name, cell in row.items():
-            columns[name].append(cell)
+    columns = {"run": [point.run for point in points]}
+    for column in _COLUMNS:
+        columns[column.name] = [column.value(status) for status in found]
+    columns["values"] = [point.label for point in points]
     columns = {name: cells for name, cells in columns.items() if any(cells) or name == "run"}
     for name in _DROPPED:
         needed = sum(max(map(len, (key, *cells))) + 2 for key, cells in columns.items()) - 2

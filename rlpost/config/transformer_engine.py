@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from rlpost.config.flags import flag
 from rlpost.config.tree import Config
 from rlpost.config.wording import value_text
 
@@ -34,7 +35,7 @@ class Need:
     @property
     def is_of_layers(self) -> bool:
         """Whether it needs TransformerEngine's layers, and not only its Adam."""
-        return self.setting.split()[0] not in {f"--{_dashed(name)}" for name in OPTIMIZER_TYPES}
+        return self.setting.split()[0] not in {flag(name) for name in OPTIMIZER_TYPES}
 
     def problem(self, lack: str) -> str:
         """Return an error for the setting; ``lack`` says why TransformerEngine is not available."""
@@ -129,9 +130,9 @@ def _of_optimizer(optimizer: OptimizerSettings) -> Iterable[Need]:
         given = getattr(optimizer, name)
         if given != "fp32":
             yield Need(
-                f"--{_dashed(name)} {given}",
+                f"{flag(name)} {given}",
                 "its Adam keeps other types than float32",
-                f"give --{_dashed(name)} fp32",
+                f"give {flag(name)} fp32",
                 is_required=True,
             )
 
@@ -174,10 +175,4 @@ def _of(megatron: Mapping[str, object]) -> Iterable[Need]:
         value = megatron.get(name)
         if value in _OFF:
             continue
-        yield Need(
-            f"--{_dashed(name)} {value_text(value)}", reason, "leave it out", is_required=True
-        )
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
+        yield Need(f"{flag(name)} {value_text(value)}", reason, "leave it out", is_required=True)

@@ -5,6 +5,7 @@ Input: a ``Config``. Output: one line for each problem.
 
 from __future__ import annotations
 
+from rlpost.config.flags import flag
 from rlpost.config.groups.distillation import DistillationConfig
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled
@@ -25,7 +26,7 @@ def distillation_problems(config: Config) -> list[str]:
         changed = [key for key in set_keys if getattr(given, key) != _default(key)]
         if not changed:
             return []
-        named = listed([_flag(key) for key in changed], "and")
+        named = listed([flag(key) for key in changed], "and")
         return [f"{named} without --use-opd: no teacher is used; add --use-opd, or leave them out"]
     if given.opd_type is None:
         return [
@@ -40,9 +41,7 @@ def _teacher_problems(config: Config, kind: str) -> list[str]:
     given, needed = config.distillation, _NEEDED[kind]
     problems = []
     if getattr(given, needed) is None:
-        problems.append(
-            f"--opd-type {kind} needs a teacher; add {_flag(needed)} {_EXAMPLE[needed]}"
-        )
+        problems.append(f"--opd-type {kind} needs a teacher; add {flag(needed)} {_EXAMPLE[needed]}")
     for key in (key for other, keys in _OF_TYPE.items() if other != kind for key in keys):
         if getattr(given, key) is not None:
             problems.append(
@@ -120,7 +119,3 @@ def _conflicts(config: Config) -> list[str]:
 
 def _default(key: str) -> object:
     return DistillationConfig.model_fields[key].default
-
-
-def _flag(key: str) -> str:
-    return "--" + key.replace("_", "-")

@@ -290,7 +290,7 @@ def test_whoever_follows_a_chain_goes_on_with_its_next_job(tmp_path, monkeypatch
 
     monkeypatch.setattr(follow, "queue", answer)
     run.ledger.append("chained", attempt=0, job_id="8")
-    assert not follow._slurm_is_over(run, "7")() and asked == ["8"]
+    assert not follow._watched_end(run, "7")() and asked == ["8"]
 
 
 def test_a_look_into_an_image_leaves_no_key_with_slurm(tmp_path, monkeypatch, capsys):
