@@ -22,7 +22,7 @@ from rlpost.arguments import add_switch
 from rlpost.check import check, check_installed
 from rlpost.cli.command_line import parser, settings
 from rlpost.cli.entry import EXIT_BAD_INPUT, run_command
-from rlpost.cli.secret_file import take_out
+from rlpost.cli.secret_file import load_keys
 from rlpost.cli.secret_flags import hide_keys
 from rlpost.config.load import dump, parse_dump
 from rlpost.config.tree import Config
@@ -59,7 +59,7 @@ def _train(arguments: Sequence[str], *, owns_process: bool) -> int:
     config = _settled(run, loaded.config)
     check_installed(config)
     check_node(config)
-    take_out(run, os.environ)
+    load_keys(run, os.environ)
     from rlpost.orchestration.driver import drive  # heavy, while Ray comes up
 
     _load_tokenizer(config)

@@ -37,7 +37,7 @@ from rlpost.units import size_text
 if TYPE_CHECKING:
     from rlpost.assets.hub import Hub
 
-EXIT_NOT_HAD = 1
+EXIT_UNAVAILABLE = 1
 TOKENS = KEYS[:2]
 
 
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
         code = _run(assets, root, token, options)
     except AssetError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_NOT_HAD
+        return EXIT_UNAVAILABLE
     for line in from_elsewhere(loaded.config, str(root), assets):
         print(f"not of the hub: {line} (rlpost convert RECIPE makes it)")
     return code
@@ -149,8 +149,8 @@ def _fetch_all(
     needed, free = sum(one.missing_bytes for one in found), free_bytes(root)
     if needed > free:  # free space ignores quotas
         raise AssetError(
-            f"{size_text(needed)} are to come and {size_text(free)} are free in {root}: free some space, "
-            "or name another folder (--assets-dir, RLPOST_ASSETS)"
+            f"{size_text(needed)} to download, but {root} has {size_text(free)} free: free some "
+            "space, or name another folder (--assets-dir, RLPOST_ASSETS)"
         )
     interval_s = 0.5 if sys.stderr.isatty() else 10
     with tqdm(

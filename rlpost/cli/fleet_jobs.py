@@ -29,7 +29,7 @@ from slurm.render_fleet import FleetSpec, task_name
 
 PROJECT = Path(__file__).parents[2]
 PLACES = ("partition", "account", "qos", "reservation", "constraint", "time")
-"""Settings of [cluster] that engine jobs may have of their own: [fleet] has them as engine_X."""
+"""Settings of [cluster] that engine jobs may override; [fleet] has them as engine_X."""
 
 
 def code_of(run: RunFolder) -> Path:

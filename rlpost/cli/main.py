@@ -129,7 +129,7 @@ def doctor(arguments: Sequence[str]) -> int:
             from rlpost.cli.image_doctor import words_of_recipes
 
             words = words_of_recipes(words)
-        # Without a recipe no package of ours need be there.
+        # In a separate process: an image without rlpost's dependencies can be checked too.
         return subprocess.run([sys.executable, "-m", "bootstrap.image.doctor", *words]).returncode
     return subprocess.run([sys.executable, "-m", _DOCTOR, *arguments]).returncode
 

@@ -53,9 +53,7 @@ EXIT_NO_FIT = 2
 GPU_MEMORY = "80GB"
 NUM_SUGGESTED = 5
 SGLANG_BYTES_PER_EXPERT = 4
-"""Of the table that each process of an engine keeps for its KV cache: all layers, dense ones
-included.
-"""
+"""Per expert of a token in an engine's table of routes, which covers dense layers too."""
 WIDTH, BAR = 110, 60
 _BESIDE_BAR = 38  # the name of the phase, and its gigabytes
 UNITS = {"": 1, "GB": 10**9, "GiB": 2**30, "G": 10**9}
@@ -126,7 +124,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def add_gpus(made: argparse.ArgumentParser) -> None:
-    """Add the flags that say which GPUs a recipe is planned for."""
+    """Add the flags that describe the GPUs to plan for."""
     made.add_argument(
         "--gpus", type=int, metavar="N", help="GPUs of the trainer, instead of the recipe's"
     )
@@ -336,7 +334,7 @@ def parse_size(text: str) -> int:
 
 
 def table(made: Estimate, speed: Speed) -> Table:
-    """What there is, in rows."""
+    """Return the estimate as a table."""
     config, layout, rank = made.config, made.layout, made.fullest
     shown = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     shown.add_column(style="bold", no_wrap=True)
@@ -476,7 +474,7 @@ def suggestions(choices: Sequence[Choice]) -> Table:
 
 
 def flags_of(choice: Choice, given: Config) -> str:
-    """The flags that make this layout of the recipe: what differs."""
+    """Return the flags that turn the recipe into this layout."""
     changed = []
     for group in ("perf", "cluster", "optimizer"):
         before, after = getattr(given, group), getattr(choice.config, group)

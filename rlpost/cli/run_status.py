@@ -208,7 +208,7 @@ def headline(status: Status) -> str:
 
 
 def ago(seconds: float) -> str:
-    """How long something is past."""
+    """Format the age of something, such as ``0:42 ago``."""
     return f"{duration(max(0.0, seconds))} ago"
 
 
@@ -220,7 +220,7 @@ def warnings_in(log: str) -> list[str]:
 
 
 def seconds_since(moment: str | None) -> float | None:
-    """The seconds since a moment of the ledger; None for None."""
+    """Seconds since a moment of the ledger; None for None."""
     if moment is None:
         return None
     return (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()

@@ -1,6 +1,4 @@
-"""``rlpost status`` and ``rlpost list``: where runs stand, as a table in a terminal and as JSON to
-machines.
-"""
+"""``rlpost status`` and ``rlpost list``: the status of runs, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from rlpost.errors import ConfigError, suggestion
 from rlpost.metrics.progress import duration
 from slurm.states import JobState, parse_state
 
-if TYPE_CHECKING:  # a table for machines loads no library for terminals
+if TYPE_CHECKING:  # --json does not load rich
     from rich.console import Console
 
 EXIT_UNKNOWN = 3
@@ -31,18 +29,19 @@ STATUS_HELP = (
 
 
 def rows(status: Status) -> list[tuple[str, str]]:
-    """What a person reads of one run: (name, value), only what is known."""
+    """Return the known facts of a run as (name, value)."""
     of = f"/{status.num_steps}" if status.num_steps else ""
     pace = f", {status.step_s:.2f} s a step" if status.step_s is not None else ""
     phases = status.phases_s
     why, error = headline(status), error_line(status.cause)
-    is_told = bool(status.verdict and error.startswith(why.removesuffix("...")))  # with the verdict
+    # the row of the verdict already shows the cause
+    is_shown = bool(status.verdict and error.startswith(why.removesuffix("...")))
     shown = [
         ("run", status.name),
         ("folder", status.folder),
         ("job", status.job_id or "never submitted"),
         ("state", status.state),
-        ("why", "" if is_told else why),
+        ("why", "" if is_shown else why),
         ("expected start", status.expected_start),
         ("nodes", status.nodelist),
         ("time left", "" if status.time_left_s is None else duration(status.time_left_s)),
@@ -100,7 +99,7 @@ def show(status: Status) -> None:
 
 
 def show_list(found: Sequence[Status]) -> None:
-    """Print the table of several runs, and below it why they are where they are."""
+    """Print the table of several runs, and below it the reasons for their states."""
     from rich.text import Text
 
     out = console()
@@ -117,7 +116,7 @@ def show_list(found: Sequence[Status]) -> None:
 
 
 def console() -> Console:
-    """The terminal; a pipe has no width of its own, and a folder must not be cut."""
+    """Return the console; for a pipe it is so wide that no path is wrapped."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 400)
@@ -133,13 +132,10 @@ def exit_code(status: Status) -> int:
 
 def status_main(arguments: Sequence[str]) -> int:
     """``rlpost status [RUN] [--json | --watch]``; the exit code is that of ``exit_code``."""
-    made = Parser(
-        prog="rlpost status",
-        description=STATUS_HELP,
-    )
+    made = Parser(prog="rlpost status", description=STATUS_HELP)
     add_run_options(made)
     how = made.add_mutually_exclusive_group()
-    add_switch(how, "--json", "for machines")
+    add_switch(how, "--json", "print JSON")
     add_switch(how, "--watch", "a page in the terminal that follows the run; Ctrl-C leaves")
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
@@ -167,14 +163,13 @@ def list_main(arguments: Sequence[str]) -> int:
         metavar="STATE[,STATE]",
         help="only runs in these states of Slurm, such as RUNNING,FAILED",
     )
-    add_switch(made, "--json", "for machines")
+    add_switch(made, "--json", "print JSON")
     options = made.parse_args(arguments)
     states = None if options.state is None else _states(options.state)
     runs = all_runs(options.runs_dir)
     if states is None:
-        found = statuses(runs[: options.num])
-    else:
-        found = [status for status in statuses(runs) if status.state in states]
+        runs = runs[: options.num]
+    found = [one for one in statuses(runs) if states is None or one.state in states]
     found = found[: options.num]
     if options.json:
         print(json.dumps([asdict(status) for status in found], indent=2))

@@ -29,7 +29,7 @@ from rlpost.cli.rehearse import rehearsed, text
 from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
 from rlpost.cli.sandboxes import submit_servers, wants_servers
 from rlpost.cli.scaled import add_scale_down, require_model
-from rlpost.cli.secret_file import has_wandb_key, put_away
+from rlpost.cli.secret_file import has_wandb_key, store_keys
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.keys import without_keys
@@ -87,7 +87,7 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
             root = claim_folder(root)
         run = create_run_folder(root, dump(config), resume=options.resume)
         snapshot_code(PROJECT, run.code)
-        put_away(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it
+        store_keys(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it
         where: Where = "local" if local else "slurm"
         if options.debug:
             where = "debug"

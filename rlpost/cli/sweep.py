@@ -293,7 +293,7 @@ def _show(arguments: Sequence[str]) -> int:
     made = Parser(prog="rlpost sweep", description="Where the runs of a sweep stand.")
     made.add_argument("name", metavar="NAME", help="name or folder of a sweep")
     add_runs_dir(made)
-    add_switch(made, "--json", "for machines")
+    add_switch(made, "--json", "print JSON")
     options = made.parse_args(arguments)
     folder, points = read_sweep(options.name, options.runs_dir)
     there = [point for point in points if _is_submitted(folder.parent / point.run)]

@@ -119,7 +119,7 @@ def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]
             found[table] = [
                 base / Path(word).expanduser()
                 if is_path
-                else _of_name(Path(word), what, JOBS / folder)
+                else _named_file(Path(word), what, JOBS / folder)
             ]
     return [
         *found.get("model", []),
@@ -128,7 +128,7 @@ def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]
     ]
 
 
-def _of_name(given: Path, what: str, folder: Path) -> Path:
+def _named_file(given: Path, what: str, folder: Path) -> Path:
     """The file of a NAME in ``folder``, or the path itself. Raises ConfigError."""
     if given.name != str(given) or given.suffix == ".toml" or given.is_file():
         return given
@@ -173,7 +173,7 @@ def _texts(value: object) -> Iterator[str]:
 
 def recipe_file(recipe: Path | None) -> Path | None:
     """The file of a recipe given by path or NAME. Raises ConfigError for an unknown name."""
-    return None if recipe is None else _of_name(recipe, "recipe", JOBS / "recipes")
+    return None if recipe is None else _named_file(recipe, "recipe", JOBS / "recipes")
 
 
 def read_toml(path: Path) -> Values:
@@ -214,7 +214,7 @@ def unknown_keys(values: Values, origin: str) -> list[str]:
             )
             continue
         for key in entries:
-            if key in tables[group].model_fields or _goes_on(group, key, owner):
+            if key in tables[group].model_fields or _is_passed_through(group, key, owner):
                 continue
             there = tables[group].model_fields or option_names() or ()
             hint = f"; it belongs in [{owner[key]}]" if key in owner else _hint(key, there)
@@ -222,7 +222,7 @@ def unknown_keys(values: Values, origin: str) -> list[str]:
     return problems
 
 
-def _goes_on(group: str, key: str, owner: Mapping[str, str]) -> bool:
+def _is_passed_through(group: str, key: str, owner: Mapping[str, str]) -> bool:
     """Whether a key is a pass-through option of SGLang or Megatron-core, in its table."""
     return (
         group in ("sglang", "megatron")

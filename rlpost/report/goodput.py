@@ -282,7 +282,7 @@ def _attempts(entries: Sequence[tuple[datetime, Entry]], until: datetime) -> lis
 
 
 def _record(attempt: _Attempt, event: object, entry: Entry, when: datetime) -> None:
-    """Add what an entry says of its attempt."""
+    """Record a ledger entry in its attempt."""
     match event:
         case "attempt":
             attempt.num_nodes = entry.get("num_nodes")
@@ -310,7 +310,7 @@ def _attempt_of(starts: Sequence[_Attempt], line: Mapping[str, float]) -> _Attem
 
 
 def _add_steps(attempts: Sequence[_Attempt], lines: Sequence[Mapping[str, float]]) -> None:
-    """Give each line to its attempt."""
+    """Assign each metrics line to its attempt."""
     starts = [attempt for attempt in attempts if attempt.startup_s is not None]
     for line in lines:
         owner = _attempt_of(starts, line)

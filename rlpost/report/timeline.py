@@ -195,7 +195,7 @@ def _attempts(entries: Sequence[tuple[datetime, Entry]], until: datetime) -> tup
             case "verdict":
                 cause = now.ended or _verdict(entry)
                 answer = entry.get("answer")
-                now = replace(now, ended=f"{cause}; comes back" if answer in COMES_BACK else cause)
+                now = replace(now, ended=f"{cause}; requeued" if answer in COMES_BACK else cause)
             case "done":
                 now = replace(now, ended="done")
         if is_open:

@@ -19,7 +19,7 @@ _EXAMPLE = {"opd_teacher_load": "FOLDER", "opd_teacher_url": "http://HOST:PORT"}
 
 
 def distillation_problems(config: Config) -> list[str]:
-    """Of the table [distillation]."""
+    """Problems of the table [distillation]."""
     given = config.distillation
     if not given.use_opd:
         set_keys = sorted(given.model_fields_set - {"use_opd"})
@@ -37,7 +37,7 @@ def distillation_problems(config: Config) -> list[str]:
 
 
 def _teacher_problems(config: Config, kind: str) -> list[str]:
-    """Of where the teacher is."""
+    """Problems of the place of the teacher."""
     given, needed = config.distillation, _NEEDED[kind]
     problems = []
     if getattr(given, needed) is None:
@@ -55,7 +55,7 @@ def _teacher_problems(config: Config, kind: str) -> list[str]:
 
 
 def _conflicts(config: Config) -> list[str]:
-    """With settings of other tables."""
+    """Conflicts with settings of other tables."""
     given, grpo, rollout = config.distillation, config.grpo, config.rollout
     is_loss, is_alone = given.opd_form == "loss", given.opd_alone
     rules = [

@@ -142,7 +142,7 @@ def sampling_note(config: Config) -> str | None:
 
 
 def _mask_problems(config: Config) -> list[str]:
-    """Of --use-rollout-sampling-mask."""
+    """Problems of --use-rollout-sampling-mask."""
     if not config.grpo.use_rollout_sampling_mask:
         return []
     args, top_k = config.sglang.server_args, config.rollout.rollout_top_k

@@ -10,7 +10,7 @@ from rlpost.config.wording import spelled
 
 
 def sync_problems(config: Config) -> list[str]:
-    """Of the table [sync]."""
+    """Problems of the table [sync]."""
     sync, is_delta = config.sync, config.sync.update_weight_mode == "delta"
     is_local = sync.update_weight_local_checkpoint_dir is not None
     mode = spelled(config, "update_weight_mode")

@@ -1,11 +1,11 @@
 """Bytes that a forward pass keeps for the backward pass. Pure.
 
-Input: shape, layout and how many tokens a rank computes at once.
-Output: bytes of a layer, of a stage with the micro-batches that are under way in its pipeline, and
-of the logits. The sums are those of Korthikanti et al. (arXiv 2205.05198, section 4) for layers
-without dropout, with attention that never stores its scores (arXiv 2205.14135), with gated MLPs
-and grouped-query attention; what runs between the matrices is cut by sequence parallelism.
-Micro-batches under way: Narayanan et al. (arXiv 2104.04473, section 2.2).
+Input: shape, layout and the tokens that a rank computes at once.
+Output: bytes of a layer, of a stage with the micro-batches in flight in its pipeline, and of the
+logits. The sums are those of Korthikanti et al. (arXiv 2205.05198, section 4) for layers without
+dropout, with attention that never stores its scores (arXiv 2205.14135), with gated MLPs and
+grouped-query attention; sequence parallelism shards the activations between the matrices.
+Micro-batches in flight: Narayanan et al. (arXiv 2104.04473, section 2.2).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ of the next one that is begun (``rlpost/actor/logprobs.py``).
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes of a stage at its fullest; ``layer`` and ``logits`` are not there at the same time."""
+    """Peak bytes of a stage; ``layer`` and ``logits`` do not exist at the same time."""
 
     kept: int
-    """Between layers, of all micro-batches under way."""
+    """Between layers, of all micro-batches in flight."""
     layer: int
     """While one layer is computed or recomputed, and of its gradients."""
     logits: int
@@ -42,7 +42,7 @@ class Pass:
     """How a forward pass runs."""
 
     tokens: int
-    """Of a micro-batch on one rank, after context parallelism has cut it."""
+    """Tokens of a micro-batch on one rank, after context parallelism has sharded it."""
     width: int = 2
     """Bytes of an activation."""
     fused: bool = True
@@ -58,7 +58,7 @@ class Pass:
 
 
 def layer_bytes(shape: Shape, layout: Layout, one: Pass, *, sparse: bool) -> int:
-    """What one layer keeps on one rank when nothing is recomputed."""
+    """Bytes that one layer keeps on one rank without recomputation."""
     per_token = _attention(shape, layout, one) + _norm(shape.hidden, one) / layout.sequence_ranks
     if shape.sandwich:
         per_token += (
@@ -71,7 +71,7 @@ def layer_bytes(shape: Shape, layout: Layout, one: Pass, *, sparse: bool) -> int
 def stage_activations(
     shape: Shape, layout: Layout, one: Pass, stage: int, *, chunk_tokens: int
 ) -> Activations:
-    """All of a stage while it trains; ``chunk_tokens``: rows whose log-probs are computed at once."""
+    """Return all bytes of a stage in training; log-probs take ``chunk_tokens`` rows at a time."""
     kept, again = kept_and_recomputed(shape, layout, one, stage)
     boundary = _boundary(shape, layout, one)
     is_last = stage == layout.pipeline - 1
@@ -80,7 +80,7 @@ def stage_activations(
         # arrives. The last chunk of the last stage sends nothing.
         num_layers = len(sparse_of(shape, layout, stage))
         num_sent = _num_chunks(layout, num_layers) - is_last
-        kept += round(boundary * num_sent * under_way(layout, num_layers, stage))
+        kept += round(boundary * num_sent * in_flight(layout, num_layers, stage))
         kept += 2 * boundary  # the gradients that it receives and sends
     logits = logits_bytes(shape, layout, one, chunk_tokens) if is_last else 0
     layer = again + max(
@@ -109,12 +109,12 @@ def kept_and_recomputed(shape: Shape, layout: Layout, one: Pass, stage: int) -> 
 
 
 def _gathered(shape: Shape, layout: Layout, one: Pass) -> int:
-    """Megatron-core's buffer for what sequence parallelism gathers, which is never freed."""
+    """Megatron-core's buffer for gathers of sequence parallelism, which is never freed."""
     return one.tokens * shape.hidden * one.width if layout.sequence_ranks > 1 else 0
 
 
 def _boundary(shape: Shape, layout: Layout, one: Pass) -> int:
-    """What goes from layer to layer."""
+    """Bytes of the hidden states between two layers."""
     return one.tokens * shape.hidden * one.width // layout.sequence_ranks
 
 
@@ -125,7 +125,7 @@ def _layers_bytes(
     layer of the stage keeps when nothing is recomputed.
     """
     if one.recompute != "full":
-        return round(sum(full) * under_way(layout, len(full), stage)), 0
+        return round(sum(full) * in_flight(layout, len(full), stage)), 0
     if one.method == "block":
         count = min(one.num_recomputed, len(full))
         held, again = count * boundary + sum(full[count:]), max(full[:count], default=0)
@@ -133,13 +133,14 @@ def _layers_bytes(
         size = one.num_recomputed
         held = -(-len(full) // size) * boundary
         again = max(sum(full[start : start + size]) for start in range(0, len(full), size))
-    return round(held * under_way(layout, len(full), stage)), again
+    return round(held * in_flight(layout, len(full), stage)), again
 
 
-def under_way(layout: Layout, num_layers: int, stage: int) -> float:
-    """Micro-batches whose activations a stage holds at once: as many as stages follow it, itself
-    included. Interleaved, with v chunks a stage, it is the first backward pass that comes after
-    2 (p - s - 1) + (v - 1) p + 1 chunks on stage s of p.
+def in_flight(layout: Layout, num_layers: int, stage: int) -> float:
+    """Micro-batches whose activations a stage holds at once: one for itself and each later stage.
+
+    Interleaved, with v chunks per stage, the first backward pass follows 2 (p - s - 1) + (v - 1) p
+    + 1 chunks on stage s of p.
     """
     if layout.chunk is None or layout.pipeline == 1:
         return layout.pipeline - stage
@@ -153,9 +154,9 @@ def _num_chunks(layout: Layout, num_layers: int) -> int:
 
 
 def logits_bytes(shape: Shape, layout: Layout, one: Pass, chunk_tokens: int) -> int:
-    """Logits, their gradient, and float32 copies of the rows that are computed at once; on the last
-    stage. The layer for multi-token prediction has logits too, and the join of two hidden states
-    before it.
+    """Logits of the last stage, their gradient, and float32 copies of a chunk of rows.
+
+    A layer for multi-token prediction adds its logits and the concatenation of its two inputs.
     """
     columns = -(-shape.vocab // layout.tensor)
     gathered = one.tokens * shape.hidden * one.width

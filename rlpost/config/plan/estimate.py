@@ -45,9 +45,9 @@ from rlpost.config.tree import Config
 TRAINER_CONTEXT = 3 * 10**9
 ENGINE_CONTEXT = 3 * 10**9
 RESERVE = 0.95
-"""Part of a GPU that sums may fill: the caching allocator does not give back every gap."""
+"""Usable share of a GPU: the caching allocator leaves gaps."""
 MEM_FRACTION = 0.85
-"""Where the recipe leaves the choice to SGLang, which takes something like it."""
+"""Assumed where the recipe leaves ``mem_fraction_static`` to SGLang."""
 
 
 class Sizes(TypedDict):

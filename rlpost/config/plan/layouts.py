@@ -1,12 +1,11 @@
 """Other layouts of the same model on as many GPUs: which fit, and which of them come first. Pure.
 
 Input: settings and shape.
-Output: settings that differ in the trainer's parallel sizes, in where the optimizer lies and, when
-an engine has no room, in the size of engines. Which fits is the estimate's word. The order is a
-rule of thumb, after Narayanan et al. (arXiv 2104.04473, section 3: tensor parallelism inside a
-node, then pipelines, the rest data parallelism): each kind of communication and an optimizer on
-the host cost a share of a step, an idle pipeline its bubble (p - 1) / (m + p - 1). No number of it
-is a promise about speed.
+Output: settings with other parallel sizes of the trainer, another place of the optimizer and, if the
+KV cache is too small, larger engines. The estimate decides which of them fit. The order is a rule of
+thumb, after Narayanan et al. (arXiv 2104.04473, section 3: tensor parallelism inside a node, then
+pipelines, the rest data parallelism): each kind of communication and an optimizer on the host cost
+a share of a step, an idle pipeline its bubble (p - 1) / (m + p - 1). It does not predict speed.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Choice:
 
     @property
     def reasons(self) -> str:
-        """What speaks for it and what it costs."""
+        """Peak memory, idle time and costs of the layout, for the user."""
         made, layout = self.estimate, self.estimate.layout
         peak = max(phase.total for phase in made.phases)
         said = [f"{peak / 1e9:.0f} of {made.gpu_bytes * RESERVE / 1e9:.0f} GB at its peak"]
@@ -70,7 +69,7 @@ class Choice:
         if layout.tensor > 1:
             said.append("TP inside a node")
         if layout.context > 1:
-            said.append("sequences cut")
+            said.append("sequences sharded")
         return "; ".join(said)
 
 
@@ -159,7 +158,7 @@ def _possible(config: Config, layout: Layout, *, has_experts: bool) -> Iterator[
 
 
 def _engine_sizes(config: Config) -> list[int]:
-    """The size that is given, and the next ones."""
+    """The given size, twice and four times that, where they divide the GPUs."""
     size, generates = config.cluster.rollout_num_gpus_per_engine, config.rollout_num_gpus
     larger = [one for one in (2 * size, 4 * size) if generates and generates % one == 0]
     return [size, *larger]

@@ -27,7 +27,7 @@ NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """How many: ``dense`` is everything but the routed experts, embeddings included."""
+    """Numbers of parameters: ``dense`` is all but the routed experts, with embeddings."""
 
     dense: int
     expert: int = 0
