@@ -96,7 +96,7 @@ class _LogTail:
         with path.open("rb") as file:
             file.seek(self._read.get(path.stem, 0))
             whole = file.read()
-        whole = whole[: whole.rfind(b"\n") + 1]
+        whole = whole[: whole.rfind(b"\n") + 1]  # the rest of a line may not be written yet
         self._read[path.stem] = self._read.get(path.stem, 0) + len(whole)
         return whole.decode(errors="replace").splitlines(keepends=True)
 

@@ -305,20 +305,18 @@ def on_gpus(config: Config, gpus: int) -> Config:
 
 def model_of(config: Config) -> tuple[Shape, int]:
     """Return the model's shape, and the bytes of a weight in its engines."""
-    shape, width = _model_of(config)
-    return replace(shape, mtp=config.grpo.enable_mtp_training), width
-
-
-def _model_of(config: Config) -> tuple[Shape, int]:
     folder = Path(config.checkpoint.hf_checkpoint)
     path = folder / "config.json"
-    if not path.is_file():
-        return shape_of(config.model.model_dump()), 1 if folder.name.endswith("FP8") else 2
-    try:
-        hf = json.loads(path.read_text())
-        return hf_shape(hf), weight_bytes(hf)
-    except (ValueError, WeightError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+    if path.is_file():
+        try:
+            hf = json.loads(path.read_text())
+            shape, width = hf_shape(hf), weight_bytes(hf)
+        except (ValueError, WeightError) as error:
+            raise ConfigError(f"{path}: {error}") from None
+    else:
+        shape = shape_of(config.model.model_dump())
+        width = 1 if folder.name.endswith("FP8") else 2
+    return replace(shape, mtp=config.grpo.enable_mtp_training), width
 
 
 def parse_size(text: str) -> int:

@@ -89,14 +89,12 @@ def all_runs(runs_dir: Path) -> list[RunFolder]:
 
 def job_ids(run: RunFolder) -> list[str]:
     """The jobs of a run in order. A run of plain ``sbatch`` is named NAME-JOBID."""
-    found = list(
-        dict.fromkeys(str(entry["job_id"]) for entry in run.ledger.read() if entry.get("job_id"))
-    )
-    # NAME-JOBID is the folder of a plain sbatch; NAME-YYYYMMDD-HHMMSS holds no job id.
-    named = (
-        None if re.search(r"-\d{8}-\d{6}$", run.root.name) else re.search(r"-(\d+)$", run.root.name)
-    )
-    return found or ([named[1]] if named else [])
+    ids = [str(entry["job_id"]) for entry in run.ledger.read() if entry.get("job_id")]
+    name = run.root.name
+    # NAME-YYYYMMDD-HHMMSS, the folder of rlpost submit, holds no job id.
+    if not ids and not re.search(r"-\d{8}-\d{6}$", name) and (named := re.search(r"-(\d+)$", name)):
+        ids.append(named[1])
+    return list(dict.fromkeys(ids))
 
 
 def newest_job(run: RunFolder) -> str | None:

@@ -194,14 +194,12 @@ def build(folder: Path, data: Path, plan: Plan) -> float:
     torch.manual_seed(plan.seed)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, plan.hf)
+    share = 0.0
     if plan.num_steps:
         problems = read_problems(data / "train.jsonl", tokenizer, in_chat=plan.in_chat)
         warm_up(model, problems, num_steps=plan.num_steps, seed=plan.seed)
-    share = 0.0
-    if plan.num_steps:
-        share = accuracy(
-            model.eval(), read_problems(data / "heldout.jsonl", tokenizer, in_chat=plan.in_chat)
-        )
+        heldout = read_problems(data / "heldout.jsonl", tokenizer, in_chat=plan.in_chat)
+        share = accuracy(model.eval(), heldout)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     if plan.hf["model_type"] in PREDICTS_MORE:
@@ -234,10 +232,12 @@ def add_prediction_layer(folder: Path, hf: HfConfig) -> None:
     more[behind + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     more[behind + "shared_head.head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors | more, path, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(config | {"num_nextn_predict_layers": 1}, indent=2) + "\n"
-    )
+    _add_to_config(folder, num_nextn_predict_layers=1)
+
+
+def _add_to_config(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values, indent=2) + "\n")
 
 
 def quantised(source: Path, folder: Path, block: tuple[int, int]) -> None:
@@ -266,10 +266,7 @@ def quantised(source: Path, folder: Path, block: tuple[int, int]) -> None:
         "activation_scheme": "dynamic",
         "weight_block_size": list(block),
     }
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(config | {"quantization_config": said}, indent=2) + "\n"
-    )
+    _add_to_config(folder, quantization_config=said)
 
 
 def is_complete(out: Path, settings: Mapping[str, object]) -> bool:

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from common.counting import counted
 from rlpost.agents.environments.traces import chosen, summary
 from rlpost.metrics.pace import STEP_S, recent
 from rlpost.metrics.samples import RecordedAnswer
@@ -176,10 +177,8 @@ def _tiles(facts: RunFacts, history: Timeline | None) -> list[tuple[str, str]]:
     if history is not None:
         tiles.append((str(steps_lost(facts.events)), "steps lost and trained again"))
         tiles.append((duration_text(round(history.end_s)), "since submission"))
-        attempts = "attempt" if len(history.attempts) == 1 else "attempts"
-        tiles.append(
-            (str(len(history.attempts)), f"{attempts}, {history.num_preemptions} preempted")
-        )
+        number, _, attempts = counted(len(history.attempts), "attempt").partition(" ")
+        tiles.append((number, f"{attempts}, {history.num_preemptions} preempted"))
     return tiles
 
 

@@ -168,15 +168,7 @@ def panels(lines: Lines) -> list[Panel]:
         Curve(label, points(trained, name), n, lost=not_finite(trained, name))
         for n, (label, name) in enumerate(PHASES)
     ]
-    found.insert(
-        -1,
-        Panel(
-            "Phases of a step",
-            "s",
-            _present(phases),
-            is_stacked=True,
-        ),
-    )
+    found.insert(-1, Panel("Phases of a step", "s", _present(phases), is_stacked=True))
     return [panel for panel in found if panel.curves]
 
 
