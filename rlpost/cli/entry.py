@@ -45,7 +45,7 @@ def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
     except BrokenPipeError:  # e.g. ``head`` closed the pipe
-        # the interpreter flushes again
+        # The interpreter flushes stdout again at its exit, which would print a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except OSError as error:

@@ -39,8 +39,8 @@ def statuses(runs: Sequence[RunFolder]) -> list[Status]:
             return replace(status, checkpoint_age_s=seconds_since(status.checkpoint_time))
         status = status_of(run, ids[run.root], entries.get(ids[run.root] or ""))
         state = parse_state(status.state)
-        if state.is_over and state is not JobState.PREEMPTED:  # after that it may start again
-            empty_targets(run.root)  # the attempt was killed if they are not empty
+        if state.is_over and state is not JobState.PREEMPTED:  # a preempted run may restart
+            empty_targets(run.root)  # an attempt that was killed left its Prometheus targets
         if state.is_over:
             keep(run, status)
         return status

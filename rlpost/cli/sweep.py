@@ -317,12 +317,11 @@ def _show(arguments: Sequence[str]) -> int:
 
 
 def _table(points: Sequence[Point], found: Sequence[Status], width: int | None) -> list[list[str]]:
-    """Return the head and a row for each run, without empty columns and those of _DROPPED that do
-    not fit. The values are last, so that they go below a row that is still too wide.
-    """
+    """Return head and rows, without empty columns and those of _DROPPED that do not fit."""
     columns = {"run": [point.run for point in points]}
     for column in _COLUMNS:
         columns[column.name] = [column.value(status) for status in found]
+    # the last column, which ``aligned`` puts below a row that is still too wide
     columns["values"] = [point.label for point in points]
     columns = {name: cells for name, cells in columns.items() if any(cells) or name == "run"}
     for name in _DROPPED:

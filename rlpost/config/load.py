@@ -74,9 +74,8 @@ def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None
 
 
 def _with_earlier(earlier: object, value: object, *, group: str, key: str) -> object:
-    """The later value, except that ``cluster.environment`` is merged by variable name: the
-    variables of a recipe, a site and a command line serve different purposes.
-    """
+    """Return the later value; ``cluster.environment`` is merged by variable name instead."""
+    # Variables of a recipe, a site and a command line serve different purposes.
     if (group, key) != ("cluster", "environment") or not earlier:
         return value
     try:

@@ -408,9 +408,7 @@ def _gpu_seconds(attempt: _Attempt, layout: Layout) -> dict[Use, float]:
 def _add_fleet(
     hours: dict[str, float], fleet: FleetUse, attempts: Sequence[_Attempt], layout: Layout
 ) -> None:
-    """Add the GPU hours of engine jobs; in synchronous runs their engines are idle during the
-    trainer's part of a step, as the run's own are.
-    """
+    """Add the GPU hours of engine jobs, which idle as the run's own engines do."""
     steps = [step for attempt in attempts for step in attempt.steps]
     stepped_s = sum(step.seconds for step in steps)
     idle = 0.0

@@ -121,9 +121,7 @@ def _boundary(shape: Shape, layout: Layout, one: Pass) -> int:
 def _layers_bytes(
     full: Sequence[int], one: Pass, layout: Layout, *, stage: int, boundary: int
 ) -> tuple[int, int]:
-    """Bytes that are kept, and of the layers that are recomputed together; ``full``: what each
-    layer of the stage keeps when nothing is recomputed.
-    """
+    """Bytes kept, and recomputed together; ``full``: bytes per layer without recomputation."""
     if one.recompute != "full":
         return round(sum(full) * in_flight(layout, len(full), stage)), 0
     if one.method == "block":
@@ -239,19 +237,19 @@ def _latent_attention(shape: Shape, latent: Latent, layout: Layout, one: Pass) -
 
 
 def _mlp(columns: float, one: Pass) -> float:
-    """Both halves that come out of the first matrix, SiLU of the one, a copy of the other
-    (Megatron-core 0.16 adds ``glu_linear_offset`` to it), and the product.
-    """
+    """Both halves of the first matrix's output, SiLU of one, a copy of the other, the product."""
+    # Megatron-core 0.16 copies the other half, because it adds ``glu_linear_offset`` to it.
     return 5 * columns * one.width
 
 
 def _experts(shape: Shape, layout: Layout, one: Pass) -> float:
-    """Router scores; each token once for each of its experts, sorted; their MLPs, whose product is
-    kept a second time with the router's weight; the shared expert. Tokens are taken to spread evenly
-    over the experts.
+    """Router scores, tokens sorted by expert, the experts' MLPs, and the shared expert.
+
+    Tokens are assumed to spread evenly over the experts.
     """
     _, routed = _routed(shape, layout)
     inner = shape.expert_ffn / layout.expert_tensor
+    # the last term: the product of an MLP is kept again, scaled by the router's weight
     kept = routed * (shape.hidden * one.width + _mlp(inner, one) + inner * one.width)
     kept += 3 * shape.num_experts * FP32 / layout.sequence_ranks
     return kept + (_mlp(shape.shared_ffn / layout.tensor, one) if shape.shared_ffn else 0.0)

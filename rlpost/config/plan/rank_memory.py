@@ -46,9 +46,7 @@ class RankMemory:
 
 
 def parameter_bytes(config: Config) -> RankMemory:
-    """Bytes of one parameter on a GPU, wherever its optimizer's state lies: in bfloat16 there is a
-    main weight in float32 beside Adam's two moments, in float32 there are the moments alone.
-    """
+    """Bytes per parameter on a GPU; bfloat16 adds a float32 weight to Adam's two moments."""
     given = config.optimizer
     narrow = config.perf.bf16 is not False  # the default on a GPU
     moments = DTYPE_BYTES[given.exp_avg_dtype] + DTYPE_BYTES[given.exp_avg_sq_dtype]

@@ -133,9 +133,7 @@ class Shape:
     latent: Latent | None = None
     """Of latent attention; ``head_dim`` is then the part of a query without position."""
     mtp: bool = False
-    """Whether the last stage also trains a layer for multi-token prediction, of the kind of the
-    last layer.
-    """
+    """Whether the last stage also trains an MTP layer, of the kind of the last layer."""
 
     @property
     def num_layers(self) -> int:
@@ -254,9 +252,7 @@ def layout_of(config: Config) -> Layout:
 
 
 def teacher_layout(config: Config, layout: Layout) -> Layout:
-    """The layout of a teacher in the trainer: that of the policy, but unequal stages are those of
-    the policy's folder alone.
-    """
+    """The policy's layout; unequal stages hold for a teacher from the policy's folder alone."""
     given, policy = config.distillation, config.checkpoint.hf_checkpoint
     folder = given.opd_teacher_hf_checkpoint or given.opd_teacher_load
     return layout if folder == policy else replace(layout, first=None, last=None)
@@ -390,9 +386,7 @@ def _linear_matrices(shape: Shape, tensor: int) -> int:
 
 
 def _linear_vectors(shape: Shape, tensor: int) -> int:
-    """Of linear attention: short convolution, decay (two numbers for each value head) and norm; and
-    the norms before it and the MLP.
-    """
+    """Convolution, decay and norm of linear attention, and the norms before it and the MLP."""
     one = shape.linear
     assert one is not None
     by_head = one.kernel * (2 * one.keys + one.values) + 2 * one.value_heads
