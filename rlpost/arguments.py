@@ -1,5 +1,4 @@
-"""The parser of every command: what argparse refuses is an error like any other, without a page of
-usage.
+"""The parser of every command: errors of argparse become ConfigError, without the usage text.
 
 Input: words of a command line. Output: argparse's namespace, or ConfigError with the flag, what is
 wrong, and a remedy. Standard library only: a verb that needs no settings loads none.
@@ -15,7 +14,7 @@ from typing import NoReturn
 from rlpost.errors import ConfigError, suggestion
 
 ALIKE = 0.75
-"""How alike a flag must be to a word, both without dashes, to be offered in its place."""
+"""Minimum similarity of a flag and a word, both without dashes, for a suggestion."""
 _ARGUMENT = re.compile(r"argument (?P<names>[^:]+): (?P<what>.*)", re.DOTALL)
 _BAD_VALUE = re.compile(r"invalid (?P<kind>\w+) value: (?P<value>.*)", re.DOTALL)
 _UNKNOWN = "unrecognized arguments: "
@@ -23,10 +22,10 @@ _KINDS = {"int": "a whole number", "float": "a number"}
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, with ConfigError in place of a page of usage and the end of the process."""
+    """An ArgumentParser that raises ConfigError instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError with argparse's message in the form of ours."""
+        """Raise ConfigError with argparse's message in the form of our messages."""
         if message.startswith(_UNKNOWN):
             word = message.removeprefix(_UNKNOWN).split()[0]
             raise ConfigError(self._unknown(word))
@@ -51,6 +50,11 @@ class Parser(argparse.ArgumentParser):
         if word.startswith("-"):
             return f"{word}: unknown flag of {self.prog}{alike(word, known) or '; it has ' + ', '.join(sorted(known))}"
         return f"{word}: one word too many for {self.prog}; see {self.prog} --help"
+
+
+def add_switch(made: argparse._ActionsContainer, flag: str, text: str) -> None:
+    """Add a flag without a value; it is False unless given."""
+    made.add_argument(flag, action="store_true", help=text)
 
 
 def alike(word: str, flags: Iterable[str]) -> str:

@@ -149,9 +149,7 @@ def _settings_problems(config: Config) -> list[str]:
 
 
 def absent(config: Config, recipe: str | None) -> list[str]:
-    """Variables and files that must be there when the job starts and are not, one line each with
-    the command that brings them.
-    """
+    """Problems of variables and files that the job needs, with the commands that create them."""
     if unset := variable_problems(config):
         return unset
     return [
@@ -251,8 +249,7 @@ def _stack_problems(config: Config) -> list[str]:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether a package is installed, without importing it; other packages share the name
-    ``megatron``."""
+    """Whether a package is installed. Does not import it; others share the name ``megatron``."""
     if package == "megatron-core":
         return option_names() is not None
     return PathFinder.find_spec(package.replace("-", "_")) is not None
@@ -289,9 +286,7 @@ def _package_problems(config: Config) -> list[str]:
 
 
 def _transformer_engine_problems(config: Config) -> list[str]:
-    """Settings that need TransformerEngine, in a GPU environment where it is missing or
-    disabled.
-    """
+    """Settings that need TransformerEngine where GPUs are used and it is missing or disabled."""
     if not _is_for_gpus():
         return []
     required = [need for need in needs_transformer_engine(config) if need.is_required]
@@ -380,9 +375,7 @@ def _engine_problems(config: Config, hf: HfConfig) -> list[str]:
 
 
 def _mtp_problems(config: Config) -> list[str]:
-    """Problems of --enable-mtp-training if the model or its weights lack the layer for multi-token
-    prediction.
-    """
+    """Problems of --enable-mtp-training if the model or its weights lack that layer."""
     path = Path(config.checkpoint.hf_checkpoint)
     if not config.grpo.enable_mtp_training or not (path / "config.json").is_file():
         return []
@@ -390,11 +383,8 @@ def _mtp_problems(config: Config) -> list[str]:
     try:
         problem = mtp_problem(family((hf.get("architectures") or ["none given"])[0]), hf)
         name = f"model.layers.{hf['num_hidden_layers']}.eh_proj.weight"
-        if (
-            problem is None
-            and config.checkpoint.ref_load is None
-            and name not in tensor_files(path)
-        ):
+        reads_hf = config.checkpoint.ref_load is None
+        if problem is None and reads_hf and name not in tensor_files(path):
             problem = (
                 f"--enable-mtp-training: the weights in {path} have no tensor {name}, and training does not start "
                 "from random values; use a checkpoint that has the layer, or --enable-mtp-training false"
@@ -413,18 +403,14 @@ def _reference_problems(config: Config) -> list[str]:
 
 
 def _weight_problems(folder: str | None, given: str, default: str) -> list[str]:
-    """Of a folder of weights, which may be torch_dist or Hugging Face."""
-    if (
-        folder is None
-        or find_checkpoint(folder) is not None
-        or any(Path(folder).glob("*.safetensors"))
-    ):
+    """Problems of a folder of weights, which may be torch_dist or Hugging Face."""
+    if folder is None or find_checkpoint(folder) is not None:
         return []
-    what = (
-        "holds neither a torch_dist checkpoint nor *.safetensors"
-        if os.path.isdir(folder)
-        else "no such folder"
-    )
+    if any(Path(folder).glob("*.safetensors")):
+        return []
+    what = "no such folder"
+    if os.path.isdir(folder):
+        what = "holds neither a torch_dist checkpoint nor *.safetensors"
     return [
         f"{given} {folder}: {what}; make it with rlpost convert RECIPE, or use {given} none "
         f"to take {default}"
@@ -470,9 +456,8 @@ def _prompt_problems(config: Config) -> list[str]:
             found = _collect(partial(check_prompts, [one.path], settings))
             problems += _of_file(f"--eval-prompt-data {one.name}", found)
         if any(getattr(one, key) is not None for key in REWARD_KEYS):
-            problems += [
-                f"{one.name}: {line}" for line in _collect(partial(check_reward, settings))
-            ]
+            found = _collect(partial(check_reward, settings))
+            problems += [f"{one.name}: {line}" for line in found]
     return problems
 
 

@@ -23,9 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """CPUs to run on, or None to leave the process as it is; ``said`` is a line for the log, or
-    empty.
-    """
+    """CPUs to run on, None to leave the process unbound; ``said`` is a log line or empty."""
 
     cpus: frozenset[int] | None
     said: str = ""

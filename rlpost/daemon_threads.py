@@ -6,15 +6,17 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
 def started(act: Callable[[], T]) -> Future[T]:
-    """Run ``act`` in a daemon thread; return a future of its result."""
+    """Run ``act`` in a daemon thread; return a future of its result, which cannot be cancelled."""
     found: Future[T] = Future()
+    # Otherwise a caller of ``in_daemon`` that is cancelled would cancel the future, and the thread
+    # could not set its result.
+    found.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
@@ -29,24 +31,5 @@ def started(act: Callable[[], T]) -> Future[T]:
 
 
 async def in_daemon(act: Callable[[], T]) -> T:
-    """Run ``act`` in a daemon thread and return its result; hung storage does not block the
-    exit.
-    """
-    loop = asyncio.get_running_loop()
-    found: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if not found.done():  # else the caller was cancelled
-            found.set_exception(error) if error is not None else found.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result = error = None
-        try:
-            result = act()
-        except BaseException as raised:
-            error = raised
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await found
+    """Run ``act`` in a daemon thread and return its result."""
+    return await asyncio.wrap_future(started(act))

@@ -121,15 +121,11 @@ class PlacementError(RlpostError):
 
 
 class Preempted(RlpostError):
-    """A stop was requested during a phase; the caller commits the last consistent state and
-    exits.
-    """
+    """A stop was requested; the caller commits the last consistent state and exits."""
 
 
 class HalfTrained(Preempted):
-    """A stop between two optimizer steps of one rollout: state matches no completed step; do not
-    save it.
-    """
+    """A stop between two optimizer steps of one rollout; its weights must not be saved."""
 
 
 class Interrupted(RlpostError):

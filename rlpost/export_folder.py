@@ -103,9 +103,7 @@ def refusal(target: Path, identity: str | None, kept: Mapping[str, Path]) -> str
 
 
 def mark(folder: Path, run: Path, identity: str) -> None:
-    """Write the marker, which names the run and its files, into a complete export. Raises
-    OSError.
-    """
+    """Write the marker with run and files into a complete export. Raises OSError."""
     marker = {"id": identity, "run": str(run), "files": sorted(os.listdir(folder))}
     path = folder / MARKER
     path.write_text(json.dumps(marker, indent=1) + "\n")

@@ -39,9 +39,7 @@ def paused_for_imports() -> Iterator[None]:
 
 
 def collect_between_steps_only() -> None:
-    """Leave full collections to ``between_steps``, and what exists now (imported modules) out of
-    all collections.
-    """
+    """Disable automatic full collections, and exempt all present objects from collection."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, NEVER)

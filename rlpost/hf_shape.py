@@ -1,8 +1,7 @@
-"""The shape of the model in a Hugging Face folder, as the planner counts with it. Standard library
-only.
+"""The planner's shape of the model in a Hugging Face folder. Standard library only.
 
-In: a parsed ``config.json``. Out: a ``Shape``. What is special to a family stands in
-``rlpost.weights.families``.
+Input: a parsed ``config.json``. Output: a ``Shape``. ``rlpost.weights.families`` has the rules of
+each family.
 """
 
 from __future__ import annotations

@@ -284,9 +284,7 @@ def _written(value: object, packing: Packing | None) -> object:
 
 
 def _read(value: object, packing: Packing) -> object:
-    """The inverse of ``_written`` for a column; a list of numbers and None are returned
-    unchanged.
-    """
+    """The inverse of ``_written``; lists of numbers and None are returned unchanged."""
     if not isinstance(value, Mapping):
         return value
     if "runs" in value:

@@ -152,9 +152,7 @@ class RunFile:
         return self._outcome(done.done(), done.result)
 
     def finish(self, act: Callable[[], object] = lambda: None) -> bool:
-        """Like ``do`` for the last write, without an event loop, within LAST_S; False also while
-        earlier writes are pending. Raises Fenced.
-        """
+        """Like ``do``, but blocking, within LAST_S; False while earlier writes wait. Raises Fenced."""
         done = self.soon(act, is_last=True)
         wait_for([done], timeout=min(self._deadline_s, LAST_S))
         return self._outcome(done.done(), done.result)

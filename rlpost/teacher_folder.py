@@ -1,7 +1,7 @@
 """Check the folders of a teacher in the trainer before a job starts. Without torch.
 
-Input: the settings, and the folders that they name. Output: one line for each problem; what the
-teacher takes of memory.
+Input: the settings, and the folders that they name. Output: one line for each problem, and a note
+on the teacher's memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlpost.weights.files import file_problems
 
 
 def teacher_problems(config: Config) -> list[str]:
-    """Of --opd-teacher-load and --opd-teacher-hf-checkpoint; none without such a teacher."""
+    """Problems of --opd-teacher-load and --opd-teacher-hf-checkpoint; none without them."""
     given, policy = config.distillation, Path(config.checkpoint.hf_checkpoint)
     load = given.opd_teacher_load
     if not given.use_opd or given.opd_type != "megatron" or load is None:
@@ -61,9 +61,7 @@ def teacher_problems(config: Config) -> list[str]:
 
 
 def teacher_shape(config: Config) -> Shape | None:
-    """The shape of a teacher in the trainer; None without one, without its config.json, or for a
-    plugin's family.
-    """
+    """Shape of a teacher in the trainer; None without one, or if its config is not usable."""
     given = config.distillation
     if not given.use_opd or given.opd_type != "megatron" or given.opd_teacher_load is None:
         return None
@@ -76,7 +74,7 @@ def teacher_shape(config: Config) -> Shape | None:
 
 
 def teacher_note(config: Config) -> str | None:
-    """What a teacher in the trainer takes of memory; None without one, or for a plugin's family."""
+    """Note on the memory of a teacher in the trainer; None without one, or for a plugin."""
     shape = teacher_shape(config)
     if shape is None:
         return None
@@ -92,7 +90,7 @@ def teacher_note(config: Config) -> str | None:
 
 
 def _weight_problem(load: str) -> str | None:
-    """What is wrong with the folder of the teacher's weights."""
+    """Return the problem of the folder with the teacher's weights, if any."""
     if find_checkpoint(load) is not None:
         return None
     if not any(Path(load).glob("*.safetensors")):

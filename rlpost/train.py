@@ -18,10 +18,11 @@ from common.exit_codes import EXIT_CONFIG, EXIT_CRASHED, EXIT_FAILED
 from common.log_format import configure_logging
 from common.run_folder import RunFolder, create_run_folder
 from rlpost.agents.sandbox.settings import check_node
+from rlpost.arguments import add_switch
 from rlpost.check import check, check_installed
 from rlpost.cli.command_line import parser, settings
 from rlpost.cli.entry import EXIT_BAD_INPUT, run_command
-from rlpost.cli.secret_file import take_out
+from rlpost.cli.secret_file import load_keys
 from rlpost.cli.secret_flags import hide_keys
 from rlpost.config.load import dump, parse_dump
 from rlpost.config.tree import Config
@@ -46,7 +47,7 @@ def _train(arguments: Sequence[str], *, owns_process: bool) -> int:
         "Train. The agent starts this on the head node; users run rlpost.submit.",
     )
     made.add_argument("--run-folder", type=Path, metavar="FOLDER", help="the folder of the run")
-    made.add_argument(FROM_AGENT, action="store_true", help="read the cluster from standard input")
+    add_switch(made, FROM_AGENT, "read the cluster from standard input")
     options, loaded = settings(made, arguments)
     if not options.cluster_from_stdin or options.run_folder is None:
         raise ConfigError(
@@ -58,7 +59,7 @@ def _train(arguments: Sequence[str], *, owns_process: bool) -> int:
     config = _settled(run, loaded.config)
     check_installed(config)
     check_node(config)
-    take_out(run, os.environ)
+    load_keys(run, os.environ)
     with paused_for_imports():
         from rlpost.orchestration.driver import drive  # heavy, while Ray comes up
 
@@ -87,9 +88,7 @@ def _load_tokenizer(config: Config) -> None:
 
 
 def _settled(run: RunFolder, given: Config) -> Config:
-    """Return the settings in run.json; at a first start without rlpost.submit, write the given ones
-    there.
-    """
+    """Return the settings of run.json; a first start without rlpost.submit writes it."""
     if run.run_json.exists():
         return parse_dump(run.run_json.read_text())
     home = os.environ.get("RLPOST_HOME")  # of the batch script, which mounts it

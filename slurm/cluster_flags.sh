@@ -1,6 +1,6 @@
 #!/bin/bash
 # Refuse flags that come too late: cluster_flags.sh WORD...   Exit 78 with one line for each, and its remedy.
-# Written by tools/make_jobs.py from rlpost/config/late_flags.py, which says why they are too late.
+# Written by tools/make_jobs.py from tools/late_flags.py, which says why they are too late.
 code=0
 while [ $# -gt 0 ]; do
   flag=${1%%=*} value='' remedy=''

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from pages.api import api_page as api
 from pages.layouts import layouts_page as layouts
+from pages.metrics import metrics_page as metrics
 from pages.recipes import recipes_page as recipes
+from pages.settings import settings_page as settings
 from pages.slime_flags import slime_flags_page as slime_flags
-
-from rlpost.config.show import reference as settings
-from rlpost.metrics.names import reference as metrics
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = {

@@ -21,12 +21,12 @@ from pathlib import Path
 from rlpost.cli.convert_job import CONVERSION_NODES, CONVERTED, TIME, conversion_spec
 from rlpost.cli.job import job_spec
 from rlpost.config.flags import flag
-from rlpost.config.late_flags import refusing_script
 from rlpost.config.load import SITE, files_of, load, read_toml
 from rlpost.config.tree import Config
 from slurm.render import render_sbatch
 from slurm.render_once import render_conversion
 from slurm.spec import JobSpec
+from tools.late_flags import refusing_script
 
 PROJECT = Path(__file__).parents[1]
 JOBS = {"tiny": {"nodes": 2}}  # settings of [cluster] that override the recipe

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 from pathlib import Path
+
+from common.files import write_atomic
 
 NUM_ADDENDS = 50  # sums stay below 100
 NUM_HELDOUT = 200
@@ -41,12 +42,7 @@ def write_lines(path: Path, lines: list[dict[str, str]]) -> bool:
     text = "".join(json.dumps(line) + "\n" for line in lines)
     if path.is_file() and path.read_text() == text:
         return False
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+    write_atomic(path, text, mode=0o666)
     return True
 
 

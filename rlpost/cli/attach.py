@@ -36,7 +36,7 @@ from slurm.environment import outside_any_job
 from slurm.states import JobState
 from slurm.step import Inside, step_argv
 
-DASHBOARD_PORT = 8265  # where a browser of the person's own machine finds it
+DASHBOARD_PORT = 8265  # of the tunnel, on the user's machine
 _DASHBOARD = re.compile(
     r"view the dashboard at [^\n]*\n[^\n]*?(?:http://)?(?P<address>\[[0-9a-fA-F:]+\]|[\w.-]+):(?P<port>\d+)[ \t]*$",
     re.M,
@@ -59,8 +59,7 @@ def attach_main(arguments: Sequence[str]) -> int:
 
 
 def exec_main(arguments: Sequence[str]) -> int:
-    """Run a command on every node, each output line prefixed with the node's number; or on one
-    node."""
+    """Run a command on one node, or on all with the node's number before each output line."""
     made = Parser(
         prog="rlpost exec",
         usage="rlpost exec [--run RUN] [--node HOST] [--] COMMAND...",
@@ -180,7 +179,7 @@ def _inside(run: RunFolder, job_id: str) -> Inside:
         raise ConfigError(
             f"{run.run_json}: cannot be read, so the run's container is not known: {error}"
         ) from error
-    # Ray's own commands ask for the attempt's secret; this is its place.
+    # Ray's commands authenticate with the attempt's secret.
     secret = (run.attempts / "latest").resolve() / SECRET_FILE
     variables = {
         **cluster.environment,
@@ -214,8 +213,8 @@ def home_of(run: RunFolder) -> Path:
         if (Path(home) / "bootstrap").is_dir():
             return Path(home)
     raise ConfigError(
-        f"{run.root}: holds no code, and {recorded or 'the ledger'} does not lead to the one that it runs; "
-        "link the RLPOST_HOME of its sbatch to code in the run folder"
+        f"{run.root}: has no folder code, and {recorded or 'the ledger'} does not lead to the code "
+        "of the run; link the RLPOST_HOME of its sbatch as code in the run folder"
     )
 
 

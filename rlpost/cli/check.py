@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from common.counting import counted
+from rlpost.arguments import add_switch
 from rlpost.check import check, notes
-from rlpost.cli.command_line import parser, settings
-from rlpost.cli.job import as_the_job_would, job_spec, with_container
+from rlpost.cli.command_line import no_recipe, parser, settings
+from rlpost.cli.job import as_the_job_would, job_spec
 from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.terminal import named_lines, terminal_width
 from rlpost.config.checks.missing import image_problems
@@ -25,7 +26,7 @@ from rlpost.config.load import Loaded
 from rlpost.config.plan.engine_weights import engine_weights
 from rlpost.config.plan.rank_memory import fullest_held
 from rlpost.config.tree import Config
-from rlpost.config.wording import near_path, with_origins
+from rlpost.config.wording import near_path, with_origins, with_values
 from rlpost.errors import ConfigError, WeightError
 from rlpost.hf_shape import hf_shape, weight_bytes
 from rlpost.units import count_text, size_text
@@ -54,14 +55,10 @@ def main(arguments: Sequence[str]) -> int:
 def _check(arguments: Sequence[str]) -> int:
     made = parser("rlpost check", "Check a recipe and show its arithmetic.")
     add_scale_down(made)
-    made.add_argument(
-        JSON, action="store_true", help="print a JSON object: ok, problems, notes, arithmetic"
-    )
+    add_switch(made, JSON, "print a JSON object: ok, problems, notes, arithmetic")
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
-        raise ConfigError(
-            "which recipe? the first word is a name in jobs/recipes or a TOML file: rlpost check tiny"
-        )
+        raise no_recipe("rlpost check tiny")
     require_model(options.recipe, loaded.config)
     problems = check_problems(loaded, options.recipe)
     if options.json:
@@ -89,7 +86,8 @@ def check_problems(loaded: Loaded, recipe: str | None) -> list[str]:
             seen = as_the_job_would(seen)[0]
         except ConfigError as error:
             problems += str(error).splitlines()
-            seen = with_container(seen, "none")  # what a container lacks would follow from that
+            # a missing container is reported; what it lacks would follow from that
+            seen = with_values(seen, container="none")
     try:
         check(seen, mounted=mounted, recipe=recipe, origins=loaded.origins)
     except ConfigError as error:
@@ -122,11 +120,8 @@ def _print_object(config: Config | None, problems: list[str]) -> int:
 def arithmetic(config: Config) -> list[tuple[str, str]]:
     """Sizes of a valid run, derived from its settings: (name, arithmetic)."""
     cluster, rollout = config.cluster, config.rollout
-    total, trains, generates = (
-        config.num_nodes * cluster.num_gpus_per_node,
-        config.actor_world_size,
-        config.rollout_num_gpus,
-    )
+    total = config.num_nodes * cluster.num_gpus_per_node
+    trains, generates = config.actor_world_size, config.rollout_num_gpus
     data = config.data_parallel_size
     a_step = config.samples_per_rollout // config.num_steps_per_rollout
     lines = [

@@ -6,15 +6,17 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
+from rlpost.arguments import add_switch
 from rlpost.cli.epochs import with_epochs
 from rlpost.cli.scaled import scaled, table
 from rlpost.cli.secret_flags import KEY_FLAGS, take_keys
 from rlpost.config import flags
 from rlpost.config.load import Loaded, files_of, load, site_profile
 from rlpost.config.show import resolved
+from rlpost.config.wording import with_values
+from rlpost.errors import ConfigError
 
 RUNS_DIR_VARIABLE = "RLPOST_RUNS_DIR"
 
@@ -38,11 +40,7 @@ def parser(prog: str, description: str) -> argparse.ArgumentParser:
             metavar="KEY",
             help=f"same as the environment variable {variable}; stored only in RUN/secrets.env",
         )
-    made.add_argument(
-        "--print-config",
-        action="store_true",
-        help="print every setting with its origin, as TOML, and exit",
-    )
+    add_switch(made, "--print-config", "print every setting with its origin, as TOML, and exit")
     return made
 
 
@@ -77,15 +75,17 @@ def settings(
     return namespace, loaded
 
 
+def no_recipe(example: str) -> ConfigError:
+    """Return the error for a command line without a recipe; ``example`` is one with it."""
+    return ConfigError(
+        f"which recipe? the first word is a name in jobs/recipes or a TOML file: {example}"
+    )
+
+
 def with_runs_dir(loaded: Loaded, environ: Mapping[str, str]) -> Loaded:
     """Return the settings with ``$RLPOST_RUNS_DIR``, where no file and no flag gives --runs-dir."""
     folder = environ.get(RUNS_DIR_VARIABLE)
     if not folder or "cluster.runs_dir" in loaded.origins:
         return loaded
-    cluster = loaded.config.cluster.model_copy(update={"runs_dir": str(Path(folder).absolute())})
-    config = loaded.config.model_copy(update={"cluster": cluster})
-    return replace(
-        loaded,
-        config=config,
-        origins={**loaded.origins, "cluster.runs_dir": f"${RUNS_DIR_VARIABLE}"},
-    )
+    config = with_values(loaded.config, runs_dir=str(Path(folder).absolute()))
+    return Loaded(config, {**loaded.origins, "cluster.runs_dir": f"${RUNS_DIR_VARIABLE}"})

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common.files import write_atomic
-from rlpost.arguments import Parser
+from rlpost.arguments import Parser, add_switch
 from rlpost.cli.runs import add_runs_dir, find_run
 from rlpost.cli.terminal import aligned, terminal_width
 from rlpost.config.wording import near_path
@@ -39,9 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         metavar="FILE",
         help="write the page to this file (default: report/compare.html of the first run)",
     )
-    output.add_argument(
-        "--json", action="store_true", help="print figures and differing settings for programs"
-    )
+    add_switch(output, "--json", "print figures and differing settings for programs")
     made.add_argument(
         "--fail-if",
         action="append",
@@ -77,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
         path = options.out or runs[0].report / "compare.html"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, compare_page(facts))
-        lines = table(labels(facts), figures(facts, is_brief=True), terminal_width())
+        lines = table(labels(facts), figures(facts), terminal_width())
         print(
             "\n".join([*lines, "", *(one.line for one in outcomes), f"page {near_path(str(path))}"])
         )

@@ -53,8 +53,7 @@ def cancel_main(arguments: Sequence[str]) -> int:
 
 
 def _cancel_all(run: RunFolder, job_id: str) -> None:
-    """All unfinished jobs of the run: in a chain the next job may be pending while the last one
-    ends."""
+    """Cancel all unfinished jobs: in a chain the next may be pending while the last one ends."""
     entry = queue([job_id])[job_id]
     if entry.is_over:
         raise ConfigError(

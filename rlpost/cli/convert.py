@@ -16,16 +16,16 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from common.counting import counted
 from common.host_lists import expand
 from rlpost.actor.model_description import read_description
 from rlpost.cli import command_line as command_line
 from rlpost.config.tree import Config
+from rlpost.config.wording import with_values
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.orchestration.settings_of_actors import actor_settings
 
@@ -100,17 +100,7 @@ def hf_to_torch_dist(arguments: Sequence[str] | None = None) -> int:
     made = command_line.parser(
         "convert_hf_to_torch_dist.py", "Hugging Face weights to Megatron's torch_dist."
     )
-
-    def target(namespace: argparse.Namespace, config: Config) -> str:
-        if config.checkpoint.save is None:
-            raise ConfigError("--save is not given; give the folder to write")
-        return _unused("--save", config.checkpoint.save)
-
-    def convert(namespace: argparse.Namespace, config: Config, converter: Any, target: str) -> None:
-        converter.from_hugging_face(config.checkpoint.hf_checkpoint)
-        converter.to_torch_dist(target)
-
-    return _main(made, arguments, target, convert)
+    return _main(made, arguments)
 
 
 def torch_dist_to_hf(arguments: Sequence[str] | None = None) -> int:
@@ -131,15 +121,7 @@ def torch_dist_to_hf(arguments: Sequence[str] | None = None) -> int:
         "--origin-hf-dir",
         help="the same as --hf-checkpoint: configuration, tokenizer, what is not trained",
     )
-
-    def target(namespace: argparse.Namespace, config: Config) -> str:
-        return _unused("--output-dir", str(namespace.output_dir))
-
-    def convert(namespace: argparse.Namespace, config: Config, converter: Any, target: str) -> None:
-        converter.from_torch_dist(namespace.input_dir)
-        converter.to_hugging_face(target)
-
-    return _main(made, arguments, target, convert)
+    return _main(made, arguments)
 
 
 def _unused(flag: str, folder: str) -> str:
@@ -155,13 +137,17 @@ def _unused(flag: str, folder: str) -> str:
     return folder
 
 
-def _main(
-    made: argparse.ArgumentParser,
-    arguments: Sequence[str] | None,
-    target: Callable[[argparse.Namespace, Config], str],
-    convert: Callable[[argparse.Namespace, Config, object, str], None],
-) -> int:
-    """Parse the arguments, build the model, ``convert`` it into ``target`` and print the duration.
+def _target(namespace: argparse.Namespace, config: Config) -> str:
+    """Return the folder to write, which is empty. Raises ConfigError."""
+    if "output_dir" in namespace:
+        return _unused("--output-dir", str(namespace.output_dir))
+    if config.checkpoint.save is None:
+        raise ConfigError("--save is not given; give the folder to write")
+    return _unused("--save", config.checkpoint.save)
+
+
+def _main(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
+    """Parse the arguments, build the model, convert its weights and print the duration.
 
     Every rank checks the folder before the rendezvous, so all have checked it before any writes.
     """
@@ -176,7 +162,7 @@ def _main(
         config = _prepared(
             loaded.config, getattr(namespace, "origin_hf_dir", None), here.world_size
         )
-        folder = target(namespace, config)
+        folder = _target(namespace, config)
         os.environ["CUDA_VISIBLE_DEVICES"] = device_of(os.environ, here.local_rank)
         from rlpost.actor.conversion import Converter, with_mtp_layer  # imports torch and Megatron
         from rlpost.actor.parallel import Rendezvous
@@ -185,7 +171,12 @@ def _main(
         source = getattr(namespace, "input_dir", config.checkpoint.hf_checkpoint)
         converter = Converter(with_mtp_layer(actor_settings(config), source), meeting)
         try:
-            convert(namespace, config, converter, folder)
+            if "output_dir" in namespace:
+                converter.from_torch_dist(source)
+                converter.to_hugging_face(folder)
+            else:
+                converter.from_hugging_face(source)
+                converter.to_torch_dist(folder)
         finally:
             converter.close()
     except RlpostError as error:
@@ -204,20 +195,14 @@ NO_KERNELS = {"moe_grouped_gemm": False, "moe_permute_fusion": False, "no_rope_f
 
 def _prepared(config: Config, origin: str | None, num_ranks: int) -> Config:
     """Fill in settings that are not given: precision from config.json, layers over all ranks."""
-    checkpoint = config.checkpoint.model_copy(
-        update={"hf_checkpoint": origin or config.checkpoint.hf_checkpoint}
-    )
-    hf = read_description(checkpoint.hf_checkpoint, config.model.model_dump()).hf_config
-    perf = config.perf
-    update: dict[str, Any] = {}
-    if perf.bf16 is None:
+    folder = origin or config.checkpoint.hf_checkpoint
+    hf = read_description(folder, config.model.model_dump()).hf_config
+    update: dict[str, object] = {"hf_checkpoint": folder, **NO_KERNELS}
+    if config.perf.bf16 is None:
         update["bf16"] = (hf.get("dtype") or hf.get("torch_dtype")) == "bfloat16"
-    if all(getattr(perf, name) == 1 for name in SIZES):
+    if all(getattr(config.perf, name) == 1 for name in SIZES):
         update |= spread(hf["num_hidden_layers"], num_ranks)
-    model = config.model.model_copy(update=NO_KERNELS)
-    return config.model_copy(
-        update={"checkpoint": checkpoint, "perf": perf.model_copy(update=update), "model": model}
-    )
+    return with_values(config, **update)
 
 
 DIRECTIONS = {"to-torch-dist": hf_to_torch_dist, "to-hf": torch_dist_to_hf}

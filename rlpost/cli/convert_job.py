@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from common.run_folder import claim_folder
+from rlpost.arguments import add_switch
 from rlpost.cli.job import job_spec
 from rlpost.config.load import read_toml, recipe_file
 from rlpost.config.tree import Config
@@ -60,18 +61,13 @@ def conversion_spec(config: Config, model: str | None) -> JobSpec:
 
 def main(arguments: Sequence[str]) -> int:
     """Run ``rlpost convert`` and return its exit code. Raises ConfigError."""
-    from rlpost.cli.command_line import parser, settings
+    from rlpost.cli.command_line import no_recipe, parser, settings
 
     made = parser("rlpost convert", "Submit the job that converts a recipe's weights.")
-    made.add_argument(
-        "--dry-run", action="store_true", help="print the batch script and submit nothing"
-    )
+    add_switch(made, "--dry-run", "print the batch script and submit nothing")
     options, loaded = settings(made, arguments)
     if options.recipe is None:
-        raise ConfigError(
-            "which recipe? the first word is a name in jobs/recipes or a TOML file: "
-            "rlpost convert qwen3_4b"
-        )
+        raise no_recipe("rlpost convert qwen3_4b")
     recipe = Path(options.recipe)
     given = {name for name, origin in loaded.origins.items() if origin == COMMAND_LINE}
     job: dict[str, object] = {"job_name": f"convert_{recipe.stem}"}
@@ -111,12 +107,10 @@ def _require_weights(config: Config, recipe: str, *, is_dry: bool) -> None:
     source = source_of(config)
     if (Path(source) / "config.json").is_file():
         return
-    line = f"--ref-load {config.checkpoint.ref_load}: {source} is missing; "
-    line += (
-        "export RLPOST_ASSETS=FOLDER, or give --assets-dir FOLDER"
-        if source.startswith("$")
-        else f"run: rlpost fetch {recipe}"
-    )
+    remedy = f"run: rlpost fetch {recipe}"
+    if source.startswith("$"):
+        remedy = "export RLPOST_ASSETS=FOLDER, or give --assets-dir FOLDER"
+    line = f"--ref-load {config.checkpoint.ref_load}: {source} is missing; {remedy}"
     if not is_dry:
         raise ConfigError(line)
     print(f"note: {line}", file=sys.stderr)

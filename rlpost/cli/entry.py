@@ -20,7 +20,7 @@ EXIT_BAD_INPUT = 2
 MOST_LINES = 12
 """Maximum errors to print: each takes two or three terminal lines, and all should fit on a screen.
 """
-EXIT_NOBODY_READS = 128 + signal.SIGPIPE  # as for programs that SIGPIPE kills
+EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE  # as for programs that SIGPIPE kills
 
 
 def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) -> int:
@@ -45,9 +45,9 @@ def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
     except BrokenPipeError:  # e.g. ``head`` closed the pipe
-        # the interpreter flushes again
+        # The interpreter flushes stdout again at its exit, which would print a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_NOBODY_READS
+        return EXIT_BROKEN_PIPE
     except OSError as error:
         if error.filename is None:  # not about a user's file: a bug
             raise

@@ -6,10 +6,8 @@ run.json, so that a requeued job trains as many steps as the first one.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rlpost.config.load import Loaded
-from rlpost.config.wording import spelled
+from rlpost.config.wording import spelled, with_values
 from rlpost.data.rows import num_rows
 from rlpost.errors import ConfigError, DataError
 
@@ -52,9 +50,5 @@ def with_epochs(loaded: Loaded) -> Loaded:
             f"{epochs} is {steps} steps ({rows} rows, {size} a step), but {spelled(loaded.config, 'num_rollout')} is "
             "given as well; leave one of them out"
         )
-    made = rollout.model_copy(update={"num_rollout": steps})
-    return replace(
-        loaded,
-        config=loaded.config.model_copy(update={"rollout": made}),
-        origins={**loaded.origins, NUM_ROLLOUT: "--num-epoch"},
-    )
+    config = with_values(loaded.config, num_rollout=steps)
+    return Loaded(config, {**loaded.origins, NUM_ROLLOUT: "--num-epoch"})

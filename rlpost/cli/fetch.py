@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlpost.arguments import add_switch
 from rlpost.assets.store import Status, inspect
 from rlpost.assets.wanted import Asset, from_elsewhere, wanted
 from rlpost.cli import command_line as command_line
@@ -36,7 +37,7 @@ from rlpost.units import size_text
 if TYPE_CHECKING:
     from rlpost.assets.hub import Hub
 
-EXIT_NOT_HAD = 1
+EXIT_UNAVAILABLE = 1
 TOKENS = KEYS[:2]
 
 
@@ -45,14 +46,8 @@ def main(arguments: Sequence[str]) -> int:
     made = command_line.parser(
         "rlpost fetch", "Download a recipe's models and data sets from the Hugging Face hub."
     )
-    made.add_argument(
-        "--sizes-only",
-        action="store_true",
-        help="print what exists and what is missing, download nothing",
-    )
-    made.add_argument(
-        "--compare", action="store_true", help="verify existing files against their digests"
-    )
+    add_switch(made, "--sizes-only", "print what exists and what is missing, download nothing")
+    add_switch(made, "--compare", "verify existing files against their digests")
     made.add_argument(
         "--token-file",
         type=Path,
@@ -86,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
         code = _run(assets, root, token, options)
     except AssetError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_NOT_HAD
+        return EXIT_UNAVAILABLE
     for line in from_elsewhere(loaded.config, str(root), assets):
         print(f"not of the hub: {line} (rlpost convert RECIPE makes it)")
     return code
@@ -107,7 +102,7 @@ def _make(config: Config, recipe: str | None, ranks: int | None) -> int:
         tiny_model.make_problems(Path(folder))
         return tiny_model.main(["--out", folder])
     if recipe is None:
-        raise ConfigError(f"{FLAG}: which recipe? the first word is a name or a TOML file")
+        raise command_line.no_recipe(f"rlpost fetch tiny {FLAG}")
     return tiny_model.main(["--recipe", recipe, FLAG, str(ranks)])
 
 
@@ -146,8 +141,7 @@ def _run(
 def _fetch_all(
     found: Sequence[Status], root: Path, hub: Hub | None, options: argparse.Namespace
 ) -> None:
-    """Fetch the assets in turn with a progress bar. Raises AssetError, also if disk space is
-    short."""
+    """Fetch the assets in order. Raises AssetError, also if disk space is short."""
     from tqdm import tqdm  # comes with huggingface_hub
 
     from rlpost.assets.fetch import Fetcher
@@ -155,8 +149,8 @@ def _fetch_all(
     needed, free = sum(one.missing_bytes for one in found), free_bytes(root)
     if needed > free:  # free space ignores quotas
         raise AssetError(
-            f"{size_text(needed)} are to come and {size_text(free)} are free in {root}: free some space, "
-            "or name another folder (--assets-dir, RLPOST_ASSETS)"
+            f"{size_text(needed)} to download, but {root} has {size_text(free)} free: free some "
+            "space, or name another folder (--assets-dir, RLPOST_ASSETS)"
         )
     interval_s = 0.5 if sys.stderr.isatty() else 10
     with tqdm(

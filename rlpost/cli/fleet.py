@@ -13,7 +13,7 @@ from typing import Any
 
 from common.counting import counted
 from common.run_folder import RunFolder
-from rlpost.arguments import Parser
+from rlpost.arguments import Parser, add_switch
 from rlpost.cli.fleet_jobs import (
     PLACES,
     check_model,
@@ -56,10 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--drain", nargs="+", metavar="ENGINE", help="let these leave, as the table names them"
     )
-    what.add_argument("--stop", action="store_true", help="let all of them leave")
-    made.add_argument(
-        "--dry-run", action="store_true", help="print the batch script and submit nothing"
-    )
+    add_switch(what, "--stop", "let all of them leave")
+    add_switch(made, "--dry-run", "print the batch script and submit nothing")
     made.add_argument("--cluster", metavar="PROFILE", help="profile of the engine jobs")
     for name in PLACES:
         made.add_argument(f"--{name}", metavar=name.upper(), help=f"{name} of the engine jobs")

@@ -29,7 +29,12 @@ from slurm.render_fleet import FleetSpec, task_name
 
 PROJECT = Path(__file__).parents[2]
 PLACES = ("partition", "account", "qos", "reservation", "constraint", "time")
-"""Settings of [cluster] that engine jobs may have of their own: [fleet] has them as engine_X."""
+"""Settings of [cluster] that engine jobs may override; [fleet] has them as engine_X."""
+
+
+def code_of(run: RunFolder) -> Path:
+    """Return the folder of the code for further jobs of a run: its snapshot, else this project."""
+    return run.code if run.code.is_dir() else PROJECT
 
 
 def engine_settings(config: Config, changed: Mapping[str, object] | None = None) -> Config:
@@ -86,7 +91,7 @@ def fleet_spec(
         requeue="requeue" if cluster.requeue == "requeue" else "never",
         agent_args=("--num-gpus", str(num_gpus)),
         driver_args=(),
-        home=str(run.code if run.code.is_dir() else PROJECT),
+        home=str(code_of(run)),
         run_folder=str(run.root),
         output=log,
     )

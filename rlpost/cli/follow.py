@@ -41,11 +41,7 @@ def follow(
     (``started_it``) receives the same Ctrl-C from the terminal and stops at its next checkpoint; a
     second Ctrl-C detaches immediately.
     """
-    is_over = (
-        (lambda: not local_is_alive(job_id))
-        if job_id.startswith(LOCAL)
-        else _slurm_is_over(run, job_id)
-    )
+    is_over = _watched_end(run, job_id)
     log = _LogTail(run.attempts, wanted or Wanted(), since)
     interrupted = False
     while True:
@@ -100,16 +96,19 @@ class _LogTail:
         with path.open("rb") as file:
             file.seek(self._read.get(path.stem, 0))
             whole = file.read()
-        whole = whole[: whole.rfind(b"\n") + 1]
+        whole = whole[: whole.rfind(b"\n") + 1]  # the rest of a line may not be written yet
         self._read[path.stem] = self._read.get(path.stem, 0) + len(whole)
         return whole.decode(errors="replace").splitlines(keepends=True)
 
 
-def _slurm_is_over(run: RunFolder, job_id: str) -> Callable[[], bool]:
-    """Return a function that polls Slurm, more often once the attempt has written its verdict.
+def _watched_end(run: RunFolder, job_id: str) -> Callable[[], bool]:
+    """Return a function that tells whether the run is over.
 
-    After the verdict the job ends, is requeued, or is followed by another (``requeue = "chain"``).
+    Slurm is polled more often once the attempt has written its verdict. The job then ends, is
+    requeued, or is followed by another (``requeue = "chain"``).
     """
+    if job_id.startswith(LOCAL):
+        return lambda: not local_is_alive(job_id)
     polled_at = -POLL_S
     over = False
 
@@ -146,9 +145,7 @@ def conclude(run: RunFolder) -> int:
 
 
 def summary(run: RunFolder) -> list[str]:
-    """Result lines of a finished run: first and last reward of each evaluation set, and the
-    files.
-    """
+    """Lines with the first and last reward of each evaluation set, and the files of a run."""
     lines = read_metrics(run.metrics)
     found = []
     for name in sorted({name for line in lines for name in eval_rewards(line)}):

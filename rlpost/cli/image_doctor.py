@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rlpost.arguments import add_switch
 from rlpost.cli.job import job_spec
 from rlpost.cli.submit import PROJECT
 from rlpost.config.keys import without_keys
@@ -40,23 +41,19 @@ def main(arguments: Sequence[str]) -> int:
     made.add_argument(
         "recipe", nargs="?", type=Path, metavar="RECIPE.toml", help="check for this recipe"
     )
-    made.add_argument("--cpu", action="store_true", help="for nodes without a GPU")
-    made.add_argument("--json", action="store_true", help="print JSON")
-    made.add_argument("--dry-run", action="store_true", help="print the job and submit nothing")
+    add_switch(made, "--cpu", "for nodes without a GPU")
+    add_switch(made, "--json", "print JSON")
+    add_switch(made, "--dry-run", "print the job and submit nothing")
     options = made.parse_args(arguments)
-    words: list[str] = []
-    if options.cpu:
-        words.append("--cpu")
-    if options.json:
-        words.append("--json")
+    words = [f"--{name}" for name in ("cpu", "json") if getattr(options, name)]
     config = load(files_of(options.recipe, {"cluster": options.cluster}), {}).config
     if options.recipe is not None:
         words += _needs_of(config)
     try:
         spec = look_spec(job_spec(config, driver_args=tuple(words)))
-        with tempfile.TemporaryDirectory(
-            dir=_shared(config.cluster.runs_dir), prefix=".image-"
-        ) as folder:
+        runs_dir = Path(config.cluster.runs_dir)  # on the file system that nodes share
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=runs_dir, prefix=".image-") as folder:
             spec = replace(spec, run_folder=folder, output=folder.replace("%", "%%") + "/job.out")
             if options.dry_run:
                 print(render_look(spec), end="")
@@ -87,20 +84,16 @@ def _needs_of(config: Config) -> list[str]:
 
 def look_spec(spec: JobSpec) -> JobSpec:
     """Return the spec of a check: one node, 30 minutes, never requeued."""
-    once = replace(
+    return replace(
         spec.with_python(sys.executable),
         job_name="rlpost-image",
         nodes=1,
         spare_nodes=0,
         requeue="never",
+        time="30",
+        signal_lead_s=60,
+        home=str(PROJECT),
     )
-    return replace(once, time="30", signal_lead_s=60, home=str(PROJECT))
-
-
-def _shared(runs_dir: str) -> Path:
-    folder = Path(runs_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _submitted(script: str, folder: Path) -> int:
@@ -136,13 +129,7 @@ def _show(folder: Path, code: int) -> int:
         print((folder / "findings").read_text(), end="")
         return code
     except FileNotFoundError:
-        logs = (
-            path.read_text(errors="replace")
-            for path in (*folder.glob("job.out"), *folder.glob("*.log"))
-        )
-        print(
-            "".join(logs) or f"the job wrote nothing (sbatch: exit {code})",
-            end="\n",
-            file=sys.stderr,
-        )
+        paths = (*folder.glob("job.out"), *folder.glob("*.log"))
+        logs = "".join(path.read_text(errors="replace") for path in paths)
+        print(logs or f"the job wrote nothing (sbatch: exit {code})", file=sys.stderr)
         return code or 1

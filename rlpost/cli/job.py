@@ -15,7 +15,7 @@ from rlpost.config.checks.agents import uses_sandboxes
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.keys import KEYS
 from rlpost.config.tree import Config
-from rlpost.config.wording import as_flag
+from rlpost.config.wording import as_flag, with_values
 from rlpost.errors import ConfigError
 from slurm.container import Container
 from slurm.container_choice import choose
@@ -133,11 +133,4 @@ def as_the_job_would(config: Config) -> tuple[Config, str]:
         chosen, why = choose(backend, "" if image.startswith("$") else image)
     except SpecError as error:
         raise ConfigError(str(error)) from None
-    return with_container(config, chosen), why
-
-
-def with_container(config: Config, backend: str) -> Config:
-    """Return the settings with another container backend."""
-    return config.model_copy(
-        update={"cluster": config.cluster.model_copy(update={"container": backend})}
-    )
+    return with_values(config, container=chosen), why

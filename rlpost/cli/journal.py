@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.run_folder import RunFolder
-from rlpost.arguments import Parser
+from rlpost.arguments import Parser, add_switch
 from rlpost.checkpoint.commit import newest_committed
 from rlpost.checkpoint.state import RunState
 from rlpost.cli.runs import add_run_options, find_run, settings_of
@@ -46,10 +46,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     add_run_options(made)
     output = made.add_mutually_exclusive_group()
-    output.add_argument("--records", action="store_true", help="print every record in order")
-    output.add_argument(
-        "--json", action="store_true", help="print a JSON object: segments and resume"
-    )
+    add_switch(output, "--records", "print every record in order")
+    add_switch(output, "--json", "print a JSON object: segments and resume")
     options = made.parse_args(arguments)
     folder = journal_folder(find_run(options.run, options.runs_dir))
     try:

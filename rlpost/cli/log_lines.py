@@ -110,6 +110,7 @@ def _timed(name: str, records: Iterable[str], day: float) -> Iterator[tuple[floa
             else:
                 now += latest // DAY * DAY
                 now = now + DAY if latest - now > DAY / 2 else now
+            # heapq.merge needs times that never decrease; threads may log slightly out of order.
             latest, is_first = now if is_first else max(latest, now), False
         yield latest, name, record
 

@@ -128,11 +128,9 @@ def _what_there_is(run: RunFolder, attempt: Path, wanted: Wanted) -> str:
         attempts = sorted(
             (path.name for path in run.attempts.glob("[0-9]*")), key=lambda name: (len(name), name)
         )
-        there = (
-            f"there are {', '.join(attempts)}"
-            if attempts
-            else "the job has not started yet; see rlpost status"
-        )
+        there = "the job has not started yet; see rlpost status"
+        if attempts:
+            there = f"there are {', '.join(attempts)}"
         return f"{attempt}: no such attempt; {there}"
     names = sorted(path.name for path in attempt.glob("*.log"))
     missing = ", ".join(f"{name}.log" for name in wanted.names)

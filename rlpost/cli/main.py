@@ -10,12 +10,12 @@ import importlib
 import importlib.util
 import subprocess
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 
 from rlpost import __version__
 from rlpost.cli.entry import run_command
 from rlpost.cli.secret_flags import hide_keys
+from rlpost.cli.terminal import named_lines
 from rlpost.errors import ConfigError, suggestion
 
 # verb: module and function, and what it does
@@ -100,15 +100,9 @@ def verbs() -> dict[str, str]:
 
 def help_page(known: Mapping[str, str]) -> str:
     """Return the help of ``rlpost``: at most 80 columns, one screen."""
-    width = max(map(len, known)) + 2
+    width = max(map(len, known)) + 4
     lines = ["usage: rlpost VERB [...]; rlpost VERB --help says more", ""]
-    for verb, text in known.items():
-        lines += textwrap.wrap(
-            text,
-            HELP_WIDTH,
-            initial_indent=f"  {verb:<{width}}",
-            subsequent_indent=" " * (width + 2),
-        )
+    lines += named_lines([(f"  {verb}", text) for verb, text in known.items()], width, HELP_WIDTH)
     lines += [
         "",
         "A run is named by its folder, its name or its job id; without one, the newest",
@@ -129,7 +123,7 @@ def doctor(arguments: Sequence[str]) -> int:
             from rlpost.cli.image_doctor import words_of_recipes
 
             words = words_of_recipes(words)
-        # Without a recipe no package of ours need be there.
+        # In a separate process: an image without rlpost's dependencies can be checked too.
         return subprocess.run([sys.executable, "-m", "bootstrap.image.doctor", *words]).returncode
     return subprocess.run([sys.executable, "-m", _DOCTOR, *arguments]).returncode
 

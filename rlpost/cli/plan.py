@@ -22,7 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from common.counting import counted
-from rlpost.cli.command_line import parser, settings
+from rlpost.arguments import add_switch
+from rlpost.cli.command_line import no_recipe, parser, settings
 from rlpost.cli.scaled import add_scale_down
 from rlpost.cli.terminal import terminal_width
 from rlpost.config.checks.layout import layout_problems
@@ -40,6 +41,7 @@ from rlpost.config.plan.save_interval import (
 from rlpost.config.plan.shape import Shape, shape_of
 from rlpost.config.plan.weight_update import WeightUpdate
 from rlpost.config.tree import Config
+from rlpost.config.wording import with_values
 from rlpost.errors import ConfigError, WeightError
 from rlpost.hf_shape import hf_shape, weight_bytes
 from rlpost.metrics.earlier_runs import earlier_step_times
@@ -51,9 +53,7 @@ EXIT_NO_FIT = 2
 GPU_MEMORY = "80GB"
 NUM_SUGGESTED = 5
 SGLANG_BYTES_PER_EXPERT = 4
-"""Of the table that each process of an engine keeps for its KV cache: all layers, dense ones
-included.
-"""
+"""Per expert of a token in an engine's table of routes, which covers dense layers too."""
 WIDTH, BAR = 110, 60
 _BESIDE_BAR = 38  # the name of the phase, and its gigabytes
 UNITS = {"": 1, "GB": 10**9, "GiB": 2**30, "G": 10**9}
@@ -85,12 +85,8 @@ def main(arguments: Sequence[str]) -> int:
         help="seconds of training in it (default: all of --step-s)",
     )
     add_scale_down(made)
-    made.add_argument(
-        "--suggest", action="store_true", help="print the best layouts for the model on these GPUs"
-    )
-    made.add_argument(
-        "--json", action="store_true", help="print a JSON object instead of the tables"
-    )
+    add_switch(made, "--suggest", "print the best layouts for the model on these GPUs")
+    add_switch(made, "--json", "print a JSON object instead of the tables")
     options, config = planned_recipe(made, arguments)
     if options.write_gbps <= 0:
         raise ConfigError(
@@ -128,7 +124,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def add_gpus(made: argparse.ArgumentParser) -> None:
-    """Add the flags that say which GPUs a recipe is planned for."""
+    """Add the flags that describe the GPUs to plan for."""
     made.add_argument(
         "--gpus", type=int, metavar="N", help="GPUs of the trainer, instead of the recipe's"
     )
@@ -146,9 +142,7 @@ def planned_recipe(
     """Read the options and the recipe on the GPUs of ``--gpus``. Raises ConfigError."""
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
-        raise ConfigError(
-            "which recipe? the first word is a TOML file, for instance jobs/recipes/qwen3_4b.toml"
-        )
+        raise no_recipe(f"{made.prog} qwen3_4b")
     config = loaded.config if options.gpus is None else on_gpus(loaded.config, options.gpus)
     return options, config
 
@@ -303,28 +297,26 @@ def on_gpus(config: Config, gpus: int) -> Config:
         raise ConfigError(
             f"--gpus {gpus} is no multiple of --num-gpus-per-node {size}; use {lower} or {lower + size}"
         )
-    update = {"actor_num_nodes": gpus // a_node, "actor_num_gpus_per_node": a_node, "nodes": None}
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update=update)})
+    num_nodes = gpus // a_node
+    return with_values(
+        config, actor_num_nodes=num_nodes, actor_num_gpus_per_node=a_node, nodes=None
+    )
 
 
 def model_of(config: Config) -> tuple[Shape, int]:
-    """The model's shape and the bytes of a weight in its engines: from config.json, or from
-    [model].
-    """
-    shape, width = _model_of(config)
-    return replace(shape, mtp=config.grpo.enable_mtp_training), width
-
-
-def _model_of(config: Config) -> tuple[Shape, int]:
+    """Return the model's shape, and the bytes of a weight in its engines."""
     folder = Path(config.checkpoint.hf_checkpoint)
     path = folder / "config.json"
-    if not path.is_file():
-        return shape_of(config.model.model_dump()), 1 if folder.name.endswith("FP8") else 2
-    try:
-        hf = json.loads(path.read_text())
-        return hf_shape(hf), weight_bytes(hf)
-    except (ValueError, WeightError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+    if path.is_file():
+        try:
+            hf = json.loads(path.read_text())
+            shape, width = hf_shape(hf), weight_bytes(hf)
+        except (ValueError, WeightError) as error:
+            raise ConfigError(f"{path}: {error}") from None
+    else:
+        shape = shape_of(config.model.model_dump())
+        width = 1 if folder.name.endswith("FP8") else 2
+    return replace(shape, mtp=config.grpo.enable_mtp_training), width
 
 
 def parse_size(text: str) -> int:
@@ -340,7 +332,7 @@ def parse_size(text: str) -> int:
 
 
 def table(made: Estimate, speed: Speed) -> Table:
-    """What there is, in rows."""
+    """Return the estimate as a table."""
     config, layout, rank = made.config, made.layout, made.fullest
     shown = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     shown.add_column(style="bold", no_wrap=True)
@@ -398,9 +390,7 @@ def table(made: Estimate, speed: Speed) -> Table:
 
 
 def route_words(made: Estimate, kv_tokens: int) -> str:
-    """Memory of the experts that engines choose: what the driver holds of a step at most, and each
-    GPU of an engine.
-    """
+    """Memory of recorded routes: the most per step in the driver, and per GPU of an engine."""
     shape, config = made.shape, made.config
     bytes_per_expert = 1 if shape.num_experts <= 255 else 2
     per_token = sum(shape.sparse) * shape.topk * bytes_per_expert
@@ -438,9 +428,7 @@ def update_rows(config: Config, update: WeightUpdate) -> list[tuple[str, str]]:
 
 
 def bars(made: Estimate, width: int = WIDTH) -> Text:
-    """A bar for each phase, as long as its part of a GPU, and what its marks mean, for a terminal of
-    ``width`` columns.
-    """
+    """A bar for each phase with a legend; a whole bar is the memory of a GPU."""
     size = min(BAR, width - _BESIDE_BAR)
     text = Text("\n")
     seen: dict[str, None] = {}
@@ -484,7 +472,7 @@ def suggestions(choices: Sequence[Choice]) -> Table:
 
 
 def flags_of(choice: Choice, given: Config) -> str:
-    """The flags that make this layout of the recipe: what differs."""
+    """Return the flags that turn the recipe into this layout."""
     changed = []
     for group in ("perf", "cluster", "optimizer"):
         before, after = getattr(given, group), getattr(choice.config, group)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlpost.arguments import Parser
+from rlpost.arguments import Parser, add_switch
+from rlpost.cli.terminal import named_lines
 
 JOBS = Path(__file__).parents[2] / "jobs"
 KINDS = {
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         description="List the recipes, models and cluster profiles that have a name.",
     )
     made.add_argument("kind", nargs="?", choices=tuple(KINDS), help="only these (default: all)")
-    made.add_argument("--json", action="store_true", help="print JSON: kind, name, description")
+    add_switch(made, "--json", "print JSON: kind, name, description")
     options = made.parse_args(arguments)
     kinds = [options.kind] if options.kind else list(KINDS)
     found = {kind: named_files(JOBS / kind) for kind in kinds}
@@ -68,11 +68,6 @@ def page(found: Mapping[str, Mapping[str, str]], width: int) -> list[str]:
     for kind, descriptions in found.items():
         lines += [*([""] if lines else []), f"{kind} ({KINDS[kind]})"]
         indent = max(map(len, descriptions), default=0) + 2 * _GAP
-        for name, text in descriptions.items():
-            lines += textwrap.wrap(
-                text or "-",
-                max(width - 1, indent + 20),
-                initial_indent=f"{'':{_GAP}}{name:<{indent - _GAP}}",
-                subsequent_indent=" " * indent,
-            )
+        rows = [(f"{'':{_GAP}}{name}", text or "-") for name, text in descriptions.items()]
+        lines += named_lines(rows, indent, max(width - 1, indent + 20))
     return lines

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from common.counting import counted
+from rlpost.arguments import add_switch
 from rlpost.cli.command_line import parser
 from rlpost.cli.plan import EXIT_NO_FIT, add_gpus, parse_size, planned_recipe
 from rlpost.cli.rehearse_nodes import agents_check, nodes_check
@@ -40,10 +41,10 @@ def main(arguments: Sequence[str]) -> int:
         "Run every rank of a recipe for one step without GPUs and without data, and check the result.",
     )
     add_gpus(made)
-    made.add_argument(
+    add_switch(
+        made,
         "--all-ranks",
-        action="store_true",
-        help="run the step on every rank; by default on two of each class of equal ranks",
+        "run the step on every rank; by default on two of each class of equal ranks",
     )
     made.add_argument(
         "--micro-batches",
@@ -51,12 +52,10 @@ def main(arguments: Sequence[str]) -> int:
         metavar="N",
         help="rehearse N micro-batches of the step (default: pipeline stages + 1)",
     )
-    made.add_argument(
-        "--nodes-too",
-        action="store_true",
-        help="let the agents of all nodes meet on this machine, with a stub of Ray",
+    add_switch(
+        made, "--nodes-too", "let the agents of all nodes meet on this machine, with a stub of Ray"
     )
-    made.add_argument("--json", action="store_true", help="print one object")
+    add_switch(made, "--json", "print one object")
     add_scale_down(made)
     options, config = planned_recipe(made, arguments)
     if options.micro_batches is not None and options.micro_batches < 1:
@@ -70,7 +69,12 @@ def main(arguments: Sequence[str]) -> int:
     if options.nodes_too:
         _say(f"agents of {counted(config.num_nodes, 'node')}")
         result = replace(result, checks=(*result.checks, agents_check(config)))
-    print(json.dumps(_object(result), indent=2) if options.json else text(result))
+    if options.json:
+        from rlpost.rehearsal.result import as_object  # imports the training stack
+
+        print(json.dumps(as_object(result), indent=2))
+    else:
+        print(text(result))
     return 0 if result.first_fault is None else EXIT_NO_FIT
 
 
@@ -118,12 +122,6 @@ def rehearsed(
 
 def _say(words: str) -> None:
     print(f"rehearse: {words}", file=sys.stderr, flush=True)
-
-
-def _object(result: Result) -> dict[str, object]:
-    from rlpost.rehearsal.result import as_object
-
-    return as_object(result)
 
 
 def text(result: Result) -> str:

@@ -45,8 +45,8 @@ def report_lines(run: RunFolder) -> list[str]:
 
 def _event_line(entry: Entry) -> str:
     when = datetime.fromisoformat(entry["time"]).strftime("%Y-%m-%d %H:%M:%S")
-    shown = {**entry, "cause": error_line(str(entry["cause"]))} if entry.get("cause") else entry
-    rest = ", ".join(
-        f"{key} {value}" for key, value in shown.items() if key not in ("time", "event")
-    )
+    shown = {key: value for key, value in entry.items() if key not in ("time", "event")}
+    if shown.get("cause"):
+        shown["cause"] = error_line(str(shown["cause"]))
+    rest = ", ".join(f"{key} {value}" for key, value in shown.items())
     return f"{when}  {entry['event']}  {rest}"

@@ -107,6 +107,11 @@ class Status:
     goodput: Goodput | None = None
     warnings: list[str] = field(default_factory=list)
 
+    @property
+    def evaluation(self) -> str:
+        """The newest mean reward of each evaluation set on one line."""
+        return ", ".join(f"{name} {value:.3f}" for name, value in self.evals.items())
+
 
 def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> Status:
     """The status of a run; ``entry`` is its job's queue entry."""
@@ -158,9 +163,7 @@ def _recovered_roles(events: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def _refusal(run: RunFolder, attempt: str | None, state: JobState) -> str:
-    """The last line of the batch script where a job ended before its first attempt: what it refused
-    (exit code 78).
-    """
+    """Last output line of a batch script that ended before its first attempt (exit code 78)."""
     if attempt is not None or not state.is_over:
         return ""
     logs = sorted(run.root.glob("slurm-*.out"), key=lambda path: path.stat().st_mtime)
@@ -205,7 +208,7 @@ def headline(status: Status) -> str:
 
 
 def ago(seconds: float) -> str:
-    """How long something is past."""
+    """Format the age of something, such as ``0:42 ago``."""
     return f"{duration(max(0.0, seconds))} ago"
 
 
@@ -217,7 +220,7 @@ def warnings_in(log: str) -> list[str]:
 
 
 def seconds_since(moment: str | None) -> float | None:
-    """The seconds since a moment of the ledger; None for None."""
+    """Seconds since a moment of the ledger; None for None."""
     if moment is None:
         return None
     return (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()

@@ -30,9 +30,7 @@ NAMES_SHOWN = 8
 
 
 def add_run_options(made: argparse.ArgumentParser, *, positional: bool = True) -> None:
-    """The options of every verb that means one run: RUN (or ``--run RUN``, where words mean
-    something else).
-    """
+    """Add the options that name one run: RUN, or ``--run RUN`` if not ``positional``."""
     text = "folder, name or job id; the newest run if not given"
     if positional:
         made.add_argument("run", nargs="?", metavar="RUN", help=text)
@@ -42,7 +40,7 @@ def add_run_options(made: argparse.ArgumentParser, *, positional: bool = True) -
 
 
 def add_runs_dir(made: argparse.ArgumentParser) -> None:
-    """``--runs-dir``, the same word as in the settings."""
+    """Add ``--runs-dir``, which has the name of the setting."""
     made.add_argument(
         "--runs-dir",
         type=Path,
@@ -58,7 +56,7 @@ def default_runs_dir() -> Path:
 
 
 def find_run(word: str | None, runs_dir: Path) -> RunFolder:
-    """The run that ``word`` names. Raises ConfigError with the names there are."""
+    """Return the run that ``word`` names. Raises ConfigError with the existing names."""
     if word is not None and _is_run(Path(word)):
         return RunFolder(Path(word).absolute())
     runs = all_runs(runs_dir)
@@ -90,26 +88,22 @@ def all_runs(runs_dir: Path) -> list[RunFolder]:
 
 
 def job_ids(run: RunFolder) -> list[str]:
-    """The jobs of a run in order; a run of plain ``sbatch`` has its job id at the end of its
-    name.
-    """
-    found = list(
-        dict.fromkeys(str(entry["job_id"]) for entry in run.ledger.read() if entry.get("job_id"))
-    )
-    # NAME-JOBID is the folder of a plain sbatch; NAME-YYYYMMDD-HHMMSS holds no job id.
-    named = (
-        None if re.search(r"-\d{8}-\d{6}$", run.root.name) else re.search(r"-(\d+)$", run.root.name)
-    )
-    return found or ([named[1]] if named else [])
+    """The jobs of a run in order. A run of plain ``sbatch`` is named NAME-JOBID."""
+    ids = [str(entry["job_id"]) for entry in run.ledger.read() if entry.get("job_id")]
+    name = run.root.name
+    # NAME-YYYYMMDD-HHMMSS, the folder of rlpost submit, holds no job id.
+    if not ids and not re.search(r"-\d{8}-\d{6}$", name) and (named := re.search(r"-(\d+)$", name)):
+        ids.append(named[1])
+    return list(dict.fromkeys(ids))
 
 
 def newest_job(run: RunFolder) -> str | None:
-    """The job that runs it now, or did so last; None when there never was one."""
+    """Return the job that runs it, or ran it last; None if it was never submitted."""
     return next(reversed(job_ids(run)), None)
 
 
 def current_job(run: RunFolder) -> str:
-    """The same; raises ConfigError when there never was one."""
+    """Return the newest job of a run. Raises ConfigError if it was never submitted."""
     if (job_id := newest_job(run)) is None:
         raise ConfigError(
             f"{run.root}: its ledger names no job, so it was never submitted; use rlpost submit RECIPE "
@@ -119,7 +113,7 @@ def current_job(run: RunFolder) -> str:
 
 
 def slurm_job(run: RunFolder, *, what_for: str) -> str:
-    """The same for what only Slurm can do. Raises ConfigError for a run on this machine."""
+    """Return the newest job. Raises ConfigError for a run without Slurm."""
     job_id = current_job(run)
     if job_id.startswith(LOCAL):
         raise ConfigError(f"{run.root.name} runs on this machine, not under Slurm; {what_for}")
@@ -127,7 +121,7 @@ def slurm_job(run: RunFolder, *, what_for: str) -> str:
 
 
 def running_job(run: RunFolder, *, what_for: str) -> QueueEntry:
-    """What Slurm says of the same while it runs. Raises ConfigError when it does not."""
+    """Return Slurm's entry of the newest job. Raises ConfigError unless it is running."""
     job_id = slurm_job(run, what_for=what_for)
     entry = queue([job_id])[job_id]
     if entry.state is not JobState.RUNNING:
@@ -139,9 +133,7 @@ def running_job(run: RunFolder, *, what_for: str) -> QueueEntry:
 
 
 def local_is_alive(job_id: str) -> bool:
-    """Whether the process of a run on this machine is there and is submitit's, not a later one of
-    the same number.
-    """
+    """Whether a local run's submitit process is alive; its number may have been reused."""
     try:
         process = psutil.Process(int(job_id.removeprefix(LOCAL)))
         return process.status() != psutil.STATUS_ZOMBIE and any(
@@ -152,7 +144,7 @@ def local_is_alive(job_id: str) -> bool:
 
 
 def settings_of(run: RunFolder) -> dict[str, Any]:
-    """run.json; empty when it is missing or broken, for a status must not fail on it."""
+    """Return run.json; empty if it is missing or broken, so that a status never fails."""
     try:
         there = json.loads(run.run_json.read_text())
     except (OSError, ValueError):

@@ -8,16 +8,15 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from common.run_folder import RunFolder
+from rlpost.cli.fleet_jobs import code_of
 from rlpost.cli.job import job_spec
 from rlpost.config.keys import without_keys
 from rlpost.config.tree import Config
 from slurm.executor import submit_sandboxes
 from slurm.render_sandbox import SandboxSpec
 
-PROJECT = Path(__file__).parents[2]
 SPARE_MIB = 2048  # of a server, besides its sandboxes
 
 
@@ -45,7 +44,7 @@ def sandbox_spec(run: RunFolder, config: Config, after: str | None = None) -> Sa
         setup_commands=(),
         agent_args=(),
         driver_args=(),
-        home=str(run.code if run.code.is_dir() else PROJECT),
+        home=str(code_of(run)),
         run_folder=str(run.root),
         output=str(run.root).replace("%", "%%") + "/sandboxes/%A_%a.batch",
     )

@@ -81,11 +81,9 @@ def _text(value: object) -> str:
         return "-"
     text = " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
     text = text.replace(f"{Path.cwd()}/", "")
-    return (
-        text
-        if len(text) <= _WIDEST
-        else f"{text[: _WIDEST // 2 - 2]} .. {text[-_WIDEST // 2 + 2 :]}"
-    )
+    if len(text) <= _WIDEST:
+        return text
+    return f"{text[: _WIDEST // 2 - 2]} .. {text[-_WIDEST // 2 + 2 :]}"
 
 
 def require_model(recipe: str | None, config: Config) -> None:

@@ -23,7 +23,7 @@ def secrets_path(run: RunFolder) -> Path:
     return run.root / "secrets.env"
 
 
-def put_away(run: RunFolder, environ: MutableMapping[str, str]) -> None:
+def store_keys(run: RunFolder, environ: MutableMapping[str, str]) -> None:
     """Move the keys of ``environ`` into the run's file; other keys in the file stay.
 
     Raises:
@@ -41,7 +41,7 @@ def put_away(run: RunFolder, environ: MutableMapping[str, str]) -> None:
         write_atomic(secrets_path(run), "".join(lines), mode=0o600)
 
 
-def take_out(run: RunFolder, environ: MutableMapping[str, str]) -> None:
+def load_keys(run: RunFolder, environ: MutableMapping[str, str]) -> None:
     """Add the keys of the run's file, if it exists, to ``environ``; the driver calls this first."""
     environ.update(_read(secrets_path(run)))
 

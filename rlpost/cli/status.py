@@ -1,6 +1,4 @@
-"""``rlpost status`` and ``rlpost list``: where runs stand, as a table in a terminal and as JSON to
-machines.
-"""
+"""``rlpost status`` and ``rlpost list``: the status of runs, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from common.error_lines import error_line, with_remedy
-from rlpost.arguments import Parser
+from rlpost.arguments import Parser, add_switch
 from rlpost.cli.run_status import STATE_COLOURS, Status, ago, headline
 from rlpost.cli.run_table import GAP, reasons, table, total_cost
 from rlpost.cli.runs import add_run_options, add_runs_dir, all_runs, find_run
@@ -20,7 +18,7 @@ from rlpost.errors import ConfigError, suggestion
 from rlpost.metrics.progress import duration
 from slurm.states import JobState, parse_state
 
-if TYPE_CHECKING:  # a table for machines loads no library for terminals
+if TYPE_CHECKING:  # --json does not load rich
     from rich.console import Console
 
 EXIT_UNKNOWN = 3
@@ -31,18 +29,19 @@ STATUS_HELP = (
 
 
 def rows(status: Status) -> list[tuple[str, str]]:
-    """What a person reads of one run: (name, value), only what is known."""
+    """Return the known facts of a run as (name, value)."""
     of = f"/{status.num_steps}" if status.num_steps else ""
     pace = f", {status.step_s:.2f} s a step" if status.step_s is not None else ""
     phases = status.phases_s
     why, error = headline(status), error_line(status.cause)
-    is_told = bool(status.verdict and error.startswith(why.removesuffix("...")))  # with the verdict
+    # the row of the verdict already shows the cause
+    is_shown = bool(status.verdict and error.startswith(why.removesuffix("...")))
     shown = [
         ("run", status.name),
         ("folder", status.folder),
         ("job", status.job_id or "never submitted"),
         ("state", status.state),
-        ("why", "" if is_told else why),
+        ("why", "" if is_shown else why),
         ("expected start", status.expected_start),
         ("nodes", status.nodelist),
         ("time left", "" if status.time_left_s is None else duration(status.time_left_s)),
@@ -54,7 +53,7 @@ def rows(status: Status) -> list[tuple[str, str]]:
             f"{status.step}{of}" + (f", done in {duration(status.eta_s)}" if status.eta_s else ""),
         ),
         ("reward", "" if status.reward is None else f"{status.reward:.3f}"),
-        ("evaluation", ", ".join(f"{name} {value:.3f}" for name, value in status.evals.items())),
+        ("evaluation", status.evaluation),
         (
             "throughput",
             "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f} tokens/s{pace}",
@@ -100,7 +99,7 @@ def show(status: Status) -> None:
 
 
 def show_list(found: Sequence[Status]) -> None:
-    """Print the table of several runs, and below it why they are where they are."""
+    """Print the table of several runs, and below it the reasons for their states."""
     from rich.text import Text
 
     out = console()
@@ -117,16 +116,14 @@ def show_list(found: Sequence[Status]) -> None:
 
 
 def console() -> Console:
-    """The terminal; a pipe has no width of its own, and a folder must not be cut."""
+    """Return the console; for a pipe it is so wide that no path is wrapped."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 400)
 
 
 def exit_code(status: Status) -> int:
-    """0 for a run that waits, runs or is complete, 1 for one that has failed, 3 where the state is
-    unknown.
-    """
+    """Return 0 for a run that waits, runs or is complete, 1 for a failed one, 3 if unknown."""
     state = parse_state(status.state)
     if state is JobState.UNKNOWN:
         return EXIT_UNKNOWN
@@ -135,18 +132,11 @@ def exit_code(status: Status) -> int:
 
 def status_main(arguments: Sequence[str]) -> int:
     """``rlpost status [RUN] [--json | --watch]``; the exit code is that of ``exit_code``."""
-    made = Parser(
-        prog="rlpost status",
-        description=STATUS_HELP,
-    )
+    made = Parser(prog="rlpost status", description=STATUS_HELP)
     add_run_options(made)
     how = made.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="for machines")
-    how.add_argument(
-        "--watch",
-        action="store_true",
-        help="a page in the terminal that follows the run; Ctrl-C leaves",
-    )
+    add_switch(how, "--json", "print JSON")
+    add_switch(how, "--watch", "a page in the terminal that follows the run; Ctrl-C leaves")
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
     if options.watch:
@@ -173,14 +163,13 @@ def list_main(arguments: Sequence[str]) -> int:
         metavar="STATE[,STATE]",
         help="only runs in these states of Slurm, such as RUNNING,FAILED",
     )
-    made.add_argument("--json", action="store_true", help="for machines")
+    add_switch(made, "--json", "print JSON")
     options = made.parse_args(arguments)
     states = None if options.state is None else _states(options.state)
     runs = all_runs(options.runs_dir)
     if states is None:
-        found = statuses(runs[: options.num])
-    else:
-        found = [status for status in statuses(runs) if status.state in states]
+        runs = runs[: options.num]
+    found = [one for one in statuses(runs) if states is None or one.state in states]
     found = found[: options.num]
     if options.json:
         print(json.dumps([asdict(status) for status in found], indent=2))

@@ -1,8 +1,8 @@
-"""The status of many runs, with one query to Slurm. Those that have ended are kept in their folders.
+"""The status of many runs, with one query to Slurm; final statuses are cached in the run folders.
 
-Input: run folders. Output: one ``Status`` for each. A kept status is used as long as the files that
-it was made from have not changed, by their sizes and times; so a list of 200 runs that have ended
-reads 200 small files. Without write permission the status is computed each time.
+Input: run folders. Output: one ``Status`` for each. A cached status is valid while the sizes and
+times of its source files are unchanged, so a list of 200 ended runs reads 200 small files. Without
+write permission the status is computed each time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slurm.states import JobState, parse_state
 
 CACHE = ".status.json"
 VERSION = 2
-"""Of the meaning of a status; a status of another version is made again."""
+"""Version of the cached format; a status of another version is computed again."""
 
 
 def statuses(runs: Sequence[RunFolder]) -> list[Status]:
@@ -39,8 +39,8 @@ def statuses(runs: Sequence[RunFolder]) -> list[Status]:
             return replace(status, checkpoint_age_s=seconds_since(status.checkpoint_time))
         status = status_of(run, ids[run.root], entries.get(ids[run.root] or ""))
         state = parse_state(status.state)
-        if state.is_over and state is not JobState.PREEMPTED:  # after that it may start again
-            empty_targets(run.root)  # the attempt was killed if they are not empty
+        if state.is_over and state is not JobState.PREEMPTED:  # a preempted run may restart
+            empty_targets(run.root)  # an attempt that was killed left its Prometheus targets
         if state.is_over:
             keep(run, status)
         return status

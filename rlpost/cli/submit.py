@@ -15,19 +15,21 @@ from collections.abc import Collection, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from common.counting import counted
 from common.run_folder import RunFolder, RunFolderError, claim_folder, create_run_folder
+from rlpost.arguments import add_switch
 from rlpost.check import absent, check, notes
-from rlpost.cli.command_line import parser, settings
+from rlpost.cli.command_line import no_recipe, parser, settings
 from rlpost.cli.entry import run_command
 from rlpost.cli.fleet_jobs import engine_settings, fleet_spec, fleet_views, submit_engines
 from rlpost.cli.follow import conclude, follow
-from rlpost.cli.job import as_the_job_would, job_spec, with_container
+from rlpost.cli.job import as_the_job_would, job_spec
 from rlpost.cli.plan import GPU_MEMORY, parse_size
 from rlpost.cli.rehearse import rehearsed, text
 from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
 from rlpost.cli.sandboxes import submit_servers, wants_servers
 from rlpost.cli.scaled import add_scale_down, require_model
-from rlpost.cli.secret_file import has_wandb_key, put_away
+from rlpost.cli.secret_file import has_wandb_key, store_keys
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.keys import without_keys
@@ -58,9 +60,7 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
     made = submit_parser("rlpost submit", "Check a recipe, create its run folder and submit it.")
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
-        raise ConfigError(
-            "which recipe? the first word is a name in jobs/recipes or a TOML file: rlpost submit tiny"
-        )
+        raise no_recipe("rlpost submit tiny")
     root = options.run_folder or _new_run_folder(loaded.config)
     config, local, said = checked(options, loaded, root)
     print_notes(said, told)
@@ -87,7 +87,7 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
             root = claim_folder(root)
         run = create_run_folder(root, dump(config), resume=options.resume)
         snapshot_code(PROJECT, run.code)
-        put_away(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it
+        store_keys(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it
         where: Where = "local" if local else "slurm"
         if options.debug:
             where = "debug"
@@ -137,8 +137,8 @@ def checked(
         )
     if not options.dry_run:
         require_model(options.recipe, config)
-    if local and not options.dry_run:
-        config = _without_slurm(config)
+    if local and not options.dry_run and config.cluster.container == "auto":
+        config = with_values(config, container="none")
     seen, why = (config, "") if options.dry_run else as_the_job_would(config)
     check(seen, run=root, recipe=options.recipe, origins=loaded.origins, is_dry=options.dry_run)
     said = list(absent(config, options.recipe)) if options.dry_run else []
@@ -156,8 +156,7 @@ def _rehearse(config: Config, gpu_memory: str) -> None:
 
 
 def _check_local(config: Config, why: str) -> None:
-    """Raise ConfigError for settings that a run on this machine does not support, before creating
-    files."""
+    """Raise ConfigError for settings that a run on this machine does not support."""
     problems = []
     if config.num_nodes > 1:
         one_node = with_values(config, nodes=1, actor_num_nodes=None)
@@ -184,9 +183,7 @@ def _check_local(config: Config, why: str) -> None:
 
 
 def _missing_engines(config: Config, run: RunFolder, options: argparse.Namespace) -> int:
-    """The engine jobs to submit with the run: --engines, less those that a resumed run still
-    has.
-    """
+    """Number of engine jobs to submit: --engines, less those that a resumed run still has."""
     wanted = config.fleet.engines
     if not (wanted and options.resume and is_available()):
         return wanted
@@ -207,12 +204,7 @@ def _submit_engines(run: RunFolder, config: Config, number: int, *, after: str) 
 
 
 def _of_the_fleet(number: int) -> str:
-    return f"{number} engine {'job' if number == 1 else 'jobs'} of its fleet"
-
-
-def _without_slurm(config: Config) -> Config:
-    """The settings of a run on this machine, where ``auto`` means no container."""
-    return with_container(config, "none") if config.cluster.container == "auto" else config
+    return f"{counted(number, 'engine job')} of its fleet"
 
 
 def _check_it_has_ended(run: RunFolder) -> None:
@@ -257,23 +249,13 @@ def _tested(spec: JobSpec) -> str:
 
 def _add_options(made: argparse.ArgumentParser) -> None:
     add_scale_down(made)
-    made.add_argument(
-        "--local",
-        action="store_true",
-        help="run on this machine; the default where there is no Slurm",
+    add_switch(made, "--local", "run on this machine; the default where there is no Slurm")
+    add_switch(
+        made, "--debug", "run on this machine in this process; a failure enters the debugger"
     )
-    made.add_argument(
-        "--debug",
-        action="store_true",
-        help="run on this machine in this process; a failure enters the debugger",
-    )
-    made.add_argument(
-        "--dry-run", action="store_true", help="print the batch script and submit nothing"
-    )
-    made.add_argument(
-        "--test-only",
-        action="store_true",
-        help="ask Slurm when and where the job would start, without submitting it",
+    add_switch(made, "--dry-run", "print the batch script and submit nothing")
+    add_switch(
+        made, "--test-only", "ask Slurm when and where the job would start, without submitting it"
     )
     made.add_argument(
         "--run-folder", type=Path, metavar="FOLDER", help="run folder (default: RUNS_DIR/NAME-TIME)"
@@ -286,7 +268,7 @@ def _add_options(made: argparse.ArgumentParser) -> None:
         help="rlpost rehearse first, for GPUs of this memory, and submit only if it finds no fault "
         f"(default: {GPU_MEMORY})",
     )
-    made.add_argument("--resume", action="store_true", help="resume the run in the folder")
+    add_switch(made, "--resume", "resume the run in the folder")
     made.add_argument(
         "--wait",
         action=argparse.BooleanOptionalAction,

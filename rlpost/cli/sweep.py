@@ -23,10 +23,10 @@ from common.counting import counted
 from common.exit_codes import EXIT_PREEMPTED
 from common.files import write_atomic
 from common.run_folder import RunFolder, claim_folder
-from rlpost.arguments import Parser
-from rlpost.cli.command_line import settings
+from rlpost.arguments import Parser, add_switch
+from rlpost.cli.command_line import no_recipe, settings
 from rlpost.cli.run_status import Status
-from rlpost.cli.run_table import total_cost
+from rlpost.cli.run_table import COST, GOODPUT, REWARD, STATE, Column, total_cost
 from rlpost.cli.runs import add_runs_dir, newest_job
 from rlpost.cli.status import exit_code
 from rlpost.cli.statuses import statuses
@@ -45,6 +45,15 @@ MAX_POINTS = 256
 GRID = "--grid"
 _REFUSED = ("run_folder", "debug", "test_only", "rehearse")
 """Options of ``rlpost submit`` that mean one run."""
+_COLUMNS = (
+    STATE,
+    Column("step", 0, lambda s: f"{s.step}/{s.num_steps}" if s.num_steps else str(s.step)),
+    REWARD,
+    Column("evaluation", 0, lambda status: status.evaluation),
+    GOODPUT,
+    COST,
+)
+"""Columns of the statuses, between the names of the runs and their values."""
 _DROPPED = ("evaluation", "goodput", "cost")
 """Columns that a narrow terminal does not show, the first to go first."""
 
@@ -180,10 +189,7 @@ def submitted_arguments(arguments: Sequence[str]) -> list[str]:
 
 def _check_options(options: argparse.Namespace, point: Point, loaded: Loaded) -> None:
     if options.recipe is None:
-        raise ConfigError(
-            "which recipe? the first word is a name in jobs/recipes or a TOML file: "
-            "rlpost sweep tiny --grid lr=1e-6,2e-6"
-        )
+        raise no_recipe("rlpost sweep tiny --grid lr=1e-6,2e-6")
     if refused := next((name for name in _REFUSED if getattr(options, name)), None):
         raise ConfigError(f"{flag(refused)}: means one run; use rlpost submit")
     for key in point.values:
@@ -287,7 +293,7 @@ def _show(arguments: Sequence[str]) -> int:
     made = Parser(prog="rlpost sweep", description="Where the runs of a sweep stand.")
     made.add_argument("name", metavar="NAME", help="name or folder of a sweep")
     add_runs_dir(made)
-    made.add_argument("--json", action="store_true", help="for machines")
+    add_switch(made, "--json", "print JSON")
     options = made.parse_args(arguments)
     folder, points = read_sweep(options.name, options.runs_dir)
     there = [point for point in points if _is_submitted(folder.parent / point.run)]
@@ -311,27 +317,12 @@ def _show(arguments: Sequence[str]) -> int:
 
 
 def _table(points: Sequence[Point], found: Sequence[Status], width: int | None) -> list[list[str]]:
-    """Return the head and a row for each run, without empty columns and those of _DROPPED that do
-    not fit. The values are last, so that they go below a row that is still too wide.
-    """
-    columns: dict[str, list[str]] = {
-        name: []
-        for name in ("run", "state", "step", "reward", "evaluation", "goodput", "cost", "values")
-    }
-    for point, status in zip(points, found, strict=True):
-        spent = status.goodput
-        row = {
-            "run": point.run,
-            "state": status.state,
-            "step": f"{status.step}/{status.num_steps}" if status.num_steps else str(status.step),
-            "reward": "" if status.reward is None else f"{status.reward:.3f}",
-            "evaluation": ", ".join(f"{name} {value:.3f}" for name, value in status.evals.items()),
-            "goodput": spent.headline if spent else "",
-            "cost": f"{spent.cost:,.2f}" if spent and spent.cost is not None else "",
-            "values": point.label,
-        }
-        for name, cell in row.items():
-            columns[name].append(cell)
+    """Return head and rows, without empty columns and those of _DROPPED that do not fit."""
+    columns = {"run": [point.run for point in points]}
+    for column in _COLUMNS:
+        columns[column.name] = [column.value(status) for status in found]
+    # the last column, which ``aligned`` puts below a row that is still too wide
+    columns["values"] = [point.label for point in points]
     columns = {name: cells for name, cells in columns.items() if any(cells) or name == "run"}
     for name in _DROPPED:
         needed = sum(max(map(len, (key, *cells))) + 2 for key, cells in columns.items()) - 2

@@ -103,9 +103,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hf: HfConfig) -> PreTrainedMo
 def read_problems(
     path: Path, tokenizer: PreTrainedTokenizerFast, *, in_chat: bool
 ) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, answer ids with the end token) of each line; ``in_chat``: through the chat
-    template.
-    """
+    """Return (prompt ids, answer ids and end token) per line; ``in_chat`` applies the template."""
     pairs = []
     for line in path.read_text().splitlines():
         problem = json.loads(line)
@@ -116,9 +114,7 @@ def read_problems(
 
 
 def accuracy(model: PreTrainedModel, pairs: list[tuple[list[int], list[int]]]) -> float:
-    """Share of problems whose greedy answer is right to the last token. All prompts have one
-    length.
-    """
+    """Share of problems with an exact greedy answer. All prompts have one length."""
     import torch
 
     prompts = torch.tensor([prompt for prompt, _ in pairs])
@@ -198,14 +194,12 @@ def build(folder: Path, data: Path, plan: Plan) -> float:
     torch.manual_seed(plan.seed)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, plan.hf)
+    share = 0.0
     if plan.num_steps:
         problems = read_problems(data / "train.jsonl", tokenizer, in_chat=plan.in_chat)
         warm_up(model, problems, num_steps=plan.num_steps, seed=plan.seed)
-    share = 0.0
-    if plan.num_steps:
-        share = accuracy(
-            model.eval(), read_problems(data / "heldout.jsonl", tokenizer, in_chat=plan.in_chat)
-        )
+        heldout = read_problems(data / "heldout.jsonl", tokenizer, in_chat=plan.in_chat)
+        share = accuracy(model.eval(), heldout)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     if plan.hf["model_type"] in PREDICTS_MORE:
@@ -217,9 +211,7 @@ def build(folder: Path, data: Path, plan: Plan) -> float:
 
 
 def add_prediction_layer(folder: Path, hf: HfConfig) -> None:
-    """Add the untrained layer for multi-token prediction after the last layer, as in GLM-4.5's
-    checkpoint.
-    """
+    """Append an untrained layer for multi-token prediction, as in GLM-4.5's checkpoint."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -240,10 +232,12 @@ def add_prediction_layer(folder: Path, hf: HfConfig) -> None:
     more[behind + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     more[behind + "shared_head.head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors | more, path, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(config | {"num_nextn_predict_layers": 1}, indent=2) + "\n"
-    )
+    _add_to_config(folder, num_nextn_predict_layers=1)
+
+
+def _add_to_config(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values, indent=2) + "\n")
 
 
 def quantised(source: Path, folder: Path, block: tuple[int, int]) -> None:
@@ -272,10 +266,7 @@ def quantised(source: Path, folder: Path, block: tuple[int, int]) -> None:
         "activation_scheme": "dynamic",
         "weight_block_size": list(block),
     }
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(config | {"quantization_config": said}, indent=2) + "\n"
-    )
+    _add_to_config(folder, quantization_config=said)
 
 
 def is_complete(out: Path, settings: Mapping[str, object]) -> bool:
@@ -288,9 +279,7 @@ def is_complete(out: Path, settings: Mapping[str, object]) -> bool:
 
 
 def publish(built: Path, out: Path, said: dict[str, Any]) -> None:
-    """Move the files of ``built`` into ``out``, the marker last, so that it implies a complete
-    folder.
-    """
+    """Move the files of ``built`` into ``out``; the marker comes last and means complete."""
     unfinished = built / COMPLETE
     # Marks the folder as created here, in case this process is killed.
     unfinished.write_text(json.dumps({"settings": None, "files": []}) + "\n")

@@ -93,11 +93,8 @@ def watch(run: RunFolder) -> int:
         try:
             while True:
                 job_id = newest_job(run)
-                if (
-                    job_id
-                    and not job_id.startswith(LOCAL)
-                    and time.monotonic() - asked_at >= POLL_S
-                ):
+                is_due = time.monotonic() - asked_at >= POLL_S
+                if job_id and not job_id.startswith(LOCAL) and is_due:
                     asked_at, entry = time.monotonic(), queue([job_id])[job_id]
                 view = read_view(run, job_id, entry)
                 live.update(page(view, console.width), refresh=True)
@@ -123,13 +120,9 @@ def page(view: View, width: int = 100) -> RenderableType:
     if view.history is not None and view.history.attempts:
         parts += [Text(), _attempts(view.history)]
     if status.warnings:
-        parts += [
-            Text(),
-            *(
-                Text(line, style="yellow", overflow="ellipsis", no_wrap=True)
-                for line in status.warnings
-            ),
-        ]
+        parts.append(Text())
+        for line in status.warnings:
+            parts.append(Text(line, style="yellow", overflow="ellipsis", no_wrap=True))
     title = Text.assemble(
         (status.name, "bold"), "  ", (status.state, STATE_COLOURS.get(status.state, ""))
     )
@@ -151,12 +144,7 @@ def _rows(view: View, room: int) -> list[tuple[str, RenderableType]]:
         if (curve := _curve(lines, metric, room)) is not None:
             found.append((name, curve))
     if status.evals:
-        found.append(
-            (
-                "evaluation",
-                Text(", ".join(f"{name} {value:.3f}" for name, value in status.evals.items())),
-            )
-        )
+        found.append(("evaluation", Text(status.evaluation)))
     if status.tokens_per_s is not None:
         pace = "" if status.step_s is None else f", {status.step_s:.2f} s per step"
         mfu = "" if status.mfu is None else f", MFU {status.mfu:.0%}"
@@ -166,9 +154,8 @@ def _rows(view: View, room: int) -> list[tuple[str, RenderableType]]:
     if status.goodput is not None:
         found.append(("goodput", Text(status.goodput.line)))
     if view.engines:
-        found.append(
-            ("engines", Text(", ".join(f"{name} {ago(age)}" for name, age in view.engines.items())))
-        )
+        ages = ", ".join(f"{name} {ago(age)}" for name, age in view.engines.items())
+        found.append(("engines", Text(ages)))
     found.append(("checkpoint", _checkpoint(view)))
     if status.verdict:
         found.append(("verdict", Text(f"{status.verdict}: {error_line(status.cause)}")))
@@ -200,28 +187,14 @@ def _checkpoint(view: View) -> Text:
 
 
 def _attempts(history: Timeline) -> Table:
-    table = Table(
-        "attempt",
-        "nodes",
-        "ready after",
-        "from",
-        "saved",
-        "lasted",
-        "end",
-        box=None,
-        header_style="dim",
-    )
+    headings = ("attempt", "nodes", "ready after", "from", "saved", "lasted", "end")
+    table = Table(*headings, box=None, header_style="dim")
     for one in history.attempts[-MAX_ATTEMPTS:]:
         ready = "" if one.startup_s is None else duration(one.startup_s)
-        first, saved = (
-            "" if step is None else str(step) for step in (one.first_step, one.last_saved)
-        )
+        steps = ["" if step is None else str(step) for step in (one.first_step, one.last_saved)]
         end = Text(one.ended or "under way", style="" if one.ended else "green")
-        cells = [
-            Text(word)
-            for word in (one.name, one.nodes, ready, first, saved, duration(one.lasted_s))
-        ]
-        table.add_row(*cells, end)
+        cells = (one.name, one.nodes, ready, *steps, duration(one.lasted_s))
+        table.add_row(*map(Text, cells), end)
     return table
 
 

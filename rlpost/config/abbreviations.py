@@ -10,69 +10,57 @@ from __future__ import annotations
 
 from rlpost.compat.slime.flags import LACKING
 
-ABBREVIATIONS: dict[str, tuple[str, ...]] = {
-    "adv-estimator": ("--advantage-estimator",),
-    "algo": ("--advantage-estimator",),
-    "algorithm": ("--advantage-estimator",),
-    "batch-size": ("--rollout-batch-size", "--global-batch-size"),
-    "beta": ("--kl-loss-coef",),
-    "bs": ("--rollout-batch-size", "--global-batch-size"),
-    "bsz": ("--rollout-batch-size", "--global-batch-size"),
-    "checkpoint": ("--hf-checkpoint", "--save"),
-    "ckpt": ("--hf-checkpoint", "--save"),
-    "clip": ("--eps-clip",),
-    "clip-eps": ("--eps-clip",),
-    "cp": ("--context-parallel-size",),
-    "cp-size": ("--context-parallel-size",),
-    "data": ("--prompt-data",),
-    "dataset": ("--prompt-data",),
-    "entropy": ("--entropy-coef",),
-    "ep": ("--expert-model-parallel-size",),
-    "ep-size": ("--expert-model-parallel-size",),
-    "etp": ("--expert-tensor-parallel-size",),
-    "gbs": ("--global-batch-size",),
-    "gpus": ("--num-gpus-per-node",),
-    "gpus-per-node": ("--num-gpus-per-node",),
-    "group-size": ("--n-samples-per-prompt",),
-    "image": ("--container-image",),
-    "kl": ("--kl-loss-coef",),
-    "kl-beta": ("--kl-loss-coef",),
-    "learning-rate": ("--lr",),
-    "max-len": ("--rollout-max-response-len",),
-    "max-new-tokens": ("--rollout-max-response-len",),
-    "max-response-len": ("--rollout-max-response-len",),
-    "max-tokens": ("--rollout-max-response-len", "--max-tokens-per-gpu"),
-    "mbs": ("--micro-batch-size",),
-    "mem-fraction": ("--sglang-mem-fraction-static",),
-    "mem-fraction-static": ("--sglang-mem-fraction-static",),
-    "mounts": ("--container-mounts",),
-    "n": ("--n-samples-per-prompt",),
-    "n-samples": ("--n-samples-per-prompt",),
-    "num-generations": ("--n-samples-per-prompt",),
-    "num-gpus": ("--num-gpus-per-node",),
-    "num-nodes": ("--nodes",),
-    "num-steps": ("--num-rollout",),
-    "output-dir": ("--run-folder", "--runs-dir"),
-    "pp": ("--pipeline-model-parallel-size",),
-    "pp-size": ("--pipeline-model-parallel-size",),
-    "prompts": ("--prompt-data",),
-    "ref": ("--ref-load",),
-    "ref-model": ("--ref-load",),
-    "reward": ("--rm-type",),
-    "rm": ("--rm-type",),
-    "steps": ("--num-rollout",),
-    "temp": ("--rollout-temperature",),
-    "temperature": ("--rollout-temperature",),
-    "top-k": ("--rollout-top-k",),
-    "top-p": ("--rollout-top-p",),
-    "tp": ("--tensor-model-parallel-size",),
-    "tp-size": ("--tensor-model-parallel-size",),
-    "vpp": ("--num-layers-per-virtual-pipeline-stage",),
-    "wandb": ("--use-wandb",),
-    "warmup": ("--lr-warmup-iters",),
-    "wd": ("--weight-decay",),
+_NAMES = {
+    "--advantage-estimator": "adv-estimator algo algorithm",
+    "--container-image": "image",
+    "--container-mounts": "mounts",
+    "--context-parallel-size": "cp cp-size",
+    "--entropy-coef": "entropy",
+    "--eps-clip": "clip clip-eps",
+    "--expert-model-parallel-size": "ep ep-size",
+    "--expert-tensor-parallel-size": "etp",
+    "--rollout-batch-size": "batch-size bs bsz",
+    "--global-batch-size": "batch-size bs bsz gbs",
+    "--hf-checkpoint": "checkpoint ckpt",
+    "--kl-loss-coef": "beta kl kl-beta",
+    "--lr": "learning-rate",
+    "--lr-warmup-iters": "warmup",
+    "--rollout-max-response-len": "max-len max-new-tokens max-response-len max-tokens",
+    "--max-tokens-per-gpu": "max-tokens",
+    "--micro-batch-size": "mbs",
+    "--n-samples-per-prompt": "group-size n n-samples num-generations",
+    "--nodes": "num-nodes",
+    "--num-gpus-per-node": "gpus gpus-per-node num-gpus",
+    "--num-layers-per-virtual-pipeline-stage": "vpp",
+    "--num-rollout": "num-steps steps",
+    "--pipeline-model-parallel-size": "pp pp-size",
+    "--prompt-data": "data dataset prompts",
+    "--ref-load": "ref ref-model",
+    "--rm-type": "reward rm",
+    "--rollout-temperature": "temp temperature",
+    "--rollout-top-k": "top-k",
+    "--rollout-top-p": "top-p",
+    "--run-folder": "output-dir",
+    "--runs-dir": "output-dir",
+    "--save": "checkpoint ckpt",
+    "--sglang-mem-fraction-static": "mem-fraction mem-fraction-static",
+    "--tensor-model-parallel-size": "tp tp-size",
+    "--use-wandb": "wandb",
+    "--weight-decay": "wd",
 }
-"""Name without leading dashes -> the flags that it may mean."""
+"""Flag -> its names in other programs, without leading dashes."""
+
+
+def _flags_by_name() -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for flag, names in _NAMES.items():
+        for name in names.split():
+            found[name] = (*found.get(name, ()), flag)
+    return found
+
+
+ABBREVIATIONS = _flags_by_name()
+"""Name without leading dashes -> the flags that it may mean, the more likely one first."""
 
 _DERIVED = (
     "the data-parallel size is what --tensor-model-parallel-size, --pipeline-model-parallel-size and "

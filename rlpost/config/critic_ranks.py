@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from rlpost.config.flags import flag
 from rlpost.config.groups.critic import LAYOUT as OWN_LAYOUT
 from rlpost.config.tree import Config
+from rlpost.config.wording import with_values
 
 LAYOUT = {
     "critic_num_nodes": "actor_num_nodes",
@@ -48,13 +49,8 @@ def critic_ranks(config: Config) -> Config:
         "offload_train": False,
         "offload_rollout": False,
     }
-    return config.model_copy(
-        update={
-            "perf": perf.model_copy(update=layout),
-            "cluster": cluster.model_copy(update=places),
-            "critic": critic.model_copy(update={"critic_own_gpus": False, **dict.fromkeys(LAYOUT)}),
-        }
-    )
+    own = {"critic_own_gpus": False, **dict.fromkeys(LAYOUT)}
+    return with_values(config, **layout, **places, **own)
 
 
 def in_flags_of_critic(line: str) -> str:

@@ -18,7 +18,6 @@ In YAML both tables may be below a key ``eval``, as in recipes for slime.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,22 +98,17 @@ def _named_sets(evaluation: EvalConfig) -> tuple[EvalSet, ...]:
     if evaluation.eval_config is not None:
         return _from_file(Path(evaluation.eval_config))
     words = evaluation.eval_prompt_data
-    pairs = (
-        [(Path(words[0]).stem, words[0])]
-        if len(words) == 1
-        else zip(words[0::2], words[1::2], strict=False)
-    )
+    pairs = list(zip(words[0::2], words[1::2], strict=False))
+    if len(words) == 1:
+        pairs = [(Path(words[0]).stem, words[0])]
     return tuple(EvalSet(name=name, path=path) for name, path in pairs)
 
 
 def _from_file(file: Path) -> tuple[EvalSet, ...]:
     raw = _read(file)
     raw = raw.get("eval", raw)
-    if (
-        not isinstance(raw, dict)
-        or not isinstance(raw.get("datasets"), list)
-        or not raw["datasets"]
-    ):
+    datasets = raw.get("datasets") if isinstance(raw, dict) else None
+    if not isinstance(datasets, list) or not datasets:
         raise ConfigError(f"{file}: needs a list 'datasets', each with a name and a path")
     if not isinstance(raw.get("defaults") or {}, dict):
         raise ConfigError(
@@ -122,23 +116,17 @@ def _from_file(file: Path) -> tuple[EvalSet, ...]:
         )
     if unknown := raw.keys() - {"defaults", "datasets"}:
         raise ConfigError(f"{file}: unknown key '{min(unknown)}'; known: 'defaults' and 'datasets'")
-    found = [
-        _entry(file, number, {**(raw.get("defaults") or {}), **entry})
-        for number, entry in _numbered(file, raw)
-    ]
-    names = [each.name for each in found]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"{file}: two datasets are called '{twice}'; give each a different name")
-    return tuple(found)
-
-
-def _numbered(file: Path, raw: Mapping[str, Any]) -> list[tuple[int, dict[str, object]]]:
+    found = []
     for number, entry in enumerate(raw["datasets"], 1):
         if not isinstance(entry, dict):
             raise ConfigError(
                 f"{file}: dataset {number} is {entry!r}; a table with name and path is needed"
             )
-    return list(enumerate(raw["datasets"], 1))
+        found.append(_entry(file, number, {**(raw.get("defaults") or {}), **entry}))
+    names = [each.name for each in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{file}: two datasets are called '{twice}'; give each a different name")
+    return tuple(found)
 
 
 def _entry(file: Path, number: int, entry: dict[str, object]) -> EvalSet:

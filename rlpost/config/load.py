@@ -74,9 +74,8 @@ def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None
 
 
 def _with_earlier(earlier: object, value: object, *, group: str, key: str) -> object:
-    """The later value, except that ``cluster.environment`` is merged by variable name: the
-    variables of a recipe, a site and a command line serve different purposes.
-    """
+    """Return the later value; ``cluster.environment`` is merged by variable name instead."""
+    # Variables of a recipe, a site and a command line serve different purposes.
     if (group, key) != ("cluster", "environment") or not earlier:
         return value
     try:
@@ -86,9 +85,7 @@ def _with_earlier(earlier: object, value: object, *, group: str, key: str) -> ob
 
 
 def _meant(group: str, key: str, value: object) -> object:
-    """The value, or None for the word "none" if that unsets the setting instead of being a
-    choice.
-    """
+    """The value, or None for the word "none" where that unsets it and is no choice."""
     table = groups().get(group)
     field = None if table is None else table.model_fields.get(key)
     if value not in (NONE, [NONE]) or field is None or field.default is not None:
@@ -121,7 +118,7 @@ def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]
             found[table] = [
                 base / Path(word).expanduser()
                 if is_path
-                else _of_name(Path(word), what, JOBS / folder)
+                else _named_file(Path(word), what, JOBS / folder)
             ]
     return [
         *found.get("model", []),
@@ -130,10 +127,8 @@ def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]
     ]
 
 
-def _of_name(given: Path, what: str, folder: Path) -> Path:
-    """The file of a NAME in ``folder``, or the path itself. Raises ConfigError with the known
-    names.
-    """
+def _named_file(given: Path, what: str, folder: Path) -> Path:
+    """The file of a NAME in ``folder``, or the path itself. Raises ConfigError."""
     if given.name != str(given) or given.suffix == ".toml" or given.is_file():
         return given
     path = folder / f"{given}.toml"
@@ -151,11 +146,7 @@ def _near(name: str, folder: Path) -> str:
     for plain, own in names.items():
         near = near.replace(f"'{plain}'", own)
     there = f"{near_path(str(folder))} has {listed(names.values(), 'and')}; or " if names else ""
-    return (
-        f"{near} {there}give the path of a TOML file"
-        if near
-        else f"; {there}give the path of a TOML file"
-    )
+    return f"{near or ';'} {there}give the path of a TOML file"
 
 
 def site_profile(recipe: Path | None) -> str | None:
@@ -181,7 +172,7 @@ def _texts(value: object) -> Iterator[str]:
 
 def recipe_file(recipe: Path | None) -> Path | None:
     """The file of a recipe given by path or NAME. Raises ConfigError for an unknown name."""
-    return None if recipe is None else _of_name(recipe, "recipe", JOBS / "recipes")
+    return None if recipe is None else _named_file(recipe, "recipe", JOBS / "recipes")
 
 
 def read_toml(path: Path) -> Values:
@@ -190,16 +181,11 @@ def read_toml(path: Path) -> Values:
     try:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
-        there = (
-            [file.name for file in sorted(path.parent.glob("*.toml"))]
-            if path.parent.is_dir()
-            else []
-        )
-        known = (
-            f"; there is {listed(there, 'and')}"
-            if there
-            else "; give a name in jobs/recipes or a TOML file"
-        )
+        # glob finds nothing in a folder that does not exist
+        there = sorted(file.name for file in path.parent.glob("*.toml"))
+        known = "; give a name in jobs/recipes or a TOML file"
+        if there:
+            known = f"; there is {listed(there, 'and')}"
         raise ConfigError(f"{shown}: no such file{suggestion(path.name, there) or known}") from None
     except OSError as error:
         raise ConfigError(f"{shown}: cannot be read ({error.strerror}); give a TOML file") from None
@@ -214,11 +200,9 @@ def unknown_keys(values: Values, origin: str) -> list[str]:
     origin = near_path(origin)
     for group, entries in values.items():
         if group not in tables:
-            where = (
-                f"; {group} belongs in [{owner[group]}]"
-                if group in owner
-                else suggestion(group, tables)
-            )
+            where = suggestion(group, tables)
+            if group in owner:
+                where = f"; {group} belongs in [{owner[group]}]"
             problems.append(f"{origin}: unknown table [{group}]{where}; known: {', '.join(tables)}")
             continue
         if group in PROFILES and isinstance(entries, str):
@@ -229,7 +213,7 @@ def unknown_keys(values: Values, origin: str) -> list[str]:
             )
             continue
         for key in entries:
-            if key in tables[group].model_fields or _goes_on(group, key, owner):
+            if key in tables[group].model_fields or _is_passed_through(group, key, owner):
                 continue
             there = tables[group].model_fields or option_names() or ()
             hint = f"; it belongs in [{owner[key]}]" if key in owner else _hint(key, there)
@@ -237,7 +221,7 @@ def unknown_keys(values: Values, origin: str) -> list[str]:
     return problems
 
 
-def _goes_on(group: str, key: str, owner: Mapping[str, str]) -> bool:
+def _is_passed_through(group: str, key: str, owner: Mapping[str, str]) -> bool:
     """Whether a key is a pass-through option of SGLang or Megatron-core, in its table."""
     return (
         group in ("sglang", "megatron")
@@ -247,9 +231,7 @@ def _goes_on(group: str, key: str, owner: Mapping[str, str]) -> bool:
 
 
 def _hint(key: str, there: Iterable[str]) -> str:
-    """The key that was probably meant: an abbreviation, another program's name, or a close
-    spelling.
-    """
+    """Suggest the key behind an abbreviation, another program's name or a close spelling."""
     words = ABBREVIATIONS.get(key.replace("_", "-"))
     if words is not None:
         return f"; use {listed(word.removeprefix('--').replace('-', '_') for word in words)}"
@@ -300,9 +282,7 @@ def absolute_paths(config: Config, base: Path) -> Config:
 
 
 def dump(config: Config) -> str:
-    """The whole tree as JSON text for ``run.json``; ``parse_dump`` reads it back to an equal
-    tree.
-    """
+    """Return the tree as JSON text for ``run.json``; ``parse_dump`` is the inverse."""
     return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
 
 

@@ -71,9 +71,7 @@ NO_EFFECT = {
 
 @functools.cache
 def option_names() -> frozenset[str] | None:
-    """Return the fields of the installed Megatron-core that text can set; None if it is not
-    installed.
-    """
+    """Return the fields of Megatron-core that text can set; None if it is not installed."""
     # without rlpost's import hooks, which would import torch
     spec = PathFinder.find_spec("megatron")
     if spec is None:
@@ -89,9 +87,7 @@ def option_names() -> frozenset[str] | None:
 
 
 def option_problems(options: Mapping[str, object]) -> list[str]:
-    """Return one line for each option that Megatron-core does not have, is set by rlpost, or has no
-    effect.
-    """
+    """Return a line for each option that is unknown, set by rlpost, or without effect."""
     problems, known = [], option_names()
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")

@@ -25,9 +25,7 @@ installed.
 def split(
     words: Sequence[str], known: Collection[str]
 ) -> tuple[list[str], dict[str, dict[str, object]]]:
-    """Separate each ``--X [values]`` that is not a ``known`` flag and has an owner from
-    ``words``.
-    """
+    """Separate pass-through flags and their values from ``words``."""
     rest: list[str] = []
     found: dict[str, dict[str, list[str]]] = {}
     values: list[str] | None = None
@@ -77,12 +75,10 @@ def _values(key: str, texts: Sequence[str]) -> object:
 
 def _is_text(key: str) -> bool:
     """Whether SGLang expects a string, so that ``--sglang-revision 007`` is not converted to 7."""
+    if not key.startswith("sglang_"):
+        return False
     table = server_arg_table()
-    arg = (
-        table.args.get(table.name_of(key.removeprefix("sglang_")))
-        if key.startswith("sglang_")
-        else None
-    )
+    arg = table.args.get(table.name_of(key.removeprefix("sglang_")))
     return arg is not None and arg.kind in ("str", "any")
 
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from rlpost.config.flags import flag
 from rlpost.config.groups.base import Group, path_keys
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.tree import Config
+from rlpost.config.wording import listed
 from rlpost.errors import ConfigError
 
 ASSETS = "RLPOST_ASSETS"
@@ -59,15 +61,14 @@ def variable_problems(config: Config) -> list[str]:
     missing: dict[str, list[str]] = {}
     for key, path in _paths(config):
         if found := VARIABLE.match(path):
-            missing.setdefault(found[1], []).append("--" + key.replace("_", "-"))
+            missing.setdefault(found[1], []).append(flag(key))
     return [_unset(name, list(dict.fromkeys(flags))) for name, flags in missing.items()]
 
 
 def _unset(name: str, flags: Sequence[str]) -> str:
     """Describe a variable that is not set: the settings that use it, and the remedies."""
     begin = "begins" if len(flags) == 1 else "begin"
-    names = f"{', '.join(flags[:-1])} and {flags[-1]}" if len(flags) > 1 else flags[0]
-    line = f"${name} is not set, and {names} {begin} with it; export {name}="
+    line = f"${name} is not set, and {listed(flags, 'and')} {begin} with it; export {name}="
     if name == ASSETS:
         return (
             f"{line}FOLDER, or give --assets-dir FOLDER (also in the profile of your cluster): the folder on the "

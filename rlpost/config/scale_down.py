@@ -115,10 +115,10 @@ def scale_down(
     model = scaled_model(arguments, layout)
     is_small = all(arguments.get(name) == value for name, value in model.items())
     values = {f"model.{name}": value for name, value in model.items()}
-    values |= (
-        _layout_values(config, layout) | _cluster_values(config, layout) | _batch_values(config)
-    )
-    values |= {} if is_small else _assets(config, fp8=fp8)
+    values |= _layout_values(config, layout) | _cluster_values(config, layout)
+    values |= _batch_values(config)
+    if not is_small:
+        values |= _assets(config, fp8=fp8)
     return _changed(config, {name: value for name, value in values.items() if name not in kept})
 
 
@@ -158,9 +158,7 @@ def folded(layout: Layout, ranks: int) -> Layout:
 
 
 def scaled_model(arguments: ModelArguments, layout: Layout) -> Values:
-    """Return the scaled values of the architecture, which are divisible by the sizes of
-    ``layout``.
-    """
+    """Return scaled sizes of the architecture that the sizes of ``layout`` divide."""
     hidden, heads = arguments["hidden_size"], arguments["num_attention_heads"]
     groups = arguments.get("num_query_groups") or heads
     head_dim = arguments.get("kv_channels") or hidden // heads
@@ -171,9 +169,8 @@ def scaled_model(arguments: ModelArguments, layout: Layout) -> Values:
         factor *= 2
     chunks = layout.pipeline * (2 if layout.chunk else 1)
     num_layers = _halved(arguments["num_layers"], max(LAYERS, chunks))
-    num_layers = (
-        -(-num_layers // chunks) * chunks if num_layers != arguments["num_layers"] else num_layers
-    )
+    if num_layers != arguments["num_layers"]:
+        num_layers = -(-num_layers // chunks) * chunks
     model = {
         "num_layers": num_layers,
         "hidden_size": _width(hidden, factor),
@@ -185,11 +182,9 @@ def scaled_model(arguments: ModelArguments, layout: Layout) -> Values:
     }
     if arguments.get("multi_latent_attention"):
         model |= _latent(arguments, factor=factor)
-    return model | (
-        _experts(arguments, layout, factor=factor, num_layers=num_layers)
-        if arguments.get("num_experts")
-        else {}
-    )
+    if arguments.get("num_experts"):
+        model |= _experts(arguments, layout, factor=factor, num_layers=num_layers)
+    return model
 
 
 def _latent(arguments: ModelArguments, *, factor: int) -> Values:

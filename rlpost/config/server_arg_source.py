@@ -97,11 +97,9 @@ def _union(parts: list[ast.expr]) -> ServerArg:
     kinds = [_of_type(part) for part in parts if _literal(part, missing=part) is not None]
     has_none = len(kinds) < len(parts)
     unlike = {(kind.kind, kind.is_list) for kind in kinds}
-    first = (
-        kinds[0]
-        if len(unlike) == 1
-        else ServerArg("any", is_list=all(kind.is_list for kind in kinds))
-    )
+    first = kinds[0]
+    if len(unlike) != 1:
+        first = ServerArg("any", is_list=all(kind.is_list for kind in kinds))
     return dataclasses.replace(first, may_be_none=has_none or len(parts) == 1 or first.may_be_none)
 
 
@@ -140,9 +138,7 @@ def _described(found: ServerArg, described: ast.Call) -> ServerArg:
 
 
 def _nargs_of_action(words: ast.expr | None) -> object:
-    """``nargs`` of ``action_kwargs={"type": str, "nargs": "*"}``, whose other values need not be
-    literals.
-    """
+    """``nargs`` in ``action_kwargs={...}``, whose other values need not be literals."""
     if not isinstance(words, ast.Dict):
         return None
     pairs = zip(words.keys, words.values, strict=True)

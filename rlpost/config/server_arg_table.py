@@ -36,9 +36,7 @@ class ServerArgTable:
     names: Mapping[str, str]
 
     def name_of(self, given: str) -> str:
-        """Return the field of a name, an alias or an older release's name; the name itself if
-        unknown.
-        """
+        """Return the field for a name, alias or former name; the name itself if unknown."""
         if given in self.args:
             return given
         if RENAMED.get(given) in self.args:

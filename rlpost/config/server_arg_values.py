@@ -44,9 +44,7 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A range of numbers with its description; ``low`` and ``high`` are included unless
-    ``is_open``.
-    """
+    """A range of numbers and its description; bounds are included unless ``is_open``."""
 
     words: str
     low: float = -math.inf
@@ -204,13 +202,9 @@ def _checked(name: str, arg: ServerArg, value: object) -> object:
 def _constraint(arg: ServerArg, limit: Limit | None, value: object) -> str:
     if arg.choices:
         listed = ", ".join(map(_text, arg.choices[:_MANY_CHOICES]))
-        more = (
-            f" and {len(arg.choices) - _MANY_CHOICES} more"
-            if len(arg.choices) > _MANY_CHOICES
-            else ""
-        )
-        near = suggestion(_text(value), map(_text, arg.choices))
-        return f"one of {listed}{more}" + near
+        if len(arg.choices) > _MANY_CHOICES:
+            listed += f" and {len(arg.choices) - _MANY_CHOICES} more"
+        return f"one of {listed}" + suggestion(_text(value), map(_text, arg.choices))
     words = _WORDS.get(arg.kind, "a value")
     if arg.suffixes:
         words += ", as 16384, 16k or 16Ki"

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from rlpost.config.flags import flag
 from rlpost.config.tree import Config
 from rlpost.config.wording import value_text
 
@@ -33,10 +34,8 @@ class Need:
 
     @property
     def is_of_layers(self) -> bool:
-        """Whether it uses TransformerEngine's layers, which ``--transformer-impl local`` disables,
-        and not its Adam.
-        """
-        return self.setting.split()[0] not in {f"--{_dashed(name)}" for name in OPTIMIZER_TYPES}
+        """Whether it needs TransformerEngine's layers, and not only its Adam."""
+        return self.setting.split()[0] not in {flag(name) for name in OPTIMIZER_TYPES}
 
     def problem(self, lack: str) -> str:
         """Return an error for the setting; ``lack`` says why TransformerEngine is not available."""
@@ -44,9 +43,7 @@ class Need:
         return f"{need}; install it ({PAGE}) or {self.otherwise}"
 
     def warning(self, lack: str) -> str:
-        """Return a warning with the consequence; ``lack`` says why TransformerEngine is not
-        available.
-        """
+        """Return a warning; ``lack`` says why TransformerEngine is not available."""
         return f"{self.setting} uses TransformerEngine ({self.reason}), {lack}: {self.otherwise}"
 
 
@@ -102,9 +99,7 @@ def needs(
     transformer_impl: str | None,
     megatron: Mapping[str, object],
 ) -> tuple[Need, ...]:
-    """Like ``needs_transformer_engine``, from the table [model] by name and Megatron-core's options
-    by field.
-    """
+    """Like ``needs_transformer_engine``, from [model] and Megatron-core's options by name."""
     found = [
         *_of_implementation(transformer_impl),
         *_of_optimizer(optimizer),
@@ -135,9 +130,9 @@ def _of_optimizer(optimizer: OptimizerSettings) -> Iterable[Need]:
         given = getattr(optimizer, name)
         if given != "fp32":
             yield Need(
-                f"--{_dashed(name)} {given}",
+                f"{flag(name)} {given}",
                 "its Adam keeps other types than float32",
-                f"give --{_dashed(name)} fp32",
+                f"give {flag(name)} fp32",
                 is_required=True,
             )
 
@@ -180,10 +175,4 @@ def _of(megatron: Mapping[str, object]) -> Iterable[Need]:
         value = megatron.get(name)
         if value in _OFF:
             continue
-        yield Need(
-            f"--{_dashed(name)} {value_text(value)}", reason, "leave it out", is_required=True
-        )
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
+        yield Need(f"{flag(name)} {value_text(value)}", reason, "leave it out", is_required=True)

@@ -64,9 +64,7 @@ class Config(Group):
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the run: as set, or else the training nodes, those of a critic on its own GPUs,
-        and additional nodes for the engines.
-        """
+        """--nodes, else the nodes that trainer, critic on its own GPUs and engines need."""
         cluster, of_critic = self.cluster, self.critic_num_nodes
         if cluster.nodes is not None:
             return cluster.nodes
@@ -103,32 +101,24 @@ class Config(Group):
 
     @property
     def max_tokens(self) -> int | None:
-        """Tokens of a micro-batch, whose sequences all context-parallel ranks share; None without a
-        limit.
-        """
+        """Tokens of a micro-batch over all context-parallel ranks; None without a limit."""
         if not self.perf.use_dynamic_batch_size or self.perf.max_tokens_per_gpu is None:
             return None
         return self.perf.max_tokens_per_gpu * self.perf.context_parallel_size
 
     @property
     def log_probs_max_tokens(self) -> int | None:
-        """The same for passes that only compute log-probs; None if they use the micro-batches of
-        training.
-        """
+        """The same for log-prob passes; None if they use the training micro-batches."""
         if self.max_tokens is None or self.perf.log_probs_max_tokens_per_gpu is None:
             return None
         return self.perf.log_probs_max_tokens_per_gpu * self.perf.context_parallel_size
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Required divisor of the number of micro-batches per rank: the size of an interleaved
-        pipeline, else 1.
-        """
-        return (
-            1
-            if self.perf.num_layers_per_virtual_pipeline_stage is None
-            else self.perf.pipeline_model_parallel_size
-        )
+        """Divisor of the micro-batches per rank: the size of an interleaved pipeline, else 1."""
+        if self.perf.num_layers_per_virtual_pipeline_stage is None:
+            return 1
+        return self.perf.pipeline_model_parallel_size
 
     @property
     def rollout_num_gpus(self) -> int:

@@ -27,9 +27,7 @@ _KEY = re.compile(r"(?P<key>\w+): (?:'(?P<value>[^']*)'(?P<colon>;?))?")
 
 
 def spelled(config: Config, key: str) -> str:
-    """``--tensor-model-parallel-size 3``, ``--colocate true``; the flag alone for a setting without
-    a value.
-    """
+    """``--tensor-model-parallel-size 3``; the flag alone for a setting without a value."""
     return f"{flag(key)} {value_text(value_of(config, key))}".rstrip()
 
 

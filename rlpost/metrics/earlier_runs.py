@@ -24,18 +24,11 @@ MAX_RUNS = 10
 
 def earlier_step_times(config: Config) -> StepTimes | None:
     """Medians over the newest steps of the newest comparable run; None without one."""
-    folder = Path(config.cluster.runs_dir)
-    found = [
-        path
-        for path in folder.glob(f"{config.cluster.job_name}*")
-        if (path / "metrics.jsonl").is_file()
-    ]
-    newest_first = sorted(
-        found, key=lambda path: (path / "metrics.jsonl").stat().st_mtime, reverse=True
-    )
+    found = Path(config.cluster.runs_dir).glob(f"{config.cluster.job_name}*/metrics.jsonl")
+    newest_first = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
     for path in newest_first[:MAX_RUNS]:
         try:
-            times = _step_times(RunFolder(path), config)
+            times = _step_times(RunFolder(path.parent), config)
         except (OSError, ValueError):
             continue
         if times is not None:

@@ -143,6 +143,7 @@ class MetricsWriter:
         assert self._descriptor is not None
         if self._is_torn:
             os.ftruncate(self._descriptor, self._good_bytes)
+        # If the write fails half way, the next call truncates what it left.
         self._is_torn = True
         _write_all(self._descriptor, (json.dumps({"step": step, **metrics}) + "\n").encode())
         os.fsync(self._descriptor)

@@ -103,6 +103,7 @@ def bar_spans(history: Timeline) -> list[Span]:
         if not share:
             continue
         doing, end_s = max(share, key=lambda one: share[one]), (part + 1) * width
+        # joined to the span before if no empty part is between them; 1e-6 s of rounding
         if found and found[-1].doing == doing and found[-1].end_s >= part * width - 1e-6:
             found[-1] = Span(doing, found[-1].begin_s, end_s, None)
         else:

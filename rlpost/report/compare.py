@@ -39,7 +39,7 @@ def compare_page(
         pages=dict(zip(names, pages, strict=True)) if pages else {},
         names=names,
         colours=[(name, colour_class(number)) for number, name in enumerate(names)],
-        figures=figures(runs, is_brief=True),
+        figures=figures(runs),
         panels=main,
         others=others,
         num_points=curve_points(main, *(group.panels for group in others)),
@@ -100,12 +100,8 @@ def labels(runs: Sequence[RunFacts]) -> list[str]:
     return [run.name if count[run.name] == 1 else run.folder for run in runs]
 
 
-def figures(runs: Sequence[RunFacts], *, is_brief: bool = False) -> dict[str, list[str]]:
-    """Return the key figures by name, with one value per run; empty where a run has none.
-
-    Args:
-        is_brief: goodput and cost as short cells, without what took the rest of the time.
-    """
+def figures(runs: Sequence[RunFacts]) -> dict[str, list[str]]:
+    """Return the key figures by name, with one value per run; empty where a run has none."""
     by_run = []
     for run in runs:
         found = {
@@ -119,8 +115,8 @@ def figures(runs: Sequence[RunFacts], *, is_brief: bool = False) -> dict[str, li
                 "preemptions": str(history.num_preemptions),
             }
         if (spent := run.goodput) is not None:
-            found["goodput"] = spent.headline if is_brief else spent.line
-            if is_brief and spent.cost is not None:
+            found["goodput"] = spent.headline
+            if spent.cost is not None:
                 found["cost"] = f"{spent.cost:.2f}"
         by_run.append(found)
     rows = {}

@@ -50,11 +50,7 @@ class Outcome:
 
     @property
     def line(self) -> str:
-        """What a person reads.
-
-        >>> Outcome("reward/mean:-2%", "b", 0.5, 0.4, -0.2, True).line
-        'FAILS  reward/mean:-2%: 0.5 -> 0.4 (-20%), b'
-        """
+        """The outcome as a line of text."""
         word = "FAILS " if self.fails else "passes"
         shown = f"{self.change:+.3g}"
         if self.gate.endswith("%"):

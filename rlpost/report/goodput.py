@@ -252,9 +252,7 @@ class _Attempt:
 
     @property
     def rest_s(self) -> float:
-        """Seconds after the start-up that no step, evaluation, checkpoint, repeated step or
-        recovery explains.
-        """
+        """Seconds after the start-up that have no other use."""
         explained = sum(step.seconds for step in self.steps) + self.recovered_s
         explained += self.evaluation_s + self.saving_s + self.repeated_s
         return max(0.0, self.running_s - explained)
@@ -284,7 +282,7 @@ def _attempts(entries: Sequence[tuple[datetime, Entry]], until: datetime) -> lis
 
 
 def _record(attempt: _Attempt, event: object, entry: Entry, when: datetime) -> None:
-    """Add what an entry says of its attempt."""
+    """Record a ledger entry in its attempt."""
     match event:
         case "attempt":
             attempt.num_nodes = entry.get("num_nodes")
@@ -312,7 +310,7 @@ def _attempt_of(starts: Sequence[_Attempt], line: Mapping[str, float]) -> _Attem
 
 
 def _add_steps(attempts: Sequence[_Attempt], lines: Sequence[Mapping[str, float]]) -> None:
-    """Give each line to its attempt."""
+    """Assign each metrics line to its attempt."""
     starts = [attempt for attempt in attempts if attempt.startup_s is not None]
     for line in lines:
         owner = _attempt_of(starts, line)
@@ -351,9 +349,7 @@ def _add_recoveries(attempts: Sequence[_Attempt]) -> None:
 
 
 def _add_saves(attempts: Sequence[_Attempt], lines: Sequence[Mapping[str, float]]) -> None:
-    """Time in which training waited for a checkpoint: from the ledger; for an old one, from the
-    metrics.
-    """
+    """Add the time that saves blocked training; older ledgers lack it, the metrics have it."""
     if any("blocking_s" in entry for attempt in attempts for entry in attempt.saved):
         for attempt in attempts:
             attempt.saving_s = sum(entry.get("blocking_s") or 0.0 for entry in attempt.saved)
@@ -412,9 +408,7 @@ def _gpu_seconds(attempt: _Attempt, layout: Layout) -> dict[Use, float]:
 def _add_fleet(
     hours: dict[str, float], fleet: FleetUse, attempts: Sequence[_Attempt], layout: Layout
 ) -> None:
-    """Add the GPU hours of engine jobs; in synchronous runs their engines are idle during the
-    trainer's part of a step, as the run's own are.
-    """
+    """Add the GPU hours of engine jobs, which idle as the run's own engines do."""
     steps = [step for attempt in attempts for step in attempt.steps]
     stepped_s = sum(step.seconds for step in steps)
     idle = 0.0
@@ -429,9 +423,7 @@ def _add_fleet(
 def _queue_s(
     entries: Sequence[tuple[datetime, Entry]], attempts: Sequence[_Attempt], until: datetime
 ) -> float:
-    """Wall time between a submission, or the end of an attempt that comes back, and the next
-    attempt.
-    """
+    """Wall time from a submission, or from the end of a requeued attempt, to the next one."""
     submitted = [when for when, entry in entries if entry.get("event") == "submitted"]
     cancelled = [when for when, entry in entries if entry.get("event") == "cancelled"]
     total, ended = 0.0, None

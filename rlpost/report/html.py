@@ -44,9 +44,7 @@ def render(template: str, *, title: str, **values: object) -> str:
 
 
 def legend_of(panel: Panel) -> list[tuple[str, str]]:
-    """Return label and colour class of each curve; nothing for a single curve that is named like
-    its panel.
-    """
+    """Return (label, colour class) per curve; empty for one curve named like its panel."""
     names = [(curve.label, colour_class(curve.colour)) for curve in panel.curves]
     return [] if len(names) == 1 and names[0][0] == panel.title.lower() else names
 

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from common.counting import counted
 from rlpost.agents.environments.traces import chosen, summary
 from rlpost.metrics.pace import STEP_S, recent
 from rlpost.metrics.samples import RecordedAnswer
@@ -125,9 +126,7 @@ def resumed_steps(history: Timeline | None) -> list[float]:
 
 
 def key_figures(lines: Sequence[Mapping[str, float]], num_steps: object) -> list[tuple[str, str]]:
-    """Return the main figures of a run as pairs (value, name); pace and throughput are those of
-    ``rlpost.metrics.pace``.
-    """
+    """Return the main figures of a run as (value, name), by ``rlpost.metrics.pace``."""
     of_steps = f" / {num_steps}" if num_steps else ""
     if not lines:
         return [(f"0{of_steps}", "steps")]
@@ -149,9 +148,7 @@ def key_figures(lines: Sequence[Mapping[str, float]], num_steps: object) -> list
 
 
 def _state(facts: RunFacts, history: Timeline | None) -> tuple[str, str]:
-    """Return the state of the run, as far as its folder shows it, and the CSS class of the
-    badge.
-    """
+    """Return the state of the run as its folder shows it, and the CSS class of the badge."""
     if history is None:
         return "not started", "soft"
     if [entry["event"] for entry in facts.events if entry["event"] != "verdict"][-1:] == ["done"]:
@@ -180,10 +177,8 @@ def _tiles(facts: RunFacts, history: Timeline | None) -> list[tuple[str, str]]:
     if history is not None:
         tiles.append((str(steps_lost(facts.events)), "steps lost and trained again"))
         tiles.append((duration_text(round(history.end_s)), "since submission"))
-        attempts = "attempt" if len(history.attempts) == 1 else "attempts"
-        tiles.append(
-            (str(len(history.attempts)), f"{attempts}, {history.num_preemptions} preempted")
-        )
+        number, _, attempts = counted(len(history.attempts), "attempt").partition(" ")
+        tiles.append((number, f"{attempts}, {history.num_preemptions} preempted"))
     return tiles
 
 
@@ -226,9 +221,7 @@ def _answers(samples: Sequence[RecordedAnswer]) -> list[_Answer]:
 def _followed(
     samples: Sequence[RecordedAnswer], fixed: Sequence[RecordedAnswer]
 ) -> list[_Followed]:
-    """Return the prompts that were answered at several steps: of evaluations, else of the
-    rollout.
-    """
+    """Return prompts answered at several steps: of evaluations first, then of the rollout."""
     by_prompt: dict[tuple[str, str], dict[int, RecordedAnswer]] = {}
     for sample in (*fixed, *reversed(samples)):
         if sample.get("prompt"):

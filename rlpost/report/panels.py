@@ -168,15 +168,7 @@ def panels(lines: Lines) -> list[Panel]:
         Curve(label, points(trained, name), n, lost=not_finite(trained, name))
         for n, (label, name) in enumerate(PHASES)
     ]
-    found.insert(
-        -1,
-        Panel(
-            "Phases of a step",
-            "s",
-            _present(phases),
-            is_stacked=True,
-        ),
-    )
+    found.insert(-1, Panel("Phases of a step", "s", _present(phases), is_stacked=True))
     return [panel for panel in found if panel.curves]
 
 
@@ -312,9 +304,7 @@ def _present(curves: Iterable[Curve]) -> tuple[Curve, ...]:
 
 
 def mean_phases(lines: Lines) -> dict[str, float]:
-    """Return mean seconds per step of each phase that took time; evaluations are spread over all
-    steps.
-    """
+    """Return mean seconds of each phase; evaluations are spread over all steps."""
     trained = [line for line in lines if is_timed(line)]
     means = {}
     for label, name in PHASES:

@@ -116,7 +116,7 @@ class RunFacts:
 def read_facts(run: RunFolder) -> RunFacts:
     """Read the current facts of a run."""
     settings = _json(run.run_json)
-    latest = run.attempts / "latest"
+    attempts = _attempts(run.attempts)
     code = _json(run.root / "code.json")
     events = tuple(entry for entry in run.ledger.read() if "time" in entry and "event" in entry)
     answers = _samples(run.report / FILE_NAME, MAX_SAMPLE_STEPS)
@@ -129,19 +129,19 @@ def read_facts(run: RunFolder) -> RunFacts:
         settings=compared(settings),
         checks=tuple(
             check
-            for path in _attempts(run.attempts)
+            for path in attempts[-MAX_ATTEMPTS:]
             for check in checks_of(path.name, _json(path / PREFLIGHT_JSON))
         ),
         network={
             path.stem.removeprefix("agent-"): network_table(_text(path))
-            for path in _agent_logs(latest)
+            for path in sorted((run.attempts / "latest").glob("agent-*.log"))
         },
         samples=tuple(chain(*reversed(answers)) if answers else _recorded(settings)),
         episodes=tuple(read_episodes(run.root / EPISODES)),
         code=_commit(code),
         layout=Layout.of_settings(settings),
         fixed=tuple(chain(*_samples(run.report / FIXED_NAME, MAX_FIXED_STEPS))),
-        logs={path.name: logs for path in _all(run.attempts) if (logs := _log_names(path))},
+        logs={path.name: logs for path in attempts if (logs := _log_names(path))},
         failure=_failure(run, events),
     )
 
@@ -191,10 +191,7 @@ def network_table(log: str) -> str:
 
 
 def _attempts(folder: Path) -> list[Path]:
-    return _all(folder)[-MAX_ATTEMPTS:]
-
-
-def _all(folder: Path) -> list[Path]:
+    """The folders of all attempts in order."""
     paths = [path for path in folder.glob("*") if path.name.isdecimal()]
     return sorted(paths, key=lambda path: int(path.name))
 
@@ -215,16 +212,11 @@ def _failure(run: RunFolder, events: Sequence[Entry]) -> Failure | None:
     attempt = run.attempts / name
     text = newest.get("cause") or _json(attempt / VERDICT_JSON).get("cause") or ""
     cause = with_remedy(str(text))  # the log is below it
-    logs = [path for log in _log_names(attempt) if _tail(path := attempt / log)]
-    if not logs:
-        return Failure(name, str(newest.get("verdict")), cause)
-    return Failure(
-        name,
-        str(newest.get("verdict")),
-        cause,
-        f"../attempts/{name}/{logs[0].name}",
-        _tail(logs[0]),
-    )
+    logs = [attempt / name for name in _log_names(attempt) if _tail(attempt / name)]
+    log, tail = "", ""
+    if logs:
+        log, tail = f"../attempts/{name}/{logs[0].name}", _tail(logs[0])
+    return Failure(name, str(newest.get("verdict")), cause, log, tail)
 
 
 def _tail(path: Path) -> str:
@@ -236,10 +228,6 @@ def _tail(path: Path) -> str:
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-TAIL_LINES:])
-
-
-def _agent_logs(attempt: Path) -> list[Path]:
-    return sorted(attempt.glob("agent-*.log"))
 
 
 def _samples(path: Path, most: int) -> list[list[RecordedAnswer]]:
@@ -260,16 +248,12 @@ def _graded_samples(line: Mapping[str, Any]) -> list[RecordedAnswer]:
 
 
 def _recorded(settings: Mapping[str, Any]) -> list[RecordedAnswer]:
-    """The first groups of the newest steps that --save-debug-rollout-data left; they hold no text
-    of a prompt.
-    """
+    """Read groups of the newest recordings of --save-debug-rollout-data, without prompts."""
     template = (settings.get("debug") or {}).get("save_debug_rollout_data")
     if not isinstance(template, str) or "{rollout_id}" not in template:
         return []
     path = Path(template)
-    before, after = (
-        path.name.split("{rollout_id}", 1) if "{rollout_id}" in path.name else (path.name, "")
-    )
+    before, _, after = path.name.partition("{rollout_id}")
     numbers = []
     for file in path.parent.glob("*"):
         middle = file.name[len(before) : len(file.name) - len(after)]

@@ -89,6 +89,7 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
     if not high > low:
         low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if low else (0.0, 1.0)
     rough = (high - low) / max(1, about)
+    # The slack of 1e-9 keeps a range that ends on a tick from getting one tick more by rounding.
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(
         (size * power for size in (1, 2, 5) if size * power >= rough * (1 - 1e-9)), 10 * power

@@ -120,7 +120,7 @@ def line_plot(
                 for x, y in few
             ]
         drawn.append(_lost(axes, curve))
-    return _svg(title, drawn, axes, [_data(curve, num_points) for curve in curves])
+    return _svg(title, drawn, [_data(curve, num_points) for curve in curves])
 
 
 def stacked_plot(curves: Sequence[Curve], *, title: str, marks: Marks | None = None) -> str:
@@ -136,16 +136,13 @@ def stacked_plot(curves: Sequence[Curve], *, title: str, marks: Marks | None = N
             heights.append(sum(of_step.get(step, 0.0) for step in group) / len(group))
         below, tops = tops, [low + height for low, height in zip(tops, heights, strict=True)]
         areas.append((curve, below, tops, heights))
-    axes = _axes(
-        [(x, top) for x, top in zip(xs, tops, strict=True)] + [(x, 0.0) for x in xs],
-        [x for curve in curves for x, _ in curve.lost],
-        from_zero=True,
-    )
+    edges = [*zip(xs, tops, strict=True), *((x, 0.0) for x in xs)]
+    axes = _axes(edges, [x for curve in curves for x, _ in curve.lost], from_zero=True)
     drawn = [_grid(axes)]
     for curve, below, above, _ in areas:
-        edge = [(x, y) for x, y in zip(xs, above, strict=True)] + [
-            (x, y) for x, y in zip(xs, below, strict=True)
-        ][::-1]
+        # along the upper edge to the right, and back along the lower one
+        lower = list(zip(xs, below, strict=True))
+        edge = [*zip(xs, above, strict=True), *reversed(lower)]
         drawn.append(_path(axes, edge, f"area c{curve.colour % NUM_COLOURS}", closed=True))
     drawn += [_lost(axes, curve) for curve in curves]
     drawn.append(_marks(axes, marks or Marks()))
@@ -153,7 +150,7 @@ def stacked_plot(curves: Sequence[Curve], *, title: str, marks: Marks | None = N
         _data(replace(curve, points=list(zip(xs, heights, strict=True)), soften=False), len(xs))
         for curve, _, _, heights in areas
     ]
-    return _svg(title, drawn, axes, shown, is_stacked=True)
+    return _svg(title, drawn, shown, is_stacked=True)
 
 
 def _per_group(steps: Sequence[float]) -> int:
@@ -176,11 +173,9 @@ def _grid(axes: Axes) -> str:
             f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_tick(value, axes.ys)}</text>'
         )
     low, high = axes.xs
-    inside = [
-        value
-        for value in ticks(low, high, 5)
-        if low - 1e-9 <= value <= high + 1e-9 and value == round(value)
-    ]
+    # steps are whole numbers; the slack keeps ticks at the ends in spite of rounding
+    within = [value for value in ticks(low, high, 5) if low - 1e-9 <= value <= high + 1e-9]
+    inside = [value for value in within if value == round(value)]
     for value in inside:
         drawn.append(
             f'<text x="{axes.x(value):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{_tick(value, inside)}</text>'
@@ -268,15 +263,12 @@ def _some(lost: Sequence[tuple[float, str]], most: int) -> Sequence[tuple[float,
 def _svg(
     title: str,
     drawn: Sequence[str],
-    axes: Axes,
     shown: Sequence[Mapping[str, object]],
     *,
     is_stacked: bool = False,
 ) -> str:
     plot: dict[str, object] = {
         "box": [LEFT, RIGHT, TOP, BOTTOM, WIDTH, HEIGHT],
-        "x": [axes.xs[0], axes.xs[-1]],
-        "y": [axes.ys[0], axes.ys[-1]],
         "curves": shown,
     }
     if is_stacked:

@@ -164,11 +164,9 @@ def _verdict(entry: Entry) -> str:
 def _preempted(entry: Mapping[str, object]) -> str:
     text = f"preempted: {entry.get('reason', '')}"
     seconds = entry.get("seconds_from_signal")
-    return (
-        text
-        if seconds is None
-        else f"{text} ({entry.get('saved')} safe {seconds:.1f} s after the signal)"
-    )
+    if seconds is None:
+        return text
+    return f"{text} ({entry.get('saved')} safe {seconds:.1f} s after the signal)"
 
 
 def _attempts(entries: Sequence[tuple[datetime, Entry]], until: datetime) -> tuple[Attempt, ...]:
@@ -197,7 +195,7 @@ def _attempts(entries: Sequence[tuple[datetime, Entry]], until: datetime) -> tup
             case "verdict":
                 cause = now.ended or _verdict(entry)
                 answer = entry.get("answer")
-                now = replace(now, ended=f"{cause}; comes back" if answer in COMES_BACK else cause)
+                now = replace(now, ended=f"{cause}; requeued" if answer in COMES_BACK else cause)
             case "done":
                 now = replace(now, ended="done")
         if is_open:

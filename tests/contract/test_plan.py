@@ -13,7 +13,7 @@ import pytest
 
 from rlpost.actor.architecture import architecture
 from rlpost.config.load import JOBS, files_of, load
-from rlpost.config.plan.activations import Pass, stage_bytes
+from rlpost.config.plan.activations import Pass, kept_and_recomputed
 from rlpost.config.plan.estimate import estimate
 from rlpost.config.plan.rank_memory import held_memory
 from rlpost.config.plan.shape import Layout, Shape, layout_of, rank_parameters, shape_of
@@ -67,6 +67,11 @@ SMALL_EXPERTS = {
 }  # fmt: skip
 MODELS = ("qwen3_4b", "llama3_1_8b", "glm4_9b", "glm45_355b", "qwen3_30b_a3b")
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def stage_bytes(shape: Shape, layout: Layout, one: Pass, stage: int) -> int:
+    """What a stage keeps at its fullest, layers that are being recomputed included."""
+    return sum(kept_and_recomputed(shape, layout, one, stage))
 
 
 def shape(hf: dict[str, Any]) -> Shape:

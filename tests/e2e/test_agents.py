@@ -11,10 +11,10 @@ import pytest
 
 from rlpost.agents.environments.traces import read_episodes
 from rlpost.data.tokenizer import PromptTokenizer
-from rlpost.metrics.names import undeclared
 from rlpost.metrics.writer import read_metrics
 from rlpost.rollout.recorded import read_groups
 from tests.e2e.local_run import LocalRun
+from tests.metric_names import undeclared
 
 NUM_STEPS, BATCH, SAMPLES = 12, 16, 8
 SAVED_EVERY, KILLED_AFTER = 4, 6  # steps

@@ -7,9 +7,9 @@ import sys
 
 import psutil
 
-from rlpost.metrics.names import undeclared
 from rlpost.metrics.writer import read_metrics
 from tests.e2e.runs import RECIPE, ROOT, evaluations
+from tests.metric_names import undeclared
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

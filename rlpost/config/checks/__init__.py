@@ -1,3 +1,1 @@
-"""What can be known wrong from settings alone, one file a subject. ``rlpost.check`` adds what reads
-files.
-"""
+"""Checks of the settings alone, one file per subject. ``rlpost.check`` adds checks of files."""

@@ -30,7 +30,7 @@ BY_TURN = ("grpo", "gspo", "cispo", "ppo")
 
 
 def agent_problems(config: Config) -> list[str]:
-    """Of the table [env]."""
+    """Problems of the table [env]."""
     settings = config.env
     if not settings.env:
         given = [key for key in ("env_weights", "env_args") if getattr(settings, key)]

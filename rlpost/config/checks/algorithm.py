@@ -28,7 +28,7 @@ HAVE_BASELINE = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 
 
 def algorithm_problems(config: Config) -> list[str]:
-    """Of the tables [grpo] and [critic]."""
+    """Problems of the tables [grpo] and [critic]."""
     return [
         *_grpo_problems(config),
         *_reward_problems(config),
@@ -39,7 +39,7 @@ def algorithm_problems(config: Config) -> list[str]:
 
 
 def _reward_problems(config: Config) -> list[str]:
-    """Of what advantages are made of."""
+    """Problems of the settings that turn rewards into advantages."""
     grpo = config.grpo
     rules = [
         (
@@ -145,7 +145,7 @@ def _uses_advantages(config: Config) -> str:
 
 
 def _no_advantage_problems(config: Config) -> list[str]:
-    """Of --disable-compute-advantages-and-returns."""
+    """Problems of --disable-compute-advantages-and-returns."""
     if not config.grpo.disable_compute_advantages_and_returns:
         return []
     user = _uses_advantages(config)
@@ -158,7 +158,7 @@ def _no_advantage_problems(config: Config) -> list[str]:
 
 
 def _old_policy_problems(config: Config) -> list[str]:
-    """Of --keep-old-actor."""
+    """Problems of --keep-old-actor."""
     grpo, rollout = config.grpo, config.rollout
     if not grpo.keep_old_actor:
         return []
@@ -183,7 +183,7 @@ def _old_policy_problems(config: Config) -> list[str]:
 
 
 def critic_problems(config: Config) -> list[str]:
-    """Of the critic, and of discounts that the estimator does not use."""
+    """Problems of the critic, and of discounts that the estimator does not use."""
     grpo, critic = config.grpo, config.critic
     estimator = spelled(config, "advantage_estimator")
     is_ppo = grpo.advantage_estimator == "ppo"

@@ -36,14 +36,10 @@ def batch_problems(config: Config) -> list[str]:
             f"{spelled(config, 'kl_loss_coef')} has no effect without --use-kl-loss; add "
             "--use-kl-loss true, or use --kl-loss-coef 0"
         )
-    compares = (
-        config.grpo.loss_type != "sft_loss" and config.grpo.custom_advantage_function_path is None
-    )
-    if (
-        compares
-        and rollout.n_samples_per_prompt == 1
-        and config.grpo.advantage_estimator not in ("ppo", "reinforce_plus_plus")
-    ):
+    grpo = config.grpo
+    is_own = grpo.loss_type == "sft_loss" or grpo.custom_advantage_function_path is not None
+    compares = not is_own and grpo.advantage_estimator not in ("ppo", "reinforce_plus_plus")
+    if compares and rollout.n_samples_per_prompt == 1:
         problems.append(
             f"--n-samples-per-prompt 1: {spelled(config, 'advantage_estimator')} compares the responses to a "
             "prompt, so a single response gives no advantage; use --n-samples-per-prompt 2 or more, or "
@@ -79,23 +75,18 @@ def _whole_steps(config: Config) -> list[int]:
 def _not_the_samples(config: Config) -> str:
     """The samples of a rollout do not divide into optimizer steps of the given size."""
     rollout = config.rollout
-    samples, given, steps = (
-        config.samples_per_rollout,
-        rollout.global_batch_size,
-        rollout.num_steps_per_rollout,
-    )
+    given, steps = rollout.global_batch_size, rollout.num_steps_per_rollout
+    samples = config.samples_per_rollout
     sizes = _whole_steps(config)
     if given is None:
         counts = sorted(samples // size for size in sizes)
-        remedy = (
-            f"use --num-steps-per-rollout {listed(nearest(counts, steps or 1))}"
-            if counts
-            else _other_prompts(config)
-        )
+        remedy = _other_prompts(config)
+        if counts:
+            remedy = f"use --num-steps-per-rollout {listed(nearest(counts, steps or 1))}"
         return f"{spelled(config, STEPS)} does not divide the {_samples(config)}; {remedy}"
     near = nearest(sizes, given)
+    why = f"{spelled(config, GLOBAL)} does not divide the {_samples(config)}"
     if steps is None:
-        why = f"{spelled(config, GLOBAL)} does not divide the {_samples(config)}"
         if not near:
             return f"{why}; {_other_prompts(config)}"
         counts = [samples // size for size in near]
@@ -110,12 +101,10 @@ def _not_the_samples(config: Config) -> str:
     remedies += [
         f"--global-batch-size {size} --num-steps-per-rollout {samples // size}" for size in near[:1]
     ]
-    return (
-        f"{spelled(config, GLOBAL)} x {spelled(config, STEPS)} = {given * steps}, not the {_samples(config)}; use "
-        f"{listed(remedies[:2])}"
-        if remedies
-        else f"{spelled(config, GLOBAL)} does not divide the {_samples(config)}; {_other_prompts(config)}"
-    )
+    if not remedies:
+        return f"{why}; {_other_prompts(config)}"
+    product = f"{spelled(config, GLOBAL)} x {spelled(config, STEPS)} = {given * steps}"
+    return f"{product}, not the {_samples(config)}; use {listed(remedies[:2])}"
 
 
 def _uneven(config: Config) -> str:

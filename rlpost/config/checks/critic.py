@@ -10,7 +10,12 @@ from collections.abc import Callable
 
 from common.counting import counted
 from rlpost.config.checks.batch import batch_problems
-from rlpost.config.checks.layout import layout_problems, model_problems, parallel_problems
+from rlpost.config.checks.layout import (
+    gpus_beside_trainer,
+    layout_problems,
+    model_problems,
+    parallel_problems,
+)
 from rlpost.config.critic_ranks import critic_nodes, critic_ranks, in_flags_of_critic
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled
@@ -47,18 +52,13 @@ def _of_critic(config: Config, problems: Callable[[Config], list[str]]) -> list[
 
 def _room_problems(config: Config, own: Config) -> list[str]:
     """The critic beside the trainer on the nodes of the run."""
-    cluster = config.cluster
-    free = [
-        cluster.num_gpus_per_node
-        - cluster.actor_num_gpus_per_node * (node < config.actor_num_nodes)
-        for node in range(config.num_nodes)
-    ]
+    free = gpus_beside_trainer(config)
     if critic_nodes(free, config) is not None:
         return []
     wanted = own.cluster.actor_num_gpus_per_node
     return [
         f"--critic-own-gpus true: the critic needs {counted(config.critic_num_nodes, 'node')} with "
-        f"{counted(wanted, 'GPU')}, and "
-        f"beside the trainer the nodes have {listed(free, 'and')} free; use --nodes "
-        f"{config.num_nodes + config.critic_num_nodes}, or fewer --critic-num-gpus-per-node"
+        f"{counted(wanted, 'GPU')}, and beside the trainer the nodes have {listed(free, 'and')} "
+        f"free; use --nodes {config.num_nodes + config.critic_num_nodes}, or fewer "
+        "--critic-num-gpus-per-node"
     ]

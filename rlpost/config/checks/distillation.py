@@ -5,6 +5,7 @@ Input: a ``Config``. Output: one line for each problem.
 
 from __future__ import annotations
 
+from rlpost.config.flags import flag
 from rlpost.config.groups.distillation import DistillationConfig
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled
@@ -18,14 +19,14 @@ _EXAMPLE = {"opd_teacher_load": "FOLDER", "opd_teacher_url": "http://HOST:PORT"}
 
 
 def distillation_problems(config: Config) -> list[str]:
-    """Of the table [distillation]."""
+    """Problems of the table [distillation]."""
     given = config.distillation
     if not given.use_opd:
         set_keys = sorted(given.model_fields_set - {"use_opd"})
         changed = [key for key in set_keys if getattr(given, key) != _default(key)]
         if not changed:
             return []
-        named = listed([_flag(key) for key in changed], "and")
+        named = listed([flag(key) for key in changed], "and")
         return [f"{named} without --use-opd: no teacher is used; add --use-opd, or leave them out"]
     if given.opd_type is None:
         return [
@@ -36,13 +37,11 @@ def distillation_problems(config: Config) -> list[str]:
 
 
 def _teacher_problems(config: Config, kind: str) -> list[str]:
-    """Of where the teacher is."""
+    """Problems of the place of the teacher."""
     given, needed = config.distillation, _NEEDED[kind]
     problems = []
     if getattr(given, needed) is None:
-        problems.append(
-            f"--opd-type {kind} needs a teacher; add {_flag(needed)} {_EXAMPLE[needed]}"
-        )
+        problems.append(f"--opd-type {kind} needs a teacher; add {flag(needed)} {_EXAMPLE[needed]}")
     for key in (key for other, keys in _OF_TYPE.items() if other != kind for key in keys):
         if getattr(given, key) is not None:
             problems.append(
@@ -56,7 +55,7 @@ def _teacher_problems(config: Config, kind: str) -> list[str]:
 
 
 def _conflicts(config: Config) -> list[str]:
-    """With settings of other tables."""
+    """Conflicts with settings of other tables."""
     given, grpo, rollout = config.distillation, config.grpo, config.rollout
     is_loss, is_alone = given.opd_form == "loss", given.opd_alone
     rules = [
@@ -120,7 +119,3 @@ def _conflicts(config: Config) -> list[str]:
 
 def _default(key: str) -> object:
     return DistillationConfig.model_fields[key].default
-
-
-def _flag(key: str) -> str:
-    return "--" + key.replace("_", "-")

@@ -11,7 +11,7 @@ from rlpost.model_types import HfConfig
 
 
 def fleet_problems(config: Config) -> list[str]:
-    """Of the settings alone."""
+    """Problems of the settings alone."""
     asked = _asked(config)
     if not asked:
         return _no_engine_problems(config)
@@ -19,7 +19,7 @@ def fleet_problems(config: Config) -> list[str]:
 
 
 def fleet_model_problems(config: Config, hf: HfConfig) -> list[str]:
-    """Of a fleet with this model."""
+    """Problems of a fleet with this model."""
     asked = _asked(config)
     problem = quantised_problem(hf) if asked else None
     return [] if problem is None else [f"{asked}: {problem}"]

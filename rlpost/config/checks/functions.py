@@ -187,8 +187,7 @@ def _missing_imports(tree: ast.Module) -> list[str]:
 
 
 def _always(node: ast.AST) -> Iterator[ast.AST]:
-    """Imports that run when the file is imported: outside functions, and outside ``try``, where
-    they may fail."""
+    """Imports that always run with the file: outside functions and ``try``, where they may fail."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child
@@ -197,9 +196,7 @@ def _always(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _may_lack_slime(config: Config) -> bool:
-    """Whether slime is missing on the nodes: not installed here, and no image that may contain
-    it.
-    """
+    """Whether slime is not installed here and no image may contain it."""
     return config.cluster.container == "none" and source_of(f"{SLIME}.utils.types") is None
 
 

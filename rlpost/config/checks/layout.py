@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from common.counting import counted
 from rlpost.config.critic_ranks import critic_nodes, critic_ranks
 from rlpost.config.flags import flag
 from rlpost.config.tree import Config
@@ -71,14 +72,10 @@ def _too_many_nodes(config: Config) -> str:
 
 
 def _engine_size(config: Config) -> str:
-    """Generation GPUs not a multiple of the engine size, or a multi-node engine not a multiple of
-    a node."""
+    """Engine GPUs that are no multiple of an engine, or an engine that is no multiple of a node."""
     cluster = config.cluster
-    size, a_node, generate = (
-        cluster.rollout_num_gpus_per_engine,
-        cluster.num_gpus_per_node,
-        config.rollout_num_gpus,
-    )
+    size, a_node = cluster.rollout_num_gpus_per_engine, cluster.num_gpus_per_node
+    generate = config.rollout_num_gpus
     sizes = [one for one in divisors(generate) if one <= a_node or one % a_node == 0]
     engine = spelled(config, "rollout_num_gpus_per_engine")
     if size > a_node and size % a_node:
@@ -140,19 +137,16 @@ def _that_fit(config: Config, key: str) -> list[int]:
 
 def _product(config: Config) -> str:
     """``TP 8 x PP 4 x CP 2 = 64``, without sizes of 1."""
-    sizes = [
-        f"{name} {value_of(config, key)}"
-        for key, name in _SHORT.items()
-        if value_of(config, key) > 1
-    ]
-    return f"{' x '.join(sizes)} = {config.model_parallel_size}"
+    sizes = {name: value_of(config, key) for key, name in _SHORT.items()}
+    product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return f"{product} = {config.model_parallel_size}"
 
 
 def _world_problem(config: Config) -> str:
     """A single size, or the product of all, does not divide the trainer's GPUs."""
     world = config.actor_world_size
-    plural = "node" if config.actor_num_nodes == 1 else "nodes"
-    trains = f"{config.actor_num_nodes} {plural} x {config.cluster.actor_num_gpus_per_node}"
+    per_node = config.cluster.actor_num_gpus_per_node
+    trains = f"{counted(config.actor_num_nodes, 'node')} x {per_node}"
     alone = [key for key in _SHORT if value_of(config, key) > 1]
     wrong = next((key for key in alone if world % value_of(config, key)), None)
     if wrong is not None and (choices := _that_fit(config, wrong)):
@@ -175,15 +169,14 @@ def _world_problem(config: Config) -> str:
 
 
 def _gpus_for(config: Config, size: int) -> list[int]:
-    """The nearest GPUs per node that the layout divides, if that number is odd rather than the
-    size."""
+    """The nearest GPUs per node that the layout divides; none if the size is the odd number."""
     cluster = config.cluster
     if _is_power_of_two(cluster.actor_num_gpus_per_node) or not _is_power_of_two(size):
         return []
-    numbers = range(1, cluster.num_gpus_per_node + 1)
-    fit = [
-        number for number in numbers if _fits(with_values(config, actor_num_gpus_per_node=number))
-    ]
+    fit = []
+    for number in range(1, cluster.num_gpus_per_node + 1):
+        if _fits(with_values(config, actor_num_gpus_per_node=number)):
+            fit.append(number)
     return nearest(fit, cluster.actor_num_gpus_per_node, 2)
 
 
@@ -219,21 +212,15 @@ def _needs(config: Config) -> list[str]:
     uneven = [spelled(config, key) for key in (FIRST, LAST) if value_of(config, key) is not None]
     interleaved = perf.num_layers_per_virtual_pipeline_stage is not None
     chunk = spelled(config, "num_layers_per_virtual_pipeline_stage")
-    full, recompute = (
-        perf.recompute_granularity == "full",
-        ("recompute_method", "recompute_num_layers"),
-    )
-    given = [key for key in recompute if value_of(config, key) is not None]
-    lacking = {
+    full = perf.recompute_granularity == "full"
+    recompute = {
         "recompute_method": "--recompute-method uniform",
         "recompute_num_layers": "--recompute-num-layers 1",
     }
-    missing = [text for key, text in lacking.items() if key not in given]
-    gather = [
-        key
-        for key in ("use_distributed_optimizer", "overlap_grad_reduce")
-        if not value_of(config, key)
-    ]
+    given = [key for key in recompute if value_of(config, key) is not None]
+    missing = [text for key, text in recompute.items() if key not in given]
+    of_gather = ("use_distributed_optimizer", "overlap_grad_reduce")
+    gather = [key for key in of_gather if not value_of(config, key)]
     rules = [
         (
             perf.sequence_parallel and tensor == 1,
@@ -306,54 +293,43 @@ def _room_problems(config: Config) -> list[str]:
     if not remedies and fewer:
         remedies = [f"fewer --actor-num-gpus-per-node, such as {fewer}"]
     free = ", ".join(map(str, _free(config)))
+    nodes = "node has" if config.num_nodes == 1 else f"{config.num_nodes} nodes have"
     return [
-        f"{spelled(config, 'rollout_num_gpus')} is {_engines(config.num_engines)} of {_gpus(size)}, but next to "
-        f"the trainer the {_nodes(config.num_nodes)} {'has' if config.num_nodes == 1 else 'have'} capacity for {fits} "
+        f"{spelled(config, 'rollout_num_gpus')} is {counted(config.num_engines, 'engine')} of "
+        f"{counted(size, 'GPU')}, but next to the trainer the {nodes} capacity for {fits} "
         f"(free GPUs per node: {free}); use {listed(remedies)}"
     ]
 
 
 def _free(config: Config) -> list[int]:
     """Free GPUs of each node, those of the trainer and of a critic on its own GPUs subtracted."""
-    cluster = config.cluster
-    free = [
-        cluster.num_gpus_per_node
-        - (cluster.actor_num_gpus_per_node if node < config.actor_num_nodes else 0)
-        for node in range(config.num_nodes)
-    ]
+    free = gpus_beside_trainer(config)
     if config.critic_num_nodes:
         for node in critic_nodes(free, config) or ():
             free[node] -= critic_ranks(config).cluster.actor_num_gpus_per_node
     return free
 
 
+def gpus_beside_trainer(config: Config) -> list[int]:
+    """GPUs of each node that the trainer leaves."""
+    cluster = config.cluster
+    free = [cluster.num_gpus_per_node] * config.num_nodes
+    for node in range(min(config.actor_num_nodes, config.num_nodes)):
+        free[node] -= cluster.actor_num_gpus_per_node
+    return free
+
+
 def _room(config: Config) -> int:
     """Engines that fit on the free GPUs."""
-    size, a_node, free = (
-        config.cluster.rollout_num_gpus_per_engine,
-        config.cluster.num_gpus_per_node,
-        _free(config),
-    )
+    size, a_node = config.cluster.rollout_num_gpus_per_engine, config.cluster.num_gpus_per_node
+    free = _free(config)
     if size <= a_node:
         return sum(gpus // size for gpus in free)
     return sum(gpus == a_node for gpus in free) * a_node // size
 
 
-def _engines(count: int) -> str:
-    return f"{count} engine" if count == 1 else f"{count} engines"
-
-
-def _gpus(count: int) -> str:
-    return f"{count} GPU" if count == 1 else f"{count} GPUs"
-
-
-def _nodes(count: int) -> str:
-    return "node" if count == 1 else f"{count} nodes"
-
-
 def model_problems(config: Config, hf_config: HfConfig) -> list[str]:
-    """Model sizes in ``config.json`` that the layout does not divide; empty if the layout is wrong
-    already."""
+    """Sizes in ``config.json`` that the layout does not divide; none for an invalid layout."""
     if layout_problems(config):
         return []
     perf = config.perf
@@ -422,8 +398,7 @@ def _works(config: Config, num_layers: int) -> bool:
 
 
 def _shares_layers(config: Config, num_layers: int) -> bool:
-    """Whether the remaining layers divide evenly over the stages without a given size, in whole
-    chunks."""
+    """Whether stages without a given size get equal numbers of layers, in whole chunks."""
     perf = config.perf
     uneven = [layers for key in (FIRST, LAST) if (layers := value_of(config, key)) is not None]
     stages = perf.pipeline_model_parallel_size - len(uneven)

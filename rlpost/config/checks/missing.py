@@ -76,11 +76,9 @@ def is_made(path: str) -> bool:
 
 def _needed(config: Config) -> list[tuple[str, str, str]]:
     """(flag, path, "file" or "folder") of every path that is read."""
-    found = (
-        [("--hf-checkpoint", config.checkpoint.hf_checkpoint, "folder")]
-        if config.checkpoint.hf_checkpoint
-        else []
-    )
+    found = []
+    if config.checkpoint.hf_checkpoint:
+        found.append(("--hf-checkpoint", config.checkpoint.hf_checkpoint, "folder"))
     found += [("--prompt-data", path, "file") for path in config.rollout.prompt_data]
     try:
         sets = eval_sets(config.eval)

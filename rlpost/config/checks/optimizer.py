@@ -12,9 +12,7 @@ from rlpost.config.wording import listed, spelled
 
 
 def optimizer_problems(config: Config) -> list[str]:
-    """Settings that Megatron's scheduler and optimizers reject or silently interpret
-    differently.
-    """
+    """Settings that Megatron's scheduler and optimizers reject or silently change."""
     rules = [
         *_rate_rules(config),
         *_decay_rules(config),
@@ -29,11 +27,9 @@ def optimizer_problems(config: Config) -> list[str]:
 def _rate_rules(config: Config) -> list[tuple[bool, str]]:
     """The learning rate over the steps."""
     given, end = config.optimizer, config.lr_decay_iters
-    warmup = (
-        given.lr_warmup_iters
-        if given.lr_warmup_fraction is None
-        else given.lr_warmup_fraction * end
-    )
+    warmup: float = given.lr_warmup_iters
+    if given.lr_warmup_fraction is not None:
+        warmup = given.lr_warmup_fraction * end
     return [
         (
             given.min_lr > given.lr,

@@ -19,11 +19,8 @@ MAX_MASK = 4096
 def rollout_problems(config: Config) -> list[str]:
     """Conflicting rollout settings."""
     rollout = config.rollout
-    over, mode, staleness = (
-        rollout.over_sampling_batch_size,
-        rollout.rollout_mode,
-        rollout.max_staleness,
-    )
+    over, mode = rollout.over_sampling_batch_size, rollout.rollout_mode
+    staleness = rollout.max_staleness
     longest = config.eval.eval_max_response_len or rollout.rollout_max_response_len
     rules = [
         (
@@ -145,7 +142,7 @@ def sampling_note(config: Config) -> str | None:
 
 
 def _mask_problems(config: Config) -> list[str]:
-    """Of --use-rollout-sampling-mask."""
+    """Problems of --use-rollout-sampling-mask."""
     if not config.grpo.use_rollout_sampling_mask:
         return []
     args, top_k = config.sglang.server_args, config.rollout.rollout_top_k

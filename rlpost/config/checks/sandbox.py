@@ -12,7 +12,7 @@ from rlpost.config.wording import spelled
 
 
 def sandbox_problems(config: Config) -> list[str]:
-    """Of the table [sandbox]."""
+    """Problems of the table [sandbox]."""
     sandbox = config.sandbox
     warm, image = spelled(config, "sandbox_warm"), spelled(config, "sandbox_image")
     path = Path(sandbox.sandbox_image) if sandbox.sandbox_image is not None else None

@@ -10,13 +10,11 @@ from rlpost.config.wording import spelled
 
 
 def sync_problems(config: Config) -> list[str]:
-    """Of the table [sync]."""
+    """Problems of the table [sync]."""
     sync, is_delta = config.sync, config.sync.update_weight_mode == "delta"
     is_local = sync.update_weight_local_checkpoint_dir is not None
-    mode, local = (
-        spelled(config, "update_weight_mode"),
-        spelled(config, "update_weight_local_checkpoint_dir"),
-    )
+    mode = spelled(config, "update_weight_mode")
+    local = spelled(config, "update_weight_local_checkpoint_dir")
     rules = [
         (
             is_delta and config.cluster.colocate,
@@ -44,9 +42,7 @@ def sync_problems(config: Config) -> list[str]:
 
 
 def draft_problems(config: Config) -> list[str]:
-    """A draft model whose weights are lost when engines offload, and that no weight update brings
-    back.
-    """
+    """A draft model whose weights are lost in an offload and that no weight update restores."""
     args, grpo = config.sglang.server_args, config.grpo
     algorithm = args.get("speculative_algorithm")
     has_weights = algorithm is not None and str(algorithm).upper() != "NGRAM"

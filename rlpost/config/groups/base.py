@@ -28,7 +28,7 @@ def is_path(field: FieldInfo) -> bool:
 
 @cache
 def path_keys(group: type[BaseModel]) -> tuple[str, ...]:
-    """The settings of a group that are paths."""
+    """Return the settings of a group that are paths."""
     return tuple(key for key, field in group.model_fields.items() if is_path(field))
 
 

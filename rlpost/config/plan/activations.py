@@ -1,11 +1,11 @@
 """Bytes that a forward pass keeps for the backward pass. Pure.
 
-Input: shape, layout and how many tokens a rank computes at once.
-Output: bytes of a layer, of a stage with the micro-batches that are under way in its pipeline, and
-of the logits. The sums are those of Korthikanti et al. (arXiv 2205.05198, section 4) for layers
-without dropout, with attention that never stores its scores (arXiv 2205.14135), with gated MLPs
-and grouped-query attention; what runs between the matrices is cut by sequence parallelism.
-Micro-batches under way: Narayanan et al. (arXiv 2104.04473, section 2.2).
+Input: shape, layout and the tokens that a rank computes at once.
+Output: bytes of a layer, of a stage with the micro-batches in flight in its pipeline, and of the
+logits. The sums are those of Korthikanti et al. (arXiv 2205.05198, section 4) for layers without
+dropout, with attention that never stores its scores (arXiv 2205.14135), with gated MLPs and
+grouped-query attention; sequence parallelism shards the activations between the matrices.
+Micro-batches in flight: Narayanan et al. (arXiv 2104.04473, section 2.2).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ of the next one that is begun (``rlpost/actor/logprobs.py``).
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes of a stage at its fullest; ``layer`` and ``logits`` are not there at the same time."""
+    """Peak bytes of a stage; ``layer`` and ``logits`` do not exist at the same time."""
 
     kept: int
-    """Between layers, of all micro-batches under way."""
+    """Between layers, of all micro-batches in flight."""
     layer: int
     """While one layer is computed or recomputed, and of its gradients."""
     logits: int
@@ -42,7 +42,7 @@ class Pass:
     """How a forward pass runs."""
 
     tokens: int
-    """Of a micro-batch on one rank, after context parallelism has cut it."""
+    """Tokens of a micro-batch on one rank, after context parallelism has sharded it."""
     width: int = 2
     """Bytes of an activation."""
     fused: bool = True
@@ -58,7 +58,7 @@ class Pass:
 
 
 def layer_bytes(shape: Shape, layout: Layout, one: Pass, *, sparse: bool) -> int:
-    """What one layer keeps on one rank when nothing is recomputed."""
+    """Bytes that one layer keeps on one rank without recomputation."""
     per_token = _attention(shape, layout, one) + _norm(shape.hidden, one) / layout.sequence_ranks
     if shape.sandwich:
         per_token += (
@@ -68,18 +68,11 @@ def layer_bytes(shape: Shape, layout: Layout, one: Pass, *, sparse: bool) -> int
     return round(one.tokens * per_token)
 
 
-def stage_bytes(shape: Shape, layout: Layout, one: Pass, stage: int) -> int:
-    """What a stage keeps at its fullest: its micro-batches under way, and the layers that are just
-    recomputed.
-    """
-    return sum(_kept_and_again(shape, layout, one, stage))
-
-
 def stage_activations(
     shape: Shape, layout: Layout, one: Pass, stage: int, *, chunk_tokens: int
 ) -> Activations:
-    """All of a stage while it trains; ``chunk_tokens``: rows whose log-probs are computed at once."""
-    kept, again = _kept_and_again(shape, layout, one, stage)
+    """Return all bytes of a stage in training; log-probs take ``chunk_tokens`` rows at a time."""
+    kept, again = kept_and_recomputed(shape, layout, one, stage)
     boundary = _boundary(shape, layout, one)
     is_last = stage == layout.pipeline - 1
     if layout.pipeline > 1:
@@ -87,7 +80,7 @@ def stage_activations(
         # arrives. The last chunk of the last stage sends nothing.
         num_layers = len(sparse_of(shape, layout, stage))
         num_sent = _num_chunks(layout, num_layers) - is_last
-        kept += round(boundary * num_sent * under_way(layout, num_layers, stage))
+        kept += round(boundary * num_sent * in_flight(layout, num_layers, stage))
         kept += 2 * boundary  # the gradients that it receives and sends
     logits = logits_bytes(shape, layout, one, chunk_tokens) if is_last else 0
     layer = again + max(
@@ -101,8 +94,8 @@ def stage_activations(
     return Activations(kept + _gathered(shape, layout, one), layer, logits)
 
 
-def _kept_and_again(shape: Shape, layout: Layout, one: Pass, stage: int) -> tuple[int, int]:
-    """Bytes that are kept of all layers, and of those that are recomputed together."""
+def kept_and_recomputed(shape: Shape, layout: Layout, one: Pass, stage: int) -> tuple[int, int]:
+    """Bytes that a stage keeps of all its layers, and of the layers that it recomputes together."""
     layers = sparse_of(shape, layout, stage)
     each = {sparse: layer_bytes(shape, layout, one, sparse=sparse) for sparse in set(layers)}
     full = [each[is_sparse] for is_sparse in layers]
@@ -116,23 +109,21 @@ def _kept_and_again(shape: Shape, layout: Layout, one: Pass, stage: int) -> tupl
 
 
 def _gathered(shape: Shape, layout: Layout, one: Pass) -> int:
-    """Megatron-core's buffer for what sequence parallelism gathers, which is never freed."""
+    """Megatron-core's buffer for gathers of sequence parallelism, which is never freed."""
     return one.tokens * shape.hidden * one.width if layout.sequence_ranks > 1 else 0
 
 
 def _boundary(shape: Shape, layout: Layout, one: Pass) -> int:
-    """What goes from layer to layer."""
+    """Bytes of the hidden states between two layers."""
     return one.tokens * shape.hidden * one.width // layout.sequence_ranks
 
 
 def _layers_bytes(
     full: Sequence[int], one: Pass, layout: Layout, *, stage: int, boundary: int
 ) -> tuple[int, int]:
-    """Bytes that are kept, and of the layers that are recomputed together; ``full``: what each
-    layer of the stage keeps when nothing is recomputed.
-    """
+    """Bytes kept, and recomputed together; ``full``: bytes per layer without recomputation."""
     if one.recompute != "full":
-        return round(sum(full) * under_way(layout, len(full), stage)), 0
+        return round(sum(full) * in_flight(layout, len(full), stage)), 0
     if one.method == "block":
         count = min(one.num_recomputed, len(full))
         held, again = count * boundary + sum(full[count:]), max(full[:count], default=0)
@@ -140,13 +131,14 @@ def _layers_bytes(
         size = one.num_recomputed
         held = -(-len(full) // size) * boundary
         again = max(sum(full[start : start + size]) for start in range(0, len(full), size))
-    return round(held * under_way(layout, len(full), stage)), again
+    return round(held * in_flight(layout, len(full), stage)), again
 
 
-def under_way(layout: Layout, num_layers: int, stage: int) -> float:
-    """Micro-batches whose activations a stage holds at once: as many as stages follow it, itself
-    included. Interleaved, with v chunks a stage, it is the first backward pass that comes after
-    2 (p - s - 1) + (v - 1) p + 1 chunks on stage s of p.
+def in_flight(layout: Layout, num_layers: int, stage: int) -> float:
+    """Micro-batches whose activations a stage holds at once: one for itself and each later stage.
+
+    Interleaved, with v chunks per stage, the first backward pass follows 2 (p - s - 1) + (v - 1) p
+    + 1 chunks on stage s of p.
     """
     if layout.chunk is None or layout.pipeline == 1:
         return layout.pipeline - stage
@@ -160,9 +152,9 @@ def _num_chunks(layout: Layout, num_layers: int) -> int:
 
 
 def logits_bytes(shape: Shape, layout: Layout, one: Pass, chunk_tokens: int) -> int:
-    """Logits, their gradient, and float32 copies of the rows that are computed at once; on the last
-    stage. The layer for multi-token prediction has logits too, and the join of two hidden states
-    before it.
+    """Logits of the last stage, their gradient, and float32 copies of a chunk of rows.
+
+    A layer for multi-token prediction adds its logits and the concatenation of its two inputs.
     """
     columns = -(-shape.vocab // layout.tensor)
     gathered = one.tokens * shape.hidden * one.width
@@ -208,16 +200,12 @@ def _routed(shape: Shape, layout: Layout) -> tuple[float, float]:
 
 
 def _norm(width: float, one: Pass) -> float:
-    """Input (in float32 where it is not fused), normalised values, and the output that the next
-    matrix keeps.
-    """
+    """Input (float32 if not fused), normalised values, and the output that a matrix keeps."""
     return width * (2 * one.width if one.fused else FP32 + 2 * one.width)
 
 
 def _attention(shape: Shape, layout: Layout, one: Pass) -> float:
-    """The norm before it; QKV as they come out of their matrix; query and key after rotation; the
-    output.
-    """
+    """The norm before it, QKV from their matrix, rotated query and key, and the output."""
     if shape.latent is not None:
         return _latent_attention(shape, shape.latent, layout, one)
     query, key = (heads * shape.head_dim / layout.tensor for heads in (shape.heads, shape.groups))
@@ -249,19 +237,19 @@ def _latent_attention(shape: Shape, latent: Latent, layout: Layout, one: Pass) -
 
 
 def _mlp(columns: float, one: Pass) -> float:
-    """Both halves that come out of the first matrix, SiLU of the one, a copy of the other
-    (Megatron-core 0.16 adds ``glu_linear_offset`` to it), and the product.
-    """
+    """Both halves of the first matrix's output, SiLU of one, a copy of the other, the product."""
+    # Megatron-core 0.16 copies the other half, because it adds ``glu_linear_offset`` to it.
     return 5 * columns * one.width
 
 
 def _experts(shape: Shape, layout: Layout, one: Pass) -> float:
-    """Router scores; each token once for each of its experts, sorted; their MLPs, whose product is
-    kept a second time with the router's weight; the shared expert. Tokens are taken to spread evenly
-    over the experts.
+    """Router scores, tokens sorted by expert, the experts' MLPs, and the shared expert.
+
+    Tokens are assumed to spread evenly over the experts.
     """
     _, routed = _routed(shape, layout)
     inner = shape.expert_ffn / layout.expert_tensor
+    # the last term: the product of an MLP is kept again, scaled by the router's weight
     kept = routed * (shape.hidden * one.width + _mlp(inner, one) + inner * one.width)
     kept += 3 * shape.num_experts * FP32 / layout.sequence_ranks
     return kept + (_mlp(shape.shared_ffn / layout.tensor, one) if shape.shared_ffn else 0.0)

@@ -40,8 +40,6 @@ def drafts(config: Config) -> bool:
 
 
 def replicas(config: Config) -> int:
-    """Parts of an engine that each have the whole attention: its weights and KV heads are cut among
-    fewer GPUs.
-    """
+    """Data-parallel replicas of attention in an engine: fewer GPUs shard each one."""
     args = config.sglang.server_args
     return int(args.get("dp_size", 1)) if args.get("enable_dp_attention") else 1

@@ -45,9 +45,9 @@ from rlpost.config.tree import Config
 TRAINER_CONTEXT = 3 * 10**9
 ENGINE_CONTEXT = 3 * 10**9
 RESERVE = 0.95
-"""Part of a GPU that sums may fill: the caching allocator does not give back every gap."""
+"""Usable share of a GPU: the caching allocator leaves gaps."""
 MEM_FRACTION = 0.85
-"""Where the recipe leaves the choice to SGLang, which takes something like it."""
+"""Assumed where the recipe leaves ``mem_fraction_static`` to SGLang."""
 
 
 class Sizes(TypedDict):
@@ -210,11 +210,9 @@ def estimate(
         _rank(config, shape, layout, one, stage=stage, teacher=teacher)
         for stage in range(layout.pipeline)
     )
-    engine = (
-        _engine(config, shape, gpu_bytes=gpu_bytes, width=engine_width)
-        if config.num_engines
-        else None
-    )
+    engine = None
+    if config.num_engines:
+        engine = _engine(config, shape, gpu_bytes=gpu_bytes, width=engine_width)
     stored = parameter_bytes(config)
     whole = trained_parameters(config, shape, Layout(), 0)
     matrices = muon_matrices(config, shape, Layout(), 0)
@@ -394,8 +392,9 @@ def _own_critic(config: Config, shape: Shape) -> list[CriticRank]:
 def _critic_phase(
     config: Config, rank: CriticRank | None, engine: Engine | None
 ) -> tuple[Phase, ...]:
-    """What GPUs hold while a critic computes that has its own ranks: its own GPUs, or those of the
-    policy, which is offloaded meanwhile. Nothing for one that is resident beside the policy.
+    """What GPUs hold while a critic with its own ranks computes; empty if it stays resident.
+
+    The GPUs are its own, or those of the policy, which is offloaded meanwhile.
     """
     if rank is None or (config.critic_shares_gpus and not config.offloads_critic):
         return ()
@@ -441,17 +440,16 @@ def _generate(engine: Engine, more: tuple[tuple[str, int], ...]) -> Phase:
 
 
 def _save_buffer(config: Config, rank: Rank) -> int:
-    """Slots of host memory are made as they are needed, so a small state takes less than
-    --save-buffer-gb. Policy and critic have a buffer each.
-    """
-    buffers = 2 if rank.critic.total else 1
+    """Host memory of a rank's save: slots are allocated as needed, up to --save-buffer-gb."""
+    buffers = 2 if rank.critic.total else 1  # policy and critic have a buffer each
     return min(buffers * int(config.checkpoint.save_buffer_gb * 1e9), rank.saved)
 
 
 def _host(config: Config, ranks: tuple[Rank, ...], own_critic: CriticRank | None) -> int:
-    """The fullest node: offloaded optimizer, what leaves the GPU while engines generate, the weights
-    of the reference and of the old policy with the policy's own beside them while these compute, a
-    teacher's weights, and the buffer of a checkpoint; with the ranks of a critic on these GPUs.
+    """Return host memory of the fullest node, a critic on the same GPUs included.
+
+    It holds the offloaded optimizer, what is offloaded while engines generate, the weights of
+    reference, old policy and teacher, and the buffer of a checkpoint.
     """
     # with adapters the reference is the base, whose weights are on the GPU
     uses_reference = config.lora.lora_rank is None and (
@@ -460,6 +458,7 @@ def _host(config: Config, ranks: tuple[Rank, ...], own_critic: CriticRank | None
     copies = uses_reference + config.keeps_old_policy
     each = 0
     for rank in ranks:
+        # While a copy computes on the GPU, the policy's own weights are in host memory too.
         own = rank.optimizer_host + (copies + 1 if copies else 0) * rank.held.weights
         if config.offload_train:
             own += rank.held.weights + rank.held.optimizer
@@ -472,9 +471,7 @@ def _host(config: Config, ranks: tuple[Rank, ...], own_critic: CriticRank | None
 
 
 def _critic_host(config: Config, rank: CriticRank) -> int:
-    """Host memory of a critic's rank: its offloaded optimizer, what leaves the GPU while others use
-    it, and the buffer of a checkpoint.
-    """
+    """Host memory of a critic's rank: offloaded state, and the buffer of a checkpoint."""
     away = rank.held.weights + rank.held.optimizer if config.offloads_critic else 0
     return rank.optimizer_host + away + _critic_save_buffer(config, rank)
 

@@ -1,12 +1,11 @@
 """Other layouts of the same model on as many GPUs: which fit, and which of them come first. Pure.
 
 Input: settings and shape.
-Output: settings that differ in the trainer's parallel sizes, in where the optimizer lies and, when
-an engine has no room, in the size of engines. Which fits is the estimate's word. The order is a
-rule of thumb, after Narayanan et al. (arXiv 2104.04473, section 3: tensor parallelism inside a
-node, then pipelines, the rest data parallelism): each kind of communication and an optimizer on
-the host cost a share of a step, an idle pipeline its bubble (p - 1) / (m + p - 1). No number of it
-is a promise about speed.
+Output: settings with other parallel sizes of the trainer, another place of the optimizer and, if the
+KV cache is too small, larger engines. The estimate decides which of them fit. The order is a rule of
+thumb, after Narayanan et al. (arXiv 2104.04473, section 3: tensor parallelism inside a node, then
+pipelines, the rest data parallelism): each kind of communication and an optimizer on the host cost
+a share of a step, an idle pipeline its bubble (p - 1) / (m + p - 1). It does not predict speed.
 """
 
 from __future__ import annotations
@@ -21,9 +20,16 @@ from rlpost.config.checks.layout import layout_problems
 from rlpost.config.plan.estimate import RESERVE, Estimate, estimate
 from rlpost.config.plan.shape import Layout, Shape
 from rlpost.config.tree import Config
+from rlpost.config.wording import with_values
 
 TENSOR_COST, CONTEXT_COST, EXPERT_COST, OFFLOAD_COST = 0.06, 0.08, 0.03, 0.25
 MAX_CONTEXT = 16
+OF_OFFLOAD = (
+    "optimizer_cpu_offload",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "use_precision_aware_optimizer",
+)
+"""Settings that are off for an optimizer on the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +46,22 @@ class Choice:
     @property
     def words(self) -> str:
         """The layout in a line."""
-        layout, cluster = self.estimate.layout, self.config.cluster
-        parts = [f"TP {layout.tensor}", f"PP {layout.pipeline}", f"CP {layout.context}"]
-        parts += [f"EP {layout.expert}"] if self.estimate.shape.num_experts else []
-        text = (
-            " x ".join(parts[:3])
-            + f" x DP {layout.data}"
-            + "".join(f", {part}" for part in parts[3:])
-        )
-        text += (
-            f", {counted(layout.last, 'layer')} in the last stage"
-            if layout.last is not None
-            else ""
-        )
-        text += ", optimizer on host" if self.config.optimizer.optimizer_cpu_offload else ""
-        return text + (
-            f", engines of {cluster.rollout_num_gpus_per_engine}" if self.config.num_engines else ""
-        )
+        layout = self.estimate.layout
+        sizes = f"TP {layout.tensor} x PP {layout.pipeline} x CP {layout.context}"
+        said = [f"{sizes} x DP {layout.data}"]
+        if self.estimate.shape.num_experts:
+            said.append(f"EP {layout.expert}")
+        if layout.last is not None:
+            said.append(f"{counted(layout.last, 'layer')} in the last stage")
+        if self.config.optimizer.optimizer_cpu_offload:
+            said.append("optimizer on host")
+        if self.config.num_engines:
+            said.append(f"engines of {self.config.cluster.rollout_num_gpus_per_engine}")
+        return ", ".join(said)
 
     @property
     def reasons(self) -> str:
-        """What speaks for it and what it costs."""
+        """Peak memory, idle time and costs of the layout, for the user."""
         made, layout = self.estimate, self.estimate.layout
         peak = max(phase.total for phase in made.phases)
         said = [f"{peak / 1e9:.0f} of {made.gpu_bytes * RESERVE / 1e9:.0f} GB at its peak"]
@@ -68,7 +69,7 @@ class Choice:
         if layout.tensor > 1:
             said.append("TP inside a node")
         if layout.context > 1:
-            said.append("sequences cut")
+            said.append("sequences sharded")
         return "; ".join(said)
 
 
@@ -94,9 +95,7 @@ def suggest(
 
 
 def nearest(config: Config, choices: list[Choice]) -> Choice | None:
-    """Of the layouts that fit the one that changes least: sizes by factors of two, moving the
-    optimizer as one.
-    """
+    """The layout that changes least, in factors of two; moving the optimizer counts as one."""
     here = _sizes(config)
 
     def distance(choice: Choice) -> float:
@@ -137,49 +136,36 @@ def _last_stage(num_layers: int, pipeline: int) -> int | None:
 
 
 def _possible(config: Config, layout: Layout, *, has_experts: bool) -> Iterator[Config]:
-    perf: dict[str, object] = {
-        "tensor_model_parallel_size": layout.tensor,
-        "sequence_parallel": layout.tensor > 1,
-        "pipeline_model_parallel_size": layout.pipeline,
-        "context_parallel_size": layout.context,
-        "expert_model_parallel_size": layout.expert,
-        "expert_tensor_parallel_size": 1 if has_experts else None,
-        "num_layers_per_virtual_pipeline_stage": None,
-        "decoder_first_pipeline_num_layers": None,
-        "decoder_last_pipeline_num_layers": layout.last,
-    }
-    changed = config.model_copy(update={"perf": config.perf.model_copy(update=perf)})
+    changed = with_values(
+        config,
+        tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.tensor > 1,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=1 if has_experts else None,
+        num_layers_per_virtual_pipeline_stage=None,
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=layout.last,
+    )
     if layout_problems(changed) or is_uneven(changed):
         return
+    on_gpu = dict.fromkeys(OF_OFFLOAD, False)
     for engine in _engine_sizes(changed):
-        cluster = changed.cluster.model_copy(update={"rollout_num_gpus_per_engine": engine})
-        for offload in (False, True):
-            moved = {"optimizer_cpu_offload": offload}
-            moved |= (
-                {}
-                if offload
-                else {
-                    "overlap_cpu_optimizer_d2h_h2d": False,
-                    "use_precision_aware_optimizer": False,
-                }
-            )
-            optimizer = changed.optimizer.model_copy(update=moved)
-            yield changed.model_copy(update={"cluster": cluster, "optimizer": optimizer})
+        sized = with_values(changed, rollout_num_gpus_per_engine=engine)
+        yield with_values(sized, **on_gpu)
+        yield with_values(sized, optimizer_cpu_offload=True)
 
 
 def _engine_sizes(config: Config) -> list[int]:
-    """The size that is given, and the next ones."""
+    """The given size, twice and four times that, where they divide the GPUs."""
     size, generates = config.cluster.rollout_num_gpus_per_engine, config.rollout_num_gpus
-    return [
-        size,
-        *(bigger for bigger in (2 * size, 4 * size) if generates and generates % bigger == 0),
-    ]
+    larger = [one for one in (2 * size, 4 * size) if generates and generates % one == 0]
+    return [size, *larger]
 
 
 def bubble(made: Estimate) -> float:
-    """The part of a step that a stage of the pipeline waits, answers taken to be half as long as
-    they may be.
-    """
+    """Idle share of a pipeline stage, with responses of half the maximum length."""
     config, stages = made.config, made.layout.pipeline
     a_rank = config.samples_per_rollout / config.num_steps_per_rollout / made.layout.data
     batches = max(1.0, a_rank * made.longest / 2 / (made.tokens * made.layout.context))
@@ -188,12 +174,8 @@ def bubble(made: Estimate) -> float:
 
 def _cost(made: Estimate) -> float:
     layout, config = made.layout, made.config
-    cost = (
-        TENSOR_COST * math.log2(layout.tensor)
-        + CONTEXT_COST * math.log2(layout.context)
-        + bubble(made)
-    )
-    cost += EXPERT_COST * math.log2(layout.expert)
+    cost = bubble(made) + TENSOR_COST * math.log2(layout.tensor)
+    cost += CONTEXT_COST * math.log2(layout.context) + EXPERT_COST * math.log2(layout.expert)
     cost += OFFLOAD_COST if config.optimizer.optimizer_cpu_offload else 0.0
     return cost + 0.01 * math.log2(config.cluster.rollout_num_gpus_per_engine)
 

@@ -46,9 +46,7 @@ class RankMemory:
 
 
 def parameter_bytes(config: Config) -> RankMemory:
-    """Bytes of one parameter on a GPU, wherever its optimizer's state lies: in bfloat16 there is a
-    main weight in float32 beside Adam's two moments, in float32 there are the moments alone.
-    """
+    """Bytes per parameter on a GPU; bfloat16 adds a float32 weight to Adam's two moments."""
     given = config.optimizer
     narrow = config.perf.bf16 is not False  # the default on a GPU
     moments = DTYPE_BYTES[given.exp_avg_dtype] + DTYPE_BYTES[given.exp_avg_sq_dtype]
@@ -104,23 +102,15 @@ def held_memory(
         matrices: the parameters without a second moment, whose optimizer is not distributed.
     """
     each = parameter_bytes(config)
-    has_adapters = config.lora.lora_rank is not None and trained is not None
-    frozen = parameters.total if has_adapters else 0
-    parameters = trained if has_adapters and trained is not None else parameters
-    shards = (
-        (parameters.dense, layout.world // (layout.tensor * layout.pipeline)),
-        (
-            parameters.expert,
-            layout.world // (layout.expert_tensor * layout.expert * layout.pipeline),
-        ),
-    )
-    spread = config.perf.use_distributed_optimizer
-    state = sum(-(-count // (ranks if spread else 1)) for count, ranks in shards if count)
-    away = (
-        config.optimizer.optimizer_offload_fraction
-        if config.optimizer.optimizer_cpu_offload
-        else 0.0
-    )
+    frozen = 0
+    if config.lora.lora_rank is not None and trained is not None:
+        frozen, parameters = parameters.total, trained
+    state = parameters.total
+    if config.perf.use_distributed_optimizer:
+        state = _share(layout, parameters)
+    away = 0.0
+    if config.optimizer.optimizer_cpu_offload:
+        away = config.optimizer.optimizer_offload_fraction
     total = parameters.total
     moment = DTYPE_BYTES[config.optimizer.exp_avg_sq_dtype]
     on_gpu = RankMemory(
@@ -148,9 +138,7 @@ def fullest_held(config: Config, shape: Shape) -> RankMemory:
 
 
 def forward_pass(config: Config) -> tuple[Pass, int]:
-    """The largest micro-batch of a rank, and the longest sample: a sample beyond the limit is alone
-    in its own.
-    """
+    """The largest micro-batch of a rank, and the longest sample, which may exceed the limit."""
     perf, rollout = config.perf, config.rollout
     longest = rollout.rollout_max_context_len or (
         (rollout.rollout_max_prompt_len or PROMPT_TOKENS) + rollout.rollout_max_response_len
@@ -186,9 +174,9 @@ def saved_bytes(
 
 
 def _share(layout: Layout, parameters: Parameters) -> int:
-    """Parameters that a rank writes."""
-    dense = layout.world // (layout.tensor * layout.pipeline)
-    expert = layout.world // (layout.expert_tensor * layout.expert * layout.pipeline)
-    return -(-parameters.dense // dense) + (
-        -(-parameters.expert // expert) if parameters.expert else 0
-    )
+    """A rank's share of parameters that are sharded over all ranks that hold the same ones."""
+    stage = layout.world // layout.pipeline
+    dense = -(-parameters.dense // (stage // layout.tensor))
+    if not parameters.expert:
+        return dense
+    return dense + -(-parameters.expert // (stage // (layout.expert_tensor * layout.expert)))

@@ -22,9 +22,7 @@ def is_only_measured(config: Config) -> bool:
 
 
 def training_share(config: Config) -> float:
-    """The reference's part of the trainer's forward and backward passes; a backward counts as two
-    forwards.
-    """
+    """The reference's share of the passes; a backward pass counts as two forward passes."""
     passes = (
         3.0 + (config.perf.recompute_granularity == "full") + (config.num_steps_per_rollout > 1)
     )
@@ -32,9 +30,7 @@ def training_share(config: Config) -> float:
 
 
 def host_bytes(config: Config, shape: Shape) -> int:
-    """Host memory of a node for it: its weights, and the policy's own beside them while it
-    computes.
-    """
+    """Host memory per node: its weights, and the policy's while the reference computes."""
     return 2 * fullest_held(config, shape).weights * config.cluster.actor_num_gpus_per_node
 
 

@@ -82,9 +82,7 @@ def written_s(
     *,
     write_gbps: float = WRITE_GBPS,
 ) -> float:
-    """Return the seconds in which a checkpoint is written: the nodes of the policy write its part,
-    then those of a critic on its own GPUs ``critic_bytes`` of it.
-    """
+    """Seconds to write a checkpoint: the policy's nodes write first, then the critic's own."""
     nodes_of_critic = config.critic_num_nodes or config.actor_num_nodes
     of_policy = (checkpoint_bytes - critic_bytes) / config.actor_num_nodes
     return (of_policy + critic_bytes / nodes_of_critic) / (write_gbps * 1e9)
@@ -123,9 +121,7 @@ def save_interval(
 
 
 def lost_frac(best: SaveInterval, interval_s: float) -> float:
-    """Fraction of the time that saves and repeated training take with this interval, to first
-    order.
-    """
+    """Fraction of time spent on saves and repeated training, to first order."""
     return best.save_s / interval_s + best.training_frac * interval_s / (2 * best.mtbf_s)
 
 

@@ -27,7 +27,7 @@ NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """How many: ``dense`` is everything but the routed experts, embeddings included."""
+    """Numbers of parameters: ``dense`` is all but the routed experts, with embeddings."""
 
     dense: int
     expert: int = 0
@@ -101,9 +101,7 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder with RMSNorm, rotary embedding, grouped-query or latent attention and gated MLPs,
-    some of them experts.
-    """
+    """A decoder with RMSNorm, rotary embedding and gated MLPs, some of them experts."""
 
     hidden: int
     ffn: int
@@ -135,9 +133,7 @@ class Shape:
     latent: Latent | None = None
     """Of latent attention; ``head_dim`` is then the part of a query without position."""
     mtp: bool = False
-    """Whether the last stage also trains a layer for multi-token prediction, of the kind of the
-    last layer.
-    """
+    """Whether the last stage also trains an MTP layer, of the kind of the last layer."""
 
     @property
     def num_layers(self) -> int:
@@ -180,11 +176,8 @@ def shape_of(arguments: ModelArguments) -> Shape:
         value = arguments.get(name)
         return default if value is None else value
 
-    heads, layers, experts = (
-        arguments["num_attention_heads"],
-        arguments["num_layers"],
-        word("num_experts", 0),
-    )
+    heads, layers = arguments["num_attention_heads"], arguments["num_layers"]
+    experts = word("num_experts", 0)
     pattern = word("moe_layer_freq", (1,) * layers if experts else (0,) * layers)
     return Shape(
         hidden=arguments["hidden_size"],
@@ -259,18 +252,14 @@ def layout_of(config: Config) -> Layout:
 
 
 def teacher_layout(config: Config, layout: Layout) -> Layout:
-    """The layout of a teacher in the trainer: that of the policy, but unequal stages are those of
-    the policy's folder alone.
-    """
+    """The policy's layout; unequal stages hold for a teacher from the policy's folder alone."""
     given, policy = config.distillation, config.checkpoint.hf_checkpoint
     folder = given.opd_teacher_hf_checkpoint or given.opd_teacher_load
     return layout if folder == policy else replace(layout, first=None, last=None)
 
 
 def layers_of(layout: Layout, num_layers: int, stage: int) -> Sequence[int]:
-    """The layers of a pipeline stage; interleaved, those of each of its chunks (arXiv
-    2104.04473).
-    """
+    """The layers of a pipeline stage, of all its chunks if interleaved (arXiv 2104.04473)."""
     if layout.chunk is not None:
         starts = range(stage * layout.chunk, num_layers, layout.pipeline * layout.chunk)
         return [layer for start in starts for layer in range(start, start + layout.chunk)]
@@ -311,9 +300,7 @@ def critic_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
 
 
 def sparse_of(shape: Shape, layout: Layout, stage: int) -> list[bool]:
-    """For each layer of a stage whether it has experts, the one for multi-token prediction
-    included.
-    """
+    """Whether each layer of a stage has experts; the MTP layer, if any, is the last one."""
     layers = [shape.sparse[layer] for layer in layers_of(layout, shape.num_layers, stage)]
     if shape.mtp and stage == layout.pipeline - 1:
         layers.append(shape.sparse[-1])
@@ -399,9 +386,7 @@ def _linear_matrices(shape: Shape, tensor: int) -> int:
 
 
 def _linear_vectors(shape: Shape, tensor: int) -> int:
-    """Of linear attention: short convolution, decay (two numbers for each value head) and norm; and
-    the norms before it and the MLP.
-    """
+    """Convolution, decay and norm of linear attention, and the norms before it and the MLP."""
     one = shape.linear
     assert one is not None
     by_head = one.kernel * (2 * one.keys + one.values) + 2 * one.value_heads

@@ -15,21 +15,16 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from rlpost.config.plan.adapters import served_adapters
-from rlpost.config.plan.shape import Layout, LinearAttention, Shape, layers_of
+from rlpost.config.plan.shape import FP8_SIDE, Layout, LinearAttention, Shape, layers_of
 from rlpost.config.tree import Config
 from rlpost.weights.bucket_plan import SENT_BUFFERS, SHARED_BUFFERS, Travelling, bucket_bytes, deal
 
 FP8_WIDTH = 1
-FP8_BLOCK = 128
-"""Rows and columns of a block in the checkpoints of all families here; each has a scale in float32.
-"""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter of Megatron's: its Hugging Face tensors, and whether checkpoints in FP8
-    quantise them.
-    """
+    """A Megatron parameter: its Hugging Face tensors, and whether FP8 checkpoints quantise it."""
 
     stage: int
     shapes: tuple[tuple[int, ...], ...]
@@ -124,9 +119,7 @@ def _buckets(
 
 
 def weights_of(shape: Shape, layout: Layout) -> Iterator[Weight]:
-    """All weights of a model in the order of the inventory: the embedding, the layers, what follows
-    them.
-    """
+    """All weights of a model in the order of ``rlpost.weights.inventory``."""
     last = layout.pipeline - 1
     owner = {
         layer: stage
@@ -166,11 +159,8 @@ def _attention(shape: Shape, stage: int) -> Iterator[Weight]:
             yield Weight(stage, ((rank,),))
         yield norm
         return
-    queries, keys, hidden = (
-        shape.heads * shape.head_dim,
-        shape.groups * shape.head_dim,
-        shape.hidden,
-    )
+    queries, keys = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    hidden = shape.hidden
     rows = (queries * (2 if shape.output_gate else 1), keys, keys)
     norm = Weight(stage, ((hidden,),))
     yield norm
@@ -234,4 +224,4 @@ def _gated(stage: int, hidden: int, ffn: int, *, copies: int = 1) -> Iterator[We
 
 
 def _num_blocks(shape: Sequence[int]) -> int:
-    return math.prod(-(-length // FP8_BLOCK) for length in shape)
+    return math.prod(-(-length // FP8_SIDE) for length in shape)

@@ -17,7 +17,7 @@ from rlpost.cli.attach import dashboard_address, head_of, tunnel_command
 from rlpost.cli.main import main, verbs
 from rlpost.cli.run_status import headline, status_of
 from rlpost.cli.runs import RUNS_DIR, find_run, job_ids
-from rlpost.cli.secret_file import has_wandb_key, put_away, secrets_path, take_out
+from rlpost.cli.secret_file import has_wandb_key, load_keys, secrets_path, store_keys
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.keys import KEYS, without_keys
 from rlpost.config.load import dump, load
@@ -290,7 +290,7 @@ def test_whoever_follows_a_chain_goes_on_with_its_next_job(tmp_path, monkeypatch
 
     monkeypatch.setattr(follow, "queue", answer)
     run.ledger.append("chained", attempt=0, job_id="8")
-    assert not follow._slurm_is_over(run, "7")() and asked == ["8"]
+    assert not follow._watched_end(run, "7")() and asked == ["8"]
 
 
 def test_a_look_into_an_image_leaves_no_key_with_slurm(tmp_path, monkeypatch, capsys):
@@ -410,12 +410,12 @@ def test_settings_are_shown_without_torch(tmp_path, command):
 def test_keys_go_into_one_file_of_the_owner_and_come_out_for_the_driver(tmp_path):
     run = make_run(tmp_path / "a")
     environ = {"HF_TOKEN": "one", "WANDB_API_KEY": "a=b c", "SGLANG_API_KEY": "sk", "PATH": "/bin"}
-    put_away(run, environ)
+    store_keys(run, environ)
     assert environ == {"PATH": "/bin"}
     assert secrets_path(run).stat().st_mode & 0o777 == 0o600
-    put_away(run, {"HF_TOKEN": "two"})  # submitted again, with one of them
+    store_keys(run, {"HF_TOKEN": "two"})  # submitted again, with one of them
     driver = {"PATH": "/bin"}
-    take_out(run, driver)
+    load_keys(run, driver)
     assert driver == {
         "HF_TOKEN": "two",
         "WANDB_API_KEY": "a=b c",
@@ -454,16 +454,16 @@ def test_a_key_for_wandb_is_known_from_the_environment_the_run_or_the_home_folde
     (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password k\n")
     assert has_wandb_key(run, home)
     (tmp_path / ".netrc").unlink()
-    put_away(run, {"WANDB_API_KEY": "k"})  # submitted before, with one
+    store_keys(run, {"WANDB_API_KEY": "k"})  # submitted before, with one
     assert has_wandb_key(run, home)
 
 
 def test_without_keys_there_is_no_file_and_a_broken_key_is_refused_unseen(tmp_path):
     run = make_run(tmp_path / "a")
-    put_away(run, {"HF_TOKEN": ""})
+    store_keys(run, {"HF_TOKEN": ""})
     assert not secrets_path(run).exists()
     with pytest.raises(ConfigError, match="HF_TOKEN") as refused:
-        put_away(run, {"HF_TOKEN": "hush\nhush"})
+        store_keys(run, {"HF_TOKEN": "hush\nhush"})
     assert "hush" not in str(refused.value)
 
 

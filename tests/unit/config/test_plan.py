@@ -15,10 +15,10 @@ from rlpost.config.checks.layout import layout_problems
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.activations import (
     Pass,
+    in_flight,
+    kept_and_recomputed,
     layer_bytes,
     logits_bytes,
-    stage_bytes,
-    under_way,
 )
 from rlpost.config.plan.adapters import adapter_parameters
 from rlpost.config.plan.estimate import estimate
@@ -37,6 +37,11 @@ from rlpost.errors import ConfigError
 GB = 10**9
 BIG = Shape(hidden=16, ffn=32, heads=4, groups=2, head_dim=4, vocab=30, sparse=(False,) * 6)
 DENSE = Shape(hidden=8, ffn=16, heads=4, groups=2, head_dim=2, vocab=30, sparse=(False,) * 4)
+
+
+def stage_bytes(shape: Shape, layout: Layout, one: Pass, stage: int) -> int:
+    """What a stage keeps at its fullest, layers that are being recomputed included."""
+    return sum(kept_and_recomputed(shape, layout, one, stage))
 
 
 def config(nodes=1, **groups):
@@ -175,14 +180,14 @@ def test_sequence_parallelism_cuts_everything_and_tensor_parallelism_alone_not_t
 
 def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     layout = Layout(4, pipeline=4)
-    assert [under_way(layout, 1, stage) for stage in range(4)] == [4, 3, 2, 1]
-    assert under_way(replace(layout, chunk=1), 3, 0) == 4 * (1 + 3 / (4 * 3))
+    assert [in_flight(layout, 1, stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert in_flight(replace(layout, chunk=1), 3, 0) == 4 * (1 + 3 / (4 * 3))
 
 
 def test_an_interleaved_stage_holds_the_chunks_of_its_warm_up_and_one_more():
     """Megatron-core's warm-up is 2 (p - s - 1) + (v - 1) p chunks; here p = 4, v = 3."""
     chunks = [(2 * 3 + 8 + 1), (2 * 2 + 8 + 1), (2 + 8 + 1), (8 + 1)]
-    found = [under_way(Layout(4, pipeline=4, chunk=1), 3, stage) for stage in range(4)]
+    found = [in_flight(Layout(4, pipeline=4, chunk=1), 3, stage) for stage in range(4)]
     assert found == pytest.approx([count / 3 for count in chunks])
 
 

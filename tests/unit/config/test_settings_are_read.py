@@ -22,7 +22,6 @@ from rlpost.weights.families.qwen_hybrid import LINEAR_SIZES
 ROOT = Path(__file__).parents[3] / "rlpost"
 WITHOUT_EFFECT = (
     "config/checks",
-    "config/late_flags.py",
     "config/plan",
     "config/scale_down.py",
     "config/show.py",

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from rlpost.config.flags import fields
 from rlpost.config.load import load
-from rlpost.config.show import reference, resolved, toml_value
+from rlpost.config.show import resolved, toml_value
+from tools.pages.settings import settings_page
 
 
 def test_what_is_printed_is_a_recipe_that_gives_the_same_settings(tmp_path):
@@ -61,7 +62,7 @@ def test_every_value_is_read_back_by_a_toml_parser(value):
 
 
 def test_the_reference_names_every_flag_with_its_meaning():
-    page = reference()
+    page = settings_page()
     for key in fields():
         row = next(line for line in page.splitlines() if f"`--{key.replace('_', '-')}`" in line)
         assert row.rstrip(" |").rpartition("|")[2].strip(), f"{key} has no meaning"

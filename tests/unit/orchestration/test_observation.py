@@ -11,7 +11,6 @@ import pytest
 from rlpost.algorithm.shaping import is_repetitive
 from rlpost.config.tree import Config
 from rlpost.errors import Preempted, RlpostError
-from rlpost.metrics.names import undeclared
 from rlpost.metrics.spans import SPANS, span
 from rlpost.metrics.trace import ProcessSpans
 from rlpost.orchestration import observation as module
@@ -19,6 +18,7 @@ from rlpost.orchestration.checkpoints import SaveTimes
 from rlpost.orchestration.observation import Flops, Observation, pace, run_metrics, steps_again
 from rlpost.orchestration.worker_groups import ActorGroup
 from rlpost.types import Sample, SampleGroup, ScoredSample
+from tests.metric_names import undeclared
 
 HF = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -76,7 +76,7 @@ def test_what_is_under_way_lasts_until_now():
         0,
         7,
     )
-    assert (first.lasted_s, first.ended) == (90, "preempted: TERM; comes back")
+    assert (first.lasted_s, first.ended) == (90, "preempted: TERM; requeued")
     assert (second.first_step, second.last_saved, second.lasted_s, second.ended) == (
         7,
         None,

@@ -1,9 +1,8 @@
-"""Flags of [cluster] that have no effect after the name of a batch file, and their alternatives.
-Pure.
+"""slurm/cluster_flags.sh: refuses flags of [cluster] that have no effect after a batch file's name.
 
-The settings below are in the script's text when it is rendered; behind its name (``sbatch
-jobs/x.sbatch --nodes 4``) they would change nothing. Output: ``slurm/cluster_flags.sh``, which
-refuses them where there may be no Python.
+Input: the settings below, which are in the text of a batch script when it is rendered; after its name
+(``sbatch jobs/x.sbatch --nodes 4``) they would change nothing. Output: a script with the remedy for
+each, because a login node may have no Python.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ OTHER = {"run_folder": "RLPOST_RUN_FOLDER"}
 _TEXT = """\
 #!/bin/bash
 # Refuse flags that come too late: cluster_flags.sh WORD...   Exit 78 with one line for each, and its remedy.
-# Written by tools/make_jobs.py from rlpost/config/late_flags.py, which says why they are too late.
+# Written by tools/make_jobs.py from tools/late_flags.py, which says why they are too late.
 code=0
 while [ $# -gt 0 ]; do
   flag=${1%%=*} value='' remedy=''
