@@ -48,8 +48,7 @@ class Fetcher:
     advance: Callable[[int], None]
 
     def fetch(self, asset: Asset, *, compare: bool = False) -> store.Status:
-        """Complete an asset's folder, or wait for another fetch of it; with ``compare`` check all
-        digests.
+        """Complete an asset's folder, or wait for another fetch; ``compare`` checks all digests.
 
         Raises: AssetError: the asset is not available or damaged, or another process held the lease
             too long.
@@ -137,9 +136,7 @@ class Fetcher:
 
 
 def _publish(stage: Path, folder: Path, paths: Collection[str]) -> None:
-    """Rename the complete stage to its final name, or replace damaged files in an existing
-    folder.
-    """
+    """Rename the complete stage to its final name, or replace damaged files of the folder."""
     if not store.is_occupied(folder):
         stage.rename(folder)  # also over an empty folder
         sync(folder.parent)

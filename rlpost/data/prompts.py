@@ -141,8 +141,7 @@ class PromptSet:
         return tuple(len(file) for file in self._files)
 
     def prompt(self, position: int, prompt_id: int) -> Prompt | None:
-        """Return the prompt at ``position`` (0 is the first row) with the id ``prompt_id``; None to
-        skip it.
+        """Return the prompt at ``position``, from 0, with the id ``prompt_id``; None to skip it.
 
         Raises:
             DataError: the row is bad and bad rows are not skipped; the message names file and line.
@@ -252,9 +251,7 @@ def _tools(raw: Mapping[str, object], where: str, key: str | None) -> Tools | No
 
 
 def _from_text(value: object) -> Any:
-    """Decode JSON text, in which Parquet columns often hold objects; return other values
-    unchanged.
-    """
+    """Decode JSON text, which Parquet columns use for objects; return other values as they are."""
     try:
         return json.loads(value) if isinstance(value, str) and value.strip() else value
     except ValueError:
@@ -262,9 +259,7 @@ def _from_text(value: object) -> Any:
 
 
 def _without_nulls(value: object) -> Any:
-    """Remove null entries: in Parquet every object has all keys that any object of the column
-    has.
-    """
+    """Remove nulls: Parquet gives every object the keys of all objects in the column."""
     if isinstance(value, dict):
         return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value

@@ -112,9 +112,7 @@ class Rows:
         return len(self._chosen)
 
     def where(self, position: int) -> str:
-        """Describe the location of a row in messages: file and line, or row of a Parquet file, from
-        1.
-        """
+        """Describe the place of a row in messages: file, and line or row counted from 1."""
         unit = "row" if is_parquet(self.path) else "line"
         return f"{self.path}, {unit} {self._numbers[self._chosen[position]]}"
 
@@ -140,9 +138,7 @@ class Rows:
 
 
 def _index(file: BinaryIO) -> tuple[array[int], array[int]]:
-    """Return number and offset of each line that is not blank; the last offset is the end of the
-    file.
-    """
+    """Return number and offset of each line that is not blank, and the end of the file."""
     numbers, offsets, offset = array("q"), array("q"), 0
     for number, line in enumerate(file, 1):
         if not line.isspace():
@@ -154,9 +150,7 @@ def _index(file: BinaryIO) -> tuple[array[int], array[int]]:
 
 
 def _as_lines(path: Path, columns: Sequence[str] | None) -> BinaryIO:
-    """Convert a Parquet file to JSON Lines in an unnamed temporary file. Dates and the like become
-    text.
-    """
+    """Convert Parquet to JSON Lines in an unnamed temporary file; dates become text."""
     try:
         import pyarrow
         from pyarrow import parquet

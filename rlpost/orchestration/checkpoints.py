@@ -54,9 +54,7 @@ class SaveTimes:
 
 
 class Checkpoints:
-    """Commits to ``--save``; finds the checkpoint to resume from there or, failing that, in
-    ``--load``.
-    """
+    """Commits to --save; finds the checkpoint to resume from there, or else in --load."""
 
     def __init__(
         self,
@@ -103,9 +101,7 @@ class Checkpoints:
         return self._newest is not None
 
     def claim(self, attempt: str) -> None:
-        """Take the folder over from earlier attempts; call it before ``newest``. Raises
-        CheckpointError.
-        """
+        """Take the folder over from earlier attempts, before ``newest``. Raises CheckpointError."""
         try:
             self._claim = claim(self._save, attempt)
         except OSError as error:
@@ -119,8 +115,7 @@ class Checkpoints:
             self._claim.check()
 
     def oldest_kept(self) -> int | None:
-        """The step of the oldest checkpoint that a recovery may use, among the --keep-last newest
-        complete ones.
+        """Return the step of the oldest complete checkpoint among the --keep-last newest.
 
         None when none is complete; those of --keep-every do not count. Checkpoints newer than the
         last commit of this attempt are verified by checksum, which may be slow.
@@ -129,8 +124,7 @@ class Checkpoints:
         return step_of(kept[-1]) if kept else None
 
     def newest(self) -> tuple[Path | None, RunState]:
-        """Return the checkpoint to resume from and its state; (None, initial state) when there is
-        none.
+        """Return the checkpoint to resume from and its state; (None, initial state) without one.
 
         Skipped checkpoints are logged with the reason. Raises CheckpointError when all committed
         checkpoints are damaged, since a fresh start would lose the run; ConfigError when the
@@ -183,8 +177,7 @@ class Checkpoints:
         await self.settle()
 
     async def commit(self, state: RunState, write: Write) -> bool:
-        """Fill a new folder with ``write``, add ``state``, commit, and prune older checkpoints.
-        Returns True.
+        """Fill a new folder with ``write``, add ``state``, commit, prune; return True.
 
         Raises CheckpointError or OSError when writing fails or exceeds --save-deadline-s.
         """
@@ -205,8 +198,7 @@ class Checkpoints:
     async def start(
         self, state: RunState, write: Write, finish: Callable[[], Awaitable[object]]
     ) -> bool:
-        """Like ``commit``, in the background: return once ``write`` has started; ``finish`` waits
-        for the files.
+        """Like ``commit``, but return once ``write`` has started; ``finish`` waits for the files.
 
         While the previous checkpoint is still being written, this one is deferred with a warning
         and False is returned. A failure is logged and reported by ``is_owed`` and ``settle``.
@@ -334,9 +326,7 @@ class Checkpoints:
         return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
     async def _report_and_prune(self, step: int) -> None:
-        """Report a commit and prune old ones, within a deadline. A failure does not undo the
-        commit.
-        """
+        """Report a commit, prune old ones; failing or being slow does not undo the commit."""
         try:
             async with asyncio.timeout(self._settings.save_deadline_s):
                 await in_daemon(partial(self._report_commit, step))
@@ -402,9 +392,7 @@ async def written(ask: Callable[[], Awaitable[list[bool]]]) -> None:
 
 
 def _unreadable(path: Path, states: dict[Path, RunState]) -> str | None:
-    """Return why the state of a checkpoint is unusable; add it to ``states`` and return None
-    otherwise.
-    """
+    """Return why a checkpoint's state is unusable; None once it is in ``states``."""
     try:
         states[path] = RunState.from_json((path / STATE_FILE).read_text())
     except (CheckpointError, OSError, UnicodeDecodeError) as error:

@@ -140,7 +140,7 @@ async def _attempt(
 def _counted(
     ledger: LedgerLines, entries: Sequence[Mapping[str, object]]
 ) -> tuple[dict[str, float], Callable[..., None]]:
-    """Return the metrics of every line, and ``ledger.soon`` that counts restarts of engines there."""
+    """Return metrics of every line, and a ``ledger.soon`` that counts engine restarts there."""
     always = run_metrics(entries)
 
     def record(event: str, **details: object) -> None:
@@ -266,9 +266,7 @@ async def _plot(run: RunFolder) -> None:
 
 
 async def _off_loop(stop: StopRequest, act: Callable[[], T]) -> T:
-    """Return the result of ``act``, run in a thread: a stop request does not wait for slow
-    storage.
-    """
+    """Run ``act`` in a thread: a stop request does not wait for slow storage."""
     return await stop.unless_requested(in_daemon(act))
 
 

@@ -1,5 +1,4 @@
-"""Engine health: restarts engines that are dead or hang, and updates their weights before they
-serve again.
+"""Restart engines that are dead or hang, and update their weights before they serve again.
 
 Input: the fleet and the weight coordinator. Output: a router and engines that all answer and hold
 one version, or an error. During an outage of an engine the router retries its requests on others,
@@ -77,9 +76,7 @@ class EngineHealth:
         return len(self._fleet.addresses) - len(self._fleet.dismissed)
 
     def trained(self, version: int) -> None:
-        """Record that the trainer has weights of ``version`` for the engines; later repairs send
-        them to all engines.
-        """
+        """Record the version that the trainer has for the engines; later repairs send it to all."""
         self._version = version
 
     async def update(self, version: int, *, pause: PauseMode, before: Hook, ready: Hook) -> None:
@@ -122,9 +119,7 @@ class EngineHealth:
         return self._busy
 
     async def leave_lost(self) -> None:
-        """Ask nothing of engines on lost nodes any more; call it while nothing
-        else updates or repairs.
-        """
+        """Send no more requests to engines on lost nodes; not during an update or a repair."""
         if lost := self._nodes.engines:
             await self._fleet.lose(lost, is_silent=self._nodes.is_silent)
 
@@ -233,7 +228,7 @@ class EngineHealth:
             return []
 
     async def _repair_unless_ranks_are_lost(self, sick: Sequence[int]) -> None:
-        """Repair while engines generate; if ranks are lost meanwhile, they have to be back first."""
+        """Repair while engines generate; if ranks are lost meanwhile, they must be back first."""
         mode = self._fleet.pause_mode
         try:
             await self._repair(sick, self._version, pause=mode, ready=_nothing)

@@ -252,8 +252,9 @@ class FleetMembers:
             self._stirred.notify_all()
 
     async def _write_lease(self) -> None:
-        """Return when a lease that holds what is true now is on disk. Concurrent callers share a
-        write. Raises OSError, Fenced.
+        """Return when a current lease is on disk; concurrent callers share a write.
+
+        Raises OSError, Fenced.
         """
         self._leases_wanted += 1
         mine = self._leases_wanted
@@ -273,9 +274,7 @@ class FleetMembers:
             self._leases_written, self._leased_at = covered, now
 
     def _write(self, lease: Lease) -> None:
-        """Write a lease unless a newer one is there: a caller that was cancelled leaves its thread
-        behind.
-        """
+        """Write a lease unless a newer one is on disk: a cancelled caller's thread goes on."""
         with self._file_lock:
             if lease.beat > self._beat_on_disk:
                 self._check()

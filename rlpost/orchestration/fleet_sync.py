@@ -139,9 +139,7 @@ class FleetSync:
         await in_daemon(self._remove_old)
 
     def in_background(self, version: int) -> None:
-        """Write and publish ``version`` in a task; ``settled`` returns when the weights are
-        written.
-        """
+        """Write and publish ``version`` in a task; ``settled`` waits for the writing."""
         if self._members is None:
             return
 
@@ -264,9 +262,7 @@ class FleetSync:
         logger.info("engines of the fleet may join: %s", self._folder.root)
 
     async def _refuse(self, why: str) -> None:
-        """Report once that engines of a fleet cannot join. Raises ConfigError if the run waits for
-        them.
-        """
+        """Report once that engines cannot join. Raises ConfigError if the run waits for them."""
         if self._rules.is_wanted:
             raise ConfigError(f"the engines of the fleet cannot join: {why}")
         if not self._is_refused and await in_daemon(self._folder.exists):
@@ -296,9 +292,7 @@ class FleetSync:
         self._places.set([Place(one.url, key, self._rules.concurrency) for one in serving])
 
     def _version_folder(self, version: int) -> Path:
-        """The folder of a version in this attempt: another one may train other weights under the
-        same number.
-        """
+        """The folder of a version; another attempt may train other weights of that number."""
         return self._folder.weights / f"{self._lease.attempt}-{version:07d}"
 
     def _remove_old(self) -> None:

@@ -150,9 +150,7 @@ class Generation:
         )
 
     def _tokenizer_for(self, rollout: RolloutConfig) -> PromptTokenizer:
-        """Return the run's tokenizer, or one with the chat-template settings of an evaluation
-        set.
-        """
+        """Return the run's tokenizer, or one with the chat template of an evaluation set."""
         run, kwargs = self._config.rollout, rollout.apply_chat_template_kwargs
         if (rollout.apply_chat_template, kwargs) == (
             run.apply_chat_template,
@@ -183,8 +181,7 @@ class Generation:
             self._closing.push_async_callback(self._environments.close)
 
     def rollouts(self, state: RunState, journal: Journal, watch: Watching) -> Rollouts:
-        """Return the source of batches, resumed from ``state`` and from the journal records after
-        it.
+        """Return the source of batches, resumed from ``state`` and the journal records after it.
 
         ``watch`` health-checks the engines while a batch is awaited. Call ``read_prompts`` first.
         """
@@ -241,9 +238,7 @@ class Generation:
         )
 
     def _recorder(self, template: str) -> Callable[[int, Sequence[SampleGroup]], object]:
-        """Return a function that writes the groups of a step to a file, without blocking or
-        failing.
-        """
+        """Return a function that writes a step's groups to a file; it never blocks or fails."""
         path = Path(template)
         files = RunFile(
             path, lost="groups are not recorded", check=self._check, max_waiting=MAX_UNRECORDED
@@ -349,9 +344,7 @@ class Generation:
     def _grading(
         self, grader: Grader, rollout: RolloutConfig, *, wanted: GroupFilter | None = None
     ) -> Grader:
-        """Adapt the grader to slime functions, which may set rewards or read prompts in a
-        filter.
-        """
+        """Adapt a grader to slime functions, which may set rewards or filter by prompts."""
         return SlimeGrader(
             grader,
             wanted=wanted,

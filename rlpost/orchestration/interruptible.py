@@ -1,5 +1,4 @@
-"""Interruptible collective calls: passes of all actors over micro-batches that a stop request can
-end.
+"""Passes of all ranks over micro-batches that a stop request can end.
 
 Input: the group of actors, the stop request. Output: the results of every rank; or ``Preempted``
 when all ranks left the call between the same two micro-batches, so that its step did not happen.

@@ -73,9 +73,7 @@ class Stages(Protocol):
 
 
 class Rollouts(Protocol):
-    """The source of batches; ``rlpost.rollout.collector`` implements generated and recorded
-    ones.
-    """
+    """The source of batches, generated or recorded; see ``rlpost.rollout.collector``."""
 
     async def batch(self) -> list[SampleGroup]:
         """Return the groups to train next. Raises Preempted."""
@@ -116,9 +114,7 @@ class Loop:
         stop: StopRequest,
         loop_lag: Callable[[], float] | None = None,
     ) -> None:
-        """``loop_lag`` returns the longest delay of the event loop in seconds since its last
-        call.
-        """
+        """``loop_lag`` returns the event loop's longest delay in seconds since the last call."""
         self._stages = stages
         self._config = config
         self._rollouts = rollouts

@@ -1,5 +1,4 @@
-"""Watchdog of the event loop: how late it runs its callbacks, and what it was doing when it
-stalled.
+"""Watchdog of the event loop: how late its callbacks run, and where it stalled.
 
 Input: the running loop. Output: the longest lateness since the last question, for
 ``driver/loop_lag_s``; for a stall of more than ``stall_s`` seconds the stack of the loop's thread,

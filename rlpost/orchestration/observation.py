@@ -160,9 +160,7 @@ class Observation:
             return None
 
     async def _trace(self, step: int) -> None:
-        """Extend the trace of a step until the next one begins, to include evaluation and
-        checkpoint.
-        """
+        """Extend the trace of a step until the next begins: it shows evaluation and checkpoint."""
         wanted = self._settings.traced
         if not self._begins and step not in wanted:
             return
@@ -238,8 +236,7 @@ def num_engine_restarts(entry: Mapping[str, object]) -> int:
 
 
 def steps_again(lines: Iterable[Mapping[str, float]], *, step: int) -> dict[str, float]:
-    """What an attempt that starts from ``step`` trains again, from the metrics of the attempts
-    before it. Pure.
+    """Return what an attempt that starts from ``step`` trains again, from earlier metrics. Pure.
 
     Returns: the number of ``steps``, and ``step_s``, the seconds that they took the first time.
     """

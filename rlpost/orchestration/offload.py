@@ -41,8 +41,7 @@ class CriticOffload:
 
     @asynccontextmanager
     async def critic_onloaded(self, *parts: str) -> AsyncIterator[None]:
-        """Offload the policy and onload ``parts`` of the critic (default: all); the reverse after
-        the block.
+        """Onload ``parts`` of the critic (default: all) in place of the policy within the block.
 
         After an error both stay: ranks that hang would never answer. Then ``offload_critic`` or
         ``onload_policy`` comes before the policy is used again.
@@ -53,9 +52,7 @@ class CriticOffload:
         await self.onload_policy(*parts)
 
     async def onload_policy(self, *parts: str) -> None:
-        """Offload the critic and onload ``parts`` of the policy (default: all), as far as they are
-        not.
-        """
+        """Offload the critic and onload ``parts`` of the policy (default: all), if needed."""
         await self.offload_critic()
         await self._actors.restore_memory(*(parts or ALL))
 
@@ -125,8 +122,7 @@ class Offload:
 
     @asynccontextmanager
     async def save(self, *, is_last: bool = False) -> AsyncIterator[None]:
-        """Onload the trainer's weights and optimizer inside the block; restore the previous state
-        afterwards, unless ``is_last``.
+        """Onload the trainer's weights and optimizer; undo it after the block unless ``is_last``.
 
         After an error nothing moves: the run ends, or its ranks are started again.
         """

@@ -34,9 +34,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A slot for a worker with ``num_gpus`` GPUs, exclusive or shared with the given ranks of the
-    policy.
-    """
+    """A worker's place, with ``num_gpus`` GPUs, exclusive or shared with ranks of the policy."""
 
     node_id: str
     ip: str
@@ -51,8 +49,9 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The slot of each trainer rank, of each engine's parts, one per node (part 0 serves), and of
-    each rank of a critic with its own ranks.
+    """The slots of the policy's ranks, of each engine's parts, and of a critic's own ranks.
+
+    An engine has one part per node; part 0 serves.
     """
 
     actors: tuple[Slot, ...]
@@ -66,9 +65,7 @@ class Placement:
 
     @property
     def ranks_of_engines(self) -> tuple[tuple[int, ...], ...]:
-        """Trainer ranks on each engine's GPUs in the order of its ranks; empty for exclusive
-        GPUs.
-        """
+        """Trainer ranks on each engine's GPUs, in the engine's order; empty for exclusive GPUs."""
         return tuple(map(_sharing_ranks, self.engines))
 
 

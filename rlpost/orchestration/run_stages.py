@@ -1,6 +1,4 @@
-"""The stages of a run, in every mode: what the driver calls beyond the protocol of the loop, and
-what modes share.
-"""
+"""The stages of a run in every mode, and what the modes share."""
 
 from __future__ import annotations
 
@@ -103,8 +101,7 @@ class RunStages(ABC):
 
     @abstractmethod
     async def save(self, state: RunState, *, wait: bool) -> None:
-        """Commit the actors' tensors and ``state``; with --async-save in the background, except
-        with ``wait``.
+        """Commit weights, optimizer and ``state``; in the background only if not ``wait``.
 
         Without ``wait``, a save that fails or is deferred is logged and retried later, and training
         continues. With ``wait`` it is the last save: nothing is generated afterwards, and a failure
@@ -113,9 +110,7 @@ class RunStages(ABC):
 
     @abstractmethod
     async def weights_hash(self) -> str:
-        """Return a hash of the trainer's weights under their Hugging Face names; empty without a
-        trainer.
-        """
+        """Return a hash of the weights under their Hugging Face names; empty without a trainer."""
 
     async def create_ranks(self, placement: Placement) -> None:
         """Create the worker of each rank that trains."""
@@ -125,9 +120,7 @@ class RunStages(ABC):
     async def start_trainer(
         self, placement: Placement, ports: Ports, checkpoint: Path | None
     ) -> None:
-        """Set up the ranks that train; load ``checkpoint``, or the Hugging Face weights without
-        one.
-        """
+        """Set up the ranks that train; load ``checkpoint`` or, without one, the initial weights."""
         self.training = await self.startup.trainer(
             self.ranks, placement, ports, checkpoint, break_even=self.break_even
         )

@@ -44,9 +44,7 @@ class ClusterStages(RunStages):
     """Generates, trains, syncs, evaluates and saves on a cluster."""
 
     async def start(self, checkpoint: Path | None) -> None:
-        """Start actors, engines and router; load ``checkpoint`` or, without one, the Hugging Face
-        weights.
-        """
+        """Start actors, engines and router; load ``checkpoint`` or the Hugging Face weights."""
         started = time.monotonic()
         config, startup = self.config, self.startup
         placement, ports = startup.layout()
@@ -245,7 +243,7 @@ class ClusterStages(RunStages):
             await self._bring_engines_back()
 
     async def _bring_engines_back(self) -> None:
-        """Onload the engines, whose weights were lost when ranks on their GPUs were started again."""
+        """Onload the engines, which lost their weights when ranks on their GPUs were restarted."""
 
         async def update() -> None:
             await self._engine_health.update(

@@ -321,9 +321,7 @@ class Training:
 
 
 def estimator_settings(config: Config) -> GrpoConfig:
-    """Return the settings of the estimator; rewards of --custom-reward-post-process-path are taken
-    without another baseline, as in slime.
-    """
+    """Return the estimator's settings; as in slime, post-processed rewards get no baseline."""
     grpo = config.grpo
     if grpo.custom_reward_post_process_path is None or grpo.advantage_estimator not in RAW:
         return grpo

@@ -272,9 +272,7 @@ class WeightCoordinator:
         return folder
 
     def _delta_mover(self) -> DeltaMover:
-        """Create the delta mover, with one copy per host of engines or a shared one; existing
-        copies are reused.
-        """
+        """Create the delta mover; copies of the weights (one per host, or a shared one) stay."""
         local, first = (
             self._config.sync.update_weight_local_checkpoint_dir,
             self._placement.actors[0],

@@ -1,5 +1,4 @@
-"""Typed groups of Ray workers: trainer ranks, the processes of one engine, copies of weights on
-hosts.
+"""Typed groups of Ray workers: trainer ranks, engine processes, copies of weights on hosts.
 
 Input: a ``WorkerGroup``. Output: one typed method per remote method, with one result per worker
 unless the docstring says otherwise. Only this module names remote methods by string; a test checks
@@ -39,8 +38,9 @@ BroadcastPlace = tuple[str, int, int, str]
 
 
 class ActorGroup:
-    """The ranks of the policy, or of a critic that has its own, in order; each runs a
-    ``rlpost.actor.actor.Actor`` or a ``rlpost.actor.critic_rank.CriticRank``.
+    """The ranks of the policy, or of a critic that has its own, in order.
+
+    Each runs a ``rlpost.actor.actor.Actor`` or a ``rlpost.actor.critic_rank.CriticRank``.
 
     ``dead``, ``processes``, ``save_is_done``, ``memory_use``, ``positions``,
     ``write_flight_records``, ``hold``, ``release`` and ``abort_broadcast`` run concurrently with
@@ -131,9 +131,7 @@ class ActorGroup:
     # ------------------------------------------------------------------------------------------------------
 
     async def send(self, values: Sequence[T], data_ranks: Sequence[int]) -> list[Stored[T]]:
-        """Store one value for each data-parallel rank, once; ``data_ranks`` says which one each
-        rank receives.
-        """
+        """Store one value per data-parallel rank; return that of each rank, by ``data_ranks``."""
         stored = [await self._workers.put(value) for value in values]
         return [stored[data_rank] for data_rank in data_ranks]
 
@@ -142,9 +140,7 @@ class ActorGroup:
         return await self._workers.get(stored)
 
     async def compute_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
-        """Compute log-probs of response tokens under the current weights, left in the object
-        store.
-        """
+        """Compute log-probs of response tokens; they stay in the object store."""
         arguments = [(batch,) for batch in batches]
         return await self._watched(
             "compute_logprobs", self._workers.call_each_stored("compute_logprobs", arguments)
@@ -212,9 +208,7 @@ class ActorGroup:
         return await self._workers.call_aside("stop_points.hold")
 
     async def release(self, stop_at: StopPoint | None) -> None:
-        """Let held ranks continue: to ``stop_at``, where each raises Interrupted, or without an
-        end.
-        """
+        """Let held ranks continue: to ``stop_at``, where each raises Interrupted, or to the end."""
         await self._workers.call_aside("stop_points.release", stop_at)
 
     # -- save
@@ -327,9 +321,7 @@ class ActorGroup:
         return await self._workers.call_aside("memory_use")
 
     async def positions(self, within_s: float) -> list[Position | None]:
-        """Return where each rank is, also while it computes; None for a rank that does not
-        answer.
-        """
+        """Return where each rank is, also while it computes; None for one that does not answer."""
         return await self._workers.answers_aside("position", within_s=within_s)
 
     async def write_flight_records(self, folder: Path, within_s: float) -> list[str | None]:
@@ -356,9 +348,7 @@ class ActorGroup:
 
 
 class TrainingRanks:
-    """All ranks that train: those of the policy and, numbered after them, those of a critic that
-    has its own. They are started again together.
-    """
+    """All ranks that train; a critic's own ranks are numbered after those of the policy."""
 
     def __init__(self, actors: ActorGroup, critics: ActorGroup | None = None) -> None:
         self.actors, self.critics = actors, critics
@@ -452,17 +442,13 @@ class EngineWorkers:
 
 
 class WeightCopies:
-    """A copy of the weights on each engine host; each runs a
-    ``rlpost.weights.delta.WeightCopy``.
-    """
+    """A copy of the weights on each engine host: ``rlpost.weights.delta.WeightCopy``."""
 
     def __init__(self, workers: WorkerGroup) -> None:
         self._workers = workers
 
     async def take(self, folder: Path) -> list[str | None]:
-        """Update every copy to the version in ``folder``; return the reason of each failure, or
-        None.
-        """
+        """Update every copy to the version in ``folder``; return why each failed, or None."""
         return await self._workers.call("take", str(folder))
 
     async def remove(self) -> None:

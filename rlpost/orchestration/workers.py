@@ -182,9 +182,7 @@ class _Worker:
 
 
 class WorkerGroup:
-    """One worker per slot; worker ``i`` holds the object that ``makes[i]`` creates in its
-    process.
-    """
+    """One worker per slot; worker ``i`` holds the object that ``makes[i]`` creates there."""
 
     def __init__(
         self,
@@ -285,9 +283,7 @@ class WorkerGroup:
     async def call_each_stored(
         self, method: str, arguments: Sequence[Sequence[object]]
     ) -> list[Stored[Any] | None]:
-        """Like ``call_each``, but leave results in the object store; None for results that are
-        None.
-        """
+        """Like ``call_each``, but leave results in the object store; None for an empty result."""
         pairs = list(zip(self._workers, arguments, strict=True))
 
         def submit(index: int) -> tuple[ray.ObjectRef, ray.ObjectRef]:
@@ -301,9 +297,7 @@ class WorkerGroup:
         ]
 
     async def abandon(self, method: str, indices: Sequence[int], *, within_s: float) -> None:
-        """End all workers. Those of ``indices`` run ``method`` first, within ``within_s`` seconds;
-        the nodes of the others are lost.
-        """
+        """End all workers; those of ``indices``, whose nodes are alive, first run ``method``."""
         references = [self._workers[index].call.remote(method, {}) for index in indices]
         pairs = zip(indices, references, strict=True)
         if calls := [asyncio.ensure_future(self._one(*pair)) for pair in pairs]:
@@ -325,9 +319,7 @@ class WorkerGroup:
             raise RlpostError(f"a result in Ray's object store is lost: {error}") from None
 
     async def call_aside(self, method: str, *arguments: object) -> list[Any]:
-        """Like ``call``, concurrently with a running call; must not touch state of the
-        computation.
-        """
+        """Like ``call``, concurrently with a running call, whose state must not be touched."""
         return await self._results(
             await self._submitted(
                 lambda index: self._workers[index].call_aside.remote(method, {}, *arguments)
@@ -380,7 +372,7 @@ class WorkerGroup:
         return list(zip(self._nodes, found, strict=True))
 
     async def kill(self, indices: Sequence[int] | None = None) -> None:
-        """Kill these processes (default: all), also those that hang. Does not wait for their end."""
+        """Kill these processes (default: all), also if they hang. Does not wait for their end."""
         for index in range(len(self)) if indices is None else indices:
             await asyncio.to_thread(ray.kill, self._workers[index], no_restart=True)
 

@@ -90,9 +90,7 @@ def problems(
 
 
 def group_problems(ranks: Mapping[int, RankFacts], layout: Layout) -> Iterator[str]:
-    """Check that each rank is in one group of each kind, with the layout's members in the same
-    order.
-    """
+    """Check that each rank is in one group of each kind, with the layout's members in order."""
     for kind in KINDS:
         wanted = members(layout, kind)
         for rank, facts in ranks.items():
@@ -106,9 +104,7 @@ def group_problems(ranks: Mapping[int, RankFacts], layout: Layout) -> Iterator[s
 
 
 def parameter_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Iterator[str]:
-    """Check parameter counts: of each rank against the planner, of all ranks against
-    transformers.
-    """
+    """Compare parameter counts: of each rank with the planner, of all ranks with transformers."""
     layout = expected.layout
     for rank, facts in ranks.items():
         found = parameters_of(facts)
@@ -152,8 +148,7 @@ def _counted(weights: Iterable[Weight]) -> Parameters:
 
 
 def memory_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Iterator[str]:
-    """Check the bytes of weights, gradients and optimizer on the largest rank of each stage against
-    the planner.
+    """Compare the bytes of weights, gradients and optimizer of each stage with the planner.
 
     Padding of Megatron's buffers is allowed for.
     """
@@ -193,9 +188,7 @@ def memory_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Itera
 
 
 def adapter_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Iterator[str]:
-    """Check the adapters of each rank: those of the planner's count, at the rank's coordinates,
-    and all shards of each on some rank.
-    """
+    """Check that adapters have the planner's sizes, and each shard its place."""
     lora, layout = expected.config.lora, expected.layout
     if lora.lora_rank is None:
         return
@@ -315,9 +308,7 @@ def tensor_bytes(bucket: Bucket) -> Iterator[tuple[str, int]]:
 
 
 def sender_problems(ranks: Mapping[int, RankFacts], layout: Layout) -> Iterator[str]:
-    """Check that one rank of each stage sends, and that all ranks from which it gathers take
-    part.
-    """
+    """Check that one rank of each stage sends, and that the ranks it gathers from take part."""
     for stage in range(layout.pipeline):
         sources = [
             facts

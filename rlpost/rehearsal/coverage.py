@@ -130,9 +130,7 @@ def _tied_problems(
 def _shard_problems(
     rank: int, weight: Weight, where: RankCoordinates, tensors: Mapping[str, Shape]
 ) -> Iterator[str]:
-    """Check that the shard index is the rank's coordinate and that the shard has the width of the
-    tensors.
-    """
+    """Check that a shard has its rank's coordinate as index, and the width of its tensors."""
     coordinate = where.expert_tensor if weight.is_expert else where.tensor
     if weight.num_shards > 1 and weight.shard != coordinate:
         yield f"rank {rank}: it holds shard {weight.shard} of {weight.name}, its place is {coordinate}"
@@ -191,8 +189,7 @@ def _tiles(pieces: set[Piece], shape: Shape) -> bool:
 
 
 def optimizer_problems(ranks: Mapping[int, RankFacts], *, spread: bool) -> Iterator[str]:
-    """Check that the optimizer state covers every trained element once among ranks with equal
-    weights.
+    """Check that ranks with equal weights hold the optimizer state of every element once.
 
     Without ``spread`` (the distributed optimizer) each of these ranks must have the whole state.
     """

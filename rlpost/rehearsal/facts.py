@@ -16,9 +16,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter or an expert bias of this rank, its layer and expert counted over the whole
-    model.
-    """
+    """A parameter or expert bias of this rank; layers and experts count over the whole model."""
 
     name: str
     hugging_face: tuple[str, ...]

@@ -213,9 +213,7 @@ def _balanced() -> Callable[..., torch.Tensor]:
 
 
 def _gathered() -> Callable[..., torch.Tensor]:
-    """Counts in host memory are those of every rank; they are gathered on the device, as on a
-    GPU.
-    """
+    """Gather counts in host memory, which are equal on all ranks, on the device as on a GPU."""
     original = token_dispatcher.gather_from_sequence_parallel_region
 
     def gather(values: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:

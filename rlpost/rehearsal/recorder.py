@@ -275,9 +275,7 @@ def _splits(
 
 
 def check_floating(tensor: torch.Tensor) -> None:
-    """Raise RuntimeError if a number of ``tensor``, which has no data, may decide what comes
-    next.
-    """
+    """Raise RuntimeError if ``tensor``, which has no data, may decide what comes next."""
     if not tensor.is_floating_point():
         raise RuntimeError(
             f"{_line()}: a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is read, and a rehearsal has "
@@ -303,7 +301,7 @@ def _on_one_device(func: Any, args: tuple[Any, ...], options: dict[str, Any]) ->
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """Tensors and other values of nested lists and tuples; torch's own walk takes ten times as long."""
+    """Leaves of nested lists and tuples; torch's own walk takes ten times as long."""
     if isinstance(value, list | tuple):
         for one in value:
             yield from _leaves(one)
@@ -320,9 +318,7 @@ def _to_meta(value: object) -> object:
 
 
 def _line() -> str:
-    """The innermost line that is neither torch's nor the rehearsal's, and who called it in
-    rlpost.
-    """
+    """Return the innermost line outside of torch and the rehearsal, and its caller in rlpost."""
     frame = sys._getframe(1)
     innermost = ""
     while frame is not None:

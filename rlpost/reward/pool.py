@@ -60,9 +60,7 @@ class GradingFailed(Exception):
 
 
 class WrongFunction(GradingFailed):
-    """A grading raised an error such as TypeError: if every answer causes one, the function is
-    wrong.
-    """
+    """A grading raised such as TypeError: if all answers cause one, the function is wrong."""
 
 
 class Pool:

@@ -43,9 +43,7 @@ class Reward:
 
 
 def exact_match(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
-    """Return 1 if the answer is the label, ignoring leading and trailing white space; else 0, also
-    without a label.
-    """
+    """Return 1 if the answer is the label, without white space around both; else 0."""
     return float(label is not None and response.strip() == label.strip())
 
 

@@ -52,8 +52,7 @@ Score = Callable[[Prompt, Sequence[Sample]], list[float]]
 
 
 def scorer(kind: str, name: str, settings: Mapping[str, Any]) -> Score:
-    """Load a function by kind: ``rm`` (a reward by name), ``custom`` (a user's, for one sample) or
-    ``group``.
+    """Load ``rm`` (a reward by name), ``custom`` (a user's, for one sample), or ``group``.
 
     ``settings`` are those of the run (``rlpost.compat.slime.arguments.settings_of``), for slime
     functions.
@@ -150,9 +149,7 @@ def main() -> None:
 
 
 def _blame(error: Exception) -> str | None:
-    """Return ``settings`` for an error that no answer can cause, ``function`` for one that the
-    function may cause.
-    """
+    """Return "settings" if no answer can cause the error, "function" if the function may."""
     if isinstance(error, ImportError | ConfigError):
         return "settings"
     return "function" if isinstance(error, WRONG_CODE) else None

@@ -81,9 +81,7 @@ class SlimeBufferFilter:
         self._function, self._args = function, args
 
     def __call__(self, waiting: Sequence[Unfinished], num_groups: int) -> Sequence[Unfinished]:
-        """Return the groups to start now, at most ``num_groups``. Raises ConfigError for any other
-        result.
-        """
+        """Return at most ``num_groups`` groups to start. Raises ConfigError for other results."""
         by_id = {entry.prompt.prompt_id: entry for entry in waiting}
         chosen = self._function(
             self._args, None, [self._group(entry) for entry in waiting], num_groups
@@ -142,9 +140,7 @@ def pop_first(
 
 
 class SlimeGrader:
-    """A wrapper of a grader that keeps prompts for a filter and uses rewards set by a generate
-    function.
-    """
+    """Keeps prompts for a filter, and uses rewards that a generate function has set."""
 
     def __init__(
         self,

@@ -61,9 +61,7 @@ def several(
 
 
 async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> float:
-    """Grade one answer with --rm-type, or with ``rm_type`` in the sample's metadata. Raises
-    ConfigError.
-    """
+    """Grade one answer with ``rm_type`` of its metadata, or else --rm-type. Raises ConfigError."""
     del kwargs
     metadata = sample.metadata if isinstance(sample.metadata, Mapping) else {}
     name = str(metadata.get("rm_type") or args.rm_type).strip()
