@@ -59,7 +59,7 @@ class RolloutOnly(RunStages):
     def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
         """Return the source of batches."""
         self.observation.step = state.step
-        return self.generation.rollouts(state, journal, contextlib.nullcontext)
+        return self.generation.rollouts(state, journal)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """Do nothing."""
@@ -97,7 +97,7 @@ class TrainOnly(RunStages):
     def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
         """Return the recorded batches."""
         self.observation.step = state.step
-        return self.generation.rollouts(state, journal, contextlib.nullcontext)
+        return self.generation.rollouts(state, journal)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """Run the optimizer steps of a rollout."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.reward.grader import Grader, make_grader
 from rlpost.rollout.buffer import RolloutBuffer, Rules
-from rlpost.rollout.collector import Choices, Collector, Replay
+from rlpost.rollout.collector import Choices, Collector, Replay, Watched, unwatched
 from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.evaluate import evaluate
 from rlpost.rollout.filters import GroupFilter, buffer_filter, generate_function, group_filter
@@ -57,7 +57,6 @@ from rlpost.types import Prompt, SampleGroup
 MAX_UNRECORDED = 8
 OWN_ANSWERS = {"rm_type", "custom_rm_path", "custom_generate_function_path"}
 """Keys of an evaluation set that make its answers other than episodes."""
-Watching = Callable[[], AbstractAsyncContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -180,10 +179,10 @@ class Generation:
         if self._environments is not None:
             self._closing.push_async_callback(self._environments.close)
 
-    def rollouts(self, state: RunState, journal: Journal, watch: Watching) -> Rollouts:
+    def rollouts(self, state: RunState, journal: Journal, watched: Watched = unwatched) -> Rollouts:
         """Return the source of batches, resumed from ``state`` and the journal records after it.
 
-        ``watch`` health-checks the engines while a batch is awaited. Call ``read_prompts`` first.
+        ``watched`` health-checks the engines while a batch is awaited. Call ``read_prompts`` first.
         """
         config, rollout, prompts = self._config, self._config.rollout, self._prompts
         assert prompts is not None, "read_prompts comes first"
@@ -230,7 +229,7 @@ class Generation:
             ahead=rollout.rollout_mode == "one_step_off",
             record=None if template is None else self._recorder(template),
             counters=counters,
-            watch=watch,
+            watched=watched,
         )
         stop = self._stop.requested
         return Collector(

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from rlpost.checkpoint.state import RunState
 from rlpost.fleet.files import FleetFolder, settings_digest
@@ -38,6 +38,8 @@ from rlpost.rollout.trained_batches import RecordedBatches, TrainedBatches
 from rlpost.types import SampleGroup
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class ClusterStages(RunStages):
@@ -162,13 +164,16 @@ class ClusterStages(RunStages):
         """
         self.observation.step = state.step
         self.recovery.resume(state.step, partial(self._batches_again, journal))
-        return self.generation.rollouts(state, journal, self._while_generating)
+        return self.generation.rollouts(state, journal, self._watched)
 
-    @asynccontextmanager
-    async def _while_generating(self) -> AsyncIterator[None]:
-        """Engines and idle ranks that die are started again meanwhile."""
-        async with self._engine_health.over(), self.recovery.watch():
-            yield
+    async def _watched(self, generating: Awaitable[T]) -> T:
+        """Await ``generating``; engines and idle ranks that die are restarted meanwhile."""
+
+        async def with_ranks() -> T:
+            async with self.recovery.watch():
+                return await generating
+
+        return await self._engine_health.over(with_ranks())
 
     async def _batches_again(
         self, journal: Journal, state: RunState, checkpoint: Path | None, until: int
@@ -227,8 +232,7 @@ class ClusterStages(RunStages):
 
     async def evaluate(self) -> Mapping[str, float]:
         """Return means on every held-out set, as ``eval/SET/name``."""
-        async with self._while_generating():
-            return await self.generation.evaluate()
+        return await self._watched(self.generation.evaluate())
 
     async def save(self, state: RunState, *, wait: bool) -> None:
         """Commit with weights and optimizer on the trainer's devices."""

@@ -18,8 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
@@ -64,6 +63,15 @@ class Writer(Protocol):
         """Return the group, or its partial answers when generation was aborted."""
 
 
+Watched = Callable[[Awaitable[None]], Awaitable[None]]
+"""Awaits its argument, and health-checks the engines meanwhile."""
+
+
+async def unwatched(generating: Awaitable[None]) -> None:
+    """Await without health checks: a ``Watched``."""
+    await generating
+
+
 @dataclass(frozen=True, slots=True)
 class Choices:
     """Options of a collector.
@@ -75,7 +83,7 @@ class Choices:
         ahead: generate the next batch during training.
         record: called with the step and the groups of each batch.
         counters: further counts, by metric name.
-        watch: a context that health-checks the engines while entered.
+        watched: health-checks the engines while a batch is awaited.
     """
 
     wanted: GroupFilter = lambda group: True
@@ -84,7 +92,7 @@ class Choices:
     ahead: bool = False
     record: Callable[[int, Sequence[SampleGroup]], object] | None = None
     counters: Callable[[], Mapping[str, float]] = dict
-    watch: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    watched: Watched = unwatched
 
 
 class Collector:
@@ -212,10 +220,13 @@ class Collector:
 
     async def _until_batch(self) -> None:
         """Wait for a batch; where batches are generated one at a time, abort the surplus groups."""
-        async with self._choices.watch():  # also during the abort: a hung engine would block it
+
+        async def generate() -> None:
             await self._wait()
             if self._buffer.rules.max_staleness is None:
                 await self.stop()
+
+        await self._choices.watched(generate())  # the abort too: a hung engine would block it
 
     async def _wait(self) -> None:
         while True:

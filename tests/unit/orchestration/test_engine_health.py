@@ -114,10 +114,13 @@ def test_an_engine_that_dies_while_generating_comes_back_with_the_current_weight
 
     async def run():
         await watch.update(4, pause="abort", before=nothing, ready=nothing)
-        async with watch.over():
+
+        async def generate():
             fleet.sick = {1}
             while "admit 1" not in fleet.log:
                 await asyncio.sleep(INTERVAL_S)
+
+        await watch.over(generate())
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))
     assert fleet.log == ["update 4 abort", *REPAIR_OF_1, "update 4 retract", "admit 1"]
@@ -133,10 +136,13 @@ def test_one_that_dies_after_a_training_and_before_the_update_comes_back_with_wh
     async def run():
         await watch.update(4, pause="abort", before=nothing, ready=nothing)
         watch.trained(5)
-        async with watch.over():
+
+        async def generate():
             fleet.sick, fleet.pause_mode = {1}, "abort"
             while "admit 1" not in fleet.log:
                 await asyncio.sleep(INTERVAL_S)
+
+        await watch.over(generate())
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))
     assert fleet.log == ["update 4 abort", *REPAIR_OF_1, "update 5 abort", "admit 1"]
@@ -174,10 +180,13 @@ def test_the_ledger_has_the_death_and_the_return_of_an_engine_once():
 
     async def run():
         await watch.update(4, pause="abort", before=nothing, ready=nothing)
-        async with watch.over():
+
+        async def generate():
             fleet.sick = {1}
             while "admit 1" not in fleet.log:
                 await asyncio.sleep(INTERVAL_S)
+
+        await watch.over(generate())
 
     asyncio.run(asyncio.wait_for(run(), timeout=60))
     why = {"engines": [1], "phase": "generate", "cause": NO_ANSWER}
@@ -254,9 +263,11 @@ def test_engines_that_die_together_are_dismissed_and_admitted_together():
     watch = watch_over(fleet)
 
     async def run():
-        async with watch.over():
+        async def generate():
             while not fleet.admissions:
                 await asyncio.sleep(INTERVAL_S)
+
+        await watch.over(generate())
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))
     assert fleet.begun == 3
@@ -277,11 +288,13 @@ def test_an_engine_on_shared_gpus_is_taken_out_at_once_and_comes_back_with_the_n
     watch = watch_over(fleet, colocate=True)
 
     async def run():
-        async with watch.over():
+        async def generate():
             fleet.sick = {0}
             while "dismiss 0" not in fleet.log:
                 await asyncio.sleep(INTERVAL_S)
             await asyncio.sleep(5 * INTERVAL_S)
+
+        await watch.over(generate())
         assert fleet.log == ["dismiss 0"], "once, and nothing else while the trainer is away"
         await watch.update(2, pause="abort", before=nothing, ready=nothing)
 
@@ -325,8 +338,10 @@ def test_generation_ends_with_the_error_when_no_engine_can_come_back():
     fleet = FakeFleet(sick={0, 1})
 
     async def run():
-        async with watch_over(fleet, colocate=True).over():
+        async def generate():
             await asyncio.Event().wait()
+
+        await watch_over(fleet, colocate=True).over(generate())
 
     with pytest.raises(EngineDied, match="no engine is left"):
         asyncio.run(asyncio.wait_for(run(), timeout=20))
@@ -340,10 +355,12 @@ def test_engines_that_die_when_the_run_has_to_leave_do_not_make_a_failure_of_its
     watch = watch_over(fleet, colocate=True, stop=StopRequest(tmp_path / "STOP"))
 
     async def run():
-        async with watch.over():
+        async def generate():
             (tmp_path / "STOP").write_text("now")
             await asyncio.sleep(10 * INTERVAL_S)
             raise Preempted("a stop was requested while generating")
+
+        await watch.over(generate())
 
     with pytest.raises(Preempted):
         asyncio.run(asyncio.wait_for(run(), timeout=20))
@@ -358,8 +375,10 @@ def test_a_cancelled_block_stays_cancelled():
             await block
 
     async def hang():
-        async with watch_over(FakeFleet()).over():
+        async def generate():
             await asyncio.Event().wait()
+
+        await watch_over(FakeFleet()).over(generate())
 
     asyncio.run(run())
 
@@ -376,9 +395,11 @@ class FailingRestart(FakeFleet):
 
 
 async def generate_until_restart(fleet, watch):
-    async with watch.over():
+    async def generate():
         while "restart 1" not in fleet.log:
             await asyncio.sleep(INTERVAL_S)
+
+    await watch.over(generate())
 
 
 class SlowRestart(FakeFleet):
@@ -427,8 +448,10 @@ def test_a_block_that_somebody_else_cancels_as_well_is_cancelled():
             await block
 
     async def generate_and_hang():
-        async with watch_over(fleet).over():
+        async def generate():
             await asyncio.Event().wait()
+
+        await watch_over(fleet).over(generate())
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))
 
@@ -509,9 +532,12 @@ def test_a_run_whose_engines_are_all_elsewhere_is_checked_by_their_driver():
 
     async def run():
         await watch.update(1, pause="abort", before=nothing, ready=nothing)
-        async with watch.over():
+
+        async def generate():
             while len(seen) < 2:
                 await asyncio.sleep(INTERVAL_S)
+
+        await watch.over(generate())
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))
     assert set(seen) == {0} and fleet.log == ["update 1 abort"]
@@ -524,8 +550,10 @@ def test_a_wait_for_engines_elsewhere_that_takes_too_long_ends_the_generation():
     watch = watch_over(FakeFleet(), check_others=refuse)
 
     async def run():
-        async with watch.over():
+        async def generate():
             await asyncio.sleep(10)
+
+        await watch.over(generate())
 
     with pytest.raises(RolloutError, match="no engine"):
         asyncio.run(asyncio.wait_for(run(), timeout=20))
@@ -558,11 +586,13 @@ def test_engines_are_not_repaired_while_ranks_are_started_again():
     watch = watch_over(fleet)
 
     async def run():
-        async with watch.over():
+        async def generate():
             async with watch.paused():
                 await asyncio.sleep(10 * INTERVAL_S)
                 assert fleet.log == []
             while "admit 1" not in fleet.log:
                 await asyncio.sleep(INTERVAL_S)
+
+        await watch.over(generate())
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))

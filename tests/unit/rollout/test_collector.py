@@ -5,8 +5,7 @@ answers, stops.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -425,16 +424,15 @@ def test_engines_are_looked_after_while_what_is_left_over_is_cut_off() -> None:
     """An engine that hangs then would never let go; whoever looks after it ends it."""
     seen = []
 
-    @contextlib.asynccontextmanager
-    async def watch() -> AsyncIterator[None]:
-        yield
+    async def watched(generating: Awaitable[None]) -> None:
+        await generating
         seen.append(engine.under_way)
 
     async def work(collector: Collector, buffer: RolloutBuffer) -> None:
         assert ids(await collector.batch()) == [0, 1]
 
     engine = LongTail(lambda prompt_id: prompt_id == 2)
-    asyncio.run(collecting(engine, work, Rules(2, 3, 9), watch=watch))
+    asyncio.run(collecting(engine, work, Rules(2, 3, 9), watched=watched))
     assert seen == [0]
 
 
