@@ -59,6 +59,15 @@ class DealtStep:
     positions: tuple[tuple[int | None, ...], ...]
 
 
+def by_position(step: DealtStep, of_ranks: Sequence[Sequence[T]]) -> dict[int, T]:
+    """Return values of each rank's samples by the position of the sample in the rollout."""
+    found: dict[int, T] = {}
+    for positions, values in zip(step.positions, of_ranks, strict=True):
+        pairs = zip(positions, values, strict=True)
+        found |= {position: value for position, value in pairs if position is not None}
+    return found
+
+
 def in_order(of_position: Mapping[int, T]) -> list[T]:
     """Return the values of a rollout's samples in the order of their positions."""
     return [of_position[position] for position in range(len(of_position))]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,30 +45,40 @@ logger = logging.getLogger(__name__)
 class Stages(Protocol):
     """The operations of the loop on the cluster. Each may raise Preempted at a consistent point."""
 
+    @abstractmethod
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """Run all optimizer steps of a rollout; return their metrics."""
 
+    @abstractmethod
     async def sync(self, policy_version: int) -> None:
         """Send the trainer's weights of that version to every engine and check the version on each.
 
         It is the trainer's own, or the one of the last update (``RolloutConfig.engine_version``).
         """
 
+    @abstractmethod
     async def evaluate(self) -> Mapping[str, float]:
         """Return metrics on held-out prompts."""
 
+    @abstractmethod
     async def measured(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Return further metrics of ``step``, given those of its phases. Never fails."""
 
+    @abstractmethod
     async def save(self, state: RunState, *, wait: bool) -> None:
         """Commit a checkpoint of ``state`` and of the trainer's weights and optimizer.
 
-        Without ``wait`` the commit may finish in the background.
+        Without ``wait`` the commit may finish in the background; one that fails or is deferred is
+        logged and retried later, and training continues. With ``wait`` it is the last save: nothing
+        is generated afterwards, and a failure is raised. Raises Fenced when another attempt owns
+        the folder.
         """
 
+    @abstractmethod
     def save_is_owed(self) -> bool:
         """Whether a save failed or was deferred; it is retried after the next step."""
 
+    @abstractmethod
     async def settle_saves(self) -> bool:
         """Wait until the last ``save`` has finished; False when it failed."""
 

@@ -93,8 +93,7 @@ class ActorGroup:
         """Make worker ``order[i]`` rank ``i``; see ``WorkerGroup.reorder``."""
         await self._workers.reorder(order)
 
-    # -- start
-    # ------------------------------------------------------------------------------------------------------
+    # -- start --------------------------------------------------------------------------------------
 
     async def gpu_positions(self) -> list[int | None]:
         """Return the position of each rank's GPU on its node."""
@@ -127,48 +126,50 @@ class ActorGroup:
         """Restore a checkpoint."""
         await self._workers.call("load", str(folder))
 
-    # -- train
-    # ------------------------------------------------------------------------------------------------------
+    # -- train --------------------------------------------------------------------------------------
 
     async def send(self, values: Sequence[T], data_ranks: Sequence[int]) -> list[Stored[T]]:
         """Store one value per data-parallel rank; return that of each rank, by ``data_ranks``."""
         stored = [await self._workers.put(value) for value in values]
         return [stored[data_rank] for data_rank in data_ranks]
 
-    async def fetch(self, stored: Stored[T]) -> T:
-        """Return what a rank computed."""
-        return await self._workers.get(stored)
+    async def fetch_columns(
+        self, stored: StoredLogprobs, data_ranks: Sequence[int], data_rank: int
+    ) -> list[FloatColumn] | None:
+        """Return what a data-parallel rank computed, in order of its samples; None for nothing.
+
+        It is equal on all model-parallel ranks that have it, so it is fetched from one.
+        """
+        for rank, found in zip(data_ranks, stored, strict=True):
+            if rank == data_rank and found is not None:
+                by_micro_batch = await self._workers.get(found)
+                return [column for micro_batch in by_micro_batch for column in micro_batch]
+        return None
+
+    async def _computed(self, method: str, batches: StoredBatches) -> StoredLogprobs:
+        """Make a forward pass; its results stay in the object store."""
+        call = self._workers.call_each_stored(method, [(batch,) for batch in batches])
+        return await self._watched(method, call)
 
     async def compute_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
-        """Compute log-probs of response tokens; they stay in the object store."""
-        arguments = [(batch,) for batch in batches]
-        return await self._watched(
-            "compute_logprobs", self._workers.call_each_stored("compute_logprobs", arguments)
-        )
+        """Compute log-probs of response tokens under the current weights."""
+        return await self._computed("compute_logprobs", batches)
 
     async def compute_old_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
         """Like ``compute_logprobs``, under the weights of --keep-old-actor."""
-        arguments = [(batch,) for batch in batches]
-        return await self._watched(
-            "compute_old_logprobs",
-            self._workers.call_each_stored("compute_old_logprobs", arguments),
-        )
+        return await self._computed("compute_old_logprobs", batches)
 
     async def compute_ref_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
         """Like ``compute_logprobs``, under the reference weights."""
-        arguments = [(batch,) for batch in batches]
-        return await self._watched(
-            "compute_ref_logprobs",
-            self._workers.call_each_stored("compute_ref_logprobs", arguments),
-        )
+        return await self._computed("compute_ref_logprobs", batches)
 
     async def compute_teacher_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
         """Like ``compute_logprobs``, under the teacher of --opd-teacher-load."""
-        arguments = [(batch,) for batch in batches]
-        return await self._watched(
-            "compute_teacher_logprobs",
-            self._workers.call_each_stored("compute_teacher_logprobs", arguments),
-        )
+        return await self._computed("compute_teacher_logprobs", batches)
+
+    async def compute_values(self, batches: StoredBatches) -> StoredValues:
+        """Compute the critic's value before each response token."""
+        return await self._computed("compute_values", batches)
 
     async def train_step(
         self,
@@ -179,13 +180,6 @@ class ActorGroup:
         """Run one optimizer step; all arguments have one entry per rank."""
         arguments = list(zip(batches, old_logprobs, advantages, strict=True))
         return await self._watched("train_step", self._workers.call_each("train_step", arguments))
-
-    async def compute_values(self, batches: StoredBatches) -> StoredValues:
-        """Compute the critic's value before each response token, left in the object store."""
-        arguments = [(batch,) for batch in batches]
-        return await self._watched(
-            "compute_values", self._workers.call_each_stored("compute_values", arguments)
-        )
 
     async def train_critic(
         self,
@@ -211,8 +205,7 @@ class ActorGroup:
         """Let held ranks continue: to ``stop_at``, where each raises Interrupted, or to the end."""
         await self._workers.call_aside("stop_points.release", stop_at)
 
-    # -- save
-    # -------------------------------------------------------------------------------------------------------
+    # -- save ---------------------------------------------------------------------------------------
 
     async def save(self, folder: Path, step: int, *, in_background: bool) -> None:
         """Let each rank write its part of a checkpoint."""
@@ -259,8 +252,7 @@ class ActorGroup:
         """Free the memory of buckets that engines have read."""
         await self._workers.call("sharing.release")
 
-    # -- weights to the engines
-    # -------------------------------------------------------------------------------------
+    # -- weights to the engines ---------------------------------------------------------------------
 
     async def bucket_plan(self) -> Sequence[Bucket]:
         """Names, shapes and dtypes of the buckets, equal on every rank."""
@@ -309,8 +301,7 @@ class ActorGroup:
         )
         return next(one for one in written if one is not None)
 
-    # -- observation
-    # ------------------------------------------------------------------------------------------------
+    # -- observation --------------------------------------------------------------------------------
 
     async def peak_flops(self) -> float | None:
         """Return the peak FLOP/s of the first rank's device; None if unknown."""
