@@ -5,6 +5,7 @@ Sizes are in elements unless a name says bytes. Shapes are those of this rank's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ class Weight:
     @property
     def size(self) -> int:
         """Elements of the shard."""
-        return num_elements(self.shape)
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +107,3 @@ class RankFacts:
     def trained(self) -> Iterator[Weight]:
         """Everything that the optimizer updates."""
         return (one for one in (*self.weights, *self.adapters) if one.is_trained)
-
-
-def num_elements(shape: Shape) -> int:
-    """Elements of a tensor of this shape."""
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -55,12 +55,15 @@ NOT_OURS = (str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"] + 
 class Recorder(TorchDispatchMode):
     """The calls and bytes of one rank, while it is entered."""
 
-    def __init__(self, *, transfers: bool, results: MetaResults | None = None) -> None:
+    def __init__(
+        self, *, transfers: bool, results: MetaResults | None = None, topk: int | None = None
+    ) -> None:
         """
         Args:
             transfers: whether the groups are real. Otherwise collectives return at once and their
                 results keep what memory has.
             results: of operations of earlier ranks; None where every operation is dispatched.
+            topk: experts of a row, which a routing mask without data selects; None if not known.
         """
         super().__init__()
         self.calls: list[Call] = []
@@ -68,6 +71,7 @@ class Recorder(TorchDispatchMode):
         self.phase = ""
         self._transfers = transfers
         self._results = results
+        self._topk = topk
         self._bytes = 0
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._is_silent = False
@@ -135,12 +139,11 @@ class Recorder(TorchDispatchMode):
             return _on_one_device(func, args, options)
         return self._results.of(func, args, options, _on_one_device)
 
-    def selected_of(self, mask: torch.Tensor) -> int:
-        """Elements that a mask without data selects; the rehearsal sets it."""
-        raise RuntimeError(f"{_line()}: how many elements a mask selects is not known on meta")
-
     def _selected(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        made = torch.empty(self.selected_of(mask), dtype=values.dtype, device=values.device)
+        if self._topk is None:
+            raise RuntimeError(f"{_line()}: how many elements a mask selects is not known on meta")
+        size = mask.shape[-1] * self._topk
+        made = torch.empty(size, dtype=values.dtype, device=values.device)
         self._count(made)
         return made
 
