@@ -323,7 +323,7 @@ class Checkpoints:
             file.writelines(state.json_pieces())
         if self._provenance is not None:
             (folder / PROVENANCE_FILE).write_text(self._provenance.to_json())
-        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        return folder_bytes(folder)
 
     async def _report_and_prune(self, step: int) -> None:
         """Report a commit, prune old ones; failing or being slow does not undo the commit."""
@@ -389,6 +389,11 @@ async def written(ask: Callable[[], Awaitable[list[bool]]]) -> None:
     while not all(await ask()):
         await asyncio.sleep(pause_s)
         pause_s = min(1.3 * pause_s, LONGEST_PAUSE_S)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the size of all files in ``folder``, recursively, in bytes."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _unreadable(path: Path, states: dict[Path, RunState]) -> str | None:

@@ -40,7 +40,7 @@ from rlpost.metrics.plot import plot_rewards
 from rlpost.metrics.samples import SampleWriter
 from rlpost.metrics.wandb import Write, run_id
 from rlpost.metrics.writer import MetricsWriter, read_metrics
-from rlpost.orchestration.checkpoints import Checkpoints
+from rlpost.orchestration.checkpoints import Checkpoints, folder_bytes
 from rlpost.orchestration.debug_modes import make_stages
 from rlpost.orchestration.ledger_lines import LedgerLines
 from rlpost.orchestration.loop import Loop
@@ -190,7 +190,9 @@ async def _train(
     again = await _off_loop(stop, lambda: _steps_again(run.metrics, state.step))
     start = StartLines(ledger, cluster, await _off_loop(stop, ledger.entries))
     entries = await start.started(config, state.step, again)
-    weight_bytes = await _off_loop(stop, lambda: num_bytes(Path(config.checkpoint.hf_checkpoint)))
+    weight_bytes = await _off_loop(
+        stop, lambda: folder_bytes(Path(config.checkpoint.hf_checkpoint))
+    )
     stop.saves.expect(weight_bytes, num_nodes=len(cluster.nodes))
     stop.saves.recall(entry for entry in entries if entry["event"] == "committed")
     always, record = _counted(ledger, entries)
@@ -319,11 +321,6 @@ async def _close(*files: Journal | SampleWriter | MetricsWriter | LedgerLines) -
         logger.error(
             "the files of the run were not closed within %.0f s: the storage hangs", 2 * LAST_S
         )
-
-
-def num_bytes(folder: Path) -> int:
-    """Total size of all files in ``folder``, recursively, in bytes."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -35,6 +35,7 @@ from rlpost.errors import (
 from rlpost.fleet.files import FleetFolder
 from rlpost.fleet.membership import Limits, Membership
 from rlpost.fleet.records import EngineRecord, Lease
+from rlpost.orchestration.checkpoints import folder_bytes
 from rlpost.orchestration.fleet_members import FleetMembers
 from rlpost.orchestration.fleet_servers import DEADLINES, Deadlines
 from rlpost.rollout.places import JoiningPlaces, Place
@@ -127,7 +128,7 @@ class FleetSync:
             return  # an update that is repeated after an engine died sends the same weights
         await in_daemon(lambda: shutil.rmtree(folder, ignore_errors=True))
         await self._export(str(folder))
-        self._num_bytes = await in_daemon(lambda: _num_bytes(folder))
+        self._num_bytes = await in_daemon(lambda: folder_bytes(folder))
         self._written = version
 
     async def publish(self, version: int) -> None:
@@ -302,7 +303,3 @@ class FleetSync:
     def _remove_all(self) -> None:
         for folder in self._folder.weights.glob("*"):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _num_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

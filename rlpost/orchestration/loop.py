@@ -184,10 +184,8 @@ class Loop:
                 *(request, self.state.step),
             )
         await self._journal.durable()
-        if (
-            self._stop.left_with == "journal" and not self._journal.is_written
-        ):  # the storage of the journal failed too
-            self._stop.left_with = None
+        if self._stop.left_with == "journal" and not self._journal.is_written:
+            self._stop.left_with = None  # the storage of the journal failed too
 
     async def _step(self) -> Mapping[str, float]:
         """Run one step: generate, train, synchronise weights, evaluate and save if due."""

@@ -184,7 +184,7 @@ class LostNodes:
             raise TrainerDied(f"lost with ranks {self.ranks}: {self._causes}", self.ranks)
 
     async def new_slots(self, death: Death, placement: Placement) -> Placement:
-        """Where trainer ranks start after a death (``trainer_recovery.NewSlots``)."""
+        """Return where trainer ranks start after a death. Raises what ``settled`` raises."""
         if self._following is None:
             return placement
         dead = {placement.ranks[rank].ip for rank in death.ranks}

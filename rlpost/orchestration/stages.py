@@ -117,7 +117,6 @@ class ClusterStages(RunStages):
             checkpoints=self.checkpoints,
             stop=self.stop,
             record=self.record,
-            new_slots=self._nodes.new_slots,
             nodes=self._nodes,
         )
         self.closing.push_async_callback(self.recovery.close)

@@ -226,9 +226,8 @@ class WeightCoordinator:
         self._stop.check()
         try:
             await self._actors.send_bucket(index)
-        except (
-            asyncio.CancelledError
-        ):  # an engine failed; the trainer would block until the deadline
+        except asyncio.CancelledError:
+            # An engine failed; the trainer would block in the broadcast until its deadline.
             self._is_abandoned = True
             await self._release_trainer()
             raise

@@ -85,13 +85,10 @@ def _mismatch(
         return _wrong_split(recordings, group, of_group, commonness)
     lines = {rank: [call.line for call in calls] for rank, calls in of_group.items()}
     for position in range(longest):
-        keys: dict[int, object] = {}
+        keys: dict[int, object] = dict.fromkeys(group)
         for rank in group:
-            keys[rank] = (
-                (agreed[rank][position], lines[rank][position])
-                if position < len(agreed[rank])
-                else None
-            )
+            if position < len(agreed[rank]):
+                keys[rank] = agreed[rank][position], lines[rank][position]
         if len(set(keys.values())) > 1 and _is_real(agreed, lines, position):
             return _told(recordings, group, of_group, _odd(keys, commonness), position)
     raise AssertionError("the sequences differ, so one position does")
@@ -170,10 +167,14 @@ def _comes_later(call: Call, others: Sequence[Call]) -> bool:
 
 def _position(recording: Recording, call: Call | None, of_group: Sequence[Call]) -> int:
     """Index of a call of the rank; of a missing one, that after its last call on the group."""
-    wanted = call if call is not None else (of_group[-1] if of_group else None)
-    if wanted is None:
+    if call is None and not of_group:
         return 0
-    return next(at for at, one in enumerate(recording.calls) if one is wanted)
+    return _index(recording, of_group[-1] if call is None else call)
+
+
+def _index(recording: Recording, call: Call) -> int:
+    """Find a call by identity: equal calls may occur several times."""
+    return next(at for at, one in enumerate(recording.calls) if one is call)
 
 
 def _wrong_split(
@@ -197,11 +198,7 @@ def _wrong_split(
                     pair = (group[sender], group[receiver])
                     fewest = min(commonness[rank] for rank in pair)
                     odd = tuple(rank for rank in pair if commonness[rank] == fewest)
-                    at = next(
-                        index
-                        for index, one in enumerate(recordings[odd[0]].calls)
-                        if one is of_group[odd[0]][position]
-                    )
+                    at = _index(recordings[odd[0]], of_group[odd[0]][position])
                     return Fault(odd, group, at, mine.line, f"{call.phase}: {words}")
     return None
 
@@ -322,7 +319,7 @@ def _fault(
     of: int | None = None,
 ) -> Fault:
     rank = ranks[0] if of is None else of
-    position = next(at for at, one in enumerate(recordings[rank].calls) if one is call)
+    position = _index(recordings[rank], call)
     return Fault(ranks, call.group, position, call.line, f"{call.phase}: {words}")
 
 

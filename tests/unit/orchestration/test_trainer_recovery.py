@@ -412,7 +412,7 @@ def test_new_slots_are_used_for_the_ranks_and_their_connections(tmp_path):
         asked.append((death.ranks, placement))
         return ELSEWHERE
 
-    stages.recovery._new_slots = spare
+    stages.recovery._nodes.new_slots = spare
     assert over(stages, TrainerDied("the node is gone", [0, 1])) == "done"
     assert asked == [((0, 1), HERE)]
     assert ranks.log == ["kill", "prepare", "create on n1", "load None", "connect"]
