@@ -287,18 +287,17 @@ def _content(value: object, what: str) -> Content:
 
 
 def _message(message: Any, what: str) -> dict[str, object]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise DataError(
-            f"{what}: a message must have the texts 'role' and 'content', got {message!r:.200}"
-        )
-    message = _without_nulls(message)
-    content = message.get("content", "" if message.get("tool_calls") else None)
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" for part in content
-    ):
+    message = _without_nulls(message) if isinstance(message, dict) else message
+    fields = message if isinstance(message, dict) else {}
+    content = fields.get("content", "" if fields.get("tool_calls") else None)
+    if isinstance(content, list) and all(map(_is_text, content)):
         content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(content, str):
+    if not isinstance(fields.get("role"), str) or not isinstance(content, str):
         raise DataError(
             f"{what}: a message must have the texts 'role' and 'content', got {message!r:.200}"
         )
-    return {**message, "content": content}
+    return {**fields, "content": content}
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text"

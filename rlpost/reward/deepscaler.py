@@ -23,22 +23,9 @@ from rlpost.reward.answers import END_OF_THOUGHT, answer_after_thinking, last_bo
 
 RESPONSE_MARK = "###Response"
 UNITS = (
-    *(
-        "degree",
-        "cm",
-        "centimeter",
-        "meter",
-        "mile",
-        "second",
-        "minute",
-        "hour",
-        "day",
-        "week",
-        "month",
-        "year",
-    ),
-    *("foot", "feet", "inch", "yard"),
-)
+    "degree", "cm", "centimeter", "meter", "mile", "second", "minute", "hour", "day", "week",
+    "month", "year", "foot", "feet", "inch", "yard",
+)  # fmt: skip
 MAGNITUDES = {"million": "*10^6", "billion": "*10^9", "trillion": "*10^12"}
 BRACKETS = "()[]"
 SYMBOLS = {"√": "sqrt", "π": "pi", "∞": "inf", "\u222a": "U", "·": "*", "\u00d7": "*"}

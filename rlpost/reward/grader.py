@@ -182,16 +182,12 @@ class RewardGrader:
             "prompt %d: %s: %s; the answer ends in %r", prompt.prompt_id, reward, failure, end
         )
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
-            cause = (
-                "what it depends on is unavailable"
-                if metric == LOST
-                else "the reward itself is wrong"
-            )
-            message = f"{self._failures_in_a_row} consecutive gradings failed: {cause}; the last one: {failure}"
-            raise (
-                ConfigError(message)
-                if isinstance(failure, WrongFunction)
-                else RolloutError(message)
+            cause = "what it depends on is unavailable"
+            if metric != LOST:
+                cause = "the reward itself is wrong"
+            kind = ConfigError if isinstance(failure, WrongFunction) else RolloutError
+            raise kind(
+                f"{self._failures_in_a_row} consecutive gradings failed: {cause}; the last one: {failure}"
             )
 
 
