@@ -50,8 +50,8 @@ class Fetcher:
     def fetch(self, asset: Asset, *, compare: bool = False) -> store.Status:
         """Complete an asset's folder, or wait for another fetch; ``compare`` checks all digests.
 
-        Raises: AssetError: the asset is not available or damaged, or another process held the lease
-            too long.
+        Raises:
+            AssetError: the asset is unavailable or damaged, or its lease was held for too long.
         """
         stage = self.root / store.STAGES / asset.folder
         with lease(stage.with_name(f"{stage.name}.lock"), self.wait_s, self.report) as check:

@@ -74,8 +74,8 @@ def check_prompt_file(
 ) -> int:
     """Read every row as a run would and return the number of valid rows.
 
-    Raises: DataError: a row is invalid (file, line, problem and remedy), or with ``skip_bad`` all
-        rows are.
+    Raises:
+        DataError: a row is invalid (file, line, problem, remedy); with ``skip_bad``, all rows are.
     """
     rows = Rows(source, columns=fields.columns)
     first_error: DataError | None = None

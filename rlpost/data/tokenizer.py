@@ -131,8 +131,9 @@ class PromptTokenizer:
     def __call__(self, content: Content, tools: Tools | None = None) -> tuple[str, tuple[int, ...]]:
         """Return text and ids of a prompt; a chat template gets a string as one user message.
 
-        Raises: DataError: messages or tools are given without the chat template, it rejects them,
-            or there is no token.
+        Raises:
+            DataError: there is no token, the chat template rejects the messages or tools, or they
+                are given without one.
         """
         text = self._text(content, tools)
         # A chat template writes the special tokens itself.

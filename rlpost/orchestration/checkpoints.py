@@ -65,10 +65,11 @@ class Checkpoints:
         provenance: Provenance | None = None,
     ) -> None:
         """
-        Args: own_folder: replaces --save where that is not given. committed: called as
-            ``committed(step, path)`` in a thread after each commit; its storage errors are logged.
-            provenance: written into each checkpoint, and compared with that of the checkpoint to
-            resume from.
+        Args:
+            own_folder: replaces --save where that is not given.
+            committed: called as ``committed(step, path)`` in a thread after each commit; its
+                storage errors are logged.
+            provenance: written into each checkpoint, and compared when a run is resumed.
         """
         self._save = Path(settings.save) if settings.save else own_folder
         self._load = Path(settings.load) if settings.load else None
@@ -228,6 +229,7 @@ class Checkpoints:
         Raises Fenced.
         """
         if self._background is not None:
+            # unlike wait_for, this does not cancel a commit that takes longer
             await asyncio.wait([self._background], timeout=self._settings.save_deadline_s)
             self._raise_if_fenced()
         return not self.is_owed
@@ -291,7 +293,7 @@ class Checkpoints:
         """Await ``finish``. Raises CheckpointError after ``abandon``."""
         self._finishing = finishing = asyncio.ensure_future(finish())
         try:
-            await asyncio.wait([finishing])
+            await asyncio.wait([finishing])  # not awaited itself: ``abandon`` cancels it alone
             if finishing.cancelled():
                 raise CheckpointError("its ranks were started again before all files were written")
             finishing.result()

@@ -469,5 +469,6 @@ class Fleet:
 
 
 def _retrieve_error(task: asyncio.Future[None]) -> None:
+    # asyncio logs an error that is never retrieved; what awaits the task gets it too
     if not task.cancelled():
         task.exception()

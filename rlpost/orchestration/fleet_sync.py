@@ -8,8 +8,8 @@ account for their time.
     weights are in a folder -> publish
 
 ``in_background`` does the last two while the own engines generate already; ``settled`` waits for
-them, because the weights may not change before. A run without a fleet pays one look for its folder
-at each update. A fleet that is asked for later is found at the next one.
+them, because the weights may not change before. A run without a fleet only checks at each
+update whether there is one since.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class CriticOffload:
         self._actors, self._critics = actors, critics
 
     async def offload_critic(self) -> None:
-        """Offload the critic; no-op if it is."""
+        """Offload the critic; no-op if it is offloaded."""
         await self._critics.offload_memory(*ALL)
 
     @asynccontextmanager
@@ -78,7 +78,7 @@ class Offload:
         self._fleet = fleet
 
     def ranks_see(self, gpus: Sequence[str]) -> None:
-        """Ranks have started; engines that are started from now on share their GPUs."""
+        """Record the GPUs of ranks that have started; engines that start later share them."""
         self._fleet.visible_gpus = gpus
 
     async def _offload_critic(self) -> None:
@@ -126,8 +126,8 @@ class Offload:
 
         After an error nothing moves: the run ends, or its ranks are started again.
         """
-        was_away = self._trainer_leaves and not self._fleet.is_released("kv_cache")
-        if was_away and self._engines_leave:
+        was_offloaded = self._trainer_leaves and not self._fleet.is_released("kv_cache")
+        if was_offloaded and self._engines_leave:
             await self._fleet.release_memory(*CACHE)
         await self._offload_critic()
         if self._trainer_leaves:
@@ -135,6 +135,6 @@ class Offload:
         yield
         if not is_last:
             await self._offload_critic()  # a save that failed leaves the critic onloaded
-        if was_away and not is_last:
+        if was_offloaded and not is_last:
             await self.generate()
             await self._fleet.resume()

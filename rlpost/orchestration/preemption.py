@@ -209,7 +209,7 @@ class StopRequest:
             return task.result()
         finally:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.gather(task, return_exceptions=True)  # until its cleanup has ended
 
     def _poll_until_requested(self) -> asyncio.Task[None]:
         """Return a task that ends at a stop request. All callers share it, and with it one poll."""

@@ -98,7 +98,7 @@ class ClusterStages(RunStages):
     async def _begin_recovery(
         self, placement: Placement, ports: Ports, weights: WeightCoordinator
     ) -> None:
-        """From now on a death of ranks does not end the attempt."""
+        """Restart ranks that die from now on, instead of ending the attempt."""
         ranks = TrainerRanks(
             self.startup,
             ports,
@@ -128,7 +128,7 @@ class ClusterStages(RunStages):
             self.closing.push_async_callback(self._nodes.close)
 
     def _made_fleet_sync(self) -> FleetSync:
-        """The part of the engines on other jobs, which ``rlpost fleet`` starts."""
+        """Create the sync with engines on other jobs, which ``rlpost fleet`` starts."""
         attempt, head = Path(self.cluster.attempt_dir), self.cluster.nodes[0]
         lease = Lease(
             self.cluster.driver_name,

@@ -53,7 +53,7 @@ class Startup:
         self._record = record
 
     def joined(self, node: Node) -> None:
-        """A node has taken the place of another: errors name its ranks by its host."""
+        """Record a node that replaces another: errors name its ranks by its host."""
         self._hosts[node.ip] = node.host
 
     def layout(self) -> tuple[Placement, Ports]:
@@ -149,7 +149,7 @@ class Startup:
         )
 
     def _rank_environment(self, gpu: str = "") -> dict[str, str]:
-        """Return the environment of a rank; ``gpu``: its CUDA_VISIBLE_DEVICES, unless Ray sets it."""
+        """Return the environment of a rank; ``gpu`` is its CUDA_VISIBLE_DEVICES, if not Ray's."""
         env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # overlapped TP collectives rely on one queue
         own = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         return env | nccl_environment(self._config, os.environ) | own

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ANSWER_S = 5.0
-"""Deadline of a rank's answer whether it lives."""
+"""Deadline of a rank's answer to a liveness check."""
 NAMED_S, POLL_S = 5.0, 0.2
 """How long to look for the dead rank after another one reported a broken connection."""
 WATCH_S = 2.0
@@ -122,7 +122,7 @@ class TrainerRecovery:
         return self._step
 
     async def over(self, phase: Phase, operation: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of ``operation``; after a death of ranks, start them again and repeat it.
+        """Return the result of ``operation``; after a death of ranks, restart them and repeat it.
 
         ``operation`` must be repeatable from the trainer's state before it.
 
@@ -185,7 +185,7 @@ class TrainerRecovery:
         """Wait for a recovery beside generation; raise what it raised."""
         if self._early is not None:
             early, self._early = self._early, None
-            with suppress(_Refused):  # the operation meets the dead ranks, and is refused as well
+            with suppress(_Refused):  # the operation fails on the dead ranks too, and is refused
                 await early
 
     async def recover(self, death: Death, phase: Phase) -> None:

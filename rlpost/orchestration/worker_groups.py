@@ -93,7 +93,7 @@ class ActorGroup:
         """Make worker ``order[i]`` rank ``i``; see ``WorkerGroup.reorder``."""
         await self._workers.reorder(order)
 
-    # -- start --------------------------------------------------------------------------------------
+    # -- start -------------------------------------------------------------------------------------
 
     async def gpu_positions(self) -> list[int | None]:
         """Return the position of each rank's GPU on its node."""
@@ -126,7 +126,7 @@ class ActorGroup:
         """Restore a checkpoint."""
         await self._workers.call("load", str(folder))
 
-    # -- train --------------------------------------------------------------------------------------
+    # -- train -------------------------------------------------------------------------------------
 
     async def send(self, values: Sequence[T], data_ranks: Sequence[int]) -> list[Stored[T]]:
         """Store one value per data-parallel rank; return that of each rank, by ``data_ranks``."""
@@ -198,14 +198,14 @@ class ActorGroup:
         return (await self._workers.call("num_critic_steps"))[0]
 
     async def hold(self) -> list[StopPoint]:
-        """Stop every rank at the next stop point that it reaches, and say which."""
+        """Stop every rank at the next stop point that it reaches; return these points."""
         return await self._workers.call_aside("stop_points.hold")
 
     async def release(self, stop_at: StopPoint | None) -> None:
         """Let held ranks continue: to ``stop_at``, where each raises Interrupted, or to the end."""
         await self._workers.call_aside("stop_points.release", stop_at)
 
-    # -- save ---------------------------------------------------------------------------------------
+    # -- save --------------------------------------------------------------------------------------
 
     async def save(self, folder: Path, step: int, *, in_background: bool) -> None:
         """Let each rank write its part of a checkpoint."""
@@ -252,7 +252,7 @@ class ActorGroup:
         """Free the memory of buckets that engines have read."""
         await self._workers.call("sharing.release")
 
-    # -- weights to the engines ---------------------------------------------------------------------
+    # -- weights to the engines --------------------------------------------------------------------
 
     async def bucket_plan(self) -> Sequence[Bucket]:
         """Names, shapes and dtypes of the buckets, equal on every rank."""
@@ -301,7 +301,7 @@ class ActorGroup:
         )
         return next(one for one in written if one is not None)
 
-    # -- observation --------------------------------------------------------------------------------
+    # -- observation -------------------------------------------------------------------------------
 
     async def peak_flops(self) -> float | None:
         """Return the peak FLOP/s of the first rank's device; None if unknown."""

@@ -59,6 +59,7 @@ def connect(cluster: Cluster) -> list[Offer]:
         namespace="rlpost",
         log_to_driver=False,
         logging_level=logging.WARNING,
+        # The address that the agent chose: Ray would take that of the default route.
         _node_ip_address=cluster.nodes[0].ip,
     )
     alive = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
@@ -74,7 +75,7 @@ def connect(cluster: Cluster) -> list[Offer]:
 
 
 async def offer_of(node: Node, *, within_s: float = 10.0) -> Offer:
-    """What a node offers that has joined the cluster later.
+    """Return the GPUs of a node that has joined the cluster later.
 
     Raises PlacementError when Ray does not know it in time.
     """
@@ -348,7 +349,7 @@ class WorkerGroup:
         return StandbyWorker(self._workers[index])
 
     async def dead(self, within_s: float) -> list[int]:
-        """Return the workers whose process has ended. One that does not answer in time lives."""
+        """Return the workers whose process has ended; silence alone does not count as an end."""
 
         async def is_dead(index: int) -> bool:
             try:

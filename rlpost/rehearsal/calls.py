@@ -52,7 +52,7 @@ class Call:
         return self.kind, self.sizes, self.dtype, self.root, self.operation
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """The call for a message, without its line."""
         size = " + ".join(map(str, self.sizes)) or "no"
         operation = f" {self.operation}" if self.operation else ""

@@ -163,7 +163,7 @@ def _check_frozen(
     *,
     stage: int,
 ) -> None:
-    """Check the patterns of frozen weights with what each rank says of its own."""
+    """Check the patterns of frozen weights with the weights of every rank."""
     exchange = dist.all_gather_object
 
     def gathered(found: list[object], mine: object, **options: object) -> None:

@@ -247,7 +247,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _objects_as_here(name: str, first: Any, args: Sequence[Any]) -> None:
-    """Every rank has what this one has: the ranks of a rehearsal agree, or the plan says so."""
+    """Return the objects of this rank for every rank: they agree, or a plan replaces them."""
     if name == "all_gather_object":
         first[:] = [args[0]] * len(first)
 

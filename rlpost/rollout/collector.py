@@ -166,7 +166,7 @@ class Collector:
         if self._buffer.is_open:
             self._fill()
 
-    def in_hand(self) -> tuple[Mapping[str, int], Backlog]:
+    def snapshot(self) -> tuple[Mapping[str, int], Backlog]:
         """Return the state of the cursor, and all fetched prompts that are not trained."""
         self._buffer.counted(self._choices.counters())
         return self._cursor.state(), self._buffer.backlog()
@@ -387,7 +387,7 @@ class Replay:
         """See ``Collector``."""
         self._buffer.version = version
 
-    def in_hand(self) -> tuple[Mapping[str, int], Backlog]:
+    def snapshot(self) -> tuple[Mapping[str, int], Backlog]:
         """See ``Collector``."""
         return self._cursor.state(), self._buffer.backlog()
 
