@@ -161,12 +161,10 @@ def lease(path: Path, wait_s: float, report: Callable[[str], None]) -> Iterator[
 
     def holder() -> str:
         owner = lock.owner
+        if owner is None:
+            return "another process"
         # filelock appends the PID namespace of a container to the host's name
-        return (
-            f"process {owner.pid} on {owner.hostname.partition('?')[0]}"
-            if owner
-            else "another process"
-        )
+        return f"process {owner.pid} on {owner.hostname.partition('?')[0]}"
 
     def check() -> None:
         owner = lock.owner  # may be None for a moment; only the heartbeat detects a loss

@@ -119,11 +119,13 @@ class PromptCursor:
         seed: int = 0,
         weights: Sequence[float] = (),
     ) -> PromptCursor:
-        """Restore a cursor from its state.
+        """Restore a cursor from its state; an empty one is the beginning.
 
         Raises:
             DataError: the number of prompts or of weights has changed.
         """
+        if not state:
+            return cls(prompts, shuffle=shuffle, seed=seed, weights=weights)
         if state["num_prompts"] != len(prompts):
             raise DataError(
                 f"--prompt-data has {len(prompts)} prompts, but the checkpoint was made with {state['num_prompts']}: "

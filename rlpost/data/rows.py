@@ -68,9 +68,14 @@ def num_rows(source: str | Path) -> int:
     except ImportError:
         raise DataError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
     except OSError as error:
-        reason = error.strerror or error
-        raise DataError(f"{path}: cannot read the prompts: {reason}; is the path right?") from error
+        raise unreadable(path, error) from error
     return len(range(count)[wanted])
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    """Return the error of a file that cannot be read."""
+    reason = error.strerror or error
+    return DataError(f"{path}: cannot read the prompts: {reason}; is the path right?")
 
 
 def is_parquet(path: Path) -> bool:
@@ -98,10 +103,7 @@ class Rows:
                     f"{self.path}: {tempfile.gettempdir()} has not enough space for its rows as text; set TMPDIR to a "
                     "folder with more space"
                 ) from error
-            reason = error.strerror or error
-            raise DataError(
-                f"{self.path}: cannot read the prompts: {reason}; is the path right?"
-            ) from error
+            raise unreadable(self.path, error) from error
         self._numbers, self._offsets = _index(self._file)
         self._chosen = range(len(self._numbers))[wanted]
         if not self._chosen:

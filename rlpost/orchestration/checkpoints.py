@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -242,20 +242,14 @@ class Checkpoints:
             background, self._background = self._background, None
             background.result()
 
-    @asynccontextmanager
-    async def _deadline(self, state: RunState) -> AsyncIterator[None]:
+    def _deadline(self, state: RunState) -> AbstractAsyncContextManager[None]:
         """Limit the part of a save that blocks training to --save-deadline-s."""
-        deadline = asyncio.timeout(self._settings.save_deadline_s)
-        try:
-            async with deadline:
-                yield
-        except TimeoutError:
-            if not deadline.expired():
-                raise  # a TimeoutError of the storage
-            raise CheckpointError(
-                f"checkpoint of step {state.step} was not written to {self._save} within "
-                f"{self._settings.save_deadline_s:.0f} s (--save-deadline-s)"
-            ) from None
+        deadline_s = self._settings.save_deadline_s
+        return within(
+            deadline_s,
+            f"checkpoint of step {state.step} was not written to {self._save} within "
+            f"{deadline_s:.0f} s (--save-deadline-s)",
+        )
 
     async def _written(self, state: RunState, write: Write) -> Path:
         """Create a folder, fill it with ``write`` and return it."""
@@ -379,6 +373,19 @@ class Checkpoints:
                 "resuming %s with changed settings, so results differ from those of the original run: %s",
                 *(path, "; ".join(found.mathematics)),
             )
+
+
+@asynccontextmanager
+async def within(deadline_s: float, problem: str) -> AsyncIterator[None]:
+    """Raise CheckpointError with ``problem`` when the block exceeds ``deadline_s`` seconds."""
+    deadline = asyncio.timeout(deadline_s)
+    try:
+        async with deadline:
+            yield
+    except TimeoutError:
+        if not deadline.expired():
+            raise  # a TimeoutError of the storage
+        raise CheckpointError(problem) from None
 
 
 async def written(ask: Callable[[], Awaitable[list[bool]]]) -> None:

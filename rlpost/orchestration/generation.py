@@ -150,16 +150,12 @@ class Generation:
 
     def _tokenizer_for(self, rollout: RolloutConfig) -> PromptTokenizer:
         """Return the run's tokenizer, or one with the chat template of an evaluation set."""
-        run, kwargs = self._config.rollout, rollout.apply_chat_template_kwargs
-        if (rollout.apply_chat_template, kwargs) == (
-            run.apply_chat_template,
-            run.apply_chat_template_kwargs,
-        ):
+        run, applies = self._config.rollout, rollout.apply_chat_template
+        kwargs = rollout.apply_chat_template_kwargs
+        if (applies, kwargs) == (run.apply_chat_template, run.apply_chat_template_kwargs):
             return self.tokenizer
         folder = self._config.checkpoint.hf_checkpoint
-        return PromptTokenizer(
-            folder, apply_chat_template=rollout.apply_chat_template, template_kwargs=kwargs
-        )
+        return PromptTokenizer(folder, apply_chat_template=applies, template_kwargs=kwargs)
 
     async def connect(self, router: RouterAddress) -> None:
         """Send requests to this router from now on.
@@ -196,25 +192,15 @@ class Generation:
             return {**self._grader.counters(), **prompts.counters(), **of_writer, **of_episodes}
 
         writer: GroupWriter | None = None
+        stop, recording = self._stop.requested, config.debug.load_debug_rollout_data
         if isinstance(self.tokenizer, SupervisedTokenizer):
-            return Supervised(
-                buffer, cursor, self.tokenizer.group, stop_requested=self._stop.requested
-            )
-        if config.debug.load_debug_rollout_data is not None:
-            stop = self._stop.requested
-            return Replay(
-                buffer,
-                cursor,
-                config.debug.load_debug_rollout_data,
-                counters=counters,
-                stop_requested=stop,
-            )
+            return Supervised(buffer, cursor, self.tokenizer.group, stop_requested=stop)
+        if recording is not None:
+            return Replay(buffer, cursor, recording, counters=counters, stop_requested=stop)
+        sampling = rollout_sampling(rollout, self._eos)
         writer = GroupWriter(
             self._connection,
-            replace(
-                rollout_sampling(rollout, self._eos),
-                returns_mask=config.grpo.use_rollout_sampling_mask,
-            ),
+            replace(sampling, returns_mask=config.grpo.use_rollout_sampling_mask),
             n=rollout.n_samples_per_prompt,
             grader=self._grading(self._grader, rollout, wanted=self._wanted),
             function=self._function or write_answer,
@@ -231,7 +217,6 @@ class Generation:
             counters=counters,
             watched=watched,
         )
-        stop = self._stop.requested
         return Collector(
             buffer, cursor, writer, choices=choices, stop_requested=stop, journal=journal
         )
@@ -248,15 +233,12 @@ class Generation:
     def _cursor(self, prompts: PromptSet, state: RunState) -> PromptCursor:
         """Return the prompt cursor of a state; at the first prompt for a new run."""
         rollout = self._config.rollout
-        shuffle, seed, weights = (
-            rollout.rollout_shuffle,
-            rollout.rollout_seed,
-            rollout.prompt_data_weights,
-        )
-        if not state.cursor:
-            return PromptCursor(prompts, shuffle=shuffle, seed=seed, weights=weights)
         return PromptCursor.from_state(
-            prompts, state.cursor, shuffle=shuffle, seed=seed, weights=weights
+            prompts,
+            state.cursor,
+            shuffle=rollout.rollout_shuffle,
+            seed=rollout.rollout_seed,
+            weights=rollout.prompt_data_weights,
         )
 
     async def evaluate(self) -> Mapping[str, float]:

@@ -167,8 +167,8 @@ class _Worker:
         return bool(found), found
 
     @ray.method(concurrency_group=ASIDE)
-    def call_aside(self, method: str, keywords: Mapping[str, object], *arguments: object) -> object:
-        return self._call(method, keywords, *arguments)
+    def call_aside(self, method: str, *arguments: object) -> object:
+        return self._call(method, {}, *arguments)
 
     @ray.method(concurrency_group=ASIDE)
     def spans_since(self, since: float) -> tuple[float, list[Span]]:
@@ -321,11 +321,7 @@ class WorkerGroup:
 
     async def call_aside(self, method: str, *arguments: object) -> list[Any]:
         """Like ``call``, concurrently with a running call, whose state must not be touched."""
-        return await self._results(
-            await self._submitted(
-                lambda index: self._workers[index].call_aside.remote(method, {}, *arguments)
-            )
-        )
+        return await self._results(await self._asked_aside(method, arguments))
 
     async def answers_aside(
         self, method: str, *arguments: object, within_s: float
@@ -339,10 +335,13 @@ class WorkerGroup:
                 logger.warning("%s does not answer: %s", self._names[index], error or "too late")
                 return None
 
-        references = await self._submitted(
-            lambda index: self._workers[index].call_aside.remote(method, {}, *arguments)
-        )
+        references = await self._asked_aside(method, arguments)
         return await asyncio.gather(*map(of_worker, range(len(self)), references))
+
+    async def _asked_aside(self, method: str, arguments: Sequence[object]) -> list[ray.ObjectRef]:
+        return await self._submitted(
+            lambda index: self._workers[index].call_aside.remote(method, *arguments)
+        )
 
     def standby(self, index: int) -> StandbyWorker:
         """Return a worker of this group, for another group to use."""
@@ -458,9 +457,8 @@ class WorkerGroup:
 
     def _log_tail(self, index: int) -> str:
         path = self._logs[index]
-        lines = (
-            path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:] if path.exists() else []
-        )
+        text = path.read_text(errors="replace") if path.exists() else ""
+        lines = text.splitlines()[-LOG_TAIL_LINES:]
         return "\n".join([f"end of {path}:", *(f"  {line}" for line in lines)])
 
 

@@ -7,7 +7,7 @@ for programs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from common.counting import counted
 from rlpost.config.plan.estimate import RESERVE, TRAINER_CONTEXT, Rank
@@ -214,14 +214,8 @@ def as_object(result: Result) -> dict[str, object]:
     return {
         "passed": result.first_fault is None,
         "first_fault": result.first_fault,
-        "checks": [
-            {"name": one.name, "faults": list(one.faults), "extent": one.extent}
-            for one in result.checks
-        ],
-        "memory": [
-            {"rank": one.rank, "held": dict(one.held), "peaks": dict(one.peaks)}
-            for one in result.memory
-        ],
+        "checks": [asdict(one) for one in result.checks],
+        "memory": [asdict(one) for one in result.memory],
         "classes": [list(members) for members in result.classes],
         "ran": list(result.ran),
         "num_calls": result.num_calls,
