@@ -1,6 +1,4 @@
-"""Engines that fail are restarted, given the current weights and only then admitted; who shares
-GPUs takes turns.
-"""
+"""Failed engines are restarted, updated and only then admitted; shared GPUs are offloaded."""
 
 import asyncio
 from pathlib import Path
@@ -19,7 +17,7 @@ INTERVAL_S = 0.01
 
 
 class FakeFleet:
-    """Two engines; a log of what was asked of them."""
+    """Two engines, and a log of the calls."""
 
     pause_mode = "retract"
 
@@ -61,7 +59,7 @@ class FakeFleet:
 
 
 class FakeWeights:
-    """Fails as often as it is told."""
+    """Fails ``failures`` times."""
 
     def __init__(self, fleet, failures=0, *, are_stuck=False):
         self.fleet, self.failures, self.engines_are_stuck = fleet, failures, are_stuck
@@ -126,10 +124,8 @@ def test_an_engine_that_dies_while_generating_comes_back_with_the_current_weight
     assert fleet.log == ["update 4 abort", *REPAIR_OF_1, "update 4 retract", "admit 1"]
 
 
-def test_one_that_dies_after_a_training_and_before_the_update_comes_back_with_what_the_trainer_has_by_its_own_name():
-    """One step off policy the last groups are awaited then: they would say that the older weights
-    wrote them.
-    """
+def test_an_engine_that_dies_before_the_update_gets_the_trainers_newest_version():
+    """One step off policy, groups are still awaited then and must report the newer weights."""
     fleet = FakeFleet()
     watch = watch_over(fleet)
 
@@ -148,7 +144,7 @@ def test_one_that_dies_after_a_training_and_before_the_update_comes_back_with_wh
     assert fleet.log == ["update 4 abort", *REPAIR_OF_1, "update 5 abort", "admit 1"]
 
 
-def test_an_update_that_fails_is_made_again_with_the_sick_engine_restarted():
+def test_a_failed_update_is_repeated_after_a_restart_of_the_dead_engine():
     fleet = FakeFleet(sick={1})
     asyncio.run(
         watch_over(fleet, failures=1).update(7, pause="abort", before=nothing, ready=nothing)
@@ -157,7 +153,7 @@ def test_an_update_that_fails_is_made_again_with_the_sick_engine_restarted():
 
 
 class Ledger:
-    """What would be in the ledger, with a clock that advances a second a reading."""
+    """The entries of the ledger, with a clock that advances one second per reading."""
 
     def __init__(self):
         self.entries, self.now = [], 0.0
@@ -218,10 +214,8 @@ def test_engines_that_return_together_are_one_event_per_loss():
     ]
 
 
-def test_engines_that_wait_for_good_in_a_broken_broadcast_are_restarted_with_the_sick_one():
-    """On NCCL a broadcast that lost a peer never ends, and a server that waits in it still
-    answers.
-    """
+def test_engines_blocked_in_a_broken_broadcast_are_restarted_with_the_dead_one():
+    """With NCCL a broadcast that lost a peer never ends, although the server still answers."""
     fleet = FakeFleet(sick={1})
     watch = watch_over(fleet, failures=1, are_stuck=True)
     asyncio.run(watch.update(7, pause="abort", before=nothing, ready=nothing))
@@ -237,9 +231,7 @@ def test_engines_that_wait_for_good_in_a_broken_broadcast_are_restarted_with_the
 
 
 def test_engines_that_die_together_are_dismissed_and_admitted_together():
-    """One after the other, 64 engines of a rack that lost its power would take minutes to leave the
-    router.
-    """
+    """Dismissed one by one, the 64 engines of a rack without power would take minutes."""
 
     class Slow(FakeFleet):
         """A dismissal ends when all have begun; the router checks new engines once a second."""
@@ -283,7 +275,7 @@ def test_an_update_that_fails_though_all_engines_answer_is_an_error():
     assert fleet.log == ["update 7 abort"]
 
 
-def test_an_engine_on_shared_gpus_is_taken_out_at_once_and_comes_back_with_the_next_update():
+def test_an_engine_on_shared_gpus_is_dismissed_at_once_and_restarted_with_the_next_update():
     fleet = FakeFleet()
     watch = watch_over(fleet, colocate=True)
 
@@ -311,26 +303,31 @@ def test_an_engine_that_was_dismissed_elsewhere_is_restarted_before_the_next_upd
     assert [one["event"] for one in ledger.entries] == ["engine_lost", "recovered"]
 
 
-def test_an_engine_that_dies_once_it_has_the_weights_is_restarted_and_the_trainer_comes_back_to_send_them():
-    """On shared GPUs the trainer has left by then, and the engine is found dead when it is to take
-    its memory again.
-    """
+def test_an_engine_that_dies_after_the_transfer_is_restarted_and_the_trainer_onloaded_to_send_again():
+    """On shared GPUs the trainer is offloaded by then, and the engine fails to onload."""
     fleet = FakeFleet()
 
     async def before():
-        fleet.log.append("send's turn")
+        fleet.log.append("onload to send")
 
     async def ready():
-        fleet.log.append("generate's turn")
-        if fleet.log.count("generate's turn") == 1:
+        fleet.log.append("onload to generate")
+        if fleet.log.count("onload to generate") == 1:
             await fleet.dismiss(1)
             raise SyncError("engine 1 does not flush its cache")
 
     asyncio.run(
         watch_over(fleet, colocate=True).update(3, pause="abort", before=before, ready=ready)
     )
-    first = ["send's turn", "update 3 abort", "generate's turn", "dismiss 1"]
-    again = ["send's turn", "restart 1", "connect", "update 3 abort", "generate's turn", "admit 1"]
+    first = ["onload to send", "update 3 abort", "onload to generate", "dismiss 1"]
+    again = [
+        "onload to send",
+        "restart 1",
+        "connect",
+        "update 3 abort",
+        "onload to generate",
+        "admit 1",
+    ]
     assert fleet.log == first + again
 
 
@@ -347,10 +344,8 @@ def test_generation_ends_with_the_error_when_no_engine_can_come_back():
         asyncio.run(asyncio.wait_for(run(), timeout=20))
 
 
-def test_engines_that_die_when_the_run_has_to_leave_do_not_make_a_failure_of_its_stop(tmp_path):
-    """A preemption may end them first; the block is cutting off what they wrote, and saves it
-    then.
-    """
+def test_engines_that_die_after_a_stop_request_do_not_fail_the_run(tmp_path):
+    """A preemption may end them first; generation then aborts and saves its requests."""
     fleet = FakeFleet(sick={0, 1})
     watch = watch_over(fleet, colocate=True, stop=StopRequest(tmp_path / "STOP"))
 
@@ -384,7 +379,7 @@ def test_a_cancelled_block_stays_cancelled():
 
 
 class FailingRestart(FakeFleet):
-    """A restart that hangs until it is given up, and says then what was wrong."""
+    """A restart that hangs until it is cancelled, and then raises."""
 
     async def restart(self, index):
         self.log.append(f"restart {index}")
@@ -414,16 +409,14 @@ class SlowRestart(FakeFleet):
             raise EngineDied(f"engine {index} does not come back")
 
 
-def test_a_repair_under_way_when_the_block_ends_is_finished():
-    """Torn, it would leave an engine that starts, and a second start on the same port with the next
-    update.
-    """
+def test_a_repair_in_progress_is_finished_when_generation_ends():
+    """Cancelled, it would leave an engine starting on the port of the next restart."""
     fleet = SlowRestart(sick={1})
     asyncio.run(asyncio.wait_for(generate_until_restart(fleet, watch_over(fleet)), timeout=20))
     assert fleet.log[-1] == "admit 1"
 
 
-def test_a_repair_that_fails_in_the_instant_the_block_ends_is_its_error_and_no_cancellation():
+def test_a_repair_that_fails_when_generation_ends_is_raised_and_cancels_nothing_else():
     fleet = SlowRestart(sick={1})
     fleet.fails = True
 
@@ -436,7 +429,7 @@ def test_a_repair_that_fails_in_the_instant_the_block_ends_is_its_error_and_no_c
     asyncio.run(asyncio.wait_for(run(), timeout=20))
 
 
-def test_a_block_that_somebody_else_cancels_as_well_is_cancelled():
+def test_a_cancelled_caller_stays_cancelled_although_a_repair_fails():
     fleet = FailingRestart(sick={1})
 
     async def run():
@@ -457,7 +450,7 @@ def test_a_block_that_somebody_else_cancels_as_well_is_cancelled():
 
 
 class FakeActors:
-    """Keeps what is on the device."""
+    """Keeps track of what is on the device."""
 
     def __init__(self, log):
         self.here, self.log = {"weights", "grads", "optimizer"}, log
@@ -468,8 +461,8 @@ class FakeActors:
         self.log.append(method)
 
 
-@pytest.mark.parametrize("turn", ["train", "send", "generate"])
-def test_at_each_turn_only_what_it_needs_is_on_the_gpus(turn):
+@pytest.mark.parametrize("phase", ["train", "send", "generate"])
+def test_each_phase_onloads_only_what_it_needs(phase):
     trainer = {"train": {"weights", "grads", "optimizer"}, "send": {"weights"}, "generate": set()}
     engines_away = {
         "train": {"kv_cache", "cuda_graph", "weights"},
@@ -479,31 +472,35 @@ def test_at_each_turn_only_what_it_needs_is_on_the_gpus(turn):
     async def run():
         fleet = FakeFleet()
         actors = FakeActors(fleet.log)
-        turns = Offload(load([], {"cluster": {"colocate": True}}).config, ActorGroup(actors), fleet)
+        offload = Offload(
+            load([], {"cluster": {"colocate": True}}).config, ActorGroup(actors), fleet
+        )
         for each in ("generate", "train", "send", "generate", "train", "send")[
-            : 4 if turn == "generate" else 6
+            : 4 if phase == "generate" else 6
         ]:
-            await getattr(turns, each)()
-            if each == turn:
+            await getattr(offload, each)()
+            if each == phase:
                 assert actors.here == trainer[each]
-                assert turn == "generate" or fleet.released == engines_away[each]
+                assert phase == "generate" or fleet.released == engines_away[each]
 
     asyncio.run(run())
 
 
-def test_a_checkpoint_between_generations_finds_the_trainer_here_and_leaves_all_as_it_was():
+def test_a_save_onloads_the_trainer_and_restores_the_state_before_it():
     async def run():
         fleet = FakeFleet()
         actors = FakeActors(fleet.log)
-        turns = Offload(load([], {"cluster": {"colocate": True}}).config, ActorGroup(actors), fleet)
-        await turns.generate()
-        async with turns.save():
+        offload = Offload(
+            load([], {"cluster": {"colocate": True}}).config, ActorGroup(actors), fleet
+        )
+        await offload.generate()
+        async with offload.save():
             assert actors.here == {"weights", "optimizer"} and fleet.released == {
                 "kv_cache",
                 "cuda_graph",
             }
         assert actors.here == set() and fleet.released == set() and fleet.log[-1] == "resume"
-        async with turns.save(is_last=True):
+        async with offload.save(is_last=True):
             pass
         assert actors.here == {"weights", "optimizer"}, (
             "a run that leaves has no time to bring the engines back"
@@ -512,20 +509,20 @@ def test_a_checkpoint_between_generations_finds_the_trainer_here_and_leaves_all_
     asyncio.run(run())
 
 
-def test_on_gpus_of_their_own_nobody_ever_leaves():
+def test_on_exclusive_gpus_nothing_is_offloaded():
     async def run():
         fleet = FakeFleet()
-        turns = Offload(load([], {}).config, ActorGroup(FakeActors(fleet.log)), fleet)
-        for turn in (turns.train, turns.send, turns.generate):
+        offload = Offload(load([], {}).config, ActorGroup(FakeActors(fleet.log)), fleet)
+        for turn in (offload.train, offload.send, offload.generate):
             await turn()
-        async with turns.save():
+        async with offload.save():
             pass
         assert fleet.log == []
 
     asyncio.run(run())
 
 
-def test_a_run_whose_engines_are_all_elsewhere_is_checked_by_their_driver():
+def test_a_run_without_engines_of_its_own_checks_those_of_the_fleet():
     fleet, seen = FakeFleet(), []
     fleet.addresses = ()
     watch = watch_over(fleet, check_others=seen.append)
@@ -575,7 +572,7 @@ def test_new_ranks_are_connected_and_engines_keep_their_weights():
     assert fleet.log == ["connect"]
 
 
-def test_engines_that_wait_in_a_broadcast_of_dead_ranks_are_left_to_the_update_that_is_repeated():
+def test_engines_blocked_in_a_broadcast_of_dead_ranks_are_left_to_the_repeated_update():
     fleet = FakeFleet()
     reconnected(fleet, are_stuck=True)
     assert fleet.log == ["dismiss 0", "dismiss 1"], "the update restarts what is dismissed"

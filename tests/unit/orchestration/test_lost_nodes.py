@@ -93,7 +93,7 @@ def test_the_agents_are_told_which_nodes_the_run_can_lose(
     run(scene)
 
 
-def test_without_begin_nothing_is_told_and_nothing_waits(tmp_path):
+def test_without_begin_nothing_is_written_and_nothing_waits(tmp_path):
     async def scene():
         nodes = LostNodes.none()
         assert not await nodes.another(than=0)
@@ -206,7 +206,7 @@ def health_of(driver, fleet, **options):
 MOVED_TO_3 = ["lose 1", "move to 10.0.0.3", "restart 1", "connect"]
 
 
-def test_an_engine_of_a_lost_node_comes_back_on_the_replacement_while_others_generate(tmp_path):
+def test_an_engine_of_a_lost_node_is_restarted_on_the_replacement_while_others_generate(tmp_path):
     async def scene():
         async with Scene(tmp_path) as driver:
             fleet = MovingFleet()
@@ -225,7 +225,7 @@ def test_an_engine_of_a_lost_node_comes_back_on_the_replacement_while_others_gen
     run(scene)
 
 
-def test_an_update_that_waits_for_a_silent_node_is_made_again_without_it(tmp_path):
+def test_an_update_that_waits_for_a_silent_node_is_repeated_without_it(tmp_path):
     async def scene():
         async with Scene(tmp_path) as driver:
             fleet = MovingFleet()

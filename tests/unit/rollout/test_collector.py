@@ -420,7 +420,7 @@ def test_a_resume_with_a_stricter_bound_generates_in_place_of_what_is_too_old_no
     asyncio.run(collecting(engine, resumed, Rules(2, 2, 9, max_staleness=1), backlog, step=5))
 
 
-def test_engines_are_looked_after_while_what_is_left_over_is_cut_off() -> None:
+def test_engines_are_health_checked_while_surplus_groups_are_aborted() -> None:
     """An engine that hangs then would never let go; whoever looks after it ends it."""
     seen = []
 
