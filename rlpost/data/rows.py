@@ -127,6 +127,7 @@ class Rows:
         at = self._chosen[position]
         start, end = self._offsets[at], self._offsets[at + 1]
         try:
+            # pread has no file position: threads may read rows at the same time
             found = json.loads(os.pread(self._file.fileno(), end - start, start))
         except (ValueError, RecursionError) as error:
             raise DataError(

@@ -156,6 +156,7 @@ class CriticTraining:
         for number, (step, own, old) in enumerate(each):
             returns = await self._actors.send(step_returns(step, of_samples), self._data_ranks)
             call = partial(self._actors.train_critic, own, old, returns)
+            # after the first step the critic matches no checkpoint, so no stop may leave
             results = await self._calls.make(call, what="train_critic", may_leave=number == 0)
             metrics = results[0].metrics
         return metrics

@@ -292,6 +292,7 @@ class Fleet:
                 self._workers[index] = self._group(index, self.visible_gpus)
         if self._workers:
             self.addresses = tuple(self._address(index) for index in range(len(self._workers)))
+            # in place: the RouterAddress that requests use holds this list
             self._urls[:] = [address.url for address in self.addresses]
 
     def begin_restart(self, index: int) -> None:

@@ -261,6 +261,7 @@ class FleetMembers:
         async with self._lease_lock:
             if self._leases_written >= mine:
                 return
+            # one write serves all who wait for the lock by now
             covered, now = self._leases_wanted, time.monotonic()
             self._lease = replace(
                 self._lease,

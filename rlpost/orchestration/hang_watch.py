@@ -121,7 +121,7 @@ class HangWatch:
             if task.done() or self._is_stopping():
                 return
             if not is_valid(due, self._clock()):
-                before = None
+                before = None  # this process was suspended, and so may the ranks have been
             now = await ranks.positions(ANSWER_S)
             if task.done() or self._is_stopping():
                 return

@@ -104,6 +104,7 @@ class Offload:
 
     async def send(self) -> None:
         """Keep only the weights of both sides onloaded, as far as each side can be offloaded."""
+        # in this order each step frees memory on the shared GPUs that the next one takes
         if self._engines_leave:
             await self._fleet.release_memory(*CACHE)
         if self._trainer_leaves:

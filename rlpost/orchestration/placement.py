@@ -119,6 +119,7 @@ def place(offers: Sequence[Offer], config: Config) -> Placement:
     engines = []
     for _ in range(config.num_engines):
         parts = _part_sizes(per_engine, config.cluster.num_gpus_per_node)
+        # most free GPUs first, equal nodes in order: the same offers give the same placement
         chosen = sorted(range(len(free)), key=lambda i: (-free[i], i))[: len(parts)]
         if len(chosen) < len(parts) or any(
             free[i] < size for i, size in zip(chosen, parts, strict=True)

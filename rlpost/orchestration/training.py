@@ -178,6 +178,7 @@ class Training:
             advantages = await self._sent_advantages(steps, estimated)
         for number, arguments in enumerate(zip(batches, old, advantages, strict=True)):
             call = partial(self._actors.train_step, *arguments)
+            # a critic has changed by now: then no step may be left, not even the first
             is_first_change = number == 0 and self._critic is None
             results = await self._calls.make(call, what="train_step", may_leave=is_first_change)
             metrics |= results[0].metrics

@@ -229,7 +229,7 @@ class WorkerGroup:
                 num_cpus=0,
                 num_gpus=0 if slot.shared_with else slot.num_gpus,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(slot.node_id, soft=False),
-                max_concurrency=1,
+                max_concurrency=1,  # calls run in the order of submission: collectives need that
                 **(outliving if outlive_driver else {}),
             )
             log_format = {VARIABLE: os.environ[VARIABLE]} if VARIABLE in os.environ else {}

@@ -151,7 +151,7 @@ class Recorder(TorchDispatchMode):
         if tensor.device.type == "cpu" and not self._transfers:
             return
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage._cdata  # the address of the storage, which views of a tensor share
         if key in self._storages:
             return
         size = storage.nbytes()
