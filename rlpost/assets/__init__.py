@@ -1,5 +1,4 @@
-"""Download the models and data sets of a recipe from the Hugging Face hub to a folder on the shared
-file system.
+"""Download a recipe's models and data sets from the Hugging Face hub to a shared folder.
 
 A thin layer over ``huggingface_hub`` (listings, HTTP with retries) and ``filelock`` (one fetch at a
 time). ``snapshot_download`` is not enough: it discards partial downloads of a killed process,

@@ -48,11 +48,10 @@ class Fetcher:
     advance: Callable[[int], None]
 
     def fetch(self, asset: Asset, *, compare: bool = False) -> store.Status:
-        """Complete an asset's folder, or wait for another fetch of it; with ``compare`` check all
-        digests.
+        """Complete an asset's folder, or wait for another fetch; ``compare`` checks all digests.
 
-        Raises: AssetError: the asset is not available or damaged, or another process held the lease
-            too long.
+        Raises:
+            AssetError: the asset is unavailable or damaged, or its lease was held for too long.
         """
         stage = self.root / store.STAGES / asset.folder
         with lease(stage.with_name(f"{stage.name}.lock"), self.wait_s, self.report) as check:
@@ -137,9 +136,7 @@ class Fetcher:
 
 
 def _publish(stage: Path, folder: Path, paths: Collection[str]) -> None:
-    """Rename the complete stage to its final name, or replace damaged files in an existing
-    folder.
-    """
+    """Rename the complete stage to its final name, or replace damaged files of the folder."""
     if not store.is_occupied(folder):
         stage.rename(folder)  # also over an empty folder
         sync(folder.parent)
@@ -164,12 +161,10 @@ def lease(path: Path, wait_s: float, report: Callable[[str], None]) -> Iterator[
 
     def holder() -> str:
         owner = lock.owner
+        if owner is None:
+            return "another process"
         # filelock appends the PID namespace of a container to the host's name
-        return (
-            f"process {owner.pid} on {owner.hostname.partition('?')[0]}"
-            if owner
-            else "another process"
-        )
+        return f"process {owner.pid} on {owner.hostname.partition('?')[0]}"
 
     def check() -> None:
         owner = lock.owner  # may be None for a moment; only the heartbeat detects a loss

@@ -40,9 +40,7 @@ class Hub:
         self._api = HfApi(endpoint=endpoint, token=token or False)
 
     def listing(self, asset: Asset) -> Listing:
-        """Return the files of a repository at the newest commit of its revision. Raises
-        AssetError.
-        """
+        """Return the files at the newest commit of an asset's revision. Raises AssetError."""
         with self._errors(asset):
             info = self._api.repo_info(
                 asset.repository, repo_type=asset.kind, revision=asset.revision

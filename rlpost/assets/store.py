@@ -1,5 +1,4 @@
-"""Assets on disk: the record of each, the check of its files against the record, and the staging
-folder.
+"""Assets on disk: their records, the check of files against them, the staging folder.
 
 ASSETS/NAME/          complete; .rlpost-asset.json in it holds commit, sizes and digests
 ASSETS/.fetch/NAME/   in progress, with the record of the complete asset; renamed to ASSETS/NAME at the end
@@ -38,9 +37,7 @@ class Status:
 
 
 def inspect(asset: Asset, root: Path, ask: Callable[[Asset], Listing] | None = None) -> Status:
-    """Compare names and sizes with the record; without a record, get the listing from ``ask``.
-    Raises AssetError.
-    """
+    """Compare files with the record or, without one, with ``ask``. Raises AssetError."""
     folder = root / asset.folder
     recorded = read_record(folder, asset)
     if recorded is not None:
@@ -67,9 +64,7 @@ def is_occupied(folder: Path) -> bool:
 
 
 def digest_of(path: Path, like: str) -> str:
-    """Return the digest of a file in the form of ``like``: ``sha256:HEX``, or ``git:HEX`` (the id
-    of git's blob).
-    """
+    """Return a file's digest in the form of ``like``: ``sha256:HEX`` or git's ``git:HEX``."""
     kind = like.partition(":")[0]
     if kind == "git":
         content = path.read_bytes()  # small: the hub identifies large files by SHA-256
@@ -80,9 +75,7 @@ def digest_of(path: Path, like: str) -> str:
 
 
 def damage(folder: Path, files: Iterable[HubFile], *, deep: bool) -> dict[str, str]:
-    """Return a problem by path for each file that is missing or has another size or (``deep``)
-    another digest.
-    """
+    """Return the problem of each missing or wrong file by path; ``deep`` compares digests too."""
     found: dict[str, str] = {}
     for file in files:
         path = folder / file.path

@@ -141,7 +141,7 @@ def text(result: Result) -> str:
         f"{gb(result.planned_bytes)}"
     )
     lines.append(f"{'':<20}{'planner':>12}{'rehearsal':>12}{'difference':>12}")
-    lines += [f"{one.name:<20}{one.words}" for one in result.compared]
+    lines += [f"{one.name:<20}{one.columns}" for one in result.compared]
     if len(result.ran) < len(result.memory):
         lines.append(
             f"ranks {shortened(result.ran)} ran, two of each of {len(result.classes)} classes of equal "

@@ -25,8 +25,7 @@ TAKEN = "taken_"  # prefix of a state's key; the number of a file follows
 
 
 def epoch_order(size: int, epoch: int, *, shuffle: bool, seed: int | str) -> Sequence[int]:
-    """Return the positions of all prompts in the order of one epoch; 4 bytes each in memory if
-    shuffled.
+    """Return the positions of all prompts in the order of one epoch; 4 bytes each if shuffled.
 
     Positions are sorted by random keys, because Python guarantees the same ``random()`` for a seed
     in every release, but not the same ``shuffle()``. Equal keys stay in order of position: the sort
@@ -100,9 +99,7 @@ class PromptCursor:
         return made
 
     def state(self) -> dict[str, int]:
-        """Return the state for ``from_state``: epoch, offset in it, and the size of the prompt
-        set.
-        """
+        """Return the state for ``from_state``: epoch, offset in it, size of the prompt set."""
         size = len(self._prompts)
         taken = sum(file.taken for file in self._files)
         if not self._weighted:
@@ -122,11 +119,13 @@ class PromptCursor:
         seed: int = 0,
         weights: Sequence[float] = (),
     ) -> PromptCursor:
-        """Restore a cursor from its state.
+        """Restore a cursor from its state; an empty one is the beginning.
 
         Raises:
             DataError: the number of prompts or of weights has changed.
         """
+        if not state:
+            return cls(prompts, shuffle=shuffle, seed=seed, weights=weights)
         if state["num_prompts"] != len(prompts):
             raise DataError(
                 f"--prompt-data has {len(prompts)} prompts, but the checkpoint was made with {state['num_prompts']}: "

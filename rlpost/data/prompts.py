@@ -74,8 +74,8 @@ def check_prompt_file(
 ) -> int:
     """Read every row as a run would and return the number of valid rows.
 
-    Raises: DataError: a row is invalid (file, line, problem and remedy), or with ``skip_bad`` all
-        rows are.
+    Raises:
+        DataError: a row is invalid (file, line, problem, remedy); with ``skip_bad``, all rows are.
     """
     rows = Rows(source, columns=fields.columns)
     first_error: DataError | None = None
@@ -141,8 +141,7 @@ class PromptSet:
         return tuple(len(file) for file in self._files)
 
     def prompt(self, position: int, prompt_id: int) -> Prompt | None:
-        """Return the prompt at ``position`` (0 is the first row) with the id ``prompt_id``; None to
-        skip it.
+        """Return the prompt at ``position``, from 0, with the id ``prompt_id``; None to skip it.
 
         Raises:
             DataError: the row is bad and bad rows are not skipped; the message names file and line.
@@ -252,9 +251,7 @@ def _tools(raw: Mapping[str, object], where: str, key: str | None) -> Tools | No
 
 
 def _from_text(value: object) -> Any:
-    """Decode JSON text, in which Parquet columns often hold objects; return other values
-    unchanged.
-    """
+    """Decode JSON text, which Parquet columns use for objects; return other values as they are."""
     try:
         return json.loads(value) if isinstance(value, str) and value.strip() else value
     except ValueError:
@@ -262,9 +259,7 @@ def _from_text(value: object) -> Any:
 
 
 def _without_nulls(value: object) -> Any:
-    """Remove null entries: in Parquet every object has all keys that any object of the column
-    has.
-    """
+    """Remove nulls: Parquet gives every object the keys of all objects in the column."""
     if isinstance(value, dict):
         return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
@@ -292,18 +287,17 @@ def _content(value: object, what: str) -> Content:
 
 
 def _message(message: Any, what: str) -> dict[str, object]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise DataError(
-            f"{what}: a message must have the texts 'role' and 'content', got {message!r:.200}"
-        )
-    message = _without_nulls(message)
-    content = message.get("content", "" if message.get("tool_calls") else None)
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" for part in content
-    ):
+    message = _without_nulls(message) if isinstance(message, dict) else message
+    fields = message if isinstance(message, dict) else {}
+    content = fields.get("content", "" if fields.get("tool_calls") else None)
+    if isinstance(content, list) and all(map(_is_text, content)):
         content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(content, str):
+    if not isinstance(fields.get("role"), str) or not isinstance(content, str):
         raise DataError(
             f"{what}: a message must have the texts 'role' and 'content', got {message!r:.200}"
         )
-    return {**message, "content": content}
+    return {**fields, "content": content}
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text"

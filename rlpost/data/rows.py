@@ -68,9 +68,14 @@ def num_rows(source: str | Path) -> int:
     except ImportError:
         raise DataError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
     except OSError as error:
-        reason = error.strerror or error
-        raise DataError(f"{path}: cannot read the prompts: {reason}; is the path right?") from error
+        raise unreadable(path, error) from error
     return len(range(count)[wanted])
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    """Return the error of a file that cannot be read."""
+    reason = error.strerror or error
+    return DataError(f"{path}: cannot read the prompts: {reason}; is the path right?")
 
 
 def is_parquet(path: Path) -> bool:
@@ -98,10 +103,7 @@ class Rows:
                     f"{self.path}: {tempfile.gettempdir()} has not enough space for its rows as text; set TMPDIR to a "
                     "folder with more space"
                 ) from error
-            reason = error.strerror or error
-            raise DataError(
-                f"{self.path}: cannot read the prompts: {reason}; is the path right?"
-            ) from error
+            raise unreadable(self.path, error) from error
         self._numbers, self._offsets = _index(self._file)
         self._chosen = range(len(self._numbers))[wanted]
         if not self._chosen:
@@ -112,9 +114,7 @@ class Rows:
         return len(self._chosen)
 
     def where(self, position: int) -> str:
-        """Describe the location of a row in messages: file and line, or row of a Parquet file, from
-        1.
-        """
+        """Describe the place of a row in messages: file, and line or row counted from 1."""
         unit = "row" if is_parquet(self.path) else "line"
         return f"{self.path}, {unit} {self._numbers[self._chosen[position]]}"
 
@@ -127,6 +127,7 @@ class Rows:
         at = self._chosen[position]
         start, end = self._offsets[at], self._offsets[at + 1]
         try:
+            # pread has no file position: threads may read rows at the same time
             found = json.loads(os.pread(self._file.fileno(), end - start, start))
         except (ValueError, RecursionError) as error:
             raise DataError(
@@ -140,9 +141,7 @@ class Rows:
 
 
 def _index(file: BinaryIO) -> tuple[array[int], array[int]]:
-    """Return number and offset of each line that is not blank; the last offset is the end of the
-    file.
-    """
+    """Return number and offset of each line that is not blank, and the end of the file."""
     numbers, offsets, offset = array("q"), array("q"), 0
     for number, line in enumerate(file, 1):
         if not line.isspace():
@@ -154,9 +153,7 @@ def _index(file: BinaryIO) -> tuple[array[int], array[int]]:
 
 
 def _as_lines(path: Path, columns: Sequence[str] | None) -> BinaryIO:
-    """Convert a Parquet file to JSON Lines in an unnamed temporary file. Dates and the like become
-    text.
-    """
+    """Convert Parquet to JSON Lines in an unnamed temporary file; dates become text."""
     try:
         import pyarrow
         from pyarrow import parquet

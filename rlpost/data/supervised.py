@@ -1,5 +1,4 @@
-"""Supervised examples: convert prompts with a response in the data to samples, as if an engine had
-generated them.
+"""Convert prompts with a response in the data to samples, as if engines had generated them.
 
 Input: a line with a prompt and its response (--label-key), or with a conversation whose assistant
 messages are trained (--apply-chat-template). Output: token ids, and a loss mask over the tokens
@@ -23,9 +22,7 @@ Messages = Sequence[Mapping[str, object]]
 
 
 class SupervisedTokenizer(PromptTokenizer):
-    """Like ``PromptTokenizer``, but keeps a conversation that ends with the assistant as JSON for
-    ``group``.
-    """
+    """Like ``PromptTokenizer``, but keeps a conversation for ``group``, as JSON."""
 
     def __call__(self, content: Content, tools: Tools | None = None) -> tuple[str, tuple[int, ...]]:
         """Return text and ids of a prompt, or of a whole conversation.
@@ -82,9 +79,7 @@ class SupervisedTokenizer(PromptTokenizer):
         return end
 
     def _conversation(self, messages: Messages) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ids of a whole conversation, and 1 for each token of an assistant message,
-        else 0.
-        """
+        """Return the ids of a conversation, and for each 1 in an assistant message, else 0."""
         if not self._apply_chat_template:
             raise DataError(
                 "a prompt is a list of messages; add --apply-chat-template to convert it to text"

@@ -83,8 +83,7 @@ def check_tokenizer_folder(path: str | Path) -> None:
 
 
 def eos_token_ids(path: str | Path) -> tuple[int, ...]:
-    """Return the ids that end an answer, sorted, from generation_config.json and config.json in a
-    model folder.
+    """Return the ids that end an answer, sorted, by generation_config.json and config.json.
 
     Raises:
         ConfigError: neither file has any.
@@ -130,11 +129,11 @@ class PromptTokenizer:
             )
 
     def __call__(self, content: Content, tools: Tools | None = None) -> tuple[str, tuple[int, ...]]:
-        """Return text and ids of one prompt; with the chat template a string becomes one user
-        message.
+        """Return text and ids of a prompt; a chat template gets a string as one user message.
 
-        Raises: DataError: messages or tools are given without the chat template, it rejects them,
-            or there is no token.
+        Raises:
+            DataError: there is no token, the chat template rejects the messages or tools, or they
+                are given without one.
         """
         text = self._text(content, tools)
         # A chat template writes the special tokens itself.
@@ -171,9 +170,7 @@ class PromptTokenizer:
         return content
 
     def _templated(self, messages: Sequence[Mapping[str, object]], **given: object) -> str:
-        """Render messages with the chat template; the arguments of the settings override
-        ``given``.
-        """
+        """Render messages with the chat template; its configured arguments override ``given``."""
         from jinja2 import TemplateError
 
         try:

@@ -3,8 +3,8 @@
 Input: the workers that the dead driver left, and what this driver would start. Output: for each
 engine whether it can be used as it is.
 
-An engine is adopted when its server lives where it would be started, with the settings it would be
-started with, and when it answers. Its model stays loaded and its CUDA graphs stay captured. What
+An engine is adopted when its server answers, at the address and with the settings with which it
+would be started. Its model stays loaded and its CUDA graphs stay captured. What
 the dead driver left in it is removed: requests, a pause, an open weight update, process groups with
 the old trainer. Its weights may be a mixture when the driver died within an update, although the
 engine reports a version; the update before the first generation replaces them in any case.
@@ -58,7 +58,7 @@ async def is_adopted(
     why = difference(await workers.running(ANSWER_S), wanted)
     if why is None:
         try:
-            await _quiet(client, incarnation, num_stages)
+            await _reset(client, incarnation, num_stages)
             version = await client.weight_version()
         except RlpostError as error:
             why = str(error)
@@ -69,7 +69,7 @@ async def is_adopted(
     return True
 
 
-async def _quiet(client: EngineClient, incarnation: int, num_stages: int) -> None:
+async def _reset(client: EngineClient, incarnation: int, num_stages: int) -> None:
     """Remove what the dead driver left in an engine. Raises EngineDied."""
     await client.request("GET", "/health", None)
     await client.pause("abort")

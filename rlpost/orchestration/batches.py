@@ -59,6 +59,15 @@ class DealtStep:
     positions: tuple[tuple[int | None, ...], ...]
 
 
+def by_position(step: DealtStep, of_ranks: Sequence[Sequence[T]]) -> dict[int, T]:
+    """Return values of each rank's samples by the position of the sample in the rollout."""
+    found: dict[int, T] = {}
+    for positions, values in zip(step.positions, of_ranks, strict=True):
+        pairs = zip(positions, values, strict=True)
+        found |= {position: value for position, value in pairs if position is not None}
+    return found
+
+
 def in_order(of_position: Mapping[int, T]) -> list[T]:
     """Return the values of a rollout's samples in the order of their positions."""
     return [of_position[position] for position in range(len(of_position))]
@@ -121,9 +130,7 @@ def rollout_samples(
 def rollout_advantages(
     groups: Sequence[SampleGroup], grpo: GrpoConfig, penalties: Penalties | None = None
 ) -> list[tuple[Advantage, ...]]:
-    """Return advantages by group and sample; ``penalties`` are subtracted from rewards per
-    token.
-    """
+    """Return advantages by group and sample, of rewards minus ``penalties`` per token."""
     if grpo.loss_type == "sft_loss":
         return [(1.0,) * len(group.samples) for group in groups]
     if grpo.disable_compute_advantages_and_returns:
@@ -158,8 +165,10 @@ def samples_with(
 
 
 def counts_answers(groups: Sequence[SampleGroup], grpo: GrpoConfig) -> bool:
-    """Whether the samples of one answer count as one: with --loss-unit answer, and always for
-    episodes, whose number of samples depends on how a harness edits its history.
+    """Whether the samples of one answer count as one.
+
+    With --loss-unit answer, and always for episodes, whose number of samples depends on how a
+    harness edits its history.
     """
     return grpo.loss_unit == "answer" or any(
         is_episode(scored.sample) for group in groups for scored in group.samples
@@ -199,9 +208,7 @@ def _estimated(
 def deal(
     samples: Sequence[TrainSample], config: Config, *, break_even: float = math.inf
 ) -> list[DealtStep]:
-    """Batches of each optimizer step, and the positions of their samples in the rollout; samples of
-    one answer stay in one step.
-    """
+    """Deal the samples of a rollout to optimizer steps; those of one answer stay in one step."""
     num_steps = config.num_steps_per_rollout
     starts = [number for number, sample in enumerate(samples) if sample.count] + [len(samples)]
     ends = [starts[(len(starts) - 1) * number // num_steps] for number in range(num_steps + 1)]
@@ -235,9 +242,7 @@ def model_break_even(hf: HfConfig) -> float:
 
 
 def used_parameters(hf: HfConfig) -> int:
-    """Return the number of parameters used per token: only routed experts, without the embedding
-    lookup.
-    """
+    """Return the parameters used per token: routed experts only, no embedding lookup."""
     shape = hf_shape(hf)
     count = shape.parameters
     num_experts = next((hf[key] for key in EXPERT_KEYS if hf.get(key)), 1)
@@ -249,9 +254,7 @@ def used_parameters(hf: HfConfig) -> int:
 def _deal_step(
     samples: Sequence[TrainSample], first: int, config: Config, break_even: float
 ) -> DealtStep:
-    """Return the batches of one step; ``first`` is the position of its first sample in the
-    rollout.
-    """
+    """Return the batches of one step; ``first`` is the position of its first sample."""
     padded_to = (
         2 * config.perf.context_parallel_size if config.perf.context_parallel_size > 1 else 1
     )
@@ -286,9 +289,7 @@ def _deal_step(
 
 
 def _log_prob_groups(dealt: Schedule, lengths: Sequence[int], config: Config) -> list[Bins]:
-    """Return each rank's samples packed for the log-prob passes, which have a separate token
-    limit.
-    """
+    """Pack each rank's samples for the log-prob passes, which have a separate token limit."""
     limit = config.log_probs_max_tokens
     if limit is not None:
         own = [_chosen(lengths, itertools.chain.from_iterable(rank)) for rank in dealt]
@@ -324,8 +325,7 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def route_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return memory per token of routes and the fraction of tokens without one; empty without
-    routes.
+    """Return bytes per token of routes, and the fraction of tokens without one; {} without routes.
 
     The last token of a response never has a route and does not count.
     """

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -54,9 +54,7 @@ class SaveTimes:
 
 
 class Checkpoints:
-    """Commits to ``--save``; finds the checkpoint to resume from there or, failing that, in
-    ``--load``.
-    """
+    """Commits to --save; finds the checkpoint to resume from there, or else in --load."""
 
     def __init__(
         self,
@@ -67,10 +65,11 @@ class Checkpoints:
         provenance: Provenance | None = None,
     ) -> None:
         """
-        Args: own_folder: replaces --save where that is not given. committed: called as
-            ``committed(step, path)`` in a thread after each commit; its storage errors are logged.
-            provenance: written into each checkpoint, and compared with that of the checkpoint to
-            resume from.
+        Args:
+            own_folder: replaces --save where that is not given.
+            committed: called as ``committed(step, path)`` in a thread after each commit; its
+                storage errors are logged.
+            provenance: written into each checkpoint, and compared when a run is resumed.
         """
         self._save = Path(settings.save) if settings.save else own_folder
         self._load = Path(settings.load) if settings.load else None
@@ -103,9 +102,7 @@ class Checkpoints:
         return self._newest is not None
 
     def claim(self, attempt: str) -> None:
-        """Take the folder over from earlier attempts; call it before ``newest``. Raises
-        CheckpointError.
-        """
+        """Take the folder over from earlier attempts, before ``newest``. Raises CheckpointError."""
         try:
             self._claim = claim(self._save, attempt)
         except OSError as error:
@@ -119,8 +116,7 @@ class Checkpoints:
             self._claim.check()
 
     def oldest_kept(self) -> int | None:
-        """The step of the oldest checkpoint that a recovery may use, among the --keep-last newest
-        complete ones.
+        """Return the step of the oldest complete checkpoint among the --keep-last newest.
 
         None when none is complete; those of --keep-every do not count. Checkpoints newer than the
         last commit of this attempt are verified by checksum, which may be slow.
@@ -129,8 +125,7 @@ class Checkpoints:
         return step_of(kept[-1]) if kept else None
 
     def newest(self) -> tuple[Path | None, RunState]:
-        """Return the checkpoint to resume from and its state; (None, initial state) when there is
-        none.
+        """Return the checkpoint to resume from and its state; (None, initial state) without one.
 
         Skipped checkpoints are logged with the reason. Raises CheckpointError when all committed
         checkpoints are damaged, since a fresh start would lose the run; ConfigError when the
@@ -183,8 +178,7 @@ class Checkpoints:
         await self.settle()
 
     async def commit(self, state: RunState, write: Write) -> bool:
-        """Fill a new folder with ``write``, add ``state``, commit, and prune older checkpoints.
-        Returns True.
+        """Fill a new folder with ``write``, add ``state``, commit, prune; return True.
 
         Raises CheckpointError or OSError when writing fails or exceeds --save-deadline-s.
         """
@@ -205,8 +199,7 @@ class Checkpoints:
     async def start(
         self, state: RunState, write: Write, finish: Callable[[], Awaitable[object]]
     ) -> bool:
-        """Like ``commit``, in the background: return once ``write`` has started; ``finish`` waits
-        for the files.
+        """Like ``commit``, but return once ``write`` has started; ``finish`` waits for the files.
 
         While the previous checkpoint is still being written, this one is deferred with a warning
         and False is returned. A failure is logged and reported by ``is_owed`` and ``settle``.
@@ -236,6 +229,7 @@ class Checkpoints:
         Raises Fenced.
         """
         if self._background is not None:
+            # unlike wait_for, this does not cancel a commit that takes longer
             await asyncio.wait([self._background], timeout=self._settings.save_deadline_s)
             self._raise_if_fenced()
         return not self.is_owed
@@ -248,20 +242,14 @@ class Checkpoints:
             background, self._background = self._background, None
             background.result()
 
-    @asynccontextmanager
-    async def _deadline(self, state: RunState) -> AsyncIterator[None]:
+    def _deadline(self, state: RunState) -> AbstractAsyncContextManager[None]:
         """Limit the part of a save that blocks training to --save-deadline-s."""
-        deadline = asyncio.timeout(self._settings.save_deadline_s)
-        try:
-            async with deadline:
-                yield
-        except TimeoutError:
-            if not deadline.expired():
-                raise  # a TimeoutError of the storage
-            raise CheckpointError(
-                f"checkpoint of step {state.step} was not written to {self._save} within "
-                f"{self._settings.save_deadline_s:.0f} s (--save-deadline-s)"
-            ) from None
+        deadline_s = self._settings.save_deadline_s
+        return within(
+            deadline_s,
+            f"checkpoint of step {state.step} was not written to {self._save} within "
+            f"{deadline_s:.0f} s (--save-deadline-s)",
+        )
 
     async def _written(self, state: RunState, write: Write) -> Path:
         """Create a folder, fill it with ``write`` and return it."""
@@ -299,7 +287,7 @@ class Checkpoints:
         """Await ``finish``. Raises CheckpointError after ``abandon``."""
         self._finishing = finishing = asyncio.ensure_future(finish())
         try:
-            await asyncio.wait([finishing])
+            await asyncio.wait([finishing])  # not awaited itself: ``abandon`` cancels it alone
             if finishing.cancelled():
                 raise CheckpointError("its ranks were started again before all files were written")
             finishing.result()
@@ -331,12 +319,10 @@ class Checkpoints:
             file.writelines(state.json_pieces())
         if self._provenance is not None:
             (folder / PROVENANCE_FILE).write_text(self._provenance.to_json())
-        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        return folder_bytes(folder)
 
     async def _report_and_prune(self, step: int) -> None:
-        """Report a commit and prune old ones, within a deadline. A failure does not undo the
-        commit.
-        """
+        """Report a commit, prune old ones; failing or being slow does not undo the commit."""
         try:
             async with asyncio.timeout(self._settings.save_deadline_s):
                 await in_daemon(partial(self._report_commit, step))
@@ -389,6 +375,19 @@ class Checkpoints:
             )
 
 
+@asynccontextmanager
+async def within(deadline_s: float, problem: str) -> AsyncIterator[None]:
+    """Raise CheckpointError with ``problem`` when the block exceeds ``deadline_s`` seconds."""
+    deadline = asyncio.timeout(deadline_s)
+    try:
+        async with deadline:
+            yield
+    except TimeoutError:
+        if not deadline.expired():
+            raise  # a TimeoutError of the storage
+        raise CheckpointError(problem) from None
+
+
 async def written(ask: Callable[[], Awaitable[list[bool]]]) -> None:
     """Return when every rank reports that its files are written.
 
@@ -401,10 +400,13 @@ async def written(ask: Callable[[], Awaitable[list[bool]]]) -> None:
         pause_s = min(1.3 * pause_s, LONGEST_PAUSE_S)
 
 
+def folder_bytes(folder: Path) -> int:
+    """Return the size of all files in ``folder``, recursively, in bytes."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 def _unreadable(path: Path, states: dict[Path, RunState]) -> str | None:
-    """Return why the state of a checkpoint is unusable; add it to ``states`` and return None
-    otherwise.
-    """
+    """Return why a checkpoint's state is unusable; None once it is in ``states``."""
     try:
         states[path] = RunState.from_json((path / STATE_FILE).read_text())
     except (CheckpointError, OSError, UnicodeDecodeError) as error:

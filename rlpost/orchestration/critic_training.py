@@ -19,7 +19,7 @@ from rlpost.algorithm.gae import Discounts, Estimates, estimate_with_values
 from rlpost.algorithm.partition import by_group
 from rlpost.columns import FloatColumn
 from rlpost.config.tree import Config
-from rlpost.orchestration.batches import DealtStep, in_order
+from rlpost.orchestration.batches import DealtStep, by_position, in_order
 from rlpost.orchestration.interruptible import InterruptibleCalls
 from rlpost.orchestration.offload import CriticOffload
 from rlpost.orchestration.worker_groups import ActorGroup, StoredBatches, StoredValues
@@ -127,12 +127,12 @@ class CriticTraining:
         """Return advantages and returns by group and sample."""
         of_position: dict[int, FloatColumn] = {}
         for step, stored in zip(batches.steps, values, strict=True):
-            for data_rank, positions in enumerate(step.positions):
-                for position, column in zip(
-                    positions, await self._of_rank(stored, data_rank), strict=True
-                ):
-                    if position is not None:
-                        of_position[position] = column
+            of_ranks = []
+            for data_rank in range(len(step.batches)):
+                own = await self._actors.fetch_columns(stored, self._data_ranks, data_rank)
+                assert own is not None, "the last pipeline stage has computed values"
+                of_ranks.append(own)
+            of_position |= by_position(step, of_ranks)
         grpo = self._config.grpo
         return await asyncio.to_thread(
             estimate_with_values,
@@ -156,21 +156,10 @@ class CriticTraining:
         for number, (step, own, old) in enumerate(each):
             returns = await self._actors.send(step_returns(step, of_samples), self._data_ranks)
             call = partial(self._actors.train_critic, own, old, returns)
+            # after the first step the critic matches no checkpoint, so no stop may leave
             results = await self._calls.make(call, what="train_critic", may_leave=number == 0)
             metrics = results[0].metrics
         return metrics
-
-    async def _of_rank(self, stored: StoredValues, data_rank: int) -> list[FloatColumn]:
-        """The values of a data-parallel rank's samples, in order of its batch.
-
-        They are equal on all model-parallel ranks that have them; fetch them from one.
-        """
-        first = next(
-            own
-            for rank, own in zip(self._data_ranks, stored, strict=True)
-            if rank == data_rank and own is not None
-        )
-        return [column for micro in await self._actors.fetch(first) for column in micro]
 
 
 def step_returns(

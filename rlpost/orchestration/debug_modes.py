@@ -1,8 +1,7 @@
-"""Rollout-only and train-only debug modes (--debug-rollout-only, --debug-train-only), and the
-choice of the mode.
+"""Rollout-only and train-only debug modes, and the choice of the mode of a run.
 
-Input: that of ``RunStages``. Output: stages with no-ops for the side that is not started. The
-placement of workers is that of a full run.
+The modes are --debug-rollout-only and --debug-train-only. Input: that of ``RunStages``. Output:
+stages with no-ops for the side that is not started. The placement is that of a full run.
 """
 
 from __future__ import annotations
@@ -45,9 +44,7 @@ def make_stages(
 
 
 class RolloutOnly(RunStages):
-    """Generates with the weights of --hf-checkpoint, without training. Each step still increments
-    the version.
-    """
+    """Generates with the weights of --hf-checkpoint; each step still increments the version."""
 
     async def start(self, checkpoint: Path | None) -> None:
         """Start engines and router."""
@@ -62,7 +59,7 @@ class RolloutOnly(RunStages):
     def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
         """Return the source of batches."""
         self.observation.step = state.step
-        return self.generation.rollouts(state, journal, contextlib.nullcontext)
+        return self.generation.rollouts(state, journal)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """Do nothing."""
@@ -76,9 +73,7 @@ class RolloutOnly(RunStages):
         await asyncio.gather(*(client.rename_weights(policy_version) for client in clients))
 
     async def evaluate(self) -> Mapping[str, float]:
-        """Metrics on held-out prompts; an engine that dies ends the run: no trainer can update
-        it.
-        """
+        """Evaluate; an engine that dies ends the run, since no trainer can update its weights."""
         return await self.generation.evaluate()
 
     async def save(self, state: RunState, *, wait: bool) -> None:
@@ -90,9 +85,7 @@ class RolloutOnly(RunStages):
 
 
 class TrainOnly(RunStages):
-    """Trains on recorded groups, or on the responses of the data; nothing is generated or
-    evaluated.
-    """
+    """Trains on recorded groups or on the responses of the data; starts no engines."""
 
     async def start(self, checkpoint: Path | None) -> None:
         """Start the actors; load ``checkpoint``, or the Hugging Face weights without one."""
@@ -104,7 +97,7 @@ class TrainOnly(RunStages):
     def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
         """Return the recorded batches."""
         self.observation.step = state.step
-        return self.generation.rollouts(state, journal, contextlib.nullcontext)
+        return self.generation.rollouts(state, journal)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """Run the optimizer steps of a rollout."""

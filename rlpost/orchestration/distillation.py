@@ -17,7 +17,7 @@ from rlpost.config.groups.distillation import DistillationConfig
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.tree import Config
 from rlpost.errors import DataError
-from rlpost.orchestration.batches import DealtStep, in_order, rollout_advantages
+from rlpost.orchestration.batches import in_order, rollout_advantages
 from rlpost.types import SampleGroup, TrainSample
 
 REVERSE_KL = "train/opd_reverse_kl"
@@ -55,17 +55,6 @@ def rank_distances(
         distances(student, scored, sample.loss_mask)
         for student, scored, sample in zip(own, theirs, samples, strict=True)
     ]
-
-
-def by_position(
-    step: DealtStep, of_ranks: Sequence[Sequence[DoubleColumn]]
-) -> dict[int, DoubleColumn]:
-    """Return the divergences of a step by the position of the sample in the rollout."""
-    found: dict[int, DoubleColumn] = {}
-    for positions, columns in zip(step.positions, of_ranks, strict=True):
-        pairs = zip(positions, columns, strict=True)
-        found |= {position: column for position, column in pairs if position is not None}
-    return found
 
 
 def base_advantages(

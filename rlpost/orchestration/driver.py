@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait as wait_for
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from rlpost.config.tree import Config
 from rlpost.daemon_threads import in_daemon, started
 from rlpost.data.fingerprint import data_fingerprint
 from rlpost.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     Fenced,
@@ -40,7 +39,7 @@ from rlpost.metrics.plot import plot_rewards
 from rlpost.metrics.samples import SampleWriter
 from rlpost.metrics.wandb import Write, run_id
 from rlpost.metrics.writer import MetricsWriter, read_metrics
-from rlpost.orchestration.checkpoints import Checkpoints
+from rlpost.orchestration.checkpoints import Checkpoints, folder_bytes, within
 from rlpost.orchestration.debug_modes import make_stages
 from rlpost.orchestration.ledger_lines import LedgerLines
 from rlpost.orchestration.loop import Loop
@@ -58,6 +57,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PLOT_S, LAST_REPORT_S = 60.0, 60.0
+HANGS = (
+    "{} took more than {:.0f} s (--save-deadline-s): the storage hangs; repair the storage or the "
+    "mount. A requeue resumes from the same checkpoint"
+)
 
 
 def drive(config: Config, run: RunFolder, cluster: Cluster) -> int:
@@ -140,7 +143,7 @@ async def _attempt(
 def _counted(
     ledger: LedgerLines, entries: Sequence[Mapping[str, object]]
 ) -> tuple[dict[str, float], Callable[..., None]]:
-    """Return the metrics of every line, and ``ledger.soon`` that counts restarts of engines there."""
+    """Return metrics of every line, and a ``ledger.soon`` that counts engine restarts there."""
     always = run_metrics(entries)
 
     def record(event: str, **details: object) -> None:
@@ -174,13 +177,11 @@ async def _train(
     checkpoints = Checkpoints(
         config.checkpoint, run.checkpoints, committed=committed, provenance=provenance
     )
-    storage_s = config.checkpoint.save_deadline_s
-    claim = _off_loop(stop, lambda: checkpoints.claim(f"{cluster.driver_name} of {run.root}"))
-    await _within(storage_s, claim, what="the claim of the checkpoint folder")
-    newest = _off_loop(stop, checkpoints.newest)
-    checkpoint, state = await _within(
-        storage_s, newest, what="reading the newest checkpoint's state"
-    )
+    storage_s, name = config.checkpoint.save_deadline_s, f"{cluster.driver_name} of {run.root}"
+    async with within(storage_s, HANGS.format("the claim of the checkpoint folder", storage_s)):
+        await _off_loop(stop, lambda: checkpoints.claim(name))
+    async with within(storage_s, HANGS.format("reading the newest checkpoint's state", storage_s)):
+        checkpoint, state = await _off_loop(stop, checkpoints.newest)
     journal = await stop.unless_requested(_journal(config, checkpoints, checkpoint, state))
     logger.info(
         "starting from %s",
@@ -190,7 +191,9 @@ async def _train(
     again = await _off_loop(stop, lambda: _steps_again(run.metrics, state.step))
     start = StartLines(ledger, cluster, await _off_loop(stop, ledger.entries))
     entries = await start.started(config, state.step, again)
-    weight_bytes = await _off_loop(stop, lambda: num_bytes(Path(config.checkpoint.hf_checkpoint)))
+    weight_bytes = await _off_loop(
+        stop, lambda: folder_bytes(Path(config.checkpoint.hf_checkpoint))
+    )
     stop.saves.expect(weight_bytes, num_nodes=len(cluster.nodes))
     stop.saves.recall(entry for entry in entries if entry["event"] == "committed")
     always, record = _counted(ledger, entries)
@@ -266,24 +269,8 @@ async def _plot(run: RunFolder) -> None:
 
 
 async def _off_loop(stop: StopRequest, act: Callable[[], T]) -> T:
-    """Return the result of ``act``, run in a thread: a stop request does not wait for slow
-    storage.
-    """
+    """Run ``act`` in a thread: a stop request does not wait for slow storage."""
     return await stop.unless_requested(in_daemon(act))
-
-
-async def _within(deadline_s: float, waiting: Awaitable[T], *, what: str) -> T:
-    """Await a call to the storage. Raises CheckpointError after ``deadline_s`` seconds."""
-    try:
-        async with asyncio.timeout(deadline_s) as limit:
-            return await waiting
-    except TimeoutError as error:
-        if not limit.expired():  # an error of the storage itself
-            raise
-        raise CheckpointError(
-            f"{what} took more than {deadline_s:.0f} s (--save-deadline-s): the storage hangs; repair the storage or "
-            "the mount. A requeue resumes from the same checkpoint"
-        ) from error
 
 
 def _writers(
@@ -321,11 +308,6 @@ async def _close(*files: Journal | SampleWriter | MetricsWriter | LedgerLines) -
         logger.error(
             "the files of the run were not closed within %.0f s: the storage hangs", 2 * LAST_S
         )
-
-
-def num_bytes(folder: Path) -> int:
-    """Total size of all files in ``folder``, recursively, in bytes."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -1,5 +1,4 @@
-"""Engine health: restarts engines that are dead or hang, and updates their weights before they
-serve again.
+"""Restart engines that are dead or hang, and update their weights before they serve again.
 
 Input: the fleet and the weight coordinator. Output: a router and engines that all answer and hold
 one version, or an error. During an outage of an engine the router retries its requests on others,
@@ -11,10 +10,10 @@ trainer is offloaded: it is dismissed at once and restarted with the next update
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import TypeVar
 
 from common.counting import counted
 from rlpost.bounded import for_each
@@ -30,6 +29,7 @@ from rlpost.rollout.engine_side_weights import PauseMode
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Hook = Callable[[], Awaitable[None]]
 
 NO_ANSWER = "no answer to the health check"
@@ -81,9 +81,7 @@ class EngineHealth:
         return len(self._fleet.addresses) - len(self._fleet.dismissed)
 
     def trained(self, version: int) -> None:
-        """Record that the trainer has weights of ``version`` for the engines; later repairs send
-        them to all engines.
-        """
+        """Record the version that the trainer has for the engines; later repairs send it to all."""
         self._version = version
 
     async def update(self, version: int, *, pause: PauseMode, before: Hook, ready: Hook) -> None:
@@ -126,9 +124,7 @@ class EngineHealth:
         return self._busy
 
     async def leave_lost(self) -> None:
-        """Ask nothing of engines on lost nodes any more; call it while nothing
-        else updates or repairs.
-        """
+        """Send no more requests to engines on lost nodes; not during an update or a repair."""
         if lost := self._nodes.engines:
             await self._fleet.lose(lost, is_silent=self._nodes.is_silent)
 
@@ -164,48 +160,42 @@ class EngineHealth:
         except SyncError as error:
             logger.warning("%s", error)
 
-    @contextlib.asynccontextmanager
-    async def over(self) -> AsyncIterator[None]:
-        """Health-check and repair engines while the block generates.
+    async def over(self, generating: Awaitable[T]) -> T:
+        """Return the result of ``generating``; health-check and repair engines meanwhile.
 
-        A repair that fails ends the block with its error, except after a stop request: the block
-        polls for that itself and aborts its requests.
+        A repair that fails cancels it, and its error is raised, except after a stop request:
+        ``generating`` polls for that itself and aborts its requests.
         """
-        block = asyncio.current_task()
-        assert block is not None
-        failure: list[BaseException] = []
-
-        async def check_health() -> None:
-            try:
-                while not self._stop.requested():
-                    await self._nodes.wait(self._interval_s, may_repair=not self._shares_gpus)
-                    await self._check_once()
-            except asyncio.CancelledError:
-                raise
-            except BaseException as error:
-                if self._stop.requested():
-                    logger.warning("a stop is requested; the engines are not repaired: %s", error)
-                else:
-                    failure.append(error)
-                    block.cancel()
-
-        asked_before = block.cancelling()
-        watching = asyncio.create_task(check_health())
+        work, checking = (
+            asyncio.ensure_future(generating),
+            asyncio.create_task(self._check_health()),
+        )
         try:
-            try:
-                yield
-                async with self._busy:  # let a repair in progress finish: its engine is starting
-                    watching.cancel()
-            finally:
-                watching.cancel()
-                # a repair that fails at this moment cancels the block here
-                await asyncio.wait([watching])
-        except asyncio.CancelledError:
-            if (
-                failure and block.uncancel() <= asked_before
-            ):  # no other task has cancelled the block
-                raise failure[0] from None
-            raise
+            await asyncio.wait([work, checking], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                checking.result()  # raises, unless a stop request has ended the checks
+            result = await work
+            async with self._busy:  # let a repair in progress finish: its engine is starting
+                checking.cancel()
+            await asyncio.wait([checking])
+            if not checking.cancelled():
+                checking.result()  # that repair has failed
+            return result
+        finally:
+            for task in (work, checking):
+                task.cancel()
+            await asyncio.gather(work, checking, return_exceptions=True)
+
+    async def _check_health(self) -> None:
+        """Check and repair until a stop is requested. Raises the error of a repair that fails."""
+        try:
+            while not self._stop.requested():
+                await self._nodes.wait(self._interval_s, may_repair=not self._shares_gpus)
+                await self._check_once()
+        except Exception as error:
+            if not self._stop.requested():
+                raise
+            logger.warning("a stop is requested; the engines are not repaired: %s", error)
 
     async def _check_once(self) -> None:
         async with self._busy:
@@ -237,7 +227,7 @@ class EngineHealth:
             return []
 
     async def _repair_unless_ranks_are_lost(self, sick: Sequence[int]) -> None:
-        """Repair while engines generate; if ranks are lost meanwhile, they have to be back first."""
+        """Repair while engines generate; if ranks are lost meanwhile, they must be back first."""
         mode = self._fleet.pause_mode
         try:
             async with self._weights_onloaded():

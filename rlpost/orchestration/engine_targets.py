@@ -1,4 +1,4 @@
-"""Engine targets: tells Prometheus which SGLang servers of a run to scrape, in RUN/engines.json.
+"""Write which SGLang servers of a run Prometheus scrapes, to RUN/engines.json.
 
 Input: the engines that serve now, by address. Output: a file for ``file_sd_configs`` that follows
 them when engines end, restart, move to another node, join from a fleet or leave.

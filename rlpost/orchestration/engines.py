@@ -246,8 +246,7 @@ class Fleet:
         return [index for index, fine in zip(present, healthy, strict=True) if not fine]
 
     async def dismiss(self, index: int) -> None:
-        """Remove engine ``index`` from the router and stop its process; the router retries its
-        requests on others.
+        """Remove an engine from the router, which retries its requests, and stop its process.
 
         Raises EngineDied for an external engine.
         """
@@ -282,9 +281,7 @@ class Fleet:
                 await asyncio.to_thread(self._router.remove_engine, url)
 
     async def move(self, placement: Placement) -> None:
-        """Give the engines that have other slots in ``placement`` workers there; ``restart`` starts
-        them.
-        """
+        """Create workers for engines with other slots in ``placement``; ``restart`` starts them."""
         before, self._placement = self._placement, placement
         for index, parts in enumerate(placement.engines):
             earlier = before.engines[index]
@@ -295,6 +292,7 @@ class Fleet:
                 self._workers[index] = self._group(index, self.visible_gpus)
         if self._workers:
             self.addresses = tuple(self._address(index) for index in range(len(self._workers)))
+            # in place: the RouterAddress that requests use holds this list
             self._urls[:] = [address.url for address in self.addresses]
 
     def begin_restart(self, index: int) -> None:
@@ -320,8 +318,7 @@ class Fleet:
             begun.cancel()
 
     async def admit(self, indices: Sequence[int]) -> None:
-        """Let the router send requests to these engines again; it checks all of them at the same
-        time.
+        """Let the router send requests to these engines again; it checks all of them concurrently.
 
         Raises EngineDied when one has ended meanwhile, RolloutError when the router does not reach
         one.
@@ -330,8 +327,7 @@ class Fleet:
         self.dismissed.difference_update(indices)
 
     async def release_memory(self, *tags: str) -> None:
-        """Release memory of all engines (``kv_cache``, ``cuda_graph``, ``weights``); they stay
-        paused.
+        """Release ``kv_cache``, ``cuda_graph`` or ``weights`` of all engines; they stay paused.
 
         An engine that is dead or hangs is dismissed.
         """
@@ -367,9 +363,7 @@ class Fleet:
         await self._of_those_alive(lambda index: self._client(index).resume())
 
     async def _of_those_alive(self, ask: Callable[[int], Awaitable[None]]) -> None:
-        """Call ``ask`` for each engine that is not dismissed; dismiss those that are dead or do not
-        answer in time.
-        """
+        """Call ``ask`` for each engine that is not dismissed; dismiss those that do not answer."""
 
         async def ask_or_dismiss(index: int) -> None:
             try:
@@ -476,5 +470,6 @@ class Fleet:
 
 
 def _retrieve_error(task: asyncio.Future[None]) -> None:
+    # asyncio logs an error that is never retrieved; what awaits the task gets it too
     if not task.cancelled():
         task.exception()

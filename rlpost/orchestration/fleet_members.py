@@ -1,7 +1,7 @@
 """Fleet members: carries out which engines of the fleet serve, and keeps the lease alive.
 
 Input: the fleet's folder, versions of the weights and their folders. Output: the engines that hold
-the current version and may get requests; the lease; words and seconds for the user.
+the current version and may get requests; the lease; messages and usage for the user.
 
 The driver sends requests to these engines itself, not through the router: the router forwards the
 client's key beside the engine's own, so an engine of the fleet would see the attempt's secret.
@@ -75,7 +75,7 @@ class FleetMembers:
         self._records: list[EngineRecord] = []
         self._orders = Orders()
         self._acting: set[asyncio.Task[None]] = set()
-        self._stirred = asyncio.Condition()
+        self._notified = asyncio.Condition()
         self._must_step = asyncio.Event()
         self._running: list[asyncio.Task[None]] = []
         self._leased_at = -LEASE_S
@@ -100,8 +100,8 @@ class FleetMembers:
         """Return when no engine of the fleet generates: the weights are about to change."""
         self._membership.withdraw_version()
         await self._step()
-        async with self._stirred:
-            await self._stirred.wait_for(lambda: self._membership.is_settled)
+        async with self._notified:
+            await self._notified.wait_for(lambda: self._membership.is_settled)
 
     async def publish(self, version: int, weights: Path, *, num_bytes: int = 0) -> None:
         """Let engines read the complete folder ``weights``, and serve with them afterwards."""
@@ -125,10 +125,10 @@ class FleetMembers:
             if now >= say_at:
                 logger.warning("%s", message)
                 say_at = now + SAY_AGAIN_S
-            async with self._stirred:
+            async with self._notified:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(min(say_at, began + wait_s) - now):
-                        await self._stirred.wait()
+                        await self._notified.wait()
 
     def shortage(self, needed: int, others: int) -> str | None:
         """Return a message if fewer than ``needed`` engines serve; None if there are enough."""
@@ -235,31 +235,33 @@ class FleetMembers:
         actions = self._membership.step(self._records, time.monotonic(), self._orders)
         for action in actions:
             self._begin(self._carry_out(action))
-        await self._stir()
+        await self._notify()
 
     def _begin(self, acting: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(acting)
         self._acting.add(task)
         task.add_done_callback(self._acting.discard)
 
-    async def _stir(self) -> None:
+    async def _notify(self) -> None:
         serving = self._membership.serving()
         incarnations = [one.incarnation for one in serving]
         if incarnations != self._served:
             self._served = incarnations
             self._changed(serving)
-        async with self._stirred:
-            self._stirred.notify_all()
+        async with self._notified:
+            self._notified.notify_all()
 
     async def _write_lease(self) -> None:
-        """Return when a lease that holds what is true now is on disk. Concurrent callers share a
-        write. Raises OSError, Fenced.
+        """Return when a current lease is on disk; concurrent callers share a write.
+
+        Raises OSError, Fenced.
         """
         self._leases_wanted += 1
         mine = self._leases_wanted
         async with self._lease_lock:
             if self._leases_written >= mine:
                 return
+            # one write serves all who wait for the lock by now
             covered, now = self._leases_wanted, time.monotonic()
             self._lease = replace(
                 self._lease,
@@ -273,9 +275,7 @@ class FleetMembers:
             self._leases_written, self._leased_at = covered, now
 
     def _write(self, lease: Lease) -> None:
-        """Write a lease unless a newer one is there: a caller that was cancelled leaves its thread
-        behind.
-        """
+        """Write a lease unless a newer one is on disk: threads of cancelled callers run on."""
         with self._file_lock:
             if lease.beat > self._beat_on_disk:
                 self._check()

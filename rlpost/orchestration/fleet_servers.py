@@ -1,5 +1,6 @@
-"""Requests of the driver to the servers of a fleet: each within its deadline, and only to a server
-that has proved that it knows the fleet's key.
+"""Requests to the servers of a fleet, each with a deadline.
+
+A server must first prove that it knows the fleet's key.
 
 Input: the record of an engine, the key. Output: a server that holds a version, generates, or has
 stopped; or an error that says why not.

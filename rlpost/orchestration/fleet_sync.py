@@ -8,8 +8,8 @@ account for their time.
     weights are in a folder -> publish
 
 ``in_background`` does the last two while the own engines generate already; ``settled`` waits for
-them, because the weights may not change before. A run without a fleet pays one look for its folder
-at each update. A fleet that is asked for later is found at the next one.
+them, because the weights may not change before. A run without a fleet only checks at each
+update whether there is one since.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from rlpost.errors import (
 from rlpost.fleet.files import FleetFolder
 from rlpost.fleet.membership import Limits, Membership
 from rlpost.fleet.records import EngineRecord, Lease
+from rlpost.orchestration.checkpoints import folder_bytes
 from rlpost.orchestration.fleet_members import FleetMembers
 from rlpost.orchestration.fleet_servers import DEADLINES, Deadlines
 from rlpost.rollout.places import JoiningPlaces, Place
@@ -127,7 +128,7 @@ class FleetSync:
             return  # an update that is repeated after an engine died sends the same weights
         await in_daemon(lambda: shutil.rmtree(folder, ignore_errors=True))
         await self._export(str(folder))
-        self._num_bytes = await in_daemon(lambda: _num_bytes(folder))
+        self._num_bytes = await in_daemon(lambda: folder_bytes(folder))
         self._written = version
 
     async def publish(self, version: int) -> None:
@@ -139,9 +140,7 @@ class FleetSync:
         await in_daemon(self._remove_old)
 
     def in_background(self, version: int) -> None:
-        """Write and publish ``version`` in a task; ``settled`` returns when the weights are
-        written.
-        """
+        """Write and publish ``version`` in a task; ``settled`` waits for the writing."""
         if self._members is None:
             return
 
@@ -264,9 +263,7 @@ class FleetSync:
         logger.info("engines of the fleet may join: %s", self._folder.root)
 
     async def _refuse(self, why: str) -> None:
-        """Report once that engines of a fleet cannot join. Raises ConfigError if the run waits for
-        them.
-        """
+        """Report once that engines cannot join. Raises ConfigError if the run waits for them."""
         if self._rules.is_wanted:
             raise ConfigError(f"the engines of the fleet cannot join: {why}")
         if not self._is_refused and await in_daemon(self._folder.exists):
@@ -296,9 +293,7 @@ class FleetSync:
         self._places.set([Place(one.url, key, self._rules.concurrency) for one in serving])
 
     def _version_folder(self, version: int) -> Path:
-        """The folder of a version in this attempt: another one may train other weights under the
-        same number.
-        """
+        """The folder of a version; another attempt may train other weights of that number."""
         return self._folder.weights / f"{self._lease.attempt}-{version:07d}"
 
     def _remove_old(self) -> None:
@@ -308,7 +303,3 @@ class FleetSync:
     def _remove_all(self) -> None:
         for folder in self._folder.weights.glob("*"):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _num_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

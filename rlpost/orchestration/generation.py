@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.reward.grader import Grader, make_grader
 from rlpost.rollout.buffer import RolloutBuffer, Rules
-from rlpost.rollout.collector import Choices, Collector, Replay
+from rlpost.rollout.collector import Choices, Collector, Replay, Watched, unwatched
 from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.evaluate import evaluate
 from rlpost.rollout.filters import GroupFilter, buffer_filter, generate_function, group_filter
@@ -57,7 +57,6 @@ from rlpost.types import Prompt, SampleGroup
 MAX_UNRECORDED = 8
 OWN_ANSWERS = {"rm_type", "custom_rm_path", "custom_generate_function_path"}
 """Keys of an evaluation set that make its answers other than episodes."""
-Watching = Callable[[], AbstractAsyncContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -150,19 +149,13 @@ class Generation:
         )
 
     def _tokenizer_for(self, rollout: RolloutConfig) -> PromptTokenizer:
-        """Return the run's tokenizer, or one with the chat-template settings of an evaluation
-        set.
-        """
-        run, kwargs = self._config.rollout, rollout.apply_chat_template_kwargs
-        if (rollout.apply_chat_template, kwargs) == (
-            run.apply_chat_template,
-            run.apply_chat_template_kwargs,
-        ):
+        """Return the run's tokenizer, or one with the chat template of an evaluation set."""
+        run, applies = self._config.rollout, rollout.apply_chat_template
+        kwargs = rollout.apply_chat_template_kwargs
+        if (applies, kwargs) == (run.apply_chat_template, run.apply_chat_template_kwargs):
             return self.tokenizer
         folder = self._config.checkpoint.hf_checkpoint
-        return PromptTokenizer(
-            folder, apply_chat_template=rollout.apply_chat_template, template_kwargs=kwargs
-        )
+        return PromptTokenizer(folder, apply_chat_template=applies, template_kwargs=kwargs)
 
     async def connect(self, router: RouterAddress) -> None:
         """Send requests to this router from now on.
@@ -182,11 +175,10 @@ class Generation:
         if self._environments is not None:
             self._closing.push_async_callback(self._environments.close)
 
-    def rollouts(self, state: RunState, journal: Journal, watch: Watching) -> Rollouts:
-        """Return the source of batches, resumed from ``state`` and from the journal records after
-        it.
+    def rollouts(self, state: RunState, journal: Journal, watched: Watched = unwatched) -> Rollouts:
+        """Return the source of batches, resumed from ``state`` and the journal records after it.
 
-        ``watch`` health-checks the engines while a batch is awaited. Call ``read_prompts`` first.
+        ``watched`` health-checks the engines while a batch is awaited. Call ``read_prompts`` first.
         """
         config, rollout, prompts = self._config, self._config.rollout, self._prompts
         assert prompts is not None, "read_prompts comes first"
@@ -200,25 +192,15 @@ class Generation:
             return {**self._grader.counters(), **prompts.counters(), **of_writer, **of_episodes}
 
         writer: GroupWriter | None = None
+        stop, recording = self._stop.requested, config.debug.load_debug_rollout_data
         if isinstance(self.tokenizer, SupervisedTokenizer):
-            return Supervised(
-                buffer, cursor, self.tokenizer.group, stop_requested=self._stop.requested
-            )
-        if config.debug.load_debug_rollout_data is not None:
-            stop = self._stop.requested
-            return Replay(
-                buffer,
-                cursor,
-                config.debug.load_debug_rollout_data,
-                counters=counters,
-                stop_requested=stop,
-            )
+            return Supervised(buffer, cursor, self.tokenizer.group, stop_requested=stop)
+        if recording is not None:
+            return Replay(buffer, cursor, recording, counters=counters, stop_requested=stop)
+        sampling = rollout_sampling(rollout, self._eos)
         writer = GroupWriter(
             self._connection,
-            replace(
-                rollout_sampling(rollout, self._eos),
-                returns_mask=config.grpo.use_rollout_sampling_mask,
-            ),
+            replace(sampling, returns_mask=config.grpo.use_rollout_sampling_mask),
             n=rollout.n_samples_per_prompt,
             grader=self._grading(self._grader, rollout, wanted=self._wanted),
             function=self._function or write_answer,
@@ -233,17 +215,14 @@ class Generation:
             ahead=rollout.rollout_mode == "one_step_off",
             record=None if template is None else self._recorder(template),
             counters=counters,
-            watch=watch,
+            watched=watched,
         )
-        stop = self._stop.requested
         return Collector(
             buffer, cursor, writer, choices=choices, stop_requested=stop, journal=journal
         )
 
     def _recorder(self, template: str) -> Callable[[int, Sequence[SampleGroup]], object]:
-        """Return a function that writes the groups of a step to a file, without blocking or
-        failing.
-        """
+        """Return a function that writes a step's groups to a file; it never blocks or fails."""
         path = Path(template)
         files = RunFile(
             path, lost="groups are not recorded", check=self._check, max_waiting=MAX_UNRECORDED
@@ -254,15 +233,12 @@ class Generation:
     def _cursor(self, prompts: PromptSet, state: RunState) -> PromptCursor:
         """Return the prompt cursor of a state; at the first prompt for a new run."""
         rollout = self._config.rollout
-        shuffle, seed, weights = (
-            rollout.rollout_shuffle,
-            rollout.rollout_seed,
-            rollout.prompt_data_weights,
-        )
-        if not state.cursor:
-            return PromptCursor(prompts, shuffle=shuffle, seed=seed, weights=weights)
         return PromptCursor.from_state(
-            prompts, state.cursor, shuffle=shuffle, seed=seed, weights=weights
+            prompts,
+            state.cursor,
+            shuffle=rollout.rollout_shuffle,
+            seed=rollout.rollout_seed,
+            weights=rollout.prompt_data_weights,
         )
 
     async def evaluate(self) -> Mapping[str, float]:
@@ -349,9 +325,7 @@ class Generation:
     def _grading(
         self, grader: Grader, rollout: RolloutConfig, *, wanted: GroupFilter | None = None
     ) -> Grader:
-        """Adapt the grader to slime functions, which may set rewards or read prompts in a
-        filter.
-        """
+        """Adapt a grader to slime functions, which may set rewards or filter by prompts."""
         return SlimeGrader(
             grader,
             wanted=wanted,

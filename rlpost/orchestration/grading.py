@@ -2,9 +2,6 @@
 
 A remote reward model may take minutes, more than a preempted run has left: ungraded answers are
 kept and graded after the resume.
-
-Input: a grader, the stop request. Output: the same grader, whose ``grade`` raises ``Halted`` on a
-stop request.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from rlpost.types import Prompt, Sample, ScoredSample
 
 
 class StoppableGrader:
-    """See the module."""
+    """A grader whose ``grade`` raises Halted on a stop request."""
 
     def __init__(self, grader: Grader, stop: StopRequest) -> None:
         self._grader = grader
@@ -43,7 +40,7 @@ class StoppableGrader:
 
 
 class StoppableTeacher:
-    """A teacher on a server, in the same way."""
+    """A teacher on a server; scoring raises Halted on a stop request."""
 
     def __init__(self, teacher: TeacherServer, stop: StopRequest) -> None:
         self._teacher = teacher

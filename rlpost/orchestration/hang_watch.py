@@ -121,7 +121,7 @@ class HangWatch:
             if task.done() or self._is_stopping():
                 return
             if not is_valid(due, self._clock()):
-                before = None
+                before = None  # this process was suspended, and so may the ranks have been
             now = await ranks.positions(ANSWER_S)
             if task.done() or self._is_stopping():
                 return
@@ -186,18 +186,18 @@ def _message(
     finding: Finding,
     path: Path,
 ) -> str:
-    words = f"{overdue.call} hangs"
+    text = f"{overdue.call} hangs"
     if blamed:
         more = f" and {len(blamed) - MAX_NAMED} more" if len(blamed) > MAX_NAMED else ""
-        words += f" because of {', '.join(blamed[:MAX_NAMED])}{more}"
-    words += f": {finding.why}"
+        text += f" because of {', '.join(blamed[:MAX_NAMED])}{more}"
+    text += f": {finding.why}"
     first = finding.ranks[0] if finding.ranks else 0
-    words += f" (rank {first}: {describe(positions[first])}"
+    text += f" (rank {first}: {describe(positions[first])}"
     other = next((rank for rank in range(len(positions)) if rank not in finding.ranks), None)
     if finding.ranks and other is not None:
-        words += f"; rank {other}: {describe(positions[other])}"
+        text += f"; rank {other}: {describe(positions[other])}"
     return (
-        f"{words}). It runs for {overdue.elapsed_s:.0f} s and no rank moves; the longest of the "
+        f"{text}). It runs for {overdue.elapsed_s:.0f} s and no rank moves; the longest of the "
         f"last calls took {overdue.longest_s:.1f} s (--hang-factor {rule.factor:g}, --hang-min-s "
         f"{rule.min_s:g}). Stacks of all ranks: {path}; see docs/hangs.md"
     )

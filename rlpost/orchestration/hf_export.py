@@ -98,9 +98,7 @@ class HuggingFaceExport:
 
 
 class _Place:
-    """The target folder of an export and its temporary folders, whose names are unique to the
-    run.
-    """
+    """The target folder of an export, and temporary folders with names unique to the run."""
 
     def __init__(self, target: Path, run: Path, identity: str, *, replaces: bool) -> None:
         self.replaces = replaces

@@ -1,5 +1,4 @@
-"""Interruptible collective calls: passes of all actors over micro-batches that a stop request can
-end.
+"""Passes of all ranks over micro-batches that a stop request can end.
 
 Input: the group of actors, the stop request. Output: the results of every rank; or ``Preempted``
 when all ranks left the call between the same two micro-batches, so that its step did not happen.
@@ -12,29 +11,20 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from rlpost.actor.stop_points import HOLD_DEADLINE_S, StopPoint, common_stop_point
+from rlpost.actor.stop_points import HOLD_DEADLINE_S, common_stop_point
 from rlpost.errors import HalfTrained, Interrupted, Preempted
 from rlpost.orchestration.preemption import EXIT_S, POLL_S, StopRequest
+from rlpost.orchestration.worker_groups import ActorGroup
 
 T = TypeVar("T")
-
-
-class Holdable(Protocol):
-    """Ranks that can be stopped within a call."""
-
-    async def hold(self) -> list[StopPoint]:
-        """Stop every rank at the next stop point that it reaches, and say which."""
-
-    async def release(self, stop_at: StopPoint | None) -> None:
-        """Let held ranks continue: to ``stop_at``, or without an end."""
 
 
 class InterruptibleCalls:
     """Makes one interruptible call at a time."""
 
-    def __init__(self, actors: Holdable, stop: StopRequest) -> None:
+    def __init__(self, actors: ActorGroup, stop: StopRequest) -> None:
         self._actors = actors
         self._stop = stop
 

@@ -1,5 +1,4 @@
-"""Ledger entries of the driver: written with a deadline, off the event loop, and only while it owns
-the run.
+"""Ledger entries of the driver, written off the event loop while it owns the run.
 
 Input: events of an attempt. Output: lines of RUN/ledger.jsonl. A line that cannot be written is
 retried with the next one: a failure to write the ledger never ends a run.

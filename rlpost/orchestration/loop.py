@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,38 +45,46 @@ logger = logging.getLogger(__name__)
 class Stages(Protocol):
     """The operations of the loop on the cluster. Each may raise Preempted at a consistent point."""
 
+    @abstractmethod
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """Run all optimizer steps of a rollout; return their metrics."""
 
+    @abstractmethod
     async def sync(self, policy_version: int) -> None:
         """Send the trainer's weights of that version to every engine and check the version on each.
 
         It is the trainer's own, or the one of the last update (``RolloutConfig.engine_version``).
         """
 
+    @abstractmethod
     async def evaluate(self) -> Mapping[str, float]:
         """Return metrics on held-out prompts."""
 
+    @abstractmethod
     async def measured(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Return further metrics of ``step``, given those of its phases. Never fails."""
 
+    @abstractmethod
     async def save(self, state: RunState, *, wait: bool) -> None:
         """Commit a checkpoint of ``state`` and of the trainer's weights and optimizer.
 
-        Without ``wait`` the commit may finish in the background.
+        Without ``wait`` the commit may finish in the background; one that fails or is deferred is
+        logged and retried later, and training continues. With ``wait`` it is the last save: nothing
+        is generated afterwards, and a failure is raised. Raises Fenced when another attempt owns
+        the folder.
         """
 
+    @abstractmethod
     def save_is_owed(self) -> bool:
         """Whether a save failed or was deferred; it is retried after the next step."""
 
+    @abstractmethod
     async def settle_saves(self) -> bool:
         """Wait until the last ``save`` has finished; False when it failed."""
 
 
 class Rollouts(Protocol):
-    """The source of batches; ``rlpost.rollout.collector`` implements generated and recorded
-    ones.
-    """
+    """The source of batches, generated or recorded; see ``rlpost.rollout.collector``."""
 
     async def batch(self) -> list[SampleGroup]:
         """Return the groups to train next. Raises Preempted."""
@@ -92,7 +101,7 @@ class Rollouts(Protocol):
     def synced(self, version: int) -> None:
         """Record that the engines generate with the weights of ``version`` from now on."""
 
-    def in_hand(self) -> tuple[Mapping[str, int], Backlog]:
+    def snapshot(self) -> tuple[Mapping[str, int], Backlog]:
         """Return the state of the prompt cursor, and all fetched prompts that are not trained."""
 
     def counts(self) -> Mapping[str, float]:
@@ -116,9 +125,7 @@ class Loop:
         stop: StopRequest,
         loop_lag: Callable[[], float] | None = None,
     ) -> None:
-        """``loop_lag`` returns the longest delay of the event loop in seconds since its last
-        call.
-        """
+        """``loop_lag`` returns the event loop's longest delay in seconds since the last call."""
         self._stages = stages
         self._config = config
         self._rollouts = rollouts
@@ -177,10 +184,8 @@ class Loop:
                 *(request, self.state.step),
             )
         await self._journal.durable()
-        if (
-            self._stop.left_with == "journal" and not self._journal.is_written
-        ):  # the storage of the journal failed too
-            self._stop.left_with = None
+        if self._stop.left_with == "journal" and not self._journal.is_written:
+            self._stop.left_with = None  # the storage of the journal failed too
 
     async def _step(self) -> Mapping[str, float]:
         """Run one step: generate, train, synchronise weights, evaluate and save if due."""
@@ -261,7 +266,7 @@ class Loop:
 
     async def _save(self, *, wait: bool) -> None:
         await self._journal.durable()
-        self.state = self.state.holding(*self._rollouts.in_hand())
+        self.state = self.state.holding(*self._rollouts.snapshot())
         if self.state != self._saved or (wait and not await self._stages.settle_saves()):
             self.state = replace(self.state, journal=await self._journal.begin(self.state.step))
             with span("save"):

@@ -1,5 +1,4 @@
-"""Watchdog of the event loop: how late it runs its callbacks, and what it was doing when it
-stalled.
+"""Watchdog of the event loop: how late its callbacks run, and where it stalled.
 
 Input: the running loop. Output: the longest lateness since the last question, for
 ``driver/loop_lag_s``; for a stall of more than ``stall_s`` seconds the stack of the loop's thread,
@@ -37,9 +36,10 @@ class LoopLag:
         self, *, tick_s: float = TICK_S, stall_s: float = STALL_S, quiet_s: float = QUIET_S
     ) -> None:
         """
-        Args: tick_s: seconds between the callbacks whose lateness is measured; shorter delays than
-            this may be missed. stall_s: lateness in seconds from which the stack is logged, once a
-            stall. quiet_s: least seconds between two logged stacks.
+        Args:
+            tick_s: seconds between measured callbacks; shorter delays may be missed.
+            stall_s: lateness from which the stack is logged, once a stall.
+            quiet_s: least time between two logged stacks.
         """
         self._tick_s, self._stall_s, self._quiet_s = tick_s, stall_s, quiet_s
         self._due = 0.0  # when the next callback should run; read by the watching thread
@@ -93,14 +93,10 @@ class LoopLag:
 
     def _report(self, late_s: float) -> None:
         frame = sys._current_frames().get(self._loop_thread)
-        stack = (
-            traceback.format_stack(frame, limit=None)[-LONGEST_STACK:] if frame is not None else []
-        )
-        more = (
-            f"; {self._num_unreported} earlier stalls were not logged"
-            if self._num_unreported
-            else ""
-        )
+        stack = traceback.format_stack(frame)[-LONGEST_STACK:] if frame is not None else []
+        more = ""
+        if self._num_unreported:
+            more = f"; {self._num_unreported} earlier stalls were not logged"
         self._num_unreported = 0
         logger.warning(
             "the event loop has been blocked for %.1f s%s; it is in:\n%s",

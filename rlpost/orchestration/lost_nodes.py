@@ -72,7 +72,7 @@ class LostNodes:
     ) -> None:
         """
         Args:
-            offer: what a node offers that has joined Ray.
+            offer: returns the GPUs of a node that has joined Ray.
             joined: called with each node that takes the place of another.
             record: writes an event into the ledger.
         """
@@ -104,7 +104,7 @@ class LostNodes:
         ``ranks_recover``: also those with trainer ranks.
         """
         self._placement, self._keeps_ranks = placement, not ranks_recover
-        await self._say_replaceable()
+        await self._write_replaceable()
         self._following = asyncio.create_task(self._follow())
 
     async def close(self) -> None:
@@ -184,7 +184,7 @@ class LostNodes:
             raise TrainerDied(f"lost with ranks {self.ranks}: {self._causes}", self.ranks)
 
     async def new_slots(self, death: Death, placement: Placement) -> Placement:
-        """Where trainer ranks start after a death (``trainer_recovery.NewSlots``)."""
+        """Return where trainer ranks start after a death. Raises what ``settled`` raises."""
         if self._following is None:
             return placement
         dead = {placement.ranks[rank].ip for rank in death.ranks}
@@ -212,14 +212,11 @@ class LostNodes:
                 if self._joined is not None:
                     self._joined(node)
                 logger.info("%s takes the place of %s, which is lost", node.host, host)
-                await self._say_replaceable()
+                await self._write_replaceable()
         return self._placement
 
     async def back(self, part: Part) -> None:
-        """All engines, or all ranks, run again on nodes that live.
-
-        With the last part of a node it is recorded.
-        """
+        """Record that all engines, or all ranks, run again; the ledger gets a node's last part."""
         for host in [host for host in self._away if host not in self._unplaced]:
             async with self._changed:
                 self._away[host].discard(part)
@@ -237,8 +234,8 @@ class LostNodes:
             what = {"role": "node", "phase": "generate", "cause": lost.cause, "seconds": seconds}
             self._record("recovered", host=lost.host, replacement=new, **what)
 
-    async def _say_replaceable(self) -> None:
-        """The driver can lose every node that the run uses, but its own."""
+    async def _write_replaceable(self) -> None:
+        """Tell the agents which nodes may be lost: all that the run uses but the driver's."""
         assert self._placement is not None
         with_ranks = {slot.ip for slot in self._placement.ranks}
         used = {part.ip for parts in self._placement.engines for part in parts} | with_ranks
@@ -318,7 +315,7 @@ class LostNodes:
 async def _first_of(
     work: Awaitable[T], losing: Awaitable[object]
 ) -> AsyncIterator[asyncio.Future[T]]:
-    """Wait until ``work`` or ``losing`` is done; yield the task of ``work``. Both end with the block."""
+    """Wait until one of both is done; yield the task of ``work``. Both end with the block."""
     tasks = asyncio.ensure_future(work), asyncio.ensure_future(losing)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -160,9 +160,7 @@ class Observation:
             return None
 
     async def _trace(self, step: int) -> None:
-        """Extend the trace of a step until the next one begins, to include evaluation and
-        checkpoint.
-        """
+        """Extend the trace of a step until the next begins: it shows evaluation and checkpoint."""
         wanted = self._settings.traced
         if not self._begins and step not in wanted:
             return
@@ -231,17 +229,16 @@ def run_metrics(ledger: Iterable[Mapping[str, object]]) -> dict[str, float]:
 
 
 def num_engine_restarts(entry: Mapping[str, object]) -> int:
-    """Return how many engines an entry of the ledger says were restarted. Pure."""
+    """Return the number of engine restarts that an entry of the ledger records. Pure."""
     engines = entry.get("engines")
     is_restart = entry.get("event") == "recovered" and entry.get("role") == "engine"
     return len(engines) if is_restart and isinstance(engines, list) else 0
 
 
 def steps_again(lines: Iterable[Mapping[str, float]], *, step: int) -> dict[str, float]:
-    """What an attempt that starts from ``step`` trains again, from the metrics of the attempts
-    before it. Pure.
+    """Return the ``steps`` that an attempt which starts from ``step`` trains again. Pure.
 
-    Returns: the number of ``steps``, and ``step_s``, the seconds that they took the first time.
+    ``step_s`` are the seconds that they took the first time, from the metrics of earlier attempts.
     """
     again = [line.get("time/step_s", 0.0) for line in lines if line["step"] > step]
     return {"steps": len(again), "step_s": round(sum(again), 3)}

@@ -36,13 +36,12 @@ class CriticOffload:
         self._actors, self._critics = actors, critics
 
     async def offload_critic(self) -> None:
-        """Offload the critic; no-op if it is."""
+        """Offload the critic; no-op if it is offloaded."""
         await self._critics.offload_memory(*ALL)
 
     @asynccontextmanager
     async def critic_onloaded(self, *parts: str) -> AsyncIterator[None]:
-        """Offload the policy and onload ``parts`` of the critic (default: all); the reverse after
-        the block.
+        """Onload ``parts`` of the critic (default: all) in place of the policy within the block.
 
         After an error both stay: ranks that hang would never answer. Then ``offload_critic`` or
         ``onload_policy`` comes before the policy is used again.
@@ -53,9 +52,7 @@ class CriticOffload:
         await self.onload_policy(*parts)
 
     async def onload_policy(self, *parts: str) -> None:
-        """Offload the critic and onload ``parts`` of the policy (default: all), as far as they are
-        not.
-        """
+        """Offload the critic and onload ``parts`` of the policy (default: all), if needed."""
         await self.offload_critic()
         await self._actors.restore_memory(*(parts or ALL))
 
@@ -81,7 +78,7 @@ class Offload:
         self._fleet = fleet
 
     def ranks_see(self, gpus: Sequence[str]) -> None:
-        """Ranks have started; engines that are started from now on share their GPUs."""
+        """Record the GPUs of ranks that have started; engines that start later share them."""
         self._fleet.visible_gpus = gpus
 
     async def _offload_critic(self) -> None:
@@ -107,6 +104,7 @@ class Offload:
 
     async def send(self) -> None:
         """Keep only the weights of both sides onloaded, as far as each side can be offloaded."""
+        # in this order each step frees memory on the shared GPUs that the next one takes
         if self._engines_leave:
             await self._fleet.release_memory(*CACHE)
         if self._trainer_leaves:
@@ -135,13 +133,12 @@ class Offload:
 
     @asynccontextmanager
     async def save(self, *, is_last: bool = False) -> AsyncIterator[None]:
-        """Onload the trainer's weights and optimizer inside the block; restore the previous state
-        afterwards, unless ``is_last``.
+        """Onload the trainer's weights and optimizer; undo it after the block unless ``is_last``.
 
         After an error nothing moves: the run ends, or its ranks are started again.
         """
-        was_away = self._trainer_leaves and not self._fleet.is_released("kv_cache")
-        if was_away and self._engines_leave:
+        was_offloaded = self._trainer_leaves and not self._fleet.is_released("kv_cache")
+        if was_offloaded and self._engines_leave:
             await self._fleet.release_memory(*CACHE)
         await self._offload_critic()
         if self._trainer_leaves:
@@ -149,6 +146,6 @@ class Offload:
         yield
         if not is_last:
             await self._offload_critic()  # a save that failed leaves the critic onloaded
-        if was_away and not is_last:
+        if was_offloaded and not is_last:
             await self.generate()
             await self._fleet.resume()

@@ -31,12 +31,14 @@ class Offer:
     ip: str
     num_gpus: int
 
+    def slot(self, num_gpus: int) -> Slot:
+        """Return a slot on this node."""
+        return Slot(self.node_id, self.ip, num_gpus)
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A slot for a worker with ``num_gpus`` GPUs, exclusive or shared with the given ranks of the
-    policy.
-    """
+    """A worker's place, with ``num_gpus`` GPUs, exclusive or shared with ranks of the policy."""
 
     node_id: str
     ip: str
@@ -51,8 +53,9 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The slot of each trainer rank, of each engine's parts, one per node (part 0 serves), and of
-    each rank of a critic with its own ranks.
+    """The slots of the policy's ranks, of each engine's parts, and of a critic's own ranks.
+
+    An engine has one part per node; part 0 serves.
     """
 
     actors: tuple[Slot, ...]
@@ -66,9 +69,7 @@ class Placement:
 
     @property
     def ranks_of_engines(self) -> tuple[tuple[int, ...], ...]:
-        """Trainer ranks on each engine's GPUs in the order of its ranks; empty for exclusive
-        GPUs.
-        """
+        """Trainer ranks on each engine's GPUs, in the engine's order; empty for exclusive GPUs."""
         return tuple(map(_sharing_ranks, self.engines))
 
 
@@ -106,10 +107,7 @@ def place(offers: Sequence[Offer], config: Config) -> Placement:
                 offers,
             )
         )
-    actors = []
-    for index in able:
-        free[index] -= per_node
-        actors += [Slot(offers[index].node_id, offers[index].ip, 1)] * per_node
+    actors = _ranks_on(able, offers, free, per_node)
     critics: tuple[Slot, ...] = ()
     if config.critic_shares_gpus:
         critics = tuple(replace(slot, shared_with=(rank,)) for rank, slot in enumerate(actors))
@@ -117,10 +115,11 @@ def place(offers: Sequence[Offer], config: Config) -> Placement:
         critics = _critics(offers, free, config)
     per_engine = config.cluster.rollout_num_gpus_per_engine
     if config.cluster.colocate:
-        return Placement(tuple(actors), tuple(_beside(actors, per_engine)), critics)
+        return Placement(actors, tuple(_beside(actors, per_engine)), critics)
     engines = []
     for _ in range(config.num_engines):
         parts = _part_sizes(per_engine, config.cluster.num_gpus_per_node)
+        # most free GPUs first, equal nodes in order: the same offers give the same placement
         chosen = sorted(range(len(free)), key=lambda i: (-free[i], i))[: len(parts)]
         if len(chosen) < len(parts) or any(
             free[i] < size for i, size in zip(chosen, parts, strict=True)
@@ -130,13 +129,9 @@ def place(offers: Sequence[Offer], config: Config) -> Placement:
             raise PlacementError(_missing(wanted, offers))
         for index, size in zip(chosen, parts, strict=True):
             free[index] -= size
-        engines.append(
-            tuple(
-                Slot(offers[i].node_id, offers[i].ip, size)
-                for i, size in zip(sorted(chosen), parts, strict=True)
-            )
-        )
-    return Placement(tuple(actors), tuple(engines), critics)
+        pairs = zip(sorted(chosen), parts, strict=True)
+        engines.append(tuple(offers[index].slot(size) for index, size in pairs))
+    return Placement(actors, tuple(engines), critics)
 
 
 def _critics(offers: Sequence[Offer], free: list[int], config: Config) -> tuple[Slot, ...]:
@@ -147,10 +142,17 @@ def _critics(offers: Sequence[Offer], free: list[int], config: Config) -> tuple[
         nodes, gpus = counted(config.critic_num_nodes, "node"), counted(per_node, "GPU")
         wanted = f"{nodes} with {gpus} for the critic beside the trainer"
         raise PlacementError(_missing(wanted, offers))
+    return _ranks_on(chosen, offers, free, per_node)
+
+
+def _ranks_on(
+    chosen: Sequence[int], offers: Sequence[Offer], free: list[int], per_node: int
+) -> tuple[Slot, ...]:
+    """Return the slots of ranks on the chosen nodes, and subtract their GPUs from ``free``."""
     found: list[Slot] = []
     for index in chosen:
         free[index] -= per_node
-        found += [Slot(offers[index].node_id, offers[index].ip, 1)] * per_node
+        found += [offers[index].slot(1)] * per_node
     return tuple(found)
 
 

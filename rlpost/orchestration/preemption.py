@@ -50,8 +50,7 @@ CLOCK_SLACK_S = 2.0
 
 
 def leave_with(time_left_s: float | None, save_s: float) -> Saved:
-    """Decide what to save ``time_left_s`` before the run is killed, if a checkpoint takes
-    ``save_s``.
+    """Decide what to save in the time left, if a checkpoint takes ``save_s`` seconds.
 
     ``time_left_s`` None is an unknown deadline: a checkpoint always fits.
     """
@@ -60,9 +59,7 @@ def leave_with(time_left_s: float | None, save_s: float) -> Saved:
 
 
 class SaveEstimate:
-    """Estimates the duration of a full checkpoint, from the slowest measured rate or else from its
-    size.
-    """
+    """Estimates the duration of a checkpoint from the slowest measured rate, or from its size."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -132,9 +129,7 @@ class StopRequest:
         """The step that the trainer had reached at that moment."""
 
     def requested(self) -> bool:
-        """Whether the run must end soon; latches once true. A poll of hung storage changes
-        nothing.
-        """
+        """Whether the run must end soon; latches once true. Hung storage changes nothing."""
         if not self._is_requested:
             is_hanging = self._poll is not None and not self._poll.done()
             if not is_hanging:
@@ -174,9 +169,7 @@ class StopRequest:
         return 0.0 if written is None else max(0.0, self._since(written))
 
     def _since(self, written: float) -> float:
-        """Seconds since ``written`` on the writer's clock, clamped to what the polls of this
-        process allow.
-        """
+        """Seconds since ``written`` on the writer's clock, within what this process observed."""
         seconds = self._clock() - written
         if self._absent_at is None or self._present_at is None:
             return seconds  # the first poll found the file: no bounds
@@ -216,7 +209,7 @@ class StopRequest:
             return task.result()
         finally:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.gather(task, return_exceptions=True)  # until its cleanup has ended
 
     def _poll_until_requested(self) -> asyncio.Task[None]:
         """Return a task that ends at a stop request. All callers share it, and with it one poll."""

@@ -1,12 +1,10 @@
-"""The stages of a run, in every mode: what the driver calls beyond the protocol of the loop, and
-what modes share.
-"""
+"""The stages of a run in every mode, and what the modes share."""
 
 from __future__ import annotations
 
 import json
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from functools import partial
@@ -23,7 +21,7 @@ from rlpost.orchestration.engine_targets import EngineTargets, engine_targets, h
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.generation import Generation
 from rlpost.orchestration.hf_export import HuggingFaceExport
-from rlpost.orchestration.loop import Rollouts
+from rlpost.orchestration.loop import Rollouts, Stages
 from rlpost.orchestration.observation import Observation
 from rlpost.orchestration.offload import SAVED, CriticOffload
 from rlpost.orchestration.placement import Placement, Ports
@@ -32,12 +30,11 @@ from rlpost.orchestration.startup import Startup
 from rlpost.orchestration.training import Record
 from rlpost.orchestration.worker_groups import TrainingRanks
 from rlpost.rollout.journal import Journal
-from rlpost.types import SampleGroup
 
 logger = logging.getLogger(__name__)
 
 
-class RunStages(ABC):
+class RunStages(Stages):
     """Implements ``loop.Stages`` for one mode. Call ``start`` first, ``close`` last.
 
     A mode registers with ``closing`` what it starts, so that ``close`` ends just that, the newest
@@ -90,32 +87,8 @@ class RunStages(ABC):
         """Return the source of batches, resumed from ``state``."""
 
     @abstractmethod
-    async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
-        """Run the optimizer steps of a rollout."""
-
-    @abstractmethod
-    async def sync(self, policy_version: int) -> None:
-        """Send the weights to every engine and check the version on each."""
-
-    @abstractmethod
-    async def evaluate(self) -> Mapping[str, float]:
-        """Return means on every held-out set, as ``eval/SET/name``."""
-
-    @abstractmethod
-    async def save(self, state: RunState, *, wait: bool) -> None:
-        """Commit the actors' tensors and ``state``; with --async-save in the background, except
-        with ``wait``.
-
-        Without ``wait``, a save that fails or is deferred is logged and retried later, and training
-        continues. With ``wait`` it is the last save: nothing is generated afterwards, and a failure
-        is raised. Raises Fenced when another attempt owns the folder.
-        """
-
-    @abstractmethod
     async def weights_hash(self) -> str:
-        """Return a hash of the trainer's weights under their Hugging Face names; empty without a
-        trainer.
-        """
+        """Return a hash of the weights under their Hugging Face names; empty without a trainer."""
 
     async def create_ranks(self, placement: Placement) -> None:
         """Create the worker of each rank that trains."""
@@ -125,9 +98,7 @@ class RunStages(ABC):
     async def start_trainer(
         self, placement: Placement, ports: Ports, checkpoint: Path | None
     ) -> None:
-        """Set up the ranks that train; load ``checkpoint``, or the Hugging Face weights without
-        one.
-        """
+        """Set up the ranks that train; load ``checkpoint`` or, without one, the initial weights."""
         self.training = await self.startup.trainer(
             self.ranks, placement, ports, checkpoint, break_even=self.break_even
         )

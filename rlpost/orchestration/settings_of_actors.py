@@ -14,9 +14,7 @@ from rlpost.config.tree import Config
 
 
 def actor_settings(config: Config) -> ActorSettings:
-    """Return the settings of an actor: settings of any table with the same name, and derived
-    ones.
-    """
+    """Return an actor's settings: those of equal name from any table, and derived ones."""
     wanted = {field.name for field in dataclasses.fields(ActorSettings)}
     leaves = {
         key: getattr(getattr(config, group), key)

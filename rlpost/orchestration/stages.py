@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from rlpost.checkpoint.state import RunState
 from rlpost.fleet.files import FleetFolder, settings_digest
@@ -39,14 +39,14 @@ from rlpost.types import SampleGroup
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class ClusterStages(RunStages):
     """Generates, trains, syncs, evaluates and saves on a cluster."""
 
     async def start(self, checkpoint: Path | None) -> None:
-        """Start actors, engines and router; load ``checkpoint`` or, without one, the Hugging Face
-        weights.
-        """
+        """Start actors, engines and router; load ``checkpoint`` or the Hugging Face weights."""
         started = time.monotonic()
         config, startup = self.config, self.startup
         placement, ports = startup.layout()
@@ -99,7 +99,7 @@ class ClusterStages(RunStages):
     async def _begin_recovery(
         self, placement: Placement, ports: Ports, weights: WeightCoordinator
     ) -> None:
-        """From now on a death of ranks does not end the attempt."""
+        """Restart ranks that die from now on, instead of ending the attempt."""
         ranks = TrainerRanks(
             self.startup,
             ports,
@@ -118,7 +118,6 @@ class ClusterStages(RunStages):
             checkpoints=self.checkpoints,
             stop=self.stop,
             record=self.record,
-            new_slots=self._nodes.new_slots,
             nodes=self._nodes,
         )
         self.closing.push_async_callback(self.recovery.close)
@@ -130,7 +129,7 @@ class ClusterStages(RunStages):
             self.closing.push_async_callback(self._nodes.close)
 
     def _made_fleet_sync(self) -> FleetSync:
-        """The part of the engines on other jobs, which ``rlpost fleet`` starts."""
+        """Create the sync with engines on other jobs, which ``rlpost fleet`` starts."""
         attempt, head = Path(self.cluster.attempt_dir), self.cluster.nodes[0]
         lease = Lease(
             self.cluster.driver_name,
@@ -165,13 +164,16 @@ class ClusterStages(RunStages):
         """
         self.observation.step = state.step
         self.recovery.resume(state.step, partial(self._batches_again, journal))
-        return self.generation.rollouts(state, journal, self._while_generating)
+        return self.generation.rollouts(state, journal, self._watched)
 
-    @asynccontextmanager
-    async def _while_generating(self) -> AsyncIterator[None]:
-        """Engines and idle ranks that die are started again meanwhile."""
-        async with self._engine_health.over(), self.recovery.watch():
-            yield
+    async def _watched(self, generating: Awaitable[T]) -> T:
+        """Await ``generating``; engines and idle ranks that die are restarted meanwhile."""
+
+        async def with_ranks() -> T:
+            async with self.recovery.watch():
+                return await generating
+
+        return await self._engine_health.over(with_ranks())
 
     async def _batches_again(
         self, journal: Journal, state: RunState, checkpoint: Path | None, until: int
@@ -230,8 +232,7 @@ class ClusterStages(RunStages):
 
     async def evaluate(self) -> Mapping[str, float]:
         """Return means on every held-out set, as ``eval/SET/name``."""
-        async with self._while_generating():
-            return await self.generation.evaluate()
+        return await self._watched(self.generation.evaluate())
 
     async def save(self, state: RunState, *, wait: bool) -> None:
         """Commit with weights and optimizer on the trainer's devices."""
@@ -246,7 +247,7 @@ class ClusterStages(RunStages):
             await self._bring_engines_back()
 
     async def _bring_engines_back(self) -> None:
-        """Onload the engines, whose weights were lost when ranks on their GPUs were started again."""
+        """Onload the engines, which lost their weights when ranks on their GPUs were restarted."""
 
         async def update() -> None:
             await self._engine_health.update(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from common.cluster import Cluster, Node
 from rlpost.actor.settings import ActorSettings
 from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.tree import Config
-from rlpost.errors import RlpostError, TrainerDied
+from rlpost.errors import RlpostError, TrainerDied, WorkerDied
 from rlpost.low_priority import at_low_priority
 from rlpost.orchestration.critic_training import CriticGroup
 from rlpost.orchestration.hang_watch import HangWatch
@@ -53,7 +53,7 @@ class Startup:
         self._record = record
 
     def joined(self, node: Node) -> None:
-        """A node has taken the place of another: errors name its ranks by its host."""
+        """Record a node that replaces another: errors name its ranks by its host."""
         self._hosts[node.ip] = node.host
 
     def layout(self) -> tuple[Placement, Ports]:
@@ -89,15 +89,7 @@ class Startup:
         ``standbys`` are used for their ranks instead of new workers.
         """
         make = partial(_make_actor, actor_settings(self._config))
-        workers = WorkerGroup(
-            [make] * len(placement.actors),
-            placement.actors,
-            names=[f"actor-{rank}" for rank in range(len(placement.actors))],
-            log_dir=Path(self._cluster.attempt_dir),
-            envs=[self._rank_environment()] * len(placement.actors),
-            died=TrainerDied,
-            standbys=standbys,
-        )
+        workers = self._ranks("actor", make, placement.actors, died=TrainerDied, standbys=standbys)
         return ActorGroup(workers, self._hang_watch())
 
     async def workers(
@@ -119,14 +111,11 @@ class Startup:
         """
         make = partial(_make_critic, actor_settings(critic_ranks(self._config)))
         first = len(placement.actors)
-        workers = WorkerGroup(
-            [make] * len(placement.critics),
-            placement.critics,
-            names=[f"critic-{rank}" for rank in range(len(placement.critics))],
-            log_dir=Path(self._cluster.attempt_dir),
-            envs=[self._rank_environment(gpu) for gpu in gpus],
-            died=lambda why, ranks: TrainerDied(why, [first + rank for rank in ranks]),
-        )
+
+        def died(why: str, ranks: Sequence[int]) -> TrainerDied:
+            return TrainerDied(why, [first + rank for rank in ranks])
+
+        workers = self._ranks("critic", make, placement.critics, gpus=gpus, died=died)
         return ActorGroup(workers, self._hang_watch("critic"))
 
     def standby_workers(self, placement: Placement, gpus: Sequence[str]) -> ActorGroup:
@@ -136,17 +125,31 @@ class Startup:
         """
         make = partial(_make_actor, actor_settings(self._config))
         slots = [replace(slot, num_gpus=0, shared_with=()) for slot in placement.actors]
-        workers = WorkerGroup(
-            [partial(at_low_priority, make)] * len(slots),
+        return ActorGroup(self._ranks("standby", partial(at_low_priority, make), slots, gpus=gpus))
+
+    def _ranks(
+        self,
+        role: str,
+        make: Callable[[], object],
+        slots: Sequence[Slot],
+        *,
+        gpus: Sequence[str] | None = None,
+        died: Callable[[str, Sequence[int]], WorkerDied] = WorkerDied,
+        standbys: Mapping[int, StandbyWorker] | None = None,
+    ) -> WorkerGroup:
+        """Create a worker for each rank; ``gpus``: CUDA_VISIBLE_DEVICES of each."""
+        return WorkerGroup(
+            [make] * len(slots),
             slots,
-            names=[f"standby-{rank}" for rank in range(len(slots))],
+            names=[f"{role}-{rank}" for rank in range(len(slots))],
             log_dir=Path(self._cluster.attempt_dir),
-            envs=[self._rank_environment(gpu) for gpu in gpus],
+            envs=[self._rank_environment(gpu) for gpu in gpus or [""] * len(slots)],
+            died=died,
+            standbys=standbys,
         )
-        return ActorGroup(workers)
 
     def _rank_environment(self, gpu: str = "") -> dict[str, str]:
-        """Return the environment of a rank; ``gpu``: its CUDA_VISIBLE_DEVICES, unless Ray sets it."""
+        """Return the environment of a rank; ``gpu`` is its CUDA_VISIBLE_DEVICES, if not Ray's."""
         env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # overlapped TP collectives rely on one queue
         own = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         return env | nccl_environment(self._config, os.environ) | own
@@ -230,8 +233,7 @@ def _make_critic(settings: ActorSettings) -> object:
 
 
 def _make_actor(settings: ActorSettings) -> object:
-    from rlpost.actor.actor import (
-        Actor,
-    )  # imported in the worker: the driver loads neither torch nor Megatron
+    # Imported in the worker: the driver loads neither torch nor Megatron.
+    from rlpost.actor.actor import Actor
 
     return Actor(settings)

@@ -20,7 +20,7 @@ from rlpost.orchestration.worker_groups import TrainingRanks
 
 
 class TrainerRanks:
-    """Implements ``trainer_recovery.Ranks`` on a cluster."""
+    """Starts the trainer's ranks, and connects them with what stays."""
 
     def __init__(
         self,

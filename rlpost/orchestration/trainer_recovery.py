@@ -20,10 +20,10 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
@@ -41,6 +41,7 @@ from rlpost.orchestration.checkpoints import Checkpoints
 from rlpost.orchestration.lost_nodes import LostNodes
 from rlpost.orchestration.placement import Placement
 from rlpost.orchestration.preemption import StopRequest
+from rlpost.orchestration.trainer_ranks import TrainerRanks
 from rlpost.orchestration.training import Record, Training
 from rlpost.orchestration.worker_groups import TrainingRanks
 from rlpost.process_end import ProcessId
@@ -53,7 +54,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ANSWER_S = 5.0
-"""Deadline of a rank's answer whether it lives."""
+"""Deadline of a rank's answer to a liveness check."""
 NAMED_S, POLL_S = 5.0, 0.2
 """How long to look for the dead rank after another one reported a broken connection."""
 WATCH_S = 2.0
@@ -62,43 +63,8 @@ END_S = 60.0
 """Deadline for the end of killed processes: the kernel frees their GPU memory first."""
 
 
-class Ranks(Protocol):
-    """Starts the trainer's ranks, and connects them with what stays."""
-
-    def paused(self) -> AbstractAsyncContextManager[object]:
-        """Return a context with exclusive use of the ranks."""
-
-    async def prepare(self) -> None:
-        """Free what new ranks need and engines hold."""
-
-    async def create(self, placement: Placement) -> TrainingRanks:
-        """Create a process for each rank."""
-
-    async def set_up(self, placement: Placement, checkpoint: Path | None) -> Training:
-        """Form the groups of the new ranks; load ``checkpoint`` or the initial weights."""
-
-    async def started(self) -> None:
-        """Remember what standbys need to know of ranks that have started."""
-
-    def stand_by(self, placement: Placement) -> None:
-        """Start missing standbys, without waiting for them."""
-
-    async def connect(self, placement: Placement) -> None:
-        """Connect the engines with the new ranks."""
-
-    def engines_hold_gpus(self) -> bool:
-        """Whether engines on the trainer's GPUs hold their memory."""
-
-
 Batches = Callable[[RunState, Path | None, int], Awaitable[TrainedBatches]]
 """``batches(state, checkpoint, until)``: those after ``state``, before step ``until``."""
-NewSlots = Callable[[Death, Placement], Awaitable[Placement]]
-"""Returns where to start the ranks after a death; raises RlpostError when there is no place."""
-
-
-async def same_slots(death: Death, placement: Placement) -> Placement:
-    """Start every rank where it was: the default of ``NewSlots``."""
-    return placement
 
 
 class TrainerRecovery:
@@ -108,28 +74,28 @@ class TrainerRecovery:
         self,
         config: Config,
         group: TrainingRanks,
-        ranks: Ranks,
+        ranks: TrainerRanks,
         *,
         placement: Placement,
         checkpoints: Checkpoints,
         stop: StopRequest,
         record: Record | None = None,
-        new_slots: NewSlots = same_slots,
         nodes: LostNodes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             group: the ranks that every caller uses; their workers are replaced.
+            ranks: starts ranks, and connects them with what stays.
             placement: of the ranks now.
             record: writes an event into the ledger.
-            new_slots: chooses the slots of new ranks, for instance on a spare node.
-            nodes: lost nodes, whose ranks count as dead before Ray says so.
+            nodes: lost nodes, whose ranks count as dead before Ray says so; it chooses the slots of
+                new ranks.
         """
         self._nodes = LostNodes.none() if nodes is None else nodes
         self._config, self._group, self._ranks = config, group, ranks
         self._placement, self._checkpoints, self._stop = placement, checkpoints, stop
-        self._record, self._new_slots, self._clock = record, new_slots, clock
+        self._record, self._clock = record, clock
         self._past: list[Recovery] = []
         self._processes: list[tuple[str, ProcessId]] = []
         self._step = 0
@@ -156,7 +122,7 @@ class TrainerRecovery:
         return self._step
 
     async def over(self, phase: Phase, operation: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of ``operation``; after a death of ranks, start them again and repeat it.
+        """Return the result of ``operation``; after a death of ranks, restart them and repeat it.
 
         ``operation`` must be repeatable from the trainer's state before it.
 
@@ -219,18 +185,15 @@ class TrainerRecovery:
         """Wait for a recovery beside generation; raise what it raised."""
         if self._early is not None:
             early, self._early = self._early, None
-            with suppress(_Refused):  # the operation meets the dead ranks, and is refused as well
+            with suppress(_Refused):  # the operation fails on the dead ranks too, and is refused
                 await early
 
-    async def recover(
-        self, death: Death, phase: Phase, *, placement: Placement | None = None
-    ) -> None:
+    async def recover(self, death: Death, phase: Phase) -> None:
         """Start all ranks again, and bring them to the step that the trainer had completed.
 
         Args:
             death: what died.
             phase: the operation that failed, and that the caller repeats.
-            placement: where to start the ranks. Default: ``new_slots`` decides.
 
         Raises:
             HalfTrained: a stop was requested; the next attempt replays the journal.
@@ -246,7 +209,7 @@ class TrainerRecovery:
             self._write("hang", **death.hang)
         try:
             async with self._ranks.paused():
-                again = await self._stop.unless_requested(self._restart(death, placement))
+                again = await self._stop.unless_requested(self._restart(death))
         except (HalfTrained, Fenced):
             raise
         except Preempted as request:
@@ -288,14 +251,13 @@ class TrainerRecovery:
         if why is not None:
             raise _Refused(why)
 
-    async def _restart(self, death: Death, placement: Placement | None) -> int:
+    async def _restart(self, death: Death) -> int:
         """Start ranks and train steps again; return the number of these steps."""
         assert self._batches is not None, "resume comes first"
         await self._checkpoints.abandon("a rank of the trainer died")
         # until_ended covers processes on nodes that stay; those of a lost node end with it
         await self._group.kill()
-        if placement is None:
-            placement = await self._new_slots(death, self._placement)
+        placement = await self._nodes.new_slots(death, self._placement)
         checkpoint, state = await in_daemon(self._checkpoints.of_attempt)
         steps = range(state.step, self._step)
         reading = asyncio.ensure_future(self._batches(state, checkpoint, self._step))

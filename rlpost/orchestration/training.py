@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -31,6 +31,7 @@ from rlpost.orchestration import distillation
 from rlpost.orchestration.batches import (
     RAW,
     DealtStep,
+    by_position,
     deal,
     in_order,
     rollout_samples,
@@ -42,7 +43,6 @@ from rlpost.orchestration.interruptible import InterruptibleCalls
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.worker_groups import (
     ActorGroup,
-    RankLogprobs,
     StoredBatches,
     StoredLogprobs,
 )
@@ -51,6 +51,9 @@ from rlpost.progress.stragglers import Stragglers
 from rlpost.types import SampleGroup, StepResult, TrainBatch
 
 logger = logging.getLogger(__name__)
+
+SentAdvantages = Sequence[Stored[Sequence[Advantage]] | None]
+"""The advantages of each rank's batch; None keeps those of the batch itself."""
 
 
 class Record(Protocol):
@@ -126,16 +129,7 @@ class Training:
         """
         grpo, given = self._grpo, self._config.distillation
         metrics: dict[str, float] = {}
-        if not self._shaping.is_off:
-            groups = await asyncio.to_thread(shaped, groups, self._shaping)
-            rewards = [reward for group in groups for reward in group.rewards]
-            metrics["reward/shaped_mean"] = statistics.fmean(rewards)
-        if self._post_process is not None:
-            processed = await asyncio.to_thread(self._post_process, groups)
-            groups = processed.groups
-            metrics["reward/mean"] = statistics.fmean(processed.raw_rewards)
-            rewards = [reward for group in groups for reward in group.rewards]
-            metrics["reward/shaped_mean"] = statistics.fmean(rewards)
+        groups = await self._shaped(groups, metrics)
         steps = await asyncio.to_thread(self._deal, groups, self._config)
         self._warn(check_tokens(step.batches) for step in steps)
         # Stored once for all passes. The store frees them with these lists, at the end of the
@@ -143,9 +137,7 @@ class Training:
         batches = [await self._actors.send(step.batches, self._data_ranks) for step in steps]
         trains_policy = self._critic is None or await self._critic.trains_policy()
         old: list[StoredLogprobs] = [self._nothing] * len(steps)
-        advantages: list[Sequence[Stored[Sequence[Advantage]] | None]] = [self._nothing] * len(
-            steps
-        )
+        advantages: list[SentAdvantages] = [self._nothing] * len(steps)
         trains_distilled = trains_policy and distillation.in_advantage(given)
         has_old_policy = len(steps) > 1 or grpo.keep_old_actor
         is_compared = trains_policy and has_old_policy and not grpo.use_rollout_logprobs
@@ -186,6 +178,7 @@ class Training:
             advantages = await self._sent_advantages(steps, estimated)
         for number, arguments in enumerate(zip(batches, old, advantages, strict=True)):
             call = partial(self._actors.train_step, *arguments)
+            # a critic has changed by now: then no step may be left, not even the first
             is_first_change = number == 0 and self._critic is None
             results = await self._calls.make(call, what="train_step", may_leave=is_first_change)
             metrics |= results[0].metrics
@@ -193,14 +186,31 @@ class Training:
             self._warn(self._guards.after_step(metrics, is_first=number == 0))
         return metrics
 
+    async def _shaped(
+        self, groups: Sequence[SampleGroup], metrics: dict[str, float]
+    ) -> Sequence[SampleGroup]:
+        """Return groups with the rewards to train on; add metrics of rewards that have changed."""
+        changed = groups
+        if not self._shaping.is_off:
+            changed = await asyncio.to_thread(shaped, groups, self._shaping)
+        if self._post_process is not None:
+            processed = await asyncio.to_thread(self._post_process, changed)
+            changed = processed.groups
+            metrics["reward/mean"] = statistics.fmean(processed.raw_rewards)
+        if changed is not groups:
+            rewards = [reward for group in changed for reward in group.rewards]
+            metrics["reward/shaped_mean"] = statistics.fmean(rewards)
+        return changed
+
     @property
     def _nothing(self) -> list[None]:
         """Return an argument that is None on every rank."""
         return [None] * len(self._data_ranks)
 
     def _deal(self, groups: Sequence[SampleGroup], config: Config) -> list[DealtStep]:
-        """Return the batches of a rollout for the ranks of ``config``; with a KL penalty, a critic
-        or a teacher, advantages are 0 until replaced.
+        """Return the batches of a rollout for the ranks of ``config``.
+
+        With a KL penalty, a critic or a teacher, advantages are 0 until they are replaced.
         """
         grpo, given = self._grpo, self._config.distillation
         has_teacher = distillation.in_advantage(given) or (given.use_opd and given.opd_alone)
@@ -211,15 +221,18 @@ class Training:
         return deal(samples, config, break_even=self._break_even)
 
     async def _logprobs(self, batches: StoredBatches) -> StoredLogprobs:
+        """Compute log-probs under the weights that generated, or those of --keep-old-actor."""
+        compute = self._actors.compute_logprobs
         if self._config.grpo.keep_old_actor:
-            call = partial(self._actors.compute_old_logprobs, batches)
-            return await self._calls.make(call, what="compute_old_logprobs", may_leave=True)
-        call = partial(self._actors.compute_logprobs, batches)
-        return await self._calls.make(call, what="compute_logprobs", may_leave=True)
+            compute = self._actors.compute_old_logprobs
+        return await self._pass(compute, batches)
 
-    async def _ref_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
-        call = partial(self._actors.compute_ref_logprobs, batches)
-        return await self._calls.make(call, what="compute_ref_logprobs", may_leave=True)
+    async def _pass(
+        self, compute: Callable[[StoredBatches], Awaitable[StoredLogprobs]], batches: StoredBatches
+    ) -> StoredLogprobs:
+        """Make a forward pass before the first optimizer step, which a stop request may end."""
+        call = partial(compute, batches)
+        return await self._calls.make(call, what=compute.__name__, may_leave=True)
 
     def _pace(self, step: DealtStep, results: Sequence[StepResult]) -> dict[str, float]:
         """Return the straggler scores of a step; propose hosts that stay slow for exclusion."""
@@ -235,59 +248,25 @@ class Training:
             if warning is not None:
                 logger.warning("%s", warning)
 
-    async def _penalties(
-        self, step: DealtStep, old: StoredLogprobs, ref: StoredLogprobs
-    ) -> dict[int, DoubleColumn]:
-        """Return kl_coef x KL of each response token, by the position of its sample in the rollout.
-
-        Log-probs are equal on all model-parallel ranks that have them; fetch them from one.
-        """
-        found: dict[int, DoubleColumn] = {}
-        for data_rank, (batch, positions) in enumerate(
-            zip(step.batches, step.positions, strict=True)
-        ):
-            ours, theirs = next(
-                (own, reference)
-                for rank, own, reference in zip(self._data_ranks, old, ref, strict=True)
-                if rank == data_rank and own is not None and reference is not None
-            )
-            own_logprobs = await self._actors.fetch(ours)
-            ref_logprobs = await self._actors.fetch(theirs)
-            of_samples = await asyncio.to_thread(
-                kl_penalties, batch, own_logprobs, ref_logprobs, self._config.grpo
-            )
-            pairs = zip(positions, of_samples, strict=True)
-            found |= {position: penalty for position, penalty in pairs if position is not None}
-        return found
-
     async def _distances(
         self, step: DealtStep, batches: StoredBatches, old: StoredLogprobs
     ) -> dict[int, DoubleColumn]:
-        """Return the divergence from the teacher at each response token, by the position of its
-        sample in the rollout.
-        """
+        """Return divergences from the teacher of response tokens, by position of their sample."""
         teacher: StoredLogprobs = self._nothing
         if self._config.distillation.opd_type == "megatron":
-            call = partial(self._actors.compute_teacher_logprobs, batches)
-            teacher = await self._calls.make(call, what="compute_teacher_logprobs", may_leave=True)
-        uses_own = distillation.needs_policy_logprobs(self._config)
+            teacher = await self._pass(self._actors.compute_teacher_logprobs, batches)
+        own = old if distillation.needs_policy_logprobs(self._config) else self._nothing
         found = []
         for data_rank, batch in enumerate(step.batches):
-            own = await self._of_rank(old, data_rank) if uses_own else None
+            ours = await self._of_rank(own, data_rank)
             theirs = await self._of_rank(teacher, data_rank)
             found.append(
-                await asyncio.to_thread(distillation.rank_distances, batch.samples, own, theirs)
+                await asyncio.to_thread(distillation.rank_distances, batch.samples, ours, theirs)
             )
-        return distillation.by_position(step, found)
+        return by_position(step, found)
 
     async def _of_rank(self, stored: StoredLogprobs, data_rank: int) -> list[FloatColumn] | None:
-        """Fetch the log-probs of a data-parallel rank from one of its ranks; None if none has
-        them.
-        """
-        for rank, logprobs in zip(self._data_ranks, stored, strict=True):
-            if rank == data_rank and logprobs is not None:
-                return _flat(await self._actors.fetch(logprobs))
-        return None
+        return await self._actors.fetch_columns(stored, self._data_ranks, data_rank)
 
     async def _group_penalties(
         self,
@@ -297,15 +276,23 @@ class Training:
         old: Sequence[StoredLogprobs],
     ) -> list[Sequence[DoubleColumn]]:
         """Return kl_coef x KL of each response token, by group and sample."""
-        ref = [await self._ref_logprobs(own) for own in batches]
+        ref = [await self._pass(self._actors.compute_ref_logprobs, own) for own in batches]
         of_position: dict[int, DoubleColumn] = {}
-        for of_step in zip(steps, old, ref, strict=True):
-            of_position |= await self._penalties(*of_step)
+        for step, ours, theirs in zip(steps, old, ref, strict=True):
+            found = []
+            for data_rank, batch in enumerate(step.batches):
+                own = await self._of_rank(ours, data_rank)
+                reference = await self._of_rank(theirs, data_rank)
+                assert own is not None and reference is not None, "the last stage has both"
+                found.append(
+                    await asyncio.to_thread(kl_penalties, batch, own, reference, self._config.grpo)
+                )
+            of_position |= by_position(step, found)
         return by_group(groups, in_order(of_position))
 
     async def _sent_advantages(
         self, steps: Sequence[DealtStep], by_group: Sequence[Sequence[Advantage]]
-    ) -> list[Sequence[Stored[Sequence[Advantage]] | None]]:
+    ) -> list[SentAdvantages]:
         """Store advantages by step and rank; 0 for samples that only fill a batch."""
         of_samples = [advantage for group in by_group for advantage in group]
 
@@ -321,9 +308,7 @@ class Training:
 
 
 def estimator_settings(config: Config) -> GrpoConfig:
-    """Return the settings of the estimator; rewards of --custom-reward-post-process-path are taken
-    without another baseline, as in slime.
-    """
+    """Return the estimator's settings; as in slime, post-processed rewards get no baseline."""
     grpo = config.grpo
     if grpo.custom_reward_post_process_path is None or grpo.advantage_estimator not in RAW:
         return grpo
@@ -331,13 +316,11 @@ def estimator_settings(config: Config) -> GrpoConfig:
 
 
 def kl_penalties(
-    batch: TrainBatch, old: RankLogprobs, ref: RankLogprobs, grpo: GrpoConfig
+    batch: TrainBatch, old: Iterable[FloatColumn], ref: Iterable[FloatColumn], grpo: GrpoConfig
 ) -> list[DoubleColumn]:
-    """Return kl_coef x KL of each response token, 0 where masked, in order of the batch's
-    samples.
-    """
+    """Return kl_coef x KL of each response token, 0 where masked, by sample of the batch."""
     found = []
-    for sample, own, reference in zip(batch.samples, _flat(old), _flat(ref), strict=True):
+    for sample, own, reference in zip(batch.samples, old, ref, strict=True):
         difference = own.array.astype("float64") - reference.array.astype("float64")
         kl = kl_values(difference, grpo.kl_loss_type) * sample.loss_mask.array
         found.append(DoubleColumn.view(grpo.kl_coef * kl))
@@ -352,7 +335,3 @@ def rank_work(batch: TrainBatch, break_even: float) -> float:
 def num_tokens(steps: Sequence[DealtStep]) -> int:
     """Return the number of trained tokens (loss mask 1) of all steps."""
     return sum(step.batches[0].num_tokens for step in steps)
-
-
-def _flat(logprobs: RankLogprobs) -> list[FloatColumn]:
-    return [sample for micro_batch in logprobs for sample in micro_batch]

@@ -57,7 +57,7 @@ def nccl_environment(config: Config, given: Mapping[str, str]) -> dict[str, str]
     unless the environment has a value already, and 1 whatever the environment says with
     ``enable_symm_mem`` (sglang/srt/entrypoints/engine.py).
 
-    Args: ``given`` is the environment of the job, which the engines have too.
+    ``given`` is the environment of the job, which the engines have too.
     """
     if config.sglang.server_args.get("enable_symm_mem"):
         return {CUMEM: "1"}
@@ -101,9 +101,10 @@ class WeightCoordinator:
         incarnation: int = 0,
     ) -> None:
         """
-        Args: folder: shared by all nodes; ``--update-weight-transport disk`` writes the weights
-            there. stop: checked before each bucket or folder is sent, while no rank is in a
-            collective. incarnation: of this driver.
+        Args:
+            folder: shared by all nodes; --update-weight-transport disk writes the weights there.
+            stop: checked before each bucket or folder is sent, while no rank is in a collective.
+            incarnation: of this driver.
         """
         self._config = config
         self._fleet = fleet
@@ -166,7 +167,7 @@ class WeightCoordinator:
         self._placement = placement
 
     async def move(self, placement: Placement) -> None:
-        """Engines have moved to other nodes; call ``connect`` when they answer."""
+        """Record that engines have moved to other nodes; call ``connect`` when they answer."""
         self.moved(placement)
         if self._copies is not None:
             await self._copies.end_workers()
@@ -226,9 +227,8 @@ class WeightCoordinator:
         self._stop.check()
         try:
             await self._actors.send_bucket(index)
-        except (
-            asyncio.CancelledError
-        ):  # an engine failed; the trainer would block until the deadline
+        except asyncio.CancelledError:
+            # An engine failed; the trainer would block in the broadcast until its deadline.
             self._is_abandoned = True
             await self._release_trainer()
             raise
@@ -272,9 +272,7 @@ class WeightCoordinator:
         return folder
 
     def _delta_mover(self) -> DeltaMover:
-        """Create the delta mover, with one copy per host of engines or a shared one; existing
-        copies are reused.
-        """
+        """Create the delta mover; copies of the weights (one per host, or a shared one) stay."""
         local, first = (
             self._config.sync.update_weight_local_checkpoint_dir,
             self._placement.actors[0],

@@ -1,5 +1,4 @@
-"""Typed groups of Ray workers: trainer ranks, the processes of one engine, copies of weights on
-hosts.
+"""Typed groups of Ray workers: trainer ranks, engine processes, copies of weights on hosts.
 
 Input: a ``WorkerGroup``. Output: one typed method per remote method, with one result per worker
 unless the docstring says otherwise. Only this module names remote methods by string; a test checks
@@ -39,8 +38,9 @@ BroadcastPlace = tuple[str, int, int, str]
 
 
 class ActorGroup:
-    """The ranks of the policy, or of a critic that has its own, in order; each runs a
-    ``rlpost.actor.actor.Actor`` or a ``rlpost.actor.critic_rank.CriticRank``.
+    """The ranks of the policy, or of a critic that has its own, in order.
+
+    Each runs a ``rlpost.actor.actor.Actor`` or a ``rlpost.actor.critic_rank.CriticRank``.
 
     ``dead``, ``processes``, ``save_is_done``, ``memory_use``, ``positions``,
     ``write_flight_records``, ``hold``, ``release`` and ``abort_broadcast`` run concurrently with
@@ -93,8 +93,7 @@ class ActorGroup:
         """Make worker ``order[i]`` rank ``i``; see ``WorkerGroup.reorder``."""
         await self._workers.reorder(order)
 
-    # -- start
-    # ------------------------------------------------------------------------------------------------------
+    # -- start -------------------------------------------------------------------------------------
 
     async def gpu_positions(self) -> list[int | None]:
         """Return the position of each rank's GPU on its node."""
@@ -127,52 +126,50 @@ class ActorGroup:
         """Restore a checkpoint."""
         await self._workers.call("load", str(folder))
 
-    # -- train
-    # ------------------------------------------------------------------------------------------------------
+    # -- train -------------------------------------------------------------------------------------
 
     async def send(self, values: Sequence[T], data_ranks: Sequence[int]) -> list[Stored[T]]:
-        """Store one value for each data-parallel rank, once; ``data_ranks`` says which one each
-        rank receives.
-        """
+        """Store one value per data-parallel rank; return that of each rank, by ``data_ranks``."""
         stored = [await self._workers.put(value) for value in values]
         return [stored[data_rank] for data_rank in data_ranks]
 
-    async def fetch(self, stored: Stored[T]) -> T:
-        """Return what a rank computed."""
-        return await self._workers.get(stored)
+    async def fetch_columns(
+        self, stored: StoredLogprobs, data_ranks: Sequence[int], data_rank: int
+    ) -> list[FloatColumn] | None:
+        """Return what a data-parallel rank computed, in order of its samples; None for nothing.
+
+        It is equal on all model-parallel ranks that have it, so it is fetched from one.
+        """
+        for rank, found in zip(data_ranks, stored, strict=True):
+            if rank == data_rank and found is not None:
+                by_micro_batch = await self._workers.get(found)
+                return [column for micro_batch in by_micro_batch for column in micro_batch]
+        return None
+
+    async def _computed(self, method: str, batches: StoredBatches) -> StoredLogprobs:
+        """Make a forward pass; its results stay in the object store."""
+        call = self._workers.call_each_stored(method, [(batch,) for batch in batches])
+        return await self._watched(method, call)
 
     async def compute_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
-        """Compute log-probs of response tokens under the current weights, left in the object
-        store.
-        """
-        arguments = [(batch,) for batch in batches]
-        return await self._watched(
-            "compute_logprobs", self._workers.call_each_stored("compute_logprobs", arguments)
-        )
+        """Compute log-probs of response tokens under the current weights."""
+        return await self._computed("compute_logprobs", batches)
 
     async def compute_old_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
         """Like ``compute_logprobs``, under the weights of --keep-old-actor."""
-        arguments = [(batch,) for batch in batches]
-        return await self._watched(
-            "compute_old_logprobs",
-            self._workers.call_each_stored("compute_old_logprobs", arguments),
-        )
+        return await self._computed("compute_old_logprobs", batches)
 
     async def compute_ref_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
         """Like ``compute_logprobs``, under the reference weights."""
-        arguments = [(batch,) for batch in batches]
-        return await self._watched(
-            "compute_ref_logprobs",
-            self._workers.call_each_stored("compute_ref_logprobs", arguments),
-        )
+        return await self._computed("compute_ref_logprobs", batches)
 
     async def compute_teacher_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
         """Like ``compute_logprobs``, under the teacher of --opd-teacher-load."""
-        arguments = [(batch,) for batch in batches]
-        return await self._watched(
-            "compute_teacher_logprobs",
-            self._workers.call_each_stored("compute_teacher_logprobs", arguments),
-        )
+        return await self._computed("compute_teacher_logprobs", batches)
+
+    async def compute_values(self, batches: StoredBatches) -> StoredValues:
+        """Compute the critic's value before each response token."""
+        return await self._computed("compute_values", batches)
 
     async def train_step(
         self,
@@ -183,13 +180,6 @@ class ActorGroup:
         """Run one optimizer step; all arguments have one entry per rank."""
         arguments = list(zip(batches, old_logprobs, advantages, strict=True))
         return await self._watched("train_step", self._workers.call_each("train_step", arguments))
-
-    async def compute_values(self, batches: StoredBatches) -> StoredValues:
-        """Compute the critic's value before each response token, left in the object store."""
-        arguments = [(batch,) for batch in batches]
-        return await self._watched(
-            "compute_values", self._workers.call_each_stored("compute_values", arguments)
-        )
 
     async def train_critic(
         self,
@@ -208,17 +198,14 @@ class ActorGroup:
         return (await self._workers.call("num_critic_steps"))[0]
 
     async def hold(self) -> list[StopPoint]:
-        """Stop every rank at the next stop point that it reaches, and say which."""
+        """Stop every rank at the next stop point that it reaches; return these points."""
         return await self._workers.call_aside("stop_points.hold")
 
     async def release(self, stop_at: StopPoint | None) -> None:
-        """Let held ranks continue: to ``stop_at``, where each raises Interrupted, or without an
-        end.
-        """
+        """Let held ranks continue: to ``stop_at``, where each raises Interrupted, or to the end."""
         await self._workers.call_aside("stop_points.release", stop_at)
 
-    # -- save
-    # -------------------------------------------------------------------------------------------------------
+    # -- save --------------------------------------------------------------------------------------
 
     async def save(self, folder: Path, step: int, *, in_background: bool) -> None:
         """Let each rank write its part of a checkpoint."""
@@ -265,8 +252,7 @@ class ActorGroup:
         """Free the memory of buckets that engines have read."""
         await self._workers.call("sharing.release")
 
-    # -- weights to the engines
-    # -------------------------------------------------------------------------------------
+    # -- weights to the engines --------------------------------------------------------------------
 
     async def bucket_plan(self) -> Sequence[Bucket]:
         """Names, shapes and dtypes of the buckets, equal on every rank."""
@@ -315,8 +301,7 @@ class ActorGroup:
         )
         return next(one for one in written if one is not None)
 
-    # -- observation
-    # ------------------------------------------------------------------------------------------------
+    # -- observation -------------------------------------------------------------------------------
 
     async def peak_flops(self) -> float | None:
         """Return the peak FLOP/s of the first rank's device; None if unknown."""
@@ -327,9 +312,7 @@ class ActorGroup:
         return await self._workers.call_aside("memory_use")
 
     async def positions(self, within_s: float) -> list[Position | None]:
-        """Return where each rank is, also while it computes; None for a rank that does not
-        answer.
-        """
+        """Return where each rank is, also while it computes; None for one that does not answer."""
         return await self._workers.answers_aside("position", within_s=within_s)
 
     async def write_flight_records(self, folder: Path, within_s: float) -> list[str | None]:
@@ -356,9 +339,7 @@ class ActorGroup:
 
 
 class TrainingRanks:
-    """All ranks that train: those of the policy and, numbered after them, those of a critic that
-    has its own. They are started again together.
-    """
+    """All ranks that train; a critic's own ranks are numbered after those of the policy."""
 
     def __init__(self, actors: ActorGroup, critics: ActorGroup | None = None) -> None:
         self.actors, self.critics = actors, critics
@@ -452,17 +433,13 @@ class EngineWorkers:
 
 
 class WeightCopies:
-    """A copy of the weights on each engine host; each runs a
-    ``rlpost.weights.delta.WeightCopy``.
-    """
+    """A copy of the weights on each engine host: ``rlpost.weights.delta.WeightCopy``."""
 
     def __init__(self, workers: WorkerGroup) -> None:
         self._workers = workers
 
     async def take(self, folder: Path) -> list[str | None]:
-        """Update every copy to the version in ``folder``; return the reason of each failure, or
-        None.
-        """
+        """Update every copy to the version in ``folder``; return why each failed, or None."""
         return await self._workers.call("take", str(folder))
 
     async def remove(self) -> None:

@@ -60,6 +60,7 @@ def connect(cluster: Cluster) -> list[Offer]:
         namespace="rlpost",
         log_to_driver=False,
         logging_level=logging.WARNING,
+        # The address that the agent chose: Ray would take that of the default route.
         _node_ip_address=cluster.nodes[0].ip,
     )
     alive = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
@@ -75,7 +76,7 @@ def connect(cluster: Cluster) -> list[Offer]:
 
 
 async def offer_of(node: Node, *, within_s: float = 10.0) -> Offer:
-    """What a node offers that has joined the cluster later.
+    """Return the GPUs of a node that has joined the cluster later.
 
     Raises PlacementError when Ray does not know it in time.
     """
@@ -168,8 +169,8 @@ class _Worker:
         return bool(found), found
 
     @ray.method(concurrency_group=ASIDE)
-    def call_aside(self, method: str, keywords: Mapping[str, object], *arguments: object) -> object:
-        return self._call(method, keywords, *arguments)
+    def call_aside(self, method: str, *arguments: object) -> object:
+        return self._call(method, {}, *arguments)
 
     @ray.method(concurrency_group=ASIDE)
     def spans_since(self, since: float) -> tuple[float, list[Span]]:
@@ -184,9 +185,7 @@ class _Worker:
 
 
 class WorkerGroup:
-    """One worker per slot; worker ``i`` holds the object that ``makes[i]`` creates in its
-    process.
-    """
+    """One worker per slot; worker ``i`` holds the object that ``makes[i]`` creates there."""
 
     def __init__(
         self,
@@ -232,7 +231,7 @@ class WorkerGroup:
                 num_cpus=0,
                 num_gpus=0 if slot.shared_with else slot.num_gpus,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(slot.node_id, soft=False),
-                max_concurrency=1,
+                max_concurrency=1,  # calls run in the order of submission: collectives need that
                 **(outliving if outlive_driver else {}),
             )
             log_format = {VARIABLE: os.environ[VARIABLE]} if VARIABLE in os.environ else {}
@@ -287,9 +286,7 @@ class WorkerGroup:
     async def call_each_stored(
         self, method: str, arguments: Sequence[Sequence[object]]
     ) -> list[Stored[Any] | None]:
-        """Like ``call_each``, but leave results in the object store; None for results that are
-        None.
-        """
+        """Like ``call_each``, but leave results in the object store; None for an empty result."""
         pairs = list(zip(self._workers, arguments, strict=True))
 
         def submit(index: int) -> tuple[ray.ObjectRef, ray.ObjectRef]:
@@ -303,9 +300,7 @@ class WorkerGroup:
         ]
 
     async def abandon(self, method: str, indices: Sequence[int], *, within_s: float) -> None:
-        """End all workers. Those of ``indices`` run ``method`` first, within ``within_s`` seconds;
-        the nodes of the others are lost.
-        """
+        """End all workers; those of ``indices``, whose nodes are alive, first run ``method``."""
         references = [self._workers[index].call.remote(method, {}) for index in indices]
         pairs = zip(indices, references, strict=True)
         if calls := [asyncio.ensure_future(self._one(*pair)) for pair in pairs]:
@@ -327,14 +322,8 @@ class WorkerGroup:
             raise RlpostError(f"a result in Ray's object store is lost: {error}") from None
 
     async def call_aside(self, method: str, *arguments: object) -> list[Any]:
-        """Like ``call``, concurrently with a running call; must not touch state of the
-        computation.
-        """
-        return await self._results(
-            await self._submitted(
-                lambda index: self._workers[index].call_aside.remote(method, {}, *arguments)
-            )
-        )
+        """Like ``call``, concurrently with a running call, whose state must not be touched."""
+        return await self._results(await self._asked_aside(method, arguments))
 
     async def answers_aside(
         self, method: str, *arguments: object, within_s: float
@@ -348,17 +337,20 @@ class WorkerGroup:
                 logger.warning("%s does not answer: %s", self._names[index], error or "too late")
                 return None
 
-        references = await self._submitted(
-            lambda index: self._workers[index].call_aside.remote(method, {}, *arguments)
-        )
+        references = await self._asked_aside(method, arguments)
         return await asyncio.gather(*map(of_worker, range(len(self)), references))
+
+    async def _asked_aside(self, method: str, arguments: Sequence[object]) -> list[ray.ObjectRef]:
+        return await self._submitted(
+            lambda index: self._workers[index].call_aside.remote(method, *arguments)
+        )
 
     def standby(self, index: int) -> StandbyWorker:
         """Return a worker of this group, for another group to use."""
         return StandbyWorker(self._workers[index])
 
     async def dead(self, within_s: float) -> list[int]:
-        """Return the workers whose process has ended. One that does not answer in time lives."""
+        """Return the workers whose process has ended; silence alone does not count as an end."""
 
         async def is_dead(index: int) -> bool:
             try:
@@ -382,7 +374,7 @@ class WorkerGroup:
         return list(zip(self._nodes, found, strict=True))
 
     async def kill(self, indices: Sequence[int] | None = None) -> None:
-        """Kill these processes (default: all), also those that hang. Does not wait for their end."""
+        """Kill these processes (default: all), also if they hang. Does not wait for their end."""
         for index in range(len(self)) if indices is None else indices:
             await asyncio.to_thread(ray.kill, self._workers[index], no_restart=True)
 
@@ -467,9 +459,8 @@ class WorkerGroup:
 
     def _log_tail(self, index: int) -> str:
         path = self._logs[index]
-        lines = (
-            path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:] if path.exists() else []
-        )
+        text = path.read_text(errors="replace") if path.exists() else ""
+        lines = text.splitlines()[-LOG_TAIL_LINES:]
         return "\n".join([f"end of {path}:", *(f"  {line}" for line in lines)])
 
 

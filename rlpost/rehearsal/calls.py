@@ -52,7 +52,7 @@ class Call:
         return self.kind, self.sizes, self.dtype, self.root, self.operation
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """The call for a message, without its line."""
         size = " + ".join(map(str, self.sizes)) or "no"
         operation = f" {self.operation}" if self.operation else ""
@@ -103,8 +103,7 @@ def translated(
     rank: int,
     groups_of: Mapping[int, Mapping[str, tuple[int, ...]]],
 ) -> Recording:
-    """The recording that ``rank`` would make if it differs from the recorded rank by its place
-    alone.
+    """The recording of ``rank`` if only its place differs from that of the recorded rank.
 
     Each group becomes the group of the same kind that ``rank`` is in. The position in the group
     changes too, so the other end of a transfer is found by its distance around the group.

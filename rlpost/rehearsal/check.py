@@ -7,6 +7,7 @@ plan agree.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,36 +16,21 @@ from itertools import chain
 import torch
 
 from rlpost.config.plan.adapters import adapter_parameters
-from rlpost.config.plan.rank_memory import (
-    RankMemory,
-    held_memory,
-    muon_matrices,
-    parameter_bytes,
-    trained_parameters,
-)
 from rlpost.config.plan.shape import (
     Layout,
     Parameters,
     layout_of,
     rank_parameters,
-    stored_bytes,
 )
 from rlpost.config.plan.shape import Shape as ModelShape
-from rlpost.config.plan.weight_update import weight_update
 from rlpost.config.tree import Config
 from rlpost.hf_shape import hf_shape
 from rlpost.rehearsal import coverage
-from rlpost.rehearsal.facts import RankFacts, Weight, num_elements
+from rlpost.rehearsal.facts import RankFacts, Weight
 from rlpost.rehearsal.published import Published, published
 from rlpost.rehearsal.rank_coordinates import KINDS, members, place
-from rlpost.rehearsal.update_plan import GPU_BYTES, Plan
+from rlpost.rehearsal.update_plan import Plan
 from rlpost.types import Bucket
-
-PADDING = 64
-"""Alignment of parameters in Megatron's buffers, in elements."""
-BUCKET_PADDING = 128
-"""Alignment of the ends of Megatron's buffers, per rank that shares the optimizer's state."""
-MAIN_WEIGHT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,32 +53,8 @@ def expected_of(config: Config, hf: Mapping[str, object]) -> Expected:
     return Expected(config, shape, published(hf, with_mtp=has_mtp))
 
 
-def problems(
-    ranks: Mapping[int, RankFacts], plans: Mapping[int, Plan], expected: Expected
-) -> list[str]:
-    """Return all contradictions; ``ranks`` and ``plans`` hold every rank of the layout."""
-    layout, model = expected.layout, expected.published
-    missing = [rank for rank in range(layout.world) if rank not in ranks or rank not in plans]
-    if missing:
-        return [f"ranks {missing}: no facts, or no plan"]
-    return [
-        *group_problems(ranks, layout),
-        *coverage.weight_problems(ranks, layout, expected.shape, model),
-        *coverage.optimizer_problems(ranks, spread=expected.config.perf.use_distributed_optimizer),
-        *coverage.checkpoint_problems(ranks, layout, model, num_adapted=num_adapted(expected)),
-        *parameter_problems(ranks, expected),
-        *adapter_problems(ranks, expected),
-        *memory_problems(ranks, expected),
-        *plan_problems(ranks, plans, expected),
-        *traffic_problems(plans[0], expected),
-        *sender_problems(ranks, layout),
-    ]
-
-
 def group_problems(ranks: Mapping[int, RankFacts], layout: Layout) -> Iterator[str]:
-    """Check that each rank is in one group of each kind, with the layout's members in the same
-    order.
-    """
+    """Check that each rank is in one group of each kind, with the layout's members in order."""
     for kind in KINDS:
         wanted = members(layout, kind)
         for rank, facts in ranks.items():
@@ -106,9 +68,7 @@ def group_problems(ranks: Mapping[int, RankFacts], layout: Layout) -> Iterator[s
 
 
 def parameter_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Iterator[str]:
-    """Check parameter counts: of each rank against the planner, of all ranks against
-    transformers.
-    """
+    """Compare parameter counts: of each rank with the planner, of all ranks with transformers."""
     layout = expected.layout
     for rank, facts in ranks.items():
         found = parameters_of(facts)
@@ -151,51 +111,8 @@ def _counted(weights: Iterable[Weight]) -> Parameters:
     )
 
 
-def memory_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Iterator[str]:
-    """Check the bytes of weights, gradients and optimizer on the largest rank of each stage against
-    the planner.
-
-    Padding of Megatron's buffers is allowed for.
-    """
-    layout, each = expected.layout, parameter_bytes(expected.config)
-    stages: dict[int, list[RankFacts]] = {}
-    for rank, facts in ranks.items():
-        stages.setdefault(place(layout, rank).pipeline, []).append(facts)
-    for stage, of_stage in sorted(stages.items()):
-        planned = planned_bytes(expected, stage)
-        padding = (
-            PADDING * max(len(facts.weights) for facts in of_stage)
-            + 2 * BUCKET_PADDING * layout.world
-        )
-        compared = (
-            ("weights", max(facts.memory.weights for facts in of_stage), planned.weights, 0),
-            (
-                "gradients",
-                max(facts.memory.gradients for facts in of_stage),
-                planned.gradients,
-                each.gradients,
-            ),
-            (
-                "optimizer",
-                max(map(num_optimized, of_stage)) * each.optimizer,
-                planned.optimizer,
-                each.optimizer,
-            ),
-        )
-        for name, size, wanted, element in compared:
-            if not wanted <= size <= wanted + padding * element:
-                yield f"stage {stage}: {name} take {size} bytes on a rank, the planner says {wanted}"
-    main_bytes = 0 if expected.config.perf.bf16 is False else MAIN_WEIGHT_BYTES
-    for rank, facts in ranks.items():
-        size, elements = facts.memory.main_weights, num_optimized(facts)
-        if size != main_bytes * elements:
-            yield f"rank {rank}: main weights take {size} bytes, its optimizer has {elements} elements"
-
-
 def adapter_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Iterator[str]:
-    """Check the adapters of each rank: those of the planner's count, at the rank's coordinates,
-    and all shards of each on some rank.
-    """
+    """Check that adapters have the planner's sizes, and each shard its place."""
     lora, layout = expected.config.lora, expected.layout
     if lora.lora_rank is None:
         return
@@ -220,22 +137,6 @@ def num_adapted(expected: Expected) -> int | None:
     if expected.config.lora.lora_rank is None:
         return None
     return adapter_parameters(expected.config.lora, expected.shape, Layout(), 0).total
-
-
-def planned_bytes(expected: Expected, stage: int) -> RankMemory:
-    """Return the planner's bytes on a rank of a stage without offload."""
-    parameters = rank_parameters(expected.shape, expected.layout, stage)
-    optimizer = expected.config.optimizer.model_copy(update={"optimizer_cpu_offload": False})
-    here = expected.config.model_copy(update={"optimizer": optimizer})
-    trained = trained_parameters(here, expected.shape, expected.layout, stage)
-    matrices = muon_matrices(here, expected.shape, expected.layout, stage)
-    return held_memory(here, expected.layout, parameters, trained, matrices)[0]
-
-
-def num_optimized(facts: RankFacts) -> int:
-    """Return the number of elements whose optimizer state is on the rank."""
-    ranges = [weight.optimizer for weight in facts.trained if weight.optimizer is not None]
-    return sum(end - start for start, end in ranges)
 
 
 def plan_problems(
@@ -277,32 +178,6 @@ def plan_problems(
             yield f"weight update: bucket {number} has {size} bytes, --update-weight-buffer-size is {limit}"
 
 
-def traffic_problems(plan: Plan, expected: Expected, *, in_fp8: bool = False) -> Iterator[str]:
-    """Check buckets and bytes of the plan against ``rlpost plan``, which omits expert biases."""
-    width = parameter_bytes(expected.config).weights
-    said = weight_update(
-        expected.config,
-        expected.shape,
-        expected.layout,
-        gpu_bytes=GPU_BYTES,
-        width=width,
-        in_fp8=in_fp8,
-    )
-    buffers = expected.published.buffers
-    sizes = [
-        sum(size for name, size in tensor_bytes(bucket) if name not in buffers) for bucket in plan
-    ]
-    engine = stored_bytes(expected.shape, 1 if in_fp8 else width)
-    for what, found, wanted in (
-        ("buckets", len(plan), said.num_buckets),
-        ("bytes of trained weights", sum(sizes), said.total_bytes),
-        ("bytes in its largest bucket", max(sizes), said.largest_bytes),
-        ("bytes of trained weights in an engine", sum(sizes), engine),
-    ):
-        if found != wanted:
-            yield f"weight update: it has {found} {what}, the planner says {wanted}"
-
-
 def bucket_bytes(bucket: Bucket) -> int:
     """Return the bytes of all tensors of a bucket."""
     return sum(size for _, size in tensor_bytes(bucket))
@@ -311,13 +186,11 @@ def bucket_bytes(bucket: Bucket) -> int:
 def tensor_bytes(bucket: Bucket) -> Iterator[tuple[str, int]]:
     """Yield name and bytes of each tensor of a bucket."""
     for name, shape, dtype in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
-        yield name, num_elements(shape) * getattr(torch, dtype).itemsize
+        yield name, math.prod(shape) * getattr(torch, dtype).itemsize
 
 
 def sender_problems(ranks: Mapping[int, RankFacts], layout: Layout) -> Iterator[str]:
-    """Check that one rank of each stage sends, and that all ranks from which it gathers take
-    part.
-    """
+    """Check that one rank of each stage sends, and that the ranks it gathers from take part."""
     for stage in range(layout.pipeline):
         sources = [
             facts

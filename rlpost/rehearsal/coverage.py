@@ -6,6 +6,7 @@ rank that must hold it from the layout, independently of the code that shards.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from functools import lru_cache
 
 from rlpost.config.plan.shape import Layout, layers_of
 from rlpost.config.plan.shape import Shape as ModelShape
-from rlpost.rehearsal.facts import CheckpointPart, RankFacts, Shape, Weight, num_elements
+from rlpost.rehearsal.facts import CheckpointPart, RankFacts, Shape, Weight
 from rlpost.rehearsal.published import Published
 from rlpost.rehearsal.rank_coordinates import RankCoordinates, place
 
@@ -130,9 +131,7 @@ def _tied_problems(
 def _shard_problems(
     rank: int, weight: Weight, where: RankCoordinates, tensors: Mapping[str, Shape]
 ) -> Iterator[str]:
-    """Check that the shard index is the rank's coordinate and that the shard has the width of the
-    tensors.
-    """
+    """Check that a shard has its rank's coordinate as index, and the width of its tensors."""
     coordinate = where.expert_tensor if weight.is_expert else where.tensor
     if weight.num_shards > 1 and weight.shard != coordinate:
         yield f"rank {rank}: it holds shard {weight.shard} of {weight.name}, its place is {coordinate}"
@@ -191,8 +190,7 @@ def _tiles(pieces: set[Piece], shape: Shape) -> bool:
 
 
 def optimizer_problems(ranks: Mapping[int, RankFacts], *, spread: bool) -> Iterator[str]:
-    """Check that the optimizer state covers every trained element once among ranks with equal
-    weights.
+    """Check that ranks with equal weights hold the optimizer state of every element once.
 
     Without ``spread`` (the distributed optimizer) each of these ranks must have the whole state.
     """
@@ -234,7 +232,7 @@ def checkpoint_problems(
     totals = {"weights": 0, "optimizer": 0}
     for key, found in parts.items():
         if not key.endswith(UNTRAINED):
-            totals["optimizer" if key.startswith(OPTIMIZER_PREFIX) else "weights"] += num_elements(
+            totals["optimizer" if key.startswith(OPTIMIZER_PREFIX) else "weights"] += math.prod(
                 found[0].global_shape
             )
         if problem := _part_problem(found):
@@ -243,7 +241,7 @@ def checkpoint_problems(
     wanted = 0
     for name, shape in published.tensors.items():
         rows = shape[0] + (padding if name in VOCABULARY else 0)
-        wanted += 0 if name.endswith(UNTRAINED_HF) else num_elements((rows, *shape[1:]))
+        wanted += 0 if name.endswith(UNTRAINED_HF) else math.prod((rows, *shape[1:]))
     whose = "the model has {} with its padded vocabulary"
     if num_adapted is not None:
         wanted, whose = num_adapted, "the adapters have {}"
@@ -278,9 +276,9 @@ def _part_problem(parts: list[CheckpointPart]) -> str | None:
             return f"the box at {part.offset} of shape {part.shape} does not lie in {whole}"
     if twice := _overlap(parts):
         return f"the box at {twice.offset} of shape {twice.shape} is written by several ranks, in part at least"
-    written = sum(num_elements(part.shape) for part in parts)
-    if written != num_elements(whole):
-        return f"{written} of its {num_elements(whole)} elements are written"
+    written = sum(math.prod(part.shape) for part in parts)
+    if written != math.prod(whole):
+        return f"{written} of its {math.prod(whole)} elements are written"
     return None
 
 

@@ -7,13 +7,14 @@ policy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from rlpost.config.plan.shape import critic_parameters
 from rlpost.rehearsal import coverage
 from rlpost.rehearsal.check import Expected, parameters_of
-from rlpost.rehearsal.facts import RankFacts, num_elements
+from rlpost.rehearsal.facts import RankFacts
 from rlpost.rehearsal.published import Published
 from rlpost.rehearsal.rank_coordinates import place
 
@@ -30,7 +31,7 @@ def of_critic(policy: Published, hidden: int) -> Published:
     """The tensors of a critic beside a policy without a layer for multi-token prediction."""
     head = {SCORE_WEIGHT: (1, hidden), SCORE_BIAS: (1,)}
     body = {name: shape for name, shape in policy.tensors.items() if name != LM_HEAD}
-    removed = num_elements(policy.tensors[LM_HEAD]) if LM_HEAD in policy.tensors else 0
+    removed = math.prod(policy.tensors[LM_HEAD]) if LM_HEAD in policy.tensors else 0
     return Published(body | head, policy.num_parameters - removed + hidden + 1, policy.buffers)
 
 

@@ -5,6 +5,7 @@ Sizes are in elements unless a name says bytes. Shapes are those of this rank's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -16,9 +17,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter or an expert bias of this rank, its layer and expert counted over the whole
-    model.
-    """
+    """A parameter or expert bias of this rank; layers and experts count over the whole model."""
 
     name: str
     hugging_face: tuple[str, ...]
@@ -46,7 +45,7 @@ class Weight:
     @property
     def size(self) -> int:
         """Elements of the shard."""
-        return num_elements(self.shape)
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +107,3 @@ class RankFacts:
     def trained(self) -> Iterator[Weight]:
         """Everything that the optimizer updates."""
         return (one for one in (*self.weights, *self.adapters) if one.is_trained)
-
-
-def num_elements(shape: Shape) -> int:
-    """Elements of a tensor of this shape."""
-    count = 1
-    for size in shape:
-        count *= size
-    return count

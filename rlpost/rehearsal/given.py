@@ -33,7 +33,7 @@ from megatron.core.transformer.moe import token_dispatcher
 from rlpost.actor import attention
 from rlpost.actor.packing import PackedMicroBatch
 from rlpost.rehearsal.meta import MetaAsHost
-from rlpost.rehearsal.recorder import Recorder, check_floating
+from rlpost.rehearsal.recorder import check_floating
 
 P2P = p2p_communication.P2PCommunicator
 DISPATCHER = token_dispatcher.MoEAlltoAllTokenDispatcher
@@ -153,16 +153,10 @@ class BalancedMap:
 
 
 @contextmanager
-def given_values(recorder: Recorder, *, topk: int) -> Iterator[Schedule]:
-    """Context in which the values come from the plan.
-
-    Args:
-        recorder: of this rank.
-        topk: experts of a row; 0 without experts.
-    """
+def given_values() -> Iterator[Schedule]:
+    """Context in which the values come from the plan."""
     given = Given()
     schedule = Schedule(given)
-    recorder.selected_of = lambda mask: mask.shape[-1] * topk  # type: ignore[method-assign]
     with ExitStack() as stack:
         stack.enter_context(patch.object(P2P, "_communicate_shapes", _shapes_from(schedule)))
         stack.enter_context(patch.object(DISPATCHER, "preprocess", _balanced()))
@@ -213,9 +207,7 @@ def _balanced() -> Callable[..., torch.Tensor]:
 
 
 def _gathered() -> Callable[..., torch.Tensor]:
-    """Counts in host memory are those of every rank; they are gathered on the device, as on a
-    GPU.
-    """
+    """Gather counts in host memory, which are equal on all ranks, on the device as on a GPU."""
     original = token_dispatcher.gather_from_sequence_parallel_region
 
     def gather(values: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:

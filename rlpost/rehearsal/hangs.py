@@ -31,14 +31,14 @@ class Fault:
         group: the ranks that would wait.
         position: index of the call in the calls of the first deviating rank, for order in time.
         line: the line that issued the deviating call, or that issued the call which is missing.
-        words: one sentence.
+        message: one sentence.
     """
 
     ranks: tuple[int, ...]
     group: Group
     position: int
     line: str
-    words: str
+    message: str
 
 
 def hangs(recordings: Mapping[int, Recording]) -> list[Fault]:
@@ -65,7 +65,7 @@ def collective_faults(recordings: Mapping[int, Recording]) -> Iterable[Fault]:
         for rank in strangers:
             call = sequences[rank][group][0]
             yield _fault(
-                recordings, (rank,), call, f"rank {rank} calls {call.words} on a group it is not in"
+                recordings, (rank,), call, f"rank {rank} calls {call.text} on a group it is not in"
             )
         if fault := _mismatch(recordings, group, of_group, commonness):
             yield fault
@@ -85,13 +85,10 @@ def _mismatch(
         return _wrong_split(recordings, group, of_group, commonness)
     lines = {rank: [call.line for call in calls] for rank, calls in of_group.items()}
     for position in range(longest):
-        keys: dict[int, object] = {}
+        keys: dict[int, object] = dict.fromkeys(group)
         for rank in group:
-            keys[rank] = (
-                (agreed[rank][position], lines[rank][position])
-                if position < len(agreed[rank])
-                else None
-            )
+            if position < len(agreed[rank]):
+                keys[rank] = agreed[rank][position], lines[rank][position]
         if len(set(keys.values())) > 1 and _is_real(agreed, lines, position):
             return _told(recordings, group, of_group, _odd(keys, commonness), position)
     raise AssertionError("the sequences differ, so one position does")
@@ -140,25 +137,25 @@ def _told(
     assert call is not None
     number = f"call {position + 1} on the group of ranks {_ends(group)}"
     if mine is None and theirs is not None:
-        words = f"{who} never issues {number}: {theirs.words} at {theirs.line}"
+        message = f"{who} never issues {number}: {theirs.text} at {theirs.line}"
     elif theirs is None and mine is not None:
-        words = f"{who} issues {mine.words} at {mine.line}, as {number}, and the others do not"
+        message = f"{who} issues {mine.text} at {mine.line}, as {number}, and the others do not"
     elif mine is not None and theirs is not None and _comes_later(mine, of_group[other][position:]):
         call = theirs
-        words = (
-            f"{who} leaves out {number}: {theirs.words} at {theirs.line}; it continues with {mine.words} "
+        message = (
+            f"{who} leaves out {number}: {theirs.text} at {theirs.line}; it continues with {mine.text} "
             f"at {mine.line}"
         )
     elif mine is not None and theirs is not None and mine.line == theirs.line:
-        words = f"{number} at {mine.line}: {who} has {mine.words}, rank {other} has {theirs.words}"
+        message = f"{number} at {mine.line}: {who} has {mine.text}, rank {other} has {theirs.text}"
     else:
         assert mine is not None and theirs is not None
-        words = (
-            f"{number}: {who} is at {mine.line} with {mine.words}, "
-            f"rank {other} at {theirs.line} with {theirs.words}"
+        message = (
+            f"{number}: {who} is at {mine.line} with {mine.text}, "
+            f"rank {other} at {theirs.line} with {theirs.text}"
         )
     at = _position(recordings[odd[0]], mine, of_group[odd[0]])
-    return Fault(odd, group, at, call.line, f"{call.phase}: {words}")
+    return Fault(odd, group, at, call.line, f"{call.phase}: {message}")
 
 
 def _comes_later(call: Call, others: Sequence[Call]) -> bool:
@@ -170,10 +167,14 @@ def _comes_later(call: Call, others: Sequence[Call]) -> bool:
 
 def _position(recording: Recording, call: Call | None, of_group: Sequence[Call]) -> int:
     """Index of a call of the rank; of a missing one, that after its last call on the group."""
-    wanted = call if call is not None else (of_group[-1] if of_group else None)
-    if wanted is None:
+    if call is None and not of_group:
         return 0
-    return next(at for at, one in enumerate(recording.calls) if one is wanted)
+    return _index(recording, of_group[-1] if call is None else call)
+
+
+def _index(recording: Recording, call: Call) -> int:
+    """Find a call by identity: equal calls may occur several times."""
+    return next(at for at, one in enumerate(recording.calls) if one is call)
 
 
 def _wrong_split(
@@ -190,19 +191,15 @@ def _wrong_split(
         for sender, mine in enumerate(calls):
             for receiver, theirs in enumerate(calls):
                 if mine.sent[receiver] != theirs.received[sender]:
-                    words = (
+                    message = (
                         f"all_to_all at {mine.line}: rank {group[sender]} sends {mine.sent[receiver]} rows to "
                         f"rank {group[receiver]}, which expects {theirs.received[sender]}"
                     )
                     pair = (group[sender], group[receiver])
                     fewest = min(commonness[rank] for rank in pair)
                     odd = tuple(rank for rank in pair if commonness[rank] == fewest)
-                    at = next(
-                        index
-                        for index, one in enumerate(recordings[odd[0]].calls)
-                        if one is of_group[odd[0]][position]
-                    )
-                    return Fault(odd, group, at, mine.line, f"{call.phase}: {words}")
+                    at = _index(recordings[odd[0]], of_group[odd[0]][position])
+                    return Fault(odd, group, at, mine.line, f"{call.phase}: {message}")
     return None
 
 
@@ -248,27 +245,27 @@ def _unmet(
 ) -> Iterable[Fault]:
     for number, (mine, theirs) in enumerate(zip(sends, receives, strict=False), start=1):
         if (mine.sizes, mine.dtype) != (theirs.sizes, theirs.dtype):
-            words = (
-                f"transfer {number} from rank {source} to rank {target}: {mine.words} at {mine.line}, but the "
-                f"receiver expects {theirs.words} at {theirs.line} ({len(sends)} sends, "
+            message = (
+                f"transfer {number} from rank {source} to rank {target}: {mine.text} at {mine.line}, but the "
+                f"receiver expects {theirs.text} at {theirs.line} ({len(sends)} sends, "
                 f"{len(receives)} receives)"
             )
-            yield _fault(recordings, (source, target), mine, words)
+            yield _fault(recordings, (source, target), mine, message)
             return
     if len(sends) > len(receives):
         extra = sends[len(receives)]
-        words = (
+        message = (
             f"rank {source} sends {len(sends)} times to rank {target}, which receives "
-            f"{len(receives)} times; the first without a receive is {extra.words} at {extra.line}"
+            f"{len(receives)} times; the first without a receive is {extra.text} at {extra.line}"
         )
-        yield _fault(recordings, (source, target), extra, words)
+        yield _fault(recordings, (source, target), extra, message)
     elif len(receives) > len(sends):
         extra = receives[len(sends)]
-        words = (
+        message = (
             f"rank {target} waits {len(receives)} times for rank {source}, which sends "
-            f"{len(sends)} times; the first without a sender is {extra.words} at {extra.line}"
+            f"{len(sends)} times; the first without a sender is {extra.text} at {extra.line}"
         )
-        yield _fault(recordings, (target, source), extra, words, of=target)
+        yield _fault(recordings, (target, source), extra, message, of=target)
 
 
 def order_faults(recordings: Mapping[int, Recording]) -> Iterable[Fault]:
@@ -302,11 +299,11 @@ def order_faults(recordings: Mapping[int, Recording]) -> Iterable[Fault]:
         others = [one for one in stuck if one in call.group and one != rank]
         away = next((one for one in others if waiting[one][at[one]].group != call.group), others[0])
         theirs = waiting[away][at[away]]
-        words = (
-            f"ranks {_ends(tuple(stuck))} wait for each other: rank {rank} is in {call.words} at {call.line}, "
-            f"rank {away} in {theirs.words} of another group at {theirs.line}"
+        message = (
+            f"ranks {_ends(tuple(stuck))} wait for each other: rank {rank} is in {call.text} at {call.line}, "
+            f"rank {away} in {theirs.text} of another group at {theirs.line}"
         )
-        yield _fault(recordings, (rank, away), call, words)
+        yield _fault(recordings, (rank, away), call, message)
 
 
 def _blocks(call: Call) -> bool:
@@ -317,13 +314,13 @@ def _fault(
     recordings: Mapping[int, Recording],
     ranks: tuple[int, ...],
     call: Call,
-    words: str,
+    message: str,
     *,
     of: int | None = None,
 ) -> Fault:
     rank = ranks[0] if of is None else of
-    position = next(at for at, one in enumerate(recordings[rank].calls) if one is call)
-    return Fault(ranks, call.group, position, call.line, f"{call.phase}: {words}")
+    position = _index(recordings[rank], call)
+    return Fault(ranks, call.group, position, call.line, f"{call.phase}: {message}")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -30,8 +30,7 @@ _TYPE, _CPU = torch.Tensor.type, torch.Tensor.cpu
 def as_rank(
     rank: int, world: int, settings: ActorSettings, *, num_virtual_stages: int | None
 ) -> Iterator[None]:
-    """Emulate a rank of ``world`` in the context: groups are formed, and the trainer's device is
-    meta.
+    """Emulate a rank of ``world``: its groups are formed, and the trainer's device is meta.
 
     Raises:
         PlacementError: the layout does not match the number of ranks.

@@ -16,8 +16,7 @@ it.
 
 
 def description_of(settings: ActorSettings) -> ModelDescription:
-    """The description by config.json of ``hf_checkpoint``, or by the table [model] where there is
-    no such file.
+    """Describe the model by config.json in ``hf_checkpoint`` or, without it, by the table [model].
 
     Raises WeightError or ConfigError when neither describes a model that can be trained.
     """

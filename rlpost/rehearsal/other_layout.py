@@ -27,13 +27,13 @@ SIZES = {
 
 
 def load_check(config: Config, settings: ActorSettings, facts: Mapping[int, RankFacts]) -> Check:
-    """Whether what was written is what is read, here and at half of one parallel size."""
+    """Check that all that is read was written, here and at half of one parallel size."""
     written = {part.key: part.global_shape for one in facts.values() for part in one.checkpoint}
     other = other_settings(settings)
     extent = f"{len(written)} tensors, at this layout"
     if other is None:
         return Check("a checkpoint loads", (), extent)
-    changed, words = other
+    changed, layout = other
     description, world = description_of(changed), config.actor_world_size
     try:
         read = {
@@ -42,7 +42,11 @@ def load_check(config: Config, settings: ActorSettings, facts: Mapping[int, Rank
         }
     except (ConfigError, PlacementError):
         return Check("a checkpoint loads", (), extent)
-    return Check("a checkpoint loads", tuple(unread(written, read, words)), f"{extent} and {words}")
+    return Check(
+        "a checkpoint loads",
+        tuple(unread(written, read, layout)),
+        f"{extent} and {layout}",
+    )
 
 
 def other_settings(settings: ActorSettings) -> tuple[ActorSettings, str] | None:
@@ -62,7 +66,7 @@ def other_settings(settings: ActorSettings) -> tuple[ActorSettings, str] | None:
 
 
 def unread(
-    written: Mapping[str, Shape], read: Mapping[int, RankFacts], words: str
+    written: Mapping[str, Shape], read: Mapping[int, RankFacts], layout: str
 ) -> Iterator[str]:
     """What a rank of the other layout would read, and does not find so."""
     for rank, facts in read.items():
@@ -70,7 +74,7 @@ def unread(
             found = written.get(part.key)
             if found != part.global_shape:
                 yield (
-                    f"with {words} rank {rank} reads {part.key} of shape {part.global_shape}, the "
+                    f"with {layout} rank {rank} reads {part.key} of shape {part.global_shape}, the "
                     f"checkpoint has {found or 'none'}"
                 )
 

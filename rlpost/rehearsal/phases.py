@@ -112,7 +112,8 @@ def rehearse_phases(
         RuntimeError: the code reads a value that a rehearsal does not have; with the line.
     """
     settings = as_on_gpu(settings)
-    recorder = Recorder(transfers=False, results=results)
+    topk = int(description.fields.get("moe_router_topk") or 0)
+    recorder = Recorder(transfers=False, results=results, topk=topk)
     with (
         as_rank(rank, world, settings, num_virtual_stages=description.num_virtual_stages(settings)),
         recorder.recording(),
@@ -122,10 +123,9 @@ def rehearse_phases(
         with building(), _without_files(actor, facts, gpu_bytes=phases.gpu_bytes):
             actor.build()
             placeholders = {one: _moments(one) for one in _optimizers(actor)}
-        topk = int(actor.description.fields.get("moe_router_topk") or 0)
         # As in a run, tensors without a device are in host memory from here on.
         with (
-            given_values(recorder, topk=topk) as schedule,
+            given_values() as schedule,
             _followed(actor, schedule),
             _replaced_at_first_step(placeholders),
             without_host_memory(),
@@ -163,7 +163,7 @@ def _check_frozen(
     *,
     stage: int,
 ) -> None:
-    """Check the patterns of frozen weights with what each rank says of its own."""
+    """Check the patterns of frozen weights with the weights of every rank."""
     exchange = dist.all_gather_object
 
     def gathered(found: list[object], mine: object, **options: object) -> None:

@@ -1,5 +1,4 @@
-"""The tensors of a checkpoint as transformers itself names and shapes them: the model on the meta
-device.
+"""The tensors of a checkpoint as transformers names and shapes them, on the meta device.
 
 Nothing of it comes from this project's tables of names, so the two can be compared.
 """

@@ -98,9 +98,7 @@ def _facts(
 
 
 def as_on_gpu(settings: ActorSettings) -> ActorSettings:
-    """The settings with the precision that a GPU has by default, and without what needs CUDA to be
-    built.
-    """
+    """The settings with the precision of a GPU, without what cannot be built without CUDA."""
     return replace(
         settings,
         bf16=settings.bf16 is not False,
@@ -114,9 +112,7 @@ def as_on_gpu(settings: ActorSettings) -> ActorSettings:
 
 
 def _own_stage_alone(mine: list[Entry], group: dist.ProcessGroup) -> list[list[Entry]]:
-    """The other stages are ranks of their own here; ``rlpost.rehearsal.update_plan`` puts them
-    together.
-    """
+    """Return the entries of this stage; ``update_plan`` joins those of all stages."""
     return [mine]
 
 
@@ -196,9 +192,7 @@ def _adapters(
 
 
 def _optimizer_ranges(adam: MegatronOptimizer, chunks: Sequence[torch.nn.Module]) -> Ranges:
-    """The part of each parameter whose state is here, as a range of its elements; empty parts are
-    left out.
-    """
+    """The range of elements of each parameter whose optimizer state is here; no empty ranges."""
     return {
         state.parameter: (state.start, state.end)
         for state in optimizer_state.parameter_states(adam)
@@ -221,9 +215,7 @@ def _checkpoint_parts(
 
 
 def _on_first_replica(regions: Regions) -> set[torch.Tensor]:
-    """The parameters whose state the data-parallel ranks of this one write; see ``written_states``,
-    which asks them.
-    """
+    """The parameters whose state this rank's replicas write; ``written_states`` asks them."""
     return {tensor for tensor, found in regions.items() if not any(found[0].replica_id[:-1])}
 
 

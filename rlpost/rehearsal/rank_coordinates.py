@@ -1,5 +1,4 @@
-"""Where a rank stands in a layout, and which ranks form a group with it. Pure arithmetic, without
-Megatron.
+"""The coordinates of a rank in a layout, and the members of its groups. Pure arithmetic.
 
 Ranks count tensor-parallel first, then context, data and pipeline. The ranks of one pipeline stage
 count a second time for the experts: expert-tensor first, then expert, then data.

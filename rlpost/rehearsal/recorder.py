@@ -55,12 +55,15 @@ NOT_OURS = (str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"] + 
 class Recorder(TorchDispatchMode):
     """The calls and bytes of one rank, while it is entered."""
 
-    def __init__(self, *, transfers: bool, results: MetaResults | None = None) -> None:
+    def __init__(
+        self, *, transfers: bool, results: MetaResults | None = None, topk: int | None = None
+    ) -> None:
         """
         Args:
             transfers: whether the groups are real. Otherwise collectives return at once and their
                 results keep what memory has.
             results: of operations of earlier ranks; None where every operation is dispatched.
+            topk: experts of a row, which a routing mask without data selects; None if not known.
         """
         super().__init__()
         self.calls: list[Call] = []
@@ -68,6 +71,7 @@ class Recorder(TorchDispatchMode):
         self.phase = ""
         self._transfers = transfers
         self._results = results
+        self._topk = topk
         self._bytes = 0
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._is_silent = False
@@ -135,12 +139,11 @@ class Recorder(TorchDispatchMode):
             return _on_one_device(func, args, options)
         return self._results.of(func, args, options, _on_one_device)
 
-    def selected_of(self, mask: torch.Tensor) -> int:
-        """Elements that a mask without data selects; the rehearsal sets it."""
-        raise RuntimeError(f"{_line()}: how many elements a mask selects is not known on meta")
-
     def _selected(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        made = torch.empty(self.selected_of(mask), dtype=values.dtype, device=values.device)
+        if self._topk is None:
+            raise RuntimeError(f"{_line()}: how many elements a mask selects is not known on meta")
+        size = mask.shape[-1] * self._topk
+        made = torch.empty(size, dtype=values.dtype, device=values.device)
         self._count(made)
         return made
 
@@ -148,7 +151,7 @@ class Recorder(TorchDispatchMode):
         if tensor.device.type == "cpu" and not self._transfers:
             return
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage._cdata  # the address of the storage, which views of a tensor share
         if key in self._storages:
             return
         size = storage.nbytes()
@@ -244,7 +247,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _objects_as_here(name: str, first: Any, args: Sequence[Any]) -> None:
-    """Every rank has what this one has: the ranks of a rehearsal agree, or the plan says so."""
+    """Return the objects of this rank for every rank: they agree, or a plan replaces them."""
     if name == "all_gather_object":
         first[:] = [args[0]] * len(first)
 
@@ -275,9 +278,7 @@ def _splits(
 
 
 def check_floating(tensor: torch.Tensor) -> None:
-    """Raise RuntimeError if a number of ``tensor``, which has no data, may decide what comes
-    next.
-    """
+    """Raise RuntimeError if ``tensor``, which has no data, may decide what comes next."""
     if not tensor.is_floating_point():
         raise RuntimeError(
             f"{_line()}: a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is read, and a rehearsal has "
@@ -303,7 +304,7 @@ def _on_one_device(func: Any, args: tuple[Any, ...], options: dict[str, Any]) ->
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """Tensors and other values of nested lists and tuples; torch's own walk takes ten times as long."""
+    """Leaves of nested lists and tuples; torch's own walk takes ten times as long."""
     if isinstance(value, list | tuple):
         for one in value:
             yield from _leaves(one)
@@ -320,9 +321,7 @@ def _to_meta(value: object) -> object:
 
 
 def _line() -> str:
-    """The innermost line that is neither torch's nor the rehearsal's, and who called it in
-    rlpost.
-    """
+    """Return the innermost line outside of torch and the rehearsal, and its caller in rlpost."""
     frame = sys._getframe(1)
     innermost = ""
     while frame is not None:

@@ -7,7 +7,7 @@ for programs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from common.counting import counted
 from rlpost.config.plan.estimate import RESERVE, TRAINER_CONTEXT, Rank
@@ -61,7 +61,7 @@ class Compared:
     rehearsed: int
 
     @property
-    def words(self) -> str:
+    def columns(self) -> str:
         """Three columns: planner, rehearsal, difference relative to the rehearsal."""
         share = (self.planned - self.rehearsed) / self.rehearsed if self.rehearsed else 0.0
         return f"{gb(self.planned):>12}{gb(self.rehearsed):>12}{share:>+12.1%}"
@@ -107,8 +107,8 @@ class Result:
 def hang_check(faults: Sequence[Fault], *, num_calls: int, num_groups: int) -> Check:
     """The check of all collectives and transfers."""
     extent = f"{counted(num_calls, 'call')} in {counted(num_groups, 'group')}"
-    words = tuple(f"the step would hang: {one.words}" for one in faults)
-    return Check("collectives in the same order, with matching shapes", words, extent)
+    messages = tuple(f"the step would hang: {one.message}" for one in faults)
+    return Check("collectives in the same order, with matching shapes", messages, extent)
 
 
 def memory_use(recording: Recording, *, offloaded_fraction: float) -> MemoryUse:
@@ -214,14 +214,8 @@ def as_object(result: Result) -> dict[str, object]:
     return {
         "passed": result.first_fault is None,
         "first_fault": result.first_fault,
-        "checks": [
-            {"name": one.name, "faults": list(one.faults), "extent": one.extent}
-            for one in result.checks
-        ],
-        "memory": [
-            {"rank": one.rank, "held": dict(one.held), "peaks": dict(one.peaks)}
-            for one in result.memory
-        ],
+        "checks": [asdict(one) for one in result.checks],
+        "memory": [asdict(one) for one in result.memory],
         "classes": [list(members) for members in result.classes],
         "ran": list(result.ran),
         "num_calls": result.num_calls,

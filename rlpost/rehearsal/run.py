@@ -11,10 +11,11 @@ import resource
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from common.counting import counted
 from rlpost.actor.settings import ActorSettings
-from rlpost.config.plan.estimate import Estimate, estimate
+from rlpost.config.plan.estimate import estimate
 from rlpost.config.tree import Config
 from rlpost.rehearsal import check, coverage, critic
 from rlpost.rehearsal.calls import Recording
@@ -111,6 +112,7 @@ def rehearse_run(
     say("a checkpoint at another layout")
     perf = config.perf.model_copy(update={"transformer_impl": "local"})
     local = config.model_copy(update={"perf": perf})
+    plan = partial(estimate, shape=expected.shape, gpu_bytes=options.gpu_bytes)
     return Result(
         checks=(
             *_built(facts, plans, expected, policy),
@@ -126,8 +128,8 @@ def rehearse_run(
         num_calls=sum(len(one.calls) for one in recorded.recordings.values()),
         micro_batches=(len(step.batch.micro_batches), step.num_micro_batches[0]),
         gpu_bytes=options.gpu_bytes,
-        planned_bytes=_planned(config, expected, options.gpu_bytes).fullest.train,
-        compared=compared_parts(memory, _planned(local, expected, options.gpu_bytes).ranks),
+        planned_bytes=plan(config).fullest.train,
+        compared=compared_parts(memory, plan(local).ranks),
         seconds=time.monotonic() - started,
         peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
@@ -196,7 +198,3 @@ def _hangs(recorded: Recorded) -> Check:
 def _offloaded(config: Config) -> float:
     given = config.optimizer
     return given.optimizer_offload_fraction if given.optimizer_cpu_offload else 0.0
-
-
-def _planned(config: Config, expected: Expected, gpu_bytes: int) -> Estimate:
-    return estimate(config, expected.shape, gpu_bytes=gpu_bytes)

@@ -1,4 +1,4 @@
-"""Which ranks do the same, so that a few of them stand for all. Pure.
+"""Put ranks that do the same into classes, so that two of each represent it. Pure.
 
 Two ranks are of one class if they are on the same pipeline stage, hold weights of the same shapes,
 are in groups of the same sizes, and have the same part in a weight update; all ranks rehearse the
@@ -90,8 +90,8 @@ def _copies(
     if expected != last.calls:
         pairs = enumerate(zip(expected, last.calls, strict=False))
         number = next((at for at, (one, other) in pairs if one != other), len(expected))
-        theirs = last.calls[number].words if number < len(last.calls) else "no call"
-        ours = expected[number].words if number < len(expected) else "no call"
+        theirs = last.calls[number].text if number < len(last.calls) else "no call"
+        ours = expected[number].text if number < len(expected) else "no call"
         raise ValueError(
             f"call {number} of rank {first.rank} is {ours}, that of rank {last.rank} is {theirs}"
         )

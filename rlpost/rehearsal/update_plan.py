@@ -34,9 +34,7 @@ class _Entries:
 def update_plans(
     ranks: Mapping[int, RankFacts], config: Config, *, quantisation: BlockFp8 | None = None
 ) -> dict[int, Plan]:
-    """The plan of each rank whose pipeline group is complete in ``ranks``; equal inputs share one
-    plan.
-    """
+    """The plan of each rank with all its pipeline group in ``ranks``; equal inputs share one."""
     # Each rank's entries are hashed once; a plan is looked up by the identity of what its stages hold.
     distinct: dict[tuple[Entry, ...], tuple[Entry, ...]] = {}
     held = {

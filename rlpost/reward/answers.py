@@ -32,8 +32,7 @@ def answer_after_thinking(response: str) -> str:
 
 
 def last_boxed(response: str) -> str | None:
-    r"""Return the content of the last ``\boxed{...}``, or else of the last ``\fbox{...}``; braces
-    are balanced.
+    r"""Return the content of the last ``\boxed{...}``, or else of the last ``\fbox{...}``.
 
     ``\boxed 5`` holds ``5``. None if there is no box or the last one never closes (a truncated
     answer).
@@ -46,9 +45,7 @@ def last_boxed(response: str) -> str | None:
 
 
 def _group(text: str) -> str | None:
-    """Return the content of the braces at the start of ``text``, or its first word if there are
-    none.
-    """
+    """Return what the braces at the start of ``text`` hold, or its first word without braces."""
     text = text.lstrip()
     if not text.startswith("{"):
         word = text.split("$")[0].split()

@@ -23,22 +23,9 @@ from rlpost.reward.answers import END_OF_THOUGHT, answer_after_thinking, last_bo
 
 RESPONSE_MARK = "###Response"
 UNITS = (
-    *(
-        "degree",
-        "cm",
-        "centimeter",
-        "meter",
-        "mile",
-        "second",
-        "minute",
-        "hour",
-        "day",
-        "week",
-        "month",
-        "year",
-    ),
-    *("foot", "feet", "inch", "yard"),
-)
+    "degree", "cm", "centimeter", "meter", "mile", "second", "minute", "hour", "day", "week",
+    "month", "year", "foot", "feet", "inch", "yard",
+)  # fmt: skip
 MAGNITUDES = {"million": "*10^6", "billion": "*10^9", "trillion": "*10^12"}
 BRACKETS = "()[]"
 SYMBOLS = {"√": "sqrt", "π": "pi", "∞": "inf", "\u222a": "U", "·": "*", "\u00d7": "*"}
@@ -53,9 +40,7 @@ _TOO_LARGE = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]+")
 
 
 def deepscaler(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
-    """Return 1 if the last box after the thought equals the label; 0 without a box or a mark before
-    the answer.
-    """
+    """Return 1 if the last box after the thought, or after the mark, equals the label."""
     if END_OF_THOUGHT in response:
         answer = last_boxed(answer_after_thinking(response))
     elif RESPONSE_MARK in response:
@@ -68,9 +53,7 @@ def deepscaler(response: str, label: str | None, metadata: Mapping[str, object])
 def answer_equals(
     answer: str | None, label: str | None, metadata: Mapping[str, object] | None = None
 ) -> float:
-    r"""Return 1 if an extracted answer equals the label; a ``\boxed{...}`` around the label is
-    removed.
-    """
+    r"""Return 1 if an extracted answer equals the label, without a ``\boxed{...}`` around it."""
     truth = last_boxed(label) if label is not None and "\\boxed" in label else label
     if answer is None or not truth:
         return 0.0
@@ -113,9 +96,7 @@ def plain_form(answer: str) -> str:
 
 
 def equal_by_sympy(answer: str, truth: str) -> bool:
-    """Whether both are equal without units and formatting; tuples and intervals are compared by
-    element.
-    """
+    """Whether both are equal without units and formatting; tuples compare by element."""
     wanted, given = _expression(truth), _expression(answer)
     if wanted == given:
         return True

@@ -45,8 +45,9 @@ class Grader(Protocol):
     """Scores samples."""
 
     async def grade(self, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
-        """Return one reward for each sample, in order; None if its grading was lost. Calls may be
-        concurrent.
+        """Return a reward for each sample, in order; None if its grading was lost.
+
+        Calls may be concurrent.
 
         Raises:
             RolloutError: the reward fails on every answer, or its server refuses the request.
@@ -54,9 +55,7 @@ class Grader(Protocol):
         """
 
     def counters(self) -> Mapping[str, float]:
-        """Return the counts since the last call, by metric name, such as
-        ``rollout/reward_timeouts``.
-        """
+        """Return counts since the last call by metric name, such as ``rollout/reward_timeouts``."""
 
     async def close(self) -> None:
         """End the grader's processes and connections."""
@@ -83,9 +82,7 @@ class InlineGrader:
 
 
 class RewardGrader:
-    """Any reward of the settings; ``rm_type`` in a prompt's metadata overrides that of the
-    settings.
-    """
+    """Any reward of the settings; ``rm_type`` in a prompt's metadata overrides it."""
 
     def __init__(self, config: Config) -> None:
         self._settings = settings = config.rollout
@@ -114,9 +111,7 @@ class RewardGrader:
         return await InlineGrader(reward_function(name)).grade(prompt, samples)
 
     def counters(self) -> Mapping[str, float]:
-        """Return ``rollout/reward_timeouts``, ``rollout/reward_errors`` and
-        ``rollout/reward_lost``, in samples.
-        """
+        """Return the samples whose grading timed out, failed, or was lost, since the last call."""
         found = {name: float(self._counts[name]) for name in COUNTED}
         self._counts.clear()
         return found
@@ -187,16 +182,12 @@ class RewardGrader:
             "prompt %d: %s: %s; the answer ends in %r", prompt.prompt_id, reward, failure, end
         )
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
-            cause = (
-                "what it depends on is unavailable"
-                if metric == LOST
-                else "the reward itself is wrong"
-            )
-            message = f"{self._failures_in_a_row} consecutive gradings failed: {cause}; the last one: {failure}"
-            raise (
-                ConfigError(message)
-                if isinstance(failure, WrongFunction)
-                else RolloutError(message)
+            cause = "what it depends on is unavailable"
+            if metric != LOST:
+                cause = "the reward itself is wrong"
+            kind = ConfigError if isinstance(failure, WrongFunction) else RolloutError
+            raise kind(
+                f"{self._failures_in_a_row} consecutive gradings failed: {cause}; the last one: {failure}"
             )
 
 

@@ -60,9 +60,7 @@ def _last(text: str) -> Fraction | None:
 
 
 def _numbers(text: str) -> list[str]:
-    """Return the numbers of a text in order, with their commas; a quotient of numbers is one
-    number.
-    """
+    """Return the numbers of a text in order, with commas; a quotient of numbers is one number."""
     text = _DASH.sub("-", _GAP.sub(r"\1", text.replace("\\$", "$")))
     text = _FRACTION.sub(r"\1/\2", text)
     found = _NUMBER.findall(re.sub(r"(?:(?<=^)|(?<=[\s(=$:]))- (?=\$?\d)", "-", text))

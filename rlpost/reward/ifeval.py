@@ -77,9 +77,7 @@ def _compare(count: int, relation: str, wanted: int) -> bool:
 
 
 def _pattern(word: str) -> str:
-    """Return a keyword as a pattern, as IFEval does; an invalid pattern, such as C++, is matched
-    literally.
-    """
+    """Return a keyword as a pattern, as in IFEval; invalid ones, such as C++, match literally."""
     try:
         re.compile(word)
     except re.error:

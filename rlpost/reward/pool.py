@@ -60,9 +60,7 @@ class GradingFailed(Exception):
 
 
 class WrongFunction(GradingFailed):
-    """A grading raised an error such as TypeError: if every answer causes one, the function is
-    wrong.
-    """
+    """A grading raised such as TypeError: if all answers cause one, the function is wrong."""
 
 
 class Pool:
@@ -85,8 +83,9 @@ class Pool:
 
         If the caller is cancelled, the grading continues until it ends or reaches the time limit.
 
-        Raises: GradingTimeout, GradingFailed, GradingLost: see their definitions. ConfigError: the
-            function cannot be imported or called, or --reward-key does not match its result.
+        Raises:
+            GradingTimeout, GradingFailed, GradingLost: see their definitions.
+            ConfigError: the function cannot be imported or called, or --reward-key does not match.
             RolloutError: the function cannot be loaded for another reason.
         """
         loop = asyncio.get_running_loop()

@@ -2,9 +2,9 @@
 
 Input: the text of an answer, the prompt's label and metadata. Output: the reward.
 
-With the prefix ``boxed_`` a reward scores the content of the last ``\\boxed{}`` instead of the whole answer. Some may
-not terminate on adversarial text: these are *isolated*, that is, called only in a process with a time limit
-(``rlpost.reward.pool``).
+With the prefix ``boxed_`` a reward scores the content of the last ``\\boxed{}`` instead of the whole
+answer. Some may not terminate on adversarial text: these are *isolated*, that is, called only in a
+process with a time limit (``rlpost.reward.pool``).
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from rlpost.reward.mathverify import boxed_math, math
 RewardFunction = Callable[[str, str | None, Mapping[str, object]], float]
 
 BOXED = "boxed_"
-REMOTE = (
-    "remote_rm"  # computed by a server (``rlpost.reward.remote``), so only its name is known here
-)
+REMOTE = "remote_rm"
+"""Computed by a server (``rlpost.reward.remote``), so only its name is known here."""
 
 _coin = random.Random()  # a separate generator, because the global one may be seeded
 
@@ -43,9 +42,7 @@ class Reward:
 
 
 def exact_match(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
-    """Return 1 if the answer is the label, ignoring leading and trailing white space; else 0, also
-    without a label.
-    """
+    """Return 1 if the answer is the label, without white space around both; else 0."""
     return float(label is not None and response.strip() == label.strip())
 
 

@@ -46,9 +46,9 @@ class RemoteReward:
     async def score(self, prompt: Prompt, sample: Sample) -> float:
         """Return the reward of a sample.
 
-        Raises: GradingLost: the server did not respond in time, or was busy or failed at every
-            attempt. RolloutError: the server refused the request or did not return a number, so a
-            retry cannot help.
+        Raises:
+            GradingLost: the server did not respond in time, or was busy or failed at every attempt.
+            RolloutError: it refused the request or did not return a number; no retry can help.
         """
         async with self._slots:
             return await self._score(prompt, sample)
@@ -69,12 +69,8 @@ class RemoteReward:
                     reward, failure = await self._post(body)
                     if reward is not None:
                         return reward
-                    logger.debug(
-                        "--rm-url %s %s; %.0f s left",
-                        self._url,
-                        failure,
-                        deadline - time.monotonic(),
-                    )
+                    left_s = deadline - time.monotonic()
+                    logger.debug("--rm-url %s %s; %.0f s left", self._url, failure, left_s)
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         except TimeoutError:

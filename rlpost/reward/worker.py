@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, BinaryIO, TypeVar
 
 from rlpost.algorithm.plugin import WRONG_CODE, checked_interface, load_function
-from rlpost.compat.slime.rewards import one, several
+from rlpost.compat.slime.rewards import slime_reward
 from rlpost.compat.slime.signatures import Kind
 from rlpost.errors import ConfigError, GradingLost
 from rlpost.reward.registry import reward_function
@@ -52,8 +52,7 @@ Score = Callable[[Prompt, Sequence[Sample]], list[float]]
 
 
 def scorer(kind: str, name: str, settings: Mapping[str, Any]) -> Score:
-    """Load a function by kind: ``rm`` (a reward by name), ``custom`` (a user's, for one sample) or
-    ``group``.
+    """Load ``rm`` (a reward by name), ``custom`` (a user's, for one sample), or ``group``.
 
     ``settings`` are those of the run (``rlpost.compat.slime.arguments.settings_of``), for slime
     functions.
@@ -77,7 +76,7 @@ def scorer(kind: str, name: str, settings: Mapping[str, Any]) -> Score:
     what: Kind = "reward" if kind == "custom" else "group reward"
     key, weights = settings.get("reward_key"), settings.get("reward_weights")
     if checked_interface(what, function, key="--custom-rm-path", path=name) == "slime":
-        function = one(function, settings) if kind == "custom" else several(function, settings)
+        function = slime_reward(function, settings)
     if kind == "custom":
 
         def custom(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
@@ -134,9 +133,7 @@ def main() -> None:
             answer: dict[str, object] = {
                 "rewards": loaded[what](prompt, samples) if samples else []
             }
-        except (
-            Exception
-        ) as error:  # a user's function, or sympy on adversarial text, may raise any type
+        except Exception as error:  # a user's function, or sympy, may raise any type
             answer = {"error": f"{type(error).__name__}: {error}"[:2000], "lost": _is_lost(error)}
             answer["blame"] = _blame(error)
         finally:
@@ -150,9 +147,7 @@ def main() -> None:
 
 
 def _blame(error: Exception) -> str | None:
-    """Return ``settings`` for an error that no answer can cause, ``function`` for one that the
-    function may cause.
-    """
+    """Return "settings" if no answer can cause the error, "function" if the function may."""
     if isinstance(error, ImportError | ConfigError):
         return "settings"
     return "function" if isinstance(error, WRONG_CODE) else None

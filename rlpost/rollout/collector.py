@@ -18,8 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
@@ -64,6 +63,15 @@ class Writer(Protocol):
         """Return the group, or its partial answers when generation was aborted."""
 
 
+Watched = Callable[[Awaitable[None]], Awaitable[None]]
+"""Awaits its argument, and health-checks the engines meanwhile."""
+
+
+async def unwatched(generating: Awaitable[None]) -> None:
+    """Await without health checks: a ``Watched``."""
+    await generating
+
+
 @dataclass(frozen=True, slots=True)
 class Choices:
     """Options of a collector.
@@ -75,7 +83,7 @@ class Choices:
         ahead: generate the next batch during training.
         record: called with the step and the groups of each batch.
         counters: further counts, by metric name.
-        watch: a context that health-checks the engines while entered.
+        watched: health-checks the engines while a batch is awaited.
     """
 
     wanted: GroupFilter = lambda group: True
@@ -84,7 +92,7 @@ class Choices:
     ahead: bool = False
     record: Callable[[int, Sequence[SampleGroup]], object] | None = None
     counters: Callable[[], Mapping[str, float]] = dict
-    watch: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    watched: Watched = unwatched
 
 
 class Collector:
@@ -158,7 +166,7 @@ class Collector:
         if self._buffer.is_open:
             self._fill()
 
-    def in_hand(self) -> tuple[Mapping[str, int], Backlog]:
+    def snapshot(self) -> tuple[Mapping[str, int], Backlog]:
         """Return the state of the cursor, and all fetched prompts that are not trained."""
         self._buffer.counted(self._choices.counters())
         return self._cursor.state(), self._buffer.backlog()
@@ -212,10 +220,13 @@ class Collector:
 
     async def _until_batch(self) -> None:
         """Wait for a batch; where batches are generated one at a time, abort the surplus groups."""
-        async with self._choices.watch():  # also during the abort: a hung engine would block it
+
+        async def generate() -> None:
             await self._wait()
             if self._buffer.rules.max_staleness is None:
                 await self.stop()
+
+        await self._choices.watched(generate())  # the abort too: a hung engine would block it
 
     async def _wait(self) -> None:
         while True:
@@ -376,7 +387,7 @@ class Replay:
         """See ``Collector``."""
         self._buffer.version = version
 
-    def in_hand(self) -> tuple[Mapping[str, int], Backlog]:
+    def snapshot(self) -> tuple[Mapping[str, int], Backlog]:
         """See ``Collector``."""
         return self._cursor.state(), self._buffer.backlog()
 

@@ -298,8 +298,8 @@ def test_groups_entered_in_opposite_orders_are_found():
     calls = {0: (first, second), 1: (second, first), 2: (second,)}
     found = hangs({rank: Recording(rank, of_rank, {}, {}) for rank, of_rank in calls.items()})
     assert [one.ranks for one in found] == [(0, 1)]
-    assert "a.py:1" in found[0].words
-    assert "a.py:2" in found[0].words
+    assert "a.py:1" in found[0].message
+    assert "a.py:2" in found[0].message
 
 
 def test_an_over_full_rank_is_named(step):

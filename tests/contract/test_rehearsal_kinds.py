@@ -21,9 +21,9 @@ from rlpost.orchestration.settings_of_actors import actor_settings
 from rlpost.rehearsal import check, coverage, critic
 from rlpost.rehearsal.facts import RankFacts
 from rlpost.rehearsal.published import published
-from rlpost.rehearsal.rehearse import rehearse
 from rlpost.rehearsal.result import Result
 from rlpost.rehearsal.run import Options, rehearse_run
+from tests.contract.all_ranks import num_optimized, rehearse
 from tests.contract.cuda.test_every_rank import recipe_config, words_of
 from tests.contract.families import make_family_config
 
@@ -124,7 +124,7 @@ def test_frozen_weights_have_no_gradient_and_no_state(tmp_path):
     for rank, facts in ranks.items():
         assert 0 < trained[rank] < facts.num_parameters / 2
         assert facts.memory.gradients == pytest.approx(4 * trained[rank], rel=0.05)
-    shares = sum(check.num_optimized(facts) for facts in ranks.values())
+    shares = sum(num_optimized(facts) for facts in ranks.values())
     assert shares == sum(trained.values()) / config.data_parallel_size
 
 

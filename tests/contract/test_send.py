@@ -235,7 +235,9 @@ def test_log_probs_do_not_pass_through_the_driver(
         monkeypatch.undo()
         assert not pickled
         assert old[-1] is not None
-        (((found,),),) = [await actors.fetch(old[-1])]
+        columns = await actors.fetch_columns(old, [0] * NUM_RANKS, 0)
+        assert columns is not None
+        (found,) = columns
         assert found == [-0.5] * LENGTH
 
     asyncio.run(run())

@@ -145,9 +145,7 @@ class Engines:
         return list(self.tokenizer(payload["text"])["input_ids"])  # as an engine tokenizes it
 
     def _text(self, builder: ResponseBuilder, params: RequestParams) -> str:
-        """Return the text; with no_stop_trim it ends with the stop string or token, also if resumed
-        in between.
-        """
+        """Return the text; with no_stop_trim, even if resumed, it ends with what stopped it."""
         if not params.fields.get("no_stop_trim") or builder.stopped_at is None:
             return builder.text
         matched = builder.stopped_at
@@ -203,9 +201,7 @@ def request_params(payload: Mapping[str, Any]) -> RequestParams:
 
 
 def sampling_fields(sampling: SamplingParams) -> dict[str, object]:
-    """Return the ``sampling_params`` of a generate function, as in slime: special tokens and stop
-    strings are kept.
-    """
+    """Return slime's ``sampling_params``, which keep special tokens and stop strings."""
     return {
         **sampling.to_sglang(),
         "skip_special_tokens": False,
@@ -219,9 +215,7 @@ _current: ContextVar[Engines] = ContextVar("engines of the call under way")
 
 @contextlib.contextmanager
 def reachable(engines: Engines) -> Iterator[None]:
-    """Route ``post`` and ``get`` to ``engines`` in this context, and in tasks and threads started
-    in it.
-    """
+    """Route ``post`` and ``get`` to ``engines`` in this context and its tasks and threads."""
     token = _current.set(engines)
     try:
         yield
@@ -235,8 +229,7 @@ async def post(
     max_retries: int = 60,
     headers: Mapping[str, str] | None = None,
 ) -> Any:
-    """Send a POST request, like slime's function of this name; return the parsed JSON, or else the
-    text.
+    """Send a POST request, like slime's function; return parsed JSON, or else the text.
 
     Raises:
         aiohttp.ClientError: ``max_retries`` requests to an external server failed.
@@ -308,9 +301,7 @@ class SingletonMeta(type):
 
 
 class GenerateState(metaclass=SingletonMeta):
-    """Shared state of generate functions: tokenizer, request limit, and sampling parameters of the
-    settings.
-    """
+    """Shared state of generate functions: tokenizer, request limit, sampling parameters."""
 
     def __init__(self, args: Namespace) -> None:
         self.args = args
@@ -344,9 +335,7 @@ def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate")
 
 
 def load_tokenizer(name_or_path: str, **kwargs: object) -> HfTokenizer:
-    """Load the tokenizer of a Hugging Face folder, once per process; code in the folder is never
-    executed.
-    """
+    """Load the tokenizer of a folder once per process; code in the folder is never executed."""
     del kwargs
     return _tokenizer(str(name_or_path))
 
@@ -362,9 +351,7 @@ def load_function(path: str) -> Callable[..., object]:
 
 
 class _Codec:
-    """Convert between text and ids; special tokens are part of the text if the request asks for
-    them.
-    """
+    """Convert between text and ids; a request may ask for special tokens in the text."""
 
     def __init__(self, tokenizer: HfTokenizer, params: RequestParams) -> None:
         self._tokenizer = tokenizer

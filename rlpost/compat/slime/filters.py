@@ -39,6 +39,23 @@ class DynamicFilterOutput:
     keep_when_insufficient: bool = False
 
 
+def scored_samples(
+    group: SampleGroup, args: Arguments, prompt: Prompt | None = None
+) -> list[Sample]:
+    """Return a scored group as samples of slime.
+
+    Without ``prompt`` they have neither text nor metadata of it: a scored group has none.
+    """
+    first = group.samples[0].sample
+    prompt = prompt or Prompt(group.prompt_id, "", first.prompt_ids, first.label)
+    siblings, key, kind = args.n_samples_per_prompt, args.reward_key, sample_class()
+    samples = []
+    for scored in group.samples:
+        reward = {key: scored.reward} if key else scored.reward
+        samples.append(shown(prompt, scored.sample, siblings=siblings, reward=reward, kind=kind))
+    return samples
+
+
 class SlimeFilter:
     """A group filter of slime with rlpost's interface."""
 
@@ -49,22 +66,8 @@ class SlimeFilter:
 
     def __call__(self, group: SampleGroup) -> bool:
         """Whether to train a group."""
-        first = group.samples[0].sample
-        prompt = self.prompts.pop(group.prompt_id, None) or Prompt(
-            group.prompt_id, "", first.prompt_ids, first.label
-        )
-        key = self._args.reward_key
-        samples = [
-            shown(
-                prompt,
-                scored.sample,
-                siblings=self._args.n_samples_per_prompt,
-                reward={key: scored.reward} if key else scored.reward,
-                kind=sample_class(),
-            )
-            for scored in group.samples
-        ]
-        output = self._function(self._args, samples)
+        prompt = self.prompts.pop(group.prompt_id, None)
+        output = self._function(self._args, scored_samples(group, self._args, prompt))
         self.keep_when_insufficient = bool(getattr(output, "keep_when_insufficient", False))
         return bool(getattr(output, "keep", output))
 
@@ -81,9 +84,7 @@ class SlimeBufferFilter:
         self._function, self._args = function, args
 
     def __call__(self, waiting: Sequence[Unfinished], num_groups: int) -> Sequence[Unfinished]:
-        """Return the groups to start now, at most ``num_groups``. Raises ConfigError for any other
-        result.
-        """
+        """Return at most ``num_groups`` groups to start. Raises ConfigError for other results."""
         by_id = {entry.prompt.prompt_id: entry for entry in waiting}
         chosen = self._function(
             self._args, None, [self._group(entry) for entry in waiting], num_groups
@@ -142,9 +143,7 @@ def pop_first(
 
 
 class SlimeGrader:
-    """A wrapper of a grader that keeps prompts for a filter and uses rewards set by a generate
-    function.
-    """
+    """Keeps prompts for a filter, and uses rewards that a generate function has set."""
 
     def __init__(
         self,

@@ -163,9 +163,7 @@ def _sampling_mask(sample: Sample, length: int, what: str) -> TokenSetColumn | N
 
 
 def _routes(tokens: Sequence[int], length: int, engines: Engines) -> RouteColumn | None:
-    """Return the routes of a sample whose last ``length`` tokens are the response; None if engines
-    return none.
-    """
+    """Return the routes of a sample; its last ``length`` tokens are the response."""
     form = engines.connection.routes
     if form is None:
         return None
@@ -178,8 +176,7 @@ def _routes(tokens: Sequence[int], length: int, engines: Engines) -> RouteColumn
 
 
 def _found(response: list[int], written: Sequence[Written]) -> list[tuple[float, int] | None]:
-    """Return log-prob and version of each token of a response that an engine generated; None for
-    other tokens.
+    """Return log-prob and version of each token that an engine generated; None for others.
 
     A response contains the outputs of engines in the order of the requests, complete or truncated.
     """
@@ -264,9 +261,7 @@ def _finish_reason(sample: Sample) -> FinishReason:
 
 
 def _extra(sample: Sample, prompt: Prompt) -> dict[str, object]:
-    """Return the attributes set by a plug-in that rlpost's sample has no field for, for its reward
-    and filter.
-    """
+    """Return attributes that a plug-in set, for its reward and filter, and that have no field."""
     left: dict[str, object] = {
         name: value for name, value in vars(sample).items() if name not in _KNOWN
     }
@@ -285,9 +280,7 @@ def _extra(sample: Sample, prompt: Prompt) -> dict[str, object]:
 
 
 def _is_kept(name: str, value: object) -> bool:
-    """Whether a value survives JSON, in which it is sent to other processes and saved; warn once if
-    not.
-    """
+    """Whether JSON, in which a value is sent and saved, keeps it; warn once if not."""
     try:
         is_same = _read_back(value) == _lists(value)
     except (TypeError, ValueError):

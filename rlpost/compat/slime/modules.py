@@ -63,6 +63,7 @@ class _Loader(Loader):
         module.__doc__ = (
             "Stands in for slime's module of this name; see rlpost/compat/slime/names.py."
         )
+        # PEP 562: called for names that the module does not have yet
         module.__getattr__ = _getter(module.__name__)  # type: ignore[method-assign]
 
 

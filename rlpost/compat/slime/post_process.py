@@ -18,11 +18,10 @@ from typing import Any
 from rlpost.algorithm.partition import by_group
 from rlpost.algorithm.plugin import blamed_on, checked_interface, load_function
 from rlpost.compat.slime.arguments import Arguments, settings_of
-from rlpost.compat.slime.modules import sample_class
-from rlpost.compat.slime.sample import shown
+from rlpost.compat.slime.filters import scored_samples
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
-from rlpost.types import Prompt, SampleGroup
+from rlpost.types import SampleGroup
 
 KEY = "custom_reward_post_process_path"
 
@@ -47,25 +46,12 @@ class RewardPostProcess:
         Raises:
             ConfigError: the function fails, or does not return two finite numbers for each sample.
         """
-        samples = [made for group in groups for made in self._samples(group)]
+        samples = [made for group in groups for made in scored_samples(group, self._args)]
         with blamed_on(self._path, key=KEY):
             found = self._function(self._args, samples)
         raw, rewards = self._checked(found, len(samples))
         of_groups = zip(groups, by_group(groups, rewards), strict=True)
         return PostProcessed(tuple(_rewarded(group, own) for group, own in of_groups), raw)
-
-    def _samples(self, group: SampleGroup) -> list[object]:
-        key = self._args.reward_key
-        return [
-            shown(
-                Prompt(group.prompt_id, "", each.sample.prompt_ids, each.sample.label),
-                each.sample,
-                siblings=self._args.n_samples_per_prompt,
-                reward={key: each.reward} if key else each.reward,
-                kind=sample_class(),
-            )
-            for each in group.samples
-        ]
 
     def _checked(self, found: Any, count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         try:

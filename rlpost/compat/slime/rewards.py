@@ -31,39 +31,25 @@ BOX_WITHIN = 100  # characters at the end of a solution
 INVALID = "[INVALID]"
 
 
-def one(
+def slime_reward(
     function: Callable[..., object], settings: Mapping[str, object]
-) -> Callable[[Prompt, Answer], object]:
-    """Wrap a reward for one answer; ``settings`` become its ``args``."""
+) -> Callable[[Prompt, Answer | Sequence[Answer]], object]:
+    """Wrap a reward for one answer or all answers to a prompt; ``args`` are ``settings``."""
     args = Arguments(settings)
-    siblings = args.n_samples_per_prompt
 
-    def score(prompt: Prompt, answer: Answer) -> object:
-        return function(args, shown(prompt, answer, siblings=siblings, kind=sample_class()))
+    def sample(prompt: Prompt, answer: Answer) -> Sample:
+        return shown(prompt, answer, siblings=args.n_samples_per_prompt, kind=sample_class())
 
-    return score
-
-
-def several(
-    function: Callable[..., object], settings: Mapping[str, object]
-) -> Callable[[Prompt, Sequence[Answer]], object]:
-    """Wrap a reward for all answers to a prompt; ``settings`` become its ``args``."""
-    args = Arguments(settings)
-    siblings = args.n_samples_per_prompt
-
-    def score(prompt: Prompt, answers: Sequence[Answer]) -> object:
-        kind = sample_class()
-        return function(
-            args, [shown(prompt, answer, siblings=siblings, kind=kind) for answer in answers]
-        )
+    def score(prompt: Prompt, given: Answer | Sequence[Answer]) -> object:
+        if isinstance(given, Answer):
+            return function(args, sample(prompt, given))
+        return function(args, [sample(prompt, answer) for answer in given])
 
     return score
 
 
 async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> float:
-    """Grade one answer with --rm-type, or with ``rm_type`` in the sample's metadata. Raises
-    ConfigError.
-    """
+    """Grade one answer with ``rm_type`` of its metadata, or else --rm-type. Raises ConfigError."""
     del kwargs
     metadata = sample.metadata if isinstance(sample.metadata, Mapping) else {}
     name = str(metadata.get("rm_type") or args.rm_type).strip()

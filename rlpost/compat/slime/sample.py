@@ -45,9 +45,7 @@ Number = TypeVar("Number", int, float)
 
 
 class AbsentAttribute(ConfigError, AttributeError):
-    """A plug-in uses an unsupported attribute: an AttributeError for Python, a ConfigError for the
-    run.
-    """
+    """A plug-in uses an unsupported attribute: Python's AttributeError, and a ConfigError."""
 
 
 @dataclass
@@ -122,8 +120,7 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Append tokens to the response: of the model (``trainable``), or of a tool, which the loss
-        ignores.
+        """Append tokens of the model (``trainable``), or of a tool, which the loss ignores.
 
         Status and weight version are taken from ``meta_info``, which is that of the engine's
         answer.
@@ -234,9 +231,7 @@ def shown(
 
 
 def label_of(prompt: Prompt) -> object:
-    """Return the label of a prompt: the object if the data set has one (``Prompt.label`` is its
-    JSON text).
-    """
+    """Return the label as the data set has it: ``Prompt.label`` is the JSON text of an object."""
     if prompt.label is None or not prompt.label.startswith("{"):
         return prompt.label
     for value in prompt.metadata.values():

@@ -30,9 +30,7 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """The positional arguments of a function by interface; ``slimes`` is None if slime's are not
-    supported.
-    """
+    """Positional arguments by interface; ``slimes`` is None if slime's is not supported."""
 
     ours: tuple[str, ...]
     slimes: tuple[str, ...] | None = None
@@ -91,9 +89,7 @@ def takes_evaluation(signature: Signature) -> bool:
 
 
 def signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
-    """Return the signature of a function in a syntax tree, with placeholders for the values of
-    defaults.
-    """
+    """Return the signature of a function in a syntax tree; default values are placeholders."""
     given = node.args
     positional = [*given.posonlyargs, *given.args]
     first_default = len(positional) - len(given.defaults)
@@ -128,9 +124,7 @@ def _parameter(argument: ast.arg, kind: inspect._ParameterKind, *, has_default: 
 
 
 def _takes(signature: Signature, count: int) -> bool:
-    """Whether the function accepts ``count`` positional arguments, besides ``evaluation`` if it has
-    that.
-    """
+    """Whether a function takes ``count`` positional arguments, and optionally ``evaluation``."""
     named = {}
     if EVALUATION in signature.parameters and EVALUATION not in list(signature.parameters)[:count]:
         named[EVALUATION] = False
@@ -142,9 +136,7 @@ def _takes(signature: Signature, count: int) -> bool:
 
 
 def _is_named_as_slimes(kind: Kind, signature: Signature) -> bool:
-    """Whether the argument names are slime's, for kinds where both interfaces have the same number
-    of arguments.
-    """
+    """Whether the argument names are slime's, where their number does not tell."""
     second = [each.name for each in _positional(signature)[1:2]]
     return _begins_with_args(signature) or (kind == "generate" and second == ["sample"])
 
@@ -162,9 +154,7 @@ def _positional(signature: Signature) -> list[Parameter]:
 
 
 def _wrong_number(kind: Kind, name: str, signature: Signature) -> str | None:
-    """Return a problem if a reward takes one answer but gets several, or vice versa, judging by its
-    argument's name.
-    """
+    """Return a problem if the name of an argument contradicts --group-rm: one answer or several."""
     second = _positional(signature)[1:2]
     named = second[0].name if second else ""
     if kind == "reward" and named == "samples":

@@ -25,17 +25,17 @@ from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, PlacementError
 from rlpost.hf_shape import hf_shape
 from rlpost.orchestration.settings_of_actors import actor_settings
-from rlpost.rehearsal.check import Expected, plan_problems, problems, traffic_problems
+from rlpost.rehearsal.check import Expected, plan_problems
 from rlpost.rehearsal.facts import Weight
 from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.published import published
 from rlpost.rehearsal.rank import rehearse_rank
-from rlpost.rehearsal.rehearse import Rehearsal, rehearse
 from rlpost.rehearsal.update_plan import update_plans
 from rlpost.types import Bucket
 from rlpost.weights.families import family
 from rlpost.weights.inventory import Inventory
 from rlpost.weights.quantise import SUFFIX, BlockFp8
+from tests.contract.all_ranks import Rehearsal, problems, rehearse, traffic_problems
 from tests.unit.config.test_models import PUBLISHED
 
 from megatron.core import parallel_state  # isort: skip  (after the stand-in for CUDA)

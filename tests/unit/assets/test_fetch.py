@@ -101,14 +101,14 @@ def test_a_repository_becomes_a_folder_without_weights_of_other_forms(hub, tmp_p
     assert not list((tmp_path / ".fetch").iterdir())
 
 
-def test_what_is_there_is_not_asked_for_again(hub, tmp_path):
+def test_complete_assets_send_no_request(hub, tmp_path):
     get(hub, tmp_path)
     hub.requests.clear()
     assert get(hub, tmp_path).is_there
     assert hub.requests == []
 
 
-def test_a_connection_that_is_cut_within_a_file_continues_there(hub, tmp_path):
+def test_a_broken_download_resumes_within_the_file(hub, tmp_path):
     """Within one call: the client's own retry, which asks for the rest."""
     hub.accidents["model-1.safetensors"] = [15 << 17]
     get(hub, tmp_path)
@@ -322,7 +322,7 @@ def recipe(folder: Path) -> str:
     return str(path)
 
 
-def test_the_command_says_sizes_first_and_at_last_what_the_hub_does_not_have(hub, tmp_path, capsys):
+def test_the_command_reports_sizes_first_and_then_what_the_hub_lacks(hub, tmp_path, capsys):
     assert main([recipe(tmp_path), "--sizes-only"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[1].split()[:4] == ["org/Model", "Model", "6", "3.3"] and shown[2].split()[2] == "1"
@@ -419,7 +419,7 @@ def test_the_tiny_model_needs_torch_and_without_it_nothing_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_tiny_model_that_was_made_in_part_is_made_again(tmp_path, capsys, monkeypatch):
+def test_a_partial_tiny_model_is_created_again(tmp_path, capsys, monkeypatch):
     """Its problems are written first."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "assets/tiny").mkdir(parents=True)

@@ -53,6 +53,6 @@ def test_what_is_no_name_of_a_repository_is_refused_on_the_login_node(bad):
         config(assets={"hub_models": [bad]})
 
 
-def test_without_safetensors_other_forms_are_all_there_is():
+def test_without_safetensors_other_weight_formats_are_kept():
     files = [HubFile("pytorch_model.bin", 1, "git:0"), HubFile("config.json", 1, "git:0")]
     assert chosen(files) == tuple(files)

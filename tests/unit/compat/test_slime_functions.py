@@ -357,7 +357,9 @@ def test_a_label_that_is_an_object_is_one_for_a_reward() -> None:
         ("nonzero_std", "add --group-rm, or use"),
     ],
 )
-def test_a_reward_that_asks_for_what_is_not_here_ends_the_run_at_once(name: str, said: str) -> None:
+def test_a_reward_that_uses_an_unsupported_attribute_ends_the_run_at_once(
+    name: str, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
         graded(name, answer("a"))
 
@@ -395,7 +397,7 @@ def test_a_filter_may_return_a_tensor() -> None:
     assert filtering("nonzero_std")(group(1.0, 1.0)) is False
 
 
-def test_a_filter_reads_prompt_and_metadata_and_says_when_to_keep_a_group_all_the_same() -> None:
+def test_a_filter_reads_prompt_and_metadata_and_may_keep_a_group_as_a_fallback() -> None:
     wanted = filtering("keeps_hard_ones", reward_key="score")
     assert wanted(group(0.5, 0.0)) is True
     assert wanted.keep_when_insufficient is True
@@ -445,7 +447,7 @@ def test_a_buffer_filter_sees_where_a_group_began_and_chooses_among_those_that_w
         buffer_filter(plugin("of_nowhere"), Arguments(settings_of(settings())))(waiting, 1)
 
 
-def test_a_resumed_answer_says_which_rollout_began_it() -> None:
+def test_a_resumed_answer_has_the_rollout_of_its_first_token() -> None:
     """Under slime's name, in rewards and filters as in a buffer filter; not where one rollout wrote
     all of it.
     """
@@ -479,7 +481,7 @@ def test_settings_have_slimes_names_and_cannot_be_changed() -> None:
 
 @pytest.mark.parametrize("kind", ["async ", ""])
 @pytest.mark.parametrize("fault", ["None + 1", "__import__('nowhere_at_all')"])
-def test_what_is_wrong_with_a_function_of_ones_own_is_an_error_of_the_settings(
+def test_errors_in_a_custom_function_are_errors_of_the_settings(
     tmp_path: Path, kind: str, fault: str
 ) -> None:
     """With the file and the line; in our interface too."""

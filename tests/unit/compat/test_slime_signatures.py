@@ -153,7 +153,7 @@ def test_what_can_be_called_or_cannot_be_known_is_left_alone(tmp_path: Path, cod
     assert function_problems(config(custom_rm_path=f"{tmp_path}/mine.py:f")) == []
 
 
-def test_an_image_may_have_what_is_not_here(tmp_path: Path) -> None:
+def test_an_image_may_provide_a_module_that_is_missing_on_this_machine(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from slime.agent import sandbox\ndef f(args, sample): ...")
     assert function_problems(config("pyxis", custom_rm_path=f"{tmp_path}/mine.py:f")) == []
 
@@ -188,7 +188,7 @@ def test_rollout_functions_of_slime_are_settings_here_and_others_are_refused() -
     assert "use --custom-generate-function-path" in line
 
 
-def test_every_name_that_plugins_may_import_is_there() -> None:
+def test_every_name_that_plugins_may_import_exists() -> None:
     """In an interpreter of its own, as the driver imports them; and with an installed slime none of
     ours is used.
     """
@@ -204,7 +204,7 @@ def test_every_name_that_plugins_may_import_is_there() -> None:
     assert "rlpost has no slime.agent" in done.stdout
 
 
-def test_the_page_lists_the_names_that_there_are() -> None:
+def test_the_documentation_lists_the_provided_names() -> None:
     page = (ROOT / "docs/extending.md").read_text()
     rows = [
         f"| `{module}` | {', '.join(f'`{name}`' for name in known)} |"

@@ -86,7 +86,7 @@ def test_the_order_of_an_epoch_takes_few_bytes_a_prompt() -> None:
 
 @settings(max_examples=30)
 @given(takes=st.lists(st.integers(0, 25), max_size=8), cut=st.integers(0, 8), shuffle=st.booleans())
-def test_a_cursor_taken_up_again_goes_on(
+def test_a_restored_cursor_continues(
     tmp_path_factory, takes: list[int], cut: int, shuffle: bool
 ) -> None:
     prompts = make_set(tmp_path_factory.getbasetemp(), 7)
@@ -105,7 +105,7 @@ def test_a_cursor_taken_up_again_goes_on(
 
 
 @pytest.mark.parametrize("weights", [(), (1.0,)])
-def test_a_copy_goes_its_own_way_from_the_same_place(
+def test_a_copy_starts_at_the_same_position_and_is_independent(
     tmp_path: Path, weights: tuple[float, ...]
 ) -> None:
     cursor = PromptCursor(make_set(tmp_path, 5), shuffle=True, seed=1, weights=weights)
@@ -162,7 +162,7 @@ def test_files_come_in_their_shares_at_any_moment_and_each_in_whole_epochs(
 
 @settings(max_examples=30)
 @given(takes=st.lists(st.integers(0, 9), max_size=8), cut=st.integers(0, 8), shuffle=st.booleans())
-def test_a_weighted_cursor_taken_up_again_goes_on(
+def test_a_restored_weighted_cursor_continues(
     tmp_path_factory, takes: list[int], cut: int, shuffle: bool
 ) -> None:
     prompts = mixed(tmp_path_factory.getbasetemp(), 3, 5)
@@ -187,7 +187,7 @@ def test_weights_that_do_not_go_with_the_files_or_the_checkpoint_are_refused(
         PromptCursor.from_state(prompts, PromptCursor(prompts, weights=(1, 1)).state())
 
 
-def test_a_state_of_before_there_were_weights_is_understood(tmp_path: Path) -> None:
+def test_a_state_from_before_weights_existed_is_restored(tmp_path: Path) -> None:
     """Written by earlier versions; at the very end of an epoch the offset is its size."""
     prompts = make_set(tmp_path, 5)
     for state, text in (({"epoch": 1, "offset": 2}, "2"), ({"epoch": 0, "offset": 5}, "0")):

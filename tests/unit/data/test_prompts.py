@@ -91,7 +91,7 @@ def test_every_position_is_its_line_whatever_the_alphabet_and_the_blank_lines(
         assert prompt.token_ids == letters(texts[position])[1]
 
 
-def test_the_rest_of_a_line_is_metadata(tmp_path: Path) -> None:
+def test_the_other_keys_of_a_line_are_metadata(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", {**GOOD, "source": "book", "page": 3})
     prompt = PromptSet(path, tokenize=letters, fields=FIELDS).prompt(0, 0)
     assert prompt.metadata == {"source": "book", "page": 3}

@@ -46,7 +46,7 @@ def test_a_label_is_the_response_and_ends(tmp_path):
     assert trained(tokenize, sample) == "xyz;" and sample.prompt_id == 7
 
 
-def test_every_turn_of_an_assistant_is_learned_up_to_its_end(tmp_path):
+def test_every_assistant_message_is_trained_up_to_its_end_token(tmp_path):
     tokenize = tokenizer(tmp_path)
     turns = [("user", "ab"), ("assistant", "cd"), ("user", "ef"), ("assistant", "gh")]
     sample = sample_of(tokenize, [{"role": role, "content": content} for role, content in turns])

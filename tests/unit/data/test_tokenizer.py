@@ -66,7 +66,7 @@ def test_messages_without_the_chat_template_are_refused(folder: Path) -> None:
         PromptTokenizer(folder)([{"role": "user", "content": "abc"}])
 
 
-def test_a_folder_that_is_not_there_or_has_no_tokenizer_is_named(tmp_path: Path) -> None:
+def test_a_missing_folder_or_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere: no such folder"):
         check_tokenizer_folder(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"needs one of tokenizer\.json"):

@@ -104,7 +104,7 @@ def test_any_number_of_samples_is_trained_once_in_as_many_steps(num_steps):
     assert sorted(sample.response_length for sample in trained) == lengths
 
 
-def test_advantages_are_relative_to_the_own_group_only():
+def test_advantages_depend_on_their_group_alone():
     steps = make_batches([group(0, [5.0, 5.0]), group(1, [0.0, 1.0])], config())
     samples = [s for batch in steps[0] for m in batch.micro_batches for s in m]
     assert sorted(s.advantage for s in samples) == pytest.approx(
@@ -175,7 +175,7 @@ def test_rollout_metrics_are_those_of_the_samples():
     assert metrics["rollout/num_tokens"] == 3 + 4 + 3 + 4
 
 
-def test_log_prob_passes_have_groups_of_their_own_when_they_have_their_own_limit():
+def test_log_prob_passes_with_a_separate_limit_have_separate_groups():
     """The samples of each rank once, in fewer micro-batches than are trained; the same number on
     both ranks.
     """
@@ -197,7 +197,7 @@ def test_log_prob_passes_have_groups_of_their_own_when_they_have_their_own_limit
     assert all(batch.log_prob_groups == () for batch in ranks)
 
 
-def test_with_balance_data_ranks_have_even_work_and_without_it_their_samples_in_turn():
+def test_balance_data_evens_out_work_and_without_it_samples_are_dealt_round_robin():
     groups = [
         group(0, [0.0, 1.0], length=40),
         *(group(i, [0.0, 1.0], length=20 // i) for i in range(1, 4)),
@@ -219,7 +219,7 @@ def test_context_parallel_padding_counts_against_the_limit():
     assert [[len(m) for m in batch.micro_batches] for batch in ranks] == [[2, 2, 2, 2]]
 
 
-def test_long_sequences_weigh_more_by_what_the_models_own_attention_costs():
+def test_long_sequences_count_the_cost_of_the_models_attention():
     """Qwen2.5-7B: 7.07e9 parameters beside the embedding, 28 layers of 3584 wide attention; with
     experts those used.
     """

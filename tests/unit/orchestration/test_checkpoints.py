@@ -1,6 +1,4 @@
-"""Commits in the background: seen only when every file is there, one at a time, a failure told and
-survived.
-"""
+"""Background commits are visible when complete, run one at a time, and log failures."""
 
 import asyncio
 import threading
@@ -15,7 +13,7 @@ from rlpost.orchestration.checkpoints import Checkpoints, written
 
 
 class Disk:
-    """Writes one file a checkpoint, when it is told to go on."""
+    """Writes one file per checkpoint once it is released."""
 
     def __init__(self, fails=False):
         self.go_on, self.fails, self.folder = asyncio.Event(), fails, None
@@ -179,7 +177,7 @@ def test_a_commit_that_cannot_be_written_into_the_ledger_is_one_all_the_same(
     assert "iter_0000002 is committed, but" in caplog.text and "committing step" not in caplog.text
 
 
-def test_a_failure_in_the_background_leaves_the_commit_before_it_and_is_told(tmp_path, caplog):
+def test_a_failure_in_the_background_keeps_the_previous_commit_and_is_logged(tmp_path, caplog):
     async def run():
         made, committed = checkpoints(tmp_path)
         good, bad, again = Disk(), Disk(fails=True), Disk()
@@ -215,9 +213,7 @@ def test_a_save_that_is_waited_for_raises(tmp_path):
 
 
 def test_a_save_that_fails_is_owed_until_one_succeeds(tmp_path):
-    """Also when nobody waited for it: the last save of the run must not be taken for one that is
-    there.
-    """
+    """Also if it was not awaited: the run's last save must not be skipped then."""
 
     async def run():
         made, _ = checkpoints(tmp_path)
@@ -292,7 +288,7 @@ def test_another_model_is_refused_and_other_mathematics_are_named(tmp_path, capl
     )
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_stops_instead_of_beginning_anew(tmp_path):
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(tmp_path):
     made, _ = checkpoints(tmp_path)
     save(made, 1)
     (tmp_path / "iter_0000001" / "tensors").write_text("x")
@@ -305,7 +301,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_stops_instead_of_beginning_anew
     assert made.newest()[0] is None, "what was never committed is nothing to lose"
 
 
-def test_a_newer_attempt_takes_the_folder_and_the_older_one_says_so(tmp_path):
+def test_a_newer_attempt_claims_the_folder_and_fences_the_older_one(tmp_path):
     async def run():
         old, _ = checkpoints(tmp_path)
         old.claim("0 of runs/a")
@@ -349,7 +345,7 @@ def test_files_are_asked_for_until_every_rank_has_written(tmp_path):
 
 
 def test_a_save_whose_ranks_died_is_abandoned_and_never_counts(tmp_path, caplog):
-    """New ranks would say at once that they write nothing, and half a checkpoint would be committed."""
+    """New ranks have nothing to write, so half a checkpoint would be committed at once."""
 
     async def run():
         made, committed = checkpoints(tmp_path)

@@ -1,6 +1,4 @@
-"""Engines that fail are restarted, given the current weights and only then admitted; who shares
-GPUs takes turns.
-"""
+"""Failed engines are restarted, updated and only then admitted; shared GPUs are offloaded."""
 
 import asyncio
 from pathlib import Path
@@ -19,7 +17,7 @@ INTERVAL_S = 0.01
 
 
 class FakeFleet:
-    """Two engines; a log of what was asked of them."""
+    """Two engines, and a log of the calls."""
 
     pause_mode = "retract"
 
@@ -61,7 +59,7 @@ class FakeFleet:
 
 
 class FakeWeights:
-    """Fails as often as it is told."""
+    """Fails ``failures`` times."""
 
     def __init__(self, fleet, failures=0, *, are_stuck=False):
         self.fleet, self.failures, self.engines_are_stuck = fleet, failures, are_stuck
@@ -114,35 +112,39 @@ def test_an_engine_that_dies_while_generating_comes_back_with_the_current_weight
 
     async def run():
         await watch.update(4, pause="abort", before=nothing, ready=nothing)
-        async with watch.over():
+
+        async def generate():
             fleet.sick = {1}
             while "admit 1" not in fleet.log:
                 await asyncio.sleep(INTERVAL_S)
+
+        await watch.over(generate())
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))
     assert fleet.log == ["update 4 abort", *REPAIR_OF_1, "update 4 retract", "admit 1"]
 
 
-def test_one_that_dies_after_a_training_and_before_the_update_comes_back_with_what_the_trainer_has_by_its_own_name():
-    """One step off policy the last groups are awaited then: they would say that the older weights
-    wrote them.
-    """
+def test_an_engine_that_dies_before_the_update_gets_the_trainers_newest_version():
+    """One step off policy, groups are still awaited then and must report the newer weights."""
     fleet = FakeFleet()
     watch = watch_over(fleet)
 
     async def run():
         await watch.update(4, pause="abort", before=nothing, ready=nothing)
         watch.trained(5)
-        async with watch.over():
+
+        async def generate():
             fleet.sick, fleet.pause_mode = {1}, "abort"
             while "admit 1" not in fleet.log:
                 await asyncio.sleep(INTERVAL_S)
+
+        await watch.over(generate())
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))
     assert fleet.log == ["update 4 abort", *REPAIR_OF_1, "update 5 abort", "admit 1"]
 
 
-def test_an_update_that_fails_is_made_again_with_the_sick_engine_restarted():
+def test_a_failed_update_is_repeated_after_a_restart_of_the_dead_engine():
     fleet = FakeFleet(sick={1})
     asyncio.run(
         watch_over(fleet, failures=1).update(7, pause="abort", before=nothing, ready=nothing)
@@ -151,7 +153,7 @@ def test_an_update_that_fails_is_made_again_with_the_sick_engine_restarted():
 
 
 class Ledger:
-    """What would be in the ledger, with a clock that advances a second a reading."""
+    """The entries of the ledger, with a clock that advances one second per reading."""
 
     def __init__(self):
         self.entries, self.now = [], 0.0
@@ -174,10 +176,13 @@ def test_the_ledger_has_the_death_and_the_return_of_an_engine_once():
 
     async def run():
         await watch.update(4, pause="abort", before=nothing, ready=nothing)
-        async with watch.over():
+
+        async def generate():
             fleet.sick = {1}
             while "admit 1" not in fleet.log:
                 await asyncio.sleep(INTERVAL_S)
+
+        await watch.over(generate())
 
     asyncio.run(asyncio.wait_for(run(), timeout=60))
     why = {"engines": [1], "phase": "generate", "cause": NO_ANSWER}
@@ -209,10 +214,8 @@ def test_engines_that_return_together_are_one_event_per_loss():
     ]
 
 
-def test_engines_that_wait_for_good_in_a_broken_broadcast_are_restarted_with_the_sick_one():
-    """On NCCL a broadcast that lost a peer never ends, and a server that waits in it still
-    answers.
-    """
+def test_engines_blocked_in_a_broken_broadcast_are_restarted_with_the_dead_one():
+    """With NCCL a broadcast that lost a peer never ends, although the server still answers."""
     fleet = FakeFleet(sick={1})
     watch = watch_over(fleet, failures=1, are_stuck=True)
     asyncio.run(watch.update(7, pause="abort", before=nothing, ready=nothing))
@@ -228,9 +231,7 @@ def test_engines_that_wait_for_good_in_a_broken_broadcast_are_restarted_with_the
 
 
 def test_engines_that_die_together_are_dismissed_and_admitted_together():
-    """One after the other, 64 engines of a rack that lost its power would take minutes to leave the
-    router.
-    """
+    """Dismissed one by one, the 64 engines of a rack without power would take minutes."""
 
     class Slow(FakeFleet):
         """A dismissal ends when all have begun; the router checks new engines once a second."""
@@ -254,9 +255,11 @@ def test_engines_that_die_together_are_dismissed_and_admitted_together():
     watch = watch_over(fleet)
 
     async def run():
-        async with watch.over():
+        async def generate():
             while not fleet.admissions:
                 await asyncio.sleep(INTERVAL_S)
+
+        await watch.over(generate())
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))
     assert fleet.begun == 3
@@ -272,16 +275,18 @@ def test_an_update_that_fails_though_all_engines_answer_is_an_error():
     assert fleet.log == ["update 7 abort"]
 
 
-def test_an_engine_on_shared_gpus_is_taken_out_at_once_and_comes_back_with_the_next_update():
+def test_an_engine_on_shared_gpus_is_dismissed_at_once_and_restarted_with_the_next_update():
     fleet = FakeFleet()
     watch = watch_over(fleet, colocate=True)
 
     async def run():
-        async with watch.over():
+        async def generate():
             fleet.sick = {0}
             while "dismiss 0" not in fleet.log:
                 await asyncio.sleep(INTERVAL_S)
             await asyncio.sleep(5 * INTERVAL_S)
+
+        await watch.over(generate())
         assert fleet.log == ["dismiss 0"], "once, and nothing else while the trainer is away"
         await watch.update(2, pause="abort", before=nothing, ready=nothing)
 
@@ -298,26 +303,31 @@ def test_an_engine_that_was_dismissed_elsewhere_is_restarted_before_the_next_upd
     assert [one["event"] for one in ledger.entries] == ["engine_lost", "recovered"]
 
 
-def test_an_engine_that_dies_once_it_has_the_weights_is_restarted_and_the_trainer_comes_back_to_send_them():
-    """On shared GPUs the trainer has left by then, and the engine is found dead when it is to take
-    its memory again.
-    """
+def test_an_engine_that_dies_after_the_transfer_is_restarted_and_the_trainer_onloaded_to_send_again():
+    """On shared GPUs the trainer is offloaded by then, and the engine fails to onload."""
     fleet = FakeFleet()
 
     async def before():
-        fleet.log.append("send's turn")
+        fleet.log.append("onload to send")
 
     async def ready():
-        fleet.log.append("generate's turn")
-        if fleet.log.count("generate's turn") == 1:
+        fleet.log.append("onload to generate")
+        if fleet.log.count("onload to generate") == 1:
             await fleet.dismiss(1)
             raise SyncError("engine 1 does not flush its cache")
 
     asyncio.run(
         watch_over(fleet, colocate=True).update(3, pause="abort", before=before, ready=ready)
     )
-    first = ["send's turn", "update 3 abort", "generate's turn", "dismiss 1"]
-    again = ["send's turn", "restart 1", "connect", "update 3 abort", "generate's turn", "admit 1"]
+    first = ["onload to send", "update 3 abort", "onload to generate", "dismiss 1"]
+    again = [
+        "onload to send",
+        "restart 1",
+        "connect",
+        "update 3 abort",
+        "onload to generate",
+        "admit 1",
+    ]
     assert fleet.log == first + again
 
 
@@ -325,25 +335,27 @@ def test_generation_ends_with_the_error_when_no_engine_can_come_back():
     fleet = FakeFleet(sick={0, 1})
 
     async def run():
-        async with watch_over(fleet, colocate=True).over():
+        async def generate():
             await asyncio.Event().wait()
+
+        await watch_over(fleet, colocate=True).over(generate())
 
     with pytest.raises(EngineDied, match="no engine is left"):
         asyncio.run(asyncio.wait_for(run(), timeout=20))
 
 
-def test_engines_that_die_when_the_run_has_to_leave_do_not_make_a_failure_of_its_stop(tmp_path):
-    """A preemption may end them first; the block is cutting off what they wrote, and saves it
-    then.
-    """
+def test_engines_that_die_after_a_stop_request_do_not_fail_the_run(tmp_path):
+    """A preemption may end them first; generation then aborts and saves its requests."""
     fleet = FakeFleet(sick={0, 1})
     watch = watch_over(fleet, colocate=True, stop=StopRequest(tmp_path / "STOP"))
 
     async def run():
-        async with watch.over():
+        async def generate():
             (tmp_path / "STOP").write_text("now")
             await asyncio.sleep(10 * INTERVAL_S)
             raise Preempted("a stop was requested while generating")
+
+        await watch.over(generate())
 
     with pytest.raises(Preempted):
         asyncio.run(asyncio.wait_for(run(), timeout=20))
@@ -358,14 +370,16 @@ def test_a_cancelled_block_stays_cancelled():
             await block
 
     async def hang():
-        async with watch_over(FakeFleet()).over():
+        async def generate():
             await asyncio.Event().wait()
+
+        await watch_over(FakeFleet()).over(generate())
 
     asyncio.run(run())
 
 
 class FailingRestart(FakeFleet):
-    """A restart that hangs until it is given up, and says then what was wrong."""
+    """A restart that hangs until it is cancelled, and then raises."""
 
     async def restart(self, index):
         self.log.append(f"restart {index}")
@@ -376,9 +390,11 @@ class FailingRestart(FakeFleet):
 
 
 async def generate_until_restart(fleet, watch):
-    async with watch.over():
+    async def generate():
         while "restart 1" not in fleet.log:
             await asyncio.sleep(INTERVAL_S)
+
+    await watch.over(generate())
 
 
 class SlowRestart(FakeFleet):
@@ -393,16 +409,14 @@ class SlowRestart(FakeFleet):
             raise EngineDied(f"engine {index} does not come back")
 
 
-def test_a_repair_under_way_when_the_block_ends_is_finished():
-    """Torn, it would leave an engine that starts, and a second start on the same port with the next
-    update.
-    """
+def test_a_repair_in_progress_is_finished_when_generation_ends():
+    """Cancelled, it would leave an engine starting on the port of the next restart."""
     fleet = SlowRestart(sick={1})
     asyncio.run(asyncio.wait_for(generate_until_restart(fleet, watch_over(fleet)), timeout=20))
     assert fleet.log[-1] == "admit 1"
 
 
-def test_a_repair_that_fails_in_the_instant_the_block_ends_is_its_error_and_no_cancellation():
+def test_a_repair_that_fails_when_generation_ends_is_raised_and_cancels_nothing_else():
     fleet = SlowRestart(sick={1})
     fleet.fails = True
 
@@ -415,7 +429,7 @@ def test_a_repair_that_fails_in_the_instant_the_block_ends_is_its_error_and_no_c
     asyncio.run(asyncio.wait_for(run(), timeout=20))
 
 
-def test_a_block_that_somebody_else_cancels_as_well_is_cancelled():
+def test_a_cancelled_caller_stays_cancelled_although_a_repair_fails():
     fleet = FailingRestart(sick={1})
 
     async def run():
@@ -427,14 +441,16 @@ def test_a_block_that_somebody_else_cancels_as_well_is_cancelled():
             await block
 
     async def generate_and_hang():
-        async with watch_over(fleet).over():
+        async def generate():
             await asyncio.Event().wait()
+
+        await watch_over(fleet).over(generate())
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))
 
 
 class FakeActors:
-    """Keeps what is on the device."""
+    """Keeps track of what is on the device."""
 
     def __init__(self, log):
         self.here, self.log = {"weights", "grads", "optimizer"}, log
@@ -445,8 +461,8 @@ class FakeActors:
         self.log.append(method)
 
 
-@pytest.mark.parametrize("turn", ["train", "send", "generate"])
-def test_at_each_turn_only_what_it_needs_is_on_the_gpus(turn):
+@pytest.mark.parametrize("phase", ["train", "send", "generate"])
+def test_each_phase_onloads_only_what_it_needs(phase):
     trainer = {"train": {"weights", "grads", "optimizer"}, "send": {"weights"}, "generate": set()}
     engines_away = {
         "train": {"kv_cache", "cuda_graph", "weights"},
@@ -456,31 +472,35 @@ def test_at_each_turn_only_what_it_needs_is_on_the_gpus(turn):
     async def run():
         fleet = FakeFleet()
         actors = FakeActors(fleet.log)
-        turns = Offload(load([], {"cluster": {"colocate": True}}).config, ActorGroup(actors), fleet)
+        offload = Offload(
+            load([], {"cluster": {"colocate": True}}).config, ActorGroup(actors), fleet
+        )
         for each in ("generate", "train", "send", "generate", "train", "send")[
-            : 4 if turn == "generate" else 6
+            : 4 if phase == "generate" else 6
         ]:
-            await getattr(turns, each)()
-            if each == turn:
+            await getattr(offload, each)()
+            if each == phase:
                 assert actors.here == trainer[each]
-                assert turn == "generate" or fleet.released == engines_away[each]
+                assert phase == "generate" or fleet.released == engines_away[each]
 
     asyncio.run(run())
 
 
-def test_a_checkpoint_between_generations_finds_the_trainer_here_and_leaves_all_as_it_was():
+def test_a_save_onloads_the_trainer_and_restores_the_state_before_it():
     async def run():
         fleet = FakeFleet()
         actors = FakeActors(fleet.log)
-        turns = Offload(load([], {"cluster": {"colocate": True}}).config, ActorGroup(actors), fleet)
-        await turns.generate()
-        async with turns.save():
+        offload = Offload(
+            load([], {"cluster": {"colocate": True}}).config, ActorGroup(actors), fleet
+        )
+        await offload.generate()
+        async with offload.save():
             assert actors.here == {"weights", "optimizer"} and fleet.released == {
                 "kv_cache",
                 "cuda_graph",
             }
         assert actors.here == set() and fleet.released == set() and fleet.log[-1] == "resume"
-        async with turns.save(is_last=True):
+        async with offload.save(is_last=True):
             pass
         assert actors.here == {"weights", "optimizer"}, (
             "a run that leaves has no time to bring the engines back"
@@ -489,29 +509,32 @@ def test_a_checkpoint_between_generations_finds_the_trainer_here_and_leaves_all_
     asyncio.run(run())
 
 
-def test_on_gpus_of_their_own_nobody_ever_leaves():
+def test_on_exclusive_gpus_nothing_is_offloaded():
     async def run():
         fleet = FakeFleet()
-        turns = Offload(load([], {}).config, ActorGroup(FakeActors(fleet.log)), fleet)
-        for turn in (turns.train, turns.send, turns.generate):
+        offload = Offload(load([], {}).config, ActorGroup(FakeActors(fleet.log)), fleet)
+        for turn in (offload.train, offload.send, offload.generate):
             await turn()
-        async with turns.save():
+        async with offload.save():
             pass
         assert fleet.log == []
 
     asyncio.run(run())
 
 
-def test_a_run_whose_engines_are_all_elsewhere_is_checked_by_their_driver():
+def test_a_run_without_engines_of_its_own_checks_those_of_the_fleet():
     fleet, seen = FakeFleet(), []
     fleet.addresses = ()
     watch = watch_over(fleet, check_others=seen.append)
 
     async def run():
         await watch.update(1, pause="abort", before=nothing, ready=nothing)
-        async with watch.over():
+
+        async def generate():
             while len(seen) < 2:
                 await asyncio.sleep(INTERVAL_S)
+
+        await watch.over(generate())
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))
     assert set(seen) == {0} and fleet.log == ["update 1 abort"]
@@ -524,8 +547,10 @@ def test_a_wait_for_engines_elsewhere_that_takes_too_long_ends_the_generation():
     watch = watch_over(FakeFleet(), check_others=refuse)
 
     async def run():
-        async with watch.over():
+        async def generate():
             await asyncio.sleep(10)
+
+        await watch.over(generate())
 
     with pytest.raises(RolloutError, match="no engine"):
         asyncio.run(asyncio.wait_for(run(), timeout=20))
@@ -547,7 +572,7 @@ def test_new_ranks_are_connected_and_engines_keep_their_weights():
     assert fleet.log == ["connect"]
 
 
-def test_engines_that_wait_in_a_broadcast_of_dead_ranks_are_left_to_the_update_that_is_repeated():
+def test_engines_blocked_in_a_broadcast_of_dead_ranks_are_left_to_the_repeated_update():
     fleet = FakeFleet()
     reconnected(fleet, are_stuck=True)
     assert fleet.log == ["dismiss 0", "dismiss 1"], "the update restarts what is dismissed"
@@ -558,11 +583,13 @@ def test_engines_are_not_repaired_while_ranks_are_started_again():
     watch = watch_over(fleet)
 
     async def run():
-        async with watch.over():
+        async def generate():
             async with watch.paused():
                 await asyncio.sleep(10 * INTERVAL_S)
                 assert fleet.log == []
             while "admit 1" not in fleet.log:
                 await asyncio.sleep(INTERVAL_S)
+
+        await watch.over(generate())
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))

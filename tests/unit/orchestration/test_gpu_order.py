@@ -142,7 +142,7 @@ def test_a_critic_with_its_own_layout_sees_the_gpus_of_the_policy(own_gpus, tmp_
     ("visible", "position"),
     [("3", 3), ("", None), ("GPU-bb", 1), ("GPU-zz", None), ("0,1", None)],
 )
-def test_a_rank_knows_where_its_gpu_stands(visible, position, monkeypatch):
+def test_a_rank_knows_the_position_of_its_gpu(visible, position, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(
         device, "read_local_gpus", lambda: (LocalGpu(-1, "GPU-aa"), LocalGpu(-1, "GPU-bb"))

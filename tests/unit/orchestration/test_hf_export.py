@@ -1,6 +1,4 @@
-"""The Hugging Face folder beside a checkpoint: whole or not there, never what ends a run, never
-over what is not its own.
-"""
+"""The Hugging Face folder beside a checkpoint is complete or absent, and never ends a run."""
 
 import asyncio
 import os
@@ -43,7 +41,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != "runs")
 
 
-def test_the_step_stands_in_the_name():
+def test_the_name_of_an_export_has_its_step():
     assert folder_of("/a/{step}/x-{rollout_id}", 7) == Path("/a/7/x-7")
 
 
@@ -74,7 +72,7 @@ def test_a_run_whose_folder_was_moved_still_knows_its_export(tmp_path):
 @pytest.mark.parametrize(
     "error", [CheckpointError("no room"), OSError(28, "No space left on device")]
 )
-def test_a_failure_is_logged_and_leaves_nothing_that_looks_like_a_model(tmp_path, caplog, error):
+def test_a_failure_is_logged_and_leaves_no_partial_model(tmp_path, caplog, error):
     async def fail(folder):
         raise error
 
@@ -135,7 +133,7 @@ def test_what_comes_while_the_export_is_written_is_left_alone(tmp_path):
 
 
 class Crashed(BaseException):
-    """The process ends here."""
+    """The process ends at this point."""
 
 
 class CrashAt:
@@ -154,7 +152,7 @@ class CrashAt:
 
 
 def test_a_crash_at_any_instant_leaves_the_export_before_or_the_new_one(tmp_path, monkeypatch):
-    """The next export succeeds in its turn, and leaves nothing beside it."""
+    """The next export succeeds, and leaves no other files."""
     outcomes = set()
     for number in range(20):
         folder = tmp_path / str(number)

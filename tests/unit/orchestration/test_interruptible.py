@@ -73,7 +73,7 @@ def make(ranks, stop, length, *, may_leave=True):
     )
 
 
-def test_without_a_request_nobody_is_asked_anything(tmp_path, stop):
+def test_without_a_stop_request_no_rank_gets_a_message(tmp_path, stop):
     ranks = Ranks([0.001, 0.001], tmp_path / "STOP")
     assert make(ranks, stop, 5) == [0, 1]
     assert ranks.held == []
@@ -109,9 +109,7 @@ def test_a_call_that_may_not_be_left_ends_or_its_state_is_unknown(tmp_path, stop
 def test_a_stop_finds_the_journal_when_a_rank_hangs_and_in_time_for_it(
     tmp_path, monkeypatch, is_near
 ):
-    """What the ranks hold is unknown then; as a failure the attempt would save nothing and count as
-    one.
-    """
+    """The state of the ranks is unknown then; a failure would save nothing and count as one."""
 
     class Hung:
         async def compute(self):

@@ -219,7 +219,7 @@ class Changed(Prompts):
 @pytest.mark.parametrize(
     "prompts", [lambda bad: Prompts((3,)), Changed], ids=["became bad", "changed"]
 )
-def test_answers_to_a_row_that_changed_are_not_used_and_the_run_goes_on(
+def test_answers_to_a_changed_row_are_not_used_and_the_run_continues(
     tmp_path, killed, monkeypatch, caplog, mode, prompts
 ):
     """Also where the fingerprint of a large file does not show it."""

@@ -212,7 +212,7 @@ def run(
 
 
 def comparable(folder):
-    """Metrics lines without what a clock says."""
+    """Metrics lines without measured times."""
     return [
         {key: value for key, value in line.items() if not key.startswith("time/")}
         for line in read_metrics(folder / "metrics.jsonl")
@@ -335,9 +335,7 @@ def test_what_was_filtered_and_skipped_before_a_stop_is_counted_once(
         assert sum(line.get(f"rollout/{name}", 0) for line in lines) > 6
 
 
-def test_a_crash_without_a_save_goes_on_from_the_last_checkpoint_without_a_double_line(
-    tmp_path, untouched
-):
+def test_a_crash_resumes_from_the_last_checkpoint_without_duplicate_lines(tmp_path, untouched):
     class Crash(FakeStages):
         async def train(self, groups):
             if len(self.seen) == 16:
@@ -357,9 +355,7 @@ def test_a_crash_without_a_save_goes_on_from_the_last_checkpoint_without_a_doubl
 
 
 @pytest.mark.parametrize("succeeds", [True, False])
-def test_the_last_save_is_waited_for_and_made_again_if_it_failed_in_the_background(
-    tmp_path, succeeds
-):
+def test_the_last_save_is_awaited_and_repeated_if_it_failed_in_the_background(tmp_path, succeeds):
     stages = FakeStages()
     stages.background_succeeds = succeeds
     run(tmp_path, stages, RunState(pending={}))
@@ -373,9 +369,7 @@ def test_the_last_save_is_waited_for_and_made_again_if_it_failed_in_the_backgrou
 def test_a_stop_whose_save_fails_is_a_stop_all_the_same_and_the_journal_serves(
     tmp_path, untouched, error
 ):
-    """Else the attempt would count as a failure, and what the journal holds might not outlive the
-    machine.
-    """
+    """Otherwise the attempt would count as failed, and journal records might be lost."""
 
     class Refused(FakeStages):
         async def save(self, state, *, wait):
@@ -399,7 +393,7 @@ def test_a_stop_whose_save_fails_is_a_stop_all_the_same_and_the_journal_serves(
 @pytest.mark.parametrize(
     ("deadline", "fails", "left_with"), [(9e9, True, None), (1, True, None), (1, False, "journal")]
 )
-def test_a_journal_that_could_not_be_written_to_its_end_is_not_told_as_saved(
+def test_a_journal_with_unwritten_records_is_not_reported_as_saved(
     tmp_path, monkeypatch, deadline, fails, left_with
 ):
     class Refused(FakeStages):
@@ -486,7 +480,7 @@ def test_every_way_ends_in_the_same_metrics(tmp_path):
     assert found[0] == found[1] == found[2]
 
 
-def test_the_line_of_every_step_says_how_late_the_event_loop_was(tmp_path):
+def test_every_metrics_line_has_the_lag_of_the_event_loop(tmp_path):
     lags = iter([0.25, 0.5, 0.125, 1.5, 0.0, 0.75])
     run(tmp_path, FakeStages(), RunState(pending={}), loop_lag=lambda: next(lags))
     lines = read_metrics(tmp_path / "metrics.jsonl")

@@ -93,7 +93,7 @@ def test_the_agents_are_told_which_nodes_the_run_can_lose(
     run(scene)
 
 
-def test_without_begin_nothing_is_told_and_nothing_waits(tmp_path):
+def test_without_begin_nothing_is_written_and_nothing_waits(tmp_path):
     async def scene():
         nodes = LostNodes.none()
         assert not await nodes.another(than=0)
@@ -206,23 +206,26 @@ def health_of(driver, fleet, **options):
 MOVED_TO_3 = ["lose 1", "move to 10.0.0.3", "restart 1", "connect"]
 
 
-def test_an_engine_of_a_lost_node_comes_back_on_the_replacement_while_others_generate(tmp_path):
+def test_an_engine_of_a_lost_node_is_restarted_on_the_replacement_while_others_generate(tmp_path):
     async def scene():
         async with Scene(tmp_path) as driver:
             fleet = MovingFleet()
             health = health_of(driver, fleet)
             await health.update(4, pause="abort", before=nothing, ready=nothing)
-            async with health.over():
+
+            async def generate():
                 driver.say(LOST)
                 await driver.until(lambda: "lose 1" in fleet.log)
                 driver.say(replace(LOST, state="replaced", replacement=N3))
                 await driver.until(lambda: driver.events)
+
+            await health.over(generate())
             assert fleet.log == ["update 4 abort", *MOVED_TO_3, "update 4 retract", "admit 1"]
 
     run(scene)
 
 
-def test_an_update_that_waits_for_a_silent_node_is_made_again_without_it(tmp_path):
+def test_an_update_that_waits_for_a_silent_node_is_repeated_without_it(tmp_path):
     async def scene():
         async with Scene(tmp_path) as driver:
             fleet = MovingFleet()
@@ -288,7 +291,8 @@ def test_engines_wait_for_the_ranks_of_their_node(tmp_path):
         async with Scene(tmp_path, RANKS_ON_2) as driver:
             fleet = MovingFleet()
             health = health_of(driver, fleet)
-            async with health.over():
+
+            async def generate():
                 driver.say(replace(LOST, state="replaced", replacement=N3))
                 await driver.until(lambda: "lose 1" in fleet.log)
                 await asyncio.sleep(0.1)
@@ -298,6 +302,8 @@ def test_engines_wait_for_the_ranks_of_their_node(tmp_path):
                     assert fleet.log[1:] == ["move to 10.0.0.3", "begin 1"]
                     await driver.nodes.back("ranks")
                 await driver.until(lambda: driver.events)
+
+            await health.over(generate())
             assert fleet.log[-1] == "admit 1"
 
     run(scene)

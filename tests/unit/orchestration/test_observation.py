@@ -169,7 +169,7 @@ def test_a_line_tells_what_sync_and_checkpoint_took_and_each_checkpoint_once(tmp
     assert not [key for line in (first, third) for key in line if key.startswith("checkpoint/")]
 
 
-def test_an_actor_that_does_not_answer_is_missing_from_the_line_and_the_run_goes_on(
+def test_an_actor_that_does_not_answer_is_missing_from_the_metrics_and_the_run_continues(
     tmp_path, caplog
 ):
     async def run():

@@ -67,7 +67,7 @@ def test_a_critic_with_its_own_layout_has_a_rank_on_each_gpu_of_the_policy():
     assert {slot.ip for slot in moved.ranks} == {"10.0.0.7"}
 
 
-def test_a_critic_on_its_own_gpus_gets_the_first_nodes_with_room_and_a_port():
+def test_a_critic_on_exclusive_gpus_gets_the_first_nodes_with_free_gpus_and_a_port():
     critic = {"critic_own_gpus": True, "critic_num_gpus_per_node": 2}
     cluster = {"nodes": 2, "num_gpus_per_node": 4, "actor_num_nodes": 1, "rollout_num_gpus": 1}
     settings = load(
@@ -166,7 +166,7 @@ def test_all_ports_are_different_and_inside_the_block():
     assert all(20000 <= number < 20100 for number in numbers)
 
 
-def test_engines_whose_processes_talk_over_tcp_have_room_behind_their_meeting_place():
+def test_engines_that_use_tcp_have_free_ports_after_their_rendezvous():
     """SGLang takes the six ports behind it: no other service, and no other engine, has one of
     them.
     """
@@ -237,7 +237,7 @@ def test_ranks_follow_the_gpus_of_their_node_whichever_worker_ray_gave_them_to()
 @pytest.mark.parametrize(
     "positions", [[None] * 8, [0, None, 2, 3, 0, 1, 2, 3], [0, 0, 0, 0, 0, 0, 0, 0]]
 )
-def test_a_node_whose_gpus_are_not_told_apart_keeps_its_order(positions):
+def test_a_node_with_unknown_or_equal_gpu_positions_keeps_its_order(positions):
     assert order_by_gpu(colocated(per_engine=1).actors, positions) == tuple(range(8))
 
 

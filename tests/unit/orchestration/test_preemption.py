@@ -1,4 +1,4 @@
-"""A stop request is a file: its reason is what people read, its deadline decides what is saved."""
+"""The stop file: its reason is reported, its deadline decides what is saved."""
 
 import asyncio
 import errno
@@ -286,7 +286,7 @@ def test_a_folder_that_hangs_does_not_hold_up_who_polls(tmp_path, monkeypatch):
 
 
 def test_a_file_that_another_node_wrote_is_seen_though_a_cache_knows_of_none(tmp_path, monkeypatch):
-    """As a client of NFS: that there is no such file is forgotten when the folder is opened."""
+    """NFS clients cache that a file is missing until its folder is opened."""
     cached, stat, opened = {}, os.stat, os.open
 
     def from_cache(path, **named):

@@ -52,7 +52,7 @@ class Ranks:
         self.create_fails = self.engines_hold = False
 
     def passes(self, place):
-        """Die here, if it is time; raise like a call of dead ranks."""
+        """Die if it is time; raise as a call of dead ranks does."""
         self.passed[place] += 1
         if (place, self.passed[place]) in self.deaths:
             self.dead_ranks, self.weights = [1], "lost"
@@ -237,9 +237,7 @@ def test_the_batches_since_the_newest_checkpoint_are_trained_again_and_recorded(
 
 
 def test_the_weights_of_an_asynchronous_run_follow_from_the_batches_that_it_trained(tmp_path):
-    """There a clock decides which weights write a group; the trainer's part is exact all the
-    same.
-    """
+    """A clock decides which weights generate a group there; the trainer's part is still exact."""
     deaths = [("train", 2), ("send", 4), ("trained", 9)]
     stages = whole(tmp_path, deaths, rollout_mode="fully_async", max_staleness=2)
     assert len(stages.events) == 3
@@ -307,7 +305,7 @@ def begun(tmp_path, ranks, **named):
 
 
 def over(stages, error, phase="train"):
-    """Let an operation fail once with ``error``; return what it gives in the end."""
+    """Let an operation fail once with ``error``; return its final result."""
     failures = [error]
 
     async def operation():
@@ -327,7 +325,7 @@ def test_an_error_of_a_living_rank_is_not_a_death(tmp_path):
     assert stages.ranks.log == []
 
 
-def test_a_broken_connection_means_that_a_peer_died_even_before_ray_says_so(tmp_path):
+def test_a_broken_connection_means_that_a_peer_died_even_before_ray_reports_it(tmp_path):
     ranks = Ranks()
     stages = begun(tmp_path, ranks)
     asked = []
@@ -412,7 +410,7 @@ def test_new_slots_are_used_for_the_ranks_and_their_connections(tmp_path):
         asked.append((death.ranks, placement))
         return ELSEWHERE
 
-    stages.recovery._new_slots = spare
+    stages.recovery._nodes.new_slots = spare
     assert over(stages, TrainerDied("the node is gone", [0, 1])) == "done"
     assert asked == [((0, 1), HERE)]
     assert ranks.log == ["kill", "prepare", "create on n1", "load None", "connect"]
@@ -500,7 +498,7 @@ def test_on_gpus_that_engines_use_meanwhile_idle_ranks_are_not_watched(tmp_path)
     assert ranks.log == []
 
 
-def test_a_death_is_told_by_its_first_line():
+def test_the_headline_of_a_death_is_its_first_line():
     assert Death("trainer", (1,), "actor-1 died\nend of its log").headline == "actor-1 died"
 
 

@@ -1,4 +1,4 @@
-"""The training stage against actors that only remember what they were asked."""
+"""The training stage with actors that record their calls."""
 
 import asyncio
 from dataclasses import replace
@@ -22,9 +22,7 @@ HEALTHY = {"train/ppo_kl": 0.0, "train/grad_norm": 1.0, "train/rollout_logprob_a
 
 
 class Actors:
-    """Two pipeline stages of one data-parallel rank; only the last has log-probs: old ones -1,
-    reference ones -2.
-    """
+    """Two pipeline stages of one data-parallel rank; only the last has log-probs (-1; ref -2)."""
 
     def __init__(self, metrics=HEALTHY):
         self.metrics = metrics
@@ -249,7 +247,7 @@ def test_a_stop_before_the_first_optimizer_step_leaves_before_the_next_pass(tmp_
     assert actors.calls[-1][0] == stop_in[0]
 
 
-def test_a_stop_after_the_first_optimizer_step_lets_the_others_follow_when_there_is_time(tmp_path):
+def test_after_the_first_optimizer_step_a_stop_completes_the_others_if_time_is_left(tmp_path):
     """Between two steps of a rollout the weights belong to no state that a resume could start
     from.
     """
@@ -618,6 +616,6 @@ def test_a_critic_learns_post_processed_rewards():
         ("to_nan", "return a finite number for each"),
     ],
 )
-def test_a_post_process_that_returns_something_else_is_named(name, text):
+def test_an_invalid_result_of_a_post_process_is_reported_with_its_path(name, text):
     with pytest.raises(ConfigError, match=text):
         train(Actors(), custom_reward_post_process_path=f"{PLUGINS}:post_process_{name}")

@@ -29,7 +29,7 @@ MOVES = ("send_bucket", "share_bucket", "write_engine_folder", "write_weights")
 
 
 class Engine:
-    """Client of an engine that takes what comes, except those in ``dead``."""
+    """Client of an engine that accepts everything, except for those in ``dead``."""
 
     dead: ClassVar[set[str]] = set()
     adapters: ClassVar[list[tuple[str, str]]] = []
@@ -135,7 +135,9 @@ ON_ITS_GPU = ((Slot("n0", "10.0.0.1", 1, (0,)),),)
 @pytest.mark.parametrize(
     ("engines", "settings"), [(((NEAR,),), {}), (ON_ITS_GPU, SHARED)], ids=["broadcast", "sharing"]
 )
-def test_the_bucket_under_way_arrives_and_none_is_begun_after_it(engines, settings, tmp_path):
+def test_a_stop_request_completes_the_current_bucket_and_starts_no_other(
+    engines, settings, tmp_path
+):
     actors = Actors(tmp_path / "STOP")
     with pytest.raises(Preempted):
         asyncio.run(
@@ -179,7 +181,7 @@ def test_nothing_is_sent_without_an_engine_of_the_run(sync, tmp_path):
 
 
 def test_the_trainer_is_released_from_a_broadcast_as_soon_as_an_engine_fails(tmp_path):
-    """Not at the deadline of the broadcast, which is one of minutes."""
+    """Not at the deadline of the broadcast, which is minutes later."""
     actors = Blocked(tmp_path / "STOP", backend="nccl")
     one = coordinator(actors, tmp_path / "weights", num_engines=2)
     Engine.dead.add("http://b")
@@ -225,9 +227,7 @@ def test_engines_whose_sender_dies_are_stuck_in_its_broadcast_on_nccl(tmp_path, 
 def test_the_trainer_imports_memory_of_its_peers_as_the_engines_do(
     sglang, given, wanted, tmp_path, monkeypatch
 ):
-    """The same rule as in SGLang (tests/contract/cuda), in the environment that the actors' workers
-    get.
-    """
+    """As in SGLang (tests/contract/cuda), in the environment of the actors' workers."""
     config = load([], {"sglang": sglang}).config
     assert nccl_environment(config, given) == {"NCCL_CUMEM_ENABLE": wanted}
     envs = []
@@ -341,7 +341,7 @@ def test_a_folder_on_every_host_is_one_a_node_with_engines_and_the_runs_own(tmp_
 
 
 @pytest.mark.parametrize("mode", ["full", "delta"])
-def test_in_a_folder_that_others_use_too_only_the_runs_own_files_go(tmp_path, monkeypatch, mode):
+def test_only_the_runs_own_files_are_removed_from_a_shared_folder(tmp_path, monkeypatch, mode):
     """--update-weight-disk-dir may hold a folder version-2 of somebody's, or the files of another
     run.
     """
@@ -361,7 +361,7 @@ def test_in_a_folder_that_others_use_too_only_the_runs_own_files_go(tmp_path, mo
     assert all((path / "model.safetensors").exists() for path in shared.iterdir())
 
 
-def test_a_host_that_does_not_answer_at_the_end_is_told_and_no_error(tmp_path, monkeypatch, caplog):
+def test_a_host_that_does_not_answer_at_the_end_is_a_warning(tmp_path, monkeypatch, caplog):
     one, _, _ = delta_sync(tmp_path, monkeypatch)
     asyncio.run(updated(one, 1))
     monkeypatch.setattr(Copies, "dead", True)

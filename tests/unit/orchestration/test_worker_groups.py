@@ -23,7 +23,7 @@ RUNS = {
     WeightCopies: ("rlpost/weights/delta.py", "WeightCopy"),
 }
 # of the workers themselves
-NOT_CALLS = {"names", "reorder", "spans", "send", "fetch"}
+NOT_CALLS = {"names", "reorder", "spans", "send", "fetch_columns"}
 NOT_CALLS |= {"replace", "dead", "processes", "kill", "until_ended", "standby"}
 NOT_CALLS |= {"end_workers"}
 NUM_RANKS = 2

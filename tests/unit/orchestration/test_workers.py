@@ -23,7 +23,11 @@ class Worker:
 
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
-        self.call = self.call_aside = SimpleNamespace(remote=self._called)
+        self.call = SimpleNamespace(remote=self._called)
+        self.call_aside = SimpleNamespace(remote=self._called_aside)
+
+    def _called_aside(self, method: str, *arguments: Any) -> asyncio.Future[int]:
+        return self._called(method, {}, *arguments)
 
     def _called(self, method: str, keywords: Any, *arguments: Any) -> asyncio.Future[int]:
         self.heard.append(arguments)

@@ -1,6 +1,4 @@
-"""Graders: whatever an answer does to its grading, the event loop goes on and the other answers get
-their reward.
-"""
+"""Whatever an answer does to its grading, the event loop and other answers are unaffected."""
 
 import asyncio
 import time
@@ -54,10 +52,8 @@ def using(config: Config, work: Callable[[Grader], Coroutine[Any, Any, Any]]) ->
 
 
 @pytest.mark.slow
-def test_hostile_mathematics_costs_its_own_reward_and_nobodys_time() -> None:
-    """A tower of powers runs into the limit; meanwhile the event loop turns and the others are
-    graded.
-    """
+def test_hostile_mathematics_gets_no_reward_and_delays_no_other_answer() -> None:
+    """A tower of powers reaches the time limit; the event loop and other gradings continue."""
     given = [
         rf"</think>\boxed{{{text}}}"
         for text in ("9**9**9", r"\frac{1}{2}", "(" * 60 + "2" + ")" * 60, "0.5", "9" * 9999)
@@ -95,9 +91,7 @@ def test_every_way_to_fail_is_a_reward_of_0_and_counted(monkeypatch: pytest.Monk
 
 
 def test_a_grading_that_was_lost_is_no_reward_at_all() -> None:
-    """Its process was killed, a server that it needs is down, a sandbox is gone: nobody knows
-    whether it was right.
-    """
+    """A killed process, an unavailable server or sandbox: the reward is unknown, not 0."""
     texts = ("fine", "killed", "refused", "lost", "pipe", "fine")
 
     async def work(made: Grader) -> tuple[Any, Any]:
@@ -144,7 +138,7 @@ def test_a_reward_that_fails_on_every_answer_ends_the_run(monkeypatch: pytest.Mo
 
 
 def test_closing_ends_what_still_hangs() -> None:
-    """As when the run is preempted: nobody waits for the answer any more."""
+    """As in a preemption, where the answer is no longer awaited."""
 
     async def work(made: Any) -> list[int]:
         scoring = asyncio.ensure_future(made.grade(prompt(), samples("fine", "spin")))
@@ -180,7 +174,7 @@ def test_a_users_function_scores_one_answer_or_a_group(
     )
 
 
-def test_a_users_function_that_is_not_there_is_named() -> None:
+def test_a_missing_custom_function_is_named() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.py:f: no such file"):
         make_grader(settings(custom_rm_path="/nowhere.py:f"))
     with pytest.raises(
@@ -283,7 +277,7 @@ def test_a_reward_model_is_asked_over_http(text: str) -> None:
     ]
 
 
-def test_who_waits_for_his_turn_at_a_slow_reward_model_has_all_his_time_left(
+def test_waiting_for_a_connection_does_not_use_up_the_deadline_of_a_reward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(remote, "MAX_CONNECTIONS", 1)

@@ -23,7 +23,7 @@ def test_exact_match_compares_all_but_outer_white_space(
     assert reward_function("exact_match")(response, label, {}) == reward
 
 
-def test_an_unknown_reward_is_refused_with_those_there_are() -> None:
+def test_an_unknown_reward_is_refused_with_the_known_names() -> None:
     with pytest.raises(ConfigError) as error:
         reward_function("exact_mach")
     assert "did you mean 'exact_match'" in str(error.value)
