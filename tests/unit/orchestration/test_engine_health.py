@@ -1,6 +1,7 @@
 """Failed engines are restarted, updated and only then admitted; shared GPUs are offloaded."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,7 @@ def watch_over(
     stop=None,
     check_others=lambda _: None,
     events=None,
+    weights_onloaded=contextlib.nullcontext,
     **cluster,
 ):
     config = load(
@@ -96,6 +98,7 @@ def watch_over(
         stop=stop or StopRequest(Path("/nowhere")),
         check_others=check_others,
         events=events,
+        weights_onloaded=weights_onloaded,
     )
 
 
@@ -122,6 +125,33 @@ def test_an_engine_that_dies_while_generating_comes_back_with_the_current_weight
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))
     assert fleet.log == ["update 4 abort", *REPAIR_OF_1, "update 4 retract", "admit 1"]
+
+
+def test_the_trainer_has_its_weights_during_a_repair_while_engines_generate():
+    """Updates onload them themselves, before they begin."""
+    fleet = FakeFleet()
+
+    @contextlib.asynccontextmanager
+    async def weights_onloaded():
+        fleet.log.append("onload")
+        yield
+        fleet.log.append("offload")
+
+    watch = watch_over(fleet, weights_onloaded=weights_onloaded)
+
+    async def run():
+        await watch.update(4, pause="abort", before=nothing, ready=nothing)
+
+        async def generate():
+            fleet.sick = {1}
+            while "offload" not in fleet.log:
+                await asyncio.sleep(INTERVAL_S)
+
+        await watch.over(generate())
+
+    asyncio.run(asyncio.wait_for(run(), timeout=20))
+    repair = [*REPAIR_OF_1, "update 4 retract", "admit 1"]
+    assert fleet.log == ["update 4 abort", "onload", *repair, "offload"]
 
 
 def test_an_engine_that_dies_before_the_update_gets_the_trainers_newest_version():
