@@ -28,9 +28,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+import numpy as np
 
 from rlpost.agents.messages import Message, Tool
 from rlpost.agents.trajectory import NO_VERSION, Trajectory, Turn
@@ -71,7 +73,7 @@ class Line:
         if length == len(self):
             return sample
         count = length - len(sample.prompt_ids)
-        spans = _first(sample.version_spans or ((sample.policy_version, len(self)),), count)
+        spans = sample.versions[:count].runs
         return replace(
             sample,
             response_ids=sample.response_ids[:count],
@@ -88,15 +90,15 @@ class Line:
         """Return the line; see ``Trajectory``."""
         sample, prompt = self.sample, len(self.sample.prompt_ids)
         sampled = RunColumn([(0, prompt), *sample.mask.runs])
-        owned = RunColumn(_owned_runs(sampled, self.own_from))
-        spans = sample.version_spans or ((sample.policy_version, len(sample.response_ids)),)
-        versions = RunColumn(_masked_versions(((NO_VERSION, prompt), *spans), sampled))
+        owned = RunColumn([(0, self.own_from)]) + sampled[self.own_from :]
+        all_versions = RunColumn([(NO_VERSION, prompt)]) + sample.versions
+        versions = np.where(sampled.array, all_versions.array, NO_VERSION)
         return Trajectory(
             token_ids=sample.prompt_ids + sample.response_ids,
             sampled=sampled,
             loss_mask=owned,
             logprobs=FloatColumn.zeros(prompt) + sample.rollout_logprobs,
-            versions=versions,
+            versions=RunColumn.of(versions),
             turns=tuple(
                 replace(turn, is_trained=turn.start >= self.own_from) for turn in self.turns
             ),
@@ -298,40 +300,3 @@ class Conversation:
 
     def _encode(self, text: str) -> IntColumn:
         return self._template.encode(text) if text else IntColumn()
-
-
-def _first(spans: Sequence[tuple[int, int]], count: int) -> tuple[tuple[int, int], ...]:
-    """Return the spans of the first ``count`` tokens."""
-    found: list[tuple[int, int]] = []
-    for version, length in spans:
-        taken = min(length, count)
-        if taken:
-            found.append((version, taken))
-        count -= taken
-    return tuple(found)
-
-
-def _owned_runs(sampled: RunColumn, own_from: int) -> Iterator[tuple[int, int]]:
-    """Mask the tokens before ``own_from``."""
-    yield 0, own_from
-    skipped = own_from
-    for value, count in sampled.runs:
-        left = max(0, count - skipped)
-        skipped = max(0, skipped - count)
-        yield value, left
-
-
-def _masked_versions(
-    spans: Sequence[tuple[int, int]], sampled: RunColumn
-) -> Iterator[tuple[int, int]]:
-    """Yield the versions of sampled tokens, and NO_VERSION for the others."""
-    runs = list(sampled.runs)
-    for version, count in spans:
-        while count:
-            value, length = runs[0]
-            taken = min(count, length)
-            yield (version if value else NO_VERSION), taken
-            count -= taken
-            runs[0] = (value, length - taken)
-            if not runs[0][1]:
-                runs.pop(0)

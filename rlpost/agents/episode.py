@@ -338,7 +338,7 @@ class OpenEpisode:
             self._num_tokens += len(own)
         stop = stopped_at if isinstance(stopped_at, str) else None
         choice = Choice(message, ended_by, stop, own, own_logprobs)
-        return choice, _spans_from(sample, start - len(sample.prompt_ids))
+        return choice, sample.versions[start - len(sample.prompt_ids) :].runs
 
     async def _generate(
         self, plan: Plan, so_far: Sample | None, stop: tuple[str, ...], limit: int
@@ -413,15 +413,3 @@ class OpenEpisode:
 
 def _halted() -> BadRequest:
     return BadRequest("generation is halted", status=503, code="rollout_halted")
-
-
-def _spans_from(sample: Sample, start: int) -> tuple[tuple[int, int], ...]:
-    """Return the versions of a response from position ``start`` on."""
-    found: list[tuple[int, int]] = []
-    length = len(sample.response_ids)
-    for version, count in sample.version_spans or ((sample.policy_version, length),):
-        left = max(0, count - start)
-        start = max(0, start - count)
-        if left:
-            found.append((version, left))
-    return tuple(found)

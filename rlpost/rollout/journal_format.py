@@ -301,13 +301,6 @@ def read_header(path: Path) -> Header | None:
         return None
 
 
-def segments(folder: Path) -> list[Segment]:
-    """All segments of a journal with a valid header, by number."""
-    return [
-        found for path in segment_paths(folder) if isinstance(found := read_segment(path), Segment)
-    ]
-
-
 class _Damage(Exception):
     """The rest of a segment is invalid."""
 

@@ -114,8 +114,7 @@ def record_of(result: EpisodeResult) -> dict[str, object]:
     """Return what the trace says of an episode that ended by itself."""
     versions: dict[int, int] = {}
     for sample in result.samples:
-        spans = sample.version_spans or ((sample.policy_version, len(sample.response_ids)),)
-        for version, count in spans:
+        for version, count in sample.versions.runs:
             versions[version] = versions.get(version, 0) + count
     record: dict[str, object] = {
         "outcome": "scored",

@@ -21,7 +21,7 @@ from rlpost.errors import CheckpointError, Fenced
 from rlpost.rollout import journal as journal_module
 from rlpost.rollout import segment_writer
 from rlpost.rollout.journal import Journal, settings_hash
-from rlpost.rollout.journal_chain import follow
+from rlpost.rollout.journal_chain import follow, read_folder
 from rlpost.rollout.journal_format import (
     BATCH,
     GROUP,
@@ -29,7 +29,6 @@ from rlpost.rollout.journal_format import (
     Record,
     group_content,
     read_segment,
-    segments,
 )
 from rlpost.types import Sample, SampleGroup, ScoredSample
 
@@ -187,9 +186,9 @@ def test_with_a_commit_all_segments_go_that_no_kept_checkpoint_needs(tmp_path):
     journal = resumed(tmp_path)
     numbers = [begin(journal, step) for step in (10, 20, 30)]
     journal.compact(20)
-    assert [segment.header.number for segment in segments(tmp_path)] == numbers[1:]
+    assert [segment.header.number for segment in read_folder(tmp_path)[0]] == numbers[1:]
     journal.compact(30)
-    assert [segment.header.number for segment in segments(tmp_path)] == numbers[2:]
+    assert [segment.header.number for segment in read_folder(tmp_path)[0]] == numbers[2:]
 
 
 @pytest.mark.parametrize("cut", ["in the frame", "in the body", "a flipped bit"])
@@ -577,7 +576,7 @@ def test_the_journal_of_another_step_is_not_that_of_this_state(tmp_path):
     journal = resumed(tmp_path)
     journal.finished(group(0), wanted=True)
     journal.close()
-    assert follow(segments(tmp_path), 0, 20).records == ()
+    assert follow(read_folder(tmp_path)[0], 0, 20).records == ()
 
 
 def test_what_finishes_while_a_segment_is_made_is_in_that_segment(tmp_path, monkeypatch):
