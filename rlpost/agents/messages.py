@@ -7,7 +7,7 @@ Input: messages of OpenAI's chat completions (``anthropic_format`` converts the 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -28,6 +28,14 @@ class BadRequest(Exception):
         self.status, self.code, self.param = status, code, param
 
 
+def constrains_sampling(what: str, param: str, *, remedy: str) -> BadRequest:
+    """Return the refusal of a field that would change the distribution of the answer."""
+    return BadRequest(
+        f"{what} would constrain sampling, so the log-probs would not be the policy's; {remedy}",
+        param=param,
+    )
+
+
 class ToolFunction(TypedDict, total=False):
     """A function that the model may call; ``parameters`` is a JSON schema of an object."""
 
@@ -41,6 +49,21 @@ class Tool(TypedDict, total=False):
 
     type: str
     function: ToolFunction
+
+
+def function_tool(given: Mapping[str, Any], parameters: object) -> Tool:
+    """Convert a tool of another API to OpenAI's format, which chat templates expect.
+
+    ``parameters``: the JSON schema of the tool's input; a tool without one takes no arguments.
+    """
+    schema: Any = parameters or {"type": "object", "properties": {}}
+    description = given.get("description") or ""
+    function: ToolFunction = {
+        "name": given["name"],
+        "description": description,
+        "parameters": schema,
+    }
+    return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,36 +108,28 @@ class Message:
 
     def for_template(self) -> dict[str, object]:
         """Return the message as chat templates expect it, with parsed arguments of calls."""
-        found: dict[str, object] = {"role": self.role, "content": self.content}
-        if self.reasoning:
-            found["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            found["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
-                }
-                for call in self.tool_calls
-            ]
-        if self.tool_call_id:
-            found["tool_call_id"] = self.tool_call_id
-        if self.name:
-            found["name"] = self.name
-        return found
+        return self._fields(json.loads)
 
     def for_openai(self) -> dict[str, object]:
         """Return the message as OpenAI's chat completions have it."""
+        found = self._fields(str)
+        if self.tool_calls:
+            found["content"] = self.content or None
+        return found
+
+    def _fields(self, convert_arguments: Callable[[str], object]) -> dict[str, object]:
         found: dict[str, object] = {"role": self.role, "content": self.content}
         if self.reasoning:
             found["reasoning_content"] = self.reasoning
         if self.tool_calls:
-            found["content"] = self.content or None
             found["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
+                    "function": {
+                        "name": call.name,
+                        "arguments": convert_arguments(call.arguments),
+                    },
                 }
                 for call in self.tool_calls
             ]
@@ -163,8 +178,11 @@ def _message(raw: object, where: str) -> Message:
     )
 
 
-def text_of(content: object, where: str) -> str:
-    """Return the text of a content: a string, None, or parts of type text. Raises BadRequest."""
+def text_of(content: object, where: str, kinds: Collection[str] = ("text",)) -> str:
+    """Return the text of a content: a string, None, or parts of the types ``kinds``.
+
+    Raises BadRequest.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
@@ -173,8 +191,8 @@ def text_of(content: object, where: str) -> str:
         raise BadRequest(f"{where}.content must be a string or a list of parts", param=where)
     texts: list[str] = []
     for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if not isinstance(part, Mapping) or kind not in kinds:
             raise BadRequest(
                 f"{where}.content has a part of type {kind!r}; this model reads text only",
                 param=where,
