@@ -30,10 +30,10 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
+from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.messages import Message, Tool
 from rlpost.agents.trajectory import NO_VERSION, Trajectory, Turn
 from rlpost.columns import FloatColumn, IntColumn, RunColumn, TokenSetColumn
@@ -42,19 +42,6 @@ from rlpost.types import Sample
 
 Tools = Sequence[Tool]
 PROBE = "a-plain-answer"
-
-
-class Template(Protocol):
-    """What a conversation needs of a chat template (``chat_template.ChatTemplate``)."""
-
-    def render(self, messages: Sequence[Message], tools: Tools | None = None) -> str:
-        """Return the text of messages and the header of the next answer."""
-
-    def encode(self, text: str) -> IntColumn:
-        """Return the token ids of a text."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids with special tokens."""
 
 
 class Line:
@@ -203,7 +190,7 @@ class Plan:
 class Conversation:
     """All messages and lines of an episode."""
 
-    def __init__(self, template: Template) -> None:
+    def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._roots: dict[str, Node] = {}  # by tools: they are in the first tokens of the prompt
         self._lines: list[Line] = []
@@ -242,7 +229,7 @@ class Conversation:
         line = self._extended(plan.base, sample)
         line.turns.append(turn)
         ids = sample.response_ids[turn.start - len(sample.prompt_ids) :]
-        text = self._template.decode(ids[:-1] if stop_text else ids)
+        text = self._template.decode_all(ids[:-1] if stop_text else ids)
         answered = Answered(line, len(line), Beginning.of(plan.text), text, stop_text)
         plan.node.added(message, answered)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from rlpost.agents.answer_parsing import MARKS, Format, format_of, parse_answer
-from rlpost.agents.chat_template import ChatTemplate, CodecOf
+from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.conversation import Conversation, Plan
 from rlpost.agents.messages import THINK, BadRequest, Message, ToolCall
 from rlpost.agents.requests import (
@@ -39,7 +39,6 @@ from rlpost.types import Prompt, Sample
 logger = logging.getLogger(__name__)
 
 Limit = Literal["tokens", "requests", "context"]
-HALTED_POLL_S = 0.2
 UNLIMITED = 2**31 - 1
 T = TypeVar("T")
 
@@ -83,7 +82,6 @@ class Policy:
         """``context_length``: the engines refuse requests with more tokens, the answer included."""
         self.template, self.context_length = template, context_length
         self.format: Format = format_of(template.source) if form == "auto" else form
-        self.codec = CodecOf(template)
         # Engines leave special tokens out of texts; then the marks are read from the ids.
         self.marks_are_special = any(template.is_special(mark) for mark in MARKS)
 
@@ -148,11 +146,6 @@ class OpenEpisode:
         """
         self._was_halted = self._was_halted or self._connection.halted
         return self._was_halted
-
-    async def wait_halted(self) -> None:
-        """Return when ``halted`` is True; polls, so that an idle harness is noticed as well."""
-        while not self.halted:
-            await asyncio.sleep(HALTED_POLL_S)
 
     @property
     def error(self) -> Exception | None:
@@ -262,7 +255,7 @@ class OpenEpisode:
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, for log-probs."""
-        return self._policy.template.decode([token_id])
+        return self._policy.template.decode_all([token_id])
 
     def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request's input. Raises BadRequest."""
@@ -316,7 +309,7 @@ class OpenEpisode:
         template = self._policy.template
         text = builder.text
         if self._policy.marks_are_special:
-            text = template.decode(own[:-1] if ended_by_token else own)
+            text = template.decode_all(own[:-1] if ended_by_token else own)
             if isinstance(stopped_at, str) and stopped_at in text:
                 text = text[: text.rfind(stopped_at)]
         message, ended_by = self._message(text, builder, plan, request)
@@ -332,7 +325,7 @@ class OpenEpisode:
         )
         with self._lock:
             if len(own):
-                stop_text = template.decode(own[-1:]) if ended_by_token else ""
+                stop_text = template.decode_all(own[-1:]) if ended_by_token else ""
                 self._conversation.add(plan, message, sample, turn, stop_text)
             self._num_requests += 1
             self._num_tokens += len(own)
@@ -350,7 +343,7 @@ class OpenEpisode:
             replace(self.prompt, token_ids=prompt_ids),
             self._sampling,
             index=self.index,
-            codec=self._policy.codec,
+            codec=self._policy.template,
             so_far=so_far,
         )
         if so_far is not None:

@@ -6,15 +6,14 @@ each trajectory that the gateway recorded.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlpost.agents.environments.calls import call, call_if_there, cancelled, closed
+from rlpost.agents.environments.calls import call, call_if_there, closed
 from rlpost.agents.environments.plain import finite
 from rlpost.agents.environments.protocol import Episode, Harness, Outcome
 from rlpost.agents.environments.results import EpisodeResult, TurnResult
-from rlpost.agents.gateway import EpisodeLimits, Gateway, OpenEpisode
+from rlpost.agents.gateway import EpisodeLimits, Gateway
 from rlpost.agents.trajectory import Trajectory, to_samples
 from rlpost.errors import GradingLost
 from rlpost.rollout.connection import Halted
@@ -45,7 +44,7 @@ class HarnessRunner:
         await closed(self.harness, self.word)
 
     async def run(self, builder: ResponseBuilder, prompt: Prompt) -> EpisodeResult:
-        """Run one episode.
+        """Run one episode; the caller cancels it once generation is halted.
 
         Raises:
             Halted: generation is suspended.
@@ -63,8 +62,17 @@ class HarnessRunner:
             limits=limits,
         )
         async with opened as episode:
+            asked = Episode(
+                base_url=episode.base_url,
+                api_key=episode.api_key,
+                model=episode.model,
+                prompt=prompt,
+                index=builder.index,
+                sampling=chat_sampling(builder.sampling),
+                max_turns=self.max_turns,
+            )
             try:
-                given = await self._run(episode, builder.sampling)
+                given = await call(self.harness.run, asked)
             except Exception as error:
                 if episode.halted:
                     raise Halted from error
@@ -86,29 +94,6 @@ class HarnessRunner:
             finite(self.word, outcome.reward, "the reward of run"),
             info=outcome.info,
         )
-
-    async def _run(self, episode: OpenEpisode, sampling: SamplingParams) -> object:
-        """Return what ``run`` returns; raise Halted when generation is halted first."""
-        given = Episode(
-            base_url=episode.base_url,
-            api_key=episode.api_key,
-            model=episode.model,
-            prompt=episode.prompt,
-            index=episode.index,
-            sampling=chat_sampling(sampling),
-            max_turns=self.max_turns,
-        )
-        running = asyncio.ensure_future(call(self.harness.run, given))
-        halted = asyncio.ensure_future(episode.wait_halted())
-        try:
-            await asyncio.wait([running, halted], return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                return running.result()
-            raise Halted
-        finally:
-            for task in (running, halted):
-                if not task.done():
-                    await cancelled(task)
 
 
 def chat_sampling(sampling: SamplingParams) -> dict[str, object]:
