@@ -11,12 +11,11 @@ changes by the reader's own clock, so clocks of nodes need not agree.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common.files import write_atomic
+from common.files import write_atomic, write_first
 
 BEAT_SECONDS = 2.0
 STALE_SECONDS = 15.0  # without a renewed record, a node is gone
@@ -51,13 +50,7 @@ class Registry:
     def create(self) -> None:
         """Create the folder and the secret, unless they exist."""
         self._nodes.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path = self.folder / "secret"
-        try:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            return
-        with open(handle, "w") as file:
-            file.write(secrets.token_hex(32))
+        write_first(self.folder / "secret", secrets.token_hex(32))
 
     def secret(self) -> bytes:
         """Return the secret. Raises FileNotFoundError before the driver has made it."""
