@@ -414,7 +414,7 @@ def test_a_crash_without_hard_links_between_name_and_content_costs_nothing(tmp_p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(segment_file.os, "rename", crash)
+        patched.setattr(segment_file.os, "replace", crash)
         begin(journal, 1)
     assert (tmp_path / "0000001.log").stat().st_size == 0
     assert waiting(resumed(tmp_path)) == [(GROUP, 0)]
