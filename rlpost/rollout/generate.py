@@ -20,12 +20,10 @@ from typing import TypeVar
 
 from rlpost.errors import ConfigError, GradingLost, Preempted, RolloutError
 from rlpost.reward.grader import Grader
-from rlpost.rollout.connection import Connection, Halted, RouterAddress
+from rlpost.rollout.connection import Connection, Halted
 from rlpost.rollout.response_builder import Codec, GenerateFunction, ResponseBuilder, write_answer
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample, Unfinished
-
-__all__ = ["GroupWriter", "RouterAddress", "generate_groups"]
 
 logger = logging.getLogger(__name__)
 
@@ -213,31 +211,16 @@ async def together(work: Sequence[Awaitable[T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def generate_groups(
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    *,
-    n: int,
-    router: RouterAddress,
-    grader: Grader,
-    stop_requested: Callable[[], bool],
-) -> list[SampleGroup]:
-    """Generate ``n`` scored samples per prompt, ordered by prompt id and index.
-
-    Raises: Preempted: ``stop_requested()`` was true; polled five times a second, all requests have
-        been aborted. RolloutError: a request failed permanently; the others have been aborted.
-    """
-    async with Connection(router) as connection:
-        return await write_all(
-            GroupWriter(connection, sampling, n=n, grader=grader), prompts, stop_requested
-        )
-
-
 async def write_all(
     writer: GroupWriter, prompts: Sequence[Prompt], stop_requested: Callable[[], bool]
 ) -> list[SampleGroup]:
-    """Generate the groups of all prompts, ordered by prompt id. Raises as ``generate_groups``
-    does.
+    """Generate the groups of all prompts, ordered by prompt id.
+
+    Raises:
+        Preempted: ``stop_requested()`` was true; it is polled every STOP_POLL_S seconds.
+        RolloutError: a request failed permanently.
+
+    In both cases all requests have been aborted.
     """
     ordered = sorted(prompts, key=lambda prompt: prompt.prompt_id)
     work = [asyncio.ensure_future(writer.write(Unfinished(prompt))) for prompt in ordered]
