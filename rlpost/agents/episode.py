@@ -95,8 +95,13 @@ class OpenEpisode:
     Attributes:
         base_url: address for OpenAI clients (``OPENAI_BASE_URL``), ends with ``/v1``.
         anthropic_url: address for Anthropic clients (``ANTHROPIC_BASE_URL``).
-        api_key: the only key that reaches this episode; it dies with the episode.
+        api_key: the only key that reaches this episode, valid until it is closed.
         model: the name of the model that answers; any name in a request is accepted.
+        num_requests: answers of engines so far.
+        num_tokens: sampled tokens so far.
+        error: the failure of an engine that a request met (``RolloutError``); the harness got a
+            500.
+        limit_reached: the first limit that a request was refused for, or None.
     """
 
     def __init__(
@@ -131,10 +136,10 @@ class OpenEpisode:
         self._running: set[asyncio.Future[Any]] = set()
         self._records: list[RequestRecord] = []
         self._numbers, self._call_numbers = itertools.count(), itertools.count()
-        self._num_requests = self._num_tokens = self._num_in_flight = 0
+        self.num_requests = self.num_tokens = self._num_in_flight = 0
         self._was_halted = False
-        self._error: Exception | None = None
-        self._limit: Limit | None = None
+        self.error: Exception | None = None
+        self.limit_reached: Limit | None = None
 
     @property
     def halted(self) -> bool:
@@ -146,26 +151,6 @@ class OpenEpisode:
         """
         self._was_halted = self._was_halted or self._connection.halted
         return self._was_halted
-
-    @property
-    def error(self) -> Exception | None:
-        """The failure of an engine that a request met (``RolloutError``); the harness saw a 500."""
-        return self._error
-
-    @property
-    def limit_reached(self) -> Limit | None:
-        """The first limit that a request was refused for, or None."""
-        return self._limit
-
-    @property
-    def num_requests(self) -> int:
-        """Answers of engines so far."""
-        return self._num_requests
-
-    @property
-    def num_tokens(self) -> int:
-        """Sampled tokens so far."""
-        return self._num_tokens
 
     def trajectories(self) -> tuple[Trajectory, ...]:
         """Return what was sampled so far, in the order in which their first own answers ended.
@@ -225,7 +210,7 @@ class OpenEpisode:
         ]
         self._num_in_flight += request.n
         for task in writing:
-            task.add_done_callback(self._landed)
+            task.add_done_callback(self._no_longer_in_flight)
         try:
             answers = await asyncio.gather(*writing)
         finally:
@@ -268,24 +253,24 @@ class OpenEpisode:
     def _admit(self, request: ChatRequest) -> int:
         """Return the limit of tokens for each answer. Raises BadRequest."""
         if self.is_closed:
-            raise BadRequest("the episode is over", status=401, code="invalid_api_key")
+            raise _closed()
         if self.halted:
             raise _halted()
         limits, limit = self._limits, self._turn_limit
         most = UNLIMITED if limits.max_requests is None else limits.max_requests
-        if self._num_requests + self._num_in_flight + request.n > most:
+        if self.num_requests + self._num_in_flight + request.n > most:
             raise self._limited("requests", f"the episode may have {most} answers")
         if limits.max_tokens is not None:
-            limit = min(limit, limits.max_tokens - self._num_tokens)
+            limit = min(limit, limits.max_tokens - self.num_tokens)
             if limit <= 0:
                 raise self._limited("tokens", f"the episode may have {limits.max_tokens} tokens")
         return limit if request.max_tokens is None else min(limit, request.max_tokens)
 
-    def _landed(self, task: asyncio.Future[Any]) -> None:
+    def _no_longer_in_flight(self, task: asyncio.Future[Any]) -> None:
         self._num_in_flight -= 1
 
     def _limited(self, limit: Limit, text: str, *, code: str | None = None) -> BadRequest:
-        self._limit = self._limit or limit
+        self.limit_reached = self.limit_reached or limit
         return BadRequest(text, code=code or f"episode_{limit}_limit")
 
     async def _write(
@@ -300,7 +285,7 @@ class OpenEpisode:
                 lambda: self._generate(plan, so_far, request.stop, limit)
             )
             if self.is_closed:
-                raise BadRequest("the episode is over", status=401, code="invalid_api_key")
+                raise _closed()
         sample, start = builder.sample(), plan.num_tokens
         own = sample.response_ids[start - len(sample.prompt_ids) :]
         own_logprobs = sample.rollout_logprobs[start - len(sample.prompt_ids) :]
@@ -327,8 +312,8 @@ class OpenEpisode:
             if len(own):
                 stop_text = template.decode_all(own[-1:]) if ended_by_token else ""
                 self._conversation.add(plan, message, sample, turn, stop_text)
-            self._num_requests += 1
-            self._num_tokens += len(own)
+            self.num_requests += 1
+            self.num_tokens += len(own)
         stop = stopped_at if isinstance(stopped_at, str) else None
         choice = Choice(message, ended_by, stop, own, own_logprobs)
         return choice, sample.versions[start - len(sample.prompt_ids) :].runs
@@ -375,13 +360,11 @@ class OpenEpisode:
             self._was_halted = True
             raise _halted() from error
         except RolloutError as error:
-            self._error = self._error or error
+            self.error = self.error or error
             raise
         except asyncio.CancelledError:
             if self.is_closed:
-                raise BadRequest(
-                    "the episode is over", status=401, code="invalid_api_key"
-                ) from None
+                raise _closed() from None
             raise
 
     def _message(
@@ -402,6 +385,10 @@ class OpenEpisode:
         if calls:
             return message, "tool_calls"
         return message, "length" if builder.finish_reason == "length" else "stop"
+
+
+def _closed() -> BadRequest:
+    return BadRequest("the episode is over", status=401, code="invalid_api_key")
 
 
 def _halted() -> BadRequest:

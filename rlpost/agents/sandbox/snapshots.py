@@ -6,12 +6,12 @@ What arrives is checked again: names and targets of links stay inside the folder
 from __future__ import annotations
 
 import json
-import posixpath
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rlpost.agents.sandbox.inner.files import leads_outside
 from rlpost.errors import RlpostError
 
 
@@ -89,8 +89,7 @@ def check_entry(entry: Entry) -> None:
         raise SnapshotRefused(f"{entry.path!r} is a {entry.kind}")
     if entry.kind == "link":
         target = entry.data.decode()
-        joined = posixpath.normpath(posixpath.join(posixpath.dirname(entry.path), target))
-        if target.startswith("/") or joined == ".." or joined.startswith("../"):
+        if leads_outside(entry.path, target):
             raise SnapshotRefused(f"link {entry.path!r} -> {target!r} leads outside")
 
 
