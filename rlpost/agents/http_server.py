@@ -138,14 +138,15 @@ class _Routes:
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""
-        return _json(openai_format.models(self._episode(request).model, self._created))
+        only = openai_format.model_body(self._episode(request).model, self._created)
+        return _json({"object": "list", "data": [only]})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models/NAME."""
         episode = self._episode(request)
         if request.match_info["name"] != episode.model:
             raise BadRequest(f"the only model is {episode.model!r}", status=404)
-        return _json(openai_format.models(episode.model, self._created)["data"][0])
+        return _json(openai_format.model_body(episode.model, self._created))
 
     def _episode(self, request: web.Request) -> OpenEpisode:
         given = request.headers.get("Authorization", "")

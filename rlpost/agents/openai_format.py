@@ -6,7 +6,6 @@ Reference: platform.openai.com/docs/api-reference/chat.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal, TypedDict
 
 from rlpost.agents.messages import BadRequest, Tool, constrains_sampling, messages_from_openai
 from rlpost.agents.requests import MAX_CHOICES, MAX_STOPS, ChatRequest, Choice, Reply
@@ -108,19 +107,9 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class ModelList(TypedDict):
-    """The body of ``GET /v1/models``."""
-
-    object: Literal["list"]
-    data: list[dict[str, str | int]]
-
-
-def models(model: str, created: int) -> ModelList:
-    """Return the list of models."""
-    return {
-        "object": "list",
-        "data": [{"id": model, "object": "model", "created": created, "owned_by": "rlpost"}],
-    }
+def model_body(model: str, created: int) -> dict[str, str | int]:
+    """Return the description of a model; ``created`` is Unix time in seconds."""
+    return {"id": model, "object": "model", "created": created, "owned_by": "rlpost"}
 
 
 def whole_number(body: Mapping[str, object], field: str, least: int, most: int) -> int | None:

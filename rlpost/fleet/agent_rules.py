@@ -151,11 +151,9 @@ class AgentRules:
 
     def _drain(self, seen: Seen, reason: str, code: int, has_driver: bool, now: float) -> Verdict:
         """Wait until the driver sends no requests any more; not longer than the job lasts."""
+        is_first = self._draining_since is None
         if self._draining_since is None:
             self._draining_since = now
-            is_first = True
-        else:
-            is_first = False
         in_use = seen.lease is not None and self._incarnation in seen.lease.in_use
         is_late = now - self._draining_since > self._patience.drain_s
         is_late |= seen.stop_in_s is not None and seen.stop_in_s <= self._patience.margin_s

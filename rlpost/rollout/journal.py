@@ -121,16 +121,16 @@ class Journal:
         make_folder(folder)
         try:
             there, unreadable = read_folder(folder)
-            numbers = [int(path.stem) for path in segment_paths(folder)]
         except OSError as error:
             raise CheckpointError(
                 f"the journal in {folder} cannot be listed: {error}; repair the storage"
             ) from error
+        paths = [each.path for each in there] + [each.path for each in unreadable]
         found = follow(there, base, step, settings, data=data, unreadable=unreadable)
         for problem in found.problems:
             logger.warning("journal: %s", problem)
         header = Header(
-            number=max([base - 1, *numbers]) + 1,
+            number=max([base - 1, *(int(path.stem) for path in paths)]) + 1,
             base=base,
             step=step,
             settings=settings,

@@ -18,7 +18,6 @@ from rlpost.agents.trajectory import Trajectory, to_samples
 from rlpost.errors import GradingLost
 from rlpost.rollout.connection import Halted
 from rlpost.rollout.response_builder import ResponseBuilder
-from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt
 
 
@@ -68,7 +67,11 @@ class HarnessRunner:
                 model=episode.model,
                 prompt=prompt,
                 index=builder.index,
-                sampling=chat_sampling(builder.sampling),
+                sampling={
+                    "temperature": builder.sampling.temperature,
+                    "top_p": builder.sampling.top_p,
+                    "max_tokens": builder.sampling.max_new_tokens,
+                },
                 max_turns=self.max_turns,
             )
             try:
@@ -94,15 +97,6 @@ class HarnessRunner:
             finite(self.word, outcome.reward, "the reward of run"),
             info=outcome.info,
         )
-
-
-def chat_sampling(sampling: SamplingParams) -> dict[str, object]:
-    """Return sampling parameters as fields of a chat request."""
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "max_tokens": sampling.max_new_tokens,
-    }
 
 
 def turns_of_trajectories(
