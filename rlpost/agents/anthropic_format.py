@@ -1,7 +1,7 @@
 """Anthropic's messages: requests in, responses and stream events out. Pure.
 
-Reference: docs.anthropic.com/en/api/messages. Inside, messages have OpenAI's order: each result of
-a tool is a message, and the system prompt is the first one.
+Reference: docs.anthropic.com/en/api/messages. Internally messages follow OpenAI's order: each
+result of a tool is a message, and the system prompt is the first one.
 """
 
 from __future__ import annotations

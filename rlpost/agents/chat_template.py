@@ -81,7 +81,7 @@ class ChatTemplate:
 
 
 def _default_template(given: str | Mapping[str, str]) -> str:
-    """A tokenizer may have several templates by name."""
+    """Return the template to use, of a tokenizer that may have several by name."""
     if isinstance(given, str):
         return given
     return str(given["default"]) if "default" in given else json.dumps(given)

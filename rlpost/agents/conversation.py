@@ -69,7 +69,7 @@ class Line:
             version_spans=spans,
             policy_version=spans[-1][0],
             sampling_mask=None if sample.sampling_mask is None else sample.sampling_mask[:count],
-            # as after a request that ended here: no engine had read the last token
+            # As after a request that ended here: an engine never reads its last sampled token.
             routes=None if sample.routes is None else sample.routes[: length - 1],
         )
 
@@ -98,7 +98,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """The beginning of a text, by size and digest: each turn has one, as long as all before it."""
+    """The beginning of a text, as size and digest.
+
+    Each turn has one, of the whole text before it: kept as texts, they would grow with the square
+    of the number of turns.
+    """
 
     size: int
     digest: bytes
@@ -110,7 +114,7 @@ class Beginning:
         return cls(len(text), hashlib.blake2b(data, digest_size=16).digest())
 
     def is_in(self, text: str) -> bool:
-        """Whether ``text`` begins with it."""
+        """Whether ``text`` begins with this text."""
         return len(text) >= self.size and Beginning.of(text[: self.size]) == self
 
 
@@ -137,7 +141,8 @@ class Node:
     def child(self, message: Message) -> Node:
         """Return the child for a message of a request; a new one if it is not known.
 
-        Among equal messages, such as two of ``n`` answers, ids of calls decide, then the age.
+        Several children may have the same key, such as two of the ``n`` answers to one request.
+        Then the ids of their calls decide, or else the newest one is meant.
         """
         known = self.children.setdefault(message.key, [])
         ids = [call.id for call in message.tool_calls]
@@ -271,7 +276,7 @@ class Conversation:
         plain = [*path[:place], Message("assistant", probe), *path[place + 1 :]]
         try:
             plain_text = self._template.render(plain, tools)
-        except DataError:  # it wants calls before outputs of tools
+        except DataError:  # templates may require a call before each output of a tool
             return None
         found = plain_text.find(probe)
         if found < start or not base.prompt.is_in(plain_text):

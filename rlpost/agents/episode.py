@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """What the harness of one episode may use; None is without limit.
+    """Limits of the harness of one episode; None means no limit.
 
     Attributes:
         max_tokens: sampled tokens over all requests. A turn is truncated there, and later requests
@@ -82,7 +82,7 @@ class Policy:
         """``context_length``: the engines refuse requests with more tokens, the answer included."""
         self.template, self.context_length = template, context_length
         self.format: Format = format_of(template.source) if form == "auto" else form
-        # Engines leave special tokens out of texts; then the marks are read from the ids.
+        # Engines omit special tokens from their texts, so such marks are read from the ids.
         self.marks_are_special = any(template.is_special(mark) for mark in MARKS)
 
 
@@ -122,9 +122,9 @@ class OpenEpisode:
         self.api_key, self.model = access.api_key, access.model
         self.is_closed = False
         self._limits, self._policy, self._connection = limits, policy, connection
-        # A turn is limited by its request; the builder's own limit would count the whole line.
+        # Each request passes its own limit: that of the builder would count all earlier turns too.
         self._turn_limit = sampling.max_new_tokens
-        # An engine's refusal would fail the run: harnesses learn of the limit before.
+        # The refusal of an engine would end the run, so the gateway refuses such a request itself.
         contexts = [sampling.max_context_len, policy.context_length]
         context = min((each for each in contexts if each is not None), default=None)
         self._sampling = replace(sampling, max_new_tokens=UNLIMITED, max_context_len=context)
@@ -332,7 +332,7 @@ class OpenEpisode:
             so_far=so_far,
         )
         if so_far is not None:
-            # The earlier turn is complete: without this, the next one would continue it.
+            # Ends the earlier turn, which is complete: the next ``write`` would continue it.
             await builder.write(max_new_tokens=0)
             builder.insert_ids(plan.added_ids)
         await builder.write(stop=stop, max_new_tokens=limit)

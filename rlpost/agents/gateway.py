@@ -45,7 +45,7 @@ NO_LIMITS = EpisodeLimits()
 class Gateway:
     """Serves the harnesses of all episodes of a run; an asynchronous context manager.
 
-    One a driver. It listens from ``__aenter__`` to ``__aexit__``.
+    One per driver. It listens from ``__aenter__`` to ``__aexit__``.
 
         async with Gateway(model_folder, host="127.0.0.1") as gateway:
             async with await gateway.open(prompt, sampling, connection=connection) as episode:

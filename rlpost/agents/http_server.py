@@ -35,7 +35,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Episodes:
-    """The open episodes by key. Safe in all threads: a dict is changed by single operations."""
+    """The open episodes by key. Thread-safe: each change is one operation on a dict."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, OpenEpisode] = {}
@@ -52,7 +52,7 @@ class Episodes:
         """Return the episode of a key. Raises BadRequest (401)."""
         episode_id = key.rpartition("-")[0].rpartition("-")[2]
         episode = self._by_id.get(episode_id)
-        # The id is no secret; the whole key is compared in constant time.
+        # The id is public; only the whole key grants access, and is compared in constant time.
         known = "" if episode is None else episode.api_key
         if episode is None or not hmac.compare_digest(known.encode(), key.encode()):
             raise BadRequest(
@@ -174,6 +174,7 @@ async def _body(request: web.Request) -> Mapping[str, object]:
 async def _awaited(answering: asyncio.Future[Completion]) -> Completion:
     """Return the answer; cancel it if the client disconnects."""
     try:
+        # aiohttp cancels the handler then (``handler_cancellation``).
         return await answering
     finally:
         answering.cancel()

@@ -18,7 +18,7 @@ THINK, END_THINK = "<think>", "</think>"
 class BadRequest(Exception):
     """A request that is refused.
 
-    ``status`` is that of HTTP; ``code`` a word for programs; ``param`` the field that is wrong.
+    ``status`` is the HTTP status, ``code`` a word for programs, ``param`` the wrong field.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ToolCall:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Name and arguments in a canonical spelling; harnesses format JSON again."""
+        """Name and arguments in one canonical spelling: a harness may reformat the JSON."""
         return self.name, json.dumps(json.loads(self.arguments), sort_keys=True)
 
 
@@ -93,17 +93,19 @@ class Message:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for messages that a harness may send for the same one.
+        """Equal for all forms in which a harness may send the same message again.
 
-        White space around the text of an assistant may be lost on the way, and so may its reasoning
-        and the ids of its calls.
+        A harness may drop white space around the text of an assistant, its reasoning, and the ids
+        of its calls.
         """
         if self.role == "assistant":
             return (self.role, self.content.strip(), *(call.key for call in self.tool_calls))
         return (self.role, self.content, self.tool_call_id, self.name)
 
     def may_be(self, other: Message) -> bool:
-        """Whether a message with the same key is this one: its reasoning, if it has any, agrees."""
+        """Whether ``other``, which has the same key, may be this message: its reasoning, if it has
+        any, is the same.
+        """
         return not other.reasoning or other.reasoning.strip() == self.reasoning.strip()
 
     def for_template(self) -> dict[str, object]:

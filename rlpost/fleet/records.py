@@ -111,7 +111,7 @@ class Lease:
         version: the policy version that engines must have; None before the first update.
         weights: folder with these weights; empty before the first update.
         settings: digest of what a server depends on (``files.settings_digest``).
-        engines: what the driver does with each engine, in words, for the user.
+        engines: what the driver does with each engine, for the user.
         in_use: incarnations that requests may be sent to.
         host: the driver's node, for messages.
         address: IP address of the driver; the route to it names an engine's network interface.

@@ -279,9 +279,8 @@ def router_arguments(
         "request_timeout_secs": LONGEST_GENERATION_S,
         "shutdown_grace_period_secs": 1,
         # No circuit breaker: requests come in bursts, and one burst of failures would exclude
-        # healthy
-        # engines for a minute. The health check removes a dead engine, and its requests are retried
-        # on others.
+        # healthy engines for a minute. The health check removes a dead engine, and its requests are
+        # retried on others.
         "disable_circuit_breaker": True,
         "log_level": "warn",
     }

@@ -88,8 +88,8 @@ class GroupWriter:
         """
         prompt = entry.prompt
         async with self._beginning:
-            # One group begins in a turn of the loop: thousands of requests at once would hold it
-            # for seconds.
+            # Each iteration of the event loop starts one group: thousands of requests at once would
+            # block it for seconds.
             await asyncio.sleep(0)
         for _ in range(MAX_GENERATIONS):
             written = await self._written(entry)
@@ -234,9 +234,8 @@ async def write_all(
         if unfinished:
             await writer.connection.router.abort_all()
     groups = [group for group in done if isinstance(group, SampleGroup)]
-    if len(groups) < len(
-        ordered
-    ):  # this connection is never halted: a stop request ended the grading
+    # This connection is never halted: only a stop request during grading leaves a group unfinished.
+    if len(groups) < len(ordered):
         raise Preempted(f"a stop was requested after {len(groups)} of {len(ordered)} groups")
     return groups
 

@@ -93,11 +93,8 @@ class ResponseBuilder:
         self._routes = _routes(connection, so_far)
         self.text = so_far.text if so_far else ""
         self._unversioned = 0  # tokens of tools before the model's first
-        # start of the current turn in the ids, and the text before it
-        self._turn_at, self._before = (
-            0,
-            "",
-        )
+        self._turn_at = 0  # start of the current turn in the ids
+        self._before = ""  # the text before it
         self._texts = [so_far.text] if so_far else []  # of the current turn, one per request
         self.finish_reason: FinishReason = "stop"
         self.stopped_at: int | str | None = None
@@ -139,8 +136,10 @@ class ResponseBuilder:
         or after ``max_new_tokens``. A request that an engine aborts for new weights is resumed.
         When no tokens remain, nothing is generated and ``finish_reason`` is "length".
 
-        Raises: Halted: generation is suspended; do not catch this, the rollout keeps the partial
-            answer. RolloutError: the request failed.
+        Raises:
+            Halted: generation is suspended; do not catch this, the rollout keeps the partial
+                answer.
+            RolloutError: the request failed.
         """
         if not self._texts:
             self._turn_at, self._before = self.num_tokens, self.text

@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CLOSE_S = 30.0  # for an environment to release what it has
-POLL_S = 0.5  # of a halt; requests to the engines end at once
+POLL_S = 0.5  # interval of checks for a halt; requests to the engines end without it
 
 
 async def call(method: Callable[..., Awaitable[T] | T], *args: object) -> T:
-    """Call a method; await its result if it is one that can be awaited."""
+    """Call a method, and await its result if it is awaitable."""
     if inspect.iscoroutinefunction(method):
         return await method(*args)
     result = await in_daemon(partial(method, *args))

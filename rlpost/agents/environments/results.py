@@ -20,7 +20,7 @@ REWARD, ENV, NUM_TURNS = "reward", "env", "num_turns"
 class TurnResult:
     """A turn of the model and what followed it.
 
-    ``before`` is what stood before the first turn of a sample, besides the text of the prompt.
+    ``before`` is the text between the prompt and the first turn of a sample.
     ``sample`` is the position of its sample in the episode, ``start`` and ``end`` its tokens in
     that sample's response. ``seconds`` are those of the model, ``env_seconds`` those of the
     environment.

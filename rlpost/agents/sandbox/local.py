@@ -98,7 +98,7 @@ class LocalSandbox(Sandbox):
                 start_new_session=True,
             )
         if self._cgroup is not None:
-            # before the launcher has its specification, and so before it forks
+            # Before the launcher receives its specification, and therefore before it forks.
             self._cgroup.add(self._process.pid)
         spec = {
             "limits": asdict(self.limits),
@@ -138,7 +138,7 @@ class LocalSandbox(Sandbox):
             try:
                 return await self._exchange(request, self._max_output(request), stdin)
             except asyncio.CancelledError:
-                # a command without its caller: the answer would meet the next request
+                # The command still runs, and its answer would be read as that of the next request.
                 await asyncio.shield(self.close())
                 raise
 
@@ -183,7 +183,7 @@ class LocalSandbox(Sandbox):
         except SandboxLost:
             if not self._is_exhausted:
                 raise
-            await self.close()  # the commands of the agent ended it: no loss
+            await self.close()  # the agent's commands used up its memory: no loss of the node
             return _exhausted()
         finally:
             for handle in theirs:
@@ -201,7 +201,7 @@ class LocalSandbox(Sandbox):
         assert self._control is not None
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", handles))
         self._control.sendmsg([packet], [rights])
-        # the sandbox holds its copies; with ours open, a pipe would never end
+        # The sandbox has copies of these. While ours are open, no reader sees the end of a pipe.
         for index, handle in enumerate(handles):
             os.close(handle)
             handles[index] = -1
@@ -224,7 +224,8 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
     try:
         await asyncio.wait_for(process.wait(), 5.0)
     except TimeoutError:
-        process.kill()  # its end kills the first process, and the kernel all others
+        # The launcher's end kills the sandbox's first process, and the kernel then all others.
+        process.kill()
         await process.wait()
 
 

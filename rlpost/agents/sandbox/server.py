@@ -106,7 +106,7 @@ class Server:
                 task.cancel()
                 with contextlib.suppress(BaseException):
                     given: Any = await task
-                    await given.close()  # a place that came too late
+                    await given.close()  # a sandbox that was acquired after the driver had gone
 
     async def close(self) -> None:
         """End all connections and the sandboxes of each."""
