@@ -242,11 +242,6 @@ class Conversation:
         """Return all lines, in the order in which their first own answers ended."""
         return tuple(line.trajectory() for line in self._lines)
 
-    @property
-    def num_lines(self) -> int:
-        """Number of trajectories."""
-        return len(self._lines)
-
     def _extended(self, base: Answered | None, sample: Sample) -> Line:
         """Return the line of an answer: the base's, unless another answer has extended it."""
         if base is not None and len(base.line) == base.length:

@@ -78,25 +78,13 @@ class Journal:
         self._spent_s = 0.0
 
     @classmethod
-    async def open(
-        cls,
-        folder: Path,
-        base: int,
-        *,
-        step: int,
-        settings: str,
-        data: str | None = None,
-        check: Callable[[], None] = lambda: None,
-    ) -> Journal:
-        """Run ``resume`` in a thread, within a deadline.
-
-        Raises CheckpointError also when that is missed.
+    async def open(cls, folder: Path, resume: Callable[[], Journal]) -> Journal:
+        """Return ``resume()``, a call of ``Journal.resume`` for ``folder``, run in a thread within a
+        deadline. Raises CheckpointError also when that is missed.
         """
         num_bytes = await _within(
             0, partial(_size, folder), f"the journal folder {folder} was not listed"
         )
-        named = {"step": step, "settings": settings, "data": data, "check": check}
-        resume = partial(cls.resume, folder, base, **named)  # type: ignore[arg-type]
         return await _within(
             num_bytes, resume, f"the journal in {folder} was not read and continued"
         )

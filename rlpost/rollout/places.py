@@ -180,7 +180,7 @@ class JoiningPlaces:
     def __init__(self) -> None:
         self.current: tuple[Place, ...] = ()
         self._followers: list[Places] = []
-        self._listener: Callable[[str, str], None] = _ignore
+        self._listener: Callable[[str, str], None] = lambda _url, _problem: None
 
     def set(self, places: Sequence[Place]) -> None:
         """Replace the places; requests of all followers go to these from now on."""
@@ -209,7 +209,3 @@ class JoiningPlaces:
     def leave(self, places: Places) -> None:
         """Stop updating ``places``."""
         self._followers.remove(places)
-
-
-def _ignore(_url: str, _problem: str) -> None:
-    pass

@@ -470,7 +470,7 @@ def test_a_start_on_storage_that_hangs_ends_within_a_deadline_and_says_where(
     held.hold(call, lambda *given: call in ("fsync", "link") or str(folder) in str(given[0]))
 
     async def run():
-        await ticks(Journal.open(folder, 0, step=0, settings="s"))
+        await ticks(Journal.open(folder, lambda: resumed(folder, settings="s")))
 
     with pytest.raises(
         CheckpointError,
@@ -493,7 +493,7 @@ def test_a_large_journal_has_more_time_while_it_is_opened(tmp_path, monkeypatch,
         return real(path)
 
     monkeypatch.setattr("rlpost.rollout.journal_chain.read_segment", slow)
-    journal = asyncio.run(Journal.open(tmp_path, 0, step=0, settings="s"))
+    journal = asyncio.run(Journal.open(tmp_path, lambda: resumed(tmp_path, settings="s")))
     assert replayed(journal) == [(GROUP, 0)]
     journal.finished(group(1), wanted=True)
     held.hold("fsync")

@@ -76,14 +76,11 @@ def restrict_mount(target: str, attributes: int) -> None:
     )
     if result == 0:
         return
-    # before Linux 5.12: one remount for each mount, which must repeat the flags it has
+    # Before Linux 5.12: one remount for each mount, which must repeat the flags that it has.
+    # MOUNT_ATTR_RDONLY, NOSUID and NODEV equal MS_RDONLY, NOSUID and NODEV.
     for path in _mounts_below(target):
-        flags = MS_REMOUNT | MS_BIND | (os.statvfs(path).f_flag & 0xF) | _flags(attributes)
+        flags = MS_REMOUNT | MS_BIND | (os.statvfs(path).f_flag & 0xF) | (attributes & 7)
         mount("none", path, "", flags)
-
-
-def _flags(attributes: int) -> int:
-    return attributes & 7  # MOUNT_ATTR_RDONLY, NOSUID, NODEV equal MS_RDONLY, NOSUID, NODEV
 
 
 def _mounts_below(target: str) -> list[str]:

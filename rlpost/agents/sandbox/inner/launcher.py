@@ -136,7 +136,8 @@ def first_process(
             signal.signal(number, signal.SIG_IGN)
         for name in os.listdir("/proc/self/fd"):
             if int(name) > 2 and int(name) != control.fileno():
-                close_quietly(int(name))
+                with contextlib.suppress(OSError):  # that of the listing is closed already
+                    os.close(int(name))
         os.set_inheritable(control.fileno(), False)
         init = Init(control, spec["limits"])
         control.send(b'{"ready": true}')
@@ -159,12 +160,6 @@ def choose_cores(count: int, slot: int) -> None:
     allowed = sorted(os.sched_getaffinity(0))
     chosen = {allowed[(slot * count + index) % len(allowed)] for index in range(count)}
     os.sched_setaffinity(0, chosen)
-
-
-def close_quietly(handle: int) -> None:
-    """Close a descriptor that may be closed already."""
-    with contextlib.suppress(OSError):
-        os.close(handle)
 
 
 if __name__ == "__main__":
