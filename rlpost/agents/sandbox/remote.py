@@ -36,11 +36,12 @@ class RemoteSandbox(Sandbox):
     def __init__(
         self,
         limits: Limits,
-        name: str,
+        node: str,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        super().__init__(limits, name)
+        super().__init__(limits, name=node)  # until the server has chosen the sandbox
+        self.node = node
         self._reader, self._writer = reader, writer
         self._busy = asyncio.Lock()
         self._open = True
