@@ -154,6 +154,7 @@ class Gateway:
         try:
             asyncio.run(self._serve(listening))
         except BaseException as error:
+            # Before the server listens, ``__aenter__`` waits for this error.
             if not listening.done():
                 listening.set_exception(error)
             else:

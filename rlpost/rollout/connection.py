@@ -204,7 +204,7 @@ class Connection:
                 raise Halted
             try:
                 async with self._places.take() as place:
-                    if self.halted:
+                    if self.halted:  # while the request waited for a place
                         raise Halted
                     body = make_body() if body is None else body
                     answer = await self._try(place, what, body)

@@ -126,13 +126,15 @@ class Journal:
             data=data,
             previous=found.previous,
         )
-        journal = cls(folder, SegmentWriter(folder, header, check=check))
+        segment = SegmentWriter(folder, header, check=check)
+        journal = cls(folder, segment)
         journal._waiting.extend(record for record in found.records if record.kind != EVALUATION)
         evaluations = [record.meta for record in found.records if record.kind == EVALUATION]
         journal._evaluations = {
             each["step"]: each["metrics"] for each in evaluations if each["step"] >= step
         }
-        journal._create()
+        segment.create(journal._first(), journal.waiting)
+        journal._waiting = deque(segment.copies or journal._waiting)
         if found.records:
             kinds = [record.kind for record in found.records]
             logger.info(
@@ -317,14 +319,8 @@ class Journal:
         if self._segment is not None:
             self._segment.close()
 
-    def _create(self) -> None:
-        """Create the first segment."""
-        assert self._segment is not None
-        self._segment.create(self._first(), self.waiting)
-        self._waiting = deque(self._segment.copies or self._waiting)
-
     def _first(self) -> Sequence[bytes]:
-        """The records that begin a segment, apart from those that wait."""
+        """Return the records that begin a segment, before those still to be replayed."""
         assert self._segment is not None
         of_step, batch = self._newest_batch
         taken = [batch] if of_step >= self._segment.header.step else []

@@ -99,6 +99,7 @@ class Places:
         """
         place = await self._one()
         try:
+            # No deadline yet: ``give_up`` sets one of now, which raises TimeoutError in the block.
             async with asyncio.timeout(None) as visit:
                 self._visits.setdefault(place.url, set()).add(visit)
                 yield place

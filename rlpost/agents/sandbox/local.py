@@ -82,12 +82,14 @@ class LocalSandbox(Sandbox):
         return sandbox
 
     async def _launch(self, root: Root) -> None:
+        # SEQPACKET keeps the bounds of messages, and passes descriptors with each of them.
         outer, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         outer.setblocking(False)
         self._control = outer
         with inner:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                # Isolated and without site packages: nothing of the run's environment is imported.
                 *("-I", "-S", "-B", "-c", START, str(inner.fileno())),
                 pass_fds=[inner.fileno()],
                 env={},
