@@ -31,8 +31,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.messages import Message, Tool
 from rlpost.agents.trajectory import NO_VERSION, Trajectory, Turn
@@ -79,13 +77,14 @@ class Line:
         sampled = RunColumn([(0, prompt), *sample.mask.runs])
         owned = RunColumn([(0, self.own_from)]) + sampled[self.own_from :]
         all_versions = RunColumn([(NO_VERSION, prompt)]) + sample.versions
-        versions = np.where(sampled.array, all_versions.array, NO_VERSION)
+        # int64: an array of small versions is int8, in which the difference may overflow.
+        masked = (all_versions.array.astype("int64") - NO_VERSION) * sampled.array
         return Trajectory(
             token_ids=sample.prompt_ids + sample.response_ids,
             sampled=sampled,
             loss_mask=owned,
             logprobs=FloatColumn.zeros(prompt) + sample.rollout_logprobs,
-            versions=RunColumn.of(versions),
+            versions=RunColumn.of(masked + NO_VERSION),
             turns=tuple(
                 replace(turn, is_trained=turn.start >= self.own_from) for turn in self.turns
             ),
