@@ -60,13 +60,24 @@ def write_atomic(
 def write_first(path: Path, text: str) -> bool:
     """Create ``path`` with ``text`` unless it exists; return whether this call created it. Mode
     0600.
+    """
+    beside = _write_beside(path, text)
+    try:
+        return take_name(beside, path)
+    finally:
+        _remove(beside)
+
+
+def take_name(beside: Path, path: Path) -> bool:
+    """Give the file ``beside`` the name ``path`` unless a file has it; return whether it was given.
+
+    The caller removes ``beside``, which may still exist.
 
     link(2) fails if the name exists, also on NFS; rename does not. If NFS loses the reply and
     retries the request, a successful link returns EEXIST: a link count above 1 identifies this
     case. On a file system without hard links, an empty file reserves the name and a rename replaces
     it.
     """
-    beside = _write_beside(path, text)
     try:
         os.link(beside, path)
     except FileExistsError:
@@ -79,8 +90,6 @@ def write_first(path: Path, text: str) -> bool:
         except FileExistsError:
             return False
         os.replace(beside, path)
-    finally:
-        _remove(beside)
     return True
 
 

@@ -114,6 +114,11 @@ class Sample:
         )
 
     @property
+    def versions(self) -> RunColumn:
+        """The policy version of each token of the response."""
+        return RunColumn(self.version_spans or [(self.policy_version, len(self.response_ids))])
+
+    @property
     def oldest_version(self) -> int:
         """The oldest policy version that generated a token of it."""
         return min((version for version, _ in self.version_spans), default=self.policy_version)

@@ -1,7 +1,7 @@
 """Anthropic's messages: requests in, responses and stream events out. Pure.
 
-Reference: docs.anthropic.com/en/api/messages. Inside, messages have OpenAI's order: each result of
-a tool is a message, and the system prompt is the first one.
+Reference: docs.anthropic.com/en/api/messages. Internally messages follow OpenAI's order: each
+result of a tool is a message, and the system prompt is the first one.
 """
 
 from __future__ import annotations
@@ -10,19 +10,25 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlpost.agents.messages import BadRequest, Message, Tool, ToolCall, ToolFunction, text_of
+from rlpost.agents.messages import (
+    BadRequest,
+    Message,
+    Tool,
+    ToolCall,
+    constrains_sampling,
+    function_tool,
+    text_of,
+)
 from rlpost.agents.openai_format import stop_strings, whole_number
-from rlpost.agents.requests import ChatRequest, Choice, Completion
+from rlpost.agents.requests import ChatRequest, Choice, Reply
 
 OVERRIDDEN = ("temperature", "top_p", "top_k")
 IGNORED_BLOCKS = ("redacted_thinking",)
-Event = tuple[str, dict[str, object]]
+Event = dict[str, object]
 
 
-def messages_request(body: object) -> ChatRequest:
+def messages_request(body: Mapping[str, object]) -> ChatRequest:
     """Read a request. Raises BadRequest."""
-    if not isinstance(body, Mapping):
-        raise BadRequest("the body must be a JSON object")
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise BadRequest("messages must be a list with at least one message", param="messages")
@@ -41,14 +47,15 @@ def messages_request(body: object) -> ChatRequest:
     )
 
 
-def message_body(completion: Completion, *, model: str) -> dict[str, Any]:
+def message_body(reply: Reply) -> dict[str, Any]:
     """Return the body of a response."""
+    completion = reply.completion
     choice = completion.choices[0]
     return {
         "id": f"msg_{completion.number}",
         "type": "message",
         "role": "assistant",
-        "model": model,
+        "model": reply.model,
         "content": _blocks(choice.message),
         "stop_reason": _stop_reason(choice),
         "stop_sequence": choice.stop,
@@ -59,25 +66,22 @@ def message_body(completion: Completion, *, model: str) -> dict[str, Any]:
     }
 
 
-def message_events(completion: Completion, *, model: str) -> Iterator[Event]:
-    """Yield the events of a streamed response, with their names."""
-    body = message_body(completion, model=model)
+def message_events(reply: Reply) -> Iterator[Event]:
+    """Yield the events of a streamed response."""
+    body = message_body(reply)
     usage = {**body["usage"], "output_tokens": 0}
     start = {**body, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-    yield "message_start", {"type": "message_start", "message": start}
+    yield {"type": "message_start", "message": start}
     for index, block in enumerate(body["content"]):
         empty, delta = _begun(block)
         at = {"index": index}
-        yield (
-            "content_block_start",
-            {"type": "content_block_start", **at, "content_block": empty},
-        )
-        yield "content_block_delta", {"type": "content_block_delta", **at, "delta": delta}
-        yield "content_block_stop", {"type": "content_block_stop", **at}
+        yield {"type": "content_block_start", **at, "content_block": empty}
+        yield {"type": "content_block_delta", **at, "delta": delta}
+        yield {"type": "content_block_stop", **at}
     delta = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
-    output = {"output_tokens": completion.num_tokens}
-    yield "message_delta", {"type": "message_delta", "delta": delta, "usage": output}
-    yield "message_stop", {"type": "message_stop"}
+    output = {"output_tokens": reply.completion.num_tokens}
+    yield {"type": "message_delta", "delta": delta, "usage": output}
+    yield {"type": "message_stop"}
 
 
 def error_body(message: str, *, status: int) -> dict[str, object]:
@@ -129,28 +133,20 @@ def _assistant(blocks: list[Mapping[str, Any]], where: str) -> Message:
 
 
 def _tools(body: Mapping[str, object]) -> tuple[Tool, ...]:
-    """Convert the tools to OpenAI's format, which chat templates expect."""
     given, choice = body.get("tools") or [], body.get("tool_choice") or {"type": "auto"}
     if not isinstance(given, list) or not isinstance(choice, Mapping):
         raise BadRequest("tools must be a list, and tool_choice an object", param="tools")
     if choice.get("type") == "none":
         return ()
     if choice.get("type") != "auto":
-        raise BadRequest(
-            f"tool_choice {choice.get('type')!r} would constrain sampling, so the log-probs would "
-            "not be the policy's; use 'auto' or 'none'",
-            param="tool_choice",
+        raise constrains_sampling(
+            f"tool_choice {choice.get('type')!r}", "tool_choice", remedy="use 'auto' or 'none'"
         )
     tools: list[Tool] = []
     for place, tool in enumerate(given):
         if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str):
             raise BadRequest(f"tools[{place}] must have a name", param="tools")
-        function: ToolFunction = {
-            "name": tool["name"],
-            "description": tool.get("description") or "",
-            "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
-        }
-        tools.append({"type": "function", "function": function})
+        tools.append(function_tool(tool, tool.get("input_schema")))
     return tuple(tools)
 
 

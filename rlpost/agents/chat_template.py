@@ -15,7 +15,10 @@ from rlpost.errors import ConfigError, DataError
 
 
 class ChatTemplate:
-    """Renders conversations. Not safe for use by several threads at once."""
+    """Renders conversations, and is the codec of their response builders.
+
+    Not safe for use by several threads at once.
+    """
 
     def __init__(self, model_folder: str, kwargs: Mapping[str, object] | None = None) -> None:
         """``kwargs`` are additional arguments of the template.
@@ -59,41 +62,26 @@ class ChatTemplate:
         """Return the ids of a text; special tokens in it become their ids, and none is added."""
         return IntColumn(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode_all(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids with special tokens, without any clean-up."""
         return self._tokenizer.decode(
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
-    def visible(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids without special tokens, as an engine decodes an answer."""
         return self._tokenizer.decode(
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
     def is_special(self, text: str) -> bool:
-        """Whether a text is one special token, which ``visible`` leaves out."""
+        """Whether a text is one special token, which ``decode`` leaves out."""
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         return len(ids) == 1 and ids[0] in self._special
 
 
-class CodecOf:
-    """The template's tokenizer as the codec of a response builder."""
-
-    def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
-
-    def encode(self, text: str) -> Sequence[int]:
-        """Return the ids of a text."""
-        return self._template.encode(text)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text without special tokens."""
-        return self._template.visible(token_ids)
-
-
 def _default_template(given: str | Mapping[str, str]) -> str:
-    """A tokenizer may have several templates by name."""
+    """Return the template to use, of a tokenizer that may have several by name."""
     if isinstance(given, str):
         return given
     return str(given["default"]) if "default" in given else json.dumps(given)

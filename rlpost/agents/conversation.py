@@ -28,10 +28,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
+from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.messages import Message, Tool
 from rlpost.agents.trajectory import NO_VERSION, Trajectory, Turn
 from rlpost.columns import FloatColumn, IntColumn, RunColumn, TokenSetColumn
@@ -40,19 +40,6 @@ from rlpost.types import Sample
 
 Tools = Sequence[Tool]
 PROBE = "a-plain-answer"
-
-
-class Template(Protocol):
-    """What a conversation needs of a chat template (``chat_template.ChatTemplate``)."""
-
-    def render(self, messages: Sequence[Message], tools: Tools | None = None) -> str:
-        """Return the text of messages and the header of the next answer."""
-
-    def encode(self, text: str) -> IntColumn:
-        """Return the token ids of a text."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids with special tokens."""
 
 
 class Line:
@@ -71,7 +58,7 @@ class Line:
         if length == len(self):
             return sample
         count = length - len(sample.prompt_ids)
-        spans = _first(sample.version_spans or ((sample.policy_version, len(self)),), count)
+        spans = sample.versions[:count].runs
         return replace(
             sample,
             response_ids=sample.response_ids[:count],
@@ -80,7 +67,7 @@ class Line:
             version_spans=spans,
             policy_version=spans[-1][0],
             sampling_mask=None if sample.sampling_mask is None else sample.sampling_mask[:count],
-            # as after a request that ended here: no engine had read the last token
+            # As after a request that ended here: an engine never reads its last sampled token.
             routes=None if sample.routes is None else sample.routes[: length - 1],
         )
 
@@ -88,15 +75,16 @@ class Line:
         """Return the line; see ``Trajectory``."""
         sample, prompt = self.sample, len(self.sample.prompt_ids)
         sampled = RunColumn([(0, prompt), *sample.mask.runs])
-        owned = RunColumn(_owned_runs(sampled, self.own_from))
-        spans = sample.version_spans or ((sample.policy_version, len(sample.response_ids)),)
-        versions = RunColumn(_masked_versions(((NO_VERSION, prompt), *spans), sampled))
+        owned = RunColumn([(0, self.own_from)]) + sampled[self.own_from :]
+        all_versions = RunColumn([(NO_VERSION, prompt)]) + sample.versions
+        # int64: an array of small versions is int8, in which the difference may overflow.
+        masked = (all_versions.array.astype("int64") - NO_VERSION) * sampled.array
         return Trajectory(
             token_ids=sample.prompt_ids + sample.response_ids,
             sampled=sampled,
             loss_mask=owned,
             logprobs=FloatColumn.zeros(prompt) + sample.rollout_logprobs,
-            versions=versions,
+            versions=RunColumn.of(masked + NO_VERSION),
             turns=tuple(
                 replace(turn, is_trained=turn.start >= self.own_from) for turn in self.turns
             ),
@@ -109,7 +97,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """The beginning of a text, by size and digest: each turn has one, as long as all before it."""
+    """The beginning of a text, as size and digest.
+
+    Each turn has one, of the whole text before it: kept as texts, they would grow with the square
+    of the number of turns.
+    """
 
     size: int
     digest: bytes
@@ -121,7 +113,7 @@ class Beginning:
         return cls(len(text), hashlib.blake2b(data, digest_size=16).digest())
 
     def is_in(self, text: str) -> bool:
-        """Whether ``text`` begins with it."""
+        """Whether ``text`` begins with this text."""
         return len(text) >= self.size and Beginning.of(text[: self.size]) == self
 
 
@@ -148,7 +140,8 @@ class Node:
     def child(self, message: Message) -> Node:
         """Return the child for a message of a request; a new one if it is not known.
 
-        Among equal messages, such as two of ``n`` answers, ids of calls decide, then the age.
+        Several children may have the same key, such as two of the ``n`` answers to one request.
+        Then the ids of their calls decide, or else the newest one is meant.
         """
         known = self.children.setdefault(message.key, [])
         ids = [call.id for call in message.tool_calls]
@@ -201,7 +194,7 @@ class Plan:
 class Conversation:
     """All messages and lines of an episode."""
 
-    def __init__(self, template: Template) -> None:
+    def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._roots: dict[str, Node] = {}  # by tools: they are in the first tokens of the prompt
         self._lines: list[Line] = []
@@ -240,18 +233,13 @@ class Conversation:
         line = self._extended(plan.base, sample)
         line.turns.append(turn)
         ids = sample.response_ids[turn.start - len(sample.prompt_ids) :]
-        text = self._template.decode(ids[:-1] if stop_text else ids)
+        text = self._template.decode_all(ids[:-1] if stop_text else ids)
         answered = Answered(line, len(line), Beginning.of(plan.text), text, stop_text)
         plan.node.added(message, answered)
 
     def trajectories(self) -> tuple[Trajectory, ...]:
         """Return all lines, in the order in which their first own answers ended."""
         return tuple(line.trajectory() for line in self._lines)
-
-    @property
-    def num_lines(self) -> int:
-        """Number of trajectories."""
-        return len(self._lines)
 
     def _extended(self, base: Answered | None, sample: Sample) -> Line:
         """Return the line of an answer: the base's, unless another answer has extended it."""
@@ -282,7 +270,7 @@ class Conversation:
         plain = [*path[:place], Message("assistant", probe), *path[place + 1 :]]
         try:
             plain_text = self._template.render(plain, tools)
-        except DataError:  # it wants calls before outputs of tools
+        except DataError:  # templates may require a call before each output of a tool
             return None
         found = plain_text.find(probe)
         if found < start or not base.prompt.is_in(plain_text):
@@ -298,40 +286,3 @@ class Conversation:
 
     def _encode(self, text: str) -> IntColumn:
         return self._template.encode(text) if text else IntColumn()
-
-
-def _first(spans: Sequence[tuple[int, int]], count: int) -> tuple[tuple[int, int], ...]:
-    """Return the spans of the first ``count`` tokens."""
-    found: list[tuple[int, int]] = []
-    for version, length in spans:
-        taken = min(length, count)
-        if taken:
-            found.append((version, taken))
-        count -= taken
-    return tuple(found)
-
-
-def _owned_runs(sampled: RunColumn, own_from: int) -> Iterator[tuple[int, int]]:
-    """Mask the tokens before ``own_from``."""
-    yield 0, own_from
-    skipped = own_from
-    for value, count in sampled.runs:
-        left = max(0, count - skipped)
-        skipped = max(0, skipped - count)
-        yield value, left
-
-
-def _masked_versions(
-    spans: Sequence[tuple[int, int]], sampled: RunColumn
-) -> Iterator[tuple[int, int]]:
-    """Yield the versions of sampled tokens, and NO_VERSION for the others."""
-    runs = list(sampled.runs)
-    for version, count in spans:
-        while count:
-            value, length = runs[0]
-            taken = min(count, length)
-            yield (version if value else NO_VERSION), taken
-            count -= taken
-            runs[0] = (value, length - taken)
-            if not runs[0][1]:
-                runs.pop(0)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from rlpost.agents.answer_parsing import MARKS, Format, format_of, parse_answer
-from rlpost.agents.chat_template import ChatTemplate, CodecOf
+from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.conversation import Conversation, Plan
 from rlpost.agents.messages import THINK, BadRequest, Message, ToolCall
 from rlpost.agents.requests import (
@@ -39,14 +39,13 @@ from rlpost.types import Prompt, Sample
 logger = logging.getLogger(__name__)
 
 Limit = Literal["tokens", "requests", "context"]
-HALTED_POLL_S = 0.2
 UNLIMITED = 2**31 - 1
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """What the harness of one episode may use; None is without limit.
+    """Limits of the harness of one episode; None means no limit.
 
     Attributes:
         max_tokens: sampled tokens over all requests. A turn is truncated there, and later requests
@@ -83,8 +82,7 @@ class Policy:
         """``context_length``: the engines refuse requests with more tokens, the answer included."""
         self.template, self.context_length = template, context_length
         self.format: Format = format_of(template.source) if form == "auto" else form
-        self.codec = CodecOf(template)
-        # Engines leave special tokens out of texts; then the marks are read from the ids.
+        # Engines omit special tokens from their texts, so such marks are read from the ids.
         self.marks_are_special = any(template.is_special(mark) for mark in MARKS)
 
 
@@ -97,8 +95,13 @@ class OpenEpisode:
     Attributes:
         base_url: address for OpenAI clients (``OPENAI_BASE_URL``), ends with ``/v1``.
         anthropic_url: address for Anthropic clients (``ANTHROPIC_BASE_URL``).
-        api_key: the only key that reaches this episode; it dies with the episode.
+        api_key: the only key that reaches this episode, valid until it is closed.
         model: the name of the model that answers; any name in a request is accepted.
+        num_requests: answers of engines so far.
+        num_tokens: sampled tokens so far.
+        error: the failure of an engine that a request met (``RolloutError``); the harness got a
+            500.
+        limit_reached: the first limit that a request was refused for, or None.
     """
 
     def __init__(
@@ -119,9 +122,9 @@ class OpenEpisode:
         self.api_key, self.model = access.api_key, access.model
         self.is_closed = False
         self._limits, self._policy, self._connection = limits, policy, connection
-        # A turn is limited by its request; the builder's own limit would count the whole line.
+        # Each request passes its own limit: that of the builder would count all earlier turns too.
         self._turn_limit = sampling.max_new_tokens
-        # An engine's refusal would fail the run: harnesses learn of the limit before.
+        # The refusal of an engine would end the run, so the gateway refuses such a request itself.
         contexts = [sampling.max_context_len, policy.context_length]
         context = min((each for each in contexts if each is not None), default=None)
         self._sampling = replace(sampling, max_new_tokens=UNLIMITED, max_context_len=context)
@@ -133,10 +136,10 @@ class OpenEpisode:
         self._running: set[asyncio.Future[Any]] = set()
         self._records: list[RequestRecord] = []
         self._numbers, self._call_numbers = itertools.count(), itertools.count()
-        self._num_requests = self._num_tokens = self._num_in_flight = 0
+        self.num_requests = self.num_tokens = self._num_in_flight = 0
         self._was_halted = False
-        self._error: Exception | None = None
-        self._limit: Limit | None = None
+        self.error: Exception | None = None
+        self.limit_reached: Limit | None = None
 
     @property
     def halted(self) -> bool:
@@ -148,31 +151,6 @@ class OpenEpisode:
         """
         self._was_halted = self._was_halted or self._connection.halted
         return self._was_halted
-
-    async def wait_halted(self) -> None:
-        """Return when ``halted`` is True; polls, so that an idle harness is noticed as well."""
-        while not self.halted:
-            await asyncio.sleep(HALTED_POLL_S)
-
-    @property
-    def error(self) -> Exception | None:
-        """The failure of an engine that a request met (``RolloutError``); the harness saw a 500."""
-        return self._error
-
-    @property
-    def limit_reached(self) -> Limit | None:
-        """The first limit that a request was refused for, or None."""
-        return self._limit
-
-    @property
-    def num_requests(self) -> int:
-        """Answers of engines so far."""
-        return self._num_requests
-
-    @property
-    def num_tokens(self) -> int:
-        """Sampled tokens so far."""
-        return self._num_tokens
 
     def trajectories(self) -> tuple[Trajectory, ...]:
         """Return what was sampled so far, in the order in which their first own answers ended.
@@ -232,7 +210,7 @@ class OpenEpisode:
         ]
         self._num_in_flight += request.n
         for task in writing:
-            task.add_done_callback(self._landed)
+            task.add_done_callback(self._no_longer_in_flight)
         try:
             answers = await asyncio.gather(*writing)
         finally:
@@ -262,7 +240,7 @@ class OpenEpisode:
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, for log-probs."""
-        return self._policy.template.decode([token_id])
+        return self._policy.template.decode_all([token_id])
 
     def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request's input. Raises BadRequest."""
@@ -275,24 +253,24 @@ class OpenEpisode:
     def _admit(self, request: ChatRequest) -> int:
         """Return the limit of tokens for each answer. Raises BadRequest."""
         if self.is_closed:
-            raise BadRequest("the episode is over", status=401, code="invalid_api_key")
+            raise _closed()
         if self.halted:
             raise _halted()
         limits, limit = self._limits, self._turn_limit
         most = UNLIMITED if limits.max_requests is None else limits.max_requests
-        if self._num_requests + self._num_in_flight + request.n > most:
+        if self.num_requests + self._num_in_flight + request.n > most:
             raise self._limited("requests", f"the episode may have {most} answers")
         if limits.max_tokens is not None:
-            limit = min(limit, limits.max_tokens - self._num_tokens)
+            limit = min(limit, limits.max_tokens - self.num_tokens)
             if limit <= 0:
                 raise self._limited("tokens", f"the episode may have {limits.max_tokens} tokens")
         return limit if request.max_tokens is None else min(limit, request.max_tokens)
 
-    def _landed(self, task: asyncio.Future[Any]) -> None:
+    def _no_longer_in_flight(self, task: asyncio.Future[Any]) -> None:
         self._num_in_flight -= 1
 
     def _limited(self, limit: Limit, text: str, *, code: str | None = None) -> BadRequest:
-        self._limit = self._limit or limit
+        self.limit_reached = self.limit_reached or limit
         return BadRequest(text, code=code or f"episode_{limit}_limit")
 
     async def _write(
@@ -307,7 +285,7 @@ class OpenEpisode:
                 lambda: self._generate(plan, so_far, request.stop, limit)
             )
             if self.is_closed:
-                raise BadRequest("the episode is over", status=401, code="invalid_api_key")
+                raise _closed()
         sample, start = builder.sample(), plan.num_tokens
         own = sample.response_ids[start - len(sample.prompt_ids) :]
         own_logprobs = sample.rollout_logprobs[start - len(sample.prompt_ids) :]
@@ -316,7 +294,7 @@ class OpenEpisode:
         template = self._policy.template
         text = builder.text
         if self._policy.marks_are_special:
-            text = template.decode(own[:-1] if ended_by_token else own)
+            text = template.decode_all(own[:-1] if ended_by_token else own)
             if isinstance(stopped_at, str) and stopped_at in text:
                 text = text[: text.rfind(stopped_at)]
         message, ended_by = self._message(text, builder, plan, request)
@@ -332,13 +310,13 @@ class OpenEpisode:
         )
         with self._lock:
             if len(own):
-                stop_text = template.decode(own[-1:]) if ended_by_token else ""
+                stop_text = template.decode_all(own[-1:]) if ended_by_token else ""
                 self._conversation.add(plan, message, sample, turn, stop_text)
-            self._num_requests += 1
-            self._num_tokens += len(own)
+            self.num_requests += 1
+            self.num_tokens += len(own)
         stop = stopped_at if isinstance(stopped_at, str) else None
         choice = Choice(message, ended_by, stop, own, own_logprobs)
-        return choice, _spans_from(sample, start - len(sample.prompt_ids))
+        return choice, sample.versions[start - len(sample.prompt_ids) :].runs
 
     async def _generate(
         self, plan: Plan, so_far: Sample | None, stop: tuple[str, ...], limit: int
@@ -350,11 +328,11 @@ class OpenEpisode:
             replace(self.prompt, token_ids=prompt_ids),
             self._sampling,
             index=self.index,
-            codec=self._policy.codec,
+            codec=self._policy.template,
             so_far=so_far,
         )
         if so_far is not None:
-            # The earlier turn is complete: without this, the next one would continue it.
+            # Ends the earlier turn, which is complete: the next ``write`` would continue it.
             await builder.write(max_new_tokens=0)
             builder.insert_ids(plan.added_ids)
         await builder.write(stop=stop, max_new_tokens=limit)
@@ -382,13 +360,11 @@ class OpenEpisode:
             self._was_halted = True
             raise _halted() from error
         except RolloutError as error:
-            self._error = self._error or error
+            self.error = self.error or error
             raise
         except asyncio.CancelledError:
             if self.is_closed:
-                raise BadRequest(
-                    "the episode is over", status=401, code="invalid_api_key"
-                ) from None
+                raise _closed() from None
             raise
 
     def _message(
@@ -411,17 +387,9 @@ class OpenEpisode:
         return message, "length" if builder.finish_reason == "length" else "stop"
 
 
+def _closed() -> BadRequest:
+    return BadRequest("the episode is over", status=401, code="invalid_api_key")
+
+
 def _halted() -> BadRequest:
     return BadRequest("generation is halted", status=503, code="rollout_halted")
-
-
-def _spans_from(sample: Sample, start: int) -> tuple[tuple[int, int], ...]:
-    """Return the versions of a response from position ``start`` on."""
-    found: list[tuple[int, int]] = []
-    length = len(sample.response_ids)
-    for version, count in sample.version_spans or ((sample.policy_version, length),):
-        left = max(0, count - start)
-        start = max(0, start - count)
-        if left:
-            found.append((version, left))
-    return tuple(found)

@@ -45,7 +45,7 @@ NO_LIMITS = EpisodeLimits()
 class Gateway:
     """Serves the harnesses of all episodes of a run; an asynchronous context manager.
 
-    One a driver. It listens from ``__aenter__`` to ``__aexit__``.
+    One per driver. It listens from ``__aenter__`` to ``__aexit__``.
 
         async with Gateway(model_folder, host="127.0.0.1") as gateway:
             async with await gateway.open(prompt, sampling, connection=connection) as episode:
@@ -154,6 +154,7 @@ class Gateway:
         try:
             asyncio.run(self._serve(listening))
         except BaseException as error:
+            # Before the server listens, ``__aenter__`` waits for this error.
             if not listening.done():
                 listening.set_exception(error)
             else:

@@ -12,7 +12,8 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import orjson
@@ -21,7 +22,7 @@ from aiohttp import web
 from rlpost.agents import anthropic_format, openai_format, responses_format
 from rlpost.agents.episode import OpenEpisode
 from rlpost.agents.messages import BadRequest
-from rlpost.agents.requests import ChatRequest, Completion
+from rlpost.agents.requests import ChatRequest, Completion, Reply
 from rlpost.errors import RolloutError
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Episodes:
-    """The open episodes by key. Safe in all threads: a dict is changed by single operations."""
+    """The open episodes by key. Thread-safe: each change is one operation on a dict."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, OpenEpisode] = {}
@@ -51,7 +52,7 @@ class Episodes:
         """Return the episode of a key. Raises BadRequest (401)."""
         episode_id = key.rpartition("-")[0].rpartition("-")[2]
         episode = self._by_id.get(episode_id)
-        # The id is no secret; the whole key is compared in constant time.
+        # The id is public; only the whole key grants access, and is compared in constant time.
         known = "" if episode is None else episode.api_key
         if episode is None or not hmac.compare_digest(known.encode(), key.encode()):
             raise BadRequest(
@@ -64,13 +65,41 @@ def make_app(episodes: Episodes) -> web.Application:
     """Return the application."""
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
     routes = _Routes(episodes)
-    app.router.add_post("/v1/chat/completions", routes.chat_completions)
+    app.router.add_post("/v1/chat/completions", routes.answers(_CHAT))
     app.router.add_get("/v1/models", routes.models)
     app.router.add_get("/v1/models/{name:.+}", routes.model)
-    app.router.add_post("/v1/responses", routes.responses)
-    app.router.add_post("/v1/messages", routes.messages)
+    app.router.add_post("/v1/responses", routes.answers(_RESPONSES))
+    app.router.add_post("/v1/messages", routes.answers(_MESSAGES))
     app.router.add_post("/v1/messages/count_tokens", routes.count_tokens)
     return app
+
+
+@dataclass(frozen=True)
+class _Api:
+    """One API: how a request is read, and how a reply is written as one body or as events."""
+
+    read: Callable[[Mapping[str, object]], ChatRequest]
+    body: Callable[[Reply], Mapping[str, object]]
+    events: Callable[[Reply], Iterable[Mapping[str, object]]]
+    end: bytes = b""  # after the last event of a stream
+
+
+_CHAT = _Api(
+    openai_format.chat_request,
+    openai_format.chat_completion,
+    openai_format.chat_chunks,
+    end=b"data: [DONE]\n\n",
+)
+_RESPONSES = _Api(
+    responses_format.responses_request,
+    responses_format.response_body,
+    responses_format.response_events,
+)
+_MESSAGES = _Api(
+    anthropic_format.messages_request,
+    anthropic_format.message_body,
+    anthropic_format.message_events,
+)
 
 
 class _Routes:
@@ -79,87 +108,27 @@ class _Routes:
         self._created = int(time.time())
         self._seen_overridden: set[str] = set()
 
-    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/chat/completions."""
-        episode = self._episode(request)
-        asked = openai_format.chat_request(await _body(request))
-        created = int(time.time())
-        token_text = episode.token_text
+    def answers(self, api: _Api) -> Handler:
+        """Return the handler that answers the requests of one API."""
 
-        def events(completion: Completion) -> Iterable[bytes]:
-            chunks = openai_format.chat_chunks(
-                completion, asked, model=episode.model, created=created, token_text=token_text
+        async def handle(request: web.Request) -> web.StreamResponse:
+            episode = self._episode(request)
+            asked = api.read(await _body(request))
+            reply = partial(
+                Reply,
+                asked,
+                model=episode.model,
+                created=int(time.time()),
+                token_text=episode.token_text,
             )
-            for chunk in chunks:
-                yield b"data: %b\n\n" % orjson.dumps(chunk)
-            yield b"data: [DONE]\n\n"
+            answering = asyncio.ensure_future(episode.answer(asked))
+            headers = self._headers(asked)
+            if asked.is_stream:
+                return await _stream(request, api, answering, reply, headers)
+            completion = await _awaited(answering)
+            return _json(api.body(reply(completion)), headers)
 
-        def failed(body: dict[str, object]) -> bytes:
-            return b"data: %b\n\n" % orjson.dumps(body)
-
-        def body(completion: Completion) -> object:
-            return openai_format.chat_completion(
-                completion, asked, model=episode.model, created=created, token_text=token_text
-            )
-
-        return await self._respond(request, episode, asked, events=events, failed=failed, body=body)
-
-    async def responses(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/responses."""
-        episode = self._episode(request)
-        asked = responses_format.responses_request(await _body(request))
-        created = int(time.time())
-
-        def events(completion: Completion) -> Iterable[bytes]:
-            for event in responses_format.response_events(
-                completion, asked, model=episode.model, created=created
-            ):
-                yield b"event: %b\ndata: %b\n\n" % (
-                    str(event["type"]).encode(),
-                    orjson.dumps(event),
-                )
-
-        def failed(body: dict[str, object]) -> bytes:
-            return b"event: error\ndata: %b\n\n" % orjson.dumps({"type": "error", **body})
-
-        def body(completion: Completion) -> object:
-            return responses_format.response_body(
-                completion, asked, model=episode.model, created=created
-            )
-
-        return await self._respond(request, episode, asked, events=events, failed=failed, body=body)
-
-    async def messages(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/messages."""
-        episode = self._episode(request)
-        asked = anthropic_format.messages_request(await _body(request))
-
-        def events(completion: Completion) -> Iterable[bytes]:
-            for name, event in anthropic_format.message_events(completion, model=episode.model):
-                yield b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps(event))
-
-        def failed(body: dict[str, object]) -> bytes:
-            return b"event: error\ndata: %b\n\n" % orjson.dumps(body)
-
-        body = partial(anthropic_format.message_body, model=episode.model)
-        return await self._respond(request, episode, asked, events=events, failed=failed, body=body)
-
-    async def _respond(
-        self,
-        request: web.Request,
-        episode: OpenEpisode,
-        asked: ChatRequest,
-        *,
-        events: Callable[[Completion], Iterable[bytes]],
-        failed: Callable[[dict[str, object]], bytes],
-        body: Callable[[Completion], object],
-    ) -> web.StreamResponse:
-        """Send the episode's answer: as ``events`` if the request wants a stream, else as JSON."""
-        answering = asyncio.ensure_future(episode.answer(asked))
-        headers = self._headers(asked)
-        if asked.is_stream:
-            return await _stream(request, answering, headers, events, failed)
-        return _json(body(await _awaited(answering)), headers)
+        return handle
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens."""
@@ -169,14 +138,15 @@ class _Routes:
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""
-        return _json(openai_format.models(self._episode(request).model, self._created))
+        only = openai_format.model_body(self._episode(request).model, self._created)
+        return _json({"object": "list", "data": [only]})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models/NAME."""
         episode = self._episode(request)
         if request.match_info["name"] != episode.model:
             raise BadRequest(f"the only model is {episode.model!r}", status=404)
-        return _json(openai_format.models(episode.model, self._created)["data"][0])
+        return _json(openai_format.model_body(episode.model, self._created))
 
     def _episode(self, request: web.Request) -> OpenEpisode:
         given = request.headers.get("Authorization", "")
@@ -190,17 +160,21 @@ class _Routes:
         return {OVERRIDDEN_HEADER: ", ".join(asked.overridden)} if asked.overridden else {}
 
 
-async def _body(request: web.Request) -> object:
+async def _body(request: web.Request) -> Mapping[str, object]:
     content = await request.read()
     try:
-        return orjson.loads(content)
+        body = orjson.loads(content)
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
+    if not isinstance(body, Mapping):
+        raise BadRequest("the body must be a JSON object")
+    return body
 
 
 async def _awaited(answering: asyncio.Future[Completion]) -> Completion:
     """Return the answer; cancel it if the client disconnects."""
     try:
+        # aiohttp cancels the handler then (``handler_cancellation``).
         return await answering
     finally:
         answering.cancel()
@@ -208,10 +182,10 @@ async def _awaited(answering: asyncio.Future[Completion]) -> Completion:
 
 async def _stream(
     request: web.Request,
+    api: _Api,
     answering: asyncio.Future[Completion],
+    reply: Callable[[Completion], Reply],
     headers: dict[str, str],
-    events: Callable[[Completion], Iterable[bytes]],
-    failed: Callable[[dict[str, object]], bytes],
 ) -> web.StreamResponse:
     """Send server-sent events.
 
@@ -225,29 +199,26 @@ async def _stream(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
         )
         await response.prepare(request)
-        async for piece in _pieces(request, answering, events, failed):
-            await response.write(piece)
+        while not answering.done():
+            await response.write(b": the answer is being generated\n\n")
+            await asyncio.wait([answering], timeout=KEEP_ALIVE_S)
+        try:
+            events = [_event(event) for event in api.events(reply(answering.result()))]
+            await response.write(b"".join(events) + api.end)
+        except (BadRequest, RolloutError) as error:
+            refused = _refusal(request, error)[1]
+            # Chat completions have events without a type, the other APIs have none without.
+            await response.write(_event(refused if api is _CHAT else {"type": "error", **refused}))
         await response.write_eof()
         return response
     finally:
         answering.cancel()
 
 
-async def _pieces(
-    request: web.Request,
-    answering: asyncio.Future[Completion],
-    events: Callable[[Completion], Iterable[bytes]],
-    failed: Callable[[dict[str, object]], bytes],
-) -> AsyncIterator[bytes]:
-    while not answering.done():
-        yield b": the answer is being generated\n\n"
-        await asyncio.wait([answering], timeout=KEEP_ALIVE_S)
-    try:
-        completion = answering.result()
-    except (BadRequest, RolloutError) as error:
-        yield failed(_refusal(request, error)[1])
-        return
-    yield b"".join(events(completion))
+def _event(content: Mapping[str, object]) -> bytes:
+    """Return one server-sent event; its name is the type of the content."""
+    name = b"event: %b\n" % str(content["type"]).encode() if "type" in content else b""
+    return name + b"data: %b\n\n" % orjson.dumps(content)
 
 
 def _refusal(request: web.Request, error: Exception) -> tuple[int, dict[str, object]]:

@@ -7,7 +7,7 @@ Input: messages of OpenAI's chat completions (``anthropic_format`` converts the 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -18,7 +18,7 @@ THINK, END_THINK = "<think>", "</think>"
 class BadRequest(Exception):
     """A request that is refused.
 
-    ``status`` is that of HTTP; ``code`` a word for programs; ``param`` the field that is wrong.
+    ``status`` is the HTTP status, ``code`` a word for programs, ``param`` the wrong field.
     """
 
     def __init__(
@@ -26,6 +26,14 @@ class BadRequest(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
+
+
+def constrains_sampling(what: str, param: str, *, remedy: str) -> BadRequest:
+    """Return the refusal of a field that would change the distribution of the answer."""
+    return BadRequest(
+        f"{what} would constrain sampling, so the log-probs would not be the policy's; {remedy}",
+        param=param,
+    )
 
 
 class ToolFunction(TypedDict, total=False):
@@ -43,6 +51,21 @@ class Tool(TypedDict, total=False):
     function: ToolFunction
 
 
+def function_tool(given: Mapping[str, Any], parameters: object) -> Tool:
+    """Convert a tool of another API to OpenAI's format, which chat templates expect.
+
+    ``parameters``: the JSON schema of the tool's input; a tool without one takes no arguments.
+    """
+    schema: Any = parameters or {"type": "object", "properties": {}}
+    description = given.get("description") or ""
+    function: ToolFunction = {
+        "name": given["name"],
+        "description": description,
+        "parameters": schema,
+    }
+    return {"type": "function", "function": function}
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A call of a tool. ``arguments`` is JSON text of an object."""
@@ -53,7 +76,7 @@ class ToolCall:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Name and arguments in a canonical spelling; harnesses format JSON again."""
+        """Name and arguments in one canonical spelling: a harness may reformat the JSON."""
         return self.name, json.dumps(json.loads(self.arguments), sort_keys=True)
 
 
@@ -70,51 +93,45 @@ class Message:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for messages that a harness may send for the same one.
+        """Equal for all forms in which a harness may send the same message again.
 
-        White space around the text of an assistant may be lost on the way, and so may its reasoning
-        and the ids of its calls.
+        A harness may drop white space around the text of an assistant, its reasoning, and the ids
+        of its calls.
         """
         if self.role == "assistant":
             return (self.role, self.content.strip(), *(call.key for call in self.tool_calls))
         return (self.role, self.content, self.tool_call_id, self.name)
 
     def may_be(self, other: Message) -> bool:
-        """Whether a message with the same key is this one: its reasoning, if it has any, agrees."""
+        """Whether ``other``, which has the same key, may be this message: its reasoning, if it has
+        any, is the same.
+        """
         return not other.reasoning or other.reasoning.strip() == self.reasoning.strip()
 
     def for_template(self) -> dict[str, object]:
         """Return the message as chat templates expect it, with parsed arguments of calls."""
-        found: dict[str, object] = {"role": self.role, "content": self.content}
-        if self.reasoning:
-            found["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            found["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
-                }
-                for call in self.tool_calls
-            ]
-        if self.tool_call_id:
-            found["tool_call_id"] = self.tool_call_id
-        if self.name:
-            found["name"] = self.name
-        return found
+        return self._fields(json.loads)
 
     def for_openai(self) -> dict[str, object]:
         """Return the message as OpenAI's chat completions have it."""
+        found = self._fields(str)
+        if self.tool_calls:
+            found["content"] = self.content or None
+        return found
+
+    def _fields(self, convert_arguments: Callable[[str], object]) -> dict[str, object]:
         found: dict[str, object] = {"role": self.role, "content": self.content}
         if self.reasoning:
             found["reasoning_content"] = self.reasoning
         if self.tool_calls:
-            found["content"] = self.content or None
             found["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
+                    "function": {
+                        "name": call.name,
+                        "arguments": convert_arguments(call.arguments),
+                    },
                 }
                 for call in self.tool_calls
             ]
@@ -163,8 +180,11 @@ def _message(raw: object, where: str) -> Message:
     )
 
 
-def text_of(content: object, where: str) -> str:
-    """Return the text of a content: a string, None, or parts of type text. Raises BadRequest."""
+def text_of(content: object, where: str, kinds: Collection[str] = ("text",)) -> str:
+    """Return the text of a content: a string, None, or parts of the types ``kinds``.
+
+    Raises BadRequest.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
@@ -173,8 +193,8 @@ def text_of(content: object, where: str) -> str:
         raise BadRequest(f"{where}.content must be a string or a list of parts", param=where)
     texts: list[str] = []
     for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if not isinstance(part, Mapping) or kind not in kinds:
             raise BadRequest(
                 f"{where}.content has a part of type {kind!r}; this model reads text only",
                 param=where,

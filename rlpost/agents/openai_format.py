@@ -5,11 +5,10 @@ Reference: platform.openai.com/docs/api-reference/chat.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, TypedDict
+from collections.abc import Iterator, Mapping
 
-from rlpost.agents.messages import BadRequest, Tool, messages_from_openai
-from rlpost.agents.requests import MAX_CHOICES, MAX_STOPS, ChatRequest, Choice, Completion
+from rlpost.agents.messages import BadRequest, Tool, constrains_sampling, messages_from_openai
+from rlpost.agents.requests import MAX_CHOICES, MAX_STOPS, ChatRequest, Choice, Reply
 
 OVERRIDDEN = (
     "temperature",
@@ -26,13 +25,10 @@ log-probs are computed.
 """
 REFUSED = ("logit_bias", "functions", "function_call", "audio", "prediction", "best_of")
 """Fields that would change the distribution or the kind of the answer."""
-TokenText = Callable[[int], str]
 
 
-def chat_request(body: object) -> ChatRequest:
+def chat_request(body: Mapping[str, object]) -> ChatRequest:
     """Read a request. Raises BadRequest."""
-    if not isinstance(body, Mapping):
-        raise BadRequest("the body must be a JSON object")
     for field in REFUSED:
         if body.get(field):
             raise BadRequest(f"{field} is not supported; leave it out", param=field)
@@ -59,51 +55,37 @@ def chat_request(body: object) -> ChatRequest:
     )
 
 
-def chat_completion(
-    completion: Completion,
-    request: ChatRequest,
-    *,
-    model: str,
-    created: int,
-    token_text: TokenText,
-) -> dict[str, object]:
-    """Return the body of a response; ``created`` is Unix time in seconds."""
+def chat_completion(reply: Reply) -> dict[str, object]:
+    """Return the body of a response."""
     return {
-        **_head(completion, "chat.completion", model, created),
+        **_head(reply, "chat.completion"),
         "choices": [
             {
                 "index": index,
                 "message": {"refusal": None, **choice.message.for_openai()},
-                "logprobs": _logprobs(choice, token_text) if request.with_logprobs else None,
+                "logprobs": _logprobs(choice, reply),
                 "finish_reason": choice.ended_by,
             }
-            for index, choice in enumerate(completion.choices)
+            for index, choice in enumerate(reply.completion.choices)
         ],
-        "usage": _usage(completion),
+        "usage": _usage(reply),
     }
 
 
-def chat_chunks(
-    completion: Completion,
-    request: ChatRequest,
-    *,
-    model: str,
-    created: int,
-    token_text: TokenText,
-) -> Iterator[dict[str, object]]:
+def chat_chunks(reply: Reply) -> Iterator[dict[str, object]]:
     """Yield the events of a streamed response."""
-    head = _head(completion, "chat.completion.chunk", model, created)
+    head = _head(reply, "chat.completion.chunk")
 
     def chunk(index: int, delta: dict[str, object], **other: object) -> dict[str, object]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return {**head, "choices": [{**choice, **other}]}
 
-    for index, choice in enumerate(completion.choices):
+    for index, choice in enumerate(reply.completion.choices):
         message = choice.message
         yield chunk(index, {"role": "assistant", "content": ""})
         if message.reasoning:
             yield chunk(index, {"reasoning_content": message.reasoning})
-        logprobs = _logprobs(choice, token_text) if request.with_logprobs else None
+        logprobs = _logprobs(choice, reply)
         if message.content or logprobs:
             yield chunk(index, {"content": message.content}, logprobs=logprobs)
         for number, call in enumerate(message.tool_calls):
@@ -111,8 +93,8 @@ def chat_chunks(
             one = {"index": number, "id": call.id, "type": "function", "function": function}
             yield chunk(index, {"tool_calls": [one]})
         yield chunk(index, {}, finish_reason=choice.ended_by)
-    if request.with_usage:
-        yield {**head, "choices": [], "usage": _usage(completion)}
+    if reply.request.with_usage:
+        yield {**head, "choices": [], "usage": _usage(reply)}
 
 
 def error_body(
@@ -125,19 +107,9 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class ModelList(TypedDict):
-    """The body of ``GET /v1/models``."""
-
-    object: Literal["list"]
-    data: list[dict[str, str | int]]
-
-
-def models(model: str, created: int) -> ModelList:
-    """Return the list of models."""
-    return {
-        "object": "list",
-        "data": [{"id": model, "object": "model", "created": created, "owned_by": "rlpost"}],
-    }
+def model_body(model: str, created: int) -> dict[str, str | int]:
+    """Return the description of a model; ``created`` is Unix time in seconds."""
+    return {"id": model, "object": "model", "created": created, "owned_by": "rlpost"}
 
 
 def whole_number(body: Mapping[str, object], field: str, least: int, most: int) -> int | None:
@@ -163,10 +135,10 @@ def stop_strings(given: object, field: str) -> tuple[str, ...]:
 def _check_response_format(given: object) -> None:
     kind = given.get("type") if isinstance(given, Mapping) else given
     if kind not in (None, "text"):
-        raise BadRequest(
-            f"response_format {kind!r} would constrain sampling, so the log-probs would not be the "
-            "policy's; ask for the format in a message",
-            param="response_format",
+        raise constrains_sampling(
+            f"response_format {kind!r}",
+            "response_format",
+            remedy="ask for the format in a message",
         )
 
 
@@ -184,25 +156,23 @@ def _tools(body: Mapping[str, object]) -> tuple[Tool, ...]:
 def may_call_tools(choice: object) -> bool:
     """Whether ``tool_choice`` allows calls. Raises BadRequest for one that would force a call."""
     if choice not in (None, "auto", "none"):
-        raise BadRequest(
-            f"tool_choice {choice!r} would constrain sampling, so the log-probs would not be the "
-            "policy's; use 'auto' or 'none'",
-            param="tool_choice",
+        raise constrains_sampling(
+            f"tool_choice {choice!r}", "tool_choice", remedy="use 'auto' or 'none'"
         )
     return choice != "none"
 
 
-def _head(completion: Completion, kind: str, model: str, created: int) -> dict[str, object]:
+def _head(reply: Reply, kind: str) -> dict[str, object]:
     return {
-        "id": f"chatcmpl-{completion.number}",
+        "id": f"chatcmpl-{reply.completion.number}",
         "object": kind,
-        "created": created,
-        "model": model,
+        "created": reply.created,
+        "model": reply.model,
     }
 
 
-def _usage(completion: Completion) -> dict[str, int]:
-    prompt, sampled = completion.num_prompt_tokens, completion.num_tokens
+def _usage(reply: Reply) -> dict[str, int]:
+    prompt, sampled = reply.completion.num_prompt_tokens, reply.completion.num_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": sampled,
@@ -210,11 +180,16 @@ def _usage(completion: Completion) -> dict[str, int]:
     }
 
 
-def _logprobs(choice: Choice, token_text: TokenText) -> dict[str, object]:
-    """One entry per sampled token, also those of reasoning, calls and the stop token."""
+def _logprobs(choice: Choice, reply: Reply) -> dict[str, object] | None:
+    """One entry per sampled token, also those of reasoning, calls and the stop token.
+
+    None unless the request asks for log-probs.
+    """
+    if not reply.request.with_logprobs:
+        return None
     entries = []
     for token_id, logprob in zip(choice.token_ids, choice.logprobs, strict=True):
-        text = token_text(token_id)
+        text = reply.token_text(token_id)
         entries.append(
             {
                 "token": text,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,6 +59,22 @@ class Completion:
     def num_tokens(self) -> int:
         """Sampled tokens."""
         return sum(len(choice.token_ids) for choice in self.choices)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the body of a response is made of, in the format of any API.
+
+    Attributes:
+        created: Unix time in seconds.
+        token_text: returns the text of one token id, for log-probs.
+    """
+
+    request: ChatRequest
+    completion: Completion
+    model: str
+    created: int
+    token_text: Callable[[int], str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,13 @@ from rlpost.agents.messages import (
     Message,
     Tool,
     ToolCall,
-    ToolFunction,
     checked_arguments,
+    constrains_sampling,
+    function_tool,
+    text_of,
 )
 from rlpost.agents.openai_format import may_call_tools, whole_number
-from rlpost.agents.requests import ChatRequest, Choice, Completion
+from rlpost.agents.requests import ChatRequest, Choice, Reply
 
 OVERRIDDEN = ("temperature", "top_p", "reasoning")
 REFUSED = ("previous_response_id", "conversation", "background", "prompt", "max_tool_calls")
@@ -28,10 +30,8 @@ TEXT_PARTS = ("input_text", "output_text", "text")
 Event = dict[str, object]
 
 
-def responses_request(body: object) -> ChatRequest:
+def responses_request(body: Mapping[str, object]) -> ChatRequest:
     """Read a request. Raises BadRequest."""
-    if not isinstance(body, Mapping):
-        raise BadRequest("the body must be a JSON object")
     for name in REFUSED:
         if body.get(name):
             raise BadRequest(
@@ -40,14 +40,14 @@ def responses_request(body: object) -> ChatRequest:
     text = body.get("text")
     form = text.get("format") if isinstance(text, Mapping) else None
     if isinstance(form, Mapping) and form.get("type") != "text":
-        raise BadRequest(
-            f"text.format {form.get('type')!r} would constrain sampling, so the log-probs would not "
-            "be the policy's; ask for the format in a message",
-            param="text.format",
+        raise constrains_sampling(
+            f"text.format {form.get('type')!r}",
+            "text.format",
+            remedy="ask for the format in a message",
         )
     if body.get("top_logprobs"):
         raise BadRequest("top_logprobs is not supported; leave it out", param="top_logprobs")
-    instructions = _text(body.get("instructions"), "instructions")
+    instructions = text_of(body.get("instructions"), "instructions")
     messages = [Message("system", instructions)] if instructions else []
     messages += _messages(body.get("input"))
     return ChatRequest(
@@ -60,27 +60,27 @@ def responses_request(body: object) -> ChatRequest:
     )
 
 
-def response_body(
-    completion: Completion, request: ChatRequest, *, model: str, created: int
-) -> dict[str, Any]:
-    """Return the body of a response; ``created`` is Unix time in seconds."""
+def response_body(reply: Reply) -> dict[str, Any]:
+    """Return the body of a response."""
+    completion = reply.completion
     choice = completion.choices[0]
     is_truncated = choice.ended_by == "length"
     prompt, sampled = completion.num_prompt_tokens, completion.num_tokens
     return {
         "id": f"resp_{completion.number}",
         "object": "response",
-        "created_at": created,
+        "created_at": reply.created,
         "status": "incomplete" if is_truncated else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_truncated else None,
         "error": None,
-        "model": model,
+        "model": reply.model,
         "instructions": None,
         "output": _items(choice, completion.number),
         "parallel_tool_calls": True,
         "tool_choice": "auto",
         "tools": [
-            {"type": "function", "strict": False, **tool["function"]} for tool in request.tools
+            {"type": "function", "strict": False, **tool["function"]}
+            for tool in reply.request.tools
         ],
         "metadata": {},
         "temperature": None,
@@ -95,12 +95,9 @@ def response_body(
     }
 
 
-def response_events(
-    completion: Completion, request: ChatRequest, *, model: str, created: int
-) -> Iterator[Event]:
+def response_events(reply: Reply) -> Iterator[Event]:
     """Yield the events of a streamed response, numbered."""
-    body = response_body(completion, request, model=model, created=created)
-    for number, event in enumerate(_events(body)):
+    for number, event in enumerate(_events(response_body(reply))):
         yield {**event, "sequence_number": number}
 
 
@@ -240,7 +237,7 @@ def _add(answer: _Assistant, item: Mapping[str, Any], where: str) -> None:
         arguments = checked_arguments(str(item.get("arguments") or ""), where)
         answer.calls.append(ToolCall(str(item.get("call_id") or ""), item["name"], arguments))
     else:
-        answer.texts.append(_text(item.get("content"), where))
+        answer.texts.append(text_of(item.get("content"), where, TEXT_PARTS))
 
 
 def _message(item: Mapping[str, object], where: str) -> Message:
@@ -248,7 +245,7 @@ def _message(item: Mapping[str, object], where: str) -> Message:
     kind = item.get("type", "message")
     if kind == "function_call_output":
         call_id = str(item.get("call_id") or "")
-        return Message("tool", _text(item.get("output"), where), tool_call_id=call_id)
+        return Message("tool", text_of(item.get("output"), where, TEXT_PARTS), tool_call_id=call_id)
     if kind != "message":
         raise BadRequest(f"{where} is of type {kind!r}, which is not supported", param=where)
     role = "system" if item.get("role") == "developer" else item.get("role")
@@ -256,28 +253,10 @@ def _message(item: Mapping[str, object], where: str) -> Message:
         raise BadRequest(
             f"{where}.role {role!r} must be user, assistant, system or developer", param=where
         )
-    return Message(role, _text(item.get("content"), where))
-
-
-def _text(content: object, where: str) -> str:
-    """Return the text of a content: a string, None, or parts of text. Raises BadRequest."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise BadRequest(f"{where}: its content must be a string or a list of parts", param=where)
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
-            raise BadRequest(
-                f"{where} has a part of type {kind!r}; this model reads text only", param=where
-            )
-        texts.append(part["text"])
-    return "".join(texts)
+    return Message(role, text_of(item.get("content"), where, TEXT_PARTS))
 
 
 def _tools(body: Mapping[str, object]) -> tuple[Tool, ...]:
-    """Convert the tools to the format of chat completions, which chat templates expect."""
     given, choice = body.get("tools") or [], body.get("tool_choice")
     if not isinstance(given, list):
         raise BadRequest("tools must be a list", param="tools")
@@ -290,10 +269,5 @@ def _tools(body: Mapping[str, object]) -> tuple[Tool, ...]:
                 "supported",
                 param="tools",
             )
-        function: ToolFunction = {
-            "name": tool["name"],
-            "description": tool.get("description") or "",
-            "parameters": tool.get("parameters") or {"type": "object", "properties": {}},
-        }
-        tools.append({"type": "function", "function": function})
+        tools.append(function_tool(tool, tool.get("parameters")))
     return tuple(tools) if may_call_tools(choice) else ()

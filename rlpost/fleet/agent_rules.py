@@ -28,7 +28,7 @@ class Patience:
     """Times in seconds.
 
     Attributes:
-        lease_s: a lease that has not been renewed for so long has no driver.
+        lease_s: a lease that was not renewed for this time has no driver.
         driver_s: longest wait for a driver; the node is idle while it waits.
         drain_s: longest wait for the driver to dismiss the engine.
         margin_s: before the end of the job, time to end the server.
@@ -138,7 +138,7 @@ class AgentRules:
 
     def _without_driver(self, state: EngineState, seen: Seen, now: float) -> Verdict:
         waited_s, lease = now - self._renewed_at, seen.lease
-        whom = "the run's first start" if lease is None else f"a driver after {lease.attempt}"
+        driver = "the run's first start" if lease is None else f"a driver after {lease.attempt}"
         if seen.run_end:
             return Verdict(EngineState.GONE, seen.run_end, exit_code=EXIT_DONE)
         if waited_s > self._patience.driver_s:
@@ -146,16 +146,14 @@ class AgentRules:
             return Verdict(EngineState.GONE, reason, exit_code=EXIT_DONE)
         must_pause = not self._is_paused and state is EngineState.READY
         self._is_paused = self._is_paused or must_pause
-        reason = f"waits for {whom}, {waited_s:.0f} s so far"
+        reason = f"waits for {driver}, {waited_s:.0f} s so far"
         return Verdict(state, reason, pause=must_pause, waits=True)
 
     def _drain(self, seen: Seen, reason: str, code: int, has_driver: bool, now: float) -> Verdict:
         """Wait until the driver sends no requests any more; not longer than the job lasts."""
+        is_first = self._draining_since is None
         if self._draining_since is None:
             self._draining_since = now
-            is_first = True
-        else:
-            is_first = False
         in_use = seen.lease is not None and self._incarnation in seen.lease.in_use
         is_late = now - self._draining_since > self._patience.drain_s
         is_late |= seen.stop_in_s is not None and seen.stop_in_s <= self._patience.margin_s

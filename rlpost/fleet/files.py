@@ -90,16 +90,6 @@ class FleetFolder:
         """Output of the engine jobs."""
         return self.root / "logs"
 
-    @property
-    def lease_path(self) -> Path:
-        """The driver's file."""
-        return self.root / "lease.json"
-
-    @property
-    def orders_path(self) -> Path:
-        """The user's file."""
-        return self.root / "orders.json"
-
     def engine_path(self, engine: str) -> Path:
         """The file of an engine."""
         return self.root / "engines" / f"{engine}.json"
@@ -146,7 +136,7 @@ class FleetFolder:
 
     def write_lease(self, lease: Lease) -> None:
         """Replace the lease. Raises OSError."""
-        write_atomic(self.lease_path, lease.to_json())
+        write_atomic(self.root / "lease.json", lease.to_json())
 
     def engine(self, engine: str) -> EngineRecord | None:
         """Return the record of an engine; None if there is none."""
@@ -171,18 +161,18 @@ class FleetFolder:
 
     def lease(self) -> Lease | None:
         """Return the lease; None before the first driver."""
-        return self._read(self.lease_path, parse_lease)
+        return self._read(self.root / "lease.json", parse_lease)
 
     def orders(self) -> Orders:
         """Return the user's orders; none if there is no file."""
-        return self._read(self.orders_path, parse_orders) or Orders()
+        return self._read(self.root / "orders.json", parse_orders) or Orders()
 
     def order(self, *, drain: Iterable[str] = (), stop: bool | None = None) -> Orders:
         """Add to the user's orders and return all of them. ``stop``: None leaves it."""
         there = self.orders()
         names = tuple(dict.fromkeys((*there.drain, *drain)))
         orders = replace(there, drain=names, stop=there.stop if stop is None else stop)
-        write_atomic(self.orders_path, orders.to_json())
+        write_atomic(self.root / "orders.json", orders.to_json())
         return orders
 
     def remove_engine(self, engine: str) -> None:

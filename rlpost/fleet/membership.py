@@ -38,7 +38,7 @@ class Limits:
     """Limits of the fleet.
 
     Attributes:
-        lost_after_s: an engine whose beat has not grown for so long is lost.
+        lost_after_s: an engine whose beat did not grow for this time is lost.
         pulls_at_once: engines that read weights at the same time.
         max_failures: consecutive failures after which an incarnation is not tried again.
         retry_s: wait after the first failure; doubles with each further one.
@@ -164,7 +164,7 @@ class Membership:
     ) -> list[Action]:
         """Return what to do next, given what the engines' files say.
 
-        Args: now: seconds on the driver's monotonic clock.
+        ``now``: seconds on the driver's monotonic clock.
         """
         self._orders = orders
         for record in records:
@@ -257,9 +257,9 @@ class Membership:
             f"of the fleet: {rest or 'no further engine has joined'}"
         )
 
-    def words(self, now: float) -> dict[str, str]:
-        """Return what the driver does with each engine, in words."""
-        return {engine: self._words(member, now) for engine, member in self._members.items()}
+    def descriptions(self, now: float) -> dict[str, str]:
+        """Return what the driver does with each engine, for the user."""
+        return {engine: self._description(member, now) for engine, member in self._members.items()}
 
     def usage(self, now: float) -> dict[str, Usage]:
         """Return what each engine has contributed so far; its name holds its job's id."""
@@ -438,7 +438,7 @@ class Membership:
         found = [member for member in self._members.values() if member.phase is phase]
         return sorted(found, key=lambda member: member.record.engine)
 
-    def _words(self, member: _Member, now: float) -> str:
+    def _description(self, member: _Member, now: float) -> str:
         if member.phase is Phase.SERVING:
             return f"serves version {member.holds} for {now - member.served_at:.0f} s"
         if member.phase is not Phase.IDLE:

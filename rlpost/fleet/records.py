@@ -17,15 +17,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, TypeVar
+from functools import cache
+from typing import Annotated, Any, TypeVar
 
-T = TypeVar("T")
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-_ENGINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
-_URL = re.compile(r"http://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}")
+_ENGINE = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
+_URL = r"^(http://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5})?$"
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("not one line of printable text")
+    return text
+
+
+Line = Annotated[str, AfterValidator(_printable)]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class RecordError(ValueError):
@@ -70,16 +82,16 @@ class EngineRecord:
         alive_s: seconds in which the engine's job had its node, over all its starts.
     """
 
-    engine: str
-    incarnation: str
+    engine: Annotated[str, Field(pattern=_ENGINE)]
+    incarnation: Line
     state: EngineState
-    beat: int
-    url: str = ""
-    num_gpus: int = 1
-    settings: str = ""
-    host: str = ""
-    reason: str = ""
-    alive_s: float = 0.0
+    beat: Count
+    url: Annotated[str, Field(pattern=_URL)] = ""
+    num_gpus: Annotated[int, Field(ge=1)] = 1
+    settings: Line = ""
+    host: Line = ""
+    reason: Line = ""
+    alive_s: Seconds = 0.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self)) + "\n"
@@ -99,24 +111,24 @@ class Lease:
         version: the policy version that engines must have; None before the first update.
         weights: folder with these weights; empty before the first update.
         settings: digest of what a server depends on (``files.settings_digest``).
-        engines: what the driver does with each engine, in words, for the user.
+        engines: what the driver does with each engine, for the user.
         in_use: incarnations that requests may be sent to.
         host: the driver's node, for messages.
         address: IP address of the driver; the route to it names an engine's network interface.
         time: of the write, in seconds since 1970 on the driver's clock; for display only.
     """
 
-    attempt: str
-    beat: int
+    attempt: Line
+    beat: Count
     state: LeaseState = LeaseState.RUNNING
-    version: int | None = None
-    weights: str = ""
-    settings: str = ""
+    version: Count | None = None
+    weights: Line = ""
+    settings: Line = ""
     engines: Mapping[str, str] = field(default_factory=dict)
     in_use: tuple[str, ...] = ()
-    host: str = ""
-    address: str = ""
-    time: float = 0.0
+    host: Line = ""
+    address: Line = ""
+    time: Seconds = 0.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self)) + "\n"
@@ -139,108 +151,55 @@ class Orders:
         return self.stop or engine in self.drain
 
 
+R = TypeVar("R", EngineRecord, Lease, Orders)
+_OPTIONAL = {"alive_s", "version", "engines", "in_use", "time", "drain", "stop"}
+"""Fields that a record may lack."""
+
+
 def is_engine_name(text: str) -> bool:
     """Return whether a text can be an engine's name, which is also a file name."""
-    return _ENGINE.fullmatch(text) is not None
+    return re.fullmatch(_ENGINE, text) is not None
 
 
 def parse_engine(text: str) -> EngineRecord:
     """Parse an engine's file. Raises RecordError."""
-    raw = _object(text)
-    record = EngineRecord(
-        engine=_text(raw, "engine"),
-        incarnation=_text(raw, "incarnation"),
-        state=_choice(raw, "state", EngineState),
-        beat=_count(raw, "beat"),
-        url=_text(raw, "url"),
-        num_gpus=_count(raw, "num_gpus"),
-        settings=_text(raw, "settings"),
-        host=_text(raw, "host"),
-        reason=_text(raw, "reason"),
-        alive_s=_seconds(raw, "alive_s"),
-    )
-    if not is_engine_name(record.engine):
-        raise RecordError(f"engine: {record.engine!r} is not a name")
-    if record.url and not _URL.fullmatch(record.url):
-        raise RecordError(f"url: {record.url!r}; write http://HOST:PORT")
+    record = _parse(EngineRecord, text)
     if record.state is EngineState.READY and not record.url:
         raise RecordError("url: empty, but the state is ready")
-    if record.num_gpus < 1:
-        raise RecordError(f"num_gpus: {record.num_gpus}; an engine has at least one rank")
     return record
 
 
 def parse_lease(text: str) -> Lease:
     """Parse the lease. Raises RecordError."""
-    raw = _object(text)
-    version = None if raw.get("version") is None else _count(raw, "version")
-    engines = raw.get("engines", {})
-    if not isinstance(engines, dict) or not all(isinstance(one, str) for one in engines.values()):
-        raise RecordError(f"engines: {engines!r} does not map engines to words")
-    in_use = raw.get("in_use", [])
-    if not isinstance(in_use, list) or not all(isinstance(one, str) for one in in_use):
-        raise RecordError(f"in_use: {in_use!r} is not a list of incarnations")
-    return Lease(
-        attempt=_text(raw, "attempt"),
-        beat=_count(raw, "beat"),
-        state=_choice(raw, "state", LeaseState),
-        version=version,
-        weights=_text(raw, "weights"),
-        settings=_text(raw, "settings"),
-        engines=engines,
-        in_use=tuple(in_use),
-        host=_text(raw, "host"),
-        address=_text(raw, "address"),
-        time=_seconds(raw, "time"),
-    )
+    return _parse(Lease, text)
 
 
 def parse_orders(text: str) -> Orders:
     """Parse the user's orders. Raises RecordError."""
-    raw = _object(text)
-    drain, stop = raw.get("drain", []), raw.get("stop", False)
-    if not isinstance(drain, list) or not all(isinstance(one, str) for one in drain):
-        raise RecordError(f"drain: {drain!r} is not a list of engines")
-    if not isinstance(stop, bool):
-        raise RecordError(f"stop: {stop!r} is neither true nor false")
-    return Orders(tuple(drain), stop)
+    return _parse(Orders, text)
 
 
-def _object(text: str) -> Mapping[str, object]:
+def _parse(kind: type[R], text: str) -> R:
     try:
         raw = json.loads(text)
     except ValueError as error:
         raise RecordError(f"not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise RecordError("not a JSON object")
-    return raw
-
-
-def _text(raw: Mapping[str, object], name: str) -> str:
-    value = raw.get(name)
-    if not isinstance(value, str) or not value.isprintable():
-        raise RecordError(f"{name}: {value!r} is not a line of text")
-    return value
-
-
-def _count(raw: Mapping[str, object], name: str) -> int:
-    value = raw.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise RecordError(f"{name}: {value!r} is not a count")
-    return value
-
-
-def _seconds(raw: Mapping[str, object], name: str) -> float:
-    value = raw.get(name, 0.0)
-    if not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise RecordError(f"{name}: {value!r} is not a number of seconds")
-    return float(value)
-
-
-def _choice(raw: Mapping[str, object], name: str, kind: Callable[[str], T]) -> T:
+    missing = {entry.name for entry in fields(kind)} - raw.keys() - _OPTIONAL
+    if missing:
+        raise RecordError(f"{', '.join(sorted(missing))}: missing")
     try:
-        return kind(_text(raw, name))
-    except RecordError:
-        raise
-    except ValueError as error:
-        raise RecordError(f"{name}: {error}") from None
+        # The text, not ``raw``: in strict mode a tuple may be a list in JSON only.
+        adapter = _adapter(kind)  # type: ignore[arg-type]  # mypy: a class is not hashable
+        found: R = adapter.validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise RecordError(f"{place}: {first['input']!r}: {first['msg']}") from None
+    return found
+
+
+@cache  # making one takes longer than parsing a record
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)

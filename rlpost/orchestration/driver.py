@@ -331,13 +331,15 @@ async def _journal(
     """
     if config.debug.debug_rollout_only:
         return Journal.off()
-    folder = checkpoints.save_folder
-    is_own = checkpoint is None or checkpoint.parent == folder
-    return await Journal.open(
-        folder / "journal",
+    is_own = checkpoint is None or checkpoint.parent == checkpoints.save_folder
+    folder = checkpoints.save_folder / "journal"
+    resume = partial(
+        Journal.resume,
+        folder,
         state.journal if is_own else 0,
         step=state.step,
         settings=settings_hash(config),
         data=await in_daemon(lambda: data_fingerprint(config.rollout.prompt_data)),
         check=checkpoints.check_owner,
     )
+    return await Journal.open(folder, resume)

@@ -266,7 +266,7 @@ class FleetMembers:
             self._lease = replace(
                 self._lease,
                 beat=self._lease.beat + 1,
-                engines=self._membership.words(now),
+                engines=self._membership.descriptions(now),
                 in_use=self._membership.in_use(),
                 time=time.time(),
             )

@@ -101,7 +101,7 @@ class Rollouts(Protocol):
     def synced(self, version: int) -> None:
         """Record that the engines generate with the weights of ``version`` from now on."""
 
-    def snapshot(self) -> tuple[Mapping[str, int], Backlog]:
+    def pending(self) -> tuple[Mapping[str, int], Backlog]:
         """Return the state of the prompt cursor, and all fetched prompts that are not trained."""
 
     def counts(self) -> Mapping[str, float]:
@@ -266,7 +266,7 @@ class Loop:
 
     async def _save(self, *, wait: bool) -> None:
         await self._journal.durable()
-        self.state = self.state.holding(*self._rollouts.snapshot())
+        self.state = self.state.holding(*self._rollouts.pending())
         if self.state != self._saved or (wait and not await self._stages.settle_saves()):
             self.state = replace(self.state, journal=await self._journal.begin(self.state.step))
             with span("save"):

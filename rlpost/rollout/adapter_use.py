@@ -47,7 +47,7 @@ class AdapterRegistry(LoRARegistry):  # type: ignore[misc]
         return next(reversed(self._registry.values()), None)
 
     async def release(self, lora_id: str | list[str]) -> None:
-        """Do nothing: a request uses its adapter until it is no longer in flight."""
+        """Do nothing: ``wait_for_unload`` checks the requests themselves."""
 
     async def wait_for_unload(self, lora_id: str) -> None:
         """Return when no request in flight uses the adapter."""

@@ -76,7 +76,7 @@ def parse(body: bytes, routes: RouteFormat | None = None) -> Answer:
         raise ValueError(f"not an answer of SGLang: {type(error).__name__}: {error}") from error
     if len(logprobs) != len(token_ids):
         raise ValueError(f"{len(logprobs)} log-probs for {len(token_ids)} tokens")
-    if np.isnan(logprobs.array).any():  # None reads as nan
+    if np.isnan(logprobs.array).any():  # a log-prob of null becomes nan
         raise ValueError("a token without a log-prob, or one that is not a number")
     if mask is not None and len(mask) != len(token_ids):
         raise ValueError(f"sampling masks of {len(mask)} tokens for {len(token_ids)} tokens")
@@ -139,7 +139,7 @@ def _parsed(body: bytes) -> tuple[Any, FloatColumn | None]:
         values = orjson.loads(
             b"[%b]" % body[start:end].replace(_BETWEEN, b",").removesuffix(_AT_END)
         )
-        # exact: float32 numbers, and ids below 2**53
+        # Exact: log-probs are float32 numbers, and ids are below 2**53.
         pairs = np.array(values, dtype=np.float64).reshape(-1, 2)
     except (ValueError, TypeError):  # with blanks, or texts of tokens
         return orjson.loads(body), None

@@ -11,10 +11,10 @@ routes of a token are taken from the first request that read it, and are never r
     request 2, version 5    prompt a b c d e  routes of c, d from here; those of prompt, a, b are left out
 
 The log-prob of a token depends on the tokens before it. That of d belongs to version 5, whose
-engine has read prompt, a and b again with different routes. The trainer reads a sequence once and
-uses the
-routes of version 4 for them. A token at position p of ``Sample.routes`` is therefore routed by the
-version of the response token p + 1 in ``Sample.version_spans`` (the prompt by the first version).
+engine has read prompt, a and b again with different routes. The trainer reads a sequence once, with
+the routes of version 4 for these tokens. A token at position p of ``Sample.routes`` is therefore
+routed by the version of the response token p + 1 in ``Sample.version_spans`` (the prompt by the
+first version).
 """
 
 from __future__ import annotations

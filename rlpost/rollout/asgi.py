@@ -1,7 +1,8 @@
-"""Types of the ASGI protocol (asgi.readthedocs.io, version 3), as far as middleware here uses it."""
+"""What middleware needs of the ASGI protocol (asgi.readthedocs.io, version 3): types, an answer."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
 from typing import TypedDict
 
@@ -31,3 +32,11 @@ class Event(TypedDict, total=False):
 Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+async def answer_json(send: Send, content: object, *, status: int = 200) -> None:
+    """Send a response that is not the application's."""
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

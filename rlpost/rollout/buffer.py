@@ -101,15 +101,11 @@ class Tally:
 
 class _Finished:
     """Complete groups, by prompt id in order of their completion, and by the oldest version of
-    their tokens.
-
-    The version of a group is computed once, so that no operation on one group is linear in the
-    backlog.
+    their tokens. No operation on one group is linear in the backlog.
     """
 
     def __init__(self, groups: Iterable[SampleGroup]) -> None:
         self.by_id: dict[int, SampleGroup] = {}
-        self._versions: dict[int, int] = {}
         self._by_version: dict[int, dict[int, SampleGroup]] = {}
         for group in groups:
             self.add(group)
@@ -119,19 +115,16 @@ class _Finished:
 
     def add(self, group: SampleGroup) -> None:
         """Add a group."""
-        version = group.oldest_version
         self.by_id[group.prompt_id] = group
-        self._versions[group.prompt_id] = version
-        self._by_version.setdefault(version, {})[group.prompt_id] = group
+        self._by_version.setdefault(group.oldest_version, {})[group.prompt_id] = group
 
     def pop(self, prompt_id: int) -> SampleGroup:
         """Remove and return a group. Raises KeyError when it is not here."""
         group = self.by_id.pop(prompt_id)
-        version = self._versions.pop(prompt_id)
-        of_version = self._by_version[version]
+        of_version = self._by_version[group.oldest_version]
         del of_version[prompt_id]
         if not of_version:
-            del self._by_version[version]
+            del self._by_version[group.oldest_version]
         return group
 
     def older_than(self, version: int) -> list[SampleGroup]:

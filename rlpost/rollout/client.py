@@ -47,6 +47,7 @@ class EngineClient:
     url: str
     api_key: str = field(repr=False)
     timeout_s: float = 60.0
+    name: str = "engine"  # in messages; the router's client is one, too
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
         """Stop generating.
@@ -246,7 +247,7 @@ class EngineClient:
             while not (await asyncio.wait([asking], timeout=LISTENING_POLL_S))[0]:
                 if await self._refuses_connections() and not asking.done():
                     raise EngineDied(
-                        f"engine {self.url}: {method} {path} has no answer, and the server no longer listens"
+                        f"{self.name} {self.url}: {method} {path} has no answer, and the server no longer listens"
                     )
             return asking.result()
         finally:
@@ -283,18 +284,20 @@ class EngineClient:
                 status, text = response.status, await response.text()
         except TimeoutError as error:
             raise EngineDied(
-                f"engine {self.url}: {method} {path} not answered after {self.timeout_s:.0f} s"
+                f"{self.name} {self.url}: {method} {path} not answered after {self.timeout_s:.0f} s"
             ) from error
         except aiohttp.ClientError as error:
             raise EngineDied(
-                f"engine {self.url}: {method} {path} failed: {error or type(error).__name__}"
+                f"{self.name} {self.url}: {method} {path} failed: {error or type(error).__name__}"
             ) from error
         if status == 404 and missing_ok:
             return None
         answer = _parsed(text)
-        if status != 200 or (isinstance(answer, dict) and answer.get("success") is False):
+        # SGLang also reports a failure with status 200; the router accepts a new worker with 202.
+        is_refused = isinstance(answer, dict) and answer.get("success") is False
+        if not 200 <= status < 300 or is_refused:
             raise RolloutError(
-                f"engine {self.url}: {method} {path} answered {status}: {text[:500]}"
+                f"{self.name} {self.url}: {method} {path} answered {status}: {text[:500]}"
             )
         return answer
 

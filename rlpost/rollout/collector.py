@@ -36,9 +36,8 @@ from rlpost.types import Backlog, Prompt, SampleGroup, Unfinished
 logger = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.2
-MANY_BATCHES = (
-    8  # warn when this many batches of groups were dropped for one; repeat at each doubling
-)
+MANY_BATCHES = 8
+"""Warn when this many batches of groups were dropped for one; again at each doubling."""
 
 
 class Cursor(Protocol):
@@ -166,7 +165,7 @@ class Collector:
         if self._buffer.is_open:
             self._fill()
 
-    def snapshot(self) -> tuple[Mapping[str, int], Backlog]:
+    def pending(self) -> tuple[Mapping[str, int], Backlog]:
         """Return the state of the cursor, and all fetched prompts that are not trained."""
         self._buffer.counted(self._choices.counters())
         return self._cursor.state(), self._buffer.backlog()
@@ -215,7 +214,7 @@ class Collector:
 
     def _open(self) -> None:
         self._buffer.is_open = True
-        self._writer.connection.go_on()
+        self._writer.connection.resume()
         self._fill()
 
     async def _until_batch(self) -> None:
@@ -292,7 +291,7 @@ class Collector:
         if self._choices.mask_older:
             scored = (replace(each, sample=without_older(each.sample)) for each in written.samples)
             written = replace(written, samples=tuple(scored))
-        # no samples: the prompt was given up
+        # A group without samples stands for a prompt that was given up.
         wanted = bool(written.samples) and self._is_wanted(written)
         self._journal.finished(written, wanted=wanted, prompt=entry.prompt)
         self._buffer.finished(written, wanted=wanted)
@@ -387,7 +386,7 @@ class Replay:
         """See ``Collector``."""
         self._buffer.version = version
 
-    def snapshot(self) -> tuple[Mapping[str, int], Backlog]:
+    def pending(self) -> tuple[Mapping[str, int], Backlog]:
         """See ``Collector``."""
         return self._cursor.state(), self._buffer.backlog()
 

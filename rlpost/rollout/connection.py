@@ -48,7 +48,7 @@ PARSE_THREADS = 1
 several in a row.
 """
 LEAVE_S = 20.0  # deadline for running groups to abort after a stop request
-MAX_FAULTS = 4  # answers of a request that are no answers, by engines of a fleet
+MAX_FAULTS = 4  # faults (``Failure``) of fleet engines after which a request fails
 
 
 class Halted(Exception):
@@ -67,9 +67,8 @@ class RouterAddress:
     engine_urls: Sequence[str]
     concurrency: int
     timeout_s: float = float(LONGEST_GENERATION_S)  # of one request
-    patience_s: float = (
-        600.0  # total wait between retries that reach no engine: one may be restarting
-    )
+    # Total wait between retries that reach no engine: one may be restarting.
+    patience_s: float = 600.0
     fleet: JoiningPlaces = field(default_factory=JoiningPlaces, repr=False, compare=False)
 
     async def abort_all(self) -> None:
@@ -141,7 +140,7 @@ class Connection:
     ) -> Answer:
         """Return one answer, complete or aborted.
 
-        ``what`` names the request in messages; ``labels`` reach the engine beside it.
+        ``what`` names the request in messages; ``labels`` are sent to the engine with it.
 
         Raises:
             Halted: ``halt`` was called, and no request was made.
@@ -165,12 +164,12 @@ class Connection:
         self, running: Sequence[asyncio.Task[object]], *, must_leave: Callable[[], bool]
     ) -> None:
         """Abort all requests until all ``running`` tasks are done; new ones raise Halted until
-        ``go_on``.
+        ``resume``.
 
         Tasks that are not done LEAVE_S seconds after ``must_leave()`` became true are cancelled.
         """
         self.halted, left_at = True, math.inf
-        self._places.turn_away(Halted)  # without an engine they would wait for ever
+        self._places.fail_waiting(Halted)  # without an engine they would wait forever
         waiting = [task for task in running if not task.done()]
         while waiting:
             await self.router.abort_all()
@@ -187,7 +186,7 @@ class Connection:
                 await asyncio.gather(*waiting, return_exceptions=True)
                 return
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Allow requests again."""
         self.halted = False
 
@@ -205,7 +204,7 @@ class Connection:
                 raise Halted
             try:
                 async with self._places.take() as place:
-                    if self.halted:
+                    if self.halted:  # while the request waited for a place
                         raise Halted
                     body = make_body() if body is None else body
                     answer = await self._try(place, what, body)

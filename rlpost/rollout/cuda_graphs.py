@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from rlpost.rollout.server_args import sglang_flag
+
 VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 PREFILL = "cuda_graph_backend_prefill"
 RELEASABLE = ("full", "disabled")
@@ -86,14 +88,14 @@ def _given_backends(server_args: Mapping[str, object]) -> dict[str, tuple[str, s
     for phase in ("decode", "prefill"):
         for switch in ("disable_cuda_graph", f"disable_{phase}_cuda_graph"):
             if server_args.get(switch):
-                found[phase] = (_flag(switch), "disabled")
+                found[phase] = (sglang_flag(switch), "disabled")
         setting = f"cuda_graph_backend_{phase}"
         if server_args.get(setting) is not None:
-            found[phase] = (_flag(setting), str(server_args[setting]))
+            found[phase] = (sglang_flag(setting), str(server_args[setting]))
         of_phase = table.get(phase) if isinstance(table, Mapping) else None
         if isinstance(of_phase, Mapping) and "backend" in of_phase:
             found[phase] = (
-                _flag("cuda_graph_config") + f" {phase}.backend",
+                sglang_flag("cuda_graph_config") + f" {phase}.backend",
                 str(of_phase["backend"]),
             )
     return found
@@ -104,9 +106,5 @@ def _backends_against(server_args: Mapping[str, object]) -> dict[str, str]:
     given = _given_backends(server_args).values()
     against = {flag: backend for flag, backend in given if backend not in RELEASABLE}
     if server_args.get("debug_cuda_graph"):  # selects the breakable backend for decode
-        against[_flag("debug_cuda_graph")] = "true"
+        against[sglang_flag("debug_cuda_graph")] = "true"
     return against
-
-
-def _flag(name: str) -> str:
-    return "--sglang-" + name.replace("_", "-")

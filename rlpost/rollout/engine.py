@@ -7,13 +7,11 @@ nodes.
 
 from __future__ import annotations
 
-import http.client
-import json
+import asyncio
 import logging
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from rlpost.types import EngineAddress
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
+CALL_S = 10.0  # of one request to the own server
 LONGEST_GENERATION_S = 4 * 3600  # timeout of one request in the router
 INITIAL_VERSION = "0"  # an engine's version of the weights of its model folder
 
@@ -33,6 +32,9 @@ INITIAL_VERSION = "0"  # an engine's version of the weights of its model folder
 class _ServedHere:
     """What owns a server process, which may not have started."""
 
+    name: str  # in messages
+    url = ""
+    _api_key: str
     _server: ServerProcess | None = None
 
     def alive(self) -> bool:
@@ -53,9 +55,21 @@ class _ServedHere:
         if self._server is not None:
             self._server.stop()
 
+    def _call(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Any:
+        """Send one request to the server; return the answer. Raises RolloutError.
+
+        Not for a thread with an event loop.
+        """
+        from rlpost.rollout.client import EngineClient
+
+        client = EngineClient(self.url, self._api_key, timeout_s=CALL_S, name=self.name)
+        return asyncio.run(client.request(method, path, body))
+
 
 class Engine(_ServedHere):
     """One SGLang server, or its part on one of several nodes."""
+
+    name = "engine"
 
     def __init__(
         self,
@@ -88,7 +102,6 @@ class Engine(_ServedHere):
         self._num_gpus = num_gpus
         self._node_rank = node_rank
         self._ignores_term = ignores_term
-        self.url = ""
 
     def start(
         self, host: str, port: int, *, deadline_s: float, gpus_per_node: int | None = None
@@ -125,6 +138,7 @@ class Engine(_ServedHere):
         )
         if self._node_rank:
             return EngineAddress(url=self.url, num_gpus=self._num_gpus)
+        import_module("rlpost.rollout.client")  # 0.1 s, spent while the server starts
         try:
             self._server.wait_ready(deadline_s)
         except RolloutError:
@@ -142,7 +156,7 @@ class Engine(_ServedHere):
         s).
         """
         try:
-            _call("engine", self.url, self._api_key, "POST", "/freeze_gc")
+            self._call("POST", "/freeze_gc")
         except RolloutError as error:
             logger.warning("%s", error)
 
@@ -160,6 +174,8 @@ class Router(_ServedHere):
     key.
     """
 
+    name = "router"
+
     def __init__(
         self, *, policy: str, api_key: str, log_path: str | Path, metrics_port: int
     ) -> None:
@@ -167,7 +183,6 @@ class Router(_ServedHere):
         self._api_key = api_key
         self._log_path = log_path
         self._metrics_port = metrics_port
-        self.url = ""
 
     def start(self, host: str, port: int, *, deadline_s: float) -> str:
         """Start the router on ``host:port`` without engines; return its URL once it answers.
@@ -216,9 +231,9 @@ class Router(_ServedHere):
 
     def remove_engine(self, url: str) -> None:
         """Remove an engine from the router; do nothing if it is not registered."""
-        for worker in self._call("GET", "/workers", None)["workers"]:
+        for worker in self._call("GET", "/workers")["workers"]:
             if worker["url"] == url:
-                self._call("DELETE", f"/workers/{worker['id']}", None)
+                self._call("DELETE", f"/workers/{worker['id']}")
 
     def is_gone(self, timeout_s: float) -> bool:
         """Return whether its process ended, or does not answer within ``timeout_s`` seconds."""
@@ -233,50 +248,14 @@ class Router(_ServedHere):
 
     def _answers(self) -> bool:
         try:
-            self._call("GET", "/liveness", None)
+            self._call("GET", "/liveness")
         except RolloutError:
             return False
         return True
 
     def _healthy(self) -> set[str]:
-        workers = self._call("GET", "/workers", None)["workers"]
+        workers = self._call("GET", "/workers")["workers"]
         return {worker["url"] for worker in workers if worker["is_healthy"]}
-
-    def _call(self, method: str, path: str, body: Mapping[str, object] | None) -> Any:
-        return _call("router", self.url, self._api_key, method, path, body)
-
-
-def _call(
-    name: str,
-    url: str,
-    api_key: str,
-    method: str,
-    path: str,
-    body: Mapping[str, object] | None = None,
-) -> object:
-    """Send one request; return the parsed JSON of the response, or None if it is not JSON."""
-    request = urllib.request.Request(
-        url + path,
-        method=method,
-        data=None if body is None else json.dumps(body).encode(),
-        headers={"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
-    )
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # bypass proxies
-    try:
-        with direct.open(request, timeout=10) as response:
-            text = response.read()
-    except urllib.error.HTTPError as error:
-        raise RolloutError(
-            f"{name} {url}: {method} {path} answered {error.code}: {error.read()!r}"
-        ) from error
-    except (OSError, http.client.HTTPException) as error:
-        raise RolloutError(
-            f"{name} {url}: {method} {path} failed: {error or type(error).__name__}"
-        ) from error
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
 
 
 def router_arguments(
@@ -300,9 +279,8 @@ def router_arguments(
         "request_timeout_secs": LONGEST_GENERATION_S,
         "shutdown_grace_period_secs": 1,
         # No circuit breaker: requests come in bursts, and one burst of failures would exclude
-        # healthy
-        # engines for a minute. The health check removes a dead engine, and its requests are retried
-        # on others.
+        # healthy engines for a minute. The health check removes a dead engine, and its requests are
+        # retried on others.
         "disable_circuit_breaker": True,
         "log_level": "warn",
     }

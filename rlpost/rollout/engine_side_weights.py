@@ -211,9 +211,10 @@ class SharingMover:
         ranks_of: Sequence[Sequence[int]],
     ) -> None:
         """
-        Args: share: ``share(i)`` gathers ``buckets[i]`` and returns the handle of each trainer
-            rank. ranks_of: for each engine, the trainer ranks on its GPUs, in the order of the
-            engine's ranks.
+        Args:
+            share: ``share(i)`` gathers ``buckets[i]`` and returns the handle of each trainer rank.
+            ranks_of: for each engine, the trainer ranks on its GPUs, in the order of the engine's
+                ranks.
         """
         assert buckets, "an update without weights"
         self._buckets = buckets
@@ -303,9 +304,12 @@ class DeltaMover:
         copy: str,
     ) -> None:
         """
-        Args: write: ``write(version, whole)`` writes all weights, or the changes since the last
-            write. take: ``take(version)`` applies that to every copy; returns for each the reason
-            of a failure, or None. copy: the folder of the copy, the same on every host.
+        Args:
+            write: ``write(version, whole)`` writes all weights, or the changes since the last
+                write.
+            take: ``take(version)`` applies that to every copy; returns for each the reason of a
+                failure, or None.
+            copy: the folder of the copy, the same on every host.
         """
         self._write = write
         self._take = take
@@ -314,6 +318,7 @@ class DeltaMover:
 
     async def move(self, receivers: Sequence[Receiver], version: int) -> None:
         """Update all copies, then let all engines read them concurrently."""
+        # Until all engines have read the copies: a failure on the way leaves them in doubt.
         whole, self._whole = self._whole, True
         problems = await self._taken(version, whole)
         if problems and not whole:

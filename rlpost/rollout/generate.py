@@ -20,12 +20,10 @@ from typing import TypeVar
 
 from rlpost.errors import ConfigError, GradingLost, Preempted, RolloutError
 from rlpost.reward.grader import Grader
-from rlpost.rollout.connection import Connection, Halted, RouterAddress
+from rlpost.rollout.connection import Connection, Halted
 from rlpost.rollout.response_builder import Codec, GenerateFunction, ResponseBuilder, write_answer
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample, Unfinished
-
-__all__ = ["GroupWriter", "RouterAddress", "generate_groups"]
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +88,8 @@ class GroupWriter:
         """
         prompt = entry.prompt
         async with self._beginning:
-            # One group begins in a turn of the loop: thousands of requests at once would hold it
-            # for seconds.
+            # Each iteration of the event loop starts one group: thousands of requests at once would
+            # block it for seconds.
             await asyncio.sleep(0)
         for _ in range(MAX_GENERATIONS):
             written = await self._written(entry)
@@ -213,31 +211,16 @@ async def together(work: Sequence[Awaitable[T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def generate_groups(
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    *,
-    n: int,
-    router: RouterAddress,
-    grader: Grader,
-    stop_requested: Callable[[], bool],
-) -> list[SampleGroup]:
-    """Generate ``n`` scored samples per prompt, ordered by prompt id and index.
-
-    Raises: Preempted: ``stop_requested()`` was true; polled five times a second, all requests have
-        been aborted. RolloutError: a request failed permanently; the others have been aborted.
-    """
-    async with Connection(router) as connection:
-        return await write_all(
-            GroupWriter(connection, sampling, n=n, grader=grader), prompts, stop_requested
-        )
-
-
 async def write_all(
     writer: GroupWriter, prompts: Sequence[Prompt], stop_requested: Callable[[], bool]
 ) -> list[SampleGroup]:
-    """Generate the groups of all prompts, ordered by prompt id. Raises as ``generate_groups``
-    does.
+    """Generate the groups of all prompts, ordered by prompt id.
+
+    Raises:
+        Preempted: ``stop_requested()`` was true; it is polled every STOP_POLL_S seconds.
+        RolloutError: a request failed permanently.
+
+    In both cases all requests have been aborted.
     """
     ordered = sorted(prompts, key=lambda prompt: prompt.prompt_id)
     work = [asyncio.ensure_future(writer.write(Unfinished(prompt))) for prompt in ordered]
@@ -251,9 +234,8 @@ async def write_all(
         if unfinished:
             await writer.connection.router.abort_all()
     groups = [group for group in done if isinstance(group, SampleGroup)]
-    if len(groups) < len(
-        ordered
-    ):  # this connection is never halted: a stop request ended the grading
+    # This connection is never halted: only a stop request during grading leaves a group unfinished.
+    if len(groups) < len(ordered):
         raise Preempted(f"a stop was requested after {len(groups)} of {len(ordered)} groups")
     return groups
 

@@ -78,25 +78,13 @@ class Journal:
         self._spent_s = 0.0
 
     @classmethod
-    async def open(
-        cls,
-        folder: Path,
-        base: int,
-        *,
-        step: int,
-        settings: str,
-        data: str | None = None,
-        check: Callable[[], None] = lambda: None,
-    ) -> Journal:
-        """Run ``resume`` in a thread, within a deadline.
-
-        Raises CheckpointError also when that is missed.
+    async def open(cls, folder: Path, resume: Callable[[], Journal]) -> Journal:
+        """Return ``resume()``, a call of ``Journal.resume`` for ``folder``, run in a thread within a
+        deadline. Raises CheckpointError also when that is missed.
         """
         num_bytes = await _within(
             0, partial(_size, folder), f"the journal folder {folder} was not listed"
         )
-        named = {"step": step, "settings": settings, "data": data, "check": check}
-        resume = partial(cls.resume, folder, base, **named)  # type: ignore[arg-type]
         return await _within(
             num_bytes, resume, f"the journal in {folder} was not read and continued"
         )
@@ -121,16 +109,16 @@ class Journal:
         make_folder(folder)
         try:
             there, unreadable = read_folder(folder)
-            numbers = [int(path.stem) for path in segment_paths(folder)]
         except OSError as error:
             raise CheckpointError(
                 f"the journal in {folder} cannot be listed: {error}; repair the storage"
             ) from error
+        paths = [each.path for each in there] + [each.path for each in unreadable]
         found = follow(there, base, step, settings, data=data, unreadable=unreadable)
         for problem in found.problems:
             logger.warning("journal: %s", problem)
         header = Header(
-            number=max([base - 1, *numbers]) + 1,
+            number=max([base - 1, *(int(path.stem) for path in paths)]) + 1,
             base=base,
             step=step,
             settings=settings,
@@ -138,13 +126,15 @@ class Journal:
             data=data,
             previous=found.previous,
         )
-        journal = cls(folder, SegmentWriter(folder, header, check=check))
+        segment = SegmentWriter(folder, header, check=check)
+        journal = cls(folder, segment)
         journal._waiting.extend(record for record in found.records if record.kind != EVALUATION)
         evaluations = [record.meta for record in found.records if record.kind == EVALUATION]
         journal._evaluations = {
             each["step"]: each["metrics"] for each in evaluations if each["step"] >= step
         }
-        journal._create()
+        segment.create(journal._first(), journal.waiting)
+        journal._waiting = deque(segment.copies or journal._waiting)
         if found.records:
             kinds = [record.kind for record in found.records]
             logger.info(
@@ -329,14 +319,8 @@ class Journal:
         if self._segment is not None:
             self._segment.close()
 
-    def _create(self) -> None:
-        """Create the first segment."""
-        assert self._segment is not None
-        self._segment.create(self._first(), self.waiting)
-        self._waiting = deque(self._segment.copies or self._waiting)
-
     def _first(self) -> Sequence[bytes]:
-        """The records that begin a segment, apart from those that wait."""
+        """Return the records that begin a segment, before those still to be replayed."""
         assert self._segment is not None
         of_step, batch = self._newest_batch
         taken = [batch] if of_step >= self._segment.header.step else []

@@ -103,9 +103,8 @@ def follow(
     for file in unreadable:
         if file.number >= base:
             problems.append(f"{file.path}: {file.problem}; its {file.num_bytes} bytes are not used")
-    for (
-        segment
-    ) in ordered:  # those before ``served`` that are not in the chain were superseded by a resume
+    # Segments before ``served`` that are not in the chain were superseded by a resume.
+    for segment in ordered:
         if segment.header.number > served:
             problems.append(_unused(segment, _why(segment, chain, ordered)))
     return Found(_events(chain), tuple(problems), tuple(chain))

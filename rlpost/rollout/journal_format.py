@@ -26,17 +26,18 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
 from rlpost.errors import CheckpointError
 from rlpost.records import Behind, group_from, group_record
 from rlpost.types import Prompt, SampleGroup
+
+T = TypeVar("T")
 
 FORMAT = 3  # of the segments that this program writes
 HEADER, GROUP, BATCH, EVALUATION = range(1, 5)
@@ -115,10 +116,8 @@ class Record:
         began.
         """
         place = f"{self.path}: the record at byte {self.offset}"
-        with suppress(OSError):
-            return self._read(place)
         try:
-            return self._read(place)
+            return _twice(lambda: self._read(place))
         except OSError as error:
             raise CheckpointError(f"{place} cannot be read: {error}; {_NEXT_ATTEMPT}") from error
 
@@ -263,16 +262,10 @@ def segment_paths(folder: Path) -> list[Path]:
     """List all segments of a journal by number, valid or not. Raises OSError when listing fails
     twice.
     """
-    for is_last in (False, True):
-        try:
-            names = os.listdir(folder)
-        except FileNotFoundError:
-            return []
-        except OSError:
-            if is_last:
-                raise
-            continue
-        break
+    try:
+        names = _twice(lambda: os.listdir(folder))
+    except FileNotFoundError:
+        return []
     found = [
         folder / name
         for name in names
@@ -301,11 +294,12 @@ def read_header(path: Path) -> Header | None:
         return None
 
 
-def segments(folder: Path) -> list[Segment]:
-    """All segments of a journal with a valid header, by number."""
-    return [
-        found for path in segment_paths(folder) if isinstance(found := read_segment(path), Segment)
-    ]
+def _twice(read: Callable[[], T]) -> T:
+    """Return the result of the second call if the first raised OSError: a file server may restart."""
+    try:
+        return read()
+    except OSError:
+        return read()
 
 
 class _Damage(Exception):

@@ -56,11 +56,11 @@ class Places:
         self._waiting: deque[asyncio.Future[Place]] = deque()
 
     def all(self) -> tuple[Place, ...]:
-        """Return the places of now."""
+        """Return the current places."""
         return self._all
 
     def set_others(self, others: Sequence[Place]) -> None:
-        """Set the places beside the own ones; a new one is not avoided."""
+        """Replace all places other than ``own``; a new one is not avoided."""
         before = {place.url for place in self._all}
         self._all = (*self._own, *others)
         now = {place.url for place in self._all}
@@ -75,7 +75,7 @@ class Places:
     def failed(self, place: Place) -> None:
         """Avoid a place for AVOID_S seconds, unless there is no other."""
         self._avoid_until[place.url] = self._clock() + AVOID_S
-        # Nothing else may happen until then.
+        # No other event may wake the waiting requests until then.
         asyncio.get_running_loop().call_later(AVOID_S, self._hand_out)
 
     def give_up(self, url: str) -> None:
@@ -84,8 +84,8 @@ class Places:
         for visit in self._visits.pop(url, ()):
             visit.reschedule(now)
 
-    def turn_away(self, error: type[Exception]) -> None:
-        """Raise an error in all requests that wait."""
+    def fail_waiting(self, error: type[Exception]) -> None:
+        """Raise an error in all requests that wait for a place."""
         while self._waiting:
             waiting = self._waiting.popleft()
             if not waiting.done():
@@ -99,6 +99,7 @@ class Places:
         """
         place = await self._one()
         try:
+            # No deadline yet: ``give_up`` sets one of now, which raises TimeoutError in the block.
             async with asyncio.timeout(None) as visit:
                 self._visits.setdefault(place.url, set()).add(visit)
                 yield place
@@ -125,7 +126,7 @@ class Places:
             if not waiting.cancelled() and waiting.exception() is None:
                 self._release(waiting.result())  # it was handed out at the same time
             raise
-        # One request begins in a turn of the loop: hundreds at once would hold it.
+        # Each iteration of the event loop starts one request: hundreds at once would block it.
         self._hand_out()
         return place
 
@@ -180,7 +181,7 @@ class JoiningPlaces:
     def __init__(self) -> None:
         self.current: tuple[Place, ...] = ()
         self._followers: list[Places] = []
-        self._listener: Callable[[str, str], None] = _ignore
+        self._listener: Callable[[str, str], None] = lambda _url, _problem: None
 
     def set(self, places: Sequence[Place]) -> None:
         """Replace the places; requests of all followers go to these from now on."""
@@ -207,9 +208,5 @@ class JoiningPlaces:
         places.set_others(self.current)
 
     def leave(self, places: Places) -> None:
-        """Stop to keep ``places`` up to date."""
+        """Stop updating ``places``."""
         self._followers.remove(places)
-
-
-def _ignore(_url: str, _problem: str) -> None:
-    pass

@@ -8,11 +8,10 @@ the API key before this middleware runs.
 
 from __future__ import annotations
 
-import json
 from urllib.parse import parse_qs
 
 from rlpost.metrics.spans import SPANS, clock_and_spans
-from rlpost.rollout.asgi import App, Receive, Scope, Send
+from rlpost.rollout.asgi import App, Receive, Scope, Send, answer_json
 
 PATH = "/spans"
 _UNRECORDED = ("health", "liveness", "readiness", "metrics", "spans")
@@ -42,7 +41,4 @@ class RequestSpans:
 
 async def _answer(scope: Scope, send: Send) -> None:
     since = float(parse_qs(scope["query_string"].decode()).get("since", ["0"])[0])
-    body = json.dumps(clock_and_spans(since)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await answer_json(send, clock_and_spans(since))

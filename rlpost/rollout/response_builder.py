@@ -89,15 +89,12 @@ class ResponseBuilder:
         if so_far:
             columns = (so_far.response_ids, so_far.rollout_logprobs, so_far.mask)
             self._pieces.append(_Piece(*columns, so_far.sampling_mask))
-        self._spans = list(_spans(so_far)) if so_far else []
+        self._spans = list(so_far.versions.runs) if so_far else []
         self._routes = _routes(connection, so_far)
         self.text = so_far.text if so_far else ""
         self._unversioned = 0  # tokens of tools before the model's first
-        # start of the current turn in the ids, and the text before it
-        self._turn_at, self._before = (
-            0,
-            "",
-        )
+        self._turn_at = 0  # start of the current turn in the ids
+        self._before = ""  # the text before it
         self._texts = [so_far.text] if so_far else []  # of the current turn, one per request
         self.finish_reason: FinishReason = "stop"
         self.stopped_at: int | str | None = None
@@ -139,8 +136,10 @@ class ResponseBuilder:
         or after ``max_new_tokens``. A request that an engine aborts for new weights is resumed.
         When no tokens remain, nothing is generated and ``finish_reason`` is "length".
 
-        Raises: Halted: generation is suspended; do not catch this, the rollout keeps the partial
-            answer. RolloutError: the request failed.
+        Raises:
+            Halted: generation is suspended; do not catch this, the rollout keeps the partial
+                answer.
+            RolloutError: the request failed.
         """
         if not self._texts:
             self._turn_at, self._before = self.num_tokens, self.text
@@ -269,14 +268,11 @@ class ResponseBuilder:
         if found(len(ids)) is None:
             return False
         count = bisect_left(range(len(ids)), True, key=lambda number: found(number) is not None)
-        left = end = self._turn_at + count
+        end = self._turn_at + count
         self._pieces = [self._joined().first(end)]
         if self._routes is not None:
             self._routes.truncate(len(self.prompt.token_ids) + end)
-        spans, self._spans = self._spans, []
-        for version, length in spans:
-            self._extend_spans(version, min(length, left))
-            left -= min(length, left)
+        self._spans = list(RunColumn(self._spans)[:end].runs)
         self.finish_reason, self.stopped_at = "stop", found(count)
         self.text = self._before + self._turn(self.stopped_at)
         return True
@@ -332,9 +328,3 @@ def _routes(connection: Connection, so_far: Sample | None) -> AnswerRoutes | Non
         return AnswerRoutes(connection.routes)
     num_read = len(so_far.prompt_ids) + len(so_far.response_ids) - 1
     return AnswerRoutes(connection.routes, so_far.routes, num_read=num_read)
-
-
-def _spans(sample: Sample) -> tuple[tuple[int, int], ...]:
-    if sample.version_spans or not sample.response_ids:
-        return sample.version_spans
-    return ((sample.policy_version, len(sample.response_ids)),)

@@ -49,8 +49,9 @@ class RouteFormat:
         """Decode base64 of numbers [tokens, all layers, topk]: int32 as SGLang returns them, or
         uint8 (``NARROW``).
 
-        Raises: RolloutError: it has another shape, numbers of experts that do not exist, or one
-            expert twice for a token.
+        Raises:
+            RolloutError: it has another shape, numbers of experts that do not exist, or one expert
+                twice for a token.
         """
         numbers = np.frombuffer(base64.b64decode(text), dtype=dtype)
         if numbers.size % (self.num_layers * self.topk):

@@ -13,14 +13,11 @@ import re
 import secrets
 import socket
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
-from common.files import sync
+from common.files import sync, take_name
 
 logger = logging.getLogger(__name__)
-
-_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 
 
 def make_folder(folder: Path) -> None:
@@ -38,16 +35,23 @@ def make_folder(folder: Path) -> None:
 
 
 def create(path: Path, records: Iterable[bytes]) -> None:
-    """Create a file with these records atomically. Raises FileExistsError when it exists."""
+    """Create a file with these records atomically. Raises FileExistsError when it exists.
+
+    Where there are no hard links, a crash may leave an empty file: a segment without records, after
+    which nothing follows.
+    """
     partial = _partial_path(path)
-    file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        for record in records:
-            write_all(file, record)
-        os.fsync(file)
-        _put_in_place(partial, path, os.fstat(file))
+        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            for record in records:
+                write_all(file, record)
+            os.fsync(file)
+        finally:
+            os.close(file)
+        if not take_name(partial, path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     finally:
-        os.close(file)
         partial.unlink(missing_ok=True)
     sync(path.parent)
 
@@ -56,47 +60,6 @@ def _partial_path(path: Path) -> Path:
     """Return a random temporary name: process ids are not unique on a shared file system."""
     host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
     return path.with_name(f".{path.name}.{host}.{os.getpid()}.{secrets.token_hex(4)}")
-
-
-def _put_in_place(partial: Path, path: Path, made: os.stat_result) -> None:
-    """Give the file ``made`` at ``partial`` the name ``path``.
-
-    Raises FileExistsError when another file has it.
-
-    A hard link never replaces a file. NFS may repeat a request whose answer was lost, and answer
-    the repeated one with EEXIST: then the file there is this one. Where there are no hard links the
-    name is taken by an empty file, which only one process can create; a rename then puts the
-    segment in its place. A crash between the two leaves the empty file: a segment without records,
-    behind which nothing follows.
-    """
-    try:
-        os.link(partial, path)
-    except FileExistsError:
-        if not _is_same_file(path, made):
-            raise
-    except OSError as error:
-        if error.errno not in _NO_HARD_LINKS:
-            raise
-        try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        except FileExistsError as taken:
-            raise FileExistsError(
-                taken.errno, taken.strerror, str(partial), None, str(path)
-            ) from None
-        os.rename(partial, path)
-
-
-def _is_same_file(path: Path, made: os.stat_result) -> bool:
-    """Return whether ``path`` is the file ``made``; opens it, because NFS revalidates at each
-    open.
-    """
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return os.path.samestat(os.fstat(descriptor), made)
-        finally:
-            os.close(descriptor)
-    return False
 
 
 def write_all(file: int, data: bytes) -> None:

@@ -204,7 +204,7 @@ class SegmentWriter:
         while self._file is not None and self._problem is None:
             try:
                 content = self._pending[0]
-            except IndexError:
+            except IndexError:  # all written, or cleared by ``give_up`` in the event loop
                 return
             try:
                 write_all(self._file, self._framing.frame(content))

@@ -68,7 +68,7 @@ def check_server_args(given: Mapping[str, object], *, gpus_per_engine: int | Non
 
 def _problem(table: ServerArgTable, given: str, value: object) -> str | None:
     name = table.name_of(given)
-    flag = _flag(given)
+    flag = sglang_flag(given)
     if name in OURS:
         return f"{flag}: this follows from {OURS[name]}; leave it out"
     arg = table.args.get(name)
@@ -76,7 +76,7 @@ def _problem(table: ServerArgTable, given: str, value: object) -> str | None:
         settable = [
             other for other, one in table.args.items() if other not in OURS and one.kind != OPAQUE
         ]
-        near = suggestion(flag, [_flag(other) for other in (*settable, *table.names)])
+        near = suggestion(flag, [sglang_flag(other) for other in (*settable, *table.names)])
         return f"{flag}: {table.source} has no setting {given!r}{near}"
     try:
         typed_value(name, arg, value)
@@ -113,7 +113,8 @@ def _listed(numbers: list[int]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
-def _flag(name: str) -> str:
+def sglang_flag(name: str) -> str:
+    """Return the flag of one of SGLang's settings."""
     return "--sglang-" + name.replace("_", "-")
 
 

@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 import aiohttp
 
 from rlpost.errors import EngineDied, RolloutError
-from rlpost.rollout.asgi import App, Receive, Scope, Send
+from rlpost.rollout.asgi import App, Receive, Scope, Send, answer_json
 
 PATH = "/health_proof"
 """SGLang requires no key for paths that begin with /health (``sglang/srt/utils/auth.py``)."""
@@ -47,14 +47,7 @@ class ServerProof:
         challenge = parse_qs(scope["query_string"].decode()).get("challenge", [""])[0]
         is_valid = 0 < len(challenge) <= LONGEST_CHALLENGE
         found = proof(self._key, challenge, self._address) if is_valid else ""
-        body = json.dumps({"proof": found}).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        status = 200 if is_valid else 400
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await answer_json(send, {"proof": found}, status=200 if is_valid else 400)
 
 
 async def check_server(url: str, key: str, *, timeout_s: float) -> None:

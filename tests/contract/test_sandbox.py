@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def test_a_command_sees_no_variable_folder_or_user_of_the_host(tmp_path, monkeyp
 
 
 def test_limits_end_a_command_and_are_named():
-    quick = SMALL.changed(cpu_seconds=0.3, wall_seconds=60)  # others use this machine, too
+    quick = replace(SMALL, cpu_seconds=0.3, wall_seconds=60)  # others use this machine, too
 
     async def work(sandbox):
         slept = await sandbox.run("sleep 60", timeout=0.3)
@@ -148,7 +149,7 @@ def test_a_command_that_cannot_be_confined_is_lost_and_not_a_result_of_the_agent
     """As when the kernel refuses a resource limit."""
 
     async def work(sandbox):
-        sandbox.limits = SMALL.changed(cpu_seconds=1e30)  # no number for the kernel
+        sandbox.limits = replace(SMALL, cpu_seconds=1e30)  # no number for the kernel
         with pytest.raises(SandboxLost, match="cannot be confined"):
             await sandbox.run("true")
 
@@ -199,7 +200,7 @@ def test_the_network_is_a_loopback_of_its_own():
         assert (await sandbox.run(["python3", "-c", connect.format("127.0.0.1", port)])).ok
 
     inside(work)
-    inside(with_network, SMALL.changed(network=True))
+    inside(with_network, replace(SMALL, network=True))
     listener.close()
     abstract.close()
 

@@ -253,7 +253,7 @@ class Connection:
         self.halted = True
         await asyncio.gather(*running, return_exceptions=True)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Requests may be made again."""
         self.halted = False
 

@@ -1,4 +1,4 @@
-"""Calls of an environment's methods, asynchronous or not, and what their failures mean.
+"""Calls of an environment's methods, asynchronous or not, and their cancellation.
 
 A method that is not asynchronous runs in a daemon thread: it neither stalls the event loop nor
 keeps the process from exiting.
@@ -14,18 +14,17 @@ from functools import partial
 from typing import TypeVar
 
 from rlpost.daemon_threads import in_daemon
-from rlpost.errors import ConfigError, DataError, GradingLost
 from rlpost.rollout.connection import Connection, Halted
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CLOSE_S = 30.0  # for an environment to release what it has
-POLL_S = 0.5  # of a halt; requests to the engines end at once
+POLL_S = 0.5  # interval of checks for a halt; requests to the engines end without it
 
 
 async def call(method: Callable[..., Awaitable[T] | T], *args: object) -> T:
-    """Call a method; await its result if it is one that can be awaited."""
+    """Call a method, and await its result if it is awaitable."""
     if inspect.iscoroutinefunction(method):
         return await method(*args)
     result = await in_daemon(partial(method, *args))
@@ -69,15 +68,3 @@ async def cancelled(task: asyncio.Future[T]) -> None:
     """Cancel a task and wait until it has ended."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-def lost(error: Exception) -> GradingLost:
-    """Return the failure of an episode as one that is not the answer's fault."""
-    if isinstance(error, GradingLost):
-        return error
-    return GradingLost(f"{type(error).__name__}: {error}")
-
-
-def is_final(error: BaseException) -> bool:
-    """Whether an error ends the run: the settings or the data are wrong."""
-    return isinstance(error, ConfigError | DataError)

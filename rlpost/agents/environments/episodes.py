@@ -18,12 +18,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from rlpost.agents.environments.calls import is_final, lost, unless_halted
+from rlpost.agents.environments.calls import unless_halted
 from rlpost.agents.environments.names import EnvName, env_of
 from rlpost.agents.environments.results import EpisodeResult, record_of, rewarded
 from rlpost.agents.sandbox.protocol import Pool
 from rlpost.config.groups.env import EnvConfig
-from rlpost.errors import GradingLost, RolloutError
+from rlpost.errors import ConfigError, DataError, GradingLost, RolloutError
 from rlpost.rollout.connection import Halted
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
@@ -179,11 +179,9 @@ class Episodes:
                 result = await unless_halted(
                     builder.connection, self._environments.run(label, fresh, prompt)
                 )
-            except Halted:
+            except (Halted, RolloutError, ConfigError, DataError):
                 raise
-            except Exception as error:
-                if is_final(error) or isinstance(error, RolloutError):
-                    raise
+            except Exception as error:  # not the answer's fault
                 why = self._failed(error, label, prompt, began=began, index=builder.index)
                 if attempt == settings.env_retries or isinstance(why, EpisodeTimeout):
                     self._counts[MASKED] += 1
@@ -206,7 +204,8 @@ class Episodes:
         self, error: Exception, label: str, prompt: Prompt, *, began: float, index: int
     ) -> GradingLost:
         """Count and record a failed attempt; return its error as GradingLost."""
-        why = lost(error)
+        described = f"{type(error).__name__}: {error}"
+        why = error if isinstance(error, GradingLost) else GradingLost(described)
         self._counts[FAILED] += 1
         self._counts[TIMED_OUT] += isinstance(why, EpisodeTimeout)
         logger.warning("prompt %d: an episode of %s failed: %s", prompt.prompt_id, label, why)

@@ -6,20 +6,18 @@ each trajectory that the gateway recorded.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlpost.agents.environments.calls import call, call_if_there, cancelled, closed
+from rlpost.agents.environments.calls import call, call_if_there, closed
 from rlpost.agents.environments.plain import finite
 from rlpost.agents.environments.protocol import Episode, Harness, Outcome
 from rlpost.agents.environments.results import EpisodeResult, TurnResult
-from rlpost.agents.gateway import EpisodeLimits, Gateway, OpenEpisode
+from rlpost.agents.gateway import EpisodeLimits, Gateway
 from rlpost.agents.trajectory import Trajectory, to_samples
 from rlpost.errors import GradingLost
 from rlpost.rollout.connection import Halted
 from rlpost.rollout.response_builder import ResponseBuilder
-from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt
 
 
@@ -45,7 +43,7 @@ class HarnessRunner:
         await closed(self.harness, self.word)
 
     async def run(self, builder: ResponseBuilder, prompt: Prompt) -> EpisodeResult:
-        """Run one episode.
+        """Run one episode; the caller cancels it once generation is halted.
 
         Raises:
             Halted: generation is suspended.
@@ -63,8 +61,21 @@ class HarnessRunner:
             limits=limits,
         )
         async with opened as episode:
+            asked = Episode(
+                base_url=episode.base_url,
+                api_key=episode.api_key,
+                model=episode.model,
+                prompt=prompt,
+                index=builder.index,
+                sampling={
+                    "temperature": builder.sampling.temperature,
+                    "top_p": builder.sampling.top_p,
+                    "max_tokens": builder.sampling.max_new_tokens,
+                },
+                max_turns=self.max_turns,
+            )
             try:
-                given = await self._run(episode, builder.sampling)
+                given = await call(self.harness.run, asked)
             except Exception as error:
                 if episode.halted:
                     raise Halted from error
@@ -86,38 +97,6 @@ class HarnessRunner:
             finite(self.word, outcome.reward, "the reward of run"),
             info=outcome.info,
         )
-
-    async def _run(self, episode: OpenEpisode, sampling: SamplingParams) -> object:
-        """Return what ``run`` returns; raise Halted when generation is halted first."""
-        given = Episode(
-            base_url=episode.base_url,
-            api_key=episode.api_key,
-            model=episode.model,
-            prompt=episode.prompt,
-            index=episode.index,
-            sampling=chat_sampling(sampling),
-            max_turns=self.max_turns,
-        )
-        running = asyncio.ensure_future(call(self.harness.run, given))
-        halted = asyncio.ensure_future(episode.wait_halted())
-        try:
-            await asyncio.wait([running, halted], return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                return running.result()
-            raise Halted
-        finally:
-            for task in (running, halted):
-                if not task.done():
-                    await cancelled(task)
-
-
-def chat_sampling(sampling: SamplingParams) -> dict[str, object]:
-    """Return sampling parameters as fields of a chat request."""
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "max_tokens": sampling.max_new_tokens,
-    }
 
 
 def turns_of_trajectories(

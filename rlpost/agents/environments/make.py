@@ -1,22 +1,21 @@
 """Make the environments that the settings name.
 
-Input: settings. Output: a ``EnvironmentSet``, and the gateway that its harnesses need. What is not installed
-or has the wrong interface is a ConfigError here; ``rlpost.config.checks.agents`` finds most of it
-on the login node.
+Input: settings. Output: an ``EnvironmentSet``, and the gateway that its harnesses need. A library
+that is not installed, or a class with the wrong interface, raises ConfigError here;
+``rlpost.config.checks.agents`` finds most of it on the login node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from rlpost.agents.environments.episodes import EnvironmentSet, Runner
 from rlpost.agents.environments.harness import HarnessRunner
 from rlpost.agents.environments.names import EnvName, parse_envs
 from rlpost.agents.environments.plain import PlainRunner
-from rlpost.agents.environments.protocol import Environment, Harness
 from rlpost.agents.gateway import Gateway
 from rlpost.agents.sandbox.protocol import Pool
 from rlpost.agents.sandbox.settings import pool_of
@@ -24,6 +23,7 @@ from rlpost.algorithm.plugin import load_function
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 
+T = TypeVar("T")
 ADAPTERS = {
     "verifiers": "rlpost.agents.environments.of_verifiers.VerifiersHarness",
     "openenv": "rlpost.agents.environments.of_openenv.OpenEnvEnvironment",
@@ -49,37 +49,30 @@ def make_environments(
             f"--env-args: no environment has the label {wrong[0]}; --env has "
             f"{', '.join(name.label for name in names)}"
         )
-    pools: list[Pool] = []
-
-    @cache
-    def sandboxes() -> Pool:
-        pools.append(pool_of(config.sandbox, run_folder))
-        return pools[0]
-
-    made: dict[str, _Harness | Callable[[], Environment]] = {
-        name.label: _make(name, config, sandboxes) for name in names
-    }
-    gateway = None
-    if any(isinstance(each, _Harness) for each in made.values()):
-        gateway = Gateway(
+    # Only where an environment needs it: a pool or a gateway takes processes and a port.
+    pool = _Once(lambda: pool_of(config.sandbox, run_folder))
+    gateway = _Once(
+        lambda: Gateway(
             config.checkpoint.hf_checkpoint,
             template_kwargs=dict(config.rollout.apply_chat_template_kwargs) or None,
             context_length=config.sglang.server_args.get("context_length"),
         )
-    runners: dict[str, Runner] = {}
-    for name in names:
-        thing = made[name.label]
-        if isinstance(thing, _Harness):
-            assert gateway is not None
-            # An adapter's library has its own limits, at which it scores the episode.
-            most = settings.env_max_turns if name.kind == "own" else None
-            runners[name.label] = HarnessRunner(
-                name.word, thing.harness, gateway, settings.env_max_turns, max_requests=most
-            )
-        else:
-            runners[name.label] = PlainRunner(name.word, thing, settings.env_max_turns)
-    pool = pools[0] if pools else None
-    return EnvironmentSet(names, runners, settings, sandboxes=pool), gateway
+    )
+    runners = {name.label: _runner(name, config, pool, gateway) for name in names}
+    return EnvironmentSet(names, runners, settings, sandboxes=pool.made), gateway.made
+
+
+class _Once(Generic[T]):
+    """Makes a value at the first call; ``made`` is None before it."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self.made: T | None = None
+
+    def __call__(self) -> T:
+        if self.made is None:
+            self.made = self._make()
+        return self.made
 
 
 class UsesSandboxes(Protocol):
@@ -88,37 +81,36 @@ class UsesSandboxes(Protocol):
     sandboxes: Pool
 
 
-class _Harness:
-    def __init__(self, harness: Harness) -> None:
-        self.harness = harness
+def _runner(
+    name: EnvName, config: Config, pool: Callable[[], Pool], gateway: Callable[[], Gateway]
+) -> Runner:
+    """Return what runs the episodes of an environment.
 
-
-def _make(
-    name: EnvName, config: Config, sandboxes: Callable[[], Pool]
-) -> _Harness | Callable[[], Environment]:
-    """Return the harness of a name, or a function that makes an environment.
-
-    ``sandboxes`` returns the run's pool, for classes with ``uses_sandboxes``.
+    ``pool`` is for classes with ``uses_sandboxes``, ``gateway`` for harnesses.
     """
+    max_turns = config.env.env_max_turns
     given: Mapping[str, object] = config.env.env_args.get(name.label, {})
     path = name.target
     arguments: tuple[object, ...] = ()
     if name.kind != "own":
         path, arguments = ADAPTERS[name.kind], (name.target,)
         if name.kind != "openenv":  # its turns are counted as those of environments of our own
-            given = {"max_turns": config.env.env_max_turns, **given}
+            given = {"max_turns": max_turns, **given}
     module, _, cls = path.rpartition(":")
     dotted = path if not module or module.endswith(".py") else f"{module}.{cls}"  # FILE.py:Class
     kind = load_function(dotted, key=f"--env {name.word}")
     create: Callable[[], Any] = partial(kind, *arguments, **given)
     if getattr(kind, "uses_sandboxes", False):
-        create = partial(_with_sandboxes, create, sandboxes())
+        create = partial(_with_sandboxes, create, pool())
+    is_harness = hasattr(kind, "run")
+    if not is_harness and not (hasattr(kind, "reset") and hasattr(kind, "step")):
+        public = [word for word in dir(kind) if word[0] != "_"]
+        raise ConfigError(
+            f"--env {name.word}: {cls or path} has neither reset and step nor run "
+            f"(rlpost/agents/environments/protocol.py); it has {', '.join(public) or 'nothing'}"
+        )
     try:
-        if hasattr(kind, "run"):
-            return _Harness(create())
-        if hasattr(kind, "reset") and hasattr(kind, "step"):
-            create()  # wrong arguments fail now, not in an episode
-            return create
+        made = create()  # of a plain environment too: wrong arguments fail now, not in an episode
     except ConfigError:
         raise
     except Exception as error:  # a user's class
@@ -126,11 +118,11 @@ def _make(
             f"--env {name.word}: {type(error).__name__}: {error}; --env-args of {name.label} are "
             f"{dict(given)!r}"
         ) from error
-    raise ConfigError(
-        f"--env {name.word}: {cls or path} has neither reset and step nor run "
-        "(rlpost/agents/environments/protocol.py); it has "
-        f"{', '.join(word for word in dir(kind) if word[0] != '_') or 'nothing'}"
-    )
+    if not is_harness:
+        return PlainRunner(name.word, create, max_turns)
+    # An adapter's library has its own limits, at which it scores the episode.
+    max_requests = max_turns if name.kind == "own" else None
+    return HarnessRunner(name.word, made, gateway(), max_turns, max_requests=max_requests)
 
 
 def _with_sandboxes(create: Callable[[], UsesSandboxes], pool: Pool) -> UsesSandboxes:

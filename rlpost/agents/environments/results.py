@@ -20,7 +20,7 @@ REWARD, ENV, NUM_TURNS = "reward", "env", "num_turns"
 class TurnResult:
     """A turn of the model and what followed it.
 
-    ``before`` is what stood before the first turn of a sample, besides the text of the prompt.
+    ``before`` is the text between the prompt and the first turn of a sample.
     ``sample`` is the position of its sample in the episode, ``start`` and ``end`` its tokens in
     that sample's response. ``seconds`` are those of the model, ``env_seconds`` those of the
     environment.
@@ -114,8 +114,7 @@ def record_of(result: EpisodeResult) -> dict[str, object]:
     """Return what the trace says of an episode that ended by itself."""
     versions: dict[int, int] = {}
     for sample in result.samples:
-        spans = sample.version_spans or ((sample.policy_version, len(sample.response_ids)),)
-        for version, count in spans:
+        for version, count in sample.versions.runs:
             versions[version] = versions.get(version, 0) + count
     record: dict[str, object] = {
         "outcome": "scored",

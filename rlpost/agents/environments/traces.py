@@ -19,7 +19,7 @@ from rlpost.run_files import RunFile
 FILE_NAME = "episodes.jsonl"
 MAX_TEXT = 20_000  # characters of one text in a record
 MAX_READ = 32 << 20  # bytes at the end of the file that a report reads
-MAX_WAITING = 10_000  # records in memory while storage stands still
+MAX_WAITING = 10_000  # records in memory while storage hangs
 
 
 class EpisodeFile:
@@ -42,7 +42,7 @@ class EpisodeFile:
 
 
 def shortened(value: object) -> Any:
-    """Return a JSON value whose long texts are cut in the middle."""
+    """Return a JSON value in which the middle of each long text is left out."""
     if isinstance(value, str) and len(value) > MAX_TEXT:
         half = MAX_TEXT // 2
         left_out = len(value) - 2 * half

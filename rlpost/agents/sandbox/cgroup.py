@@ -25,7 +25,7 @@ PREFIX = "rlpost-sandbox-"
 OWN_MIB = 64  # launcher and first process
 OWN_PROCESSES = 8
 CPU_PERIOD_US = 100_000
-MOVES = 20  # rounds until no process is left; each may fork meanwhile
+MOVES = 20  # rounds of moving processes: one may fork during a round
 REMOVE_S = 2.0
 POLL_S = 0.01
 _numbers = itertools.count()
@@ -46,7 +46,7 @@ def files_of(limits: Limits) -> dict[str, str]:
     }
 
 
-OPTIONAL = ("memory.swap.max", "cpu.max")  # no swap accounting, no controller cpu
+OPTIONAL = ("memory.swap.max", "cpu.max")  # missing without swap accounting or a cpu controller
 
 
 class Cgroup:

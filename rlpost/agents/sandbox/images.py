@@ -67,8 +67,5 @@ def remove_leftovers(name: str) -> None:
 
 
 def _folder(name: str) -> Path:
-    return Path(tempfile.gettempdir()) / f"{PREFIX}{_safe(name)}"
-
-
-def _safe(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+    safe_name = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+    return Path(tempfile.gettempdir()) / f"{PREFIX}{safe_name}"

@@ -10,30 +10,16 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlpost.agents.sandbox import snapshots
 from rlpost.agents.sandbox.cgroup import Cgroup, Parent
 from rlpost.agents.sandbox.inner.files import Answer, Request
-from rlpost.agents.sandbox.protocol import (
-    MIB,
-    WORK,
-    Ended,
-    Limits,
-    Result,
-    Sandbox,
-    SandboxFileError,
-    SandboxLost,
-    Snapshot,
-    SnapshotRefused,
-)
+from rlpost.agents.sandbox.protocol import MIB, Ended, Limits, Result, Sandbox, SandboxLost
 from rlpost.agents.sandbox.streams import Capture, Feed
 
 START_SECONDS = 30.0
 ANSWER_SECONDS = 20.0  # beyond the time of a command, for killing its processes on a busy node
-FILE_SECONDS = 60.0  # of one file operation
 REQUEST_BYTES = 180_000  # of one packet, below net.core.wmem_default
 FIRST_USER = 1_879_000_000  # users of the host that own nothing, for sandboxes that root starts
 USERS = 60_000
@@ -60,8 +46,7 @@ class LocalSandbox(Sandbox):
     """Runs commands in namespaces of this node. Create it with ``start``."""
 
     def __init__(self, limits: Limits, number: int) -> None:
-        self.limits = limits
-        self.name = f"{socket.gethostname()}/{number}"
+        super().__init__(limits, f"{socket.gethostname()}/{number}")
         self._number = number
         self._process: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
@@ -70,8 +55,6 @@ class LocalSandbox(Sandbox):
         self._cgroup: Cgroup | None = None
         self._memory_kills = 0
         self._is_exhausted = False
-        self.on_close: Callable[[], None] | None = None
-        """Called once, when the sandbox has ended."""
 
     @property
     def alive(self) -> bool:
@@ -99,12 +82,14 @@ class LocalSandbox(Sandbox):
         return sandbox
 
     async def _launch(self, root: Root) -> None:
+        # SEQPACKET keeps the bounds of messages, and passes descriptors with each of them.
         outer, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         outer.setblocking(False)
         self._control = outer
         with inner:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                # Isolated and without site packages: nothing of the run's environment is imported.
                 *("-I", "-S", "-B", "-c", START, str(inner.fileno())),
                 pass_fds=[inner.fileno()],
                 env={},
@@ -115,10 +100,10 @@ class LocalSandbox(Sandbox):
                 start_new_session=True,
             )
         if self._cgroup is not None:
-            # before the launcher has its specification, and so before it forks
+            # Before the launcher receives its specification, and therefore before it forks.
             self._cgroup.add(self._process.pid)
         spec = {
-            "limits": self.limits.to_json(),
+            "limits": asdict(self.limits),
             "image": root.image,
             "read_only": list(root.read_only),
             "user": host_user(self._number),
@@ -148,69 +133,27 @@ class LocalSandbox(Sandbox):
         grew, self._memory_kills = kills > self._memory_kills, kills
         return grew
 
-    async def run(
-        self,
-        command: str | Sequence[str],
-        *,
-        stdin: bytes = b"",
-        timeout: float | None = None,
-        cwd: str = WORK,
-        env: Mapping[str, str] | None = None,
-    ) -> Result:
-        """Run a command; see ``Sandbox.run``."""
-        argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        request: Request = {"op": "run", "argv": argv, "cwd": cwd, "env": dict(env or {})}
-        wall = min(timeout or self.limits.wall_seconds, self.limits.wall_seconds)
-        return await self._request(request, wall, self.limits.output_kib * 1024, stdin)
-
-    async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
-        """Write a file; see ``Sandbox.write``."""
-        request: Request = {"op": "write", "path": path, "executable": executable}
-        result = await self._request(request, FILE_SECONDS, MIB, data)
-        _check_file(result, path)
-
-    async def read(self, path: str, *, limit: int = MIB) -> bytes:
-        """Read a file; see ``Sandbox.read``."""
-        request: Request = {"op": "read", "path": path, "limit": limit}
-        result = await self._request(request, FILE_SECONDS, limit)
-        _check_file(result, path)
-        return result.stdout
-
-    async def end_processes(self) -> None:
-        """Kill all processes of the agent; see ``Sandbox.end_processes``."""
-        await self._request({"op": "end"}, FILE_SECONDS, 0)
-
-    async def snapshot(self, folder: str = WORK) -> Snapshot:
-        """Copy a folder; see ``Sandbox.snapshot``."""
-        size = self.limits.snapshot_mib * MIB
-        count = self.limits.snapshot_files
-        request: Request = {"op": "snapshot", "path": folder, "max_bytes": size, "max_files": count}
-        result = await self._request(request, FILE_SECONDS, size + count * 4096)
-        if not result.ok or result.stdout_truncated:
-            reason = result.stderr.decode("utf-8", "replace") or result.ended.value
-            raise SnapshotRefused(f"{folder}: {reason}")
-        return snapshots.decode(result.stdout)
-
-    async def restore(self, snapshot: Snapshot, folder: str = WORK) -> None:
-        """Write the entries of a snapshot; see ``Sandbox.restore``."""
-        data = snapshots.encode(snapshot.entries)
-        result = await self._request({"op": "restore", "path": folder}, FILE_SECONDS, MIB, data)
-        _check_file(result, folder)
-
-    async def _request(
-        self, request: Request, wall: float, output: int, stdin: bytes = b""
-    ) -> Result:
+    async def perform(self, request: Request, stdin: bytes = b"") -> Result:
+        """Perform a request within the lifetime of the sandbox; see ``Sandbox.perform``."""
         async with self._busy:
-            request |= {"wall_seconds": self._remaining(wall), "cpu_seconds": self._cpu(request)}
+            request = request | {"wall_seconds": self._remaining(request["wall_seconds"])}
             try:
-                return await self._exchange(request, output, stdin)
+                return await self._exchange(request, self._max_output(request), stdin)
             except asyncio.CancelledError:
-                # a command without its caller: the answer would meet the next request
+                # The command still runs, and its answer would be read as that of the next request.
                 await asyncio.shield(self.close())
                 raise
 
-    def _cpu(self, request: Request) -> float:
-        return self.limits.cpu_seconds if request["op"] == "run" else FILE_SECONDS
+    def _max_output(self, request: Request) -> int:
+        """Return how many bytes of standard output are kept."""
+        match request["op"]:
+            case "run":
+                return self.limits.output_kib * 1024
+            case "read":
+                return request["limit"]
+            case "snapshot":  # with a header for each entry
+                return request["max_bytes"] + request["max_files"] * 4096
+        return MIB
 
     def _remaining(self, wall: float) -> float:
         now = time.monotonic()
@@ -242,7 +185,7 @@ class LocalSandbox(Sandbox):
         except SandboxLost:
             if not self._is_exhausted:
                 raise
-            await self.close()  # the commands of the agent ended it: no loss
+            await self.close()  # the agent's commands used up its memory: no loss of the node
             return _exhausted()
         finally:
             for handle in theirs:
@@ -260,13 +203,13 @@ class LocalSandbox(Sandbox):
         assert self._control is not None
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", handles))
         self._control.sendmsg([packet], [rights])
-        # the sandbox holds its copies; with ours open, a pipe would never end
+        # The sandbox has copies of these. While ours are open, no reader sees the end of a pipe.
         for index, handle in enumerate(handles):
             os.close(handle)
             handles[index] = -1
 
     async def close(self) -> None:
-        """End the sandbox; see ``Sandbox.close``."""
+        """End the sandbox and remove its cgroup; see ``Sandbox.close``."""
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -276,16 +219,15 @@ class LocalSandbox(Sandbox):
         cgroup, self._cgroup = self._cgroup, None
         if cgroup is not None:
             await cgroup.remove()
-        notify, self.on_close = self.on_close, None
-        if notify is not None:
-            notify()
+        self._has_ended()
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:
     try:
         await asyncio.wait_for(process.wait(), 5.0)
     except TimeoutError:
-        process.kill()  # its end kills the first process, and the kernel all others
+        # The launcher's end kills the sandbox's first process, and the kernel then all others.
+        process.kill()
         await process.wait()
 
 
@@ -299,12 +241,6 @@ def _exhausted() -> Result:
     return Result(
         Ended.MEMORY, KILLED, stderr=b"the sandbox has used up its memory, and its files are gone"
     )
-
-
-def _check_file(result: Result, path: str) -> None:
-    if not result.ok:
-        reason = result.stderr.decode("utf-8", "replace") or result.ended.value
-        raise SandboxFileError(reason if path in reason else f"{path}: {reason}")
 
 
 def _result(

@@ -12,18 +12,25 @@ them, so a file that one command writes is there for the next. Two kinds of fail
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import enum
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Protocol, Self, TypeVar
+from dataclasses import dataclass, fields
+from typing import Protocol, Self, TypeVar
 
+from rlpost.agents.sandbox.inner.files import Request
+from rlpost.agents.sandbox.snapshots import Entry as Entry
+from rlpost.agents.sandbox.snapshots import Snapshot as Snapshot
+from rlpost.agents.sandbox.snapshots import SnapshotRefused as SnapshotRefused
+from rlpost.agents.sandbox.snapshots import decode, encode
 from rlpost.errors import ConfigError, GradingLost, RlpostError
 
 MIB = 1 << 20
 T = TypeVar("T")
 WORK = "/work"  # the folder in which commands start and that a snapshot copies
+FILE_SECONDS = 60.0  # of one file operation
 
 
 @dataclass(frozen=True)
@@ -68,14 +75,6 @@ class Limits:
             if entry.name != "network" and not value > 0:
                 raise ConfigError(f"{entry.name} = {value} of a sandbox must be above 0")
 
-    def to_json(self) -> dict[str, object]:
-        """Return all limits by name."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
-
-    def changed(self, **values: Any) -> Limits:
-        """Return a copy with some limits replaced."""
-        return replace(self, **values)
-
 
 class Ended(enum.StrEnum):
     """Why a command ended. Each reason is the agent's; see ``SandboxLost`` for the others."""
@@ -111,33 +110,10 @@ class Result:
         """Standard output as text; bytes that are not UTF-8 are replaced."""
         return self.stdout.decode("utf-8", "replace")
 
-
-@dataclass(frozen=True)
-class Entry:
-    """A file, folder or symbolic link of a snapshot. A link's target is relative and inside."""
-
-    path: str
-    """Relative to the folder of the snapshot, with ``/``; contains no ``..``."""
-    kind: Literal["file", "folder", "link"]
-    data: bytes = b""
-    """Content of a file, target of a link."""
-    executable: bool = False
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A copy of a folder of a sandbox, taken after all processes of the agent had ended.
-
-    Hard links are separate files here.
-    """
-
-    entries: tuple[Entry, ...] = ()
-    refused: tuple[str, ...] = ()
-    """Left out, each with its reason: special files, links that lead outside, unreadable files."""
-
-    def files(self) -> dict[str, bytes]:
-        """Return the content of each regular file by its path."""
-        return {entry.path: entry.data for entry in self.entries if entry.kind == "file"}
+    @property
+    def problem(self) -> str:
+        """Why an operation failed: its standard error, or else how it ended."""
+        return self.stderr.decode("utf-8", "replace") or self.ended.value
 
 
 class SandboxLost(GradingLost):
@@ -148,19 +124,27 @@ class SandboxFileError(RlpostError):
     """A path cannot be read or written inside the sandbox: missing, too large, no permission."""
 
 
-class SnapshotRefused(RlpostError):
-    """The result is larger than the limits of a snapshot. The agent's: a verifier scores it 0."""
-
-
-class Sandbox(Protocol):
+class Sandbox(abc.ABC):
     """A place where commands of one agent run; ``async with`` closes it.
 
     One call at a time. All methods raise ``SandboxLost`` when the sandbox itself is gone.
+
+    Attributes:
+        name: for logs and records: backend, node, number.
+        on_close: called once, when the sandbox has ended.
     """
 
-    limits: Limits
-    name: str
-    """For logs and records: backend, node, number."""
+    def __init__(self, limits: Limits, name: str) -> None:
+        self.limits, self.name = limits, name
+        self.on_close: Callable[[], None] | None = None
+
+    @abc.abstractmethod
+    async def perform(self, request: Request, stdin: bytes = b"") -> Result:
+        """Send a request to the sandbox's first process (``inner.init``); return how it ended."""
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """End the sandbox; nothing of it is left. Never raises ``SandboxLost``."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -184,36 +168,69 @@ class Sandbox(Protocol):
         seconds. ``env`` is added to PATH, HOME, LANG, USER and TERM; nothing of the caller's
         environment is visible.
         """
-        ...
+        limits = self.limits
+        request: Request = {
+            "op": "run",
+            "argv": ["/bin/sh", "-c", command] if isinstance(command, str) else list(command),
+            "cwd": cwd,
+            "env": dict(env or {}),
+            "wall_seconds": min(timeout or limits.wall_seconds, limits.wall_seconds),
+            "cpu_seconds": limits.cpu_seconds,
+        }
+        return await self.perform(request, stdin)
 
     async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
         """Write a file with the agent's permissions and create its folders.
 
         Raises ``SandboxFileError``.
         """
-        ...
+        await self._on_path({"op": "write", "path": path, "executable": executable}, data)
 
     async def read(self, path: str, *, limit: int = MIB) -> bytes:
         """Read a regular file with the agent's permissions. Raises ``SandboxFileError``, also for
         a file of more than ``limit`` bytes.
         """
-        ...
+        return (await self._on_path({"op": "read", "path": path, "limit": limit})).stdout
 
     async def end_processes(self) -> None:
         """Kill all processes of the agent and wait until none is left. Files stay."""
-        ...
+        await self._operate({"op": "end"})
 
     async def snapshot(self, folder: str = WORK) -> Snapshot:
         """End all processes, then copy a folder. Raises ``SnapshotRefused``."""
-        ...
+        result = await self._operate(
+            {
+                "op": "snapshot",
+                "path": folder,
+                "max_bytes": self.limits.snapshot_mib * MIB,
+                "max_files": self.limits.snapshot_files,
+            }
+        )
+        if not result.ok or result.stdout_truncated:
+            raise SnapshotRefused(f"{folder}: {result.problem}")
+        return decode(result.stdout)
 
     async def restore(self, snapshot: Snapshot, folder: str = WORK) -> None:
         """Write the entries of a snapshot below a folder. Raises ``SandboxFileError``."""
-        ...
+        await self._on_path({"op": "restore", "path": folder}, encode(snapshot.entries))
 
-    async def close(self) -> None:
-        """End the sandbox; nothing of it is left. Never raises ``SandboxLost``."""
-        ...
+    async def _on_path(self, request: Request, stdin: bytes = b"") -> Result:
+        """Perform an operation on a path. Raises ``SandboxFileError``."""
+        result, path = await self._operate(request, stdin), request["path"]
+        if not result.ok:
+            problem = result.problem
+            raise SandboxFileError(problem if path in problem else f"{path}: {problem}")
+        return result
+
+    async def _operate(self, request: Request, stdin: bytes = b"") -> Result:
+        times: Request = {"wall_seconds": FILE_SECONDS, "cpu_seconds": FILE_SECONDS}
+        return await self.perform(request | times, stdin)
+
+    def _has_ended(self) -> None:
+        """Call ``on_close``."""
+        notify, self.on_close = self.on_close, None
+        if notify is not None:
+            notify()
 
 
 class Pool(Protocol):
@@ -284,4 +301,4 @@ class Verdict:
 
     score: float
     reason: str = ""
-    refused: tuple[str, ...] = field(default=())
+    refused: tuple[str, ...] = ()

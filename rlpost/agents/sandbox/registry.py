@@ -11,13 +11,14 @@ changes by the reader's own clock, so clocks of nodes need not agree.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from common.files import write_atomic
+from common.files import write_atomic, write_first
 
+T = TypeVar("T")
 BEAT_SECONDS = 2.0
 STALE_SECONDS = 15.0  # without a renewed record, a node is gone
 
@@ -51,13 +52,7 @@ class Registry:
     def create(self) -> None:
         """Create the folder and the secret, unless they exist."""
         self._nodes.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path = self.folder / "secret"
-        try:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            return
-        with open(handle, "w") as file:
-            file.write(secrets.token_hex(32))
+        write_first(self.folder / "secret", secrets.token_hex(32))
 
     def secret(self) -> bytes:
         """Return the secret. Raises FileNotFoundError before the driver has made it."""
@@ -65,7 +60,7 @@ class Registry:
 
     def write(self, record: NodeRecord) -> None:
         """Write or renew a server's record."""
-        _write(self._nodes / f"{record.name}.json", asdict(record))
+        write_atomic(self._nodes / f"{record.name}.json", json.dumps(asdict(record)))
 
     def remove(self, name: str) -> None:
         """Remove a server's record."""
@@ -75,23 +70,22 @@ class Registry:
         """Return all records that can be read."""
         found = []
         for path in sorted(self._nodes.glob("*.json")):
-            try:
-                found.append(NodeRecord(**json.loads(path.read_bytes())))
-            except (OSError, ValueError, TypeError):
-                continue  # removed, or written by another version
+            record = _read(path, NodeRecord)
+            if record is not None:
+                found.append(record)
         return found
 
     def renew(self, lease: Lease) -> None:
         """Write the driver's lease."""
-        _write(self.folder / "lease.json", asdict(lease))
+        write_atomic(self.folder / "lease.json", json.dumps(asdict(lease)))
 
     def lease(self) -> Lease | None:
         """Return the lease, None when there is none."""
-        try:
-            return Lease(**json.loads((self.folder / "lease.json").read_bytes()))
-        except (OSError, ValueError, TypeError):
-            return None
+        return _read(self.folder / "lease.json", Lease)
 
 
-def _write(path: Path, value: dict[str, object]) -> None:
-    write_atomic(path, json.dumps(value))
+def _read(path: Path, kind: type[T]) -> T | None:
+    try:
+        return kind(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):  # removed, or written by another version
+        return None

@@ -11,20 +11,13 @@ import asyncio
 import collections
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from rlpost.agents.sandbox import snapshots, wire
-from rlpost.agents.sandbox.protocol import (
-    MIB,
-    WORK,
-    Ended,
-    Limits,
-    Result,
-    Sandbox,
-    SandboxLost,
-    Snapshot,
-)
+from rlpost.agents.sandbox import wire
+from rlpost.agents.sandbox.inner.files import Request
+from rlpost.agents.sandbox.protocol import Ended, Limits, Result, Sandbox, SandboxLost
 from rlpost.agents.sandbox.registry import (
     BEAT_SECONDS,
     STALE_SECONDS,
@@ -32,7 +25,6 @@ from rlpost.agents.sandbox.registry import (
     NodeRecord,
     Registry,
 )
-from rlpost.agents.sandbox.server import ERRORS
 from rlpost.daemon_threads import in_daemon
 
 AVOID_SECONDS = 10.0  # a node after a failure
@@ -44,11 +36,12 @@ class RemoteSandbox(Sandbox):
     def __init__(
         self,
         limits: Limits,
-        name: str,
+        node: str,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        self.limits, self.name = limits, name
+        super().__init__(limits, name=node)  # until the server has chosen the sandbox
+        self.node = node
         self._reader, self._writer = reader, writer
         self._busy = asyncio.Lock()
         self._open = True
@@ -65,7 +58,7 @@ class RemoteSandbox(Sandbox):
         try:
             wire.keep_alive(writer)
             await wire.greet(reader, writer, secret, "driver")
-            await wire.send(writer, {"limits": limits.to_json()})
+            await wire.send(writer, {"limits": asdict(limits)})
             header, _ = await sandbox._answer()
             sandbox.name = str(header["ready"])
         except BaseException as error:
@@ -75,66 +68,30 @@ class RemoteSandbox(Sandbox):
             raise
         return sandbox
 
-    async def run(
-        self,
-        command: str | Sequence[str],
-        *,
-        stdin: bytes = b"",
-        timeout: float | None = None,
-        cwd: str = WORK,
-        env: Mapping[str, str] | None = None,
-    ) -> Result:
-        """Run a command; see ``Sandbox.run``."""
-        text = command if isinstance(command, str) else list(command)
-        request = {"op": "run", "command": text, "timeout": timeout, "cwd": cwd}
-        header, body = await self._request(request | {"env": dict(env or {})}, stdin)
-        values, size = dict(header["result"]), header["stdout_size"]
-        values["ended"] = Ended(values["ended"])
-        return Result(stdout=body[:size], stderr=body[size:], **values)
-
-    async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
-        """Write a file; see ``Sandbox.write``."""
-        await self._request({"op": "write", "path": path, "executable": executable}, data)
-
-    async def read(self, path: str, *, limit: int = MIB) -> bytes:
-        """Read a file; see ``Sandbox.read``."""
-        return (await self._request({"op": "read", "path": path, "limit": limit}))[1]
-
-    async def end_processes(self) -> None:
-        """Kill all processes of the agent; see ``Sandbox.end_processes``."""
-        await self._request({"op": "end"})
-
-    async def snapshot(self, folder: str = WORK) -> Snapshot:
-        """Copy a folder; see ``Sandbox.snapshot``."""
-        header, body = await self._request({"op": "snapshot", "folder": folder})
-        return Snapshot(snapshots.decode(body).entries, tuple(header["refused"]))
-
-    async def restore(self, snapshot: Snapshot, folder: str = WORK) -> None:
-        """Write the entries of a snapshot; see ``Sandbox.restore``."""
-        await self._request({"op": "restore", "folder": folder}, snapshots.encode(snapshot.entries))
-
-    async def _request(
-        self, header: dict[str, object], body: bytes = b""
-    ) -> tuple[wire.Header, bytes]:
+    async def perform(self, request: Request, stdin: bytes = b"") -> Result:
+        """Let the server perform a request; see ``Sandbox.perform``."""
         async with self._busy:
             if not self._open:
                 raise SandboxLost(f"sandbox {self.name} is closed")
             try:
-                await wire.send(self._writer, header, body)
-                return await self._answer()
+                await wire.send(self._writer, {"request": request}, stdin)
+                header, body = await self._answer()
             except (OSError, EOFError, wire.Refused) as error:
                 await self.close()
                 raise SandboxLost(f"sandbox {self.name}: connection lost: {error}") from error
             except (SandboxLost, asyncio.CancelledError):
                 await self.close()
                 raise
+        values, size = dict(header["result"]), header["stdout_size"]
+        values["ended"] = Ended(values["ended"])
+        return Result(stdout=body[:size], stderr=body[size:], **values)
 
     async def _answer(self) -> tuple[wire.Header, bytes]:
         """Return the next answer; signs of life only extend the wait."""
         while True:
             header, body = await wire.receive(self._reader, wire.SILENCE_SECONDS)
-            if "error" in header:
-                raise ERRORS[header["error"]](header["text"])
+            if "lost" in header:
+                raise SandboxLost(header["lost"])
             if "beat" not in header:
                 return header, body
 
@@ -144,19 +101,7 @@ class RemoteSandbox(Sandbox):
         self._writer.close()
         with contextlib.suppress(OSError, TimeoutError):
             await asyncio.wait_for(self._writer.wait_closed(), 1.0)
-
-
-class _Counted(RemoteSandbox):
-    """Gives its place back when it is closed."""
-
-    pool: RemotePool | None = None
-    node: str = ""
-
-    async def close(self) -> None:
-        pool, self.pool = self.pool, None
-        await super().close()
-        if pool is not None:
-            pool.returned(self.node)
+        self._has_ended()
 
 
 class RemotePool:
@@ -220,15 +165,14 @@ class RemotePool:
         """Wait for a fresh sandbox on any node; see ``Pool.acquire``."""
         node = await self._place()
         try:
-            sandbox = await _Counted.connect(node, self._secret, limits or self.limits)
+            sandbox = await RemoteSandbox.connect(node, self._secret, limits or self.limits)
         except BaseException as error:
             self._avoided[node.name] = time.monotonic() + AVOID_SECONDS
             self.returned(node.name)
             if isinstance(error, TypeError | ValueError):
                 raise SandboxLost(f"sandbox server {node.name}: {error}") from error
             raise
-        assert isinstance(sandbox, _Counted)
-        sandbox.pool, sandbox.node = self, node.name
+        sandbox.on_close = lambda: self.returned(node.name)
         return sandbox
 
     async def _place(self) -> NodeRecord:

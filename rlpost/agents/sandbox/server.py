@@ -29,27 +29,14 @@ from rlpost.agents.sandbox import wire
 from rlpost.agents.sandbox.images import unpacked
 from rlpost.agents.sandbox.local import Root
 from rlpost.agents.sandbox.pool import LocalPool
-from rlpost.agents.sandbox.protocol import (
-    Limits,
-    Pool,
-    Sandbox,
-    SandboxFileError,
-    SandboxLost,
-    SnapshotRefused,
-)
+from rlpost.agents.sandbox.protocol import Limits, Pool, Sandbox, SandboxLost
 from rlpost.agents.sandbox.registry import BEAT_SECONDS, NodeRecord, Registry
-from rlpost.agents.sandbox.snapshots import decode, encode
 from rlpost.errors import RlpostError
 
 logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 1800.0  # without a renewed lease, the run is over; a requeue takes a while
-ERRORS: dict[str, type[Exception]] = {
-    "file": SandboxFileError,
-    "refused": SnapshotRefused,
-    "lost": SandboxLost,
-}
-Answer = tuple[wire.Header, bytes]
+Message = tuple[wire.Header, bytes]
 T = TypeVar("T")
 
 
@@ -80,7 +67,7 @@ class Server:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         header, _ = await wire.receive(reader, wire.SILENCE_SECONDS)
         limits = Limits(**header["limits"])
-        inbox: asyncio.Queue[Answer | None] = asyncio.Queue()
+        inbox: asyncio.Queue[Message | None] = asyncio.Queue()
         reading = asyncio.ensure_future(_read_all(reader, inbox))
         sandbox: Sandbox | None = None
         try:
@@ -90,7 +77,7 @@ class Server:
                 answer = await self._while_alive(answered(sandbox, *request), reading, writer)
                 await wire.send(writer, *answer)
         except SandboxLost as lost:
-            await wire.send(writer, {"error": "lost", "text": str(lost)})
+            await wire.send(writer, {"lost": str(lost)})
         finally:
             reading.cancel()
             if sandbox is not None:
@@ -119,7 +106,7 @@ class Server:
                 task.cancel()
                 with contextlib.suppress(BaseException):
                     given: Any = await task
-                    await given.close()  # a place that came too late
+                    await given.close()  # a sandbox that was acquired after the driver had gone
 
     async def close(self) -> None:
         """End all connections and the sandboxes of each."""
@@ -128,7 +115,7 @@ class Server:
         await asyncio.gather(*self.connections, return_exceptions=True)
 
 
-async def _read_all(reader: asyncio.StreamReader, inbox: asyncio.Queue[Answer | None]) -> None:
+async def _read_all(reader: asyncio.StreamReader, inbox: asyncio.Queue[Message | None]) -> None:
     """Read requests until the connection ends, so that its end is seen during a command."""
     try:
         while True:
@@ -137,43 +124,11 @@ async def _read_all(reader: asyncio.StreamReader, inbox: asyncio.Queue[Answer | 
         await inbox.put(None)
 
 
-async def answered(sandbox: Sandbox, header: wire.Header, body: bytes) -> Answer:
-    """Perform one request of the driver; errors of the agent travel by name."""
-    try:
-        return await perform(sandbox, header, body)
-    except tuple(ERRORS.values()) as error:
-        name = next(name for name, kind in ERRORS.items() if isinstance(error, kind))
-        return {"error": name, "text": str(error)}, b""
-
-
-async def perform(sandbox: Sandbox, header: wire.Header, body: bytes) -> Answer:
-    """Perform one request; return the answer's header and content."""
-    operation = header["op"]
-    if operation == "run":
-        result = await sandbox.run(
-            header["command"],
-            stdin=body,
-            timeout=header["timeout"],
-            cwd=header["cwd"],
-            env=header["env"],
-        )
-        values = dataclasses.asdict(result)
-        stdout, stderr = values.pop("stdout"), values.pop("stderr")
-        return {"result": values, "stdout_size": len(stdout)}, stdout + stderr
-    if operation == "write":
-        await sandbox.write(header["path"], body, executable=header["executable"])
-    elif operation == "read":
-        return {}, await sandbox.read(header["path"], limit=header["limit"])
-    elif operation == "end":
-        await sandbox.end_processes()
-    elif operation == "snapshot":
-        taken = await sandbox.snapshot(header["folder"])
-        return {"refused": list(taken.refused)}, encode(taken.entries)
-    elif operation == "restore":
-        await sandbox.restore(decode(body), header["folder"])
-    else:
-        raise SandboxFileError(f"unknown operation {operation!r}")
-    return {}, b""
+async def answered(sandbox: Sandbox, header: wire.Header, stdin: bytes) -> Message:
+    """Perform one request of the driver; return its result as a message."""
+    values = dataclasses.asdict(await sandbox.perform(header["request"], stdin))
+    stdout, stderr = values.pop("stdout"), values.pop("stderr")
+    return {"result": values, "stdout_size": len(stdout)}, stdout + stderr
 
 
 async def serve(

@@ -1,17 +1,50 @@
-"""Encode and decode the entries of a snapshot; see ``inner.files`` for the stream.
+"""Copies of a folder of a sandbox: their types, and the stream of ``inner.files`` that holds one.
 
-What arrives is checked again: names and targets stay inside, sizes are those of the limits.
+What arrives is checked again: names and targets of links stay inside the folder.
 """
 
 from __future__ import annotations
 
 import json
-import posixpath
 import struct
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from rlpost.agents.sandbox.protocol import Entry, Snapshot, SnapshotRefused
+from rlpost.agents.sandbox.inner.files import leads_outside
+from rlpost.errors import RlpostError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file, folder or symbolic link of a snapshot. A link's target is relative and inside."""
+
+    path: str
+    """Relative to the folder of the snapshot, with ``/``; contains no ``..``."""
+    kind: Literal["file", "folder", "link"]
+    data: bytes = b""
+    """Content of a file, target of a link."""
+    executable: bool = False
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of a folder of a sandbox, taken after all processes of the agent had ended.
+
+    Hard links are separate files here.
+    """
+
+    entries: tuple[Entry, ...] = ()
+    refused: tuple[str, ...] = ()
+    """Left out, each with its reason: special files, links that lead outside, unreadable files."""
+
+    def files(self) -> dict[str, bytes]:
+        """Return the content of each regular file by its path."""
+        return {entry.path: entry.data for entry in self.entries if entry.kind == "file"}
+
+
+class SnapshotRefused(RlpostError):
+    """The result is larger than the limits of a snapshot. The agent's: a verifier scores it 0."""
 
 
 def decode(data: bytes) -> Snapshot:
@@ -56,8 +89,7 @@ def check_entry(entry: Entry) -> None:
         raise SnapshotRefused(f"{entry.path!r} is a {entry.kind}")
     if entry.kind == "link":
         target = entry.data.decode()
-        joined = posixpath.normpath(posixpath.join(posixpath.dirname(entry.path), target))
-        if target.startswith("/") or joined == ".." or joined.startswith("../"):
+        if leads_outside(entry.path, target):
             raise SnapshotRefused(f"link {entry.path!r} -> {target!r} leads outside")
 
 

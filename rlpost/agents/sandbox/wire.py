@@ -37,21 +37,18 @@ async def send(writer: asyncio.StreamWriter, header: Header, body: bytes = b"") 
 
 async def receive(reader: asyncio.StreamReader, timeout: float | None) -> tuple[Header, bytes]:
     """Receive one message. Raises EOFError, OSError, TimeoutError or ``Refused``."""
-    return await asyncio.wait_for(_receive(reader), timeout)
-
-
-async def _receive(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
-    (length,) = struct.unpack(">I", await reader.readexactly(4))
-    if length > MAX_HEADER:
-        raise Refused(f"a header of {length} bytes")
-    try:
-        header = json.loads(await reader.readexactly(length))
-        size = int(header["size"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise Refused(f"not a message: {error}") from None
-    if not 0 <= size <= MAX_BODY:
-        raise Refused(f"a message of {size} bytes")
-    return header, await reader.readexactly(size)
+    async with asyncio.timeout(timeout):
+        (length,) = struct.unpack(">I", await reader.readexactly(4))
+        if length > MAX_HEADER:
+            raise Refused(f"a header of {length} bytes")
+        try:
+            header = json.loads(await reader.readexactly(length))
+            size = int(header["size"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise Refused(f"not a message: {error}") from None
+        if not 0 <= size <= MAX_BODY:
+            raise Refused(f"a message of {size} bytes")
+        return header, await reader.readexactly(size)
 
 
 def proof(secret: bytes, role: str, challenge: str) -> str:

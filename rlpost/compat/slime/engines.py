@@ -104,13 +104,12 @@ class Engines:
         except Halted:
             self.was_halted = True
         answer = builder.sample()
-        spans = answer.version_spans or ((answer.policy_version, len(answer.response_ids)),)
         if answer.response_ids:
             self.written.append(
                 Written(
                     answer.response_ids,
                     answer.rollout_logprobs,
-                    spans,
+                    answer.versions.runs,
                     prompt.token_ids,
                     answer.routes,
                 )

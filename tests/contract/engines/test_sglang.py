@@ -27,7 +27,7 @@ from rlpost.errors import ConfigError, EngineDied, Preempted, RolloutError, Sync
 from rlpost.reward.grader import InlineGrader
 from rlpost.reward.registry import exact_match
 from rlpost.rollout.client import EngineClient
-from rlpost.rollout.connection import Connection
+from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.engine import Router
 from rlpost.rollout.engine_side_weights import (
     BroadcastMover,
@@ -39,7 +39,7 @@ from rlpost.rollout.engine_side_weights import (
     stage_group,
 )
 from rlpost.rollout.evaluate import evaluate
-from rlpost.rollout.generate import GroupWriter, RouterAddress, generate_groups
+from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.rollout.server_args import server_arg_names
 from rlpost.rollout.teacher import TeacherServer
@@ -49,6 +49,7 @@ from rlpost.weights.sent_weights import LastSent
 from rlpost.weights.trainer_side import Broadcast, Sharing
 from tests.contract.engines.conftest import Sglang
 from tests.ports import free_ports
+from tests.unit.rollout.fake_engine import generate_groups
 
 logger = logging.getLogger(__name__)
 MAX_NEW = 6

@@ -107,7 +107,7 @@ class SampledTokens:
         """Truncate at the first stop string or at the limit."""
         limit = params["max_new_tokens"]
         for count in range(1, min(limit, len(planned)) + 1) if params["stop"] else ():
-            text = self.template.visible(planned[:count])
+            text = self.template.decode(planned[:count])
             matched = next((stop for stop in params["stop"] if stop in text), None)
             if matched is not None:
                 return planned[:count], {"type": "stop", "matched": matched}
@@ -118,8 +118,8 @@ class SampledTokens:
     def _text(self, ids: list[int], reason: Mapping[str, Any]) -> str:
         matched = reason.get("matched")
         if isinstance(matched, int):
-            return self.template.visible(ids[:-1])
-        text = self.template.visible(ids)
+            return self.template.decode(ids[:-1])
+        text = self.template.decode(ids)
         return text[: text.rfind(matched)] if matched else text
 
     def _versions(self, length: int, *, is_aborted: bool) -> list[tuple[int, int]]:
@@ -151,7 +151,7 @@ class SampledTokens:
     ) -> None:
         """The builder truncates a turn at a stop string that an abort has split."""
         for count in range(1, len(turn)) if stops and num_earlier else ():
-            if any(stop in self.template.visible(turn[:count]) for stop in stops):
+            if any(stop in self.template.decode(turn[:count]) for stop in stops):
                 for logprob in logprobs[max(0, count - num_earlier) :]:
                     del self.tokens[logprob]
                 return

@@ -394,7 +394,7 @@ def test_a_halt_ends_requests_in_flight(folder: str) -> None:
             made.engine.holds.set()
             status, answer = await request
             assert (status, answer["error"]["code"]) == (503, "rollout_halted")
-            await asyncio.wait_for(episode.wait_halted(), timeout=5)
+            assert episode.halted
             assert episode.trajectories() == ()
 
     run(folder, act, ["It is fine today."])

@@ -117,16 +117,16 @@ def without(name, **changed):
     [
         ("", "not JSON"),
         ("[]", "not a JSON object"),
-        (without("beat"), "beat: None is not a count"),
-        (without("", beat=True), "beat: True is not a count"),
+        (without("beat"), "beat: missing"),
+        (without("", beat=True), "beat: True: .*valid integer"),
         (without("", beat=-1), "beat: -1"),
         (without("", state="happy"), "state: 'happy'"),
-        (without("", engine="../../etc"), "engine: '../../etc' is not a name"),
+        (without("", engine="../../etc"), "engine: '../../etc': .*pattern"),
         (without("", url="http://n1:80/x?y"), r"url: 'http://n1:80/x\?y'"),
         (without("", url="https://evil"), "url:"),
         (without("", url=""), "url: empty, but the state is ready"),
-        (without("", num_gpus=0), "num_gpus: 0"),
-        (without("", host="a\nb"), "host: .* is not a line of text"),
+        (without("", num_gpus=0), "num_gpus: 0: .*greater than or equal to 1"),
+        (without("", host="a\nb"), "host: .*not one line of printable text"),
     ],
 )
 def test_an_engine_record_is_checked(text, problem):
@@ -137,11 +137,11 @@ def test_an_engine_record_is_checked(text, problem):
 @pytest.mark.parametrize(
     ("parse", "text", "problem"),
     [
-        (parse_lease, '{"attempt": "0", "beat": 1}', "state: None"),
+        (parse_lease, '{"attempt": "0", "beat": 1}', "state, weights: missing"),
         (parse_lease, LEASE.to_json().replace("1.5", '"now"'), "time: 'now'"),
-        (parse_lease, LEASE.to_json().replace('"serves"', "1"), "engines: .*'7_0': 1"),
-        (parse_orders, '{"drain": "7_0"}', "drain: '7_0' is not a list"),
-        (parse_orders, '{"stop": 1}', "stop: 1"),
+        (parse_lease, LEASE.to_json().replace('"serves"', "1"), "engines.7_0: 1: .*valid string"),
+        (parse_orders, '{"drain": "7_0"}', "drain: '7_0': .*valid array"),
+        (parse_orders, '{"stop": 1}', "stop: 1: .*valid boolean"),
     ],
 )
 def test_lease_and_orders_are_checked(parse, text, problem):

@@ -195,7 +195,7 @@ def test_an_engine_on_the_port_of_another_waits_until_that_one_is_dismissed(flee
 def test_an_engine_with_other_settings_waits(fleet):
     one = record(settings="other")
     assert fleet.step([one], 0) == []
-    assert fleet.words(0) == {"7_0": "waits: its server has other settings"}
+    assert fleet.descriptions(0) == {"7_0": "waits: its server has other settings"}
 
 
 def test_orders_to_leave(fleet):
@@ -218,7 +218,7 @@ def test_an_incarnation_that_keeps_failing_is_refused_and_its_successor_is_not(f
         now += wait
     one = one.next()
     assert fleet.step([one], now + 1000) == []
-    assert fleet.words(now + 1000) == {"7_0": "refused after 3 failures: refused"}
+    assert fleet.descriptions(now + 1000) == {"7_0": "refused after 3 failures: refused"}
     again = one.next(incarnation="b")
     assert fleet.step([again], now + 1001) == [Update(again, 3)]
 
@@ -278,7 +278,7 @@ def test_words_for_the_user(fleet):
     starting = record("7_1", state=EngineState.STARTING, url="")
     serve(fleet, record())
     fleet.step([record(), starting], 4)
-    assert fleet.words(9) == {"7_0": "serves version 3 for 9 s", "7_1": "starts"}
+    assert fleet.descriptions(9) == {"7_0": "serves version 3 for 9 s", "7_1": "starts"}
 
 
 def reads(fleet, records, *times):

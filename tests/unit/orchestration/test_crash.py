@@ -12,7 +12,8 @@ from collections import Counter
 import pytest
 
 from rlpost.checkpoint.state import RunState
-from rlpost.rollout.journal_format import EVALUATION, segments
+from rlpost.rollout.journal_chain import read_folder
+from rlpost.rollout.journal_format import EVALUATION
 from tests.unit.orchestration.test_loop import FakeEngines, FakeStages, comparable, run
 
 MODES = ["sync", "one_step_off", "fully_async"]
@@ -189,7 +190,7 @@ def test_a_saved_state_makes_what_came_before_it_superfluous(tmp_path):
     the last.
     """
     lives(tmp_path, [])
-    found = segments(tmp_path / "journal")
+    found = read_folder(tmp_path / "journal")[0]
     assert [segment.header.step for segment in found] == [0, 3, 6]
     assert [record.kind for record in found[-1].records if record.kind != EVALUATION] == []
 
@@ -202,7 +203,7 @@ def test_a_journal_that_is_cut_off_or_damaged_anywhere_costs_work_and_nothing_el
     stages = Mortal(("train", 6))
     with pytest.raises(Killed):
         run(tmp_path, stages, RunState(pending={}))
-    path = rng.choice([segment.path for segment in segments(tmp_path / "journal")])
+    path = rng.choice([segment.path for segment in read_folder(tmp_path / "journal")[0]])
     data = bytearray(path.read_bytes())
     at = rng.randrange(len(data))
     if rng.random() < 0.5:

@@ -16,7 +16,8 @@ import pytest
 
 from rlpost.checkpoint.state import RunState
 from rlpost.data.cursor import PromptCursor
-from rlpost.rollout.journal_format import BATCH, read_segment, segments
+from rlpost.rollout.journal_chain import read_folder
+from rlpost.rollout.journal_format import BATCH, read_segment
 from tests.unit.orchestration import test_loop
 from tests.unit.orchestration.test_crash import Killed, Mortal
 from tests.unit.orchestration.test_loop import FakeStages, Prompts, comparable, run
@@ -145,7 +146,9 @@ def resumed(folder, mode, **changed):
 
 def batches(folder):
     """Steps and prompts of all batches that were taken."""
-    records = [record for segment in segments(folder / "journal") for record in segment.records]
+    records = [
+        record for segment in read_folder(folder / "journal")[0] for record in segment.records
+    ]
     return [
         (record.meta["step"], record.meta["prompt_ids"])
         for record in records
@@ -158,7 +161,7 @@ def test_without_damage_the_whole_chain_serves(tmp_path, killed, mode):
     folder = shutil.copytree(killed(mode), tmp_path / "run")
     taken = batches(folder)
     assert [step for step, _ in taken] == list(range(NUM_STEPS))
-    assert len(segments(folder / "journal")) == NUM_SEGMENTS
+    assert len(read_folder(folder / "journal")[0]) == NUM_SEGMENTS
     stages = resumed(folder, mode)
     for step, prompts in taken:
         assert stages.seen[4 * step : 4 * step + 4] == prompts

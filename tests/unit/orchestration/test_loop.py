@@ -76,7 +76,7 @@ class FakeEngines:
         self.halted = True
         await asyncio.gather(*running)
 
-    def go_on(self):
+    def resume(self):
         self.halted = False
 
 

@@ -8,7 +8,7 @@ real one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,12 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from rlpost.reward.grader import Grader
+from rlpost.rollout.connection import Connection, RouterAddress
+from rlpost.rollout.generate import GroupWriter, write_all
+from rlpost.rollout.sampling import SamplingParams
 from rlpost.rollout.server_proof import PATH, proof
+from rlpost.types import Prompt, SampleGroup
 
 KEY = "the key"
 
@@ -158,3 +163,18 @@ async def serving(*engines: FakeEngine) -> AsyncIterator[list[str]]:
     finally:
         for runner in runners:
             await runner.cleanup()
+
+
+async def generate_groups(
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    *,
+    n: int,
+    router: RouterAddress,
+    grader: Grader,
+    stop_requested: Callable[[], bool],
+) -> list[SampleGroup]:
+    """Generate ``n`` scored samples per prompt over a connection of this call."""
+    async with Connection(router) as connection:
+        writer = GroupWriter(connection, sampling, n=n, grader=grader)
+        return await write_all(writer, prompts, stop_requested)

@@ -335,7 +335,7 @@ def test_a_stop_keeps_what_is_finished_and_a_resume_goes_on_from_there() -> None
         stop.set()
         with pytest.raises(Preempted):
             await asking
-        return collector.snapshot()[1]
+        return collector.pending()[1]
 
     engine = LongTail(lambda prompt_id: prompt_id == 1)
     rules = Rules(3, 3, 9, keep_partial=True)
@@ -366,7 +366,7 @@ def test_a_run_that_has_to_leave_does_not_wait_for_an_engine_that_hangs(
         stop.set()
         with pytest.raises(Preempted):
             await asking
-        return collector.snapshot()[1]
+        return collector.pending()[1]
 
     engine = FakeEngine(holds=asyncio.Event())  # an abort changes nothing
     backlog = asyncio.run(collecting(engine, work, Rules(2, 2, 9), stop_requested=stop.is_set))
@@ -393,7 +393,7 @@ def test_nor_when_the_stop_comes_while_what_is_left_over_is_cut_off(
             await asyncio.sleep(0.01)
         stop.set()
         assert ids(await asking) == [1, 2]
-        return collector.snapshot()[1]
+        return collector.pending()[1]
 
     engine = HangsFor0()
     backlog = asyncio.run(collecting(engine, work, Rules(2, 3, 9), stop_requested=stop.is_set))
@@ -404,7 +404,7 @@ def test_a_resume_with_a_stricter_bound_generates_in_place_of_what_is_too_old_no
     async def surplus(collector: Collector, buffer: RolloutBuffer) -> Backlog:
         await collector.batch()
         collector.trained()
-        return collector.snapshot()[1]
+        return collector.pending()[1]
 
     backlog = asyncio.run(collecting(FakeEngine(), surplus, Rules(2, 8, 9)))
     assert len(backlog.finished) >= 2
@@ -509,7 +509,7 @@ def test_recorded_batches_are_replayed_for_their_own_prompts_only(tmp_path: Any)
             found.append(ids(await source.batch()))
             source.trained()
             source.synced(step + 1)
-        assert source.snapshot() == (
+        assert source.pending() == (
             {"offset": 4},
             Backlog(num_fetched=4, num_trained=4, newest_id=3),
         )

@@ -14,12 +14,12 @@ from aiohttp import web
 from rlpost.errors import GradingLost, Preempted, RolloutError
 from rlpost.reward.grader import InlineGrader
 from rlpost.rollout import connection, generate
-from rlpost.rollout.connection import Connection, Halted
+from rlpost.rollout.connection import Connection, Halted, RouterAddress
 from rlpost.rollout.evaluate import evaluate, pass_at_k
-from rlpost.rollout.generate import MAX_GENERATIONS, GroupWriter, RouterAddress, generate_groups
+from rlpost.rollout.generate import MAX_GENERATIONS, GroupWriter
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample, Unfinished
-from tests.unit.rollout.fake_engine import KEY, FakeEngine, generated, serving
+from tests.unit.rollout.fake_engine import KEY, FakeEngine, generate_groups, generated, serving
 
 NO_CONNECTION = SimpleNamespace(routes=None)
 SAMPLING = SamplingParams(max_new_tokens=8, stop_token_ids=(1,))

@@ -21,7 +21,7 @@ from rlpost.errors import CheckpointError, Fenced
 from rlpost.rollout import journal as journal_module
 from rlpost.rollout import segment_writer
 from rlpost.rollout.journal import Journal, settings_hash
-from rlpost.rollout.journal_chain import follow
+from rlpost.rollout.journal_chain import follow, read_folder
 from rlpost.rollout.journal_format import (
     BATCH,
     GROUP,
@@ -29,7 +29,6 @@ from rlpost.rollout.journal_format import (
     Record,
     group_content,
     read_segment,
-    segments,
 )
 from rlpost.types import Sample, SampleGroup, ScoredSample
 
@@ -187,9 +186,9 @@ def test_with_a_commit_all_segments_go_that_no_kept_checkpoint_needs(tmp_path):
     journal = resumed(tmp_path)
     numbers = [begin(journal, step) for step in (10, 20, 30)]
     journal.compact(20)
-    assert [segment.header.number for segment in segments(tmp_path)] == numbers[1:]
+    assert [segment.header.number for segment in read_folder(tmp_path)[0]] == numbers[1:]
     journal.compact(30)
-    assert [segment.header.number for segment in segments(tmp_path)] == numbers[2:]
+    assert [segment.header.number for segment in read_folder(tmp_path)[0]] == numbers[2:]
 
 
 @pytest.mark.parametrize("cut", ["in the frame", "in the body", "a flipped bit"])
@@ -471,7 +470,7 @@ def test_a_start_on_storage_that_hangs_ends_within_a_deadline_and_says_where(
     held.hold(call, lambda *given: call in ("fsync", "link") or str(folder) in str(given[0]))
 
     async def run():
-        await ticks(Journal.open(folder, 0, step=0, settings="s"))
+        await ticks(Journal.open(folder, lambda: resumed(folder, settings="s")))
 
     with pytest.raises(
         CheckpointError,
@@ -494,7 +493,7 @@ def test_a_large_journal_has_more_time_while_it_is_opened(tmp_path, monkeypatch,
         return real(path)
 
     monkeypatch.setattr("rlpost.rollout.journal_chain.read_segment", slow)
-    journal = asyncio.run(Journal.open(tmp_path, 0, step=0, settings="s"))
+    journal = asyncio.run(Journal.open(tmp_path, lambda: resumed(tmp_path, settings="s")))
     assert replayed(journal) == [(GROUP, 0)]
     journal.finished(group(1), wanted=True)
     held.hold("fsync")
@@ -577,7 +576,7 @@ def test_the_journal_of_another_step_is_not_that_of_this_state(tmp_path):
     journal = resumed(tmp_path)
     journal.finished(group(0), wanted=True)
     journal.close()
-    assert follow(segments(tmp_path), 0, 20).records == ()
+    assert follow(read_folder(tmp_path)[0], 0, 20).records == ()
 
 
 def test_what_finishes_while_a_segment_is_made_is_in_that_segment(tmp_path, monkeypatch):

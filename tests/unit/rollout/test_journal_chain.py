@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from rlpost.errors import CheckpointError
 from rlpost.rollout import journal_format, segment_file
-from rlpost.rollout.journal_chain import follow
-from rlpost.rollout.journal_format import BATCH, FORMAT, GROUP, HEADER, read_segment, segments
+from rlpost.rollout.journal_chain import follow, read_folder
+from rlpost.rollout.journal_format import BATCH, FORMAT, GROUP, HEADER, read_segment
 from tests.unit.rollout.test_journal import begin, durable, group, resumed
 
 OPERATIONS = st.lists(
@@ -128,7 +128,7 @@ def test_what_is_used_is_a_prefix_of_what_happened(tmp_path_factory, operations,
         getattr(life, name)(choice)
     life.journal.close()
     for base, step, events in life.states[-2:]:
-        found = follow(segments(folder), base, step)
+        found = follow(read_folder(folder)[0], base, step)
         assert [event_of(record) for record in found.records] == events
         assert found.problems == ()
     damage(folder, kind, number, at)
@@ -177,7 +177,7 @@ def test_an_older_checkpoint_finds_what_a_resume_from_a_newer_one_wrote(tmp_path
 
 def as_format_1(folder):
     """The same journal as the program before format 2 wrote it."""
-    for segment in segments(folder):
+    for segment in read_folder(folder)[0]:
         contents = [bytes([HEADER]) + json.dumps(old_header(segment.header)).encode()]
         contents += [record.content() for record in segment.records]
         frames = [struct.pack("<II", len(each), zlib.crc32(each)) + each for each in contents]
@@ -193,13 +193,13 @@ def old_header(header):
 def test_a_journal_of_format_1_is_resumed_and_continued_in_the_new_format(tmp_path):
     events = four_segments(tmp_path)
     as_format_1(tmp_path)
-    assert {segment.header.format for segment in segments(tmp_path)} == {1}
+    assert {segment.header.format for segment in read_folder(tmp_path)[0]} == {1}
     journal = resumed(tmp_path)
     assert waiting(journal) == events
     journal.finished(group(9), wanted=True)
     journal.close()
     assert waiting(resumed(tmp_path)) == [*events, (GROUP, 9)]
-    assert segments(tmp_path)[-1].header.format == FORMAT
+    assert read_folder(tmp_path)[0][-1].header.format == FORMAT
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -414,7 +414,7 @@ def test_a_crash_without_hard_links_between_name_and_content_costs_nothing(tmp_p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(segment_file.os, "rename", crash)
+        patched.setattr(segment_file.os, "replace", crash)
         begin(journal, 1)
     assert (tmp_path / "0000001.log").stat().st_size == 0
     assert waiting(resumed(tmp_path)) == [(GROUP, 0)]

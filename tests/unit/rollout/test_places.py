@@ -287,7 +287,7 @@ def test_requests_that_wait_are_turned_away_together():
         places, log, release = Places([]), [], asyncio.Event()
         waiting = [asyncio.create_task(request(places, log, release)) for _ in range(3)]
         await settle()
-        places.turn_away(KeyError)
+        places.fail_waiting(KeyError)
         found = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(one) for one in found] == [KeyError] * 3
         places.set_others([FLEET])

@@ -40,7 +40,7 @@ def test_a_source_that_is_stopped_anywhere_goes_on_with_the_next_prompts():
     for step in range(4):
         batch = asyncio.run(rollouts.batch())
         if step == 1:  # fetched and not trained: the same batch once more
-            state, backlog = rollouts.snapshot()
+            state, backlog = rollouts.pending()
             rollouts = source(Cursor(state["position"]), backlog, step=step)
             again = asyncio.run(rollouts.batch())
             assert again == batch
@@ -48,4 +48,4 @@ def test_a_source_that_is_stopped_anywhere_goes_on_with_the_next_prompts():
         rollouts.trained()
         rollouts.synced(step + 1)
     assert seen == list(range(12))
-    assert rollouts.snapshot()[1].num_trained == 12
+    assert rollouts.pending()[1].num_trained == 12

@@ -189,11 +189,18 @@ def _link(folder: int, name: str, path: str) -> None:
         content = target.encode("utf-8")
     except UnicodeEncodeError:
         return _refuse(path, "target of the link is not UTF-8")
-    # lexically inside: the folder of the link joined with the target must not climb out
-    joined = os.path.normpath(os.path.join(os.path.dirname(path), target))
-    if target.startswith("/") or joined == ".." or joined.startswith("../"):
+    if leads_outside(path, target):
         return _refuse(path, "link leads outside")
     return _send({"path": path, "kind": "link"}, content)
+
+
+def leads_outside(path: str, target: str) -> bool:
+    """Return whether a link at the relative ``path`` leads out of the folder of a snapshot.
+
+    Lexically: the folder of the link, joined with the target, must not climb out.
+    """
+    joined = os.path.normpath(os.path.join(os.path.dirname(path), target))
+    return target.startswith("/") or joined == ".." or joined.startswith("../")
 
 
 def _file(folder: int, name: str, path: str, budget: _Budget) -> None:

@@ -87,6 +87,7 @@ class Init:
             return {"error": "processes of the agent cannot be killed"}
         if request["op"] == "end":
             return {"ended": "exited", "status": 0}
+        # Closed by a successful exec; a failure before that is written to it.
         status_read, status_write = os.pipe2(os.O_CLOEXEC)
         try:
             child = os.fork()
@@ -114,7 +115,7 @@ class Init:
             for number, handle in enumerate(handles):
                 os.dup2(handle, number)
             confine(self.limits, request, self.filter)
-            kind = b""  # what fails from here on is the agent's
+            kind = b""  # from here on, a failure is one of the agent's command
             if request["op"] == "run":
                 os.chdir(request["cwd"])
                 os.execvpe(request["argv"][0], request["argv"], ENVIRONMENT | request["env"])
@@ -131,7 +132,8 @@ class Init:
         process = os.pidfd_open(child)
         waiting = select.poll()
         waiting.register(process, select.POLLIN)
-        waiting.register(self.control, 0)  # POLLHUP alone
+        # Events 0: POLLHUP is always reported, so this wakes only when the driver is gone.
+        waiting.register(self.control, 0)
         reason: str | None = None
         statuses: dict[int, int] = {}
         while child not in statuses:

@@ -11,9 +11,8 @@ import struct
 
 NEW_NS, NEW_CGROUP, NEW_UTS = 0x00020000, 0x02000000, 0x04000000
 NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
-NEW_ANY = (
-    NEW_NS | NEW_CGROUP | NEW_UTS | NEW_IPC | NEW_USER | NEW_PID | NEW_NET | 0x80
-)  # 0x80: time
+NEW_TIME = 0x80
+NEW_ANY = NEW_NS | NEW_CGROUP | NEW_UTS | NEW_IPC | NEW_USER | NEW_PID | NEW_NET | NEW_TIME
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
@@ -77,14 +76,11 @@ def restrict_mount(target: str, attributes: int) -> None:
     )
     if result == 0:
         return
-    # before Linux 5.12: one remount for each mount, which must repeat the flags it has
+    # Before Linux 5.12: one remount for each mount, which must repeat the flags that it has.
+    # MOUNT_ATTR_RDONLY, NOSUID and NODEV equal MS_RDONLY, NOSUID and NODEV.
     for path in _mounts_below(target):
-        flags = MS_REMOUNT | MS_BIND | (os.statvfs(path).f_flag & 0xF) | _flags(attributes)
+        flags = MS_REMOUNT | MS_BIND | (os.statvfs(path).f_flag & 0xF) | (attributes & 7)
         mount("none", path, "", flags)
-
-
-def _flags(attributes: int) -> int:
-    return attributes & 7  # MOUNT_ATTR_RDONLY, NOSUID, NODEV equal MS_RDONLY, NOSUID, NODEV
 
 
 def _mounts_below(target: str) -> list[str]:

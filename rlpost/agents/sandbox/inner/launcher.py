@@ -40,7 +40,9 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         control.send(json.dumps({"failed": str(error)}).encode())
         return 1
+    # The first process sees the end of this pipe if the launcher dies before PR_SET_PDEATHSIG.
     alive_read, alive_write = os.pipe()
+    # The fork is the first process in the new PID namespace; unshare does not move the launcher.
     init = os.fork()
     if init == 0:
         os.close(alive_write)
@@ -72,6 +74,7 @@ def isolate(spec: filesystem.Spec) -> dict[str, int]:
     flags = NAMESPACES if spec["limits"]["network"] else NAMESPACES | kernel.NEW_NET
     target = os.getpid()
     ready_read, ready_write = os.pipe()
+    # A child outside of the new user namespace: only such a process may map root's other users.
     helper = os.fork()
     if helper == 0:
         os.close(ready_write)
@@ -79,7 +82,7 @@ def isolate(spec: filesystem.Spec) -> dict[str, int]:
         os._exit(map_users(target, user, group))
     os.close(ready_read)
     if os.geteuid() == 0:
-        os.setgroups([])
+        os.setgroups([])  # before the map, which denies setgroups
     try:
         kernel.unshare(kernel.NEW_USER)
     finally:
@@ -131,12 +134,13 @@ def first_process(
         filesystem.seal_proc()
         kernel.drop_capabilities()
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # no process of the agent can trace or read it
         for number in (signal.SIGINT, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
         for name in os.listdir("/proc/self/fd"):
             if int(name) > 2 and int(name) != control.fileno():
-                close_quietly(int(name))
+                with contextlib.suppress(OSError):  # that of the listing is closed already
+                    os.close(int(name))
         os.set_inheritable(control.fileno(), False)
         init = Init(control, spec["limits"])
         control.send(b'{"ready": true}')
@@ -159,12 +163,6 @@ def choose_cores(count: int, slot: int) -> None:
     allowed = sorted(os.sched_getaffinity(0))
     chosen = {allowed[(slot * count + index) % len(allowed)] for index in range(count)}
     os.sched_setaffinity(0, chosen)
-
-
-def close_quietly(handle: int) -> None:
-    """Close a descriptor that may be closed already."""
-    with contextlib.suppress(OSError):
-        os.close(handle)
 
 
 if __name__ == "__main__":
