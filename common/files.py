@@ -58,8 +58,7 @@ def write_atomic(
 
 
 def write_first(path: Path, text: str) -> bool:
-    """Create ``path`` with ``text`` unless it exists; return whether this call created it. Mode
-    0600.
+    """Create ``path`` (0600) unless it exists; return whether this call created it.
 
     link(2) fails if the name exists, also on NFS; rename does not. If NFS loses the reply and
     retries the request, a successful link returns EEXIST: a link count above 1 identifies this
@@ -85,9 +84,7 @@ def write_first(path: Path, text: str) -> bool:
 
 
 def write_within(folder: int, name: str, text: str) -> None:
-    """Like ``write_atomic``, in the folder of an open descriptor, even if that folder was renamed.
-    Mode 0666.
-    """
+    """``write_atomic`` in an open folder, even if it was renamed since. Mode 0666."""
     temporary = f".{name}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     with os.fdopen(os.open(temporary, flags, 0o666, dir_fd=folder), "w") as file:
@@ -99,8 +96,7 @@ def write_within(folder: int, name: str, text: str) -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file exists that another host may have written recently. Blocks while storage
-    hangs.
+    """Whether another host's file exists by now. Blocks while storage hangs.
 
     An NFS client caches "no such file" for up to acdirmax (60 s). Opening the folder makes the
     client revalidate the folder with the server (Linux, fs/nfs/dir.c, nfs_lookup_verify_inode) and

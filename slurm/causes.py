@@ -29,9 +29,7 @@ _AGENT_LINE = re.compile(
 
 
 class Sign(NamedTuple):
-    """A known error: ``pattern`` with at most one group, its meaning (``{}`` for the group), the
-    remedy.
-    """
+    """A known error; ``{}`` in ``what`` stands for the one group of ``pattern``."""
 
     pattern: str
     what: str
@@ -168,9 +166,7 @@ class HostEnd:
 
     @property
     def ended_by_itself(self) -> bool:
-        """Whether the task failed without a signal, direct or below a shell (exit code 128 or
-        more).
-        """
+        """Whether the task failed without a signal (128 or more: one below a shell)."""
         code = re.fullmatch(r"Exited with exit code (\d+)", self.how)
         return code is not None and int(code[1]) < 128
 
@@ -182,9 +178,7 @@ class HostEnd:
 
 @dataclass(frozen=True)
 class Finding:
-    """``verdict`` is ``config`` if a restart cannot help, else ``failed``; ``exclude``: hosts to
-    exclude.
-    """
+    """Verdict (``config`` if a restart cannot help, else ``failed``) and its cause."""
 
     verdict: str
     cause: str
@@ -261,18 +255,14 @@ def _sign(text: str) -> _Lasting | _Passing | None:
 
 
 def _of_slurmstepd(host: str, launch: str, is_alone: bool) -> str:
-    """Messages of the host's slurmstepd in srun's output; in a one-node step they omit the host
-    name.
-    """
+    """slurmstepd's messages in srun's output; with one node they omit the host name."""
     begins = [f"slurmstepd-{host}:"] + (["slurmstepd:"] if is_alone else [])
     lines = [line for line in launch.splitlines() if line.startswith(tuple(begins))]
     return "".join(f"{line}\n" for line in lines)
 
 
 def _never_launched(launch: str) -> Finding | None:
-    """Finding if nothing started and no host is at fault: the image import failed, or srun
-    refused.
-    """
+    """Finding if nothing started: the image import failed, or srun refused."""
     words, sign = last_words(launch), _sign(launch)
     if not words:
         return None

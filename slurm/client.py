@@ -36,9 +36,7 @@ def is_available() -> bool:
 
 
 def job_info(job_id: str) -> JobInfo:
-    """Query the controller about a job; state UNKNOWN if the job is purged or there is no
-    answer.
-    """
+    """Query the controller; state UNKNOWN if the job is purged or no answer comes."""
     try:
         done = _slurm("scontrol", "--oneliner", "show", "job", _checked(job_id))
     except (OSError, subprocess.TimeoutExpired) as error:

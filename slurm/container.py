@@ -34,8 +34,7 @@ BACKENDS = ("auto", "pyxis", "enroot")
 # Host variables that override the image's.
 HOST_VARIABLES = ("PYTHONPATH", "RLPOST_HOME")
 
-# Both tools split mount lists at ',' and ':', and enroot splits its table at blanks; both expand
-# '$'.
+# Both tools split mount lists at ',' and ':' and expand '$'; enroot splits its table at blanks.
 _PATH = r"/[A-Za-z0-9/._@%+=-]*"
 _VARIABLE = r"\$[A-Z][A-Z0-9_]*"
 _PLACE = rf"(?:{_VARIABLE}(?=[/:]|$))?(?:{_PATH})?"
@@ -131,9 +130,7 @@ _NAME = f'"{container_name("${SLURM_JOB_ID}", "${SLURM_RESTART_COUNT:-0}")}"'
 
 
 def pyxis_options(container: Container) -> str:
-    """Lines of the srun command, each ending in a backslash. ``$image`` holds the path of the
-    image.
-    """
+    """Lines of the srun command, each ending in a backslash; ``$image`` is a path."""
     always = ("$run_folder:$run_folder", "$RLPOST_HOME:$RLPOST_HOME")
     mounts = ",".join((*always, *(":".join(parts) for parts in _parts(container.mounts))))
     return f"""\

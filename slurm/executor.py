@@ -54,8 +54,7 @@ class RunExecutor(submitit.SlurmExecutor):
     def submit_script(self) -> str:
         """Write the script into submitit's folder, sbatch it, return the job id."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        # submitit marks this "not recommended" because such a job has no pickled result; none is
-        # needed here.
+        # submitit marks this "not recommended" because such a job has no pickled result.
         return self._submit_command("").job_id
 
 

@@ -79,9 +79,7 @@ def key(image: str) -> str:
 
 
 def describe(path: Path) -> dict[str, object]:
-    """Ledger entry of an image: its digest if it is in a cache, else path, size and mtime of the
-    file.
-    """
+    """Ledger entry of an image: its digest if cached, else path, size and mtime."""
     match = _DIGEST_NAME.fullmatch(path.name)
     if match:
         return {"path": str(path), "sha256": match.group(1)}
@@ -223,9 +221,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _open_lock(path: Path) -> int:
-    """Open a file to lock: for writing if possible, as flock over NFS requires (flock(2)), else for
-    reading.
-    """
+    """Open a file to lock, for writing if possible: flock over NFS needs that."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except PermissionError:
@@ -238,9 +234,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _say_without_lock(path: Path, error: OSError) -> None:
-    """Report a missing lock (file system or permissions): jobs may import twice; images still
-    appear atomically.
-    """
+    """Report a missing lock: jobs may import twice; images still appear atomically."""
     print(f"{path}: cannot lock ({error}); importing without a lock", file=sys.stderr)
 
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from slurm.client import COMMAND_TIMEOUT_S
 from slurm.states import JobState, is_job_id, parse_state
 
-# man squeue: id, state, time left, expected start, nodes, reason. The reason is free text, so it is
-# last.
+# man squeue: id, state, time left, expected start, nodes; last the reason, which is free text.
 _FORMAT = "%i|%T|%L|%S|%N|%r"
 FORGOTTEN = "Slurm has forgotten the job, or never knew it"
 _TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
@@ -70,9 +69,7 @@ def seconds_left(text: str) -> int | None:
 
 
 def queue(job_ids: Collection[str]) -> dict[str, QueueEntry]:
-    """Query these jobs with one ``squeue``; every id gets an entry, UNKNOWN if there is no
-    other.
-    """
+    """Query these jobs with one ``squeue``; ids without an entry are UNKNOWN."""
     valid_ids = sorted(filter(is_job_id, job_ids))
     found, why = _query(valid_ids) if valid_ids else ({}, FORGOTTEN)
     entries = {}

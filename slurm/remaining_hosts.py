@@ -18,8 +18,7 @@ ANSWER_S = 10.0
 
 
 def why_too_few(excluded: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """Why this job (``SLURM_JOB_ID``) cannot run without these hosts, and the remedy; None if it
-    can.
+    """Why this job cannot run without these hosts, with the remedy; None if it can.
 
     ``excluded`` holds compact host lists.
     """

@@ -75,9 +75,7 @@ def preparation(spec: JobSpec, home: str) -> str:
 
 
 def directives(spec: JobSpec, *, is_warned: bool = True) -> str:
-    """Render the ``#SBATCH`` lines; ``is_warned``: whether the batch shell gets USR2 before the
-    time limit.
-    """
+    """Render the ``#SBATCH`` lines; ``is_warned``: USR2 before the time limit."""
     nodes = [f"--nodes={spec.nodes + spec.spare_nodes}", "--ntasks-per-node=1"]
     nodes += ["--no-kill"] if spec.spare_nodes else []
     nodes += ["--exclusive", "--mem=0"] if spec.exclusive else []
@@ -102,9 +100,7 @@ def _option(name: str, value: str) -> str:
 
 
 def submits_itself(spec: JobSpec) -> str:
-    """Line that checks and submits the script when it runs outside a job; empty if ``home`` is
-    fixed.
-    """
+    """Line that checks and submits the script outside a job; none if home is fixed."""
     if spec.home is not None:
         return ""
     container = spec.container
@@ -127,8 +123,7 @@ def submits_itself(spec: JobSpec) -> str:
 
 
 def places(spec: JobSpec, *, is_supervised: bool = True) -> str:
-    """Lines that set RLPOST_HOME, python and run_folder, and exit with 78 if one of them is
-    missing.
+    """Lines that set RLPOST_HOME, python and run_folder, or exit with 78.
 
     They also reject sbatch options given too late and a container that is not available. ``auto``
     sets RLPOST_CONTAINER and, for a supervised job, host_python.
@@ -159,9 +154,7 @@ command -v "$python" >/dev/null || { log "no $python; make install there, or exp
 
 
 def _choice(spec: JobSpec, is_supervised: bool) -> str:
-    """Lines that exit with 78 if the container (or, without one, the interpreter) is not
-    available.
-    """
+    """Lines that exit with 78 if the container or interpreter is not available."""
     container = spec.container
     if container is None:
         return _PYTHON
@@ -192,9 +185,7 @@ def _assigned(image: str) -> str:
 
 
 def image(spec: JobSpec, log: str = "$attempt_dir/launch.log") -> str:
-    """Lines that set image, or exit and list the unset variables; ``log`` receives the import's
-    output.
-    """
+    """Lines that set image, or exit and list unset variables; ``log``: the import's."""
     container = spec.container
     if container is None:
         return ""
@@ -221,8 +212,7 @@ def _imported(container: Container, log: str) -> str:
 
 
 def _get_image(words: str, log: str) -> str:
-    """Command that sets image to its file in the cache; ``words``: arguments of ``slurm.image``, as
-    shell text.
+    """Command that sets image to its file; ``words``: shell text for ``slurm.image``.
 
     The import's output goes to both logs. If the import fails, ``srun`` is replaced by a function
     that fails at once, so that the failure takes the same path as a failed step.
@@ -297,9 +287,7 @@ def inside(spec: JobSpec) -> str:
 
 
 def chosen_words(spec: JobSpec, folder: str) -> str:
-    """With ``auto``: lines that set inside to the chosen container's arguments and record it in
-    ``folder``.
-    """
+    """With ``auto``: set inside to the container's arguments; record it in ``folder``."""
     if not _is_auto(spec):
         return ""
     assert spec.container is not None
@@ -315,9 +303,7 @@ inside=(); echo "$RLPOST_CONTAINER" >"{folder}/container"
 
 
 def removal(spec: JobSpec, seconds: str = "60") -> str:
-    """Line that removes the container's files on the nodes, if any; ``seconds``: timeout, as shell
-    text.
-    """
+    """Line that removes the container's files; ``seconds``: timeout, as shell text."""
     if spec.container is None:
         return ""
     if _is_auto(spec):
@@ -352,8 +338,7 @@ SLURM_SRUN_REDUCE_TASK_EXIT_MSG=0 srun {tasks} --cpu-bind=none --mpi=none \\
 
 
 def _watch(spec: JobSpec) -> str:
-    """Line that restarts the job from other nodes if the batch host is lost; only with
-    ``--no-kill``.
+    """Line that restarts the job if the batch host is lost; with ``--no-kill`` only.
 
     It outlasts as many nodes as there are spares.
     """

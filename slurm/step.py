@@ -90,9 +90,8 @@ def step_argv(
         argv.append("--pty")
     elif count > 1:
         argv.append("--label")
-    # Set the variables with env inside the container: with pyxis the image's /etc/environment
-    # overrides srun's environment, and enroot exec uses only the environment of the process that it
-    # joins.
+    # env sets them inside the container: with pyxis the image's /etc/environment overrides srun's
+    # environment, and enroot exec uses only the environment of the process that it joins.
     pairs = [f"{name}={value}" for name, value in inside.environment]
     command = ["env", *pairs, *command] if pairs else list(command)
     container = inside.container

@@ -149,8 +149,7 @@ def stalled_attempts(entries: Sequence[Entry]) -> int:
         elif entry.get("event") == "attempt":
             stalled, newest_job = stalled + 1, entry.get("job_id", "")
         elif entry.get("event") == "started" and is_submitted:
-            # Checkpoints may have been removed before resubmission: the newest is where this
-            # attempt starts.
+            # Checkpoints may have been removed before resubmission: count from where it starts.
             best, is_submitted = min(best, entry.get("step", best)), False
         elif _reached(entry) > best:
             best, stalled = _reached(entry), 0
@@ -158,9 +157,7 @@ def stalled_attempts(entries: Sequence[Entry]) -> int:
 
 
 def _reached(entry: Entry) -> int:
-    """Step that a resume reaches without generating: from a checkpoint, or from the journal
-    alone.
-    """
+    """Step of a resume without generation: by a checkpoint or the journal alone."""
     is_safe = entry.get("event") == "committed" or entry.get("saved") == "journal"
     step = entry.get("step", -1)
     return step if is_safe and isinstance(step, int) else -1
@@ -179,8 +176,7 @@ def bad_hosts(run_folder: Path) -> list[str]:
 
 
 def start(options: argparse.Namespace) -> int:
-    """Record a new attempt in the ledger; return EXIT_PREEMPTED if its job was cancelled and must
-    end at once.
+    """Record a new attempt; return EXIT_PREEMPTED if its job was cancelled.
 
     Slurm lets a script requeue a job while the job is being cancelled. Only a cancellation of this
     job counts: the job of a new submission may start before its ``submitted`` line is written.

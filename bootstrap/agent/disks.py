@@ -45,9 +45,7 @@ class WatchedFolder:
 
 
 def places_of(ray_folder: Path, run_folder: Path | None) -> tuple[WatchedFolder, ...]:
-    """Folders that an agent watches: Ray's folder on its node and, if given, the shared run
-    folder.
-    """
+    """Folders that an agent watches; ``run_folder`` is None except on the head."""
     own = WatchedFolder(ray_folder, "Ray's temp dir", belongs_to_node=True, grace_s=1.0)
     if run_folder is None:
         return (own,)
@@ -86,8 +84,7 @@ async def _until_full(place: WatchedFolder) -> DiskFull:
         while True:
             # a shared file system may stall
             found = await asyncio.to_thread(_shortage_at, place.folder)
-            # statvfs does not show quotas, only a write does. Probe a shared file system less
-            # often.
+            # Only a write shows an exceeded quota, not statvfs; it loads a shared file system more.
             is_probe_due = full_since is not None or loop.time() >= probe_at
             if found is None and not place.belongs_to_node and is_probe_due:
                 found = await asyncio.to_thread(_refusal_at, place.folder)
@@ -117,9 +114,7 @@ def _shortage_at(folder: Path) -> str | None:
 
 
 def _refusal_at(folder: Path) -> str | None:
-    """Why a small file cannot be written (disk full, quota), or None. The last one stays as a
-    reserve.
-    """
+    """Why a small file cannot be written, or None; the last file stays as a reserve."""
     probe = folder / f"{_RESERVE}.new"
     try:
         with probe.open("wb") as file:

@@ -60,9 +60,7 @@ class _Process:
         return cls(kept, writing_end)
 
     def hand_over(self, cluster: Cluster) -> None:
-        """Write the line in a thread: that blocks until the driver reads, and stops and losses
-        must be noticed in the meantime.
-        """
+        """Write the line in a thread: the write blocks until the driver reads."""
         assert self._line_end is not None, "a driver gets one line"
         descriptor, self._line_end = self._line_end, None
         write = asyncio.to_thread(_write_line, descriptor, cluster.to_json())
@@ -251,8 +249,6 @@ def _write_to_log(attempt_dir: Path, line: str) -> None:
 
 
 def _write_line(descriptor: int, text: str) -> None:
-    """Write a line and close; if the driver has exited meanwhile, its exit is reported
-    elsewhere.
-    """
+    """Write a line and close; the exit of a driver is reported elsewhere."""
     with suppress(BrokenPipeError), os.fdopen(descriptor, "w") as stream:
         stream.write(text + "\n")

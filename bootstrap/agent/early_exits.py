@@ -19,8 +19,7 @@ from common.files import tail
 from common.srun_output import failed_tasks
 
 POLL_S = 0.5
-# Failures with one cause arrive together, and logs of other nodes take a moment to become visible
-# here.
+# Failures with one cause arrive together, and other nodes' logs are visible here a moment later.
 SETTLE_S = 1.0
 _NUM_LINES = 8
 _MAX_BYTES = 1 << 20

@@ -57,9 +57,8 @@ class Gathering:
         self._options = options
         self._reception = reception
         self._wanted = Wanted(options.num_gpus, options.object_store_memory)
-        self.own_conflicts: tuple[str, ...] | None = (
-            None  # of this host's network; None while it is alone
-        )
+        # of this host's network; None while it is alone
+        self.own_conflicts: tuple[str, ...] | None = None
         self._num_needed = options.num_nodes or len(facts.hosts) - options.spare_nodes
         self._fit: set[str] = {facts.host}
         self._absent: dict[str, str] = {}
@@ -116,16 +115,12 @@ class Gathering:
         first.cancel()
 
     async def is_own_host_fit(self) -> bool:
-        """Whether this host passes preflight, so that Ray may start early; ``choose`` reports why
-        not.
-        """
+        """Whether Ray may start early on this host; ``choose`` reports why not."""
         assert self._own is not None
         return level_of(check_host(await self._own, self._wanted)) != "EXCLUDE_NODE"
 
     async def wait(self) -> None:
-        """Wait until all nodes have joined; with spares: enough fit nodes, then ``spare_wait_s``
-        for the rest.
-        """
+        """Wait for all nodes; with spares, ``spare_wait_s`` once enough are fit."""
         if not self._options.spare_nodes:
             await self._reception.complete.wait()
         while not self._reception.complete.is_set():
@@ -241,8 +236,7 @@ class Gathering:
 
 async def read_this_host(facts: Facts, options: Options) -> HostFacts:
     """Read the preflight facts of the host that this agent runs on."""
-    # Cache the versions now: the report is due within 10 s of the hello, and a cold file system is
-    # slow.
+    # Cache the versions on a cold file system now: the report is due within 10 s of the hello.
     await asyncio.to_thread(installed_versions)
     ray_folder = Path(temp_dir(facts)).parent
     return await asyncio.to_thread(
@@ -264,9 +258,7 @@ def _host_facts(report: NodeReport) -> HostFacts:
 
 
 def _wait_for_canaries(attempt_dir: Path, names: Sequence[str | None]) -> set[str]:
-    """The ``names`` that are visible here; a shared folder shows all of them within
-    ``_CANARY_S``.
-    """
+    """The ``names`` visible here, after at most ``_CANARY_S`` seconds."""
     folder, wanted = attempt_dir / CANARY_DIR, {name for name in names if name is not None}
     deadline = time.monotonic() + _CANARY_S
     while True:

@@ -150,9 +150,7 @@ class HeadAgent:
     async def _outcome_of_bringup(
         self, driver: DriverProcess, bringup: asyncio.Task[Cluster]
     ) -> Outcome | None:
-        """Outcome of a failed bring-up; None if the cluster is up and the driver is waiting for
-        it.
-        """
+        """Outcome of a failed bring-up; None once the driver can have the cluster."""
         stopped = asyncio.create_task(self._stop.requested.wait())
         await first_of(bringup, driver.exited, self._lost, stopped)
         stopped.cancel()
@@ -253,15 +251,12 @@ class HeadAgent:
         )
 
     def _bind_ip(self) -> str:
-        """Address to listen on; a single node uses the loopback interface unless
-        ``--socket-ifname`` is set.
-        """
+        """Address to listen on; a single node uses the loopback interface by default."""
         ifname = self._options.socket_ifname
         alone = len(self._facts.hosts) == 1
         if ifname == LOOPBACK_IFNAME or (alone and not ifname):
             return LOOPBACK_IP
-        # Without --socket-ifname, the interface that reaches the nodes is unknown until they
-        # connect.
+        # The interface that reaches the nodes is unknown until they connect.
         return ip_of(ifname, local_addresses()) if ifname else ""
 
     async def _listen_for_nodes(self, ports: PortBlock) -> None:
@@ -294,8 +289,7 @@ class HeadAgent:
         own = NodeReport(
             facts.host, 0, options.num_gpus, installed_versions(), ip, ifname, network=row
         )
-        # On a routed fabric the loopback interface holds the address: test the address, not the
-        # interface.
+        # Test the address, because on a routed fabric the loopback interface holds a routable one.
         return own, {} if ipaddress.ip_address(ip).is_loopback else found.rdma_env
 
     async def _admit(self, own: NodeReport) -> list[NodeReport]:
@@ -415,9 +409,7 @@ class HeadAgent:
             self._lost.set_result(loss)
 
     def _too_late(self) -> BringupError:
-        """Error that names the hosts that delayed the bring-up, with the last lines of their
-        logs.
-        """
+        """Error that names the hosts that delayed the bring-up, with their last lines."""
         within = f"within {self._options.bringup_deadline_s:.0f} s"
         attempt_dir = self._options.attempt_dir
         if missing := self._reception.missing():

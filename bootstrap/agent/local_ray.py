@@ -43,9 +43,8 @@ class LocalRay:
 
     def __init__(self, kept: Kept, session_folder: Path, log: Path, orders: int) -> None:
         self.kept = kept
-        self.registered: dict[
-            str, int
-        ] = {}  # on the head: GPUs of each node in the GCS, by address
+        # on the head: GPUs of each node in the GCS, by address
+        self.registered: dict[str, int] = {}
         self._news = asyncio.Event()
         self._session_folder = session_folder
         self._log = log
@@ -160,8 +159,7 @@ class LocalRay:
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     self._read_line(line.decode(errors="replace"))
-                # A full disk is detected elsewhere (``disks``). In a thread: the shared folder may
-                # stall.
+                # A full disk is detected elsewhere (``disks``); a thread, as the folder may stall.
                 with suppress(OSError):
                     await asyncio.to_thread(_append, self._log, data)
         finally:

@@ -62,8 +62,7 @@ from common.lost_nodes import read_lost_nodes
 logger = logging.getLogger(__name__)
 
 _MAX_CAUSE_CHARS = 8_000
-# The network is polled far more often; a thousand nodes must not poll a shared file system at that
-# rate.
+# The network is polled more often; a thousand nodes would overload a shared file system.
 _SHARED_FOLDER_POLL_S = 0.25
 # Both ends of a broken connection notice it within ``link.SILENCE_S``; the head may be the later one.
 _HEAD_DECIDES_S = SILENCE_S + 5.0
@@ -195,9 +194,8 @@ class NodeAgent:
         attempt_dir, now = self._options.attempt_dir, time.monotonic()
         if now >= self._look_again_at:
             self._look_again_at = now + _SHARED_FOLDER_POLL_S
-            if os.path.exists(
-                attempt_dir / VERDICT_FILE
-            ):  # unlike Path.exists, does not raise on a lost mount
+            # os.path.exists, unlike Path.exists, does not raise on a lost mount.
+            if os.path.exists(attempt_dir / VERDICT_FILE):
                 raise BringupError(
                     f"the attempt has ended already; see {attempt_dir / VERDICT_JSON}"
                 )

@@ -128,8 +128,7 @@ def base_environment(
 
 
 def ray_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the process that becomes ``ray start``; every Ray worker of the node inherits
-    it.
+    """Environment of ``ray start``, which every Ray worker of the node inherits.
 
     By default Ray drains for 30 s at TERM and reconnects to a lost head for 60 s. The agents decide
     when a node ends, so both timeouts are shortened.

@@ -38,9 +38,7 @@ _REGISTERED = "registered node "
 
 
 def registered_line(ip: str, num_gpus: int) -> str:
-    """The watcher's line about a node; it starts with a line break, because Ray prints
-    concurrently.
-    """
+    """Line about a node; it begins with a line break because Ray also prints."""
     return f"\n{_REGISTERED}{ip} {num_gpus}\n"
 
 
@@ -100,9 +98,7 @@ def _pause_s(quiet_s: float) -> float:
 
 
 def _closed(descriptor: int, pause_s: float = _POLL_S) -> bool:
-    """Whether the other end is closed; waits for ``pause_s``, which is also the polling
-    interval.
-    """
+    """Whether the other end is closed, after at most ``pause_s`` seconds."""
     return bool(select.select([descriptor], [], [], pause_s)[0])
 
 

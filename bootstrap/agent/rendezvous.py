@@ -102,9 +102,7 @@ def odd_versions(reports: Sequence[NodeReport]) -> dict[str, list[str]]:
 
 
 def check_versions(reports: Sequence[NodeReport]) -> None:
-    """Raise BringupError if a node's versions differ from the majority's; it names each
-    difference.
-    """
+    """Raise BringupError with each version that differs from the majority's."""
     if odd := odd_versions(reports):
         listed = "; ".join(
             f"{host} has {what}" for host, differences in odd.items() for what in differences
@@ -251,9 +249,7 @@ def head_candidates(head_host: str, port: int, head_file: Path) -> list[tuple[st
 
 
 def describe_missing(missing: Sequence[str], attempt_dir: Path, log_name: str) -> str:
-    """The missing hosts, each with the likely cause and the last lines of its log (``log_name``,
-    HOST replaced).
-    """
+    """The missing hosts, each with the end of its log; ``log_name`` contains HOST."""
     logs = {host: tail(attempt_dir / log_name.replace("HOST", host), 8) for host in missing}
     return "\n".join(f"{host}: {with_likely_cause(log)}" for host, log in logs.items())
 

@@ -71,8 +71,7 @@ def read_image(environ: Mapping[str, str], root: Path = Path("/")) -> ImageFacts
 
 
 def _packages() -> tuple[dict[str, str], dict[str, list[str]], str]:
-    """Installed versions, requirements of the NEEDY packages, and the range of TransformerEngine
-    versions.
+    """Installed versions, requirements of the NEEDY, range of TransformerEngine.
 
     The requirements are those without a condition. The range is that of Megatron-core's extra;
     empty if it has none.
@@ -139,9 +138,7 @@ def _nccl(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def nccl_version(number: int) -> str:
-    """Format NCCL's version code: 22304 is 2.23.4; before 2.9, 2804 is 2.8.4 (nccl.h,
-    NCCL_VERSION).
-    """
+    """Format NCCL_VERSION of nccl.h: 22304 is 2.23.4; before 2.9, 2804 is 2.8.4."""
     major, rest = divmod(number, 10_000 if number >= 10_000 else 1_000)
     return f"{major}.{rest // 100}.{rest % 100}"
 

@@ -19,9 +19,7 @@ _BOUND = re.compile(r"(==|>=|<=|!=|~=|<|>)\s*([^,;\s]+)")
 
 
 class Requirement(NamedTuple):
-    """A package and its version bounds, such as (("==", "2.13.0"),); ``text``: the line of the
-    file.
-    """
+    """A package and its bounds, as (("==", "2.13.0"),); ``text``: the file's line."""
 
     name: str
     bounds: tuple[tuple[str, str], ...]
@@ -97,9 +95,7 @@ def _lines(text: str) -> tuple[str, ...]:
 
 
 def requirements(pins: Pins, extras: Iterable[str]) -> list[Requirement]:
-    """Requirements of the package with these extras, without duplicates. Raises KeyError for an
-    unknown extra.
-    """
+    """Requirements with these extras, each once. Raises KeyError for an unknown one."""
     lines = [*pins.always, *(line for extra in extras for line in pins.extras[extra])]
     return list(dict.fromkeys(found for line in lines if (found := parse(line))))
 

@@ -22,9 +22,7 @@ _GID_VARIABLES = ("NCCL_IB_GID_INDEX", "NVSHMEM_IB_GID_INDEX")
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A variable whose value differs from the detected one; ``source``: evidence for the detected
-    value.
-    """
+    """A variable that differs from the detected value; ``source``: the evidence."""
 
     name: str
     given: str
@@ -62,8 +60,7 @@ def conflicts(
 
 
 def picked(pattern: str, names: Sequence[str]) -> set[str]:
-    """The ``names`` that an NCCL list selects: prefixes, exact names after ``=``, all others after
-    ``^``.
+    """The ``names`` that an NCCL list selects: by prefix; ``=`` exact, ``^`` others.
 
     A name may have a port (``mlx5_0:1``); a device without a port selects all its ports (NCCL user
     guide, NCCL_IB_HCA).

@@ -24,9 +24,7 @@ LinkLayer = Callable[[NetworkFacts, RdmaPort], str | None]
 def drop_elsewhere(
     facts: NetworkFacts, ports: Narrowing[RdmaPort], warnings: list[str], link_layer: LinkLayer
 ) -> None:
-    """Drop Ethernet ports without a visible interface, unless no port would remain; add a
-    warning.
-    """
+    """Drop Ethernet ports without a visible interface, unless none would remain."""
     if not facts.interfaces_complete:
         return
     away = [
@@ -46,9 +44,7 @@ def drop_elsewhere(
 
 
 def _has_interface(facts: NetworkFacts, port: RdmaPort) -> bool:
-    """Whether the port's interface is visible, or one above it whose address is in the GID table
-    (macvlan).
-    """
+    """Whether its interface is visible, or a macvlan above (address in the GID table)."""
     if facts.interface(port.netdev) is not None or port.driver in _WITHOUT_INTERFACE:
         return True
     return any(facts.owner(gid.addr) is not None for gid in port.gids)

@@ -162,9 +162,7 @@ class NetworkFacts:
         )
 
     def _switch_wires(self, one: Interface) -> tuple[Interface, ...]:
-        """Links of Open vSwitch if the interface is one of its bridges, which have no direct
-        members.
-        """
+        """Links of Open vSwitch if this is one of its bridges, which have no members."""
         of_switch = [
             other.name for other in self.interfaces if _SWITCH in (other.name, other.master)
         ]
@@ -176,9 +174,7 @@ class NetworkFacts:
         return tuple(other for other in self.members(_SWITCH) if other.type not in VIRTUAL_TYPES)
 
     def is_wired(self, one: Interface) -> bool:
-        """Whether traffic leaves the host directly here, not through another interface or a
-        tunnel.
-        """
+        """Whether traffic leaves the host here, not through a tunnel or another one."""
         if one.type == "bridge" or self._switch_wires(one):
             return any(
                 member.type not in VIRTUAL_TYPES
@@ -204,9 +200,7 @@ class NetworkFacts:
 
 
 def address_of(text: str) -> IpAddress:
-    """The address in ``10.0.0.1/24``, ``fe80::1%eth0`` or ``::ffff:10.0.0.1`` (which is an IPv4
-    address).
-    """
+    """Parse ``10.0.0.1/24``, ``fe80::1%eth0``, or ``::ffff:10.0.0.1`` (becomes IPv4)."""
     address = ipaddress.ip_address(text.split("/")[0].split("%")[0])
     mapped = address.ipv4_mapped if address.version == 6 else None
     return mapped or address
@@ -382,9 +376,7 @@ def _port(row: Mapping[str, object]) -> RdmaPort:
 
 
 def _port_state(text: str) -> str:
-    """Parse a port state as tools print it: ``4: ACTIVE``, ``PORT_DOWN``, ``INIT`` (no subnet
-    manager).
-    """
+    """Parse a state as tools print it: ``4: ACTIVE``, ``INIT`` (no subnet manager)."""
     words = set(re.findall(r"[A-Z]+", text.upper()))
     if "ACTIVE" in words:
         return "ACTIVE"

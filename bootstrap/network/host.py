@@ -24,18 +24,9 @@ import psutil
 from bootstrap.network.facts import CXI_HINT, SCHEMA, TCPXO_HINT, NetworkFacts, parse_facts
 from common.host_lists import HostListError, expand
 
-_ARP_TYPES = {
-    "1": "ether",
-    "32": "infiniband",
-    "772": "loopback",
-    "65534": "tun",
-    "768": "tun",
-    "769": "tun",
-    "776": "tun",
-    "512": "tun",
-    "778": "tun",
-    "823": "tun",
-}
+# linux/if_arp.h; the tunnels are PPP, IPIP, IPIP6, SIT, GRE, GRE over IPv6 and devices without ARP.
+_ARP_TYPES = {"1": "ether", "32": "infiniband", "772": "loopback"}
+_ARP_TYPES |= dict.fromkeys(("512", "768", "769", "776", "778", "823", "65534"), "tun")
 _DEVTYPES = {
     "bond": "bond",
     "bridge": "bridge",
@@ -46,16 +37,11 @@ _DEVTYPES = {
 }
 _GPU_VENDORS = {"0x10de", "0x1002", "0x8086"}
 # 3D controller, other display, processing accelerator
-_GPU_CLASSES = (
-    "0x0302",
-    "0x0380",
-    "0x1200",
-)
+_GPU_CLASSES = ("0x0302", "0x0380", "0x1200")
 _NVIDIA_VGA = ("0x10de", "0x0300")
 _INFINIBAND_CONTROLLER = "0x0207"
-# The prolog of Google's Slurm clusters installs the plug-in in this folder for each job, and
-# containers mount it (Cluster Toolkit documentation, "Enable GPUDirect-TCPXO optimized NCCL
-# communication").
+# Google's Slurm prolog installs the plug-in here for each job, and containers mount the folder
+# (Cluster Toolkit documentation, "Enable GPUDirect-TCPXO optimized NCCL communication").
 _TCPXO_PLUG_IN = "var/lib/tcpxo/lib64"
 _MAX_GIDS = 256
 _SIOCETHTOOL, _ETHTOOL_GDRVINFO, _DRVINFO_BYTES = 0x8946, 0x3, 196
@@ -108,9 +94,7 @@ def read_rdma_devices(root: Path = Path("/")) -> list[dict[str, Any]]:
 
 
 def default_route(root: Path = Path("/")) -> str | None:
-    """Interface of the default route with the lowest metric; IPv6 only if there is no IPv4
-    route.
-    """
+    """Interface of the default route with the lowest metric; IPv6 without IPv4."""
     routes: list[tuple[int, str]] = []
     for line in _text(root / "proc/net/route").splitlines()[1:]:
         fields = line.split()
@@ -119,12 +103,8 @@ def default_route(root: Path = Path("/")) -> str | None:
     if not routes:
         for line in _text(root / "proc/net/ipv6_route").splitlines():
             fields = line.split()
-            if (
-                len(fields) > 9
-                and fields[0] == "0" * 32
-                and fields[1] == "00"
-                and fields[9] != "lo"
-            ):
+            is_default = len(fields) > 9 and fields[0] == "0" * 32 and fields[1] == "00"
+            if is_default and fields[9] != "lo":
                 routes.append((int(fields[5], 16), fields[9]))
     # With equal metrics the kernel uses the first route; so does min.
     return min(routes, key=lambda route: route[0])[1] if routes else None
@@ -149,9 +129,7 @@ def own_address(interfaces: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 def peer_address(environ: Mapping[str, str]) -> str | None:
-    """The address of another node of this Slurm job, by its name; None outside a job of several
-    nodes.
-    """
+    """The address of another node of this Slurm job; None without another node."""
     try:
         hosts = expand(environ.get("SLURM_JOB_NODELIST", ""))
     except HostListError:
@@ -288,9 +266,7 @@ def _port(port: Path, hardware: Path) -> dict[str, object]:
 
 
 def _gids(port: Path) -> list[dict[str, object]]:
-    """GID rows whose interface is in this network namespace; in a pod the table also lists the
-    host's.
-    """
+    """GID rows of this network namespace; in a pod the table has the host's too."""
     rows = []
     for index in range(_MAX_GIDS):
         if not (text := _text(port / f"gids/{index}")):
@@ -354,9 +330,7 @@ def _link(path: Path) -> str | None:
 
 
 def _text(path: Path) -> str:
-    """The file's text; empty if it is missing or the kernel returns an error (unused GID, link
-    down).
-    """
+    """The file's text; empty if there is none to read (unused GID, link down)."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):

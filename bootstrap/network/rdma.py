@@ -178,18 +178,14 @@ def _choose_ports(facts: NetworkFacts, socket_ifname: str | None, choice: RdmaCh
 
 
 def _is_accelerated_networking(facts: NetworkFacts, port: RdmaPort) -> bool:
-    """Whether the port belongs to the function that accelerates a virtual machine's synthetic
-    NIC.
-    """
+    """Whether the port's function accelerates the synthetic NIC of a VM."""
     netdev = facts.interface(port.netdev)
     above = facts.interface(netdev.master) if netdev is not None else None
     return above is not None and above.driver == "hv_netvsc"
 
 
 def link_layer(facts: NetworkFacts, port: RdmaPort) -> str | None:
-    """InfiniBand or Ethernet, from the port or else its GIDs, netdev, rate or name; None if
-    unknown.
-    """
+    """Link layer by the port, else its GIDs, netdev, rate or name; None if unknown."""
     if port.link_layer in ("InfiniBand", "Ethernet"):
         return port.link_layer
     if any(gid.type.upper().startswith(("ROCE", "V")) for gid in port.gids):
@@ -203,8 +199,7 @@ def link_layer(facts: NetworkFacts, port: RdmaPort) -> str | None:
 
 
 def _drop_virtual_functions(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
-    """Drop physical ports or virtual functions, whichever do not belong to this container or
-    machine.
+    """Drop physical ports or virtual functions that are not of this container or VM.
 
     A container with virtual functions may see the host's physical ports, but not their interfaces.
     In a virtual machine the rails may be virtual functions, beside a physical front end of the
@@ -225,12 +220,9 @@ def _drop_virtual_functions(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> 
 
 
 def _drop_front_end(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
-    """Drop the port of the default route, unless it is the fastest or the number of GPUs requires
-    it.
-    """
+    """Drop the default route's port, unless it is the fastest or the GPUs need it."""
     way_out = facts.below(facts.default_route)
-    # On a cluster whose only route is IPoIB, the InfiniBand port of the default route is still a
-    # rail.
+    # Where IPoIB is the only route, the InfiniBand port of the default route is still a rail.
     front = [
         port
         for port in ports.left
@@ -239,8 +231,7 @@ def _drop_front_end(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
     rest = [port for port in ports.left if port not in front]
     is_fastest = front and rest and all(_rate(front) > _rate([port]) > 0 for port in rest)
     out = facts.interface(facts.default_route)
-    # A routed fabric may have several equal default routes over interfaces without addresses; one
-    # is shown.
+    # Of several equal default routes over interfaces without addresses only one is shown.
     is_one_of_many = out is not None and not out.is_unlisted and not out.routable
     if not (is_fastest or is_one_of_many or _is_needed_for_gpus(facts.num_gpus, front, rest)):
         ports.keep(
@@ -288,9 +279,7 @@ def _keep_one_link_layer(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> Non
 
 
 def _keep_one_rate(ports: Narrowing[RdmaPort]) -> None:
-    """Keep the rate with the most total bandwidth; drop ports of unknown rate if they are not the
-    majority.
-    """
+    """Keep the rate with the most bandwidth in total; unknown rates if the majority."""
     counts = Counter(port.rate_gbps for port in ports.left if port.rate_gbps)
     if not counts:
         return
@@ -306,9 +295,7 @@ def _keep_one_rate(ports: Narrowing[RdmaPort]) -> None:
 
 
 def _drop_front_end_bond(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
-    """Drop the minority of bonded or single ports: a bonded pair among single ports is the front
-    end.
-    """
+    """Drop the minority: a bonded pair among single ports is the front end."""
 
     def is_bonded(port: RdmaPort) -> bool:
         netdev = facts.interface(port.netdev)
@@ -326,8 +313,7 @@ def _drop_front_end_bond(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> Non
 def _keep_same_fabric(
     facts: NetworkFacts, ports: Narrowing[RdmaPort], socket_ifname: str | None
 ) -> None:
-    """Keep the ports whose addresses fit those of the socket interface, if that is an RDMA port
-    itself.
+    """Keep the ports in the address plan of the socket interface, if it is a port.
 
     If the ports that do not fit are the majority and fit each other, they are the rails, and the
     socket interface is not.
@@ -351,9 +337,7 @@ def _keep_same_fabric(
 
 
 def _fits(one: Interface | None, other: Interface | None) -> bool:
-    """Whether both may belong to one address plan: the same /16 (/48), or the same host part on
-    every rail.
-    """
+    """Whether both fit one address plan: same /16 (/48), or same host part."""
     if one is None or other is None or other is one or not other.addresses or not one.routable:
         return True
     shift, host_part = {4: 16, 6: 80}, {4: 0xFF, 6: 0xFFFF}
@@ -367,9 +351,7 @@ def _fits(one: Interface | None, other: Interface | None) -> bool:
 
 
 def _keep_near_gpus(gpus: Sequence[Gpu], ports: Narrowing[RdmaPort]) -> None:
-    """Keep ports that share a PCIe switch with a GPU, if every GPU has one; else ports on the GPUs'
-    NUMA nodes.
-    """
+    """Keep the ports below the GPUs' PCIe switches, else on the GPUs' NUMA nodes."""
     paths = [gpu.pci_path for gpu in gpus]
     if paths and all(paths) and all(port.pci_path for port in ports.left):
         near = [_names_near(path, ports.left) for path in paths]
@@ -394,8 +376,7 @@ def _share_a_switch(gpu_path: Sequence[str], port: RdmaPort) -> bool:
 def _settle_surplus(
     facts: NetworkFacts, ports: Narrowing[RdmaPort], socket_ifname: str | None
 ) -> None:
-    """Keep the group of similar ports with one (or two) per GPU, if the number of ports does not
-    fit.
+    """Keep similar ports, one or two per GPU, if the number of ports does not fit.
 
     The others are storage and management ports of the same kind and rate. The property that
     distinguishes them depends on the machine.
@@ -466,9 +447,7 @@ def _choose_gid(facts: NetworkFacts, choice: RdmaChoice) -> None:
 
 
 def _filling(facts: NetworkFacts, port: RdmaPort) -> tuple[Interface, ...]:
-    """Interfaces whose addresses are in the port's GID table: its own, a bond above it, VLANs on
-    those.
-    """
+    """Interfaces whose addresses are in the GID table: its own, bonds, VLANs."""
     own = facts.interface(port.netdev)
     if own is None:
         return ()

@@ -14,32 +14,16 @@ from bootstrap.preflight.gpus import Gpu
 from bootstrap.preflight.shared_folder import check_alone
 from bootstrap.preflight.table import HostFacts, Seen, Wanted
 
-# Network file systems by their names in /proc/mounts; sockets and memory maps on them fail or are
-# slow.
-_REMOTE_FS = (
-    "nfs",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "cifs",
-    "smb",
-    "9p",
-    "wekafs",
-    "fuse.",
-    "afs",
-    "panfs",
-)
+# Network file systems by their names in /proc/mounts; on them sockets and memory maps fail.
+_REMOTE_FS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "9p", "wekafs", "fuse.")
+_REMOTE_FS += ("afs", "panfs")
 _MAX_SKEW_S = 2.0
 _MAX_RENAME_MS = 1000.0
 _MAX_FOREIGN_MIB = 512
 _WANTED_NOFILE, _NEEDED_NOFILE = 65_535, 4_096
 _WANTED_TEMP_BYTES, _NEEDED_TEMP_BYTES = 10 * GIB, GIB
 # Docker's 64 MiB break NCCL, Ray and SGLang alike
-_WANTED_SHM_BYTES, _NEEDED_SHM_BYTES = (
-    GIB,
-    GIB // 8,
-)
+_WANTED_SHM_BYTES, _NEEDED_SHM_BYTES = GIB, GIB // 8
 # Hardware errors (NVIDIA, "Xid Errors"): double-bit ECC, row remapping failed, NVLink, fallen off
 # the bus, uncontained ECC, GSP timeouts, unrecovered ECC. Most others are bugs of programs.
 _HARDWARE_XIDS = frozenset({48, 64, 74, 79, 95, 119, 120, 140})
@@ -83,8 +67,7 @@ def compare_hosts(hosts: Mapping[str, HostFacts]) -> dict[str, tuple[Check, ...]
             )
         rates = _active_rates(facts)
         if rates != usual_hcas:
-            # A host without RDMA cannot join the others' communicator; one with fewer rails can,
-            # but is slow.
+            # Without RDMA a host cannot join the others' communicator; with fewer rails it is slow.
             level: Level = "EXCLUDE_NODE" if usual_hcas and not rates else "WARN"
             listed = f"{_describe_rates(rates)}, elsewhere {_describe_rates(usual_hcas)}"
             found.append(Check("hcas", level, f"{listed}: a dead link or another kind of node?"))
@@ -94,9 +77,7 @@ def compare_hosts(hosts: Mapping[str, HostFacts]) -> dict[str, tuple[Check, ...]
 
 
 def check_bandwidth(measured: Mapping[str, float | str], wanted_gbps: float) -> dict[str, Check]:
-    """Compare each host's best all-reduce with a neighbour (bus bandwidth in GB/s, or an error) to
-    the minimum.
-    """
+    """Compare each host's best bus bandwidth with a neighbour (GB/s, or an error)."""
     found: dict[str, Check] = {}
     for host, rate in measured.items():
         if isinstance(rate, str):

@@ -25,11 +25,7 @@ from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import Link, LinkLost
 from bootstrap.agent.node_report import node_report
 from bootstrap.agent.options import Options
-from bootstrap.agent.ports import (
-    candidate_blocks,
-    claim_block,
-    ephemeral_floor,
-)
+from bootstrap.agent.ports import candidate_blocks, claim_block, ephemeral_floor
 from bootstrap.agent.rendezvous import (
     HEAD_FILE,
     NodeReport,
@@ -41,12 +37,7 @@ from bootstrap.agent.rendezvous import (
     odd_versions,
 )
 from bootstrap.check import Check
-from bootstrap.network.here import (
-    ifname_of,
-    local_addresses,
-    network_here,
-    reachable_addresses,
-)
+from bootstrap.network.here import ifname_of, local_addresses, network_here, reachable_addresses
 from bootstrap.preflight.comparison import comparison_table, network_row
 from bootstrap.preflight.table import Preflight
 from common.addresses import host_port
@@ -71,9 +62,7 @@ class Examination:
     networks: Mapping[str, Mapping[str, str]]  # rows of the comparison, by host
 
     def table(self) -> str:
-        """Table of hosts and checks, details of failed checks, and the comparison of networks and
-        versions.
-        """
+        """Table of checks with details, and the comparison of networks and versions."""
         return f"{self.preflight.table()}\n\n{comparison_table(self.networks)}"
 
     def to_json(self) -> str:
@@ -167,9 +156,7 @@ async def _as_other(facts: Facts, options: Options, wait_s: float) -> None:
 
 
 def with_versions(preflight: Preflight, reports: Sequence[NodeReport]) -> Preflight:
-    """Add a check that each host has the majority's package versions, without which a run cannot
-    start.
-    """
+    """Add a check that each host has the package versions of the majority."""
     odd = odd_versions(reports)
     checks = dict(preflight.checks)
     for report in reports:
@@ -185,9 +172,7 @@ def with_versions(preflight: Preflight, reports: Sequence[NodeReport]) -> Prefli
 def _own_report(
     facts: Facts, options: Options, reception: Reception
 ) -> tuple[NodeReport, tuple[str, ...] | None]:
-    """Report and network conflicts of the first node; without connections it has no network and
-    None.
-    """
+    """Report and network conflicts of the first node; None without a connection."""
     versions = installed_versions()
     links: Sequence[Link] = tuple(reception.links.values())
     if not links:

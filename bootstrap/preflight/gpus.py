@@ -116,10 +116,10 @@ def visible_gpus(gpus: Sequence[Gpu], cuda_visible_devices: str | None) -> tuple
 
 
 def parse_xids(log: str, now_s: float) -> dict[str, tuple[int, ...]]:
-    """Xid errors of the last day by PCI bus, from records of /dev/kmsg
-    (``PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT``).
+    """Xid errors of the last day by PCI bus.
 
     Args:
+        log: records of /dev/kmsg, ``PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT``.
         now_s: seconds since boot, on the clock of the log.
     """
     found: dict[str, tuple[int, ...]] = {}

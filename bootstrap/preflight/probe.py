@@ -36,9 +36,7 @@ _PROJECT = Path(__file__).parents[2]
 
 
 def raise_limits() -> None:
-    """Raise the soft limits of open files and locked memory to the hard ones; child processes
-    inherit them.
-    """
+    """Raise the soft limits (open files, locked memory); child processes inherit them."""
     for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK):
         _, hard = resource.getrlimit(kind)
         with suppress(OSError, ValueError):

@@ -61,9 +61,7 @@ _COSTS = {
 
 
 def lacks(folder: Path) -> tuple[str, ...]:
-    """Features that the file system of ``folder`` lacks, each with its error. Raises OSError if not
-    writable.
-    """
+    """Features that ``folder`` lacks, with errors. Raises OSError if not writable."""
     token = secrets.token_hex(6)
     first, second = folder / f".try-{token}.1", folder / f".try-{token}.2"
     first.write_bytes(b"first")
@@ -134,9 +132,7 @@ def check_together(tried: Tried) -> Check:
 
 
 def take_part(attempt_dir: Path, order: Mapping[str, Any], host: str) -> dict[str, object]:
-    """Run a node's part of the test; return the answer to ``order``. Blocking: call it in a
-    thread.
-    """
+    """Run a node's part; return the answer to ``order``. Blocks: call it in a thread."""
     folder = _meeting(attempt_dir, str(order["token"]))
     try:
         seen_s = _seconds_until_seen(folder / _HEAD)
