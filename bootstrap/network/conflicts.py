@@ -21,6 +21,14 @@ _GID_VARIABLES = ("NCCL_IB_GID_INDEX", "NVSHMEM_IB_GID_INDEX")
 
 
 @dataclass(frozen=True, slots=True)
+class Setting:
+    """A variable's value and the reason for it."""
+
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Conflict:
     """A variable that differs from the detected value; ``source``: the evidence."""
 
@@ -42,20 +50,20 @@ def conflicts(
     *,
     ifname: str | None,
     rdma: RdmaChoice,
-    wanted: Mapping[str, tuple[str, str]],
+    wanted: Mapping[str, Setting],
 ) -> tuple[Conflict, ...]:
     """Conflicts, sorted by variable.
 
     Args:
         given: variables that are set and not empty.
         ifname: the detected interface for sockets.
-        wanted: value and reason of each variable that detection would set.
+        wanted: variables that detection would set.
     """
     found = [*_of_sockets(given, ifname), *_of_devices(given, facts, rdma), *_of_gid(given, rdma)]
     judged = {*_BARE_NAMES, *_PATTERNS, *_GID_VARIABLES, "NCCL_IB_HCA"}
-    for name, (value, reason) in wanted.items():
-        if name in given and name not in judged and given[name].strip() != value:
-            found.append(Conflict(name, given[name], value, reason))
+    for name, setting in wanted.items():
+        if name in given and name not in judged and given[name].strip() != setting.value:
+            found.append(Conflict(name, given[name], setting.value, setting.reason))
     return tuple(sorted(found, key=lambda conflict: conflict.name))
 
 

@@ -51,7 +51,6 @@ class Interface:
     pci: str | None = None
     master: str | None = None
     parent: str | None = None  # of a VLAN or macvlan: the interface below it
-    sriov_vf: bool = False
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -349,7 +348,6 @@ def _interface(row: Mapping[str, object]) -> Interface:
         pci=_text(row, "pci"),
         master=_text(row, "master"),
         parent=_text(row, "parent"),
-        sriov_vf=bool(row.get("sriov_vf") or row.get("vf_of")),
     )
 
 

@@ -112,20 +112,15 @@ def default_route(root: Path = Path("/")) -> str | None:
 
 def own_address(interfaces: Iterable[Mapping[str, Any]]) -> str | None:
     """The address of this host's name if an interface owns it and it is not loopback."""
-    names = [name for name in (os.environ.get("SLURMD_NODENAME"), socket.gethostname()) if name]
+    names = (os.environ.get("SLURMD_NODENAME"), socket.gethostname())
     held = {
         text.split("/")[0]
         for row in interfaces
         for key in ("ipv4", "ipv6")
         for text in row[key] or ()
     }
-    for name in names:
-        with suppress(OSError):
-            for *_, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
-                ip = str(address[0]).split("%")[0]
-                if ip in held and not ipaddress.ip_address(ip).is_loopback:
-                    return ip
-    return None
+    found = (ip for name in names if name for ip in _addresses_of(name))
+    return next((ip for ip in found if ip in held), None)
 
 
 def peer_address(environ: Mapping[str, str]) -> str | None:
@@ -140,14 +135,17 @@ def peer_address(environ: Mapping[str, str]) -> str | None:
         socket.gethostname().partition(".")[0],
     }
     other = next((host for host in hosts if host not in own), None)
-    if other is None:
-        return None
-    with suppress(OSError):
-        for *_, address in socket.getaddrinfo(other, None, type=socket.SOCK_STREAM):
-            ip = str(address[0]).split("%")[0]
-            if not ipaddress.ip_address(ip).is_loopback:
-                return ip
-    return None
+    return next(iter(_addresses_of(other)), None) if other is not None else None
+
+
+def _addresses_of(name: str) -> list[str]:
+    """Addresses of a host's name that are not loopback; none if it does not resolve."""
+    try:
+        answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    ips = [str(address[0]).split("%")[0] for *_, address in answers]
+    return [ip for ip in ips if not ipaddress.ip_address(ip).is_loopback]
 
 
 def _interface(path: Path) -> dict[str, object]:

@@ -131,13 +131,8 @@ def _with_others(step: Facts, options: argparse.Namespace) -> int:
     orders = Options(
         meeting,
         options.num_gpus,
-        socket_ifname=None,
         bringup_deadline_s=options.wait_s,
-        stop_grace_s=0.0,
-        loss_grace_s=0.0,
         object_store_memory=options.object_store_memory,
-        spare_nodes=0,
-        driver=(),
         needed_paths=tuple(options.needed_path),
         sandboxes=options.sandboxes,
     )

@@ -99,7 +99,7 @@ def test_the_port_of_the_default_route_stays_when_the_gpus_can_be_shared_out_onl
 
 def test_the_accelerated_networking_of_a_virtual_machine_is_no_rdma() -> None:
     synthetic = nic("e", "10.0.0.4/24", driver="hv_netvsc")
-    below = nic("x", master="e", sriov_vf=True)
+    below = nic("x", master="e")
     alone = detect(host(synthetic, below, port("a", rate=50, netdev="x", sriov_vf=True)))
     assert (alone.rdma.kind, alone.to_document()["ib_hca"]) == (
         "none",
