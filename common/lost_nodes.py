@@ -1,15 +1,14 @@
-"""Nodes that an attempt lost and what replaces them: the files between the head's agent and the
-driver.
+"""Files about lost nodes, between the head's agent and the driver.
 
     lost_nodes.json   written by the head's agent: every lost node with its state; read by the driver
                       and by a node that lost the head
     replaceable       written by the driver: the hosts that it can lose, one a line; read by the
                       head's agent when a node is lost
 
-Why files: both hold a state, not a message, so a driver that starts again reads the same, neither
-side waits while the other is busy, and no file means what was true before there were replacements.
-The writer and the reader of each are on the head's host, so a shared file system shows a new
-version at once; a node that lost the head reads on another host and opens the folder first.
+Both files hold a state, not a message: a restarted driver reads the same, and neither side waits
+for the other. A missing file means an empty list. Writer and reader are on the head's host, so the
+reader sees a new version at once; a node that lost the head reads it on another host and opens the
+folder first.
 """
 
 from __future__ import annotations

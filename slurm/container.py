@@ -1,5 +1,4 @@
-"""The container that the agents run in: validate it and render the pyxis and enroot arguments.
-Pure.
+"""The container of the agents: validate it, render pyxis and enroot arguments. Pure.
 
 Input: backend, image, mounts. Output: text for the batch script. The run folder and the code are
 always mounted; everything else that the run reads must be listed. Behaviour of pyxis 0.24 and

@@ -84,9 +84,9 @@ class LocalAttempt:
 
 
 def _end_with(parent: int) -> Callable[[], None]:
-    """Return what ties the calling process to ``parent``, so that it ends with it, even after KILL.
+    """Return a function that makes its process end with ``parent``, even after KILL.
 
-    The run does not outlive submitit's process: the agent's keepers end all others.
+    So the run does not outlive submitit's process: the agent's keepers end all others.
     """
     libc = ctypes.CDLL(None)  # before the fork, where a lock may be held
 

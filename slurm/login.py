@@ -1,5 +1,4 @@
-"""Check a batch file on the login node, then submit it: ``./jobs/NAME.sbatch [FLAGS]`` outside a
-job.
+"""Check a batch file, then submit it: ``./jobs/NAME.sbatch [FLAGS]`` outside a job.
 
 Input: rendering parameters of the script (container, variables, recipe), its path, training flags.
 Output: that of ``sbatch``; or exit code 78 and all problems with their remedies. If the project's
@@ -25,8 +24,7 @@ from common.exit_codes import EXIT_CONFIG  # noqa: E402
 
 MAGIC = b"hsqs"  # of squashfs
 FILE_KEYS = ("hf_checkpoint", "ref_load", "prompt_data")
-"""Recipe settings that name required files; parsed without a TOML library, which Python 3.8 lacks.
-"""
+"""Recipe settings that name required files; found without tomllib, which Python 3.8 lacks."""
 
 
 def image_problem(image: str) -> str:

@@ -3,9 +3,9 @@
 Input: a ``JobSpec`` without GPUs and the size of a server. Output: bash for ``sbatch``.
 
 Each task of the array is one server (``rlpost.agents.sandbox.server``), restarts on its own, and
-belongs to a run: it ends (exit 0) when the run's driver closes its lease or is gone. A server that is
-preempted exits with 75 and is requeued; its sandboxes are lost, which the driver sees at once and
-repeats elsewhere. As for the fleet, a failure is requeued ``max_failures`` times at most.
+belongs to a run: it ends (exit 0) when the run's driver closes its lease or is gone. A preempted
+server exits with 75 and is requeued; the driver notices the loss of its sandboxes at once and
+repeats their work elsewhere. After a failure it is requeued ``max_failures`` times at most.
 
 The server runs on the node itself, not in a container: it makes the namespaces of its sandboxes. An
 image is unpacked by enroot there, or is a folder.
@@ -31,7 +31,7 @@ class SandboxSpec:
         job: one server's job; ``run_folder``, ``home`` and ``python`` are set.
         num_servers: tasks of the array.
         places: sandboxes of one server at a time.
-        warm: sandboxes of a server that wait in advance.
+        warm: sandboxes that a server prepares in advance.
         cores: CPUs of one server.
         memory_mib: memory of one server, for all places; 0: the partition's default.
         image: folder or .sqsh file; None: the node's own /usr.

@@ -1,5 +1,4 @@
-"""Build the ``srun`` command for an additional step in a running job, on the host or in its
-container. Pure.
+"""Build the ``srun`` command for another step, on a host or in its container. Pure.
 
 Input: job, nodes, command, and the agents' container. Output: an argv.
 

@@ -18,9 +18,7 @@ ASK_TIMEOUT_S = 10.0
 ASK_AGAIN_S = 600.0
 """Interval between queries of the end of the job, which an operator may change."""
 LEAVE_S = 10.0
-"""Seconds before the deadline at which the agent writes its verdict, so that the batch script can
-requeue.
-"""
+"""Seconds before the deadline for the agent's verdict, so that the batch script can requeue."""
 
 
 def seconds_for_the_driver(left_s: float | None, *, grace_s: float, lead_s: float) -> float:

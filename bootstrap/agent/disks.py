@@ -16,14 +16,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_LOOK_EVERY_S = 1.0
+_POLL_S = 1.0
 _MIB = 1 << 20
 # Leaves space for the last messages of Ray's raylet, a log and the verdict.
 _FULL_BYTES = 64 * _MIB
 _PROBE_EVERY_S = 5.0
 _PROBE_BYTES = 65_536
 _RESERVE = ".room"
-_NO_ROOM = {errno.ENOSPC: "no space left on device", errno.EDQUOT: "disk quota exceeded"}
+_FULL = {errno.ENOSPC: "no space left on device", errno.EDQUOT: "disk quota exceeded"}
 
 
 class DiskFull(Exception):
@@ -97,7 +97,7 @@ async def _until_full(place: WatchedFolder) -> DiskFull:
             if full_since is not None and now - full_since >= place.grace_s:
                 cause = f"{place.what} {place.folder} is full: {found}; free space there, or use another folder"
                 return DiskFull(cause, node_is_bad=place.belongs_to_node)
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_POLL_S)
     finally:
         if not place.belongs_to_node:
             _remove(place.folder / _RESERVE)  # frees space for the verdict
@@ -124,7 +124,7 @@ def _refusal_at(folder: Path) -> str | None:
         probe.replace(folder / _RESERVE)
     except OSError as error:
         _remove(probe)
-        return _NO_ROOM.get(error.errno or 0)
+        return _FULL.get(error.errno or 0)
     return None
 
 

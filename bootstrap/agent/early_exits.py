@@ -1,10 +1,8 @@
-"""Detect nodes whose task failed before their agent joined: srun reports them long before the
-deadline.
+"""Detect nodes whose task failed before their agent joined, long before the deadline.
 
-Input: ``launch.log`` of the attempt, which srun writes on the batch host, and the last lines of the
-agents' logs.
-Output: hosts, each with the reason. srun lists only failed tasks; a task that exits with 0 is found
-at the deadline.
+Input: ``launch.log`` of the attempt, which srun writes on the batch host, and the ends of the
+agents' logs. Output: hosts, each with the reason. srun lists only failed tasks; a task that exits
+with 0 is found at the deadline.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Gathering:
         elif message["kind"] == ANSWER:
             self._folder_test.answered(host, message)
 
-    def can_do_without(self, host: str, why: str) -> bool:
+    def record_loss(self, host: str, why: str) -> bool:
         """Record the loss of a node; return whether the cluster can run without it."""
         if self.used:
             if host in self._spares:
@@ -164,11 +164,11 @@ class Gathering:
         return tuple(self._spares)
 
     def take_spare(self, host: str) -> None:
-        """Reserve a spare; whether it joins Ray or not, it is none any more."""
+        """Remove a spare from the list, whether or not it then joins Ray."""
         self._spares.remove(host)
 
     def replace(self, lost: str, host: str) -> None:
-        """Let ``host`` be part of the cluster in the place of ``lost``."""
+        """Put ``host`` in the place of ``lost`` in the cluster."""
         self.used = tuple(host if used == lost else used for used in self.used)
 
     async def judge(self, head_ip: str, *, ask_nodes: bool = False) -> Preflight:

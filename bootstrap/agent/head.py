@@ -366,7 +366,7 @@ class HeadAgent:
             needed = [
                 host
                 for host, cause in failed.items()
-                if not self._gathering.can_do_without(host, cause)
+                if not self._gathering.record_loss(host, cause)
             ]
             for host in failed.keys() - set(needed):
                 logger.warning("%s; the run continues without it", failed[host])
@@ -396,7 +396,7 @@ class HeadAgent:
 
     def _on_node_end(self, host: str, loss: Loss) -> None:
         self._replacements.lost_spare(host, loss.cause)
-        if self._gathering.can_do_without(host, loss.cause):
+        if self._gathering.record_loss(host, loss.cause):
             logger.info("%s; the run continues without it", loss.cause)
         elif (
             self._ending or self._stop.requested.is_set() or not self._replacements.take(host, loss)

@@ -1,5 +1,4 @@
-"""Lifecycle of Ray on this node: prepare its process under a keeper, start it on request, monitor
-its exit.
+"""Ray on this node: prepare its process under a keeper, start it, monitor its exit.
 
 Input: a ``RayNode``. Output: ``LocalRay`` with the registered nodes (on the head) and a future of
 its exit. Invariant: the session folder belongs to this attempt, is accessible to its owner only,
@@ -21,7 +20,7 @@ from typing import Any
 
 from bootstrap.agent.monitor import Kept
 from bootstrap.agent.ports import busy_ports
-from bootstrap.agent.ray_command import RayNode, rays_part, start_argv
+from bootstrap.agent.ray_command import RayNode, ray_temp_dir, start_argv
 from bootstrap.agent.ray_process import parse_registered
 from bootstrap.agent.symptoms import with_likely_cause
 from bootstrap.agent.verdict import describe_exit
@@ -134,7 +133,7 @@ class LocalRay:
         """End Ray; copy its logs to ``keep_logs_in`` unless that is None."""
         self.stop_watching()
         await self.kept.end(_END_GRACE_S)
-        logs = Path(rays_part(str(self._session_folder))) / "session_latest" / "logs"
+        logs = Path(ray_temp_dir(str(self._session_folder))) / "session_latest" / "logs"
         if keep_logs_in is not None and logs.exists():
             try:
                 shutil.copytree(

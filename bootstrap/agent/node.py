@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 _MAX_CAUSE_CHARS = 8_000
 # The network is polled more often; a thousand nodes would overload a shared file system.
 _SHARED_FOLDER_POLL_S = 0.25
-# Both ends of a broken connection notice it within ``link.SILENCE_S``; the head may be the later one.
+# Both ends of a broken connection notice it within ``link.SILENCE_S``, the head perhaps last.
 _HEAD_DECIDES_S = SILENCE_S + 5.0
 
 
@@ -78,8 +78,8 @@ class NodeAgent:
         self._stop = stop
         self._environ = base_environment(os.environ, facts, options.attempt_dir / SECRET_FILE)
         self._ray: LocalRay | None = None
-        self._places: list[tuple[str, int]] = []
-        self._look_again_at = 0.0
+        self._head_addresses: list[tuple[str, int]] = []
+        self._refresh_at = 0.0
         self._fabric: dict[str, str] = {}  # variables for the RDMA ports of this node
         self._keep_logs = True  # of Ray, unless the head's order says otherwise
         self._is_needed = not options.spare_nodes  # with spares: set by the order to start Ray
@@ -111,7 +111,7 @@ class NodeAgent:
     async def _is_replaced(self, loss: LinkLost) -> bool:
         """Whether the head lives and lets a spare take this node's place.
 
-        If the head does not answer, it may take this node for the one that does not.
+        If the connection is broken, each side may consider the other one lost.
         """
         if not self._options.spare_nodes:
             return False
@@ -136,7 +136,7 @@ class NodeAgent:
         """Connect to the head; None if a stop was requested first."""
         facts, options = self._facts, self._options
         preparing = asyncio.create_task(self._prepare_ray())
-        logger.info("looking at this host")  # the last line if it hangs, e.g. on a dead mount
+        logger.info("reading this host")  # the last line if that hangs, e.g. on a dead mount
         host_facts = await read_this_host(facts, options)
         source_ip = None
         try:
@@ -192,8 +192,8 @@ class NodeAgent:
     def _candidates(self) -> Sequence[tuple[str, int]]:
         """Addresses to try for the head, refreshed every ``_SHARED_FOLDER_POLL_S`` seconds."""
         attempt_dir, now = self._options.attempt_dir, time.monotonic()
-        if now >= self._look_again_at:
-            self._look_again_at = now + _SHARED_FOLDER_POLL_S
+        if now >= self._refresh_at:
+            self._refresh_at = now + _SHARED_FOLDER_POLL_S
             # os.path.exists, unlike Path.exists, does not raise on a lost mount.
             if os.path.exists(attempt_dir / VERDICT_FILE):
                 raise BringupError(
@@ -201,10 +201,10 @@ class NodeAgent:
                 )
             self._check_head_began()
             first = next(candidate_blocks(self._facts.job_id, ephemeral_floor()))
-            self._places = head_candidates(
+            self._head_addresses = head_candidates(
                 self._facts.head_host, first.rendezvous, attempt_dir / HEAD_FILE
             )
-        return self._places
+        return self._head_addresses
 
     def _check_head_began(self) -> None:
         """Write the verdict for a head whose task failed before its agent started.

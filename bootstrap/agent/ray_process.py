@@ -1,5 +1,4 @@
-"""Process that becomes ``ray start``: it imports Ray during the rendezvous, then waits for its
-command.
+"""Process that becomes ``ray start`` after it has imported Ray and has its command.
 
     python -u -m bootstrap.agent.ray_process < ORDER
 

@@ -1,5 +1,4 @@
-"""Report what an image lacks, from inside it: ``python3 -m bootstrap.image.doctor [--cpu]
-[--te-for=SETTING,...]``
+"""Report what an image lacks, from inside it: ``python3 -m bootstrap.image.doctor``.
 
 Input: the image, and the version pins of the code that contains this file. Output: a table or JSON on
 standard output or in a separate file, because the container runtime and setup commands also write

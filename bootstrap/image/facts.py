@@ -1,5 +1,4 @@
-"""Read the facts of an image for ``image.checks``, from inside it. Decides nothing and never
-raises.
+"""Read the facts of an image from inside it. Decides nothing and never raises.
 
 Only the standard library of Python 3.8 and later, because the packages to be checked may be
 missing.

@@ -1,5 +1,4 @@
-"""Read the versions that rlpost requires: from setup.cfg in a checkout, from METADATA of an
-installation.
+"""Read the versions that rlpost requires: from setup.cfg, or METADATA of a wheel.
 
 Input: the folder of the code, names of extras. Output: ``Requirement`` values. Only the standard
 library of Python 3.8 and later, because it runs in images that are being built or diagnosed.

@@ -1,5 +1,4 @@
-"""Conflicts between the environment variables that are set and the settings detected on this host.
-Pure.
+"""Conflicts between variables that are set and the settings of this host. Pure.
 
 Input: the variables that are set, the facts of the host, the settings detected without them.
 Output: one ``Conflict`` each. The variable always wins: the site may know more than detection can
@@ -67,7 +66,7 @@ def conflicts(
     return tuple(sorted(found, key=lambda conflict: conflict.name))
 
 
-def picked(pattern: str, names: Sequence[str]) -> set[str]:
+def selected(pattern: str, names: Sequence[str]) -> set[str]:
     """The ``names`` that an NCCL list selects: by prefix; ``=`` exact, ``^`` others.
 
     A name may have a port (``mlx5_0:1``); a device without a port selects all its ports (NCCL user
@@ -96,7 +95,7 @@ def _of_sockets(given: Mapping[str, str], ifname: str | None) -> Iterator[Confli
         if name in given and ifname not in [part.strip() for part in given[name].split(",")]:
             yield Conflict(name, given[name], ifname, source)
     for name in _PATTERNS:
-        if name in given and not picked(given[name], [ifname]):
+        if name in given and not selected(given[name], [ifname]):
             yield Conflict(name, given[name], f"={ifname}", source)
 
 
@@ -107,7 +106,7 @@ def _of_devices(
         return
     active = [f"{port.name}:{port.port}" for port in facts.rdma_ports if port.state == "ACTIVE"]
     chosen = [f"{port.name}:{port.port}" for port in rdma.ports]
-    if picked(given["NCCL_IB_HCA"], active or chosen) != set(chosen):
+    if selected(given["NCCL_IB_HCA"], active or chosen) != set(chosen):
         source = f"{len(chosen)} ports of kind {rdma.kind} carry the GPUs' traffic"
         yield Conflict("NCCL_IB_HCA", given["NCCL_IB_HCA"], "=" + ",".join(chosen), source)
 

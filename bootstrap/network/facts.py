@@ -31,6 +31,14 @@ VIRTUAL_TYPES = frozenset({"bridge", "veth", "vxlan", "tun", "dummy"})
 # has this name, and does not report to which bridge a link belongs.
 _SWITCH_DRIVER, _SWITCH = "openvswitch", "ovs-system"
 
+# Ethernet speeds that no InfiniBand port of four lanes has (10, 20, 40, 56, 100, 200, 400, 800).
+_ETHERNET_ONLY_GBPS = {1, 2.5, 5, 25, 50}
+# rdma-core's rename rule (kernel-boot/rdma_rename.c) begins a device's name with the link layer.
+_NAMED_BY_LAYER = {
+    "InfiniBand": re.compile(r"ib[pso]\d"),
+    "Ethernet": re.compile(r"(roce|iw)[pso]\d"),
+}
+
 
 class FactsFileError(ValueError):
     """A layout violates the schema; the message names the file or key, and the value."""
@@ -188,6 +196,21 @@ class NetworkFacts:
             *(port.driver for port in self.rdma_ports if port.netdev == one.name),
         ]
         return any(driver and driver.startswith("cxi") for driver in drivers)
+
+    def link_layer(self, port: RdmaPort) -> str | None:
+        """Link layer by the port, else its GIDs, netdev, rate or name; None if unknown."""
+        if port.link_layer in ("InfiniBand", "Ethernet"):
+            return port.link_layer
+        if any(gid.type.upper().startswith(("ROCE", "V")) for gid in port.gids):
+            return "Ethernet"
+        netdev = self.interface(port.netdev)
+        if netdev is not None:
+            return "InfiniBand" if netdev.type == "infiniband" else "Ethernet"
+        if port.rate_gbps in _ETHERNET_ONLY_GBPS:
+            return "Ethernet"
+        return next(
+            (layer for layer, form in _NAMED_BY_LAYER.items() if form.match(port.name)), None
+        )
 
     def owner(self, address: str) -> Interface | None:
         """The interface that holds ``address``."""

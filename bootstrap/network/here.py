@@ -1,5 +1,4 @@
-"""Find the interface that reaches the other nodes from the rendezvous connection, never from
-interface names.
+"""Find the interface to the other nodes from the rendezvous connection, not by name.
 
 Input: the local address of an accepted connection. Output: the interface that owns it, and the
 environment that makes Gloo, NCCL, TensorPipe and NVSHMEM use that interface. Names may differ

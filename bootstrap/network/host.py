@@ -1,5 +1,4 @@
-"""Read this host's network facts as a document of the schema ``netlayout/1``, for ``--save`` and
-detection.
+"""Read this host's network facts as a document of the schema ``netlayout/1``.
 
 Input: sysfs and procfs (below ``root``, which tests replace), addresses from psutil. Output: a
 mapping that JSON can represent. Decides nothing. Facts that the kernel does not report are None.

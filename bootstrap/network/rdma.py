@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from bootstrap.network.elsewhere import drop_elsewhere
 from bootstrap.network.facts import (
     CXI_HINT,
     TCPXO_HINT,
@@ -26,19 +25,14 @@ from bootstrap.network.facts import (
 )
 from bootstrap.network.narrowing import Narrowing
 
-# Ethernet speeds that no InfiniBand port of four lanes has (10, 20, 40, 56, 100, 200, 400, 800).
-_ETHERNET_ONLY_GBPS = {1, 2.5, 5, 25, 50}
 # GPUDirect-TCPX (Google's A3 High): four NICs for the data of eight GPUs, one for all else.
 _NUM_TCPX_DATA_NICS = 4
+# Drivers whose devices are separate PCI functions, for which sysfs shows no interface.
+_WITHOUT_INTERFACE = {"erdma"}
 # The kernel lists two link-local GIDs of a port (RoCE v1, v2), then each address as v1 and v2.
 _FIRST_ADDRESS_ROCE_V2, _LINK_LOCAL_ROCE_V2 = 3, 1
 
-# If neither driver nor link layer is known, the device name may contain them: rdma-core's rename
-# rule (kernel-boot/rdma_rename.c) starts it with the link layer, the kernel with the driver.
-_NAMED_BY_LAYER = {
-    "InfiniBand": re.compile(r"ib[pso]\d"),
-    "Ethernet": re.compile(r"(roce|iw)[pso]\d"),
-}
+# If neither driver nor link layer is known, the kernel's device name may begin with the driver.
 _NAMED_BY_PROVIDER = {"efa": re.compile(r"(rdma[pso]|efa_)\d"), "cxi": re.compile(r"cxi\d")}
 
 
@@ -86,7 +80,7 @@ def _provider_kind(facts: NetworkFacts, choice: RdmaChoice) -> str:
         unknown = [
             port
             for port in facts.rdma_ports
-            if port.driver is None and link_layer(facts, port) is None
+            if port.driver is None and facts.link_layer(port) is None
         ]
         return any(_NAMED_BY_PROVIDER[provider].match(port.name) for port in unknown)
 
@@ -152,7 +146,7 @@ def _choose_ports(facts: NetworkFacts, socket_ifname: str | None, choice: RdmaCh
         lambda port: not _is_accelerated_networking(facts, port),
         "Hyper-V's accelerated networking, not RDMA",
     )
-    drop_elsewhere(facts, ports, choice.warnings, link_layer)
+    _drop_elsewhere(facts, ports, choice.warnings)
     _drop_virtual_functions(facts, ports)
     _drop_front_end(facts, ports)
     _keep_one_link_layer(facts, ports)
@@ -163,7 +157,7 @@ def _choose_ports(facts: NetworkFacts, socket_ifname: str | None, choice: RdmaCh
     _settle_surplus(facts, ports, socket_ifname)
     choice.ports = tuple(ports.left)
     choice.excluded = tuple(port for port in facts.rdma_ports if port not in choice.ports)
-    layers = {link_layer(facts, port) for port in choice.ports}
+    layers = {facts.link_layer(port) for port in choice.ports}
     choice.kind = "ib" if layers == {"InfiniBand"} else "roce"
     choice.why.append(f"{choice.kind}: {', '.join(port.name for port in choice.ports)}")
     if layers == {None}:
@@ -184,18 +178,40 @@ def _is_accelerated_networking(facts: NetworkFacts, port: RdmaPort) -> bool:
     return above is not None and above.driver == "hv_netvsc"
 
 
-def link_layer(facts: NetworkFacts, port: RdmaPort) -> str | None:
-    """Link layer by the port, else its GIDs, netdev, rate or name; None if unknown."""
-    if port.link_layer in ("InfiniBand", "Ethernet"):
-        return port.link_layer
-    if any(gid.type.upper().startswith(("ROCE", "V")) for gid in port.gids):
-        return "Ethernet"
-    netdev = facts.interface(port.netdev)
-    if netdev is not None:
-        return "InfiniBand" if netdev.type == "infiniband" else "Ethernet"
-    if port.rate_gbps in _ETHERNET_ONLY_GBPS:
-        return "Ethernet"
-    return next((layer for layer, form in _NAMED_BY_LAYER.items() if form.match(port.name)), None)
+def _drop_elsewhere(facts: NetworkFacts, ports: Narrowing[RdmaPort], warnings: list[str]) -> None:
+    """Drop RoCE ports whose interface is in another network namespace; add a warning.
+
+    RoCE resolves peers through an interface's addresses. With SR-IOV, a container sees all virtual
+    functions under /sys/class/infiniband but only its own interfaces. No port is dropped if the
+    list of interfaces may be incomplete, as in a pasted layout, or if no port would remain.
+    """
+    if not facts.interfaces_complete:
+        return
+    away = [
+        port
+        for port in ports.left
+        if facts.link_layer(port) == "Ethernet" and not _has_interface(facts, port)
+    ]
+    if not away:
+        return
+    where = "is in another network namespace (SR-IOV?) or is missing"
+    if len(away) < len(ports.left):
+        ports.keep(lambda port: port not in away, f"its interface {where}")
+        remedy = "left out; if they are this job's, give the container their interfaces or the host's network"
+    else:
+        remedy = "kept, for there are no others; RoCE may not connect: give the container the host's network"
+    warnings.append(f"RDMA ports whose network interface {where}: {_listed(away)}; {remedy}")
+
+
+def _has_interface(facts: NetworkFacts, port: RdmaPort) -> bool:
+    """Whether its interface is visible, or a macvlan above (address in the GID table)."""
+    if facts.interface(port.netdev) is not None or port.driver in _WITHOUT_INTERFACE:
+        return True
+    return any(facts.owner(gid.addr) is not None for gid in port.gids)
+
+
+def _listed(ports: Sequence[RdmaPort]) -> str:
+    return ", ".join(f"{port.name} ({port.netdev})" if port.netdev else port.name for port in ports)
 
 
 def _drop_virtual_functions(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
@@ -212,9 +228,9 @@ def _drop_virtual_functions(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> 
             "its interface is not here, unlike virtual functions'",
         )
     else:
-        physical = {link_layer(facts, port) for port in ports.left if not port.sriov_vf}
+        physical = {facts.link_layer(port) for port in ports.left if not port.sriov_vf}
         ports.keep(
-            lambda port: not port.sriov_vf or not physical & {link_layer(facts, port), None},
+            lambda port: not port.sriov_vf or not physical & {facts.link_layer(port), None},
             "virtual function beside physical ones",
         )
 
@@ -226,7 +242,7 @@ def _drop_front_end(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
     front = [
         port
         for port in ports.left
-        if port.netdev in way_out and link_layer(facts, port) != "InfiniBand"
+        if port.netdev in way_out and facts.link_layer(port) != "InfiniBand"
     ]
     rest = [port for port in ports.left if port not in front]
     is_fastest = front and rest and all(_rate(front) > _rate([port]) > 0 for port in rest)
@@ -259,7 +275,7 @@ def _rate(ports: Sequence[RdmaPort]) -> float:
 
 def _keep_one_link_layer(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
     """Keep the link layer with the most bandwidth, else with one port per GPU, else InfiniBand."""
-    found = {port.name: link_layer(facts, port) for port in ports.left}
+    found = {port.name: facts.link_layer(port) for port in ports.left}
     if "InfiniBand" not in found.values():
         return  # Ethernet or unknown: no evidence of two link layers
     present: dict[str, list[RdmaPort]] = {}

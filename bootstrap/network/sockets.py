@@ -127,7 +127,7 @@ def _follow_routes(facts: NetworkFacts, candidates: Narrowing[Interface]) -> Non
         route.routable
         and private
         and not facts.example_peer
-        and not any(map(_is_inside, route.routable))
+        and not any(map(_is_internal, route.routable))
     ):
         names = ", ".join(one.name for one in private)
         candidates.keep(
@@ -229,13 +229,13 @@ def _rate_mbps(facts: NetworkFacts, one: Interface) -> float:
     return max([one.speed_mbps or 0, *rates])
 
 
-def _is_inside(text: str) -> bool:
+def _is_internal(text: str) -> bool:
     """Whether the address is in a range for internal use (RFC 1918, RFC 6598, RFC 4193)."""
     return not address_of(text).is_global
 
 
 def _is_private(one: Interface) -> bool:
-    return any(_is_inside(text) for text in one.routable)
+    return any(_is_internal(text) for text in one.routable)
 
 
 def _address_for_peers(facts: NetworkFacts, one: Interface) -> str | None:

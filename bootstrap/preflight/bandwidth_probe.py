@@ -1,5 +1,4 @@
-"""Measure all-reduce between neighbours: one process per node, one child per GPU. See
-``bandwidth``.
+"""Measure all-reduce between neighbours: a process per node, a child per GPU.
 
 Input: rank and size of the measurement on the command line, the network variables in the
 environment. Output: the last line of standard output, ``{"gbps": BEST}``: bus bandwidth in GB/s (as

@@ -15,8 +15,20 @@ from bootstrap.preflight.shared_folder import check_alone
 from bootstrap.preflight.table import HostFacts, Seen, Wanted
 
 # Network file systems by their names in /proc/mounts; on them sockets and memory maps fail.
-_REMOTE_FS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "9p", "wekafs", "fuse.")
-_REMOTE_FS += ("afs", "panfs")
+_REMOTE_FS = (
+    "nfs",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "smb",
+    "9p",
+    "wekafs",
+    "fuse.",
+    "afs",
+    "panfs",
+)
 _MAX_SKEW_S = 2.0
 _MAX_RENAME_MS = 1000.0
 _MAX_FOREIGN_MIB = 512
@@ -185,15 +197,15 @@ def _gpu_health(facts: HostFacts) -> Check:
     bad: list[str] = []
     doubtful: list[str] = []
     for gpu in facts.gpu_reading.gpus or ():
-        bad += [f"{gpu.uuid} {what}" for what in _ailments(gpu)]
-        doubtful += [f"{gpu.uuid} {what}" for what in _doubts(gpu)]
+        bad += [f"{gpu.uuid} {what}" for what in _faults(gpu)]
+        doubtful += [f"{gpu.uuid} {what}" for what in _warnings(gpu)]
     level: Level = "OK"
     if bad or doubtful:
         level = "EXCLUDE_NODE" if bad else "WARN"
     return Check("gpu-health", level, "; ".join([*bad, *doubtful]) or "no faults known")
 
 
-def _ailments(gpu: Gpu) -> list[str]:
+def _faults(gpu: Gpu) -> list[str]:
     """Faults that make a GPU unfit.
 
     A recovery action of the driver takes precedence over error counts.
@@ -212,7 +224,7 @@ def _ailments(gpu: Gpu) -> list[str]:
     return found
 
 
-def _doubts(gpu: Gpu) -> list[str]:
+def _warnings(gpu: Gpu) -> list[str]:
     """Faults that may stop a run later.
 
     A pending remap is harmless (NVIDIA, "GPU Memory Error Management").

@@ -1,5 +1,4 @@
-"""Run the agents' preflight on its own: ``python -m bootstrap.preflight.doctor [--num-gpus N]
-[--json]``
+"""Run the agents' preflight alone: ``python -m bootstrap.preflight.doctor``.
 
 Input: this host and, inside a job, Slurm's environment. Output: the preflight table or its JSON on
 standard output, one for all nodes of a step (``srun --ntasks-per-node=1``). Exit code 0 if all

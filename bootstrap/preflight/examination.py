@@ -1,5 +1,4 @@
-"""Run the doctor on several nodes at once, with the rendezvous of a run, and compare them in one
-table.
+"""Run the doctor on several nodes, with the rendezvous of a run, and compare them.
 
 Input: facts of the step, the run's requirements, a folder that all nodes share. Output: on the
 first node, the preflight of all hosts and a comparison of their networks; the others print only if

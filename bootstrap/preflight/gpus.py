@@ -1,5 +1,4 @@
-"""Read the NVIDIA GPUs of this host and their faults: from NVML or nvidia-smi, and from the kernel
-log.
+"""Read the NVIDIA GPUs of this host and their faults from driver and kernel log.
 
 Input: the machine. Output: ``GpuReading``, which ``python -m bootstrap.preflight.gpus`` prints as
 JSON. NVML is called in a separate process, because a broken GPU may block its caller forever.

@@ -1,5 +1,4 @@
-"""Test the run folder's file system at the start of a run: on each host separately, and on all
-hosts together.
+"""Test the run folder's file system at the start: on each host, and on all together.
 
 Input: a folder of the attempt; the head's order over the rendezvous connection. Output: the missing
 features, in words, and one ``Check`` per host. Checkpoints require a rename that replaces a file.
@@ -35,9 +34,7 @@ from common.files import is_there
 ORDER, ANSWER = "try folder", "folder tried"
 LOOK_S, ANSWER_S, POLL_S = 3.0, 5.0, 0.02
 SLOW_S = 1.0
-"""Seconds until a file of one host is visible on another; affects stop requests and the end of an
-attempt.
-"""
+"""Seconds until another host sees a file; stop requests and the end of an attempt depend on it."""
 NUM_LINES, MAX_WRITERS = 8, 8
 RENAME = "rename over a file"
 _HEAD, _LINES, _DONE = "head", "lines", ".done"

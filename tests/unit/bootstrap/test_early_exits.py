@@ -111,7 +111,7 @@ def test_a_lost_spare_is_not_waited_for(tmp_path: Path) -> None:
         waiting = asyncio.create_task(gathering.wait())
         await asyncio.sleep(0.05)
         assert not waiting.done()
-        assert gathering.can_do_without("n3", "its container fails")
+        assert gathering.record_loss("n3", "its container fails")
         async with asyncio.timeout(5):
             await waiting
 
