@@ -1,4 +1,4 @@
-"""Answers of squeue as values. What squeue really prints is held by tests/cluster/test_verbs.py."""
+"""Parse answers of squeue. tests/cluster/test_verbs.py runs the real squeue."""
 
 import pytest
 
