@@ -67,7 +67,7 @@ def write_replaceable(attempt_dir: Path, hosts: Iterable[str]) -> None:
 
 
 def read_replaceable(attempt_dir: Path) -> frozenset[str]:
-    """The hosts that the driver can lose; none before it said so."""
+    """The hosts that the driver can lose; none before it has listed them."""
     try:
         return frozenset((attempt_dir / REPLACEABLE_FILE).read_text().split())
     except OSError:

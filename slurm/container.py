@@ -8,7 +8,7 @@ enroot 4.1, and the consequences:
 - The image's /etc/environment overrides the host's variables: --container-env lists those that the
   host must set, and ``env`` sets the settings' variables inside the container.
 - PATH and working directory come from the image: use an interpreter of the image, and pass the
-working directory.
+  working directory.
 - A named container outlives its step: its name contains the job and its restart count and, with raw
   enroot, the node, because nodes may share ENROOT_DATA_PATH.
 - An entrypoint may print, fork or change the directory: disable it.

@@ -9,7 +9,7 @@ requeue. On a batch host without Python, only a preempted run is requeued. Const
 batch script can handle:
 
 - Only the batch shell receives USR2 (time limit near, or preemption where the site sends the job's
-signal).
+  signal).
 - A preemption moves the end of the job. squeue reports it, but a container may have no squeue. If
   squeue does not answer at USR2, the script assumes that the signal's lead is all the time left.
 - TERM to the batch shell means that the job was cancelled, or that its grace time is over and Slurm
@@ -21,20 +21,20 @@ signal).
   started. With SLURM_SRUN_REDUCE_TASK_EXIT_MSG set, srun would report only the first of several
   nodes.
 - srun turns TERM into KILL for all its tasks (slurm, src/srun/signals.c): the script never signals
-srun.
+  srun.
 - After a node failure srun waits until Slurm detects it (SlurmdTimeout, minutes): the verdict ends
-the step.
+  the step.
 - The controller may be restarting when the agents end: retry squeue, and do not requeue if the
-state stays unknown.
+  state stays unknown.
 - The verdict may be written ten seconds before the end of the job, and a job at its time limit
   cannot be requeued: waiting for srun and for container cleanup is bounded by the end of the job.
 - Slurm 22.05 does not requeue a preempted job that exits within its grace time: the script must.
 - With spare nodes a lost node must not end the job: ``--no-kill`` for job and step, without which
-  Slurm kills the whole step and requeues the job when it sets the node DOWN. Slurm then takes the
-  node out of the job for good: a requeued job asks for one node less, which is set right as well.
-  If that node is the batch host, no script is left to requeue: ``watch_batch_host.sh`` does it.
+  Slurm kills the whole step and requeues the job when it sets the node DOWN. Slurm then removes the
+  node from the job: a requeued job would ask for one node less, so that is set again. If that node
+  is the batch host, no script is left to requeue: ``watch_batch_host.sh`` does it.
 - The list of excluded hosts can be changed only while the job is pending: after the requeue, which
-sends TERM.
+  sends TERM.
 - Where requeueing is forbidden, a new job resumes the run in the same folder. It waits for this one
   through its name (``--dependency=singleton``), which ``executor.completed`` makes unique to the
   run.
@@ -74,8 +74,13 @@ def preparation(spec: JobSpec, home: str) -> str:
     return text
 
 
-def directives(spec: JobSpec, *, is_warned: bool = True) -> str:
-    """Render the ``#SBATCH`` lines; ``is_warned``: USR2 before the time limit."""
+def directives(
+    spec: JobSpec, *, is_warned: bool = True, first: Sequence[Sequence[str]] = ()
+) -> str:
+    """Render the ``#SBATCH`` lines, with the options of ``first`` before those of the spec.
+
+    ``is_warned``: the batch shell gets USR2 before the time limit.
+    """
     nodes = [f"--nodes={spec.nodes + spec.spare_nodes}", "--ntasks-per-node=1"]
     nodes += ["--no-kill"] if spec.spare_nodes else []
     nodes += ["--exclusive", "--mem=0"] if spec.exclusive else []
@@ -91,7 +96,7 @@ def directives(spec: JobSpec, *, is_warned: bool = True) -> str:
     warning = [f"--signal=B:USR2@{spec.signal_lead_s}"] if is_warned else []
     time = [f"--time={spec.time}", *warning, *again, "--open-mode=append"]
     output = [_option("output", spec.output or "slurm-%j.out")]
-    lines: Sequence[Sequence[str]] = ([f"--job-name={spec.job_name}"], nodes, place, time, output)
+    lines = (*first, [f"--job-name={spec.job_name}"], nodes, place, time, output)
     return "#!/bin/bash\n" + "".join(f"#SBATCH {' '.join(line)}\n" for line in lines if line)
 
 

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from common.exit_codes import EXIT_CONFIG, EXIT_PREEMPTED
 from slurm.errors import SpecError
 from slurm.render import directives, places, shell_word
+from slurm.render_fleet import MAX_TASKS
 from slurm.spec import JobSpec
-
-MAX_TASKS = 1000  # MaxArraySize is 1001 by default (man slurm.conf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +77,20 @@ class SandboxSpec:
 def render_sandbox(spec: SandboxSpec) -> str:
     """Render the batch script of the servers."""
     job = spec.job
-    first, rest = directives(job).split("\n", 1)
-    size = f"--cpus-per-task={spec.cores}"
-    size += f" --mem={spec.memory_mib}M" if spec.memory_mib and not job.exclusive else ""
-    size += f" --dependency=after:{spec.after}" if spec.after is not None else ""
-    header = f"{first}\n#SBATCH --array=0-{spec.num_servers - 1} {size}\n{rest}"
-    return "".join((header, _HEAD, places(job, is_supervised=False), _command(spec), _end(job)))
+    array = [f"--array=0-{spec.num_servers - 1}", f"--cpus-per-task={spec.cores}"]
+    if spec.memory_mib and not job.exclusive:
+        array.append(f"--mem={spec.memory_mib}M")
+    if spec.after is not None:
+        array.append(f"--dependency=after:{spec.after}")
+    return "".join(
+        (
+            directives(job, first=[array]),
+            _HEAD,
+            places(job, is_supervised=False),
+            _command(spec),
+            _end(job),
+        )
+    )
 
 
 _HEAD = """\

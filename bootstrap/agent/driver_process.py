@@ -134,7 +134,7 @@ class DriverProcess:
         await self._current.end(grace_s)
 
     async def _follow(self) -> None:
-        """Start the driver again after each crash, until one ends for good."""
+        """Start the driver again after each crash, until there is a reason to end."""
         while True:
             await asyncio.wait([self._current.kept.exited])
             code, died_at = self._current.kept.exited.result(), time.time()

@@ -74,7 +74,7 @@ logger = logging.getLogger(__name__)
 
 _DRIVER_END_GRACE_S = 10.0
 _NODES_END_S = 30.0
-# The driver often learns of a lost node (through a Ray exception) before the head agent does.
+# The driver often detects a lost node (through a Ray exception) before the head agent does.
 _LOSS_MAY_FOLLOW_S = 3.0
 _DELIBERATE_EXITS = (EXIT_DONE, EXIT_PREEMPTED, EXIT_CONFIG)
 

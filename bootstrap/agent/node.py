@@ -109,7 +109,7 @@ class NodeAgent:
                 link.close()
 
     async def _is_replaced(self, loss: LinkLost) -> bool:
-        """Whether the head lives and lets a spare take this node's place.
+        """Whether the head is alive and has let a spare replace this node.
 
         If the connection is broken, each side may consider the other one lost.
         """
@@ -119,7 +119,7 @@ class NodeAgent:
         while True:
             lost = await asyncio.to_thread(read_lost_nodes, self._options.attempt_dir)
             if any(node.host == self._facts.host for node in lost):
-                logger.info("the head lives; a spare node takes the place of this one")
+                logger.info("the head is alive; a spare node replaces this one")
                 return True
             if time.monotonic() >= deadline:
                 return False

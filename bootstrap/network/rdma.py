@@ -334,21 +334,21 @@ def _keep_same_fabric(
     If the ports that do not fit are the majority and fit each other, they are the rails, and the
     socket interface is not.
     """
-    meeting = facts.interface(socket_ifname)
-    if meeting is None or not any(port.netdev == meeting.name for port in ports.left):
+    chosen = facts.interface(socket_ifname)
+    if chosen is None or not any(port.netdev == chosen.name for port in ports.left):
         return
-    fitting = [port for port in ports.left if _fits(meeting, facts.interface(port.netdev))]
+    fitting = [port for port in ports.left if _fits(chosen, facts.interface(port.netdev))]
     others = [facts.interface(port.netdev) for port in ports.left if port not in fitting]
     rails = [one for one in others if one is not None and one.routable and _fits(others[0], one)]
     if len(fitting) < len(others) == len(rails):
         ports.keep(
             lambda port: port not in fitting,
-            f"the other ports are rails of their own, {meeting.name} is not",
+            f"the other ports are rails of their own, {chosen.name} is not",
         )
         return
     ports.keep(
         lambda port: port in fitting,
-        f"its address does not fit the fabric of {meeting.name}, where nodes meet",
+        f"its address does not fit the fabric of {chosen.name}, where nodes meet",
     )
 
 
