@@ -61,7 +61,7 @@ def delegated_cgroup(proc: Path = Path("/proc/self"), *, user: int | None = None
 
 def _mount_point(mounts: str) -> Path | None:
     for line in mounts.splitlines():
-        fields = line.split()
+        fields = line.split()  # device, mount point, type, ...
         if len(fields) > 2 and fields[2] == "cgroup2":
             return Path(fields[1])
     return None

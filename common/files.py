@@ -123,6 +123,14 @@ def tail_text(path: Path, max_bytes: int) -> str:
         return file.read().decode(errors="replace")
 
 
+def text_or_empty(path: Path) -> str:
+    """Stripped text of a file; empty if it is missing or cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
 def _write_beside(
     path: Path, text: str | Iterable[str], *, mode: int = 0o600, through: Path | None = None
 ) -> Path:

@@ -105,7 +105,7 @@ class Ledger:
                 line = line[os.write(descriptor, line) :]
             os.fsync(descriptor)
         finally:
-            os.close(descriptor)
+            os.close(descriptor)  # releases the lock
         return size
 
     def _holds(self, line: bytes, start: int) -> bool:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from common.attempt import LOST_NODES_FILE, REPLACEABLE_FILE
 from common.cluster import Node
-from common.files import write_atomic
+from common.files import text_or_empty, write_atomic
 
 State = Literal["joining", "replaced", "given up"]
 
@@ -68,10 +68,7 @@ def write_replaceable(attempt_dir: Path, hosts: Iterable[str]) -> None:
 
 def read_replaceable(attempt_dir: Path) -> frozenset[str]:
     """The hosts that the driver can lose; none before it has listed them."""
-    try:
-        return frozenset((attempt_dir / REPLACEABLE_FILE).read_text().split())
-    except OSError:
-        return frozenset()
+    return frozenset(text_or_empty(attempt_dir / REPLACEABLE_FILE).split())
 
 
 def _lost_node(entry: dict[str, Any]) -> LostNode:

@@ -100,19 +100,13 @@ def submit(spec: JobSpec, run: RunFolder, *, home: Path, where: Where) -> str:
 
 
 def submit_fleet(spec: FleetSpec, run: RunFolder, environ: Mapping[str, str]) -> str:
-    """Submit the engine jobs of a run's fleet; return the id of the array.
-
-    Args:
-        environ: environment of sbatch, which sends it to Slurm; without keys.
-
-    Raises: SubmitError: sbatch rejected the job (with its output).
-    """
+    """Submit the engine jobs of a run's fleet, as ``submit_script``; return the array's id."""
     path = run.root / "fleet" / "job.sbatch"
     return submit_script(render_fleet(spec), path, 1, environ, folder=run.submitit)
 
 
 def submit_sandboxes(spec: SandboxSpec, run: RunFolder, environ: Mapping[str, str]) -> str:
-    """Submit the sandbox servers of a run; as ``submit_fleet``."""
+    """Submit the sandbox servers of a run, as ``submit_script``; return the array's id."""
     path = run.root / "sandboxes" / "job.sbatch"
     path.parent.mkdir(exist_ok=True, mode=0o700)
     return submit_script(render_sandbox(spec), path, 1, environ, folder=run.submitit)
@@ -129,6 +123,7 @@ def submit_script(
     """Write a batch script to ``path`` and submit it; return the id of the job.
 
     Args:
+        environ: environment of sbatch, which sends it to Slurm; without keys.
         folder: submitit's folder; by default ``submitit`` beside ``path``.
 
     Raises: SubmitError: sbatch rejected the job (with its output).

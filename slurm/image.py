@@ -71,11 +71,8 @@ def _with_registry(name: str) -> str:
 def key(image: str) -> str:
     """File name for an image name: readable and unique."""
     name = uri(image)
-    return (
-        re.sub(r"[^A-Za-z0-9._-]+", "_", name.split("://")[1])
-        + "-"
-        + hashlib.sha256(name.encode()).hexdigest()[:12]
-    )
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "_", name.split("://")[1])
+    return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
 def describe(path: Path) -> dict[str, object]:
@@ -222,6 +219,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _open_lock(path: Path) -> int:
     """Open a file to lock, for writing if possible: flock over NFS needs that."""
+    # O_NOFOLLOW: in a shared folder another user could have put a link here.
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except PermissionError:

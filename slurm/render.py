@@ -372,12 +372,8 @@ kill -0 "$srun_pid" 2>/dev/null || {{ wait "$srun_pid" || code=$?; }}
 
 
 def _decide(spec: JobSpec) -> str:
-    words = [
-        "--max-preemptions",
-        str(spec.max_preemptions),
-        "--max-failures",
-        str(spec.max_failures),
-    ]
+    words = ["--max-preemptions", str(spec.max_preemptions)]
+    words += ["--max-failures", str(spec.max_failures)]
     words += ["--max-stalled-attempts", str(spec.max_stalled_attempts)]
     words += ["--exclude", ",".join(spec.exclude)] if spec.exclude else []
     words += ["--never"] if spec.requeue == "never" else []

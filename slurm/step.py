@@ -76,14 +76,8 @@ def step_argv(
     if not nodes:
         raise JobError(f"job {job_id} has no nodes")
     count = len(nodes)
-    argv = [
-        "srun",
-        f"--jobid={job_id}",
-        "--overlap",
-        f"--nodes={count}",
-        f"--ntasks={count}",
-        "--ntasks-per-node=1",
-    ]
+    argv = ["srun", f"--jobid={job_id}", "--overlap", f"--nodes={count}"]
+    argv += [f"--ntasks={count}", "--ntasks-per-node=1"]
     argv += [f"--nodelist={','.join(nodes)}", "--cpu-bind=none", "--mpi=none"]
     if terminal:
         argv.append("--pty")
@@ -101,16 +95,9 @@ def step_argv(
         return [*argv, "bash", f"{inside.home}/slurm/enroot_exec.sh", name, *command]
     mounts = [f"{path}:{path}" for path in (inside.run_folder, inside.home)]
     mounts += map(_both_ends, container.mounts)
-    argv += [
-        f"--container-name={name}",
-        f"--container-mounts={','.join(mounts)}",
-        f"--container-workdir={inside.home}",
-    ]
-    argv += [
-        "--no-container-mount-home",
-        "--no-container-entrypoint",
-        f"--container-env={','.join(HOST_VARIABLES)}",
-    ]
+    argv += [f"--container-name={name}", f"--container-mounts={','.join(mounts)}"]
+    argv += [f"--container-workdir={inside.home}", "--no-container-mount-home"]
+    argv += ["--no-container-entrypoint", f"--container-env={','.join(HOST_VARIABLES)}"]
     return [*argv, "sh", "-c", _WARN_OF_SECOND_CONTAINER, "sh", *command]
 
 

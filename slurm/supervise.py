@@ -27,6 +27,7 @@ from typing import Sequence  # noqa: UP035
 
 from common.attempt import EXCLUDE_FILE, VERDICT_FILE, VERDICT_JSON
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
+from common.files import text_or_empty
 from common.ledger import Entry, Ledger
 from common.scrape_targets import empty_targets
 from slurm.evidence import find_cause, leave_verdict, mask, resume_point
@@ -89,18 +90,14 @@ def decide(ending: Ending, entries: Sequence[Entry], budgets: Budgets) -> Answer
         return Answer(
             code, f"not requeued: {stalled} consecutive attempts committed no new checkpoint"
         )
-    kind, limit = (
-        ("preemptions", budgets.max_preemptions)
-        if is_preempted
-        else ("failures", budgets.max_failures)
-    )
+    kind, limit = "failures", budgets.max_failures
+    if is_preempted:
+        kind, limit = "preemptions", budgets.max_preemptions
     count = count_endings(entries, is_preempted) + 1
     if count > limit:
         return Answer(code, f"not requeued: {kind}: {count}, and max_{kind} is {limit}")
-    return Answer(
-        None,
-        f"requeue after {'a preemption' if is_preempted else 'a failure'} ({count} of {limit})",
-    )
+    what = "a preemption" if is_preempted else "a failure"
+    return Answer(None, f"requeue after {what} ({count} of {limit})")
 
 
 def exit_code(ending: Ending) -> int:
@@ -142,10 +139,8 @@ def stalled_attempts(entries: Sequence[Entry]) -> int:
     for entry in entries:
         if entry.get("event") == "submitted":
             # A job may start before sbatch returns and the submission is recorded.
-            stalled, is_submitted = (
-                int(bool(newest_job) and entry.get("job_id") == newest_job),
-                True,
-            )
+            has_begun = bool(newest_job) and entry.get("job_id") == newest_job
+            stalled, is_submitted = int(has_begun), True
         elif entry.get("event") == "attempt":
             stalled, newest_job = stalled + 1, entry.get("job_id", "")
         elif entry.get("event") == "started" and is_submitted:
@@ -225,10 +220,7 @@ def end(options: argparse.Namespace) -> int:
     run_folder: Path = options.run_folder
     attempt_dir = run_folder / "attempts" / str(options.attempt)
     ledger = Ledger(run_folder / "ledger.jsonl")
-    try:
-        verdict = (attempt_dir / VERDICT_FILE).read_text().strip() or "none"
-    except OSError:
-        verdict = "none"
+    verdict = text_or_empty(attempt_dir / VERDICT_FILE) or "none"
     cause = str((_json(attempt_dir / VERDICT_JSON) or {}).get("cause", ""))
     entries = ledger.read()
     if verdict == "none" and not options.terminated:
@@ -262,11 +254,8 @@ def end(options: argparse.Namespace) -> int:
         print(f"cause: {cause}", file=sys.stderr)
     outlook = f"; {resume_point(run_folder, entries)}" if answer.code is None else ""
     print(f"{answer.reason}{outlook}; see {attempt_dir}", file=sys.stderr)
-    print(
-        answer.code
-        if answer.code is not None
-        else " ".join(["again", ",".join([*static, *excluded])]).strip()
-    )
+    again = f"again {','.join([*static, *excluded])}".strip()
+    print(again if answer.code is None else answer.code)
     return 0
 
 

@@ -81,6 +81,7 @@ class JobClock:
         """End of the job from squeue; None outside Slurm or without an answer."""
         if not self._job_id:
             return None
+        # SQUEUE_ variables of the user would change the output.
         environ = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
         command = ["squeue", "--noheader", f"--jobs={self._job_id}", "--format=%e"]
         try:

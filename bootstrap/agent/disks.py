@@ -108,7 +108,7 @@ def _shortage_at(folder: Path) -> str | None:
         status = os.statvfs(folder)
     except OSError:
         return None
-    free = status.f_bavail * status.f_frsize
+    free = status.f_bavail * status.f_frsize  # without the blocks reserved for root
     total = status.f_blocks * status.f_frsize
     return shortage(free, total, status.f_favail, status.f_files)
 

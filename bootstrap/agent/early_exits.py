@@ -44,10 +44,8 @@ async def failures_before_joining(
     """Yield newly failed hosts among the missing ones, with reasons, until no host is missing."""
     known: set[str] = set()
     while missing():
-        if (
-            set(await asyncio.to_thread(read_failed_tasks, attempt_dir, hosts))
-            & set(missing()) - known
-        ):
+        failed = await asyncio.to_thread(read_failed_tasks, attempt_dir, hosts)
+        if failed.keys() & set(missing()) - known:
             await asyncio.sleep(SETTLE_S)
             failed = await asyncio.to_thread(read_failed_tasks, attempt_dir, hosts)
             new = [host for host in missing() if host in failed and host not in known]

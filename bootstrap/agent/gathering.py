@@ -189,11 +189,9 @@ class Gathering:
         via = {report.host: f"{report.ip} ({report.ifname})" for report in reports.values()}
         checks = {host: [*compared] for host, compared in compare_hosts(read).items()}
         for host, found in read.items():
-            skew = (
-                found.clock - arrived_at[host]
-                if host in arrived_at and found.clock is not None
-                else None
-            )
+            skew = None
+            if host in arrived_at and found.clock is not None:
+                skew = found.clock - arrived_at[host]
             canary_seen = None if found.canary is None else found.canary in canaries
             seen = Seen(skew, head_ip, canary_seen, via.get(host, ""))
             checks[host] = [*check_host(found, self._wanted, seen), *checks.get(host, ())]
@@ -215,11 +213,9 @@ class Gathering:
         """Test the run folder on the hosts that are fit so far, concurrently."""
         reports = [report for report in self._reception.reports.values() if report.host in hosts]
         links = {report.host: self._reception.links[report.rank] for report in reports}
-        return (
-            await self._folder_test.run(self._options.attempt_dir, links, self._facts.host)
-            if links
-            else {}
-        )
+        if not links:
+            return {}
+        return await self._folder_test.run(self._options.attempt_dir, links, self._facts.host)
 
     async def _measure(self, hosts: Sequence[str]) -> dict[str, Check]:
         """Measure bandwidth between the hosts that are fit so far, if a threshold is set."""

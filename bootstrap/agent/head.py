@@ -68,7 +68,7 @@ from common.attempt import CAUSE_FILE, DRIVER_LOG, SECRET_FILE
 from common.cluster import Cluster, Node
 from common.counting import counted
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
-from common.files import tail, write_atomic
+from common.files import tail, text_or_empty, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -195,16 +195,16 @@ class HeadAgent:
         return replace(verdict, exclude=tuple(excluded))
 
     def _driver_ended(self, driver: DriverProcess) -> Outcome:
-        loss = self._lost.result() if self._lost.done() else self._replacements.unsettled
+        loss, is_stopped = self._replacements.unsettled, self._stop.requested.is_set()
+        if self._lost.done():
+            loss, is_stopped = self._lost.result(), self._stopped_before_loss
         return Outcome(
             driver_code=driver.exited.result() if driver.exited.done() else None,
             driver_tail=tail(self._options.attempt_dir / DRIVER_LOG),
-            driver_cause=_text(self._options.attempt_dir / CAUSE_FILE),
+            driver_cause=text_or_empty(self._options.attempt_dir / CAUSE_FILE),
             lost=loss.cause if loss else None,
             exclude=loss.exclude if loss else (),
-            stop_requested=self._stop.requested.is_set()
-            if not self._lost.done()
-            else self._stopped_before_loss,
+            stop_requested=is_stopped,
         )
 
     async def _bring_up(self) -> Cluster:
@@ -448,14 +448,6 @@ class HeadAgent:
         self._reception.close()
         if self._claim is not None:
             self._claim.close()
-
-
-def _text(path: Path) -> str:
-    """Return the text of a file; empty if it is missing or cannot be read."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def _only_local_ip(links: Collection[Link]) -> str:

@@ -137,6 +137,7 @@ def _spawn(command: Sequence[str]) -> int:
         return pid
     try:
         os.setsid()
+        # Sent when the thread that forked ends, which is the keeper's only one.
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(ignored_by_python, signal.SIG_DFL)

@@ -124,9 +124,8 @@ class LocalRay:
         """Message about the exit of Ray, with the last lines of its log."""
         if self._copying is not None:
             await asyncio.wait([self._copying], timeout=_LAST_WORDS_S)
-        code = (
-            describe_exit(self.kept.exited.result()) if self.kept.exited.done() else "still running"
-        )
+        exited = self.kept.exited
+        code = describe_exit(exited.result()) if exited.done() else "still running"
         return f"Ray ended by itself ({code}); last lines of {self._log.name}: {with_likely_cause(tail(self._log))}"
 
     async def end(self, keep_logs_in: Path | None) -> None:

@@ -74,7 +74,7 @@ class Kept:
                 stdout=stdio[1],
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C reaches only the agent's process group
             )
         await launcher.wait()  # the keeper has detached itself
         return cls(name, ours)

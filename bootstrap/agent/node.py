@@ -38,7 +38,6 @@ from bootstrap.agent.ray_command import (
 from bootstrap.agent.rendezvous import (
     HEAD_FILE,
     BringupError,
-    NodeReport,
     head_candidates,
     join,
 )
@@ -53,7 +52,6 @@ from bootstrap.network.here import (
 )
 from bootstrap.preflight.bandwidth import measure_here
 from bootstrap.preflight.shared_folder import ORDER, take_part
-from bootstrap.preflight.table import HostFacts
 from common.addresses import host_port
 from common.attempt import EXCLUDE_FILE, SECRET_FILE, VERDICT_FILE, VERDICT_JSON
 from common.files import write_atomic, write_first
@@ -149,7 +147,9 @@ class NodeAgent:
         logger.info("looking for the head %s", facts.head_host)
         joining = asyncio.create_task(
             join(
-                lambda link: self._report(link, host_facts),
+                lambda link: node_report(
+                    facts, options.num_gpus, link, host_facts, self._read_network
+                ),
                 secret=self._secret,
                 candidates=self._candidates,
                 source_ip=source_ip,
@@ -176,11 +176,6 @@ class NodeAgent:
         log = self._options.attempt_dir / f"ray-{self._facts.host}.log"
         self._ray = await LocalRay.prepare(
             temp_dir(self._facts), ray_environment(self._environ), log
-        )
-
-    def _report(self, link: Link, host_facts: HostFacts) -> NodeReport:
-        return node_report(
-            self._facts, self._options.num_gpus, link, host_facts, self._read_network
         )
 
     def _read_network(self, ifname: str, ip: str) -> tuple[NetworkFacts, Detection]:

@@ -401,11 +401,8 @@ def _port_state(text: str) -> str:
     words = set(re.findall(r"[A-Z]+", text.upper()))
     if "ACTIVE" in words:
         return "ACTIVE"
-    return (
-        "DOWN"
-        if words & {"DOWN", "INIT", "INITIALIZING", "ARMED", "POLLING", "DISABLED", "INACTIVE"}
-        else "unknown"
-    )
+    down = {"DOWN", "INIT", "INITIALIZING", "ARMED", "POLLING", "DISABLED", "INACTIVE"}
+    return "DOWN" if words & down else "unknown"
 
 
 def _addresses(row: Mapping[str, object], key: str) -> tuple[str, ...] | None:

@@ -96,6 +96,7 @@ def default_route(root: Path = Path("/")) -> str | None:
     """Interface of the default route with the lowest metric; IPv6 without IPv4."""
     routes: list[tuple[int, str]] = []
     for line in _text(root / "proc/net/route").splitlines()[1:]:
+        # name, destination, gateway, flags (1: RTF_UP), two counters, metric, mask; in hex but metric
         fields = line.split()
         if len(fields) > 7 and fields[1] == fields[7] == "00000000" and int(fields[3], 16) & 1:
             routes.append((int(fields[6]), fields[0]))
@@ -247,6 +248,7 @@ def _port(port: Path, hardware: Path) -> dict[str, object]:
     layer = _text(port / "link_layer")
     netdev = _text(port / "gid_attrs/ndevs/0")
     if not netdev:
+        # The RDMA ports of a device count from 1, dev_port of its interfaces from 0.
         beside = [
             path
             for path in _entries(hardware / "net")
@@ -278,10 +280,8 @@ def _gids(port: Path) -> list[dict[str, object]]:
 
 def _gpu(path: Path) -> dict[str, object] | None:
     vendor, kind = _text(path / "vendor"), _text(path / "class")
-    if (
-        not (vendor in _GPU_VENDORS and kind.startswith(_GPU_CLASSES))
-        and (vendor, kind[:6]) != _NVIDIA_VGA
-    ):
+    is_accelerator = vendor in _GPU_VENDORS and kind.startswith(_GPU_CLASSES)
+    if not is_accelerator and (vendor, kind[:6]) != _NVIDIA_VGA:
         return None
     numa = _number(path / "numa_node")
     return {"numa": numa if numa is not None and numa >= 0 else None, "pci_path": _pci_path(path)}

@@ -123,12 +123,8 @@ def _follow_routes(facts: NetworkFacts, candidates: Narrowing[Interface]) -> Non
     if route is None or route not in candidates.left or not (route.routable or route.is_unlisted):
         return
     private = [one for one in candidates.left if facts.is_wired(one) and _is_private(one)]
-    if (
-        route.routable
-        and private
-        and not facts.example_peer
-        and not any(map(_is_internal, route.routable))
-    ):
+    is_public = route.routable and not any(map(_is_internal, route.routable))
+    if is_public and private and not facts.example_peer:
         names = ", ".join(one.name for one in private)
         candidates.keep(
             lambda one: one in private,

@@ -78,12 +78,10 @@ async def measure_here(
     await kept.end(_END_GRACE_S)
     kept.release()
     output_tail = await asyncio.to_thread(tail, log)
+    result = _result(output_tail)
     if not in_time:
-        return {
-            "kind": "measured",
-            "error": f"the probe did not end within {DEADLINE_S:g} s; see {log.name}",
-        }
-    return {"kind": "measured", **_result(output_tail)}
+        result = {"error": f"the probe did not end within {DEADLINE_S:g} s; see {log.name}"}
+    return {"kind": "measured", **result}
 
 
 class Survey:

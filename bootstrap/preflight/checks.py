@@ -172,13 +172,11 @@ def _mounts(facts: HostFacts) -> Check:
 
 def _gpus(facts: HostFacts, wanted: Wanted) -> Check:
     reading = facts.gpu_reading
-    views = {
-        reading.source: None
-        if reading.gpus is None
-        else sum(gpu.problem is None for gpu in reading.gpus),
-        "Slurm": facts.num_gpus_by_slurm,
-    }
-    known = {source: count for source, count in views.items() if count is not None}
+    known: dict[str, int] = {}
+    if reading.gpus is not None:
+        known[reading.source] = sum(gpu.problem is None for gpu in reading.gpus)
+    if facts.num_gpus_by_slurm is not None:
+        known["Slurm"] = facts.num_gpus_by_slurm
     if not known:
         level: Level = "WARN" if reading.error else "OK"
         return Check(

@@ -41,7 +41,7 @@ from bootstrap.preflight.comparison import comparison_table, network_row
 from bootstrap.preflight.table import Preflight
 from common.addresses import host_port
 from common.attempt import SECRET_FILE
-from common.files import write_atomic, write_first
+from common.files import text_or_empty, write_atomic, write_first
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ async def _as_first(facts: Facts, options: Options, wait_s: float) -> Examinatio
 async def _as_other(facts: Facts, options: Options, wait_s: float) -> None:
     folder = options.attempt_dir
     deadline = time.monotonic() + wait_s
-    while len(secret := _read(folder / SECRET_FILE)) < _SECRET_CHARS:
+    while len(secret := text_or_empty(folder / SECRET_FILE)) < _SECRET_CHARS:
         if time.monotonic() > deadline:
             raise NoContactError(
                 f"{folder}, made by {facts.head_host}, is not seen from {facts.host}: is it shared?"
@@ -190,10 +190,3 @@ async def _end_link(link: Link) -> None:
     except LinkLost as error:
         logger.warning("%s", error)
     link.close()
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

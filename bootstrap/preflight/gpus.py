@@ -271,6 +271,7 @@ def _gpu_of(nvml: ModuleType, index: int) -> Gpu:
     links = [link_state(link) for link in range(_MAX_NVLINKS)]
     fabric = ask(lambda: _fabric_of(nvml, handle))
     pci = ask(lambda: nvml.nvmlDeviceGetPciInfo(handle))
+    bus = f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}" if pci is not None else None
     return Gpu(
         uuid,
         used_mib=None if memory is None else int(memory.used) >> 20,
@@ -280,9 +281,7 @@ def _gpu_of(nvml: ModuleType, index: int) -> Gpu:
         recovery=None if action is None else _at(_RECOVERY, action),
         num_nvlinks=None if set(links) == {None} else links.count(1),
         fabric=None if fabric is None else _at(_FABRIC, fabric),
-        bus=None
-        if pci is None
-        else _bus_name(f"{pci.domain:x}", f"{pci.bus:x}", f"{pci.device:x}"),
+        bus=bus,
     )
 
 

@@ -65,7 +65,7 @@ def lacks(folder: Path) -> tuple[str, ...]:
     try:
         second.write_bytes(b"second")
         tried: dict[str, Callable[[], None]] = {
-            "hard links": lambda: _link(first, folder / f".try-{token}.3"),
+            "hard links": lambda: os.link(first, folder / f".try-{token}.3"),
             "locks": lambda: _lock(first),
             "fsync of folders": lambda: _sync(folder),
             RENAME: lambda: _rename(first, second),
@@ -260,10 +260,6 @@ def _refusal(act: Callable[[], None]) -> str | None:
             return error.strerror or str(error)
         raise
     return None
-
-
-def _link(source: Path, target: Path) -> None:
-    os.link(source, target)
 
 
 def _lock(path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -170,7 +170,9 @@ class Preflight:
                 by_name = {check.name: MARKS[check.level] for check in checks}
                 cells = [by_name.get(name, "?").ljust(len(name)) for name in block]
                 lines.append(" ".join([host.ljust(width), *cells]))
-        remarks = list(self._remarks())
+        remarks = []
+        for host, checks in self.checks.items():
+            remarks += [f"{host} {c.level} {c.name}: {c.found}" for c in checks if c.level != "OK"]
         if columns is not None:
             remarks = [line for text in remarks for line in _wrapped(text, columns)]
         return "\n".join([*(line.rstrip() for line in lines), *remarks])
@@ -182,10 +184,6 @@ class Preflight:
             for host, checks in self.checks.items()
         }
         return json.dumps({"hosts": hosts}, indent=1) + "\n"
-
-    def _remarks(self) -> Iterator[str]:
-        for host, checks in self.checks.items():
-            yield from (f"{host} {c.level} {c.name}: {c.found}" for c in checks if c.level != "OK")
 
 
 def _blocks(names: Sequence[str], width: int | None) -> list[list[str]]:
