@@ -96,7 +96,7 @@ def write_within(folder: int, name: str, text: str) -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether another host's file exists by now. Blocks while storage hangs.
+    """Whether a file exists that another host may write. Blocks while storage hangs.
 
     An NFS client caches "no such file" for up to acdirmax (60 s). Opening the folder makes the
     client revalidate the folder with the server (Linux, fs/nfs/dir.c, nfs_lookup_verify_inode) and

@@ -178,7 +178,7 @@ class HostEnd:
 
 @dataclass(frozen=True)
 class Finding:
-    """Verdict (``config`` if a restart cannot help, else ``failed``) and its cause."""
+    """Verdict (``config``: a restart cannot help, else ``failed``), cause, bad hosts."""
 
     verdict: str
     cause: str

@@ -53,7 +53,7 @@ def recipe_files(text: str, flags: list[str]) -> dict[str, str]:
 
 
 def file_problem(name: str, path: str) -> str:
-    """Problem with a recipe's file, or empty; a variable or a slice may be part of it."""
+    """Problem with a recipe's file, or empty; a path may contain $VARIABLE and a slice."""
     variable, _, rest = path[1:].partition("/") if path.startswith("$") else ("", "", path)
     if variable and not os.environ.get(variable):
         return f"{name}: {variable} is not set; export {variable}=FOLDER"

@@ -105,7 +105,7 @@ def _option(name: str, value: str) -> str:
 
 
 def submits_itself(spec: JobSpec) -> str:
-    """Line that checks and submits the script outside a job; none if home is fixed."""
+    """Line that checks and submits the script outside a job; empty for a fixed home."""
     if spec.home is not None:
         return ""
     container = spec.container
@@ -190,7 +190,10 @@ def _assigned(image: str) -> str:
 
 
 def image(spec: JobSpec, log: str = "$attempt_dir/launch.log") -> str:
-    """Lines that set image, or exit and list unset variables; ``log``: the import's."""
+    """Lines that set image, or exit and list the unset variables.
+
+    ``log`` receives the output of the import.
+    """
     container = spec.container
     if container is None:
         return ""
@@ -217,7 +220,7 @@ def _imported(container: Container, log: str) -> str:
 
 
 def _get_image(words: str, log: str) -> str:
-    """Command that sets image to its file; ``words``: shell text for ``slurm.image``.
+    """Command that sets image to its file; ``words``: arguments of ``slurm.image``.
 
     The import's output goes to both logs. If the import fails, ``srun`` is replaced by a function
     that fails at once, so that the failure takes the same path as a failed step.

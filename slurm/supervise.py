@@ -152,7 +152,7 @@ def stalled_attempts(entries: Sequence[Entry]) -> int:
 
 
 def _reached(entry: Entry) -> int:
-    """Step of a resume without generation: by a checkpoint or the journal alone."""
+    """Step that a resume reaches without generation, by checkpoint or journal alone."""
     is_safe = entry.get("event") == "committed" or entry.get("saved") == "journal"
     step = entry.get("step", -1)
     return step if is_safe and isinstance(step, int) else -1

@@ -120,7 +120,7 @@ class Gathering:
         return level_of(check_host(await self._own, self._wanted)) != "EXCLUDE_NODE"
 
     async def wait(self) -> None:
-        """Wait for all nodes; with spares, ``spare_wait_s`` once enough are fit."""
+        """Wait for all nodes; with spares, for enough fit ones and ``spare_wait_s`` more."""
         if not self._options.spare_nodes:
             await self._reception.complete.wait()
         while not self._reception.complete.is_set():

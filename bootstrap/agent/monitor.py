@@ -146,7 +146,7 @@ class StopSignals:
     """
 
     def __init__(self, attempt_dir: Path, host: str, clock: JobClock, *, is_head: bool) -> None:
-        """``is_head``: query Slurm for the end of the job, and stop without a signal."""
+        """``is_head``: query Slurm for the job's end, and request a stop without a signal."""
         self._path = attempt_dir / STOP_FILE
         self._host = host
         self._clock = clock

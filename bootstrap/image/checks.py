@@ -135,7 +135,7 @@ def _packages(facts: ImageFacts, wanted: Sequence[Requirement]) -> Check:
 
 
 def _needs(facts: ImageFacts) -> Check:
-    """Check what large packages require: without its kernels a server fails late."""
+    """Check what large packages require; without kernels the first request fails."""
     unmet = []
     for package, lines in sorted(facts.needs.items()):
         for one in filter(None, map(parse, lines)):

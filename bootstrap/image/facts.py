@@ -70,7 +70,7 @@ def read_image(environ: Mapping[str, str], root: Path = Path("/")) -> ImageFacts
 
 
 def _packages() -> tuple[dict[str, str], dict[str, list[str]], str]:
-    """Installed versions, requirements of the NEEDY, range of TransformerEngine.
+    """Installed versions, requirements of NEEDY packages, TransformerEngine range.
 
     The requirements are those without a condition. The range is that of Megatron-core's extra;
     empty if it has none.

@@ -181,7 +181,7 @@ class NetworkFacts:
         return tuple(other for other in self.members(_SWITCH) if other.type not in VIRTUAL_TYPES)
 
     def is_wired(self, one: Interface) -> bool:
-        """Whether traffic leaves the host here, not through a tunnel or another one."""
+        """Whether traffic leaves the host here, not through a tunnel or another interface."""
         if one.type == "bridge" or self._switch_wires(one):
             return any(
                 member.type not in VIRTUAL_TYPES

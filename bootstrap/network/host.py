@@ -93,7 +93,7 @@ def read_rdma_devices(root: Path = Path("/")) -> list[dict[str, Any]]:
 
 
 def default_route(root: Path = Path("/")) -> str | None:
-    """Interface of the default route with the lowest metric; IPv6 without IPv4."""
+    """Interface of the default route with the lowest metric; IPv6 if IPv4 has none."""
     routes: list[tuple[int, str]] = []
     for line in _text(root / "proc/net/route").splitlines()[1:]:
         # name, destination, gateway, flags (1: RTF_UP), two counters, metric, mask; in hex but metric

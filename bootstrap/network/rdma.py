@@ -204,7 +204,7 @@ def _drop_elsewhere(facts: NetworkFacts, ports: Narrowing[RdmaPort], warnings: l
 
 
 def _has_interface(facts: NetworkFacts, port: RdmaPort) -> bool:
-    """Whether its interface is visible, or a macvlan above (address in the GID table)."""
+    """Whether the port's interface, or a macvlan above it (by the GIDs), is visible."""
     if facts.interface(port.netdev) is not None or port.driver in _WITHOUT_INTERFACE:
         return True
     return any(facts.owner(gid.addr) is not None for gid in port.gids)
@@ -295,7 +295,7 @@ def _keep_one_link_layer(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> Non
 
 
 def _keep_one_rate(ports: Narrowing[RdmaPort]) -> None:
-    """Keep the rate with the most bandwidth in total; unknown rates if the majority."""
+    """Keep the rate with the most total bandwidth; unknown rates if they are more."""
     counts = Counter(port.rate_gbps for port in ports.left if port.rate_gbps)
     if not counts:
         return

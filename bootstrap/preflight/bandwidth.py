@@ -32,7 +32,7 @@ _END_GRACE_S = 1.0
 
 
 def rounds_of(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Pairs of ring neighbours in as few rounds as possible, one a node and round."""
+    """Pairs of ring neighbours in as few rounds as possible; a node once per round."""
     if num_nodes < 2:
         return []
     if num_nodes == 2:
