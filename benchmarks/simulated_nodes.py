@@ -53,7 +53,7 @@ async def _simulate(num_nodes: int, attempt_dir: Path, out: Path) -> None:
     counts: Counter[str] = Counter()
     with counting(counts):
         nodes = [Node(rank, template, secret, head, attempt_dir) for rank in range(1, num_nodes)]
-        await asyncio.gather(*(node.live() for node in nodes))
+        await asyncio.gather(*(node.run() for node in nodes))
     out.write_text(json.dumps(counts))
 
 

@@ -1,3 +1,1 @@
-"""Run files and formats shared by login node, batch host, agents and driver. Standard library
-only.
-"""
+"""Files and formats that login node, batch host, agents and driver share."""

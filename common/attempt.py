@@ -20,8 +20,7 @@ Slurm restart count upwards.
 from __future__ import annotations
 
 DRIVER_RESTARTS = 3
-"""Times that a driver that crashed is started again in an attempt, unless a setting says otherwise.
-"""
+"""Default of how often a crashed driver is started again in an attempt."""
 STOP_FILE = "STOP"
 SECRET_FILE = "secret"
 VERDICT_FILE = "verdict"

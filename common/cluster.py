@@ -48,7 +48,7 @@ class Cluster:
         return cls(**raw)
 
     def with_replacement(self, host: str, node: Node) -> Cluster:
-        """The cluster with ``node`` in the place of ``host``."""
+        """Return the cluster with ``node`` in place of ``host``."""
         nodes = tuple(node if each.host == host else each for each in self.nodes)
         return replace(self, nodes=nodes)
 

@@ -17,13 +17,13 @@ from pathlib import Path
 CONTROLLERS = ("memory", "pids")
 """What sandboxes need; ``cpu`` is used where it is there."""
 LEAF = "rlpost-main"
-"""The cgroup below a divided one that holds the processes which were in it before."""
+"""Name of the child cgroup that gets the earlier processes of a divided one."""
 MARKS = ("user.delegate", "trusted.delegate")  # extended attributes; "1" (systemd.exec, Delegate=)
 
 
 @dataclass(frozen=True)
 class Delegated:
-    """``folder``: the cgroup to divide, None without one; ``why`` says why then."""
+    """``folder``: the cgroup to divide, or None; ``why``: the reason for None."""
 
     folder: Path | None
     why: str = ""
@@ -61,7 +61,7 @@ def delegated_cgroup(proc: Path = Path("/proc/self"), *, user: int | None = None
 
 def _mount_point(mounts: str) -> Path | None:
     for line in mounts.splitlines():
-        fields = line.split()
+        fields = line.split()  # device, mount point, type, ...
         if len(fields) > 2 and fields[2] == "cgroup2":
             return Path(fields[1])
     return None

@@ -74,9 +74,7 @@ def _records(log: Sequence[str]) -> list[list[str]]:
 
 
 def _after_records(records: Sequence[Sequence[str]]) -> Sequence[str]:
-    """Return what follows the first line of the last record, if that is no error: a traceback that
-    ended the process is not logged.
-    """
+    """Return what follows the last record, such as a traceback, unless it is an error."""
     if not records or _level(records[-1]) in _ERRORS:
         return ()
     return records[-1][1:] if _RECORD.match(records[-1][0]) else records[-1]

@@ -1,6 +1,4 @@
-"""Exit codes of the driver, which the agents turn into a verdict, and of a job. Python 3.8 and
-later.
-"""
+"""Exit codes of the driver and of a job. Python 3.8 and later."""
 
 from __future__ import annotations
 

@@ -58,9 +58,7 @@ def write_atomic(
 
 
 def write_first(path: Path, text: str) -> bool:
-    """Create ``path`` with ``text`` unless it exists; return whether this call created it. Mode
-    0600.
-    """
+    """Create ``path`` (0600) unless it exists; return whether this call created it."""
     beside = _write_beside(path, text)
     try:
         return take_name(beside, path)
@@ -94,9 +92,7 @@ def take_name(beside: Path, path: Path) -> bool:
 
 
 def write_within(folder: int, name: str, text: str) -> None:
-    """Like ``write_atomic``, in the folder of an open descriptor, even if that folder was renamed.
-    Mode 0666.
-    """
+    """``write_atomic`` in an open folder, even if it was renamed since. Mode 0666."""
     temporary = f".{name}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     with os.fdopen(os.open(temporary, flags, 0o666, dir_fd=folder), "w") as file:
@@ -108,8 +104,7 @@ def write_within(folder: int, name: str, text: str) -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file exists that another host may have written recently. Blocks while storage
-    hangs.
+    """Whether a file exists that another host may write. Blocks while storage hangs.
 
     An NFS client caches "no such file" for up to acdirmax (60 s). Opening the folder makes the
     client revalidate the folder with the server (Linux, fs/nfs/dir.c, nfs_lookup_verify_inode) and
@@ -134,6 +129,14 @@ def tail_text(path: Path, max_bytes: int) -> str:
     with path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - max_bytes))
         return file.read().decode(errors="replace")
+
+
+def text_or_empty(path: Path) -> str:
+    """Stripped text of a file; empty if it is missing or cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def _write_beside(

@@ -8,10 +8,10 @@ Input: events from the login node, the batch host and the driver. Output: the sa
                 of earlier attempts that it trains again)
     ready       attempt, step                                             driver: trainer and engines answer
     committed   step, checkpoint, bytes, seconds, blocking_s              driver
-    hang        attempt, call, ranks, hosts, why, seconds, stacks         driver: ranks stand still
+    hang        attempt, call, ranks, hosts, why, seconds, stacks         driver: ranks make no progress
     slow_host   host, peer (time beside the fastest host), steps          driver: a proposal to exclude it
-    engine_lost engines, phase, cause                                     driver: engines do not serve any more
-    recovered   role, cause, seconds, and by role:                        driver: what had died works again, in
+    engine_lost engines, phase, cause                                     driver: engines no longer serve
+    recovered   role, cause, seconds, and by role:                        driver: a lost part works again, in
                 driver: attempt, incarnation, step, steps_again, again;   the same attempt
                 trainer, critic: ranks, phase, step, steps_again;
                 engine: engines, phase, version;
@@ -48,8 +48,7 @@ Entry = Mapping[str, Any]
 TRIES = 5
 LOCK_S, LOCK_POLL_S = 2.0, 0.02
 LOOK_BACK_BYTES = 65536
-"""Search this far before the end: an NFS client with a stale file size writes at an earlier offset.
-"""
+"""How far before the end to search: with a stale size an NFS client writes at an earlier offset."""
 LONGEST_SHOWN = 60
 
 
@@ -106,7 +105,7 @@ class Ledger:
                 line = line[os.write(descriptor, line) :]
             os.fsync(descriptor)
         finally:
-            os.close(descriptor)
+            os.close(descriptor)  # releases the lock
         return size
 
     def _holds(self, line: bytes, start: int) -> bool:

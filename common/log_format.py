@@ -51,9 +51,9 @@ def configure_logging(
     """Log from level INFO on to standard error.
 
     Args:
-        source: stands in every line.
-        with_logger: text lines name the logger.
-        log_format: instead of the one in the environment, where it is stored for child processes.
+        source: name of the process, for every line.
+        with_logger: name the logger in text lines.
+        log_format: replaces the format in the environment, which child processes inherit.
     """
     if log_format is not None:
         environ[VARIABLE] = log_format

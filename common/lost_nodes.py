@@ -1,15 +1,14 @@
-"""Nodes that an attempt lost and what replaces them: the files between the head's agent and the
-driver.
+"""Files about lost nodes, between the head's agent and the driver.
 
     lost_nodes.json   written by the head's agent: every lost node with its state; read by the driver
                       and by a node that lost the head
     replaceable       written by the driver: the hosts that it can lose, one a line; read by the
                       head's agent when a node is lost
 
-Why files: both hold a state, not a message, so a driver that starts again reads the same, neither
-side waits while the other is busy, and no file means what was true before there were replacements.
-The writer and the reader of each are on the head's host, so a shared file system shows a new
-version at once; a node that lost the head reads on another host and opens the folder first.
+Both files hold a state, not a message: a restarted driver reads the same, and neither side waits
+for the other. A missing file means an empty list. Writer and reader are on the head's host, so the
+reader sees a new version at once; a node that lost the head reads it on another host and opens the
+folder first.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any, Literal
 
 from common.attempt import LOST_NODES_FILE, REPLACEABLE_FILE
 from common.cluster import Node
-from common.files import write_atomic
+from common.files import text_or_empty, write_atomic
 
 State = Literal["joining", "replaced", "given up"]
 
@@ -68,11 +67,8 @@ def write_replaceable(attempt_dir: Path, hosts: Iterable[str]) -> None:
 
 
 def read_replaceable(attempt_dir: Path) -> frozenset[str]:
-    """The hosts that the driver can lose; none before it said so."""
-    try:
-        return frozenset((attempt_dir / REPLACEABLE_FILE).read_text().split())
-    except OSError:
-        return frozenset()
+    """The hosts that the driver can lose; none before it has listed them."""
+    return frozenset(text_or_empty(attempt_dir / REPLACEABLE_FILE).split())
 
 
 def _lost_node(entry: dict[str, Any]) -> LostNode:

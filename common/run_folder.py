@@ -154,7 +154,6 @@ def _refuse_another_run(folder: RunFolder, run_json: str) -> None:
         ) from error
     new = json.loads(run_json)
     if there != new:
-        # as flags: the last part of a key is the flag
         changed = ", ".join(_differences(there, new)[:5])
         raise RunFolderError(
             f"run folder {folder.root} belongs to a run with other settings ({changed}); choose another name with "
@@ -163,6 +162,7 @@ def _refuse_another_run(folder: RunFolder, run_json: str) -> None:
 
 
 def _differences(there: object, new: object, key: str = "") -> list[str]:
+    """Changed settings by their flags: a flag is the last part of a key."""
     if not (isinstance(there, dict) and isinstance(new, dict)):
         name = "--" + key.rpartition(".")[2].replace("_", "-") if key else "run.json"
         return [] if there == new else [f"{name}: {there!r} there, {new!r} now"]

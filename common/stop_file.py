@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.files import write_first
+from common.files import text_or_empty, write_first
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,7 @@ def write_stop(path: Path, message: StopMessage) -> bool:
 
 def read_deadline(path: Path) -> float | None:
     """The deadline in a STOP file; None without a file or without a deadline."""
-    try:
-        return parse_stop(path.read_text(errors="replace")).deadline
-    except OSError:
-        return None
+    return parse_stop(text_or_empty(path)).deadline
 
 
 def _seconds(value: float | str | None) -> float | None:

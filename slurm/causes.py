@@ -29,9 +29,7 @@ _AGENT_LINE = re.compile(
 
 
 class Sign(NamedTuple):
-    """A known error: ``pattern`` with at most one group, its meaning (``{}`` for the group), the
-    remedy.
-    """
+    """A known error; ``{}`` in ``what`` stands for the one group of ``pattern``."""
 
     pattern: str
     what: str
@@ -168,9 +166,7 @@ class HostEnd:
 
     @property
     def ended_by_itself(self) -> bool:
-        """Whether the task failed without a signal, direct or below a shell (exit code 128 or
-        more).
-        """
+        """Whether the task failed without a signal (128 or more: one below a shell)."""
         code = re.fullmatch(r"Exited with exit code (\d+)", self.how)
         return code is not None and int(code[1]) < 128
 
@@ -182,9 +178,7 @@ class HostEnd:
 
 @dataclass(frozen=True)
 class Finding:
-    """``verdict`` is ``config`` if a restart cannot help, else ``failed``; ``exclude``: hosts to
-    exclude.
-    """
+    """Verdict (``config``: a restart cannot help, else ``failed``), cause, bad hosts."""
 
     verdict: str
     cause: str
@@ -208,9 +202,10 @@ def explain(ends: Mapping[str, HostEnd], launch: str) -> Finding | None:
     is_everywhere = len(early) == len(ends)
     if not failed:
         return _never_launched(launch) if is_everywhere else None
-    is_lasting = is_everywhere and all(
-        isinstance(signs[host], _Lasting) and end.ended_by_itself for host, end in early.items()
-    )
+    is_lasting = is_everywhere
+    for host, end in early.items():
+        sign = signs[host]
+        is_lasting = is_lasting and end.ended_by_itself and bool(sign and sign.remedy)
     parts = [
         _paragraph(hosts, early[hosts[0]], signs[hosts[0]])
         for hosts in _alike(failed, early, signs)
@@ -238,45 +233,39 @@ def last_words(text: str) -> str:
     return "\n".join(lines[-MAX_LINES:])[-MAX_CHARS:]
 
 
-class _Lasting(NamedTuple):
+class _Known(NamedTuple):
+    """An error found in a text; a transient one has no remedy."""
+
     what: str
-    remedy: str
+    remedy: str = ""
 
 
-class _Passing(NamedTuple):
-    what: str
-
-
-def _sign(text: str) -> _Lasting | _Passing | None:
-    passing = _TRANSIENT.search(text)
-    if passing:
-        return _Passing(passing[0])
+def _sign(text: str) -> _Known | None:
+    transient = _TRANSIENT.search(text)
+    if transient:
+        return _Known(transient[0])
     newest = "\n".join(text.splitlines()[-SIGN_LINES:])
     for pattern, sign in _LASTING_PATTERNS:
         match = pattern.search(newest)
         if match:
             named = match[1].strip()[:200] if pattern.groups else ""
-            return _Lasting(sign.what.format(named), sign.remedy)
+            return _Known(sign.what.format(named), sign.remedy)
     return None
 
 
 def _of_slurmstepd(host: str, launch: str, is_alone: bool) -> str:
-    """Messages of the host's slurmstepd in srun's output; in a one-node step they omit the host
-    name.
-    """
+    """slurmstepd's messages in srun's output; with one node they omit the host name."""
     begins = [f"slurmstepd-{host}:"] + (["slurmstepd:"] if is_alone else [])
     lines = [line for line in launch.splitlines() if line.startswith(tuple(begins))]
     return "".join(f"{line}\n" for line in lines)
 
 
 def _never_launched(launch: str) -> Finding | None:
-    """Finding if nothing started and no host is at fault: the image import failed, or srun
-    refused.
-    """
+    """Finding if nothing started: the image import failed, or srun refused."""
     words, sign = last_words(launch), _sign(launch)
     if not words:
         return None
-    if isinstance(sign, _Lasting):
+    if sign and sign.remedy:
         return Finding("config", f"{sign.what}\nremedy: {sign.remedy}\nlast lines:\n{words}")
     what = (
         "the image could not be imported"
@@ -288,9 +277,7 @@ def _never_launched(launch: str) -> Finding | None:
 
 
 def _alike(
-    hosts: Sequence[str],
-    ends: Mapping[str, HostEnd],
-    signs: Mapping[str, _Lasting | _Passing | None],
+    hosts: Sequence[str], ends: Mapping[str, HostEnd], signs: Mapping[str, _Known | None]
 ) -> Sequence[Sequence[str]]:
     """Group hosts that failed in the same way."""
     groups: dict[object, list[str]] = {}
@@ -299,12 +286,12 @@ def _alike(
     return list(groups.values())
 
 
-def _paragraph(hosts: Sequence[str], end: HostEnd, sign: _Lasting | _Passing | None) -> str:
+def _paragraph(hosts: Sequence[str], end: HostEnd, sign: _Known | None) -> str:
     more = len(hosts) - MAX_HOSTS_NAMED
     named = ", ".join(hosts[:MAX_HOSTS_NAMED]) + (f" and {more} more" if more > 0 else "")
     what = sign.what if sign else "the task ended before its agent started"
     lines = [f"{named}: {what}" + (f" ({end.how})" if end.how else "")]
-    if isinstance(sign, _Lasting):
+    if sign and sign.remedy:
         lines.append(f"remedy: {sign.remedy}")
     words = last_words(end.words)
     lines.append(

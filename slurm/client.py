@@ -30,17 +30,15 @@ def is_available() -> bool:
     if shutil.which("sbatch") is None:
         return False
     try:
-        return "configuration source" not in _slurm("scontrol", "ping").stderr
+        return "configuration source" not in run_slurm("scontrol", "ping").stderr
     except (OSError, subprocess.TimeoutExpired):
         return True
 
 
 def job_info(job_id: str) -> JobInfo:
-    """Query the controller about a job; state UNKNOWN if the job is purged or there is no
-    answer.
-    """
+    """Query the controller; state UNKNOWN if the job is purged or no answer comes."""
     try:
-        done = _slurm("scontrol", "--oneliner", "show", "job", _checked(job_id))
+        done = run_slurm("scontrol", "--oneliner", "show", "job", _checked(job_id))
     except (OSError, subprocess.TimeoutExpired) as error:
         logger.warning("scontrol show job %s: %s", job_id, error)
         return JobInfo(job_id, JobState.UNKNOWN)
@@ -56,7 +54,7 @@ def cancel(job_id: str) -> None:
     Raises:
         JobError: Slurm rejects the command (with its message) or does not answer.
     """
-    done = _order("scancel", _checked(job_id))
+    done = _run_checked("scancel", _checked(job_id))
     if done.returncode != 0:
         raise JobError(f"scancel {job_id}: {done.stderr.strip()}")
 
@@ -67,7 +65,7 @@ def ask_to_requeue(job_id: str) -> None:
     Raises:
         JobError: Slurm rejects the command (with its message) or does not answer.
     """
-    done = _order("scancel", "--batch", "--signal=USR2", _checked(job_id))
+    done = _run_checked("scancel", "--batch", "--signal=USR2", _checked(job_id))
     # scancel exits with 0 after "Job/step already completing or completed".
     if done.returncode != 0 or "error" in done.stderr:
         raise JobError(f"job {job_id} cannot be asked to save and continue: {done.stderr.strip()}")
@@ -83,7 +81,7 @@ def expected_start(script: Path, environ: Mapping[str, str]) -> str:
         SubmitError: sbatch would reject the script (with its message).
         JobError: sbatch is missing on this host or does not answer.
     """
-    done = _order("sbatch", "--test-only", str(script), environ=environ)
+    done = _run_checked("sbatch", "--test-only", str(script), environ=environ)
     if done.returncode != 0:
         raise SubmitError(f"sbatch would not take the job: {done.stderr.strip()}")
     return done.stderr.strip().removeprefix("sbatch: ")
@@ -95,12 +93,12 @@ def _checked(job_id: str) -> str:
     return job_id
 
 
-def _order(
+def _run_checked(
     *argv: str, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a command. Raises JobError if it is missing or does not answer."""
     try:
-        return _slurm(*argv, environ=environ)
+        return run_slurm(*argv, environ=environ)
     except FileNotFoundError:
         raise JobError(
             f"there is no {argv[0]} on this host; call this where Slurm's commands are"
@@ -111,9 +109,10 @@ def _order(
         ) from None
 
 
-def _slurm(
+def run_slurm(
     *argv: str, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands. Raises OSError or TimeoutExpired."""
     return subprocess.run(
         argv, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, env=environ
     )

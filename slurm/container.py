@@ -1,5 +1,4 @@
-"""The container that the agents run in: validate it and render the pyxis and enroot arguments.
-Pure.
+"""The container of the agents: validate it, render pyxis and enroot arguments. Pure.
 
 Input: backend, image, mounts. Output: text for the batch script. The run folder and the code are
 always mounted; everything else that the run reads must be listed. Behaviour of pyxis 0.24 and
@@ -9,7 +8,7 @@ enroot 4.1, and the consequences:
 - The image's /etc/environment overrides the host's variables: --container-env lists those that the
   host must set, and ``env`` sets the settings' variables inside the container.
 - PATH and working directory come from the image: use an interpreter of the image, and pass the
-working directory.
+  working directory.
 - A named container outlives its step: its name contains the job and its restart count and, with raw
   enroot, the node, because nodes may share ENROOT_DATA_PATH.
 - An entrypoint may print, fork or change the directory: disable it.
@@ -34,8 +33,7 @@ BACKENDS = ("auto", "pyxis", "enroot")
 # Host variables that override the image's.
 HOST_VARIABLES = ("PYTHONPATH", "RLPOST_HOME")
 
-# Both tools split mount lists at ',' and ':', and enroot splits its table at blanks; both expand
-# '$'.
+# Both tools split mount lists at ',' and ':' and expand '$'; enroot splits its table at blanks.
 _PATH = r"/[A-Za-z0-9/._@%+=-]*"
 _VARIABLE = r"\$[A-Z][A-Z0-9_]*"
 _PLACE = rf"(?:{_VARIABLE}(?=[/:]|$))?(?:{_PATH})?"
@@ -131,9 +129,7 @@ _NAME = f'"{container_name("${SLURM_JOB_ID}", "${SLURM_RESTART_COUNT:-0}")}"'
 
 
 def pyxis_options(container: Container) -> str:
-    """Lines of the srun command, each ending in a backslash. ``$image`` holds the path of the
-    image.
-    """
+    """Lines of the srun command, each ending in a backslash; ``$image`` is a path."""
     always = ("$run_folder:$run_folder", "$RLPOST_HOME:$RLPOST_HOME")
     mounts = ",".join((*always, *(":".join(parts) for parts in _parts(container.mounts))))
     return f"""\

@@ -16,9 +16,7 @@ OTHER_NAMES = {
     "requeue": ("NO_REQUEUE",),
     "no-requeue": ("REQUEUE",),
 }
-"""Suffixes of the SBATCH_ variables that set an option, in addition to the option's name (man
-sbatch).
-"""
+"""Further suffixes of SBATCH_ variables that set an option, beside its name (man sbatch)."""
 
 
 def outside_any_job(environ: Mapping[str, str]) -> dict[str, str]:

@@ -54,8 +54,7 @@ class RunExecutor(submitit.SlurmExecutor):
     def submit_script(self) -> str:
         """Write the script into submitit's folder, sbatch it, return the job id."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        # submitit marks this "not recommended" because such a job has no pickled result; none is
-        # needed here.
+        # submitit marks this "not recommended" because such a job has no pickled result.
         return self._submit_command("").job_id
 
 
@@ -92,53 +91,44 @@ def submit(spec: JobSpec, run: RunFolder, *, home: Path, where: Where) -> str:
     spec = completed(spec, run, home=home)
     if where != "slurm":
         return _submit_locally(spec, run, debug=where == "debug")
-    script = render_sbatch(spec)
-    write_atomic(run.script, script, mode=0o700)
-    try:
-        with _environment(for_script(os.environ, script)):
-            job_id = RunExecutor(
-                run.submitit, script=script, num_nodes=spec.nodes + spec.spare_nodes
-            ).submit_script()
-    except RuntimeError as error:
-        raise SubmitError(f"sbatch rejected {run.script}: {error}") from error
+    num_nodes = spec.nodes + spec.spare_nodes
+    job_id = submit_script(
+        render_sbatch(spec), run.script, num_nodes, os.environ, folder=run.submitit
+    )
     run.ledger.append("submitted", job_id=job_id, nodes=spec.nodes)
     return job_id
 
 
 def submit_fleet(spec: FleetSpec, run: RunFolder, environ: Mapping[str, str]) -> str:
-    """Submit the engine jobs of a run's fleet; return the id of the array.
-
-    Args:
-        environ: environment of sbatch, which sends it to Slurm; without keys.
-
-    Raises: SubmitError: sbatch rejected the job (with its output).
-    """
-    return _submit_beside(render_fleet(spec), run.root / "fleet" / "job.sbatch", run, environ)
+    """Submit the engine jobs of a run's fleet, as ``submit_script``; return the array's id."""
+    path = run.root / "fleet" / "job.sbatch"
+    return submit_script(render_fleet(spec), path, 1, environ, folder=run.submitit)
 
 
 def submit_sandboxes(spec: SandboxSpec, run: RunFolder, environ: Mapping[str, str]) -> str:
-    """Submit the sandbox servers of a run; as ``submit_fleet``."""
+    """Submit the sandbox servers of a run, as ``submit_script``; return the array's id."""
     path = run.root / "sandboxes" / "job.sbatch"
     path.parent.mkdir(exist_ok=True, mode=0o700)
-    return _submit_beside(render_sandbox(spec), path, run, environ)
+    return submit_script(render_sandbox(spec), path, 1, environ, folder=run.submitit)
 
 
-def submit_script(script: str, path: Path, num_nodes: int, environ: Mapping[str, str]) -> str:
+def submit_script(
+    script: str,
+    path: Path,
+    num_nodes: int,
+    environ: Mapping[str, str],
+    *,
+    folder: Path | None = None,
+) -> str:
     """Write a batch script to ``path`` and submit it; return the id of the job.
+
+    Args:
+        environ: environment of sbatch, which sends it to Slurm; without keys.
+        folder: submitit's folder; by default ``submitit`` beside ``path``.
 
     Raises: SubmitError: sbatch rejected the job (with its output).
     """
-    return _submit(script, path, path.parent / "submitit", num_nodes, environ)
-
-
-def _submit_beside(script: str, path: Path, run: RunFolder, environ: Mapping[str, str]) -> str:
-    """Submit jobs that belong to a run; return their id."""
-    return _submit(script, path, run.submitit, 1, environ)
-
-
-def _submit(
-    script: str, path: Path, folder: Path, num_nodes: int, environ: Mapping[str, str]
-) -> str:
+    folder = folder or path.parent / "submitit"
     write_atomic(path, script, mode=0o700)
     try:
         with _environment(for_script(environ, script)):

@@ -71,17 +71,12 @@ def _with_registry(name: str) -> str:
 def key(image: str) -> str:
     """File name for an image name: readable and unique."""
     name = uri(image)
-    return (
-        re.sub(r"[^A-Za-z0-9._-]+", "_", name.split("://")[1])
-        + "-"
-        + hashlib.sha256(name.encode()).hexdigest()[:12]
-    )
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "_", name.split("://")[1])
+    return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
 def describe(path: Path) -> dict[str, object]:
-    """Ledger entry of an image: its digest if it is in a cache, else path, size and mtime of the
-    file.
-    """
+    """Ledger entry of an image: its digest if cached, else path, size and mtime."""
     match = _DIGEST_NAME.fullmatch(path.name)
     if match:
         return {"path": str(path), "sha256": match.group(1)}
@@ -223,9 +218,8 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _open_lock(path: Path) -> int:
-    """Open a file to lock: for writing if possible, as flock over NFS requires (flock(2)), else for
-    reading.
-    """
+    """Open a file to lock, for writing if possible: flock over NFS needs that."""
+    # O_NOFOLLOW: in a shared folder another user could have put a link here.
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except PermissionError:
@@ -238,9 +232,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _say_without_lock(path: Path, error: OSError) -> None:
-    """Report a missing lock (file system or permissions): jobs may import twice; images still
-    appear atomically.
-    """
+    """Report a missing lock: jobs may import twice; images still appear atomically."""
     print(f"{path}: cannot lock ({error}); importing without a lock", file=sys.stderr)
 
 

@@ -84,9 +84,9 @@ class LocalAttempt:
 
 
 def _end_with(parent: int) -> Callable[[], None]:
-    """Return what ties the calling process to ``parent``, so that it ends with it, even after KILL.
+    """Return a function that makes its process end with ``parent``, even after KILL.
 
-    The run does not outlive submitit's process: the agent's keepers end all others.
+    So the run does not outlive submitit's process: the agent's keepers end all others.
     """
     libc = ctypes.CDLL(None)  # before the fork, where a lock may be held
 
@@ -101,15 +101,8 @@ def _end_with(parent: int) -> Callable[[], None]:
 def agent_command(spec: JobSpec, attempt_dir: Path) -> list[str]:
     """The agent's command line, the same as in the batch script."""
     assert spec.home and spec.python and spec.run_folder
-    agent = [
-        *shlex.split(preparation(spec, shlex.quote(spec.home))),
-        spec.python,
-        "-u",
-        "-m",
-        "bootstrap.agent",
-        "--attempt-dir",
-        str(attempt_dir),
-    ]
+    agent = shlex.split(preparation(spec, shlex.quote(spec.home)))
+    agent += [spec.python, "-u", "-m", "bootstrap.agent", "--attempt-dir", str(attempt_dir)]
     driver = [spec.python, "-u", "-m", "rlpost.train", *spec.driver_args]
     driver += ["--cluster-from-stdin", "--run-folder", spec.run_folder]
     num_gpus = ["--num-gpus", str(spec.num_gpus_per_node)]

@@ -1,5 +1,4 @@
-"""Check a batch file on the login node, then submit it: ``./jobs/NAME.sbatch [FLAGS]`` outside a
-job.
+"""Check a batch file, then submit it: ``./jobs/NAME.sbatch [FLAGS]`` outside a job.
 
 Input: rendering parameters of the script (container, variables, recipe), its path, training flags.
 Output: that of ``sbatch``; or exit code 78 and all problems with their remedies. If the project's
@@ -25,14 +24,11 @@ from common.exit_codes import EXIT_CONFIG  # noqa: E402
 
 MAGIC = b"hsqs"  # of squashfs
 FILE_KEYS = ("hf_checkpoint", "ref_load", "prompt_data")
-"""Recipe settings that name required files; parsed without a TOML library, which Python 3.8 lacks.
-"""
+"""Recipe settings that name required files; found without tomllib, which Python 3.8 lacks."""
 
 
 def image_problem(image: str) -> str:
-    """Problem with an image file, or empty; a folder that is missing here may exist on the
-    nodes.
-    """
+    """Problem with an image file, or empty; a missing folder may be on the nodes."""
     path = Path(image)
     if not path.is_absolute() or not path.parent.is_dir():
         return ""
@@ -57,9 +53,7 @@ def recipe_files(text: str, flags: list[str]) -> dict[str, str]:
 
 
 def file_problem(name: str, path: str) -> str:
-    """Problem with a recipe's file, or empty; the path may begin with a variable or end in a
-    slice.
-    """
+    """Problem with a recipe's file, or empty; a path may contain $VARIABLE and a slice."""
     variable, _, rest = path[1:].partition("/") if path.startswith("$") else ("", "", path)
     if variable and not os.environ.get(variable):
         return f"{name}: {variable} is not set; export {variable}=FOLDER"
@@ -135,9 +129,7 @@ def problems(options: argparse.Namespace) -> list[str]:
 
 
 def settings_problems(options: argparse.Namespace, chosen: str) -> list[str]:
-    """Problems in the recipe with its flags, or in the files that a script without a recipe
-    reads.
-    """
+    """Problems in the recipe with its flags, else in the files that the script reads."""
     if not options.recipe:
         return [file_problem("this script reads", path) for path in options.reads]
     flags = [*options.recipe[1:], *options.flags]

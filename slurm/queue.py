@@ -13,11 +13,10 @@ import subprocess
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from slurm.client import COMMAND_TIMEOUT_S
+from slurm.client import run_slurm
 from slurm.states import JobState, is_job_id, parse_state
 
-# man squeue: id, state, time left, expected start, nodes, reason. The reason is free text, so it is
-# last.
+# man squeue: id, state, time left, expected start, nodes; last the reason, which is free text.
 _FORMAT = "%i|%T|%L|%S|%N|%r"
 FORGOTTEN = "Slurm has forgotten the job, or never knew it"
 _TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
@@ -70,9 +69,7 @@ def seconds_left(text: str) -> int | None:
 
 
 def queue(job_ids: Collection[str]) -> dict[str, QueueEntry]:
-    """Query these jobs with one ``squeue``; every id gets an entry, UNKNOWN if there is no
-    other.
-    """
+    """Query these jobs with one ``squeue``; ids without an entry are UNKNOWN."""
     valid_ids = sorted(filter(is_job_id, job_ids))
     found, why = _query(valid_ids) if valid_ids else ({}, FORGOTTEN)
     entries = {}
@@ -85,24 +82,17 @@ def queue(job_ids: Collection[str]) -> dict[str, QueueEntry]:
 def _query(job_ids: Sequence[str]) -> tuple[dict[str, QueueEntry], str]:
     """Entries of the jobs that the controller knows, and the reason why the others have none."""
     jobs = f"--jobs={','.join(job_ids)}"
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
     try:
         # --array: one line for each task of an array, also while all of them are pending
-        done = _command(
-            "squeue", "--noheader", "--array", "--states=all", jobs, f"--format={_FORMAT}"
-        )
+        options = ("--noheader", "--array", "--states=all", jobs, f"--format={_FORMAT}")
+        done = run_slurm("squeue", *options, environ=environ)
     except FileNotFoundError:
         return {}, "there is no squeue here"
     except (OSError, subprocess.TimeoutExpired) as error:
         return {}, f"squeue does not answer: {error}"
     if done.returncode != 0 and "Invalid job id" not in done.stderr:
-        # its errors lead to one another; the last one says what failed
+        # squeue prints a chain of errors; the last one names the cause
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         return {}, f"squeue does not answer: {said[-1].removeprefix('squeue: ')}"
     return parse_queue(done.stdout), FORGOTTEN
-
-
-def _command(*argv: str) -> subprocess.CompletedProcess[str]:
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
-    return subprocess.run(
-        argv, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, env=environ
-    )

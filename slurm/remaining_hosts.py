@@ -18,8 +18,7 @@ ANSWER_S = 10.0
 
 
 def why_too_few(excluded: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """Why this job (``SLURM_JOB_ID``) cannot run without these hosts, and the remedy; None if it
-    can.
+    """Why this job cannot run without these hosts, with the remedy; None if it can.
 
     ``excluded`` holds compact host lists.
     """
@@ -63,7 +62,7 @@ def describe_shortage(job: str, nodes: str, excluded: Sequence[str]) -> str | No
     place = f"partition {_value(job, 'Partition')}" + (f" with {features}" if wanted else "")
     return (
         f"without {', '.join(without)}, which failed or are excluded, {place} has {len(left)} of the {needed[0]} nodes "
-        "that the job needs, and it would wait for good; repair them and remove RUN/attempts/*/exclude, or take "
+        "that the job needs, and it would wait forever; repair them and remove RUN/attempts/*/exclude, or take "
         "another --partition or fewer --nodes; then submit again with --resume"
     )
 

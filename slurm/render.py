@@ -9,7 +9,7 @@ requeue. On a batch host without Python, only a preempted run is requeued. Const
 batch script can handle:
 
 - Only the batch shell receives USR2 (time limit near, or preemption where the site sends the job's
-signal).
+  signal).
 - A preemption moves the end of the job. squeue reports it, but a container may have no squeue. If
   squeue does not answer at USR2, the script assumes that the signal's lead is all the time left.
 - TERM to the batch shell means that the job was cancelled, or that its grace time is over and Slurm
@@ -21,20 +21,20 @@ signal).
   started. With SLURM_SRUN_REDUCE_TASK_EXIT_MSG set, srun would report only the first of several
   nodes.
 - srun turns TERM into KILL for all its tasks (slurm, src/srun/signals.c): the script never signals
-srun.
+  srun.
 - After a node failure srun waits until Slurm detects it (SlurmdTimeout, minutes): the verdict ends
-the step.
+  the step.
 - The controller may be restarting when the agents end: retry squeue, and do not requeue if the
-state stays unknown.
+  state stays unknown.
 - The verdict may be written ten seconds before the end of the job, and a job at its time limit
   cannot be requeued: waiting for srun and for container cleanup is bounded by the end of the job.
 - Slurm 22.05 does not requeue a preempted job that exits within its grace time: the script must.
 - With spare nodes a lost node must not end the job: ``--no-kill`` for job and step, without which
-  Slurm kills the whole step and requeues the job when it sets the node DOWN. Slurm then takes the
-  node out of the job for good: a requeued job asks for one node less, which is set right as well.
-  If that node is the batch host, no script is left to requeue: ``watch_batch_host.sh`` does it.
+  Slurm kills the whole step and requeues the job when it sets the node DOWN. Slurm then removes the
+  node from the job: a requeued job would ask for one node less, so that is set again. If that node
+  is the batch host, no script is left to requeue: ``watch_batch_host.sh`` does it.
 - The list of excluded hosts can be changed only while the job is pending: after the requeue, which
-sends TERM.
+  sends TERM.
 - Where requeueing is forbidden, a new job resumes the run in the same folder. It waits for this one
   through its name (``--dependency=singleton``), which ``executor.completed`` makes unique to the
   run.
@@ -74,9 +74,12 @@ def preparation(spec: JobSpec, home: str) -> str:
     return text
 
 
-def directives(spec: JobSpec, *, is_warned: bool = True) -> str:
-    """Render the ``#SBATCH`` lines; ``is_warned``: whether the batch shell gets USR2 before the
-    time limit.
+def directives(
+    spec: JobSpec, *, is_warned: bool = True, first: Sequence[Sequence[str]] = ()
+) -> str:
+    """Render the ``#SBATCH`` lines, with the options of ``first`` before those of the spec.
+
+    ``is_warned``: the batch shell gets USR2 before the time limit.
     """
     nodes = [f"--nodes={spec.nodes + spec.spare_nodes}", "--ntasks-per-node=1"]
     nodes += ["--no-kill"] if spec.spare_nodes else []
@@ -93,7 +96,7 @@ def directives(spec: JobSpec, *, is_warned: bool = True) -> str:
     warning = [f"--signal=B:USR2@{spec.signal_lead_s}"] if is_warned else []
     time = [f"--time={spec.time}", *warning, *again, "--open-mode=append"]
     output = [_option("output", spec.output or "slurm-%j.out")]
-    lines: Sequence[Sequence[str]] = ([f"--job-name={spec.job_name}"], nodes, place, time, output)
+    lines = (*first, [f"--job-name={spec.job_name}"], nodes, place, time, output)
     return "#!/bin/bash\n" + "".join(f"#SBATCH {' '.join(line)}\n" for line in lines if line)
 
 
@@ -102,9 +105,7 @@ def _option(name: str, value: str) -> str:
 
 
 def submits_itself(spec: JobSpec) -> str:
-    """Line that checks and submits the script when it runs outside a job; empty if ``home`` is
-    fixed.
-    """
+    """Line that checks and submits the script outside a job; empty for a fixed home."""
     if spec.home is not None:
         return ""
     container = spec.container
@@ -127,8 +128,7 @@ def submits_itself(spec: JobSpec) -> str:
 
 
 def places(spec: JobSpec, *, is_supervised: bool = True) -> str:
-    """Lines that set RLPOST_HOME, python and run_folder, and exit with 78 if one of them is
-    missing.
+    """Lines that set RLPOST_HOME, python and run_folder, or exit with 78.
 
     They also reject sbatch options given too late and a container that is not available. ``auto``
     sets RLPOST_CONTAINER and, for a supervised job, host_python.
@@ -159,9 +159,7 @@ command -v "$python" >/dev/null || { log "no $python; make install there, or exp
 
 
 def _choice(spec: JobSpec, is_supervised: bool) -> str:
-    """Lines that exit with 78 if the container (or, without one, the interpreter) is not
-    available.
-    """
+    """Lines that exit with 78 if the container or interpreter is not available."""
     container = spec.container
     if container is None:
         return _PYTHON
@@ -192,8 +190,9 @@ def _assigned(image: str) -> str:
 
 
 def image(spec: JobSpec, log: str = "$attempt_dir/launch.log") -> str:
-    """Lines that set image, or exit and list the unset variables; ``log`` receives the import's
-    output.
+    """Lines that set image, or exit and list the unset variables.
+
+    ``log`` receives the output of the import.
     """
     container = spec.container
     if container is None:
@@ -221,8 +220,7 @@ def _imported(container: Container, log: str) -> str:
 
 
 def _get_image(words: str, log: str) -> str:
-    """Command that sets image to its file in the cache; ``words``: arguments of ``slurm.image``, as
-    shell text.
+    """Command that sets image to its file; ``words``: arguments of ``slurm.image``.
 
     The import's output goes to both logs. If the import fails, ``srun`` is replaced by a function
     that fails at once, so that the failure takes the same path as a failed step.
@@ -297,9 +295,7 @@ def inside(spec: JobSpec) -> str:
 
 
 def chosen_words(spec: JobSpec, folder: str) -> str:
-    """With ``auto``: lines that set inside to the chosen container's arguments and record it in
-    ``folder``.
-    """
+    """With ``auto``: set inside to the container's arguments; record it in ``folder``."""
     if not _is_auto(spec):
         return ""
     assert spec.container is not None
@@ -315,9 +311,7 @@ inside=(); echo "$RLPOST_CONTAINER" >"{folder}/container"
 
 
 def removal(spec: JobSpec, seconds: str = "60") -> str:
-    """Line that removes the container's files on the nodes, if any; ``seconds``: timeout, as shell
-    text.
-    """
+    """Line that removes the container's files; ``seconds``: timeout, as shell text."""
     if spec.container is None:
         return ""
     if _is_auto(spec):
@@ -352,8 +346,7 @@ SLURM_SRUN_REDUCE_TASK_EXIT_MSG=0 srun {tasks} --cpu-bind=none --mpi=none \\
 
 
 def _watch(spec: JobSpec) -> str:
-    """Line that restarts the job from other nodes if the batch host is lost; only with
-    ``--no-kill``.
+    """Line that restarts the job if the batch host is lost; with ``--no-kill`` only.
 
     It outlasts as many nodes as there are spares.
     """
@@ -382,12 +375,8 @@ kill -0 "$srun_pid" 2>/dev/null || {{ wait "$srun_pid" || code=$?; }}
 
 
 def _decide(spec: JobSpec) -> str:
-    words = [
-        "--max-preemptions",
-        str(spec.max_preemptions),
-        "--max-failures",
-        str(spec.max_failures),
-    ]
+    words = ["--max-preemptions", str(spec.max_preemptions)]
+    words += ["--max-failures", str(spec.max_failures)]
     words += ["--max-stalled-attempts", str(spec.max_stalled_attempts)]
     words += ["--exclude", ",".join(spec.exclude)] if spec.exclude else []
     words += ["--never"] if spec.requeue == "never" else []

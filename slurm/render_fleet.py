@@ -75,13 +75,17 @@ class FleetSpec:
 def render_fleet(spec: FleetSpec) -> str:
     """Render the batch script of the engine jobs."""
     job = spec.job
-    first, rest = directives(job).split("\n", 1)
-    array = f"{first}\n#SBATCH --array=0-{spec.num_engines - 1}\n"
+    array = [[f"--array=0-{spec.num_engines - 1}"]]
     if spec.after is not None:
         # A requeue of the run's job does not bring the dependency back: its engines wait for it.
-        array += f"#SBATCH --dependency=after:{spec.after}\n"
-    array += rest
-    parts = (array, _HEAD, places(job, is_supervised=False), _TASK, image(job, "$logs.launch"))
+        array.append([f"--dependency=after:{spec.after}"])
+    parts = (
+        directives(job, first=array),
+        _HEAD,
+        places(job, is_supervised=False),
+        _TASK,
+        image(job, "$logs.launch"),
+    )
     return "".join((*parts, _stop(job), chosen_words(job, "$logs.d"), _command(job), _end(job)))
 
 

@@ -3,9 +3,9 @@
 Input: a ``JobSpec`` without GPUs and the size of a server. Output: bash for ``sbatch``.
 
 Each task of the array is one server (``rlpost.agents.sandbox.server``), restarts on its own, and
-belongs to a run: it ends (exit 0) when the run's driver closes its lease or is gone. A server that is
-preempted exits with 75 and is requeued; its sandboxes are lost, which the driver sees at once and
-repeats elsewhere. As for the fleet, a failure is requeued ``max_failures`` times at most.
+belongs to a run: it ends (exit 0) when the run's driver closes its lease or is gone. A preempted
+server exits with 75 and is requeued; the driver notices the loss of its sandboxes at once and
+repeats their work elsewhere. After a failure it is requeued ``max_failures`` times at most.
 
 The server runs on the node itself, not in a container: it makes the namespaces of its sandboxes. An
 image is unpacked by enroot there, or is a folder.
@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from common.exit_codes import EXIT_CONFIG, EXIT_PREEMPTED
 from slurm.errors import SpecError
 from slurm.render import directives, places, shell_word
+from slurm.render_fleet import MAX_TASKS
 from slurm.spec import JobSpec
-
-MAX_TASKS = 1000  # MaxArraySize is 1001 by default (man slurm.conf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class SandboxSpec:
         job: one server's job; ``run_folder``, ``home`` and ``python`` are set.
         num_servers: tasks of the array.
         places: sandboxes of one server at a time.
-        warm: sandboxes of a server that wait in advance.
+        warm: sandboxes that a server prepares in advance.
         cores: CPUs of one server.
         memory_mib: memory of one server, for all places; 0: the partition's default.
         image: folder or .sqsh file; None: the node's own /usr.
@@ -78,12 +77,20 @@ class SandboxSpec:
 def render_sandbox(spec: SandboxSpec) -> str:
     """Render the batch script of the servers."""
     job = spec.job
-    first, rest = directives(job).split("\n", 1)
-    size = f"--cpus-per-task={spec.cores}"
-    size += f" --mem={spec.memory_mib}M" if spec.memory_mib and not job.exclusive else ""
-    size += f" --dependency=after:{spec.after}" if spec.after is not None else ""
-    header = f"{first}\n#SBATCH --array=0-{spec.num_servers - 1} {size}\n{rest}"
-    return "".join((header, _HEAD, places(job, is_supervised=False), _command(spec), _end(job)))
+    array = [f"--array=0-{spec.num_servers - 1}", f"--cpus-per-task={spec.cores}"]
+    if spec.memory_mib and not job.exclusive:
+        array.append(f"--mem={spec.memory_mib}M")
+    if spec.after is not None:
+        array.append(f"--dependency=after:{spec.after}")
+    return "".join(
+        (
+            directives(job, first=[array]),
+            _HEAD,
+            places(job, is_supervised=False),
+            _command(spec),
+            _end(job),
+        )
+    )
 
 
 _HEAD = """\

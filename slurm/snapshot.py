@@ -1,5 +1,4 @@
-"""Snapshot of the code at submission in RUN/code, which requeued jobs run; RUN/code.json describes
-it.
+"""Snapshot of the code at submission in RUN/code; RUN/code.json describes it.
 
 Input: the project folder. Output: a copy of its tracked, modified and new files, without ignored
 ones; or of its packages if the project is not a git checkout.

@@ -209,9 +209,7 @@ class JobSpec:
             raise SpecError("output: empty; omit it for slurm-%j.out")
 
     def with_python(self, interpreter: str) -> JobSpec:
-        """Copy with ``interpreter`` as default on the node; in a container the default is its
-        python3.
-        """
+        """Copy with ``interpreter`` as default on the node, python3 in a container."""
         if self.python is not None:
             return self
         if self.container is None:

@@ -29,19 +29,8 @@ class JobState(StrEnum):
     @property
     def is_over(self) -> bool:
         """Whether the job has ended; only a requeue would run it again."""
-        return self not in _ALIVE
-
-
-_ALIVE = frozenset(
-    (
-        JobState.PENDING,
-        JobState.CONFIGURING,
-        JobState.RUNNING,
-        JobState.SUSPENDED,
-        JobState.COMPLETING,
-        JobState.UNKNOWN,
-    )
-)
+        alive = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING")
+        return self not in (*alive, "UNKNOWN")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,4 @@
-"""Build the ``srun`` command for an additional step in a running job, on the host or in its
-container. Pure.
+"""Build the ``srun`` command for another step, on a host or in its container. Pure.
 
 Input: job, nodes, command, and the agents' container. Output: an argv.
 
@@ -77,22 +76,15 @@ def step_argv(
     if not nodes:
         raise JobError(f"job {job_id} has no nodes")
     count = len(nodes)
-    argv = [
-        "srun",
-        f"--jobid={job_id}",
-        "--overlap",
-        f"--nodes={count}",
-        f"--ntasks={count}",
-        "--ntasks-per-node=1",
-    ]
+    argv = ["srun", f"--jobid={job_id}", "--overlap", f"--nodes={count}"]
+    argv += [f"--ntasks={count}", "--ntasks-per-node=1"]
     argv += [f"--nodelist={','.join(nodes)}", "--cpu-bind=none", "--mpi=none"]
     if terminal:
         argv.append("--pty")
     elif count > 1:
         argv.append("--label")
-    # Set the variables with env inside the container: with pyxis the image's /etc/environment
-    # overrides srun's environment, and enroot exec uses only the environment of the process that it
-    # joins.
+    # env sets them inside the container: with pyxis the image's /etc/environment overrides srun's
+    # environment, and enroot exec uses only the environment of the process that it joins.
     pairs = [f"{name}={value}" for name, value in inside.environment]
     command = ["env", *pairs, *command] if pairs else list(command)
     container = inside.container
@@ -103,16 +95,9 @@ def step_argv(
         return [*argv, "bash", f"{inside.home}/slurm/enroot_exec.sh", name, *command]
     mounts = [f"{path}:{path}" for path in (inside.run_folder, inside.home)]
     mounts += map(_both_ends, container.mounts)
-    argv += [
-        f"--container-name={name}",
-        f"--container-mounts={','.join(mounts)}",
-        f"--container-workdir={inside.home}",
-    ]
-    argv += [
-        "--no-container-mount-home",
-        "--no-container-entrypoint",
-        f"--container-env={','.join(HOST_VARIABLES)}",
-    ]
+    argv += [f"--container-name={name}", f"--container-mounts={','.join(mounts)}"]
+    argv += [f"--container-workdir={inside.home}", "--no-container-mount-home"]
+    argv += ["--no-container-entrypoint", f"--container-env={','.join(HOST_VARIABLES)}"]
     return [*argv, "sh", "-c", _WARN_OF_SECOND_CONTAINER, "sh", *command]
 
 

@@ -27,6 +27,7 @@ from typing import Sequence  # noqa: UP035
 
 from common.attempt import EXCLUDE_FILE, VERDICT_FILE, VERDICT_JSON
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
+from common.files import text_or_empty
 from common.ledger import Entry, Ledger
 from common.scrape_targets import empty_targets
 from slurm.evidence import find_cause, leave_verdict, mask, resume_point
@@ -89,18 +90,14 @@ def decide(ending: Ending, entries: Sequence[Entry], budgets: Budgets) -> Answer
         return Answer(
             code, f"not requeued: {stalled} consecutive attempts committed no new checkpoint"
         )
-    kind, limit = (
-        ("preemptions", budgets.max_preemptions)
-        if is_preempted
-        else ("failures", budgets.max_failures)
-    )
+    kind, limit = "failures", budgets.max_failures
+    if is_preempted:
+        kind, limit = "preemptions", budgets.max_preemptions
     count = count_endings(entries, is_preempted) + 1
     if count > limit:
         return Answer(code, f"not requeued: {kind}: {count}, and max_{kind} is {limit}")
-    return Answer(
-        None,
-        f"requeue after {'a preemption' if is_preempted else 'a failure'} ({count} of {limit})",
-    )
+    what = "a preemption" if is_preempted else "a failure"
+    return Answer(None, f"requeue after {what} ({count} of {limit})")
 
 
 def exit_code(ending: Ending) -> int:
@@ -142,15 +139,12 @@ def stalled_attempts(entries: Sequence[Entry]) -> int:
     for entry in entries:
         if entry.get("event") == "submitted":
             # A job may start before sbatch returns and the submission is recorded.
-            stalled, is_submitted = (
-                int(bool(newest_job) and entry.get("job_id") == newest_job),
-                True,
-            )
+            has_begun = bool(newest_job) and entry.get("job_id") == newest_job
+            stalled, is_submitted = int(has_begun), True
         elif entry.get("event") == "attempt":
             stalled, newest_job = stalled + 1, entry.get("job_id", "")
         elif entry.get("event") == "started" and is_submitted:
-            # Checkpoints may have been removed before resubmission: the newest is where this
-            # attempt starts.
+            # Checkpoints may have been removed before resubmission: count from where it starts.
             best, is_submitted = min(best, entry.get("step", best)), False
         elif _reached(entry) > best:
             best, stalled = _reached(entry), 0
@@ -158,9 +152,7 @@ def stalled_attempts(entries: Sequence[Entry]) -> int:
 
 
 def _reached(entry: Entry) -> int:
-    """Step that a resume reaches without generating: from a checkpoint, or from the journal
-    alone.
-    """
+    """Step that a resume reaches without generation, by checkpoint or journal alone."""
     is_safe = entry.get("event") == "committed" or entry.get("saved") == "journal"
     step = entry.get("step", -1)
     return step if is_safe and isinstance(step, int) else -1
@@ -179,8 +171,7 @@ def bad_hosts(run_folder: Path) -> list[str]:
 
 
 def start(options: argparse.Namespace) -> int:
-    """Record a new attempt in the ledger; return EXIT_PREEMPTED if its job was cancelled and must
-    end at once.
+    """Record a new attempt; return EXIT_PREEMPTED if its job was cancelled.
 
     Slurm lets a script requeue a job while the job is being cancelled. Only a cancellation of this
     job counts: the job of a new submission may start before its ``submitted`` line is written.
@@ -229,10 +220,7 @@ def end(options: argparse.Namespace) -> int:
     run_folder: Path = options.run_folder
     attempt_dir = run_folder / "attempts" / str(options.attempt)
     ledger = Ledger(run_folder / "ledger.jsonl")
-    try:
-        verdict = (attempt_dir / VERDICT_FILE).read_text().strip() or "none"
-    except OSError:
-        verdict = "none"
+    verdict = text_or_empty(attempt_dir / VERDICT_FILE) or "none"
     cause = str((_json(attempt_dir / VERDICT_JSON) or {}).get("cause", ""))
     entries = ledger.read()
     if verdict == "none" and not options.terminated:
@@ -266,11 +254,8 @@ def end(options: argparse.Namespace) -> int:
         print(f"cause: {cause}", file=sys.stderr)
     outlook = f"; {resume_point(run_folder, entries)}" if answer.code is None else ""
     print(f"{answer.reason}{outlook}; see {attempt_dir}", file=sys.stderr)
-    print(
-        answer.code
-        if answer.code is not None
-        else " ".join(["again", ",".join([*static, *excluded])]).strip()
-    )
+    again = f"again {','.join([*static, *excluded])}".strip()
+    print(again if answer.code is None else answer.code)
     return 0
 
 

@@ -1,5 +1,6 @@
-"""Entry point of the agent: ``python -u -m bootstrap.agent --attempt-dir DIR --num-gpus N --
-DRIVER...``
+"""Entry point of the agent of one node.
+
+    python -u -m bootstrap.agent --attempt-dir DIR --num-gpus N -- DRIVER...
 
 Input: the command line, Slurm's environment, the attempt's folder with its secret. Output: the
 verdict in that folder. The verdict is the result: the exit code is 0 if it exists, and 1 only if it

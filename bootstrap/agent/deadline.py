@@ -18,9 +18,7 @@ ASK_TIMEOUT_S = 10.0
 ASK_AGAIN_S = 600.0
 """Interval between queries of the end of the job, which an operator may change."""
 LEAVE_S = 10.0
-"""Seconds before the deadline at which the agent writes its verdict, so that the batch script can
-requeue.
-"""
+"""Seconds before the deadline for the agent's verdict, so that the batch script can requeue."""
 
 
 def seconds_for_the_driver(left_s: float | None, *, grace_s: float, lead_s: float) -> float:
@@ -83,6 +81,7 @@ class JobClock:
         """End of the job from squeue; None outside Slurm or without an answer."""
         if not self._job_id:
             return None
+        # SQUEUE_ variables of the user would change the output.
         environ = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
         command = ["squeue", "--noheader", f"--jobs={self._job_id}", "--format=%e"]
         try:

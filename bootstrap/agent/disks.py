@@ -16,14 +16,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_LOOK_EVERY_S = 1.0
+_POLL_S = 1.0
 _MIB = 1 << 20
 # Leaves space for the last messages of Ray's raylet, a log and the verdict.
 _FULL_BYTES = 64 * _MIB
 _PROBE_EVERY_S = 5.0
 _PROBE_BYTES = 65_536
 _RESERVE = ".room"
-_NO_ROOM = {errno.ENOSPC: "no space left on device", errno.EDQUOT: "disk quota exceeded"}
+_FULL = {errno.ENOSPC: "no space left on device", errno.EDQUOT: "disk quota exceeded"}
 
 
 class DiskFull(Exception):
@@ -45,9 +45,7 @@ class WatchedFolder:
 
 
 def places_of(ray_folder: Path, run_folder: Path | None) -> tuple[WatchedFolder, ...]:
-    """Folders that an agent watches: Ray's folder on its node and, if given, the shared run
-    folder.
-    """
+    """Folders that an agent watches; ``run_folder`` is None except on the head."""
     own = WatchedFolder(ray_folder, "Ray's temp dir", belongs_to_node=True, grace_s=1.0)
     if run_folder is None:
         return (own,)
@@ -86,8 +84,7 @@ async def _until_full(place: WatchedFolder) -> DiskFull:
         while True:
             # a shared file system may stall
             found = await asyncio.to_thread(_shortage_at, place.folder)
-            # statvfs does not show quotas, only a write does. Probe a shared file system less
-            # often.
+            # Only a write shows an exceeded quota, not statvfs; it loads a shared file system more.
             is_probe_due = full_since is not None or loop.time() >= probe_at
             if found is None and not place.belongs_to_node and is_probe_due:
                 found = await asyncio.to_thread(_refusal_at, place.folder)
@@ -100,7 +97,7 @@ async def _until_full(place: WatchedFolder) -> DiskFull:
             if full_since is not None and now - full_since >= place.grace_s:
                 cause = f"{place.what} {place.folder} is full: {found}; free space there, or use another folder"
                 return DiskFull(cause, node_is_bad=place.belongs_to_node)
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_POLL_S)
     finally:
         if not place.belongs_to_node:
             _remove(place.folder / _RESERVE)  # frees space for the verdict
@@ -111,15 +108,13 @@ def _shortage_at(folder: Path) -> str | None:
         status = os.statvfs(folder)
     except OSError:
         return None
-    free = status.f_bavail * status.f_frsize
+    free = status.f_bavail * status.f_frsize  # without the blocks reserved for root
     total = status.f_blocks * status.f_frsize
     return shortage(free, total, status.f_favail, status.f_files)
 
 
 def _refusal_at(folder: Path) -> str | None:
-    """Why a small file cannot be written (disk full, quota), or None. The last one stays as a
-    reserve.
-    """
+    """Why a small file cannot be written, or None; the last file stays as a reserve."""
     probe = folder / f"{_RESERVE}.new"
     try:
         with probe.open("wb") as file:
@@ -129,7 +124,7 @@ def _refusal_at(folder: Path) -> str | None:
         probe.replace(folder / _RESERVE)
     except OSError as error:
         _remove(probe)
-        return _NO_ROOM.get(error.errno or 0)
+        return _FULL.get(error.errno or 0)
     return None
 
 

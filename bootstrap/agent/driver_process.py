@@ -8,9 +8,9 @@ children along: router and graders. Ray, actors and engines run below Ray's keep
 receives the cluster only when the process tree of the old one is gone, because both use the same
 ports.
 
-The standby is the next incarnation, started ahead: it imports and waits for its line. It starts
-STANDBY_AFTER_S after the driver has the cluster, so that it takes no CPU from a start-up, and none
-at all from a short run. Its niceness is not raised: without privileges that is for good.
+The standby is the next incarnation, started in advance: it imports and waits for its line. It
+starts STANDBY_AFTER_S after the driver has the cluster, when the run's startup no longer needs the
+CPU. Its niceness is not raised, because an unprivileged process cannot lower it again.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ class _Process:
         return cls(kept, writing_end)
 
     def hand_over(self, cluster: Cluster) -> None:
-        """Write the line in a thread: that blocks until the driver reads, and stops and losses
-        must be noticed in the meantime.
-        """
+        """Write the line in a thread: the write blocks until the driver reads."""
         assert self._line_end is not None, "a driver gets one line"
         descriptor, self._line_end = self._line_end, None
         write = asyncio.to_thread(_write_line, descriptor, cluster.to_json())
@@ -120,7 +118,7 @@ class DriverProcess:
         self._prepare_standby()
 
     def moved(self, cluster: Cluster) -> None:
-        """A spare has replaced a lost node: the next driver gets this cluster."""
+        """Set the cluster of the next driver, after a spare has replaced a lost node."""
         self._cluster = cluster
 
     def close_input(self) -> None:
@@ -136,7 +134,7 @@ class DriverProcess:
         await self._current.end(grace_s)
 
     async def _follow(self) -> None:
-        """Start the driver again after each crash, until one ends for good."""
+        """Start the driver again after each crash, until there is a reason to end."""
         while True:
             await asyncio.wait([self._current.kept.exited])
             code, died_at = self._current.kept.exited.result(), time.time()
@@ -215,16 +213,16 @@ class DriverProcess:
         if self._standby is not None:  # its start outlasted the driver that it was for
             return
         try:
-            # Cancelled in the middle of its start, the process would have no owner.
+            # Shielded, because a process whose start is cancelled would have no owner.
             starting = asyncio.create_task(
                 _Process.start("the standby driver", self._options, self._environ)
             )
-            starting.add_done_callback(self._have_standby)
+            starting.add_done_callback(self._on_standby_started)
             await asyncio.shield(starting)
-        except OSError as error:  # a restart starts a driver then, which takes longer
+        except OSError as error:  # a restart then has to import first
             logger.warning("no standby driver could be started: %s", error)
 
-    def _have_standby(self, starting: asyncio.Task[_Process]) -> None:
+    def _on_standby_started(self, starting: asyncio.Task[_Process]) -> None:
         if not starting.cancelled() and starting.exception() is None:
             self._standby = starting.result()
 
@@ -251,8 +249,6 @@ def _write_to_log(attempt_dir: Path, line: str) -> None:
 
 
 def _write_line(descriptor: int, text: str) -> None:
-    """Write a line and close; if the driver has exited meanwhile, its exit is reported
-    elsewhere.
-    """
+    """Write a line and close; the exit of a driver is reported elsewhere."""
     with suppress(BrokenPipeError), os.fdopen(descriptor, "w") as stream:
         stream.write(text + "\n")

@@ -1,10 +1,8 @@
-"""Detect nodes whose task failed before their agent joined: srun reports them long before the
-deadline.
+"""Detect nodes whose task failed before their agent joined, long before the deadline.
 
-Input: ``launch.log`` of the attempt, which srun writes on the batch host, and the last lines of the
-agents' logs.
-Output: hosts, each with the reason. srun lists only failed tasks; a task that exits with 0 is found
-at the deadline.
+Input: ``launch.log`` of the attempt, which srun writes on the batch host, and the ends of the
+agents' logs. Output: hosts, each with the reason. srun lists only failed tasks; a task that exits
+with 0 is found at the deadline.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from common.files import tail
 from common.srun_output import failed_tasks
 
 POLL_S = 0.5
-# Failures with one cause arrive together, and logs of other nodes take a moment to become visible
-# here.
+# Failures with one cause arrive together, and other nodes' logs are visible here a moment later.
 SETTLE_S = 1.0
 _NUM_LINES = 8
 _MAX_BYTES = 1 << 20
@@ -47,10 +44,8 @@ async def failures_before_joining(
     """Yield newly failed hosts among the missing ones, with reasons, until no host is missing."""
     known: set[str] = set()
     while missing():
-        if (
-            set(await asyncio.to_thread(read_failed_tasks, attempt_dir, hosts))
-            & set(missing()) - known
-        ):
+        failed = await asyncio.to_thread(read_failed_tasks, attempt_dir, hosts)
+        if failed.keys() & set(missing()) - known:
             await asyncio.sleep(SETTLE_S)
             failed = await asyncio.to_thread(read_failed_tasks, attempt_dir, hosts)
             new = [host for host in missing() if host in failed and host not in known]

@@ -57,9 +57,8 @@ class Gathering:
         self._options = options
         self._reception = reception
         self._wanted = Wanted(options.num_gpus, options.object_store_memory)
-        self.own_conflicts: tuple[str, ...] | None = (
-            None  # of this host's network; None while it is alone
-        )
+        # of this host's network; None while it is alone
+        self.own_conflicts: tuple[str, ...] | None = None
         self._num_needed = options.num_nodes or len(facts.hosts) - options.spare_nodes
         self._fit: set[str] = {facts.host}
         self._absent: dict[str, str] = {}
@@ -96,7 +95,7 @@ class Gathering:
         elif message["kind"] == ANSWER:
             self._folder_test.answered(host, message)
 
-    def can_do_without(self, host: str, why: str) -> bool:
+    def record_loss(self, host: str, why: str) -> bool:
         """Record the loss of a node; return whether the cluster can run without it."""
         if self.used:
             if host in self._spares:
@@ -116,16 +115,12 @@ class Gathering:
         first.cancel()
 
     async def is_own_host_fit(self) -> bool:
-        """Whether this host passes preflight, so that Ray may start early; ``choose`` reports why
-        not.
-        """
+        """Whether Ray may start early on this host; ``choose`` reports why not."""
         assert self._own is not None
         return level_of(check_host(await self._own, self._wanted)) != "EXCLUDE_NODE"
 
     async def wait(self) -> None:
-        """Wait until all nodes have joined; with spares: enough fit nodes, then ``spare_wait_s``
-        for the rest.
-        """
+        """Wait for all nodes; with spares, for enough fit ones and ``spare_wait_s`` more."""
         if not self._options.spare_nodes:
             await self._reception.complete.wait()
         while not self._reception.complete.is_set():
@@ -169,11 +164,11 @@ class Gathering:
         return tuple(self._spares)
 
     def take_spare(self, host: str) -> None:
-        """Reserve a spare; whether it joins Ray or not, it is none any more."""
+        """Remove a spare from the list, whether or not it then joins Ray."""
         self._spares.remove(host)
 
     def replace(self, lost: str, host: str) -> None:
-        """Let ``host`` be part of the cluster in the place of ``lost``."""
+        """Put ``host`` in the place of ``lost`` in the cluster."""
         self.used = tuple(host if used == lost else used for used in self.used)
 
     async def judge(self, head_ip: str, *, ask_nodes: bool = False) -> Preflight:
@@ -194,11 +189,9 @@ class Gathering:
         via = {report.host: f"{report.ip} ({report.ifname})" for report in reports.values()}
         checks = {host: [*compared] for host, compared in compare_hosts(read).items()}
         for host, found in read.items():
-            skew = (
-                found.clock - arrived_at[host]
-                if host in arrived_at and found.clock is not None
-                else None
-            )
+            skew = None
+            if host in arrived_at and found.clock is not None:
+                skew = found.clock - arrived_at[host]
             canary_seen = None if found.canary is None else found.canary in canaries
             seen = Seen(skew, head_ip, canary_seen, via.get(host, ""))
             checks[host] = [*check_host(found, self._wanted, seen), *checks.get(host, ())]
@@ -220,11 +213,9 @@ class Gathering:
         """Test the run folder on the hosts that are fit so far, concurrently."""
         reports = [report for report in self._reception.reports.values() if report.host in hosts]
         links = {report.host: self._reception.links[report.rank] for report in reports}
-        return (
-            await self._folder_test.run(self._options.attempt_dir, links, self._facts.host)
-            if links
-            else {}
-        )
+        if not links:
+            return {}
+        return await self._folder_test.run(self._options.attempt_dir, links, self._facts.host)
 
     async def _measure(self, hosts: Sequence[str]) -> dict[str, Check]:
         """Measure bandwidth between the hosts that are fit so far, if a threshold is set."""
@@ -241,8 +232,7 @@ class Gathering:
 
 async def read_this_host(facts: Facts, options: Options) -> HostFacts:
     """Read the preflight facts of the host that this agent runs on."""
-    # Cache the versions now: the report is due within 10 s of the hello, and a cold file system is
-    # slow.
+    # Cache the versions on a cold file system now: the report is due within 10 s of the hello.
     await asyncio.to_thread(installed_versions)
     ray_folder = Path(temp_dir(facts)).parent
     return await asyncio.to_thread(
@@ -264,9 +254,7 @@ def _host_facts(report: NodeReport) -> HostFacts:
 
 
 def _wait_for_canaries(attempt_dir: Path, names: Sequence[str | None]) -> set[str]:
-    """The ``names`` that are visible here; a shared folder shows all of them within
-    ``_CANARY_S``.
-    """
+    """The ``names`` visible here, after at most ``_CANARY_S`` seconds."""
     folder, wanted = attempt_dir / CANARY_DIR, {name for name in names if name is not None}
     deadline = time.monotonic() + _CANARY_S
     while True:

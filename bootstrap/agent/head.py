@@ -68,13 +68,13 @@ from common.attempt import CAUSE_FILE, DRIVER_LOG, SECRET_FILE
 from common.cluster import Cluster, Node
 from common.counting import counted
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
-from common.files import tail, write_atomic
+from common.files import tail, text_or_empty, write_atomic
 
 logger = logging.getLogger(__name__)
 
 _DRIVER_END_GRACE_S = 10.0
 _NODES_END_S = 30.0
-# The driver often learns of a lost node (through a Ray exception) before the head agent does.
+# The driver often detects a lost node (through a Ray exception) before the head agent does.
 _LOSS_MAY_FOLLOW_S = 3.0
 _DELIBERATE_EXITS = (EXIT_DONE, EXIT_PREEMPTED, EXIT_CONFIG)
 
@@ -150,9 +150,7 @@ class HeadAgent:
     async def _outcome_of_bringup(
         self, driver: DriverProcess, bringup: asyncio.Task[Cluster]
     ) -> Outcome | None:
-        """Outcome of a failed bring-up; None if the cluster is up and the driver is waiting for
-        it.
-        """
+        """Outcome of a failed bring-up; None once the driver can have the cluster."""
         stopped = asyncio.create_task(self._stop.requested.wait())
         await first_of(bringup, driver.exited, self._lost, stopped)
         stopped.cancel()
@@ -197,16 +195,16 @@ class HeadAgent:
         return replace(verdict, exclude=tuple(excluded))
 
     def _driver_ended(self, driver: DriverProcess) -> Outcome:
-        loss = self._lost.result() if self._lost.done() else self._replacements.unsettled
+        loss, is_stopped = self._replacements.unsettled, self._stop.requested.is_set()
+        if self._lost.done():
+            loss, is_stopped = self._lost.result(), self._stopped_before_loss
         return Outcome(
             driver_code=driver.exited.result() if driver.exited.done() else None,
             driver_tail=tail(self._options.attempt_dir / DRIVER_LOG),
-            driver_cause=_text(self._options.attempt_dir / CAUSE_FILE),
+            driver_cause=text_or_empty(self._options.attempt_dir / CAUSE_FILE),
             lost=loss.cause if loss else None,
             exclude=loss.exclude if loss else (),
-            stop_requested=self._stop.requested.is_set()
-            if not self._lost.done()
-            else self._stopped_before_loss,
+            stop_requested=is_stopped,
         )
 
     async def _bring_up(self) -> Cluster:
@@ -253,15 +251,12 @@ class HeadAgent:
         )
 
     def _bind_ip(self) -> str:
-        """Address to listen on; a single node uses the loopback interface unless
-        ``--socket-ifname`` is set.
-        """
+        """Address to listen on; a single node uses the loopback interface by default."""
         ifname = self._options.socket_ifname
         alone = len(self._facts.hosts) == 1
         if ifname == LOOPBACK_IFNAME or (alone and not ifname):
             return LOOPBACK_IP
-        # Without --socket-ifname, the interface that reaches the nodes is unknown until they
-        # connect.
+        # The interface that reaches the nodes is unknown until they connect.
         return ip_of(ifname, local_addresses()) if ifname else ""
 
     async def _listen_for_nodes(self, ports: PortBlock) -> None:
@@ -294,8 +289,7 @@ class HeadAgent:
         own = NodeReport(
             facts.host, 0, options.num_gpus, installed_versions(), ip, ifname, network=row
         )
-        # On a routed fabric the loopback interface holds the address: test the address, not the
-        # interface.
+        # Test the address, because on a routed fabric the loopback interface holds a routable one.
         return own, {} if ipaddress.ip_address(ip).is_loopback else found.rdma_env
 
     async def _admit(self, own: NodeReport) -> list[NodeReport]:
@@ -372,7 +366,7 @@ class HeadAgent:
             needed = [
                 host
                 for host, cause in failed.items()
-                if not self._gathering.can_do_without(host, cause)
+                if not self._gathering.record_loss(host, cause)
             ]
             for host in failed.keys() - set(needed):
                 logger.warning("%s; the run continues without it", failed[host])
@@ -402,7 +396,7 @@ class HeadAgent:
 
     def _on_node_end(self, host: str, loss: Loss) -> None:
         self._replacements.lost_spare(host, loss.cause)
-        if self._gathering.can_do_without(host, loss.cause):
+        if self._gathering.record_loss(host, loss.cause):
             logger.info("%s; the run continues without it", loss.cause)
         elif (
             self._ending or self._stop.requested.is_set() or not self._replacements.take(host, loss)
@@ -415,9 +409,7 @@ class HeadAgent:
             self._lost.set_result(loss)
 
     def _too_late(self) -> BringupError:
-        """Error that names the hosts that delayed the bring-up, with the last lines of their
-        logs.
-        """
+        """Error that names the hosts that delayed the bring-up, with their last lines."""
         within = f"within {self._options.bringup_deadline_s:.0f} s"
         attempt_dir = self._options.attempt_dir
         if missing := self._reception.missing():
@@ -456,14 +448,6 @@ class HeadAgent:
         self._reception.close()
         if self._claim is not None:
             self._claim.close()
-
-
-def _text(path: Path) -> str:
-    """Return the text of a file; empty if it is missing or cannot be read."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def _only_local_ip(links: Collection[Link]) -> str:

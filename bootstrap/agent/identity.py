@@ -51,8 +51,7 @@ def read_facts(environ: Mapping[str, str], hostname: str) -> Facts:
         raise FactsError(
             "SLURM_NODEID is not set in a Slurm job; start one agent per node with srun"
         )
-    # Use the step's list: a step may run on fewer nodes than its job, and node ids count within the
-    # step.
+    # A step may run on fewer nodes than its job, and SLURM_NODEID counts within the step.
     key = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
     try:
         hosts = expand(environ.get(key, ""))

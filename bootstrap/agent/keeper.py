@@ -137,6 +137,7 @@ def _spawn(command: Sequence[str]) -> int:
         return pid
     try:
         os.setsid()
+        # Sent when the thread that forked ends, which is the keeper's only one.
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(ignored_by_python, signal.SIG_DFL)
@@ -162,24 +163,13 @@ def main(argv: Sequence[str]) -> None:
     _detach()
     os.set_inheritable(options.channel, False)
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    for number in (
-        signal.SIGTERM,
-        signal.SIGINT,
-        signal.SIGHUP,
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-        signal.SIGCHLD,
-    ):
+    for name in ("TERM", "INT", "HUP", "USR1", "USR2", "CHLD"):
         # a handler, unlike "ignore", is not inherited by the command
-        signal.signal(number, lambda *_: None)
+        signal.signal(signal.Signals[f"SIG{name}"], lambda *_: None)
     keeper = Keeper(socket.socket(fileno=options.channel), options.command)
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (
-        0,
-        1,
-        2,
-    ):  # the command owns the streams: the keeper must not hold its pipes open
-        os.dup2(nowhere, descriptor)
+    for descriptor in (0, 1, 2):
+        os.dup2(nowhere, descriptor)  # the keeper must not hold the command's pipes open
     keeper.run()
     if options.scratch:
         shutil.rmtree(options.scratch, ignore_errors=True)

@@ -23,8 +23,7 @@ _ALIVE: Message = {"kind": "alive"}
 
 
 class LinkLost(Exception):
-    """The other agent is gone: connection closed, machine down, no heartbeat, or an invalid
-    message.
+    """The other agent is gone, or sent an invalid message.
 
     ``node_is_bad``: the machine did not answer, so a restart there would fail again.
     """
@@ -63,9 +62,7 @@ class Link:
         return int(self._writer.get_extra_info("peername")[1])
 
     def start_beating(self) -> None:
-        """Send a heartbeat every ``BEAT_S`` seconds, and expect some message every
-        ``SILENCE_S``.
-        """
+        """Send a heartbeat every ``BEAT_S`` and expect a message every ``SILENCE_S``."""
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     async def send(self, message: Message) -> None:
@@ -98,9 +95,7 @@ class Link:
                     raise LinkLost("the connection was closed: its agent ended or was killed")
                 self.codec.feed(data)
         except TimeoutError as error:
-            if (
-                isinstance(error, OSError) and error.errno is not None
-            ):  # ETIMEDOUT is a TimeoutError as well
+            if error.errno is not None:  # the kernel's ETIMEDOUT is a TimeoutError as well
                 raise _lost_by(error) from error
             cause = f"it has been silent for {SILENCE_S:.0f} s: its agent hangs or is stopped"
             raise LinkLost(cause, node_is_bad=True) from error
@@ -150,4 +145,5 @@ def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_COUNT)
+    # Keepalive probes only an idle connection; this bounds the wait for sent data to be acknowledged.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, give_up_ms)

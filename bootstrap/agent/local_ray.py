@@ -1,5 +1,4 @@
-"""Lifecycle of Ray on this node: prepare its process under a keeper, start it on request, monitor
-its exit.
+"""Ray on this node: prepare its process under a keeper, start it, monitor its exit.
 
 Input: a ``RayNode``. Output: ``LocalRay`` with the registered nodes (on the head) and a future of
 its exit. Invariant: the session folder belongs to this attempt, is accessible to its owner only,
@@ -21,7 +20,7 @@ from typing import Any
 
 from bootstrap.agent.monitor import Kept
 from bootstrap.agent.ports import busy_ports
-from bootstrap.agent.ray_command import RayNode, rays_part, start_argv
+from bootstrap.agent.ray_command import RayNode, ray_temp_dir, start_argv
 from bootstrap.agent.ray_process import parse_registered
 from bootstrap.agent.symptoms import with_likely_cause
 from bootstrap.agent.verdict import describe_exit
@@ -43,9 +42,8 @@ class LocalRay:
 
     def __init__(self, kept: Kept, session_folder: Path, log: Path, orders: int) -> None:
         self.kept = kept
-        self.registered: dict[
-            str, int
-        ] = {}  # on the head: GPUs of each node in the GCS, by address
+        # on the head: GPUs of each node in the GCS, by address
+        self.registered: dict[str, int] = {}
         self._news = asyncio.Event()
         self._session_folder = session_folder
         self._log = log
@@ -126,16 +124,15 @@ class LocalRay:
         """Message about the exit of Ray, with the last lines of its log."""
         if self._copying is not None:
             await asyncio.wait([self._copying], timeout=_LAST_WORDS_S)
-        code = (
-            describe_exit(self.kept.exited.result()) if self.kept.exited.done() else "still running"
-        )
+        exited = self.kept.exited
+        code = describe_exit(exited.result()) if exited.done() else "still running"
         return f"Ray ended by itself ({code}); last lines of {self._log.name}: {with_likely_cause(tail(self._log))}"
 
     async def end(self, keep_logs_in: Path | None) -> None:
         """End Ray; copy its logs to ``keep_logs_in`` unless that is None."""
         self.stop_watching()
         await self.kept.end(_END_GRACE_S)
-        logs = Path(rays_part(str(self._session_folder))) / "session_latest" / "logs"
+        logs = Path(ray_temp_dir(str(self._session_folder))) / "session_latest" / "logs"
         if keep_logs_in is not None and logs.exists():
             try:
                 shutil.copytree(
@@ -160,8 +157,7 @@ class LocalRay:
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     self._read_line(line.decode(errors="replace"))
-                # A full disk is detected elsewhere (``disks``). In a thread: the shared folder may
-                # stall.
+                # A full disk is detected elsewhere (``disks``); a thread, as the folder may stall.
                 with suppress(OSError):
                     await asyncio.to_thread(_append, self._log, data)
         finally:

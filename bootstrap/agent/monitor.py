@@ -58,9 +58,7 @@ class Kept:
         stdio: tuple[int, int],
         scratch: str = "",
     ) -> Kept:
-        """Run ``command`` with ``stdio`` = (input, output); standard error goes to the output as
-        well.
-        """
+        """Run ``command``; ``stdio``: its input, and its output with standard error."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         argv = [sys.executable, "-m", _KEEPER, f"--channel={theirs.fileno()}"]
@@ -76,7 +74,7 @@ class Kept:
                 stdout=stdio[1],
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C reaches only the agent's process group
             )
         await launcher.wait()  # the keeper has detached itself
         return cls(name, ours)
@@ -93,9 +91,7 @@ class Kept:
             logger.error("%s (session %s) survives KILL", self.name, self._pid)
 
     def release(self) -> None:
-        """Disconnect from the keeper, which then ends any remaining process and removes its scratch
-        folder.
-        """
+        """Disconnect from the keeper, which ends what is left and removes its scratch."""
         self._reader.cancel()
         self._channel.close()
 
@@ -143,17 +139,14 @@ def kill_session(session_id: int) -> None:
 
 
 class StopSignals:
-    """Stop request for the run: the attempt's STOP file, and the signals on which the agent writes
-    it.
+    """Stop requests: the STOP file, and the signals that make the agent write it.
 
     The first writer of the file sets the reason and the deadline. The driver polls the file; this
     class kills nothing.
     """
 
     def __init__(self, attempt_dir: Path, host: str, clock: JobClock, *, is_head: bool) -> None:
-        """Only the head queries Slurm for the end of the job, and requests a stop if no signal
-        arrives.
-        """
+        """``is_head``: query Slurm for the job's end, and request a stop without a signal."""
         self._path = attempt_dir / STOP_FILE
         self._host = host
         self._clock = clock
@@ -177,9 +170,7 @@ class StopSignals:
         await self._write(StopMessage(reason, now, deadline=now + within_s))
 
     async def seconds_for_the_driver(self, grace_s: float) -> float:
-        """Seconds that the driver has to stop: until the STOP file's deadline, or ``grace_s``
-        without one.
-        """
+        """Seconds that the driver has to stop, by the STOP file's deadline if it has one."""
         deadline = await asyncio.to_thread(read_deadline, self._path)
         left_s = None if deadline is None else deadline - self._clock.now()
         return seconds_for_the_driver(left_s, grace_s=grace_s, lead_s=self._clock.lead_s)
@@ -219,8 +210,6 @@ class StopSignals:
 
     async def _watch(self) -> None:
         # Another node may write the file, and shared file systems send no notifications: poll.
-        while not await asyncio.to_thread(
-            is_there, self._path
-        ):  # transient errors do not end the polling
+        while not await asyncio.to_thread(is_there, self._path):
             await asyncio.sleep(_STOP_POLL_S)
         self.requested.set()

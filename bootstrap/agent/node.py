@@ -38,7 +38,6 @@ from bootstrap.agent.ray_command import (
 from bootstrap.agent.rendezvous import (
     HEAD_FILE,
     BringupError,
-    NodeReport,
     head_candidates,
     join,
 )
@@ -53,7 +52,6 @@ from bootstrap.network.here import (
 )
 from bootstrap.preflight.bandwidth import measure_here
 from bootstrap.preflight.shared_folder import ORDER, take_part
-from bootstrap.preflight.table import HostFacts
 from common.addresses import host_port
 from common.attempt import EXCLUDE_FILE, SECRET_FILE, VERDICT_FILE, VERDICT_JSON
 from common.files import write_atomic, write_first
@@ -62,10 +60,9 @@ from common.lost_nodes import read_lost_nodes
 logger = logging.getLogger(__name__)
 
 _MAX_CAUSE_CHARS = 8_000
-# The network is polled far more often; a thousand nodes must not poll a shared file system at that
-# rate.
+# The network is polled more often; a thousand nodes would overload a shared file system.
 _SHARED_FOLDER_POLL_S = 0.25
-# Both ends of a broken connection notice it within ``link.SILENCE_S``; the head may be the later one.
+# Both ends of a broken connection notice it within ``link.SILENCE_S``, the head perhaps last.
 _HEAD_DECIDES_S = SILENCE_S + 5.0
 
 
@@ -79,8 +76,8 @@ class NodeAgent:
         self._stop = stop
         self._environ = base_environment(os.environ, facts, options.attempt_dir / SECRET_FILE)
         self._ray: LocalRay | None = None
-        self._places: list[tuple[str, int]] = []
-        self._look_again_at = 0.0
+        self._head_addresses: list[tuple[str, int]] = []
+        self._refresh_at = 0.0
         self._fabric: dict[str, str] = {}  # variables for the RDMA ports of this node
         self._keep_logs = True  # of Ray, unless the head's order says otherwise
         self._is_needed = not options.spare_nodes  # with spares: set by the order to start Ray
@@ -110,9 +107,9 @@ class NodeAgent:
                 link.close()
 
     async def _is_replaced(self, loss: LinkLost) -> bool:
-        """Whether the head lives and lets a spare take this node's place.
+        """Whether the head is alive and has let a spare replace this node.
 
-        If the head does not answer, it may take this node for the one that does not.
+        If the connection is broken, each side may consider the other one lost.
         """
         if not self._options.spare_nodes:
             return False
@@ -120,7 +117,7 @@ class NodeAgent:
         while True:
             lost = await asyncio.to_thread(read_lost_nodes, self._options.attempt_dir)
             if any(node.host == self._facts.host for node in lost):
-                logger.info("the head lives; a spare node takes the place of this one")
+                logger.info("the head is alive; a spare node replaces this one")
                 return True
             if time.monotonic() >= deadline:
                 return False
@@ -137,7 +134,7 @@ class NodeAgent:
         """Connect to the head; None if a stop was requested first."""
         facts, options = self._facts, self._options
         preparing = asyncio.create_task(self._prepare_ray())
-        logger.info("looking at this host")  # the last line if it hangs, e.g. on a dead mount
+        logger.info("reading this host")  # the last line if that hangs, e.g. on a dead mount
         host_facts = await read_this_host(facts, options)
         source_ip = None
         try:
@@ -150,7 +147,9 @@ class NodeAgent:
         logger.info("looking for the head %s", facts.head_host)
         joining = asyncio.create_task(
             join(
-                lambda link: self._report(link, host_facts),
+                lambda link: node_report(
+                    facts, options.num_gpus, link, host_facts, self._read_network
+                ),
                 secret=self._secret,
                 candidates=self._candidates,
                 source_ip=source_ip,
@@ -179,11 +178,6 @@ class NodeAgent:
             temp_dir(self._facts), ray_environment(self._environ), log
         )
 
-    def _report(self, link: Link, host_facts: HostFacts) -> NodeReport:
-        return node_report(
-            self._facts, self._options.num_gpus, link, host_facts, self._read_network
-        )
-
     def _read_network(self, ifname: str, ip: str) -> tuple[NetworkFacts, Detection]:
         """Read this node's network; keeps the variables for Ray."""
         facts, found = logged_network_here(ifname, ip)
@@ -193,20 +187,19 @@ class NodeAgent:
     def _candidates(self) -> Sequence[tuple[str, int]]:
         """Addresses to try for the head, refreshed every ``_SHARED_FOLDER_POLL_S`` seconds."""
         attempt_dir, now = self._options.attempt_dir, time.monotonic()
-        if now >= self._look_again_at:
-            self._look_again_at = now + _SHARED_FOLDER_POLL_S
-            if os.path.exists(
-                attempt_dir / VERDICT_FILE
-            ):  # unlike Path.exists, does not raise on a lost mount
+        if now >= self._refresh_at:
+            self._refresh_at = now + _SHARED_FOLDER_POLL_S
+            # os.path.exists, unlike Path.exists, does not raise on a lost mount.
+            if os.path.exists(attempt_dir / VERDICT_FILE):
                 raise BringupError(
                     f"the attempt has ended already; see {attempt_dir / VERDICT_JSON}"
                 )
             self._check_head_began()
             first = next(candidate_blocks(self._facts.job_id, ephemeral_floor()))
-            self._places = head_candidates(
+            self._head_addresses = head_candidates(
                 self._facts.head_host, first.rendezvous, attempt_dir / HEAD_FILE
             )
-        return self._places
+        return self._head_addresses
 
     def _check_head_began(self) -> None:
         """Write the verdict for a head whose task failed before its agent started.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,89 +17,68 @@ class Options:
 
     attempt_dir: Path
     num_gpus: int
-    socket_ifname: str | None
-    bringup_deadline_s: float
-    stop_grace_s: float
-    loss_grace_s: float
-    object_store_memory: int | None
-    spare_nodes: int
-    driver: tuple[str, ...]
+    driver: tuple[str, ...] = ()
+    socket_ifname: str | None = None
+    bringup_deadline_s: float = 600.0
+    stop_grace_s: float = 600.0
+    signal_lead_s: float = 120.0
+    loss_grace_s: float = 10.0
+    driver_restarts: int = DRIVER_RESTARTS
+    object_store_memory: int | None = None
     ray_dashboard: bool = False
     ray_dashboard_host: str = "127.0.0.1"
+    spare_nodes: int = 0
+    num_nodes: int | None = None
     spare_wait_s: float = 10.0
     needed_paths: tuple[Path, ...] = ()
     bandwidth_gbps: float | None = None
-    signal_lead_s: float = 120.0
-    num_nodes: int | None = None
-    driver_restarts: int = DRIVER_RESTARTS
     sandboxes: bool = False
     log_format: str | None = None
 
 
 def parse_options(argv: Sequence[str]) -> Options:
     """Parse the command line; exits with usage and code 2 on an error."""
+    # An option that is not given is not in the result, so the defaults of Options apply.
     parser = argparse.ArgumentParser(
-        prog="python -m bootstrap.agent", description="Run the agent of one node."
+        prog="python -m bootstrap.agent",
+        description="Run the agent of one node.",
+        argument_default=argparse.SUPPRESS,
     )
+
+    def add(flag: str, kind: Callable[[str], object], text: str, *, required: bool = False) -> None:
+        parser.add_argument(flag, type=kind, help=text, required=required)
+
+    add("--attempt-dir", Path, "folder of this attempt, shared by all nodes", required=True)
+    add("--num-gpus", int, "GPUs of this node that Ray may allocate", required=True)
+    add("--socket-ifname", str, "network interface to use (default: detected)")
+    add("--bringup-deadline-s", float, "time limit until Ray is up on all nodes")
+    add("--stop-grace-s", float, "time for the driver to end after a stop request")
+    add("--signal-lead-s", float, "time before the end of the job at which the driver is stopped")
+    add("--loss-grace-s", float, "time for the driver to end after a node is lost")
+    add("--driver-restarts", int, "times that a driver that crashed is started again")
+    add("--object-store-memory", int, "bytes of Ray's object store on each node")
+    add("--ray-dashboard-host", str, "address that the dashboard listens on (default: loopback)")
+    add("--spare-nodes", int, "nodes beyond those that the run needs")
+    add(
+        "--num-nodes",
+        int,
+        "nodes that the run needs (default: those of the step without --spare-nodes); Slurm "
+        "takes a lost node out of a job, also for its next start",
+    )
+    add("--spare-wait-s", float, "time to wait for late nodes when enough have joined")
+    add("--bandwidth-gbps", float, "minimum all-reduce bandwidth in GB/s; measured if given")
     parser.add_argument(
-        "--attempt-dir",
-        type=Path,
-        required=True,
-        help="folder of this attempt, shared by all nodes",
+        "--ray-dashboard", action="store_true", help="run Ray's dashboard on the head"
     )
-    parser.add_argument(
-        "--num-gpus", type=int, required=True, help="GPUs of this node that Ray may allocate"
-    )
-    parser.add_argument("--socket-ifname", help="network interface to use (default: detected)")
-    parser.add_argument(
-        "--bringup-deadline-s",
-        type=float,
-        default=600.0,
-        help="time limit until Ray is up on all nodes",
-    )
-    parser.add_argument(
-        "--stop-grace-s",
-        type=float,
-        default=600.0,
-        help="time for the driver to end after a stop request",
-    )
-    parser.add_argument(
-        "--signal-lead-s",
-        type=float,
-        default=120.0,
-        help="time before the end of the job at which the driver is stopped",
-    )
-    parser.add_argument(
-        "--loss-grace-s",
-        type=float,
-        default=10.0,
-        help="time for the driver to end after a node is lost",
-    )
-    parser.add_argument(
-        "--driver-restarts",
-        type=int,
-        default=DRIVER_RESTARTS,
-        help="times that a driver that crashed is started again",
-    )
-    _add_ray_options(parser)
-    _add_spare_nodes(parser)
     parser.add_argument(
         "--needed-path",
         type=Path,
         action="append",
-        default=[],
         dest="needed_paths",
         help="path that must exist on every node",
     )
     parser.add_argument(
-        "--bandwidth-gbps",
-        type=float,
-        help="minimum all-reduce bandwidth in GB/s; measured if given",
-    )
-    parser.add_argument(
-        "--sandboxes",
-        action="store_true",
-        help="the host must be able to run sandboxes of agents",
+        "--sandboxes", action="store_true", help="the host must be able to run sandboxes of agents"
     )
     parser.add_argument(
         "--log-format",
@@ -109,40 +88,8 @@ def parse_options(argv: Sequence[str]) -> Options:
     parser.add_argument(
         "driver", nargs="+", metavar="DRIVER", help="after --: command that the head runs"
     )
-    options = vars(parser.parse_args(argv))
-    options["attempt_dir"] = options["attempt_dir"].resolve()
-    options["driver"] = tuple(options["driver"])
-    options["needed_paths"] = tuple(options["needed_paths"])
-    return Options(**options)
-
-
-def _add_spare_nodes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--spare-nodes", type=int, default=0, help="nodes beyond those that the run needs"
-    )
-    parser.add_argument(
-        "--num-nodes",
-        type=int,
-        help="nodes that the run needs (default: those of the step without --spare-nodes); Slurm "
-        "takes a lost node out of a job, also for its next start",
-    )
-    parser.add_argument(
-        "--spare-wait-s",
-        type=float,
-        default=10.0,
-        help="time to wait for late nodes when enough have joined",
-    )
-
-
-def _add_ray_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--object-store-memory", type=int, help="bytes of Ray's object store on each node"
-    )
-    parser.add_argument(
-        "--ray-dashboard", action="store_true", help="run Ray's dashboard on the head"
-    )
-    parser.add_argument(
-        "--ray-dashboard-host",
-        default="127.0.0.1",
-        help="address that the dashboard listens on (default: loopback)",
-    )
+    given = vars(parser.parse_args(argv))
+    given["attempt_dir"] = given["attempt_dir"].resolve()
+    for name in given.keys() & {"driver", "needed_paths"}:
+        given[name] = tuple(given[name])
+    return Options(**given)

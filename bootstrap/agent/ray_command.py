@@ -21,7 +21,7 @@ from common.addresses import host_port
 # ("/session_<date>_<time>_<pid>/sockets/plasma_store").
 _MAX_TEMP_DIR_BYTES = 40
 # Ray makes its temp dir accessible to all users (mode 0777), so it is placed in a private folder.
-_RAYS_PART = "t"
+_RAY_TEMP_DIR = "t"
 
 # Variables of a launcher, which would make programs below Ray act as ranks of that launcher.
 _SCRUBBED = re.compile(
@@ -50,22 +50,22 @@ class RayNode:
 
 
 def temp_dir(facts: Facts) -> str:
-    """Node-local folder of this attempt for Ray's session; Ray's temp dir is its ``rays_part``.
+    """Node-local folder of this attempt for Ray's session; Ray's temp dir is its ``ray_temp_dir``.
 
     Raises:
         ValueError: the path is too long for a Unix socket inside it.
     """
     path = f"/tmp/r{facts.job_id}.{facts.restart_count}"
-    if len(rays_part(path).encode()) > _MAX_TEMP_DIR_BYTES:
+    if len(ray_temp_dir(path).encode()) > _MAX_TEMP_DIR_BYTES:
         raise ValueError(
             f"{path} has {len(path)} bytes; more than {_MAX_TEMP_DIR_BYTES} do not fit a socket's name"
         )
     return path
 
 
-def rays_part(folder: str) -> str:
+def ray_temp_dir(folder: str) -> str:
     """Ray's temp dir in the attempt's folder."""
-    return f"{folder}/{_RAYS_PART}"
+    return f"{folder}/{_RAY_TEMP_DIR}"
 
 
 def start_argv(node: RayNode) -> list[str]:
@@ -95,7 +95,7 @@ def start_argv(node: RayNode) -> list[str]:
         f"--metrics-export-port={node.ports.base + 9}",
         f"--min-worker-port={node.ports.worker_ports.start}",
         f"--max-worker-port={node.ports.worker_ports.stop - 1}",
-        f"--temp-dir={rays_part(node.temp_dir)}",
+        f"--temp-dir={ray_temp_dir(node.temp_dir)}",
         f"--num-cpus={node.num_cpus}",
         f"--num-gpus={node.num_gpus}",
     ]
@@ -128,8 +128,7 @@ def base_environment(
 
 
 def ray_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the process that becomes ``ray start``; every Ray worker of the node inherits
-    it.
+    """Environment of ``ray start``, which every Ray worker of the node inherits.
 
     By default Ray drains for 30 s at TERM and reconnects to a lost head for 60 s. The agents decide
     when a node ends, so both timeouts are shortened.

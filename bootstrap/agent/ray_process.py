@@ -1,5 +1,4 @@
-"""Process that becomes ``ray start``: it imports Ray during the rendezvous, then waits for its
-command.
+"""Process that becomes ``ray start`` after it has imported Ray and has its command.
 
     python -u -m bootstrap.agent.ray_process < ORDER
 
@@ -38,9 +37,7 @@ _REGISTERED = "registered node "
 
 
 def registered_line(ip: str, num_gpus: int) -> str:
-    """The watcher's line about a node; it starts with a line break, because Ray prints
-    concurrently.
-    """
+    """Line about a node; it begins with a line break because Ray also prints."""
     return f"\n{_REGISTERED}{ip} {num_gpus}\n"
 
 
@@ -100,9 +97,7 @@ def _pause_s(quiet_s: float) -> float:
 
 
 def _closed(descriptor: int, pause_s: float = _POLL_S) -> bool:
-    """Whether the other end is closed; waits for ``pause_s``, which is also the polling
-    interval.
-    """
+    """Whether the other end is closed, after at most ``pause_s`` seconds."""
     return bool(select.select([descriptor], [], [], pause_s)[0])
 
 

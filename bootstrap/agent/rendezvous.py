@@ -19,6 +19,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -102,9 +103,7 @@ def odd_versions(reports: Sequence[NodeReport]) -> dict[str, list[str]]:
 
 
 def check_versions(reports: Sequence[NodeReport]) -> None:
-    """Raise BringupError if a node's versions differ from the majority's; it names each
-    difference.
-    """
+    """Raise BringupError with each version that differs from the majority's."""
     if odd := odd_versions(reports):
         listed = "; ".join(
             f"{host} has {what}" for host, differences in odd.items() for what in differences
@@ -227,33 +226,22 @@ def head_document(port: int, addresses: Sequence[Address]) -> str:
     return json.dumps({"port": port, "addresses": [address.ip for address in addresses]}) + "\n"
 
 
-def published_candidates(head_file: Path) -> list[tuple[str, int]]:
-    """Addresses that the head has published; empty until then."""
-    try:
-        published = json.loads(head_file.read_text())
-    except (OSError, ValueError):
-        return []
-    return [(ip, published["port"]) for ip in published["addresses"]]
-
-
 def head_candidates(head_host: str, port: int, head_file: Path) -> list[tuple[str, int]]:
     """Addresses at which a node tries to reach the head.
 
     First its name, at ``port`` and at the published port, because all nodes share that network;
     then the published addresses.
     """
-    published = published_candidates(head_file)
-    return list(
-        dict.fromkeys(
-            [(head_host, port), *((head_host, other) for _, other in published), *published]
-        )
-    )
+    hosts, published_port = [], port
+    with suppress(OSError, ValueError):  # the head has not published its addresses yet
+        document = json.loads(head_file.read_text())
+        hosts, published_port = document["addresses"], document["port"]
+    published = [(host, published_port) for host in (head_host, *hosts)]
+    return list(dict.fromkeys([(head_host, port), *published]))
 
 
 def describe_missing(missing: Sequence[str], attempt_dir: Path, log_name: str) -> str:
-    """The missing hosts, each with the likely cause and the last lines of its log (``log_name``,
-    HOST replaced).
-    """
+    """The missing hosts, each with the end of its log; ``log_name`` contains HOST."""
     logs = {host: tail(attempt_dir / log_name.replace("HOST", host), 8) for host in missing}
     return "\n".join(f"{host}: {with_likely_cause(log)}" for host, log in logs.items())
 

@@ -8,9 +8,9 @@ end as it would without spares. ``choose_spare`` is pure.
                  |        ^ the spare fails: the next one
                  +-> given up: no spare is left, or the driver cannot continue without the node
 
-A lost node must not speak for the run afterwards: it gets an order to end where it can be reached,
-and reads the list before it writes a verdict (``node``). Each loss uses up at least one spare, so
-their number bounds all that this module does.
+A lost node must not end the run with a verdict: it is ordered to end if it can be reached, and
+reads the list before it writes a verdict (``node``). Each loss consumes at least one spare, so the
+number of spares bounds the work of this module.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Replacements:
             failed.set_result(cause)
 
     def end(self) -> None:
-        """Stop what is under way: the attempt ends."""
+        """Cancel pending replacements, because the attempt ends."""
         for task in self._running.values():
             task.cancel()
 
@@ -143,7 +143,7 @@ class Replacements:
             self._gathering.take_spare(decision.spare)
             logger.warning("%s; the spare node %s joins", loss.cause, decision.spare)
             await self._record(lost, "joining", loss)
-            await self._let_go(host)
+            await self._end_agent(host)
             problem = await self._join(decision.spare)
             if problem is None:
                 spare = self._node(decision.spare)
@@ -185,7 +185,7 @@ class Replacements:
         await self._reception.links[report.rank].send(self._order)
         await self._ray.wait_registered({report.ip: report.num_gpus})
 
-    async def _let_go(self, host: str) -> None:
+    async def _end_agent(self, host: str) -> None:
         """End the agent of a lost node, if it can be reached."""
         link = self._reception.links[self._report(host).rank]
         with suppress(LinkLost, TimeoutError):

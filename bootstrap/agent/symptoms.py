@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 
-# (pattern, cause); the first match applies. Messages of rlpost, Python, Ray 2.60, enroot and the
-# kernel.
+# (pattern, cause), first match first: messages of rlpost, Python, Ray 2.60, enroot and the kernel.
 _CAUSES = (
     ("no space left on device", "a disk is full there"),
     ("holds no secret", "its run folder is not the shared one"),

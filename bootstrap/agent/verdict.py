@@ -82,11 +82,7 @@ def decide(outcome: Outcome) -> Verdict:
 
 
 def write_verdict(attempt_dir: Path, verdict: Verdict) -> None:
-    """Write the verdict to the attempt's folder: first ``verdict.json``, then the word for the
-    batch script.
-
-    ``exclude`` holds one host per line and is written before both.
-    """
+    """Write ``exclude`` (one host per line), ``verdict.json`` and, last, ``verdict``."""
     if verdict.exclude:
         write_atomic(attempt_dir / EXCLUDE_FILE, "".join(f"{host}\n" for host in verdict.exclude))
     write_atomic(attempt_dir / VERDICT_JSON, json.dumps(asdict(verdict), indent=1) + "\n")

@@ -135,9 +135,7 @@ def _packages(facts: ImageFacts, wanted: Sequence[Requirement]) -> Check:
 
 
 def _needs(facts: ImageFacts) -> Check:
-    """Requirements of the large packages: without its kernels a server starts, but the first
-    request fails.
-    """
+    """Check what large packages require; without kernels the first request fails."""
     unmet = []
     for package, lines in sorted(facts.needs.items()):
         for one in filter(None, map(parse, lines)):
@@ -306,9 +304,7 @@ def _variables(facts: ImageFacts) -> Check:
 
 
 def _shows_what_slurm_gave(environment: Mapping[str, str]) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES has as many entries as the job has GPUs here; Slurm sets both
-    (man srun, GRES).
-    """
+    """Whether CUDA_VISIBLE_DEVICES has as many entries as Slurm gave GPUs (man srun)."""
     visible = environment["CUDA_VISIBLE_DEVICES"].split(",")
     given = environment.get("SLURM_GPUS_ON_NODE", "")
     if not given:

@@ -1,5 +1,4 @@
-"""Report what an image lacks, from inside it: ``python3 -m bootstrap.image.doctor [--cpu]
-[--te-for=SETTING,...]``
+"""Report what an image lacks, from inside it: ``python3 -m bootstrap.image.doctor``.
 
 Input: the image, and the version pins of the code that contains this file. Output: a table or JSON on
 standard output or in a separate file, because the container runtime and setup commands also write
@@ -99,28 +98,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(one.text for one in compiled_packages(CODE)))
         return 0
     if options.requirements is not None:
-        print(
-            "\n".join(
-                one.text
-                for one in wanted_packages(CODE, cpu=options.cpu, extras=options.requirements)
-            )
-        )
+        wanted = wanted_packages(CODE, cpu=options.cpu, extras=options.requirements)
+        print("\n".join(one.text for one in wanted))
         return 0
-    python = python_required(pins)
-    facts = read_image(
-        {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH",)}
-    )
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     checks = check_image(
-        facts,
-        python,
+        read_image(environ),
+        python_required(pins),
         wanted_packages(CODE, cpu=options.cpu),
         cpu=options.cpu,
         compiled=compiled_packages(CODE),
         te_reasons=[reason for reason in options.te_for.split(",") if reason],
     )
-    text = (
-        json.dumps([asdict(check) for check in checks], indent=1) if options.json else table(checks)
-    )
+    text = table(checks)
+    if options.json:
+        text = json.dumps([asdict(check) for check in checks], indent=1)
     if options.output is None:
         print(text)
     else:

@@ -1,5 +1,4 @@
-"""Read the facts of an image for ``image.checks``, from inside it. Decides nothing and never
-raises.
+"""Read the facts of an image from inside it. Decides nothing and never raises.
 
 Only the standard library of Python 3.8 and later, because the packages to be checked may be
 missing.
@@ -71,8 +70,7 @@ def read_image(environ: Mapping[str, str], root: Path = Path("/")) -> ImageFacts
 
 
 def _packages() -> tuple[dict[str, str], dict[str, list[str]], str]:
-    """Installed versions, requirements of the NEEDY packages, and the range of TransformerEngine
-    versions.
+    """Installed versions, requirements of NEEDY packages, TransformerEngine range.
 
     The requirements are those without a condition. The range is that of Megatron-core's extra;
     empty if it has none.
@@ -139,9 +137,7 @@ def _nccl(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def nccl_version(number: int) -> str:
-    """Format NCCL's version code: 22304 is 2.23.4; before 2.9, 2804 is 2.8.4 (nccl.h,
-    NCCL_VERSION).
-    """
+    """Format NCCL_VERSION of nccl.h: 22304 is 2.23.4; before 2.9, 2804 is 2.8.4."""
     major, rest = divmod(number, 10_000 if number >= 10_000 else 1_000)
     return f"{major}.{rest // 100}.{rest % 100}"
 

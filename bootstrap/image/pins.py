@@ -1,5 +1,4 @@
-"""Read the versions that rlpost requires: from setup.cfg in a checkout, from METADATA of an
-installation.
+"""Read the versions that rlpost requires: from setup.cfg, or METADATA of a wheel.
 
 Input: the folder of the code, names of extras. Output: ``Requirement`` values. Only the standard
 library of Python 3.8 and later, because it runs in images that are being built or diagnosed.
@@ -19,9 +18,7 @@ _BOUND = re.compile(r"(==|>=|<=|!=|~=|<|>)\s*([^,;\s]+)")
 
 
 class Requirement(NamedTuple):
-    """A package and its version bounds, such as (("==", "2.13.0"),); ``text``: the line of the
-    file.
-    """
+    """A package and its bounds, as (("==", "2.13.0"),); ``text``: the file's line."""
 
     name: str
     bounds: tuple[tuple[str, str], ...]
@@ -97,9 +94,7 @@ def _lines(text: str) -> tuple[str, ...]:
 
 
 def requirements(pins: Pins, extras: Iterable[str]) -> list[Requirement]:
-    """Requirements of the package with these extras, without duplicates. Raises KeyError for an
-    unknown extra.
-    """
+    """Requirements with these extras, each once. Raises KeyError for an unknown one."""
     lines = [*pins.always, *(line for extra in extras for line in pins.extras[extra])]
     return list(dict.fromkeys(found for line in lines if (found := parse(line))))
 

@@ -1,5 +1,4 @@
-"""Conflicts between the environment variables that are set and the settings detected on this host.
-Pure.
+"""Conflicts between variables that are set and the settings of this host. Pure.
 
 Input: the variables that are set, the facts of the host, the settings detected without them.
 Output: one ``Conflict`` each. The variable always wins: the site may know more than detection can
@@ -21,10 +20,16 @@ _GID_VARIABLES = ("NCCL_IB_GID_INDEX", "NVSHMEM_IB_GID_INDEX")
 
 
 @dataclass(frozen=True, slots=True)
+class Setting:
+    """A variable's value and the reason for it."""
+
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Conflict:
-    """A variable whose value differs from the detected one; ``source``: evidence for the detected
-    value.
-    """
+    """A variable that differs from the detected value; ``source``: the evidence."""
 
     name: str
     given: str
@@ -44,26 +49,25 @@ def conflicts(
     *,
     ifname: str | None,
     rdma: RdmaChoice,
-    wanted: Mapping[str, tuple[str, str]],
+    wanted: Mapping[str, Setting],
 ) -> tuple[Conflict, ...]:
     """Conflicts, sorted by variable.
 
     Args:
         given: variables that are set and not empty.
         ifname: the detected interface for sockets.
-        wanted: value and reason of each variable that detection would set.
+        wanted: variables that detection would set.
     """
     found = [*_of_sockets(given, ifname), *_of_devices(given, facts, rdma), *_of_gid(given, rdma)]
     judged = {*_BARE_NAMES, *_PATTERNS, *_GID_VARIABLES, "NCCL_IB_HCA"}
-    for name, (value, reason) in wanted.items():
-        if name in given and name not in judged and given[name].strip() != value:
-            found.append(Conflict(name, given[name], value, reason))
+    for name, setting in wanted.items():
+        if name in given and name not in judged and given[name].strip() != setting.value:
+            found.append(Conflict(name, given[name], setting.value, setting.reason))
     return tuple(sorted(found, key=lambda conflict: conflict.name))
 
 
-def picked(pattern: str, names: Sequence[str]) -> set[str]:
-    """The ``names`` that an NCCL list selects: prefixes, exact names after ``=``, all others after
-    ``^``.
+def selected(pattern: str, names: Sequence[str]) -> set[str]:
+    """The ``names`` that an NCCL list selects: by prefix; ``=`` exact, ``^`` others.
 
     A name may have a port (``mlx5_0:1``); a device without a port selects all its ports (NCCL user
     guide, NCCL_IB_HCA).
@@ -91,7 +95,7 @@ def _of_sockets(given: Mapping[str, str], ifname: str | None) -> Iterator[Confli
         if name in given and ifname not in [part.strip() for part in given[name].split(",")]:
             yield Conflict(name, given[name], ifname, source)
     for name in _PATTERNS:
-        if name in given and not picked(given[name], [ifname]):
+        if name in given and not selected(given[name], [ifname]):
             yield Conflict(name, given[name], f"={ifname}", source)
 
 
@@ -102,7 +106,7 @@ def _of_devices(
         return
     active = [f"{port.name}:{port.port}" for port in facts.rdma_ports if port.state == "ACTIVE"]
     chosen = [f"{port.name}:{port.port}" for port in rdma.ports]
-    if picked(given["NCCL_IB_HCA"], active or chosen) != set(chosen):
+    if selected(given["NCCL_IB_HCA"], active or chosen) != set(chosen):
         source = f"{len(chosen)} ports of kind {rdma.kind} carry the GPUs' traffic"
         yield Conflict("NCCL_IB_HCA", given["NCCL_IB_HCA"], "=" + ",".join(chosen), source)
 

@@ -9,23 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bootstrap.network.conflicts import Conflict, conflicts
+from bootstrap.network.conflicts import Conflict, Setting, conflicts
 from bootstrap.network.facts import NetworkFacts, RdmaPort, address_of
 from bootstrap.network.rdma import RdmaChoice, choose_rdma
 from bootstrap.network.sockets import SocketChoice, choose_socket
 
-# Variables with these prefixes that the user or the site has set are listed with the detected ones.
-# Detection never sets traffic class, timeouts or levels, because no fact of a host determines their
-# value.
+# Variables of the user or the site with these prefixes are listed with the detected ones. Detection
+# never sets traffic class, timeouts or levels, because no fact of a host determines their value.
 _FABRIC_PREFIXES = ("NCCL_", "NVSHMEM_", "UCX_", "GLOO_", "TP_", "FI_", "OFI_", "RDMAV_")
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A variable's value and the reason for it."""
-
-    value: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +40,12 @@ class Detection:
         return {name: value for name, value in self.env.items() if name not in of_sockets}
 
     def describe(self) -> str:
-        """Report for the log: the result, every variable with its reason, the evidence,
-        warnings.
-        """
+        """Report for the log: result, variables with reasons, evidence, warnings."""
         answer = self.to_document()
-        keys = ("socket_ifname", "node_ip", "rdma", "ib_hca", "ib_hca_exclude", "gid_index")
-        shown = {
-            key: ", ".join(value) if isinstance(value := answer[key], list) else value
-            for key in keys
-        }
-        lines = [f"{key:<16}{value}" for key, value in shown.items()]
+        lines = []
+        for key in ("socket_ifname", "node_ip", "rdma", "ib_hca", "ib_hca_exclude", "gid_index"):
+            value = answer[key]
+            lines.append(f"{key:<16}{', '.join(value) if isinstance(value, list) else value}")
         lines += [
             f"{name}={setting.value}  # {setting.reason}" for name, setting in self.settings.items()
         ]
@@ -120,8 +107,7 @@ def detect(
     for name in sorted(given):
         if name.startswith(_FABRIC_PREFIXES):
             settings[name] = Setting(given[name], "set by the user or the site")
-    reasons = {name: (setting.value, setting.reason) for name, setting in wanted.items()}
-    found = conflicts(given, facts, ifname=sockets.ifname, rdma=rdma, wanted=reasons)
+    found = conflicts(given, facts, ifname=sockets.ifname, rdma=rdma, wanted=wanted)
     return Detection(sockets, rdma, settings, found)
 
 
@@ -160,8 +146,7 @@ def _rdma_settings(facts: NetworkFacts, rdma: RdmaChoice, ifname: str | None) ->
             )
         }
     if rdma.kind == "gpudirect-tcpx":
-        # Four data NICs are GPUDirect-TCPX, eight are its successor TCPXO (FasTrak), whose
-        # variables differ.
+        # Four data NICs mean GPUDirect-TCPX, eight its successor TCPXO (FasTrak).
         is_fastrak = len(rdma.data_ifnames) > 4
         data = "NCCL_FASTRAK_IFNAME" if is_fastrak else "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME"
         settings = {data: Setting(",".join(rdma.data_ifnames), "NICs for the data of the GPUs")}

@@ -31,6 +31,14 @@ VIRTUAL_TYPES = frozenset({"bridge", "veth", "vxlan", "tun", "dummy"})
 # has this name, and does not report to which bridge a link belongs.
 _SWITCH_DRIVER, _SWITCH = "openvswitch", "ovs-system"
 
+# Ethernet speeds that no InfiniBand port of four lanes has (10, 20, 40, 56, 100, 200, 400, 800).
+_ETHERNET_ONLY_GBPS = {1, 2.5, 5, 25, 50}
+# rdma-core's rename rule (kernel-boot/rdma_rename.c) begins a device's name with the link layer.
+_NAMED_BY_LAYER = {
+    "InfiniBand": re.compile(r"ib[pso]\d"),
+    "Ethernet": re.compile(r"(roce|iw)[pso]\d"),
+}
+
 
 class FactsFileError(ValueError):
     """A layout violates the schema; the message names the file or key, and the value."""
@@ -51,7 +59,6 @@ class Interface:
     pci: str | None = None
     master: str | None = None
     parent: str | None = None  # of a VLAN or macvlan: the interface below it
-    sriov_vf: bool = False
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -162,9 +169,7 @@ class NetworkFacts:
         )
 
     def _switch_wires(self, one: Interface) -> tuple[Interface, ...]:
-        """Links of Open vSwitch if the interface is one of its bridges, which have no direct
-        members.
-        """
+        """Links of Open vSwitch if this is one of its bridges, which have no members."""
         of_switch = [
             other.name for other in self.interfaces if _SWITCH in (other.name, other.master)
         ]
@@ -176,9 +181,7 @@ class NetworkFacts:
         return tuple(other for other in self.members(_SWITCH) if other.type not in VIRTUAL_TYPES)
 
     def is_wired(self, one: Interface) -> bool:
-        """Whether traffic leaves the host directly here, not through another interface or a
-        tunnel.
-        """
+        """Whether traffic leaves the host here, not through a tunnel or another interface."""
         if one.type == "bridge" or self._switch_wires(one):
             return any(
                 member.type not in VIRTUAL_TYPES
@@ -194,6 +197,21 @@ class NetworkFacts:
         ]
         return any(driver and driver.startswith("cxi") for driver in drivers)
 
+    def link_layer(self, port: RdmaPort) -> str | None:
+        """Link layer by the port, else its GIDs, netdev, rate or name; None if unknown."""
+        if port.link_layer in ("InfiniBand", "Ethernet"):
+            return port.link_layer
+        if any(gid.type.upper().startswith(("ROCE", "V")) for gid in port.gids):
+            return "Ethernet"
+        netdev = self.interface(port.netdev)
+        if netdev is not None:
+            return "InfiniBand" if netdev.type == "infiniband" else "Ethernet"
+        if port.rate_gbps in _ETHERNET_ONLY_GBPS:
+            return "Ethernet"
+        return next(
+            (layer for layer, form in _NAMED_BY_LAYER.items() if form.match(port.name)), None
+        )
+
     def owner(self, address: str) -> Interface | None:
         """The interface that holds ``address``."""
         wanted = address_of(address)
@@ -204,9 +222,7 @@ class NetworkFacts:
 
 
 def address_of(text: str) -> IpAddress:
-    """The address in ``10.0.0.1/24``, ``fe80::1%eth0`` or ``::ffff:10.0.0.1`` (which is an IPv4
-    address).
-    """
+    """Parse ``10.0.0.1/24``, ``fe80::1%eth0``, or ``::ffff:10.0.0.1`` (becomes IPv4)."""
     address = ipaddress.ip_address(text.split("/")[0].split("%")[0])
     mapped = address.ipv4_mapped if address.version == 6 else None
     return mapped or address
@@ -355,7 +371,6 @@ def _interface(row: Mapping[str, object]) -> Interface:
         pci=_text(row, "pci"),
         master=_text(row, "master"),
         parent=_text(row, "parent"),
-        sriov_vf=bool(row.get("sriov_vf") or row.get("vf_of")),
     )
 
 
@@ -382,17 +397,12 @@ def _port(row: Mapping[str, object]) -> RdmaPort:
 
 
 def _port_state(text: str) -> str:
-    """Parse a port state as tools print it: ``4: ACTIVE``, ``PORT_DOWN``, ``INIT`` (no subnet
-    manager).
-    """
+    """Parse a state as tools print it: ``4: ACTIVE``, ``INIT`` (no subnet manager)."""
     words = set(re.findall(r"[A-Z]+", text.upper()))
     if "ACTIVE" in words:
         return "ACTIVE"
-    return (
-        "DOWN"
-        if words & {"DOWN", "INIT", "INITIALIZING", "ARMED", "POLLING", "DISABLED", "INACTIVE"}
-        else "unknown"
-    )
+    down = {"DOWN", "INIT", "INITIALIZING", "ARMED", "POLLING", "DISABLED", "INACTIVE"}
+    return "DOWN" if words & down else "unknown"
 
 
 def _addresses(row: Mapping[str, object], key: str) -> tuple[str, ...] | None:

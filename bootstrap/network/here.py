@@ -1,5 +1,4 @@
-"""Find the interface that reaches the other nodes from the rendezvous connection, never from
-interface names.
+"""Find the interface to the other nodes from the rendezvous connection, not by name.
 
 Input: the local address of an accepted connection. Output: the interface that owns it, and the
 environment that makes Gloo, NCCL, TensorPipe and NVSHMEM use that interface. Names may differ
@@ -17,7 +16,6 @@ import json
 import logging
 import os
 import socket
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,20 +113,15 @@ def ip_of(ifname: str, addresses: Iterable[Address]) -> str:
 
 
 def socket_environment(ifname: str, environ: Mapping[str, str], ip: str) -> dict[str, str]:
-    """Variables that make collectives use ``ip`` on ``ifname``, without those that ``environ``
-    sets.
-    """
+    """Variables that make collectives use ``ip``, except those in ``environ``."""
     wanted = socket_settings(ifname, ip)
     return {key: setting.value for key, setting in wanted.items() if not environ.get(key)}
 
 
 def network_here(ifname: str, ip: str) -> tuple[NetworkFacts, Detection]:
-    """This host's network facts and settings, after the nodes have connected through ``ip`` on
-    ``ifname``.
-    """
+    """This host's network facts and settings, once nodes connected through ``ip``."""
     facts = read_host()
-    # The interface list has no owner for most of 127/8, or for an interface without a known
-    # address.
+    # The interface list has no owner for most of 127/8, or if an address is not known.
     evidence = {"connection_ip": ip} if facts.owner(ip) else {"override": ifname}
     return facts, detect(facts, **evidence, environ=os.environ)
 
@@ -176,7 +169,3 @@ def main(argv: list[str] | None = None) -> int:
     else:
         print("\n".join([found.describe(), *(f"{'conflict':<16}{one}" for one in found.conflicts)]))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,5 +1,4 @@
-"""Read this host's network facts as a document of the schema ``netlayout/1``, for ``--save`` and
-detection.
+"""Read this host's network facts as a document of the schema ``netlayout/1``.
 
 Input: sysfs and procfs (below ``root``, which tests replace), addresses from psutil. Output: a
 mapping that JSON can represent. Decides nothing. Facts that the kernel does not report are None.
@@ -24,18 +23,9 @@ import psutil
 from bootstrap.network.facts import CXI_HINT, SCHEMA, TCPXO_HINT, NetworkFacts, parse_facts
 from common.host_lists import HostListError, expand
 
-_ARP_TYPES = {
-    "1": "ether",
-    "32": "infiniband",
-    "772": "loopback",
-    "65534": "tun",
-    "768": "tun",
-    "769": "tun",
-    "776": "tun",
-    "512": "tun",
-    "778": "tun",
-    "823": "tun",
-}
+# linux/if_arp.h; the tunnels are PPP, IPIP, IPIP6, SIT, GRE, GRE over IPv6 and devices without ARP.
+_ARP_TYPES = {"1": "ether", "32": "infiniband", "772": "loopback"}
+_ARP_TYPES |= dict.fromkeys(("512", "768", "769", "776", "778", "823", "65534"), "tun")
 _DEVTYPES = {
     "bond": "bond",
     "bridge": "bridge",
@@ -46,16 +36,11 @@ _DEVTYPES = {
 }
 _GPU_VENDORS = {"0x10de", "0x1002", "0x8086"}
 # 3D controller, other display, processing accelerator
-_GPU_CLASSES = (
-    "0x0302",
-    "0x0380",
-    "0x1200",
-)
+_GPU_CLASSES = ("0x0302", "0x0380", "0x1200")
 _NVIDIA_VGA = ("0x10de", "0x0300")
 _INFINIBAND_CONTROLLER = "0x0207"
-# The prolog of Google's Slurm clusters installs the plug-in in this folder for each job, and
-# containers mount it (Cluster Toolkit documentation, "Enable GPUDirect-TCPXO optimized NCCL
-# communication").
+# Google's Slurm prolog installs the plug-in here for each job, and containers mount the folder
+# (Cluster Toolkit documentation, "Enable GPUDirect-TCPXO optimized NCCL communication").
 _TCPXO_PLUG_IN = "var/lib/tcpxo/lib64"
 _MAX_GIDS = 256
 _SIOCETHTOOL, _ETHTOOL_GDRVINFO, _DRVINFO_BYTES = 0x8946, 0x3, 196
@@ -108,23 +93,18 @@ def read_rdma_devices(root: Path = Path("/")) -> list[dict[str, Any]]:
 
 
 def default_route(root: Path = Path("/")) -> str | None:
-    """Interface of the default route with the lowest metric; IPv6 only if there is no IPv4
-    route.
-    """
+    """Interface of the default route with the lowest metric; IPv6 if IPv4 has none."""
     routes: list[tuple[int, str]] = []
     for line in _text(root / "proc/net/route").splitlines()[1:]:
+        # name, destination, gateway, flags (1: RTF_UP), two counters, metric, mask; in hex but metric
         fields = line.split()
         if len(fields) > 7 and fields[1] == fields[7] == "00000000" and int(fields[3], 16) & 1:
             routes.append((int(fields[6]), fields[0]))
     if not routes:
         for line in _text(root / "proc/net/ipv6_route").splitlines():
             fields = line.split()
-            if (
-                len(fields) > 9
-                and fields[0] == "0" * 32
-                and fields[1] == "00"
-                and fields[9] != "lo"
-            ):
+            is_default = len(fields) > 9 and fields[0] == "0" * 32 and fields[1] == "00"
+            if is_default and fields[9] != "lo":
                 routes.append((int(fields[5], 16), fields[9]))
     # With equal metrics the kernel uses the first route; so does min.
     return min(routes, key=lambda route: route[0])[1] if routes else None
@@ -132,26 +112,19 @@ def default_route(root: Path = Path("/")) -> str | None:
 
 def own_address(interfaces: Iterable[Mapping[str, Any]]) -> str | None:
     """The address of this host's name if an interface owns it and it is not loopback."""
-    names = [name for name in (os.environ.get("SLURMD_NODENAME"), socket.gethostname()) if name]
+    names = (os.environ.get("SLURMD_NODENAME"), socket.gethostname())
     held = {
         text.split("/")[0]
         for row in interfaces
         for key in ("ipv4", "ipv6")
         for text in row[key] or ()
     }
-    for name in names:
-        with suppress(OSError):
-            for *_, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
-                ip = str(address[0]).split("%")[0]
-                if ip in held and not ipaddress.ip_address(ip).is_loopback:
-                    return ip
-    return None
+    found = (ip for name in names if name for ip in _addresses_of(name))
+    return next((ip for ip in found if ip in held), None)
 
 
 def peer_address(environ: Mapping[str, str]) -> str | None:
-    """The address of another node of this Slurm job, by its name; None outside a job of several
-    nodes.
-    """
+    """The address of another node of this Slurm job; None without another node."""
     try:
         hosts = expand(environ.get("SLURM_JOB_NODELIST", ""))
     except HostListError:
@@ -162,14 +135,17 @@ def peer_address(environ: Mapping[str, str]) -> str | None:
         socket.gethostname().partition(".")[0],
     }
     other = next((host for host in hosts if host not in own), None)
-    if other is None:
-        return None
-    with suppress(OSError):
-        for *_, address in socket.getaddrinfo(other, None, type=socket.SOCK_STREAM):
-            ip = str(address[0]).split("%")[0]
-            if not ipaddress.ip_address(ip).is_loopback:
-                return ip
-    return None
+    return next(iter(_addresses_of(other)), None) if other is not None else None
+
+
+def _addresses_of(name: str) -> list[str]:
+    """Addresses of a host's name that are not loopback; none if it does not resolve."""
+    try:
+        answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    ips = [str(address[0]).split("%")[0] for *_, address in answers]
+    return [ip for ip in ips if not ipaddress.ip_address(ip).is_loopback]
 
 
 def _interface(path: Path) -> dict[str, object]:
@@ -272,6 +248,7 @@ def _port(port: Path, hardware: Path) -> dict[str, object]:
     layer = _text(port / "link_layer")
     netdev = _text(port / "gid_attrs/ndevs/0")
     if not netdev:
+        # The RDMA ports of a device count from 1, dev_port of its interfaces from 0.
         beside = [
             path
             for path in _entries(hardware / "net")
@@ -288,9 +265,7 @@ def _port(port: Path, hardware: Path) -> dict[str, object]:
 
 
 def _gids(port: Path) -> list[dict[str, object]]:
-    """GID rows whose interface is in this network namespace; in a pod the table also lists the
-    host's.
-    """
+    """GID rows of this network namespace; in a pod the table has the host's too."""
     rows = []
     for index in range(_MAX_GIDS):
         if not (text := _text(port / f"gids/{index}")):
@@ -305,10 +280,8 @@ def _gids(port: Path) -> list[dict[str, object]]:
 
 def _gpu(path: Path) -> dict[str, object] | None:
     vendor, kind = _text(path / "vendor"), _text(path / "class")
-    if (
-        not (vendor in _GPU_VENDORS and kind.startswith(_GPU_CLASSES))
-        and (vendor, kind[:6]) != _NVIDIA_VGA
-    ):
+    is_accelerator = vendor in _GPU_VENDORS and kind.startswith(_GPU_CLASSES)
+    if not is_accelerator and (vendor, kind[:6]) != _NVIDIA_VGA:
         return None
     numa = _number(path / "numa_node")
     return {"numa": numa if numa is not None and numa >= 0 else None, "pci_path": _pci_path(path)}
@@ -354,9 +327,7 @@ def _link(path: Path) -> str | None:
 
 
 def _text(path: Path) -> str:
-    """The file's text; empty if it is missing or the kernel returns an error (unused GID, link
-    down).
-    """
+    """The file's text; empty if there is none to read (unused GID, link down)."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):

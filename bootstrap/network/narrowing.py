@@ -7,17 +7,11 @@ Invariant: a set never becomes empty; a criterion that would remove all candidat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
+from bootstrap.network.facts import Interface, RdmaPort
 
-class Named(Protocol):
-    """Anything with a name."""
-
-    @property
-    def name(self) -> str: ...
-
-
-Candidate = TypeVar("Candidate", bound=Named)
+Candidate = TypeVar("Candidate", Interface, RdmaPort)
 
 
 class Narrowing(Generic[Candidate]):

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from bootstrap.network.elsewhere import drop_elsewhere
 from bootstrap.network.facts import (
     CXI_HINT,
     TCPXO_HINT,
@@ -26,19 +25,14 @@ from bootstrap.network.facts import (
 )
 from bootstrap.network.narrowing import Narrowing
 
-# Ethernet speeds that no InfiniBand port of four lanes has (10, 20, 40, 56, 100, 200, 400, 800).
-_ETHERNET_ONLY_GBPS = {1, 2.5, 5, 25, 50}
 # GPUDirect-TCPX (Google's A3 High): four NICs for the data of eight GPUs, one for all else.
 _NUM_TCPX_DATA_NICS = 4
+# Drivers whose devices are separate PCI functions, for which sysfs shows no interface.
+_WITHOUT_INTERFACE = {"erdma"}
 # The kernel lists two link-local GIDs of a port (RoCE v1, v2), then each address as v1 and v2.
 _FIRST_ADDRESS_ROCE_V2, _LINK_LOCAL_ROCE_V2 = 3, 1
 
-# If neither driver nor link layer is known, the device name may contain them: rdma-core's rename
-# rule (kernel-boot/rdma_rename.c) starts it with the link layer, the kernel with the driver.
-_NAMED_BY_LAYER = {
-    "InfiniBand": re.compile(r"ib[pso]\d"),
-    "Ethernet": re.compile(r"(roce|iw)[pso]\d"),
-}
+# If neither driver nor link layer is known, the kernel's device name may begin with the driver.
 _NAMED_BY_PROVIDER = {"efa": re.compile(r"(rdma[pso]|efa_)\d"), "cxi": re.compile(r"cxi\d")}
 
 
@@ -86,7 +80,7 @@ def _provider_kind(facts: NetworkFacts, choice: RdmaChoice) -> str:
         unknown = [
             port
             for port in facts.rdma_ports
-            if port.driver is None and link_layer(facts, port) is None
+            if port.driver is None and facts.link_layer(port) is None
         ]
         return any(_NAMED_BY_PROVIDER[provider].match(port.name) for port in unknown)
 
@@ -152,7 +146,7 @@ def _choose_ports(facts: NetworkFacts, socket_ifname: str | None, choice: RdmaCh
         lambda port: not _is_accelerated_networking(facts, port),
         "Hyper-V's accelerated networking, not RDMA",
     )
-    drop_elsewhere(facts, ports, choice.warnings, link_layer)
+    _drop_elsewhere(facts, ports, choice.warnings)
     _drop_virtual_functions(facts, ports)
     _drop_front_end(facts, ports)
     _keep_one_link_layer(facts, ports)
@@ -163,7 +157,7 @@ def _choose_ports(facts: NetworkFacts, socket_ifname: str | None, choice: RdmaCh
     _settle_surplus(facts, ports, socket_ifname)
     choice.ports = tuple(ports.left)
     choice.excluded = tuple(port for port in facts.rdma_ports if port not in choice.ports)
-    layers = {link_layer(facts, port) for port in choice.ports}
+    layers = {facts.link_layer(port) for port in choice.ports}
     choice.kind = "ib" if layers == {"InfiniBand"} else "roce"
     choice.why.append(f"{choice.kind}: {', '.join(port.name for port in choice.ports)}")
     if layers == {None}:
@@ -178,33 +172,50 @@ def _choose_ports(facts: NetworkFacts, socket_ifname: str | None, choice: RdmaCh
 
 
 def _is_accelerated_networking(facts: NetworkFacts, port: RdmaPort) -> bool:
-    """Whether the port belongs to the function that accelerates a virtual machine's synthetic
-    NIC.
-    """
+    """Whether the port's function accelerates the synthetic NIC of a VM."""
     netdev = facts.interface(port.netdev)
     above = facts.interface(netdev.master) if netdev is not None else None
     return above is not None and above.driver == "hv_netvsc"
 
 
-def link_layer(facts: NetworkFacts, port: RdmaPort) -> str | None:
-    """InfiniBand or Ethernet, from the port or else its GIDs, netdev, rate or name; None if
-    unknown.
+def _drop_elsewhere(facts: NetworkFacts, ports: Narrowing[RdmaPort], warnings: list[str]) -> None:
+    """Drop RoCE ports whose interface is in another network namespace; add a warning.
+
+    RoCE resolves peers through an interface's addresses. With SR-IOV, a container sees all virtual
+    functions under /sys/class/infiniband but only its own interfaces. No port is dropped if the
+    list of interfaces may be incomplete, as in a pasted layout, or if no port would remain.
     """
-    if port.link_layer in ("InfiniBand", "Ethernet"):
-        return port.link_layer
-    if any(gid.type.upper().startswith(("ROCE", "V")) for gid in port.gids):
-        return "Ethernet"
-    netdev = facts.interface(port.netdev)
-    if netdev is not None:
-        return "InfiniBand" if netdev.type == "infiniband" else "Ethernet"
-    if port.rate_gbps in _ETHERNET_ONLY_GBPS:
-        return "Ethernet"
-    return next((layer for layer, form in _NAMED_BY_LAYER.items() if form.match(port.name)), None)
+    if not facts.interfaces_complete:
+        return
+    away = [
+        port
+        for port in ports.left
+        if facts.link_layer(port) == "Ethernet" and not _has_interface(facts, port)
+    ]
+    if not away:
+        return
+    where = "is in another network namespace (SR-IOV?) or is missing"
+    if len(away) < len(ports.left):
+        ports.keep(lambda port: port not in away, f"its interface {where}")
+        remedy = "left out; if they are this job's, give the container their interfaces or the host's network"
+    else:
+        remedy = "kept, for there are no others; RoCE may not connect: give the container the host's network"
+    warnings.append(f"RDMA ports whose network interface {where}: {_listed(away)}; {remedy}")
+
+
+def _has_interface(facts: NetworkFacts, port: RdmaPort) -> bool:
+    """Whether the port's interface, or a macvlan above it (by the GIDs), is visible."""
+    if facts.interface(port.netdev) is not None or port.driver in _WITHOUT_INTERFACE:
+        return True
+    return any(facts.owner(gid.addr) is not None for gid in port.gids)
+
+
+def _listed(ports: Sequence[RdmaPort]) -> str:
+    return ", ".join(f"{port.name} ({port.netdev})" if port.netdev else port.name for port in ports)
 
 
 def _drop_virtual_functions(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
-    """Drop physical ports or virtual functions, whichever do not belong to this container or
-    machine.
+    """Drop physical ports or virtual functions that are not of this container or VM.
 
     A container with virtual functions may see the host's physical ports, but not their interfaces.
     In a virtual machine the rails may be virtual functions, beside a physical front end of the
@@ -217,30 +228,26 @@ def _drop_virtual_functions(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> 
             "its interface is not here, unlike virtual functions'",
         )
     else:
-        physical = {link_layer(facts, port) for port in ports.left if not port.sriov_vf}
+        physical = {facts.link_layer(port) for port in ports.left if not port.sriov_vf}
         ports.keep(
-            lambda port: not port.sriov_vf or not physical & {link_layer(facts, port), None},
+            lambda port: not port.sriov_vf or not physical & {facts.link_layer(port), None},
             "virtual function beside physical ones",
         )
 
 
 def _drop_front_end(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
-    """Drop the port of the default route, unless it is the fastest or the number of GPUs requires
-    it.
-    """
+    """Drop the default route's port, unless it is the fastest or the GPUs need it."""
     way_out = facts.below(facts.default_route)
-    # On a cluster whose only route is IPoIB, the InfiniBand port of the default route is still a
-    # rail.
+    # Where IPoIB is the only route, the InfiniBand port of the default route is still a rail.
     front = [
         port
         for port in ports.left
-        if port.netdev in way_out and link_layer(facts, port) != "InfiniBand"
+        if port.netdev in way_out and facts.link_layer(port) != "InfiniBand"
     ]
     rest = [port for port in ports.left if port not in front]
     is_fastest = front and rest and all(_rate(front) > _rate([port]) > 0 for port in rest)
     out = facts.interface(facts.default_route)
-    # A routed fabric may have several equal default routes over interfaces without addresses; one
-    # is shown.
+    # Of several equal default routes over interfaces without addresses only one is shown.
     is_one_of_many = out is not None and not out.is_unlisted and not out.routable
     if not (is_fastest or is_one_of_many or _is_needed_for_gpus(facts.num_gpus, front, rest)):
         ports.keep(
@@ -268,7 +275,7 @@ def _rate(ports: Sequence[RdmaPort]) -> float:
 
 def _keep_one_link_layer(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
     """Keep the link layer with the most bandwidth, else with one port per GPU, else InfiniBand."""
-    found = {port.name: link_layer(facts, port) for port in ports.left}
+    found = {port.name: facts.link_layer(port) for port in ports.left}
     if "InfiniBand" not in found.values():
         return  # Ethernet or unknown: no evidence of two link layers
     present: dict[str, list[RdmaPort]] = {}
@@ -288,9 +295,7 @@ def _keep_one_link_layer(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> Non
 
 
 def _keep_one_rate(ports: Narrowing[RdmaPort]) -> None:
-    """Keep the rate with the most total bandwidth; drop ports of unknown rate if they are not the
-    majority.
-    """
+    """Keep the rate with the most total bandwidth; unknown rates if they are more."""
     counts = Counter(port.rate_gbps for port in ports.left if port.rate_gbps)
     if not counts:
         return
@@ -306,9 +311,7 @@ def _keep_one_rate(ports: Narrowing[RdmaPort]) -> None:
 
 
 def _drop_front_end_bond(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
-    """Drop the minority of bonded or single ports: a bonded pair among single ports is the front
-    end.
-    """
+    """Drop the minority: a bonded pair among single ports is the front end."""
 
     def is_bonded(port: RdmaPort) -> bool:
         netdev = facts.interface(port.netdev)
@@ -326,34 +329,31 @@ def _drop_front_end_bond(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> Non
 def _keep_same_fabric(
     facts: NetworkFacts, ports: Narrowing[RdmaPort], socket_ifname: str | None
 ) -> None:
-    """Keep the ports whose addresses fit those of the socket interface, if that is an RDMA port
-    itself.
+    """Keep the ports in the address plan of the socket interface, if it is a port.
 
     If the ports that do not fit are the majority and fit each other, they are the rails, and the
     socket interface is not.
     """
-    meeting = facts.interface(socket_ifname)
-    if meeting is None or not any(port.netdev == meeting.name for port in ports.left):
+    chosen = facts.interface(socket_ifname)
+    if chosen is None or not any(port.netdev == chosen.name for port in ports.left):
         return
-    fitting = [port for port in ports.left if _fits(meeting, facts.interface(port.netdev))]
+    fitting = [port for port in ports.left if _fits(chosen, facts.interface(port.netdev))]
     others = [facts.interface(port.netdev) for port in ports.left if port not in fitting]
     rails = [one for one in others if one is not None and one.routable and _fits(others[0], one)]
     if len(fitting) < len(others) == len(rails):
         ports.keep(
             lambda port: port not in fitting,
-            f"the other ports are rails of their own, {meeting.name} is not",
+            f"the other ports are rails of their own, {chosen.name} is not",
         )
         return
     ports.keep(
         lambda port: port in fitting,
-        f"its address does not fit the fabric of {meeting.name}, where nodes meet",
+        f"its address does not fit the fabric of {chosen.name}, where nodes meet",
     )
 
 
 def _fits(one: Interface | None, other: Interface | None) -> bool:
-    """Whether both may belong to one address plan: the same /16 (/48), or the same host part on
-    every rail.
-    """
+    """Whether both fit one address plan: same /16 (/48), or same host part."""
     if one is None or other is None or other is one or not other.addresses or not one.routable:
         return True
     shift, host_part = {4: 16, 6: 80}, {4: 0xFF, 6: 0xFFFF}
@@ -367,9 +367,7 @@ def _fits(one: Interface | None, other: Interface | None) -> bool:
 
 
 def _keep_near_gpus(gpus: Sequence[Gpu], ports: Narrowing[RdmaPort]) -> None:
-    """Keep ports that share a PCIe switch with a GPU, if every GPU has one; else ports on the GPUs'
-    NUMA nodes.
-    """
+    """Keep the ports below the GPUs' PCIe switches, else on the GPUs' NUMA nodes."""
     paths = [gpu.pci_path for gpu in gpus]
     if paths and all(paths) and all(port.pci_path for port in ports.left):
         near = [_names_near(path, ports.left) for path in paths]
@@ -394,8 +392,7 @@ def _share_a_switch(gpu_path: Sequence[str], port: RdmaPort) -> bool:
 def _settle_surplus(
     facts: NetworkFacts, ports: Narrowing[RdmaPort], socket_ifname: str | None
 ) -> None:
-    """Keep the group of similar ports with one (or two) per GPU, if the number of ports does not
-    fit.
+    """Keep similar ports, one or two per GPU, if the number of ports does not fit.
 
     The others are storage and management ports of the same kind and rate. The property that
     distinguishes them depends on the machine.
@@ -466,9 +463,7 @@ def _choose_gid(facts: NetworkFacts, choice: RdmaChoice) -> None:
 
 
 def _filling(facts: NetworkFacts, port: RdmaPort) -> tuple[Interface, ...]:
-    """Interfaces whose addresses are in the port's GID table: its own, a bond above it, VLANs on
-    those.
-    """
+    """Interfaces whose addresses are in the GID table: its own, bonds, VLANs."""
     own = facts.interface(port.netdev)
     if own is None:
         return ()

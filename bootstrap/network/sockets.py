@@ -86,8 +86,7 @@ def _by_evidence(facts: NetworkFacts, choice: SocketChoice) -> str | None:
         )
         return loopback.name
     if not facts.example_peer:
-        # A job's traffic uses the Slingshot NICs; the default route leads to the management
-        # network.
+        # A job's traffic uses Slingshot; the default route leads to the management network.
         candidates.keep(
             lambda one: facts.is_slingshot(one) and bool(one.routable), "not on Slingshot"
         )
@@ -102,9 +101,7 @@ def _by_evidence(facts: NetworkFacts, choice: SocketChoice) -> str | None:
 
 
 def _is_usable(one: Interface) -> bool:
-    """Whether sockets can use the interface: a bond's or bridge's member needs an address (as in a
-    VRF).
-    """
+    """Whether sockets can use it; a bond's or bridge's member needs an address (VRF)."""
     return (
         one.type != "loopback"
         and one.state != "down"
@@ -113,9 +110,7 @@ def _is_usable(one: Interface) -> bool:
 
 
 def _follow_routes(facts: NetworkFacts, candidates: Narrowing[Interface]) -> None:
-    """Prefer the longest connected prefix towards a peer; without a connected network, the default
-    route.
-    """
+    """Prefer the longest connected prefix towards a peer, else the default route."""
     reach = {one.name: _reach(facts, one) for one in candidates.left}
     if any(reach.values()):
         candidates.keep_best(lambda one: reach[one.name], "not the closest route to the peers")
@@ -128,12 +123,8 @@ def _follow_routes(facts: NetworkFacts, candidates: Narrowing[Interface]) -> Non
     if route is None or route not in candidates.left or not (route.routable or route.is_unlisted):
         return
     private = [one for one in candidates.left if facts.is_wired(one) and _is_private(one)]
-    if (
-        route.routable
-        and private
-        and not facts.example_peer
-        and not any(map(_is_inside, route.routable))
-    ):
+    is_public = route.routable and not any(map(_is_internal, route.routable))
+    if is_public and private and not facts.example_peer:
         names = ", ".join(one.name for one in private)
         candidates.keep(
             lambda one: one in private,
@@ -147,9 +138,7 @@ def _follow_routes(facts: NetworkFacts, candidates: Narrowing[Interface]) -> Non
 
 
 def _is_faster_twin(one: Interface, route: Interface) -> bool:
-    """Whether it is on the network of the default route and known to be faster than that
-    interface.
-    """
+    """Whether it shares the default route's network and is known to be faster."""
     return _shares_network(route, one) and (one.speed_mbps or 0) > (route.speed_mbps or 0) > 0
 
 
@@ -159,8 +148,7 @@ def _reach(facts: NetworkFacts, one: Interface) -> int:
         return 0
     lengths = [0]
     peer = address_of(facts.example_peer)
-    # Directly connected hosts may have 169.254 addresses only. All fe80 networks are equal, hence
-    # no evidence.
+    # Directly connected hosts may have 169.254 addresses only; equal fe80 networks prove nothing.
     by_cable = peer.version == 4 and peer.is_link_local
     for text in (one.ipv4 or ()) if by_cable else one.routable:
         address, network = address_of(text), network_of(text)
@@ -174,8 +162,7 @@ def _reach(facts: NetworkFacts, one: Interface) -> int:
 
 
 def _common_bits(facts: NetworkFacts, one: Interface) -> int:
-    """Leading bits that the peer shares with an interface without a connected network, in one
-    private range.
+    """Leading bits in common with the peer, if not in a connected network.
 
     Overlays and clouds assign single addresses (/32, /128) and route the rest. Without a known
     default route, an address of unknown prefix length is treated in the same way. 0 in all other
@@ -238,13 +225,13 @@ def _rate_mbps(facts: NetworkFacts, one: Interface) -> float:
     return max([one.speed_mbps or 0, *rates])
 
 
-def _is_inside(text: str) -> bool:
+def _is_internal(text: str) -> bool:
     """Whether the address is in a range for internal use (RFC 1918, RFC 6598, RFC 4193)."""
     return not address_of(text).is_global
 
 
 def _is_private(one: Interface) -> bool:
-    return any(_is_inside(text) for text in one.routable)
+    return any(_is_internal(text) for text in one.routable)
 
 
 def _address_for_peers(facts: NetworkFacts, one: Interface) -> str | None:

@@ -32,9 +32,7 @@ _END_GRACE_S = 1.0
 
 
 def rounds_of(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Pairs of ring neighbours in the minimum number of rounds; a node is in one pair per round at
-    most.
-    """
+    """Pairs of ring neighbours in as few rounds as possible; a node once per round."""
     if num_nodes < 2:
         return []
     if num_nodes == 2:
@@ -80,12 +78,10 @@ async def measure_here(
     await kept.end(_END_GRACE_S)
     kept.release()
     output_tail = await asyncio.to_thread(tail, log)
+    result = _result(output_tail)
     if not in_time:
-        return {
-            "kind": "measured",
-            "error": f"the probe did not end within {DEADLINE_S:g} s; see {log.name}",
-        }
-    return {"kind": "measured", **_result(output_tail)}
+        result = {"error": f"the probe did not end within {DEADLINE_S:g} s; see {log.name}"}
+    return {"kind": "measured", **result}
 
 
 class Survey:

@@ -1,5 +1,4 @@
-"""Measure all-reduce between neighbours: one process per node, one child per GPU. See
-``bandwidth``.
+"""Measure all-reduce between neighbours: a process per node, a child per GPU.
 
 Input: rank and size of the measurement on the command line, the network variables in the
 environment. Output: the last line of standard output, ``{"gbps": BEST}``: bus bandwidth in GB/s (as
@@ -109,23 +108,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.processes:
         import torch
 
-        options.processes = (
-            options.num_gpus if options.num_gpus and torch.cuda.is_available() else 1
-        )
+        has_gpus = options.num_gpus and torch.cuda.is_available()
+        options.processes = options.num_gpus if has_gpus else 1
     given = list(sys.argv[1:] if argv is None else argv)
-    others = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "bootstrap.preflight.bandwidth_probe",
-                *given,
-                f"--processes={options.processes}",
-                f"--local={n}",
-            ]
-        )
-        for n in (range(1, options.processes) if options.local == 0 else ())
-    ]
+    command = [sys.executable, "-m", "bootstrap.preflight.bandwidth_probe", *given]
+    command.append(f"--processes={options.processes}")
+    ranks = range(1, options.processes) if options.local == 0 else ()
+    others = [subprocess.Popen([*command, f"--local={rank}"]) for rank in ranks]
     gbps = measure(options)
     for other in others:
         other.wait()

@@ -14,8 +14,7 @@ from bootstrap.preflight.gpus import Gpu
 from bootstrap.preflight.shared_folder import check_alone
 from bootstrap.preflight.table import HostFacts, Seen, Wanted
 
-# Network file systems by their names in /proc/mounts; sockets and memory maps on them fail or are
-# slow.
+# Network file systems by their names in /proc/mounts; on them sockets and memory maps fail.
 _REMOTE_FS = (
     "nfs",
     "lustre",
@@ -36,10 +35,7 @@ _MAX_FOREIGN_MIB = 512
 _WANTED_NOFILE, _NEEDED_NOFILE = 65_535, 4_096
 _WANTED_TEMP_BYTES, _NEEDED_TEMP_BYTES = 10 * GIB, GIB
 # Docker's 64 MiB break NCCL, Ray and SGLang alike
-_WANTED_SHM_BYTES, _NEEDED_SHM_BYTES = (
-    GIB,
-    GIB // 8,
-)
+_WANTED_SHM_BYTES, _NEEDED_SHM_BYTES = GIB, GIB // 8
 # Hardware errors (NVIDIA, "Xid Errors"): double-bit ECC, row remapping failed, NVLink, fallen off
 # the bus, uncontained ECC, GSP timeouts, unrecovered ECC. Most others are bugs of programs.
 _HARDWARE_XIDS = frozenset({48, 64, 74, 79, 95, 119, 120, 140})
@@ -83,8 +79,7 @@ def compare_hosts(hosts: Mapping[str, HostFacts]) -> dict[str, tuple[Check, ...]
             )
         rates = _active_rates(facts)
         if rates != usual_hcas:
-            # A host without RDMA cannot join the others' communicator; one with fewer rails can,
-            # but is slow.
+            # Without RDMA a host cannot join the others' communicator; with fewer rails it is slow.
             level: Level = "EXCLUDE_NODE" if usual_hcas and not rates else "WARN"
             listed = f"{_describe_rates(rates)}, elsewhere {_describe_rates(usual_hcas)}"
             found.append(Check("hcas", level, f"{listed}: a dead link or another kind of node?"))
@@ -94,9 +89,7 @@ def compare_hosts(hosts: Mapping[str, HostFacts]) -> dict[str, tuple[Check, ...]
 
 
 def check_bandwidth(measured: Mapping[str, float | str], wanted_gbps: float) -> dict[str, Check]:
-    """Compare each host's best all-reduce with a neighbour (bus bandwidth in GB/s, or an error) to
-    the minimum.
-    """
+    """Compare each host's best bus bandwidth with a neighbour (GB/s, or an error)."""
     found: dict[str, Check] = {}
     for host, rate in measured.items():
         if isinstance(rate, str):
@@ -179,13 +172,11 @@ def _mounts(facts: HostFacts) -> Check:
 
 def _gpus(facts: HostFacts, wanted: Wanted) -> Check:
     reading = facts.gpu_reading
-    views = {
-        reading.source: None
-        if reading.gpus is None
-        else sum(gpu.problem is None for gpu in reading.gpus),
-        "Slurm": facts.num_gpus_by_slurm,
-    }
-    known = {source: count for source, count in views.items() if count is not None}
+    known: dict[str, int] = {}
+    if reading.gpus is not None:
+        known[reading.source] = sum(gpu.problem is None for gpu in reading.gpus)
+    if facts.num_gpus_by_slurm is not None:
+        known["Slurm"] = facts.num_gpus_by_slurm
     if not known:
         level: Level = "WARN" if reading.error else "OK"
         return Check(
@@ -204,15 +195,15 @@ def _gpu_health(facts: HostFacts) -> Check:
     bad: list[str] = []
     doubtful: list[str] = []
     for gpu in facts.gpu_reading.gpus or ():
-        bad += [f"{gpu.uuid} {what}" for what in _ailments(gpu)]
-        doubtful += [f"{gpu.uuid} {what}" for what in _doubts(gpu)]
+        bad += [f"{gpu.uuid} {what}" for what in _faults(gpu)]
+        doubtful += [f"{gpu.uuid} {what}" for what in _warnings(gpu)]
     level: Level = "OK"
     if bad or doubtful:
         level = "EXCLUDE_NODE" if bad else "WARN"
     return Check("gpu-health", level, "; ".join([*bad, *doubtful]) or "no faults known")
 
 
-def _ailments(gpu: Gpu) -> list[str]:
+def _faults(gpu: Gpu) -> list[str]:
     """Faults that make a GPU unfit.
 
     A recovery action of the driver takes precedence over error counts.
@@ -231,7 +222,7 @@ def _ailments(gpu: Gpu) -> list[str]:
     return found
 
 
-def _doubts(gpu: Gpu) -> list[str]:
+def _warnings(gpu: Gpu) -> list[str]:
     """Faults that may stop a run later.
 
     A pending remap is harmless (NVIDIA, "GPU Memory Error Management").

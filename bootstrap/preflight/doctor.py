@@ -1,5 +1,4 @@
-"""Run the agents' preflight on its own: ``python -m bootstrap.preflight.doctor [--num-gpus N]
-[--json]``
+"""Run the agents' preflight alone: ``python -m bootstrap.preflight.doctor``.
 
 Input: this host and, inside a job, Slurm's environment. Output: the preflight table or its JSON on
 standard output, one for all nodes of a step (``srun --ntasks-per-node=1``). Exit code 0 if all
@@ -131,13 +130,8 @@ def _with_others(step: Facts, options: argparse.Namespace) -> int:
     orders = Options(
         meeting,
         options.num_gpus,
-        socket_ifname=None,
         bringup_deadline_s=options.wait_s,
-        stop_grace_s=0.0,
-        loss_grace_s=0.0,
         object_store_memory=options.object_store_memory,
-        spare_nodes=0,
-        driver=(),
         needed_paths=tuple(options.needed_path),
         sandboxes=options.sandboxes,
     )

@@ -1,5 +1,4 @@
-"""Run the doctor on several nodes at once, with the rendezvous of a run, and compare them in one
-table.
+"""Run the doctor on several nodes, with the rendezvous of a run, and compare them.
 
 Input: facts of the step, the run's requirements, a folder that all nodes share. Output: on the
 first node, the preflight of all hosts and a comparison of their networks; the others print only if
@@ -25,11 +24,7 @@ from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import Link, LinkLost
 from bootstrap.agent.node_report import node_report
 from bootstrap.agent.options import Options
-from bootstrap.agent.ports import (
-    candidate_blocks,
-    claim_block,
-    ephemeral_floor,
-)
+from bootstrap.agent.ports import candidate_blocks, claim_block, ephemeral_floor
 from bootstrap.agent.rendezvous import (
     HEAD_FILE,
     NodeReport,
@@ -41,17 +36,12 @@ from bootstrap.agent.rendezvous import (
     odd_versions,
 )
 from bootstrap.check import Check
-from bootstrap.network.here import (
-    ifname_of,
-    local_addresses,
-    network_here,
-    reachable_addresses,
-)
+from bootstrap.network.here import ifname_of, local_addresses, network_here, reachable_addresses
 from bootstrap.preflight.comparison import comparison_table, network_row
 from bootstrap.preflight.table import Preflight
 from common.addresses import host_port
 from common.attempt import SECRET_FILE
-from common.files import write_atomic, write_first
+from common.files import text_or_empty, write_atomic, write_first
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +61,7 @@ class Examination:
     networks: Mapping[str, Mapping[str, str]]  # rows of the comparison, by host
 
     def table(self) -> str:
-        """Table of hosts and checks, details of failed checks, and the comparison of networks and
-        versions.
-        """
+        """Table of checks with details, and the comparison of networks and versions."""
         return f"{self.preflight.table()}\n\n{comparison_table(self.networks)}"
 
     def to_json(self) -> str:
@@ -136,7 +124,7 @@ async def _as_first(facts: Facts, options: Options, wait_s: float) -> Examinatio
 async def _as_other(facts: Facts, options: Options, wait_s: float) -> None:
     folder = options.attempt_dir
     deadline = time.monotonic() + wait_s
-    while len(secret := _read(folder / SECRET_FILE)) < _SECRET_CHARS:
+    while len(secret := text_or_empty(folder / SECRET_FILE)) < _SECRET_CHARS:
         if time.monotonic() > deadline:
             raise NoContactError(
                 f"{folder}, made by {facts.head_host}, is not seen from {facts.host}: is it shared?"
@@ -167,9 +155,7 @@ async def _as_other(facts: Facts, options: Options, wait_s: float) -> None:
 
 
 def with_versions(preflight: Preflight, reports: Sequence[NodeReport]) -> Preflight:
-    """Add a check that each host has the majority's package versions, without which a run cannot
-    start.
-    """
+    """Add a check that each host has the package versions of the majority."""
     odd = odd_versions(reports)
     checks = dict(preflight.checks)
     for report in reports:
@@ -185,9 +171,7 @@ def with_versions(preflight: Preflight, reports: Sequence[NodeReport]) -> Prefli
 def _own_report(
     facts: Facts, options: Options, reception: Reception
 ) -> tuple[NodeReport, tuple[str, ...] | None]:
-    """Report and network conflicts of the first node; without connections it has no network and
-    None.
-    """
+    """Report and network conflicts of the first node; None without a connection."""
     versions = installed_versions()
     links: Sequence[Link] = tuple(reception.links.values())
     if not links:
@@ -206,10 +190,3 @@ async def _end_link(link: Link) -> None:
     except LinkLost as error:
         logger.warning("%s", error)
     link.close()
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -1,5 +1,4 @@
-"""Read the NVIDIA GPUs of this host and their faults: from NVML or nvidia-smi, and from the kernel
-log.
+"""Read the NVIDIA GPUs of this host and their faults from driver and kernel log.
 
 Input: the machine. Output: ``GpuReading``, which ``python -m bootstrap.preflight.gpus`` prints as
 JSON. NVML is called in a separate process, because a broken GPU may block its caller forever.
@@ -116,10 +115,10 @@ def visible_gpus(gpus: Sequence[Gpu], cuda_visible_devices: str | None) -> tuple
 
 
 def parse_xids(log: str, now_s: float) -> dict[str, tuple[int, ...]]:
-    """Xid errors of the last day by PCI bus, from records of /dev/kmsg
-    (``PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT``).
+    """Xid errors of the last day by PCI bus.
 
     Args:
+        log: records of /dev/kmsg, ``PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT``.
         now_s: seconds since boot, on the clock of the log.
     """
     found: dict[str, tuple[int, ...]] = {}
@@ -272,6 +271,7 @@ def _gpu_of(nvml: ModuleType, index: int) -> Gpu:
     links = [link_state(link) for link in range(_MAX_NVLINKS)]
     fabric = ask(lambda: _fabric_of(nvml, handle))
     pci = ask(lambda: nvml.nvmlDeviceGetPciInfo(handle))
+    bus = f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}" if pci is not None else None
     return Gpu(
         uuid,
         used_mib=None if memory is None else int(memory.used) >> 20,
@@ -281,9 +281,7 @@ def _gpu_of(nvml: ModuleType, index: int) -> Gpu:
         recovery=None if action is None else _at(_RECOVERY, action),
         num_nvlinks=None if set(links) == {None} else links.count(1),
         fabric=None if fabric is None else _at(_FABRIC, fabric),
-        bus=None
-        if pci is None
-        else _bus_name(f"{pci.domain:x}", f"{pci.bus:x}", f"{pci.device:x}"),
+        bus=bus,
     )
 
 

@@ -27,7 +27,7 @@ from bootstrap.preflight.gpus import read_gpus
 from bootstrap.preflight.shared_folder import lacks
 from bootstrap.preflight.table import Hca, HostFacts, SandboxOffer
 from common.delegated_cgroup import delegated_cgroup
-from common.files import write_atomic
+from common.files import text_or_empty, write_atomic
 
 CANARY_DIR = "canary"
 _RESOLVE_S = 2.0
@@ -36,9 +36,7 @@ _PROJECT = Path(__file__).parents[2]
 
 
 def raise_limits() -> None:
-    """Raise the soft limits of open files and locked memory to the hard ones; child processes
-    inherit them.
-    """
+    """Raise the soft limits (open files, locked memory); child processes inherit them."""
     for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK):
         _, hard = resource.getrlimit(kind)
         with suppress(OSError, ValueError):
@@ -59,7 +57,7 @@ def read_host(
     Writes a canary file to ``attempt_dir``, which the head must see. ``needed_paths`` must exist.
     ``sandboxes``: also try what sandboxes need.
     """
-    mounts = _text("/proc/self/mounts")
+    mounts = text_or_empty(Path("/proc/self/mounts"))
     canary, rename_ms, folder_error = _write_canary(attempt_dir)
     folder_lacks = None if canary is None else _lacks(attempt_dir / CANARY_DIR)
     return HostFacts(
@@ -178,10 +176,3 @@ def _free(path: str) -> int | None:
         return shutil.disk_usage(path).free
     except OSError:
         return None
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""

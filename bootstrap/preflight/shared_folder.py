@@ -1,5 +1,4 @@
-"""Test the run folder's file system at the start of a run: on each host separately, and on all
-hosts together.
+"""Test the run folder's file system at the start: on each host, and on all together.
 
 Input: a folder of the attempt; the head's order over the rendezvous connection. Output: the missing
 features, in words, and one ``Check`` per host. Checkpoints require a rename that replaces a file.
@@ -35,9 +34,7 @@ from common.files import is_there
 ORDER, ANSWER = "try folder", "folder tried"
 LOOK_S, ANSWER_S, POLL_S = 3.0, 5.0, 0.02
 SLOW_S = 1.0
-"""Seconds until a file of one host is visible on another; affects stop requests and the end of an
-attempt.
-"""
+"""Seconds until another host sees a file; stop requests and the end of an attempt depend on it."""
 NUM_LINES, MAX_WRITERS = 8, 8
 RENAME = "rename over a file"
 _HEAD, _LINES, _DONE = "head", "lines", ".done"
@@ -61,16 +58,14 @@ _COSTS = {
 
 
 def lacks(folder: Path) -> tuple[str, ...]:
-    """Features that the file system of ``folder`` lacks, each with its error. Raises OSError if not
-    writable.
-    """
+    """Features that ``folder`` lacks, with errors. Raises OSError if not writable."""
     token = secrets.token_hex(6)
     first, second = folder / f".try-{token}.1", folder / f".try-{token}.2"
     first.write_bytes(b"first")
     try:
         second.write_bytes(b"second")
         tried: dict[str, Callable[[], None]] = {
-            "hard links": lambda: _link(first, folder / f".try-{token}.3"),
+            "hard links": lambda: os.link(first, folder / f".try-{token}.3"),
             "locks": lambda: _lock(first),
             "fsync of folders": lambda: _sync(folder),
             RENAME: lambda: _rename(first, second),
@@ -134,9 +129,7 @@ def check_together(tried: Tried) -> Check:
 
 
 def take_part(attempt_dir: Path, order: Mapping[str, Any], host: str) -> dict[str, object]:
-    """Run a node's part of the test; return the answer to ``order``. Blocking: call it in a
-    thread.
-    """
+    """Run a node's part; return the answer to ``order``. Blocks: call it in a thread."""
     folder = _meeting(attempt_dir, str(order["token"]))
     try:
         seen_s = _seconds_until_seen(folder / _HEAD)
@@ -267,10 +260,6 @@ def _refusal(act: Callable[[], None]) -> str | None:
             return error.strerror or str(error)
         raise
     return None
-
-
-def _link(source: Path, target: Path) -> None:
-    os.link(source, target)
 
 
 def _lock(path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -58,22 +58,16 @@ class HostFacts:
     temp_path: str = ""
     temp_fs: str | None = None
     temp_free: int | None = None  # bytes
-    head_ips: tuple[str, ...] | None = (
-        None  # addresses of the head's name; None: the lookup timed out
-    )
+    head_ips: tuple[str, ...] | None = None  # of the head's name; None: the lookup timed out
     folder_fs: str | None = None
     folder_error: str | None = None
     rename_ms: float | None = None
-    folder_lacks: tuple[str, ...] | None = (
-        None  # features that the file system lacks; None: not tested
-    )
+    folder_lacks: tuple[str, ...] | None = None  # features; None: not tested
     canary: str | None = None
     missing_paths: tuple[str, ...] = ()  # paths that the run needs on every node
     clock: float | None = None  # seconds of the epoch when the report was sent
     taken_ports: tuple[int, ...] = ()
-    network_conflicts: tuple[str, ...] | None = (
-        None  # variables that conflict with detected settings
-    )
+    network_conflicts: tuple[str, ...] | None = None  # of variables with detected settings
     sandboxes: SandboxOffer | None = None  # None: not asked for
     problem: str | None = None  # why this host cannot join, from its agent
 
@@ -160,8 +154,7 @@ class Preflight:
         }
 
     def table(self, columns: int | None = None) -> str:
-        """Table of hosts and checks (``-`` warning, ``X`` unfit, ``?`` unknown), then details of
-        those not OK.
+        """Table of hosts (``-`` warning, ``X`` unfit, ``?`` unknown), and details.
 
         Args:
             columns: of the terminal: a wider table continues in further blocks of checks.
@@ -177,7 +170,9 @@ class Preflight:
                 by_name = {check.name: MARKS[check.level] for check in checks}
                 cells = [by_name.get(name, "?").ljust(len(name)) for name in block]
                 lines.append(" ".join([host.ljust(width), *cells]))
-        remarks = list(self._remarks())
+        remarks = []
+        for host, checks in self.checks.items():
+            remarks += [f"{host} {c.level} {c.name}: {c.found}" for c in checks if c.level != "OK"]
         if columns is not None:
             remarks = [line for text in remarks for line in _wrapped(text, columns)]
         return "\n".join([*(line.rstrip() for line in lines), *remarks])
@@ -189,10 +184,6 @@ class Preflight:
             for host, checks in self.checks.items()
         }
         return json.dumps({"hosts": hosts}, indent=1) + "\n"
-
-    def _remarks(self) -> Iterator[str]:
-        for host, checks in self.checks.items():
-            yield from (f"{host} {c.level} {c.name}: {c.found}" for c in checks if c.level != "OK")
 
 
 def _blocks(names: Sequence[str], width: int | None) -> list[list[str]]:

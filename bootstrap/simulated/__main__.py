@@ -1,14 +1,14 @@
-"""Bring up the agents of a job on this machine, with its number of nodes.
+"""Bring up the agents of a job of any size on this machine.
 
     python -m bootstrap.simulated NUM_NODES GPUS_A_NODE FOLDER [--deadline-s S] [--absent HOST ...]
 
-The head is the head of a job: rendezvous, preflight, the test of the run folder, the start of Ray,
-registration, hand-over to the driver, verdict. The other nodes are its real peers on the network, in
-this process (``bootstrap.simulated.nodes``). Ray is a stub that keeps a list of nodes, the driver
-one that records its cluster. All addresses are of the loopback interface.
+The head agent is real: rendezvous, preflight, test of the run folder, start of Ray, registration,
+handover to the driver, verdict. The other nodes are simulated in this process
+(``bootstrap.simulated.nodes``) and connect over loopback addresses. Ray is a stub that keeps a list
+of nodes; the driver records its cluster and exits.
 
-Input: the size of the job, an empty folder for the attempt. Output: one JSON object, ``Meeting``.
-The exit code is 0 in any case.
+Input: the size of the job, an empty folder for the attempt. Output: ``Bringup`` as a JSON object.
+The exit code is always 0.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ CLUSTER_FILE = "cluster.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """How the bring-up ended.
+class Bringup:
+    """How a bring-up ended.
 
     Attributes:
         cluster: the line that the driver received, empty if the bring-up failed.
@@ -56,12 +56,12 @@ class Meeting:
     seconds: float
 
 
-async def meet(options: Options, num_nodes: int, *, absent: Collection[str] = ()) -> Meeting:
+async def bring_up(options: Options, num_nodes: int, *, absent: Collection[str] = ()) -> Bringup:
     """Run the head and all other nodes to the end of the attempt.
 
     Args:
-        options: of the head.
-        num_nodes: with the head.
+        options: those of the head.
+        num_nodes: including the head.
         absent: hosts whose agent does not start.
     """
     hosts = host_names(num_nodes)
@@ -73,24 +73,24 @@ async def meet(options: Options, num_nodes: int, *, absent: Collection[str] = ()
     began = time.monotonic()
     head = HeadAgent(facts, options, secret, stop, read_host=host_facts)
     ranks = [rank for rank in range(1, num_nodes) if hosts[rank] not in absent]
-    living = asyncio.create_task(_live(facts, options, secret, ranks))
+    others = asyncio.create_task(_run_others(facts, options, secret, ranks))
     verdict = await head.run()
-    living.cancel()
+    others.cancel()
     with suppress(asyncio.CancelledError):
-        await living
+        await others
     recorded = options.attempt_dir / CLUSTER_FILE
     line = recorded.read_text() if recorded.exists() else ""
     cause = "" if verdict.verdict == "done" else verdict.cause
-    return Meeting(line, cause, time.monotonic() - began)
+    return Bringup(line, cause, time.monotonic() - began)
 
 
-async def _live(facts: Facts, options: Options, secret: bytes, ranks: list[int]) -> None:
+async def _run_others(facts: Facts, options: Options, secret: bytes, ranks: list[int]) -> None:
     if not ranks:
         return
     template = template_of(await host_facts(facts, options), options.num_gpus)
     head = (LOOPBACK_IP, await head_port(options.attempt_dir))
     nodes = [Node(rank, template, secret, head, options.attempt_dir) for rank in ranks]
-    await asyncio.gather(*(node.live() for node in nodes))
+    await asyncio.gather(*(node.run() for node in nodes))
 
 
 def main() -> int:
@@ -119,7 +119,7 @@ def main() -> int:
             *driver,
         ]
     )
-    print(json.dumps(asdict(asyncio.run(meet(options, given.num_nodes, absent=given.absent)))))
+    print(json.dumps(asdict(asyncio.run(bring_up(options, given.num_nodes, absent=given.absent)))))
     return 0
 
 

@@ -1,5 +1,4 @@
-"""The network side of many agents in one process: the real handshake, report and messages, without
-host or Ray.
+"""The network side of many agents in one process: real messages, no host or Ray.
 
 Input: the address of a head, the attempt's folder and secret. Output: messages to the head until it
 ends each node. Instead of starting Ray, a simulated node sends one line to the head of
@@ -57,8 +56,8 @@ class Node:
         self._secret = secret
         self._head = head
 
-    async def live(self) -> None:
-        """From joining to the end."""
+    async def run(self) -> None:
+        """Join the head and follow its orders to the end."""
         link = await join(
             self._report,
             secret=self._secret,
@@ -85,20 +84,20 @@ class Node:
 
 
 async def host_facts(facts: Facts, options: Options) -> HostFacts:
-    """The truth about this host, except that its GPUs are not those of a node of the job."""
+    """Facts of this host without its GPUs, which are not those of a node of the job."""
     found = await read_this_host(facts, options)
     return replace(found, gpu_reading=GpuReading(), num_gpus_by_slurm=None)
 
 
 def template_of(found: HostFacts, num_gpus: int) -> NodeReport:
-    """What every simulated node says of itself: the facts of this host, but no canary."""
+    """Report of every simulated node: the facts of this host without a canary file."""
     row = network_row(*network_here(LOOPBACK_IFNAME, LOOPBACK_IP), installed_versions())
-    told = asdict(replace(found, canary=None, clock=None))
-    return NodeReport("", 0, num_gpus, installed_versions(), "", LOOPBACK_IFNAME, told, row)
+    reported = asdict(replace(found, canary=None, clock=None))
+    return NodeReport("", 0, num_gpus, installed_versions(), "", LOOPBACK_IFNAME, reported, row)
 
 
 async def head_port(attempt_dir: Path) -> int:
-    """Where the head listens; raises TimeoutError when it does not say so within ``HEAD_S``."""
+    """The head's published port. Raises TimeoutError after ``HEAD_S`` seconds without one."""
     async with asyncio.timeout(HEAD_S):
         while not (attempt_dir / HEAD_FILE).exists():
             await asyncio.sleep(0.01)

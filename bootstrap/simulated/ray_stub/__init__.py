@@ -1,1 +1,1 @@
-"""A folder for PYTHONPATH, in which a stub is found as ``ray``."""
+"""Folder for PYTHONPATH that contains the stub ``ray``."""

@@ -1,5 +1,5 @@
-"""Invariant: every node is measured with each of its neighbours, in as few rounds as may be; all
-answers arrive.
+"""Invariant: every node is measured with each of its neighbours in as few rounds as possible, and
+all answers arrive.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def test_every_node_meets_both_neighbours_and_nobody_twice_in_a_round(num_nodes:
 
 
 class FakeLink:
-    """The head's end of a connection to a node that answers at once, or never."""
+    """The head's end of a connection to a node that answers at once or never."""
 
     local_ip, local_port = "127.0.0.1", 20_000
 

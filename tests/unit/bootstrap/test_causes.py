@@ -1,4 +1,4 @@
-"""Invariant: a known trace gets its cause in front, and no line of the log is lost."""
+"""Invariant: the likely cause precedes a known error, and no line of the log is lost."""
 
 from pathlib import Path
 

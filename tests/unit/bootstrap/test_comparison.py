@@ -1,4 +1,4 @@
-"""Invariant: whoever differs from the majority is marked, and nobody else."""
+"""Invariant: exactly the values that differ from the majority are marked."""
 
 from bootstrap.network.detect import detect
 from bootstrap.network.facts import Interface, NetworkFacts, RdmaPort

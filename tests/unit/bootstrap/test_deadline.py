@@ -1,4 +1,4 @@
-"""When a job ends, with a squeue of our own making, and what agents make of it."""
+"""When a job ends according to a fake squeue, and how agents react."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_an_end_that_was_moved_is_asked_for_and_one_that_nobody_answers_for_was_
 def test_a_run_without_any_signal_stops_itself_before_its_job_ends_and_only_the_head_does(
     tmp_path: Path,
 ) -> None:
-    """The end is told at 1000 s, the clock stands at 950 and the lead is 60; each has a folder of
-    its own.
+    """The job ends at 1000 s, the clock is at 950 s and the lead is 60 s; each case has its own
+    folder.
     """
 
     async def whole() -> None:
@@ -117,7 +117,7 @@ def test_a_run_without_any_signal_stops_itself_before_its_job_ends_and_only_the_
 
 
 def signalled(folder: Path) -> StopSignals:
-    """The request of a head, outside Slurm, that has just got a signal."""
+    """The stop request of a head outside Slurm that has just received a signal."""
     stop = StopSignals(folder, "n01", JobClock({}, lead_s=60), is_head=True)
     stop.listen_to(signal.SIGUSR2)
     os.kill(os.getpid(), signal.SIGUSR2)
@@ -137,8 +137,8 @@ def test_a_stop_counts_though_its_file_cannot_be_written(
 def test_a_folder_that_stalls_does_not_hold_up_the_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its signs of life come from the same loop: ten seconds without any, and the others would give
-    it up.
+    """Heartbeats come from the same event loop; after ten seconds without one the node counts as
+    lost.
     """
     begun, over = threading.Event(), threading.Event()
 

@@ -1,5 +1,5 @@
-"""Invariant: a full disk is named within seconds with what is full, and what cannot be looked at is
-never full.
+"""Invariant: a full disk is reported by name within seconds; a disk that cannot be read never
+counts as full.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_full_is_what_leaves_no_room_to_write(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """8 MiB of memory as a file system of its own."""
+    """A separate file system of 8 MiB in memory."""
     if os.geteuid() != 0:
         pytest.skip("mounting a file system needs root")
     folder = tmp_path / "small"
@@ -80,7 +80,7 @@ def test_a_filled_disk_of_the_node_is_the_node_s_fault(small_disk: Path) -> None
 def test_a_refused_write_counts_though_the_figures_look_well(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As under a quota, which no figure shows: the kernel itself refuses here."""
+    """As under a quota, which statvfs does not report: the kernel rejects the write."""
     monkeypatch.setattr("bootstrap.agent.disks.shortage", lambda *_: None)
     (small_disk / "fill").write_bytes(bytes(8 * MIB))
     found = watch((WatchedFolder(small_disk, "the run folder", False, 0.0),), 5.0)

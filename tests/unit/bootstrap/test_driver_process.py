@@ -1,6 +1,5 @@
-"""A driver that crashes is replaced inside the attempt; its own children end, others stay.
-
-The drivers are small Python programs under real keepers.
+"""A driver that crashes is replaced inside the attempt; only its own children end. The drivers are
+small Python programs under real keepers.
 """
 
 import asyncio
@@ -60,7 +59,7 @@ class Attempt:
         return driver
 
     async def works(self, number: int) -> dict:
-        """What incarnation ``number`` read."""
+        """What the driver of incarnation ``number`` read."""
         path = self.folder / f"works-{number}"
         while not path.exists():
             await asyncio.sleep(0.01)

@@ -50,7 +50,7 @@ def test_a_second_death_needs_a_trained_step_or_time_since_the_first():
 
 
 def test_a_resume_that_trains_steps_again_is_no_progress():
-    """The metrics of the repeated steps are written again: a death at step 3 of 5 made none."""
+    """The metrics of repeated steps are written again: a death at step 3 of 5 is no progress."""
     first = (Death(KILLED, 1000.0, 5),)
     assert judged(KILLED, at=1100.0, step=3, earlier=first) is not None
     second = (*first, Death(KILLED, 1100.0, 7))

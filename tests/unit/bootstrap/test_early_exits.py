@@ -1,5 +1,5 @@
-"""Invariant: a node whose task failed before it joined is named in seconds, with its own last
-words.
+"""Invariant: a node whose task failed before it joined is reported within seconds, with the end of
+its log.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def fails(folder: Path, hosts: str, tasks: str, *, words: str = "broken image\n") -> None:
-    """What srun and the hosts leave."""
+    """Files that srun and the hosts write."""
     for host in HOSTS:
         (folder / f"agent-{host}.log").write_text(words)
     with (folder / "launch.log").open("a") as file:
@@ -67,7 +67,7 @@ def test_each_missing_host_is_told_once_and_one_that_joined_never(tmp_path: Path
 def test_a_node_that_fails_before_it_joins_ends_the_attempt_unless_a_spare_is_there(
     tmp_path: Path, options: tuple[str, ...], is_lost: bool
 ) -> None:
-    """And nobody waits for it any longer."""
+    """No process waits for it any longer."""
 
     async def scene() -> None:
         agent = agent_of(tmp_path, *options)
@@ -102,7 +102,7 @@ def test_all_nodes_but_the_head_speak_against_none_of_them(tmp_path: Path) -> No
 
 
 def test_a_lost_spare_is_not_waited_for(tmp_path: Path) -> None:
-    """The two that are needed are here; the spare would have ten seconds more."""
+    """Both needed nodes have joined; the spare would have ten more seconds."""
 
     async def scene() -> None:
         gathering = agent_of(tmp_path, "--spare-nodes=1", "--spare-wait-s=600")._gathering
@@ -111,7 +111,7 @@ def test_a_lost_spare_is_not_waited_for(tmp_path: Path) -> None:
         waiting = asyncio.create_task(gathering.wait())
         await asyncio.sleep(0.05)
         assert not waiting.done()
-        assert gathering.can_do_without("n3", "its container fails")
+        assert gathering.record_loss("n3", "its container fails")
         async with asyncio.timeout(5):
             await waiting
 
@@ -119,7 +119,7 @@ def test_a_lost_spare_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_head_that_fails_before_its_agent_is_told_by_another_node(tmp_path: Path) -> None:
-    """Its nodes would look for it until the deadline."""
+    """Without that verdict the nodes would try to reach the head until the deadline."""
     fails(tmp_path, "n1", "task 0", words="ModuleNotFoundError: No module named 'psutil'\n")
     orders = parse_options([f"--attempt-dir={tmp_path}", "--num-gpus=2", "--", "true"])
 

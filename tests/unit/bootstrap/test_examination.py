@@ -1,5 +1,5 @@
-"""Invariant: one table for all nodes of a step; who cannot be compared is named and says why
-itself; nothing stays.
+"""Invariant: one table for all nodes of a step; a node that cannot be compared is named and reports
+the reason itself; no file is left.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_the_first_node_speaks_for_all(tmp_path: Path) -> None:
 def test_a_variable_that_contradicts_a_host_stands_in_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On every node, the first one too; it leaves none out, for the site may know better."""
+    """On every node including the first; it excludes no node, because the site may know better."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     first, _ = examine(tmp_path, [0, 1], 2, 20.0)
     assert isinstance(first, Examination) and not first.preflight.unfit
@@ -80,7 +80,7 @@ def test_a_variable_that_contradicts_a_host_stands_in_the_table(
 
 
 class Deadline(asyncio.Event):
-    """Who waits for it is told that it is too late."""
+    """A deadline that has passed: waiting raises TimeoutError."""
 
     async def wait(self) -> Literal[True]:
         await super().wait()
@@ -88,7 +88,7 @@ class Deadline(asyncio.Event):
 
 
 class PatienceForOne(Reception):
-    """The deadline strikes when the first node has come, however long that takes here."""
+    """A deadline that passes once the first node has joined, however long that takes."""
 
     def __init__(
         self, secret: bytes, hosts: Sequence[str], on_joined: Callable[[NodeReport, Link], None]

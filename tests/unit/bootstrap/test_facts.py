@@ -1,4 +1,4 @@
-"""Invariant: every agent of a step derives the same list of hosts and its own place in it."""
+"""Invariant: every agent of a step derives the same list of hosts and its own rank."""
 
 import pytest
 

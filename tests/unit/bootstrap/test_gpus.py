@@ -1,8 +1,5 @@
-"""Invariant: what NVML, nvidia-smi and the kernel log say of a GPU arrives; what they do not say is
-None.
-
-No GPU is needed: NVIDIA's own bindings call a shared library of ours that answers like
-libnvidia-ml.
+"""Invariant: what NVML, nvidia-smi and the kernel log report of a GPU is read; what they do not
+report is None. No GPU is needed: NVIDIA's bindings call a stub of libnvidia-ml.
 """
 
 from __future__ import annotations
@@ -119,7 +116,7 @@ def test_without_nvml_the_tool_is_asked_and_its_failure_is_told(tool: Path) -> N
 def test_bindings_that_know_little_leave_the_rest_unknown(
     tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Old versions of the package lack newer questions."""
+    """Old versions of the package lack newer queries."""
     pytest.importorskip("pynvml")
     monkeypatch.setenv("LD_LIBRARY_PATH", build_nvml(tmp_path, 0))
     newer = "nvmlMemory_v2 NVML_FI_DEV_GET_GPU_RECOVERY_ACTION c_nvmlGpuFabricInfo_v2_t nvmlDeviceGetRemappedRows"
@@ -135,9 +132,7 @@ def test_bindings_that_know_little_leave_the_rest_unknown(
 def test_an_nvml_that_hangs_is_left_behind_though_not_even_kill_ends_it(
     tool: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that waits in the kernel for a broken GPU ends when the GPU answers, and not
-    before.
-    """
+    """A process that waits in the kernel for a broken GPU ends only when the GPU answers."""
     monkeypatch.setattr(gpus, "_READ_S", 0.1)
     slow = tool.parent / "python"
     slow.write_text("#!/bin/sh\nexec sleep 20\n")
@@ -153,7 +148,7 @@ def test_an_nvml_that_hangs_is_left_behind_though_not_even_kill_ends_it(
 
 
 def test_what_nvidia_smi_prints() -> None:
-    """Format of ``--format=csv,noheader,nounits``: a card without ECC says [N/A]."""
+    """Format of ``--format=csv,noheader,nounits``: a card without ECC prints [N/A]."""
     listing = "GPU-aa, 00000000:3B:00.0, 12, 0\nGPU-bb, 00000001:AF:00.0, 40000, [N/A]\n"
     found = parse_nvidia_smi(listing, "GPU-aa, No, No\nGPU-bb, Yes, No\n", "GPU-bb, Reset\n")
     assert found == (

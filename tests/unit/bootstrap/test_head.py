@@ -1,5 +1,5 @@
-"""Invariant: the head goes by the connections that were made, always hears of a stop, and names who
-is late.
+"""Invariant: the head uses the addresses of the established connections, always notices a stop
+request, and names the hosts that are late.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SLEEPER = (sys.executable, "-c", "import time; time.sleep(600)")
 
 
 def agent_of(folder: Path, *options: str) -> HeadAgent:
-    """The head of a job of three nodes, none of which has come."""
+    """The head of a job of three nodes, none of which has joined."""
     orders = parse_options([f"--attempt-dir={folder}", "--num-gpus=2", *options, "--", *SLEEPER])
     stop = StopSignals(folder, HOSTS[0], JobClock({}, lead_s=0.1), is_head=True)
     return HeadAgent(Facts(HOSTS[0], 0, HOSTS, "7", 0, in_slurm=True), orders, b"secret", stop)
@@ -50,7 +50,7 @@ def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def test_a_driver_that_does_not_read_does_not_keep_the_head_from_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The line about two thousand nodes is longer than what a pipe holds."""
+    """The line about two thousand nodes does not fit into a pipe."""
     nodes = tuple(Node(f"n{number:04d}", f"10.0.0.{number}", "eth0", 8) for number in range(2000))
 
     async def brought_up(_: HeadAgent) -> Cluster:
@@ -70,8 +70,8 @@ def test_a_driver_that_does_not_read_does_not_keep_the_head_from_a_stop(
 def test_the_head_keeps_its_fabric_where_its_address_is_on_loopback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A routed fabric without addresses on its wires: the other nodes keep theirs, and NCCL needs
-    it of all.
+    """A routed fabric without addresses on its links: the other nodes keep their settings, and NCCL
+    needs those of all nodes.
     """
     lo = Interface("lo", "loopback", "up", ("127.0.0.1/8", "10.200.0.7/32"))
     facts = NetworkFacts((lo, Interface("eth0", driver="efa")))
@@ -94,7 +94,7 @@ def test_the_head_keeps_its_fabric_where_its_address_is_on_loopback(
 def test_a_file_system_that_gives_up_is_not_taken_for_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else nodes would be left out for it."""
+    """Otherwise nodes would be excluded because of it."""
 
     def gives_up(*_: object) -> None:
         raise OSError(errno.ETIMEDOUT, "Connection timed out")
@@ -140,7 +140,7 @@ def test_a_lost_node_ends_the_attempt_unless_a_spare_replaces_it(
     is_stopping: bool,
     is_lost: bool,
 ) -> None:
-    """Also one whose machine lives and whose Ray ended."""
+    """Also a node whose machine is up and whose Ray ended."""
     monkeypatch.setattr(Replacements, "take", lambda *_: is_taken)
 
     async def scene() -> None:

@@ -1,4 +1,4 @@
-"""What an image lacks: judged over facts as they were read in images of different kinds."""
+"""What an image lacks, by facts as they were read in images of different kinds."""
 
 from __future__ import annotations
 
@@ -137,14 +137,14 @@ CASES = [
     "given", [{"SLURM_GPUS_ON_NODE": "2"}, {"SLURM_STEP_GPUS": "4,5"}, {"SLURM_JOB_GPUS": "4,5"}]
 )
 def test_the_gpus_that_slurm_shows_are_not_called_hidden(given):
-    """It sets CUDA_VISIBLE_DEVICES for every job that asked for GPUs."""
+    """Slurm sets CUDA_VISIBLE_DEVICES for every job that requests GPUs."""
     environment = {**GOOD.environment, "CUDA_VISIBLE_DEVICES": "0,1", **given}
     findings = check_image(replace(GOOD, environment=environment), PYTHON, WANTED)
     assert [finding.level for finding in findings if finding.name == "variables"] == ["OK"]
 
 
 def test_findings_go_into_a_file_of_their_own_when_asked(tmp_path, capsys):
-    """Standard output of a job is also that of enroot and of setup commands."""
+    """Setup commands and enroot also write to the job's standard output."""
     main(["--cpu", "--json", "--output", str(tmp_path / "findings")])
     assert capsys.readouterr().out == ""
     assert {row["name"] for row in json.loads((tmp_path / "findings").read_text())} >= {
@@ -195,14 +195,14 @@ def test_transformer_engine_is_lacking_for_settings_that_need_it_and_else_a_warn
 
 @pytest.mark.parametrize("number", ["2.9.0", "2.10.0", "2.11.0+cu13"])
 def test_any_transformer_engine_that_megatron_accepts_will_do(number):
-    """As slime's image may have another one than setup.cfg pins."""
+    """slime's image may have another version than setup.cfg pins."""
     facts = replace(GOOD, packages=BARE | dict.fromkeys(TE, number))
     findings = check_image(facts, PYTHON, WANTED, compiled=COMPILED, te_reasons=("x",))
     assert {finding.level for finding in findings} == {"OK"}
 
 
 def test_the_pinned_transformer_engine_is_one_that_the_installed_megatron_accepts():
-    """An upgrade of either fails here; the range is read from megatron-core's own metadata."""
+    """An upgrade of only one of them fails here; the range comes from megatron-core's metadata."""
     theirs = Packaging(read_image({}).te_range)
     (pin,) = COMPILED
     assert theirs.name == pin.name == "transformer-engine"
@@ -238,7 +238,7 @@ def test_on_a_node_without_gpus_nothing_of_gpus_is_wanted():
 
 @pytest.mark.parametrize("extra", ["gpu", "cpu", "wandb", "dev"])
 def test_requirements_are_read_as_pip_reads_them(extra):
-    """Names, and which versions are allowed, by the library that pip uses."""
+    """Names and allowed versions are compared with the library that pip uses."""
     for one in requirements(PINS, [extra]):
         theirs = Packaging(one.text)
         assert canonical(theirs.name) == one.name
@@ -269,8 +269,8 @@ def test_bounds_hold_as_for_pip(line, candidate):
 
 
 def test_this_environment_is_read_as_it_is():
-    """The pins of the CPU stack are met by what the tests run in: `make install` has made it from
-    the same file.
+    """The environment of the tests meets the pins of the CPU stack, from which `make install`
+    creates it.
     """
     facts = read_image(os.environ)
     assert facts.packages["torch"] == version("torch") and "torch==2.13.0" in facts.needs["sglang"]
@@ -320,7 +320,9 @@ def test_ncclgetversion_s_numbers_are_those_of_nccl_h():
 
 
 def test_a_python_without_any_package_can_tell_what_it_lacks(tmp_path):
-    """Isolated from all packages: only the standard library is imported, and each pin is named."""
+    """Without any package on the path only the standard library is imported, and each pin is
+    reported.
+    """
     base = (
         Path(sysconfig.get_config_var("prefix"))
         / "bin"

@@ -1,4 +1,4 @@
-"""Invariant: nothing that a keeper started is left when the keeper, the command or the agent has
+"""Invariant: no process that a keeper started is left when the keeper, the command or the agent has
 ended.
 """
 
@@ -67,9 +67,8 @@ async def tree_in(folder: Path, num_processes: int = 3) -> list[psutil.Process]:
 
 
 async def all_gone(processes: list[psutil.Process]) -> bool:
-    """Whether all end.
-
-    A process that has ended and that init has not looked at yet is none (pidfd_open(2)).
+    """Whether all end. A process that has ended and that init has not reaped counts as ended
+    (pidfd_open(2)).
     """
     return all(
         await asyncio.gather(*(asyncio.to_thread(_is_gone, process.pid) for process in processes))
@@ -110,7 +109,7 @@ def test_a_command_that_does_not_exist_ends_with_127() -> None:
 
 
 def test_a_kept_command_stands_outside_the_agents_process_tree(tmp_path: Path) -> None:
-    """What Slurm's proctrack/linuxproc finds by parent ids below the task is only the agent."""
+    """Slurm's proctrack/linuxproc finds only the agent by parent ids below the task."""
 
     async def scene() -> None:
         kept = await keep(sys.executable, "-c", STUBBORN_TREE, str(tmp_path))

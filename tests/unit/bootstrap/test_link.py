@@ -1,6 +1,4 @@
-"""Invariant: a living peer is never taken for dead, a silent one is, and the kind of end is told
-apart.
-"""
+"""Invariant: only a silent peer counts as lost, and the kind of loss is distinguished."""
 
 import asyncio
 import socket
@@ -51,9 +49,7 @@ def test_signs_of_life_keep_a_quiet_peer_alive_and_are_no_messages() -> None:
 
 
 def test_an_agent_that_stood_still_itself_does_not_take_the_others_for_dead() -> None:
-    """As after the suspension of a job: the deadline is over before what has arrived could be
-    read.
-    """
+    """As after the suspension of a job: the deadline passes before received data could be read."""
 
     async def scene(node: Link, head: Link) -> None:
         node.start_beating()
@@ -98,7 +94,7 @@ def test_a_closed_and_a_broken_connection_speak_for_the_machine() -> None:
 
 
 def test_a_machine_that_acknowledges_nothing_is_bad() -> None:
-    """What the kernel reports after its keep-alive probes."""
+    """As the kernel reports after its keepalive probes."""
 
     async def scene(node: Link, head: Link) -> None:
         head._reader.set_exception(TimeoutError(110, "Connection timed out"))

@@ -1,7 +1,5 @@
-"""Invariant: Ray is imported before its order comes, and whoever waits learns at once what is
-registered or has ended.
-
-Ray is the stub of tests/fakes, run by the real process under a real keeper.
+"""Invariant: Ray is imported before its order arrives, and waiters are notified at once of
+registered nodes and of Ray's end. The real process runs the stub of Ray under a real keeper.
 """
 
 import asyncio
@@ -26,7 +24,7 @@ HEAD, OTHER = "127.0.0.1", "127.0.0.3"
 
 @pytest.fixture
 def ports() -> Iterator[PortBlock]:
-    """A block of ports that nobody else gets while the test runs."""
+    """A block of ports that is reserved while the test runs."""
     block, claim = claim_block(f"test{os.getpid()}", ephemeral_floor(), HEAD)
     with claim:
         yield block
@@ -77,7 +75,7 @@ def test_the_head_learns_of_every_node_that_is_registered(tmp_path: Path, ports:
 def test_a_log_that_cannot_be_written_does_not_hide_the_nodes(
     tmp_path: Path, ports: PortBlock
 ) -> None:
-    """As on a full disk; Ray itself must not stop at a pipe that nobody reads either."""
+    """As on a full disk; a pipe without a reader must not block Ray either."""
 
     async def scene() -> None:
         (tmp_path / "ray.log").mkdir()
@@ -124,7 +122,7 @@ def test_what_ray_said_is_in_the_error_when_it_ends_instead(
 def test_what_ray_said_last_is_waited_for_when_its_end_is_known_before(
     tmp_path: Path, ports: PortBlock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its words and its end come by different ways; here the log's storage is slow."""
+    """Output and exit arrive over different channels; here the log's storage is slow."""
     append = local_ray._append
 
     def slowly(log: Path, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Invariant: only the frame that the other side would send next is ever taken for a message."""
+"""Invariant: only the frame that the other side would send next is accepted."""
 
 import pytest
 from hypothesis import given
@@ -68,7 +68,7 @@ def test_another_secret_is_refused() -> None:
 
 
 def test_a_frame_of_another_session_is_refused() -> None:
-    """A recorded conversation is worthless later, because the head's nonce is in the key."""
+    """A recorded session cannot be replayed, because the head's nonce is part of the key."""
     node, head = (
         Codec(session_key(b"s", "n1", "h1"), "node"),
         Codec(session_key(b"s", "n1", "h2"), "head"),

@@ -1,5 +1,5 @@
-"""Invariant: the interface is the one that owns the connection's address; every library is told it
-in its own way.
+"""Invariant: the interface is the one that owns the connection's address; each library gets it in
+its own syntax.
 """
 
 import socket
@@ -52,7 +52,7 @@ def test_this_machine_has_a_loopback_address() -> None:
 
 
 def test_an_address_with_a_label_is_known_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``ip address add ... label eth0:1``: the kernel lists it apart, and there is no interface of
+    """``ip address add ... label eth0:1``: the kernel lists it separately, without an interface of
     that name.
     """
 

@@ -1,6 +1,4 @@
-"""Invariant: facts that people wrote or masked are read as far as they can be, and refused by key
-where not.
-"""
+"""Invariant: hand-written or masked facts are read as far as possible; others are rejected by key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invariant: facts of a host say what sysfs and procfs say, and survive being saved and loaded."""
+"""Invariant: facts of a host agree with sysfs and procfs, also after they are saved and loaded."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_facts_of_another_host_cannot_be_saved_as_this_ones(tmp_path: Path) -> N
 
 
 def test_the_plug_in_of_tcpxo_is_told_by_the_folder_that_a_prolog_fills(tree: Tree) -> None:
-    """Nine gVNICs as on an A3 Mega, whose data NICs are such only with the plug-in."""
+    """Nine gVNICs as on an A3 Mega: without the plug-in they are ordinary NICs."""
     nics = {f"sys/class/net/g{n}/device/driver": "-> sys/bus/pci/drivers/gve" for n in range(9)}
     nics |= {f"sys/class/net/g{n}/operstate": "up" for n in range(9)}
     gpus = {f"sys/bus/pci/devices/0000:0{n}:00.0/vendor": "0x10de" for n in range(8)}
@@ -213,7 +213,7 @@ def test_the_plug_in_of_tcpxo_is_told_by_the_folder_that_a_prolog_fills(tree: Tr
 
 
 def resolved(monkeypatch: pytest.MonkeyPatch, addresses: Mapping[str, str]) -> None:
-    """A name service that knows these hosts."""
+    """A name service with these hosts."""
 
     def look_up(name: str, *_: object, **__: object) -> list[tuple[object, ...]]:
         if name not in addresses:
@@ -225,7 +225,7 @@ def resolved(monkeypatch: pytest.MonkeyPatch, addresses: Mapping[str, str]) -> N
 
 
 def test_another_node_of_the_job_shows_the_way(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an interactive job sees it: names of the allocation, of which the first is this host."""
+    """As in an interactive job: names of the allocation, of which the first is this host."""
     resolved(monkeypatch, {"n02": "10.9.0.6"})
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[01-03]")
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)

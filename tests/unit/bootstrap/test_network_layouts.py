@@ -1,5 +1,5 @@
-"""Invariant: detection is right on the layouts of tests/data/netlayouts; neither names nor order
-carry the answer.
+"""Invariant: detection is right on the layouts of tests/data/netlayouts, whatever the names and the
+order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def answer(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def essence(found: Mapping[str, Any]) -> tuple[object, ...]:
-    """What does not hang on the order of a listing."""
+    """The part of a result that does not depend on the order of a listing."""
     return (
         found["socket_ifname"],
         found["node_ip"],
@@ -109,7 +109,7 @@ def test_the_order_of_the_listing_means_nothing(name: str) -> None:
 def renamed(
     document: Mapping[str, Any], interfaces: Mapping[str, str], hcas: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The same host, had its devices other names."""
+    """The same host with other names of its devices."""
     made = copy.deepcopy(dict(document))
     for row in made["interfaces"]:
         row["name"], row["master"] = interfaces[row["name"]], interfaces.get(row.get("master"))
@@ -122,7 +122,7 @@ def renamed(
 @each_layout
 @pytest.mark.parametrize("how", ["anonymous", "swapped"])
 def test_names_mean_nothing(name: str, how: str) -> None:
-    """Whether every device gets a name of no meaning, or devices change names among themselves."""
+    """Every device gets an arbitrary name, or devices exchange their names."""
     document, dice = layout(name), random.Random(name)
     names = []
     for rows in (document["interfaces"], document["rdma_devices"] or ()):
@@ -196,7 +196,7 @@ def test_the_index_of_published_recipes_is_named_where_it_is_wrong():
 
 
 def test_no_recipe_and_no_example_pins_what_a_node_shows_by_itself():
-    """Traffic classes cannot be detected; the index of a GID can, and NCCL 2.21 finds it too."""
+    """Traffic classes cannot be detected; the GID index can, also by NCCL 2.21."""
     pinned = [
         (path.name, name)
         for path in (ROOT / "jobs").glob("*/*.toml")

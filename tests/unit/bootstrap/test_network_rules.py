@@ -1,5 +1,5 @@
-"""Each rule of detection alone, on hosts of a few devices; invariant: evidence of a higher kind
-wins.
+"""Each rule of detection separately, on hosts of a few devices; invariant: evidence of higher
+precedence wins.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LO = Interface("lo", "loopback", "up", ("127.0.0.1/8",), ("::1/128",))
 
 
 def nic(name: str, *addresses: str, **more: Any) -> Interface:
-    """An Ethernet interface that is up, with just these addresses."""
+    """An Ethernet interface that is up, with only these addresses."""
     ipv4 = tuple(text for text in addresses if ":" not in text)
     ipv6 = tuple(text for text in addresses if ":" in text)
     return Interface(
@@ -372,8 +372,8 @@ def test_ports_whose_interface_is_in_another_namespace_are_left_out_with_a_warni
 
 
 def test_a_port_with_an_address_of_an_interface_here_is_no_port_of_elsewhere() -> None:
-    """A pod's macvlan over the host's interface: the port's own interface is the host's, its GIDs
-    are also ours.
+    """A pod's macvlan over the host's interface: the port's own interface is the host's, and its
+    GIDs include the pod's.
     """
     gids = (Gid(0, "RoCE_v2", "fe80::1"), Gid(5, "RoCE_v2", "::ffff:10.1.0.5"))
     shared = [port("a", netdev="eth2", gids=gids), port("b", netdev="net2")]

@@ -1,7 +1,6 @@
-"""Rules for what lies above and below a wire: switches, bonds, virtual machines' NICs; each on a
-host of a few devices.
-
-Invariant: the interface that carries addresses and the port below it are seen as one way out.
+"""Rules for interfaces above and below a port: switches, bonds, NICs of virtual machines; on hosts
+of a few devices. Invariant: the interface that has the addresses and the port below it count as
+one.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def test_a_device_that_speaks_roce_v1_only_is_reported() -> None:
 
 
 def test_ways_into_a_routed_fabric_are_all_kept() -> None:
-    """BGP unnumbered: the host's address is on a device of its own, and the kernel shows one of
+    """BGP unnumbered: the host's address is on a separate device, and the kernel shows one of
     several next hops.
     """
     ways = [nic("a", "fe80::1/64"), nic("b", "fe80::2/64")]
@@ -99,7 +98,7 @@ def test_the_port_of_the_default_route_stays_when_the_gpus_can_be_shared_out_onl
 
 def test_the_accelerated_networking_of_a_virtual_machine_is_no_rdma() -> None:
     synthetic = nic("e", "10.0.0.4/24", driver="hv_netvsc")
-    below = nic("x", master="e", sriov_vf=True)
+    below = nic("x", master="e")
     alone = detect(host(synthetic, below, port("a", rate=50, netdev="x", sriov_vf=True)))
     assert (alone.rdma.kind, alone.to_document()["ib_hca"]) == (
         "none",

@@ -1,4 +1,4 @@
-"""Invariant: a node speaks for the run only when the run cannot continue without it."""
+"""Invariant: a node writes the verdict only if the run cannot continue without it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ START = {"kind": "start_ray", "head_ip": "127.0.0.1", "port_base": 20_000}
 
 
 class BrokenLink:
-    """A connection that brings a few orders and breaks."""
+    """A connection that delivers a few orders and breaks."""
 
     local_ip = "127.0.0.1"
 
@@ -44,7 +44,7 @@ def live(
     num_spares: int,
     is_silent: bool = False,
 ) -> NodeAgent:
-    """The node's life from joining to the end."""
+    """Run the node from joining to the end."""
 
     async def joined(_: NodeAgent) -> BrokenLink:
         return BrokenLink(*orders, is_silent=is_silent)
@@ -85,7 +85,7 @@ def test_a_node_that_the_run_needs_says_that_it_lost_the_head(
 def test_a_spare_that_was_cut_off_does_not_end_the_run_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The batch script takes a verdict for the end of the attempt."""
+    """The batch script treats a verdict as the end of the attempt."""
     live(tmp_path, monkeypatch, num_spares=1)
     assert not list(tmp_path.glob("verdict*"))
 
@@ -93,7 +93,7 @@ def test_a_spare_that_was_cut_off_does_not_end_the_run_of_the_others(
 def test_a_node_that_a_spare_has_replaced_does_not_end_the_run_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It took the head for lost as the head took it for lost, and still reaches the run folder."""
+    """Node and head consider each other lost, and the node still reaches the run folder."""
     lost = LostNode("n2", "10.0.0.2", "n2 is gone", 1_000.0, is_silent=True)
     write_lost_nodes(tmp_path, [lost])
     live(tmp_path, monkeypatch, START, num_spares=1)

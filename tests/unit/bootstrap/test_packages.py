@@ -1,4 +1,4 @@
-"""Invariant: two environments have one fingerprint exactly if the same versions of the same
+"""Invariant: two environments have the same fingerprint exactly if the same versions of the same
 packages are installed.
 """
 

@@ -1,5 +1,5 @@
-"""Invariant: a job's ports lie in one block below the ephemeral range, and no part of the block
-overlaps another.
+"""Invariant: a job's ports are in one block below the ephemeral range, and its parts do not
+overlap.
 """
 
 import itertools
@@ -52,7 +52,7 @@ def test_the_floor_is_what_the_kernel_says(tmp_path) -> None:
 
 
 def test_a_claimed_block_is_not_given_to_another() -> None:
-    """The bound rendezvous socket is the claim: while it is open nobody else gets the block."""
+    """The bound rendezvous socket reserves the block while it is open."""
     first, claim = claim_block("7", ephemeral_floor(), "127.0.0.2")
     with claim:
         second, other = claim_block("7", ephemeral_floor(), "127.0.0.2")
@@ -64,8 +64,8 @@ def test_a_claimed_block_is_not_given_to_another() -> None:
 
 
 def test_a_block_whose_last_connections_wind_down_is_free() -> None:
-    """Who closes first keeps the connection for a minute; a job that comes back within it finds its
-    own block.
+    """The side that closes first keeps the connection in TIME_WAIT for a minute; a job that
+    restarts within it gets the same block.
     """
     first, claim = claim_block("7", ephemeral_floor(), "127.0.0.2")
     with claim, socket.create_connection(("127.0.0.2", first.rendezvous)) as node:

@@ -1,6 +1,4 @@
-"""Invariant: what cannot be read is never held against a host; what is wrong is named with what to
-do about it.
-"""
+"""Invariant: an unknown fact never excludes a host; a fault is named with its remedy."""
 
 import itertools
 import json
@@ -51,7 +49,7 @@ SEEN = Seen(skew_s=0.1, head_ip="10.0.0.1", canary_seen=True, via="10.0.0.2 (eth
 def gpus(
     first: Gpu | None = None, *, count: int = 8, error: str | None = None
 ) -> dict[str, object]:
-    """A change of ``FIT``: as many GPUs, the first of them as given."""
+    """A variant of ``FIT`` with as many GPUs, of which these are the first."""
     return {
         "gpu_reading": GpuReading(
             (*([first] if first else []), *GPUS[1 if first else 0 : count]), "NVML", error
@@ -289,7 +287,7 @@ def test_a_slow_node_is_named_by_its_figure_and_one_without_a_figure_by_its_erro
 
 
 def test_the_table_has_a_row_a_host_a_column_a_check_and_every_remark() -> None:
-    """Read back: the columns stand where the head line says."""
+    """Parse the table: cells are aligned with the header."""
     bad = check_host(replace(FIT, temp_free=0, nofile=20_000), WANTED, SEEN)
     preflight = Preflight.of({"node-with-a-long-name": check_host(FIT, WANTED, SEEN), "n2": bad})
     head, *rows = preflight.table().splitlines()

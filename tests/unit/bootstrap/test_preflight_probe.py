@@ -1,6 +1,4 @@
-"""Invariant: looking at this host raises nothing, changes nothing but a canary, and agrees with the
-kernel.
-"""
+"""Invariant: the probe never raises, writes only a canary, and agrees with the kernel."""
 
 import shutil
 import stat
@@ -73,7 +71,7 @@ def test_the_doctor_removes_its_canary_and_no_run_of_that_name(tmp_path: Path) -
 
 
 def test_what_a_sandbox_needs_is_tried_in_another_process(tmp_path: Path) -> None:
-    """It says the same as the first sandbox of a run."""
+    """Its result agrees with the first sandbox of a run."""
     from tests.contract.test_sandbox import WHY_NOT
 
     offer = read_sandboxes({"PATH": str(tmp_path)})

@@ -1,5 +1,5 @@
-"""Invariant: Ray is told everything it would otherwise guess, and nothing of the launcher leaks
-into it.
+"""Invariant: every value that Ray would otherwise guess is given, and no variable of the launcher
+reaches it.
 """
 
 from pathlib import Path
@@ -98,7 +98,7 @@ def test_ray_ends_at_once_when_told_and_uses_the_nodes_interface() -> None:
 
 
 def test_the_gcs_answers_ray_status_itself_unless_the_user_says_otherwise() -> None:
-    """tests/contract/test_agent.py asks it."""
+    """tests/contract/test_agent.py runs the command."""
     assert ray_environment({})["RAY_enable_autoscaler_v2"] == "1"
     assert ray_environment({"RAY_enable_autoscaler_v2": "0"})["RAY_enable_autoscaler_v2"] == "0"
 

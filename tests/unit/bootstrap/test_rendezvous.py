@@ -1,4 +1,4 @@
-"""Invariant: whoever holds the secret joins, whoever does not gets no byte and breaks nothing."""
+"""Invariant: a peer that has the secret joins; any other peer receives no byte and changes nothing."""
 
 import asyncio
 import socket
@@ -92,9 +92,7 @@ def test_a_stranger_gets_no_byte_and_breaks_nothing(noise: bytes) -> None:
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 def test_one_listener_takes_nodes_over_ipv4_and_ipv6() -> None:
-    """Addresses come out in their plain spelling: what a node says of itself is what the head
-    sees.
-    """
+    """Addresses are normalised: the node's report and the head's connection agree."""
 
     async def scene() -> None:
         reception = Reception(SECRET, ("n0", "n1", "n2"), lambda report, link: None)
@@ -114,7 +112,7 @@ def test_one_listener_takes_nodes_over_ipv4_and_ipv6() -> None:
 
 
 def test_a_recorded_hello_joins_nothing() -> None:
-    """The recorder can make the head answer, but never speak under the key that the answer made."""
+    """A replay makes the head answer, but the peer cannot derive the session key."""
 
     async def scene() -> None:
         reception, port = await opened(("n0", "n1"))
@@ -186,8 +184,8 @@ def test_a_node_behind_address_translation_is_told_why_it_cannot_join() -> None:
 
 
 def test_a_node_passes_over_places_that_are_not_its_head() -> None:
-    """Nobody listens at the first place, something foreign at the second; the third proves to be
-    the head.
+    """No process listens at the first address, a foreign one at the second; the third authenticates
+    as the head.
     """
 
     async def scene() -> None:
@@ -211,8 +209,8 @@ def test_a_node_passes_over_places_that_are_not_its_head() -> None:
 def test_of_places_that_answer_almost_at_once_the_first_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A head that stood still serves all that wait; nodes that chose differently would come by
-    different networks.
+    """After a stall the head serves all waiting nodes at once; different choices would mix
+    networks.
     """
     places = [(f"10.0.0.{number}", 20_000) for number in range(40)]
 
@@ -274,9 +272,7 @@ def test_a_name_service_that_hangs_does_not_keep_a_node_from_the_addresses(
 def test_the_head_is_looked_for_by_name_wherever_it_listens_before_its_addresses(
     tmp_path: Path,
 ) -> None:
-    """The order of the addresses is that of the head's interfaces and says nothing; the name is
-    what Slurm uses.
-    """
+    """The published order is that of the head's interfaces and means nothing; Slurm uses the name."""
     head_file = tmp_path / "head.json"
     assert rendezvous.head_candidates("n1", 10_000, head_file) == [("n1", 10_000)]
     addresses = (Address("docker0", "172.17.0.1"), Address("eth0", "10.0.0.1"))

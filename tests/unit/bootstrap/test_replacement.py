@@ -1,5 +1,5 @@
-"""Invariant: a node that is lost in the middle of a run is replaced by a spare, or the attempt ends
-as it would without spares; never both, and never neither.
+"""Invariant: a node lost in the middle of a run is replaced by a spare, or the attempt ends as it
+would without spares; always exactly one of both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def report(rank: int) -> NodeReport:
 
 
 class FakeLink:
-    """A connection to an agent; what was sent over it."""
+    """A connection to an agent that records messages."""
 
     def __init__(self, *, is_broken: bool = False) -> None:
         self.sent: list[str] = []
@@ -66,7 +66,7 @@ class FakeGathering:
 
 
 class FakeRay:
-    """Registers the addresses that it is told to; others never."""
+    """Registers only the given addresses."""
 
     def __init__(self, *joining: str) -> None:
         self.joining = joining

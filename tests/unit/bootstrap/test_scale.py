@@ -1,7 +1,5 @@
-"""Invariant: what the head does for a node does not depend on how many others there are.
-
-One real head without Ray (``bootstrap/simulated/ray_stub``) and simulated nodes that speak the real
-protocol.
+"""Invariant: the head's work for a node does not depend on the number of nodes. One real head
+without Ray (``bootstrap/simulated/ray_stub``) and simulated nodes with the real protocol.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +14,8 @@ _NODES = (8, 128)
 
 @pytest.mark.slow
 def test_messages_bytes_and_open_sockets_grow_linearly_with_the_nodes(tmp_path: Path) -> None:
-    """Seven messages a node (hello, welcome, joined, the order to try the folder and its answer,
-    start_ray, end), one connection, a report of one size.
+    """Seven messages per node (hello, welcome, joined, the order to try the folder and its answer,
+    start_ray, end), one connection, and a report of constant size.
     """
     small, large = _NODES
     folders = [tmp_path / str(num_nodes) for num_nodes in _NODES]

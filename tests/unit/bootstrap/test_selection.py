@@ -1,5 +1,5 @@
-"""Invariant: the cluster has exactly the nodes that were asked for, or the next attempt avoids the
-bad ones.
+"""Invariant: the cluster has exactly the requested number of nodes, or the next attempt excludes
+the bad ones.
 """
 
 import pytest

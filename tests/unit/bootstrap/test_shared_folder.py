@@ -1,4 +1,4 @@
-"""What a file system lacks is found and named, and what it costs; no wait is without an end."""
+"""Features that a file system lacks are reported with the consequences; every wait is bounded."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ def test_it_stands_in_the_table_of_the_host() -> None:
 
 
 class Node:
-    """A node in this process: answers orders from the link, with a file system that may be slow or
-    lossy.
-    """
+    """A node in this process that answers orders, with a file system that may be slow or lossy."""
 
     def __init__(
         self,
@@ -147,7 +145,7 @@ def test_a_node_with_a_folder_of_its_own_sees_nothing(
 def test_lines_that_hosts_write_over_each_other_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As two clients of NFS do that both know an old end of the file."""
+    """As two NFS clients do that both have a stale size of the file."""
     opened = os.open
 
     def without_append(path: Any, flags: int, *given: Any, **named: Any) -> int:

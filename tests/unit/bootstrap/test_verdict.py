@@ -1,6 +1,4 @@
-"""Invariant: whatever happened there is a verdict, and a run comes back only when coming back can
-help.
-"""
+"""Invariant: every outcome has a verdict, and a run restarts only if a restart can help."""
 
 import itertools
 import json
@@ -79,7 +77,7 @@ def test_hosts_to_avoid_stand_one_a_line_beside_the_verdict(tmp_path: Path) -> N
 
 
 def test_what_the_driver_says_is_the_first_line_of_the_cause():
-    """`rlpost status` shows that line."""
+    """`rlpost status` shows this line."""
     said = "train_step hangs because of actor-2 on n03"
     verdict = decide(Outcome(driver_code=1, driver_tail="a warning", driver_cause=said))
     assert verdict.verdict == "failed"

@@ -1,4 +1,4 @@
-"""The one line that ``status`` and ``list`` show of a failure is that of the error."""
+"""``status`` and ``list`` show the line of a failure that names the error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invariant: of several writers the first is heard, and no reader ever sees half a file."""
+"""Invariant: of several writers the first wins, and no reader sees a partial file."""
 
 import errno
 import os
@@ -45,7 +45,7 @@ def test_the_tail_of_a_log_and_of_none(tmp_path: Path) -> None:
 def test_a_link_that_is_answered_twice_is_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NFS: the answer was lost, the client asked again, and its own link is there already."""
+    """NFS: the reply was lost, the client retried, and its own link exists already."""
     link = os.link
 
     def twice(source: Path, target: Path) -> None:

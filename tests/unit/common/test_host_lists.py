@@ -1,4 +1,4 @@
-"""Host lists; tests/cluster asks Slurm itself about the same ones."""
+"""Host lists; tests/cluster compares the same ones with Slurm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_host_list_is_expanded_in_order(text: str) -> None:
 
 
 def test_names_may_go_on_after_a_bracket() -> None:
-    """Slurm 22.05 refuses these, later ones do not."""
+    """Slurm 22.05 rejects these, later versions accept them."""
     assert expand("gpu[1,3]-ib") == ("gpu1-ib", "gpu3-ib")
 
 

@@ -1,4 +1,4 @@
-"""Log lines of every process: dated text, or JSON that programs read and people get back as text."""
+"""Log lines of every process: dated text, or JSON for programs, which readers get back as text."""
 
 import json
 import logging

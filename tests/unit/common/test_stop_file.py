@@ -1,4 +1,4 @@
-"""The STOP file: the first writer decides, and readers bear what users and Slurm put into it."""
+"""The STOP file: the first writer wins, and readers accept what users and Slurm write."""
 
 import json
 

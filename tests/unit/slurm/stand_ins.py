@@ -1,6 +1,4 @@
-"""Stand-ins for the commands of a cluster: which containers it has, and a Slurm that takes jobs or
-refuses them.
-"""
+"""Fake commands of a cluster: its container tools, and a Slurm that accepts or rejects jobs."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ NO_PYXIS = 'case $* in *--help*) echo "  --chdir=PATH" ;; esac'
 
 
 def commands(folder: Path, **texts: str) -> str:
-    """A PATH with commands of this text before the system's, which has neither enroot nor a pyxis
-    of its own.
-    """
+    """A PATH with these commands before the system's, which has neither enroot nor pyxis."""
     folder.mkdir(exist_ok=True)
     for name, text in {"srun": NO_PYXIS, **texts}.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")

@@ -1,5 +1,5 @@
-"""How a batch script ends when Slurm is slow, silent or says no: the script itself, with stand-ins
-for Slurm's.
+"""How a batch script ends when Slurm is slow, silent or refuses: the real script with fake Slurm
+commands.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ echo "$STATE"
 def run(
     folder: Path, *, container: Container | None = None, spare_nodes: int = 0, **given: object
 ) -> tuple[int, list[str], str]:
-    """Exit code, the commands that were called, and the log."""
+    """Exit code, called commands, and the log."""
     commands = folder / "bin"
     commands.mkdir()
     for name, text in STAND_INS.items():
@@ -92,7 +92,7 @@ def test_a_controller_that_is_restarting_costs_no_run(tmp_path: Path) -> None:
 
 
 def test_a_job_that_lost_a_node_is_requeued_with_as_many_as_it_asked_for(tmp_path: Path) -> None:
-    """Slurm would start it with one node less, and at last with too few."""
+    """Slurm would start it with one node less each time, and finally with too few."""
     code, called, _ = run(tmp_path, spare_nodes=2)
     assert code == 0
     orders = [line for line in called if line.startswith("scontrol")]
@@ -119,8 +119,8 @@ def test_a_cancelled_job_that_was_requeued_all_the_same_ends_before_it_begins(
 
 
 def test_an_srun_that_lingers_costs_no_run_whose_time_is_nearly_over(tmp_path: Path) -> None:
-    """Agents leave their verdict ten seconds before the end, whatever hangs; after the end nothing
-    can be requeued.
+    """Agents write their verdict ten seconds before the end even if something hangs; after the end
+    a job cannot be requeued.
     """
     _, called, log = run(tmp_path, left=7, lingers=10)
     assert called[1:] == ["scontrol requeue 7"], log
@@ -130,7 +130,9 @@ def test_an_srun_that_lingers_costs_no_run_whose_time_is_nearly_over(tmp_path: P
 def test_a_stop_request_has_a_deadline_also_when_slurm_does_not_tell_it(
     tmp_path: Path, left: int | str, seconds: int
 ) -> None:
-    """A driver that knows none takes its time, and the job would end before it is requeued."""
+    """A driver without a deadline would use all the time, and the job would end before it is
+    requeued.
+    """
     _, called, log = run(tmp_path, left=left, signalled="yes")
     stop = json.loads((tmp_path / "run/attempts/0/STOP").read_text())
     assert int(stop["deadline"]) - stop["time"] == pytest.approx(seconds, abs=3), log

@@ -1,8 +1,5 @@
-"""Why an attempt ended before its agents: decided on the texts that pyxis, enroot, bash, Python and
-srun produce.
-
-Invariants: only what every host shows, and what cannot pass by itself, ends a job for good; no
-secret is quoted.
+"""Why an attempt ended before its agents started, from real output of pyxis, enroot, bash, Python
+and srun. Invariants: only a permanent failure of every host ends a job; no secret is quoted.
 """
 
 from __future__ import annotations
@@ -71,7 +68,7 @@ setup command failed: pip install psutil
 
 
 def both(words: str, how: str = EXIT_1) -> Finding:
-    """What is found when two hosts left the same."""
+    """The finding if two hosts left the same."""
     ends = {host: HostEnd(how, words.replace("n01", host)) for host in ("n01", "n02")}
     finding = explain(ends, f"srun: error: n[01-02]: tasks 0-1: {how}\n")
     assert finding is not None
@@ -98,7 +95,7 @@ def both(words: str, how: str = EXIT_1) -> Finding:
 def test_what_every_host_will_meet_again_is_not_tried_again(
     words: str, named: str, remedy: str
 ) -> None:
-    """The hosts, what it is, the remedy and the program's own last line."""
+    """Hosts, meaning, remedy and the program's last line are reported."""
     finding = both(words)
     headline, advice, _ = finding.cause.split("\n", 2)
     assert finding.verdict == "config" and finding.exclude == ()
@@ -116,7 +113,7 @@ def test_what_may_pass_or_is_unknown_is_tried_again_with_its_cause(words: str) -
 
 @pytest.mark.parametrize("how", ["Terminated", "Killed", "Exited with exit code 143", ""])
 def test_a_preemption_during_the_setup_commands_is_no_fault_of_theirs(how: str) -> None:
-    """They try one way and then another, and were ended in the middle of it."""
+    """They retry in several ways, and were killed in the middle."""
     finding = both(NO_PSUTIL + "Collecting psutil\n", how)
     assert finding.verdict == "failed"
 
@@ -129,7 +126,7 @@ def test_only_the_last_lines_of_a_log_tell_why_it_ended() -> None:
 
 
 def test_one_bad_host_is_avoided_and_does_not_end_the_job() -> None:
-    """The agent of the other had begun; the text alone would be final."""
+    """The agent of the other host had started; the text alone would be permanent."""
     ends = {"n01": HostEnd("", AGENT), "n02": HostEnd(EXIT_1, NO_PSUTIL)}
     finding = explain(ends, f"srun: error: n02: task 1: {EXIT_1}\n")
     assert finding is not None
@@ -138,9 +135,7 @@ def test_one_bad_host_is_avoided_and_does_not_end_the_job() -> None:
 
 
 def test_a_host_that_shows_nothing_keeps_the_job_alive() -> None:
-    """Of three one was lost by Slurm itself: no host but those that fail for good may be
-    counted.
-    """
+    """Slurm itself lost one of three hosts: not every host failed permanently."""
     ends = {
         "n01": HostEnd(EXIT_1, SETUP),
         "n02": HostEnd(EXIT_1, SETUP),
@@ -202,7 +197,7 @@ def test_a_step_that_never_was_is_explained_by_srun_or_the_import(
 
 
 def test_pyxis_may_speak_through_srun_alone() -> None:
-    """Where the log of a task could not even be opened."""
+    """As if the log of a task could not be opened."""
     launch = (
         PYXIS_MOUNT
         + PYXIS_MOUNT.replace("n01", "n02")

@@ -1,6 +1,4 @@
-"""Orders that Slurm does not take are errors that say why; what Slurm really answers is held by
-tests/cluster.
-"""
+"""Commands that Slurm rejects raise errors with the reason; tests/cluster runs real ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be asked of a container, and what becomes of it."""
+"""Valid values of a container, and what is rendered from them."""
 
 from __future__ import annotations
 
@@ -128,9 +128,7 @@ def test_the_profile_is_what_slurm_is_asked_for() -> None:
 
 
 def test_the_jobs_of_a_chain_wait_for_their_own_run_alone(tmp_path: Path) -> None:
-    """Singleton goes by the job's name: the same for every job of a run, another for another
-    run.
-    """
+    """Singleton compares job names: equal for all jobs of a run, different between runs."""
     spec = JobSpec(job_name="rl", requeue="chain")
     names = [
         completed(spec, RunFolder(tmp_path / run), home=tmp_path).job_name

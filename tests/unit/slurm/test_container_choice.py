@@ -1,5 +1,5 @@
-"""Which container a job gets (``slurm/container.sh``), and that settings on a login node read the
-variable alike.
+"""Which container a job gets (``slurm/container.sh``); settings on a login node read the variable
+in the same way.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_a_relative_path_is_not_taken_for_a_name_in_a_registry(
 def test_without_pyxis_it_is_refused_before_any_step(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Today's srun would say "unrecognized option" at every attempt."""
+    """srun would reject the option at every attempt."""
     cluster(monkeypatch, tmp_path, srun=NO_PYXIS)
     if backend == "auto":
         monkeypatch.setenv("RLPOST_CONTAINER", "pyxis")

@@ -1,8 +1,6 @@
-"""What runs on a node around its container: start, command beside the agent, removal, against the
-stand-in for enroot.
-
-The stand-in makes a root of its own in a mount namespace, so this needs root; what is held on every
-machine is in test_container.py and test_step.py.
+"""Scripts around a node's container: start, a command beside the agent, removal, with a fake
+enroot. It makes a root in a mount namespace, so the tests need root; test_container.py and
+test_step.py need none.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Node:
-    """One node of the job; its Slurm knows the jobs in ``queue``, or does not answer."""
+    """One node of the job; its Slurm has the jobs in ``queue``, or does not answer."""
 
     def __init__(self, folder: Path, name: str, *, data: Path, restart: int = 0) -> None:
         self.name, self.data, self.restart = name, data, restart
@@ -70,7 +68,7 @@ class Node:
         }
 
     def start(self, command: str) -> subprocess.Popen[str]:
-        """Begin an agent that is this shell command."""
+        """Start an agent that runs this shell command."""
         words = [
             "bash",
             str(ROOT / "slurm/enroot_start.sh"),
@@ -101,7 +99,7 @@ class Node:
         return self.run("bash", script, backend, f"rlpost_{JOB}_{self.restart}", path=path)
 
     def step(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """What ``rlpost exec`` makes the node do: the words after srun's own."""
+        """Run on the node what ``rlpost exec`` passes to srun."""
         inside = Inside(
             self.shared,
             ROOT,
@@ -116,7 +114,7 @@ class Node:
         return {path.name for path in self.data.iterdir()}
 
     def leave(self, *names: str) -> None:
-        """Containers of earlier jobs, which nothing runs in."""
+        """Create containers of earlier jobs, without a process."""
         for name in names:
             (self.data / name).mkdir(parents=True)
 
@@ -142,8 +140,8 @@ def until_up(process: subprocess.Popen[str]) -> None:
 
 
 def test_two_nodes_start_where_their_data_folder_is_one(node: Node, tmp_path: Path) -> None:
-    """The same name on both gave: create_inode: failed to create symlink .../bin, because File
-    exists.
+    """With one name for both, enroot failed: create_inode: failed to create symlink .../bin,
+    because File exists.
     """
     other = Node(tmp_path, "n02", data=node.data)
     agents = [node.start("echo up; exec sleep 60"), other.start("echo up; exec sleep 60")]
@@ -170,8 +168,8 @@ def test_two_nodes_start_where_their_data_folder_is_one(node: Node, tmp_path: Pa
 def test_a_command_runs_with_the_environment_of_the_agent_although_the_data_is_a_bind_mount(
     node: Node, tmp_path: Path
 ) -> None:
-    """``enroot list -f`` knows no process then; nor is it a later process, with its own variables,
-    that is joined.
+    """``enroot list -f`` shows no process then. The command must not join a later process, which
+    has other variables.
     """
     real = tmp_path / "real"
     for folder in (real, node.data):
@@ -204,7 +202,9 @@ OF_OTHERS = (
 def test_what_cancelled_jobs_left_goes_at_the_next_start_on_the_node(
     node: Node, tmp_path: Path
 ) -> None:
-    """Of jobs that have left the queue and of this one; not what is in use, and no other node's."""
+    """Containers of this job and of jobs that left the queue are removed, unless they are in use or
+    another node's.
+    """
     node.leave(*STALE, *OF_OTHERS)
     node.queue("3", JOB)
     late = Node(tmp_path, "n01", data=node.data, restart=1)
@@ -225,9 +225,7 @@ def test_a_container_in_use_stays_whatever_the_queue_says(node: Node, tmp_path: 
 def test_where_slurm_gives_no_answer_only_the_jobs_own_leftovers_go(
     node: Node, answer: str
 ) -> None:
-    """An error, and answers that lack this very job; one that hangs is waited for with a
-    timeout.
-    """
+    """squeue fails, omits this job, or hangs until its timeout."""
     node.leave(*STALE)
     node.command("squeue", answer)
     node.command("timeout", '[ "$1" -le 10 ] && shift && exec /usr/bin/timeout 0.5 "$@"')
@@ -292,9 +290,7 @@ def test_after_pyxis_nothing_that_enroot_lacks_is_an_error(node: Node, enroot: s
 
 
 def test_a_second_container_on_the_same_files_says_so(tmp_path: Path) -> None:
-    """Words that pyxis gets after its options: beside the agents in one mount namespace, or in
-    another.
-    """
+    """The script that pyxis runs first, in the mount namespace of the agents or in another one."""
     container = Container("pyxis", "/images/a.sqsh")
     argv = step_argv(JOB, ["echo", "a b"], nodes=["n1"], inside=Inside(tmp_path, ROOT, container))
     words = argv[argv.index("sh") :]

@@ -1,4 +1,4 @@
-"""What sbatch and srun see of the environment: nothing that would make another job of it."""
+"""sbatch and srun get no variable that would override options of the job."""
 
 from slurm.environment import for_script, outside_any_job
 from slurm.render import render_sbatch

@@ -1,4 +1,4 @@
-"""Names of images and the cache of imported ones, against the stand-in for enroot."""
+"""Image names and the cache of imported images, with a fake enroot."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_different_images_have_different_keys() -> None:
 
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A registry with one image; ``pulled`` counts."""
+    """A registry with one image; ``pulled`` counts the requests."""
     (tmp_path / "images.json").write_text(json.dumps({URI: TEXT}))
     monkeypatch.setenv("STANDIN_REGISTRY", str(tmp_path))
     monkeypatch.setenv("PATH", f"{ROOT / 'tests/fakes/bin'}:{os.environ['PATH']}")
@@ -57,7 +57,9 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_of_many_jobs_one_imports_and_all_get_the_whole_image(registry: Path) -> None:
-    """One pull, one file, named by the digest of its content; nothing half or hidden is left."""
+    """One request, one file named by the digest of its content; no partial or temporary file is
+    left.
+    """
     cache = registry / "cache"
     command = [sys.executable, "-m", "slurm.image", NAME, "--cache", str(cache)]
 
@@ -99,7 +101,7 @@ def test_without_enroot_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_image_is_described_by_its_digest_or_by_its_file(tmp_path: Path) -> None:
-    """An image that lies on the nodes alone is known by its path."""
+    """An image that only compute nodes have is described by its path."""
     file = tmp_path / "image.sqsh"
     file.write_text("hsqs")
     assert describe(file) == {"path": str(file), "size": 4, "mtime": int(file.stat().st_mtime)}
@@ -113,8 +115,8 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two
 
 @pytest.fixture
 def open_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """As ``registry``, in a folder that every user can read; each start of pytest closes its
-    own.
+    """Like ``registry``, in a folder that every user can read; pytest makes its own folders
+    private.
     """
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="rlpost-images-") as folder:
         Path(folder).chmod(0o755)
@@ -125,7 +127,7 @@ def open_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def ask_as(user: int, registry: Path, *, umask: int = 0o077) -> subprocess.CompletedProcess[str]:
-    """What a batch script does, as one of two users of the same group."""
+    """What a batch script runs, as one of two users of a group."""
     code = registry / "code"
     if not code.exists():  # the checkout may lie where only its owner looks
         (code / "slurm").mkdir(parents=True)
@@ -155,9 +157,8 @@ def ask_as(user: int, registry: Path, *, umask: int = 0o077) -> subprocess.Compl
 def test_a_cache_is_shared_as_its_folder_is(
     open_registry: Path, mode: int, image: int, lock: int
 ) -> None:
-    """Under the umask of the batch script.
-
-    Who imports first owns the files; others read them, and may lock.
+    """Under the batch script's umask. The user who imports first owns the files; others can read
+    and lock them.
     """
     cache = open_registry / "cache"
     cache.mkdir()
@@ -176,8 +177,8 @@ def test_a_cache_is_shared_as_its_folder_is(
 
 @needs_root
 def test_what_is_found_needs_no_right_to_write(open_registry: Path) -> None:
-    """A site's folder, which an administrator fills; the lock of an earlier import is the
-    administrator's alone.
+    """A folder that an administrator fills for a site; only the administrator can write the lock of
+    an earlier import.
     """
     cache = open_registry / "cache"
     ensure(NAME, cache)
@@ -205,7 +206,7 @@ def test_a_miss_where_one_may_not_write_says_so(open_registry: Path) -> None:
 def test_an_image_that_its_owner_did_not_share_is_named_and_shared_when_the_owner_comes(
     open_registry: Path,
 ) -> None:
-    """As versions before left them: 0600 whatever the folder."""
+    """Earlier versions created 0600 in any folder."""
     cache = open_registry / "cache"
     ensure(NAME, cache)
     cache.chmod(0o777)

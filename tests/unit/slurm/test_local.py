@@ -1,6 +1,4 @@
-"""A run without Slurm, through submitit's LocalExecutor, with an agent that only leaves
-verdicts.
-"""
+"""A run without Slurm, through submitit's LocalExecutor, with an agent that only writes verdicts."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def start(tmp_path: Path, home: Path, behaviour: str) -> tuple[RunFolder, LocalJ
 def test_a_local_run_calls_the_agent_as_the_batch_script_does(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And with the GPUs that the person has chosen, whatever submitit counts."""
+    """With the GPUs that the user selected, whatever submitit counts."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-6")
     run, job = start(tmp_path, home, "done")
     assert wait_until(job.paths.result_pickle.exists, deadline_s=60)
@@ -87,7 +85,7 @@ def test_a_signal_to_a_local_run_becomes_a_stop_request(tmp_path: Path, home: Pa
 
 
 def processes_of(attempt: Path) -> list[psutil.Process]:
-    """Those that name the attempt's folder."""
+    """Processes whose command line contains the attempt's folder."""
     found = psutil.process_iter(["cmdline", "status"])
     return [
         one

@@ -1,5 +1,5 @@
-"""The pages on profiles, containers and preemption say what is so: their settings load, their
-commands are known.
+"""The pages on profiles, containers and preemption are right: their settings load, their commands
+parse.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_the_keys_in_tables_are_settings(page: Path) -> None:
 
 
 def test_the_commands_on_the_pages_are_understood() -> None:
-    """Those of rlpost are parsed as they stand, files included; the image's own prints its help."""
+    """rlpost's are parsed unchanged, including files; the image's command prints its help."""
     commands = [
         line[2:] for page in PAGES for text in blocks(page, "console") for line in text.splitlines()
     ]

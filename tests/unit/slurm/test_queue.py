@@ -1,4 +1,4 @@
-"""Answers of squeue as values. What squeue really prints is held by tests/cluster/test_verbs.py."""
+"""Parse answers of squeue. tests/cluster/test_verbs.py runs the real squeue."""
 
 import pytest
 
@@ -68,11 +68,11 @@ def test_without_slurm_nothing_is_known_and_nothing_fails(tmp_path, monkeypatch)
 def test_many_jobs_are_one_command_and_what_is_no_id_is_not_asked(tmp_path, monkeypatch):
     commands = []
 
-    def answer(*argv):
+    def answer(*argv, environ):
         commands.append(argv)
         return module.subprocess.CompletedProcess(argv, 0, "1|RUNNING|1:00|N/A|n1|None\n", "")
 
-    monkeypatch.setattr(module, "_command", answer)
+    monkeypatch.setattr(module, "run_slurm", answer)
     found = queue(["1", "2", "; rm -rf"])
     assert [argv[0] for argv in commands] == ["squeue"] and "--jobs=1,2" in commands[0]
     assert [str(found[job].state) for job in ("1", "2", "; rm -rf")] == [

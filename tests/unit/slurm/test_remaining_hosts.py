@@ -1,4 +1,4 @@
-"""Whether a job fits into what its excluded hosts leave: on texts of scontrol and sinfo, and on
+"""Whether a job fits on the hosts that are not excluded, from texts of scontrol and sinfo, and with
 commands that hang.
 """
 

@@ -1,4 +1,4 @@
-"""The script of engine jobs, run with stand-ins of Slurm's commands; and what a spec refuses."""
+"""The script of engine jobs, run with fake Slurm commands, and rejected specs."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def job(tmp_path):
 
 
 def start(job, tmp_path, agent):
-    """Run the script; ``agent`` is the shell text that srun stands for."""
+    """Run the script; ``agent`` is the shell text that srun runs."""
     folder = tmp_path / "bin"
     folder.mkdir(exist_ok=True)
     for name, text in {

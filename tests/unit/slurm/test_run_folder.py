@@ -23,7 +23,7 @@ SETTINGS = json.dumps({"grpo": {"eps_clip": 0.2}, "seed": 1})
 
 @pytest.fixture(autouse=True)
 def open_umask() -> Iterator[None]:
-    """The worst case for privacy."""
+    """A umask that removes no permission."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -69,7 +69,7 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path, name: str) -> Non
 
 
 def test_a_folder_code_that_no_run_made_is_not_entered_even_with_resume(tmp_path: Path) -> None:
-    """A snapshot replaces RUN/code whole; --run-folder may name a project of somebody's by
+    """A snapshot replaces RUN/code as a whole, and --run-folder may name another project by
     mistake.
     """
     (tmp_path / "code").mkdir()
@@ -97,7 +97,7 @@ def test_a_file_that_cannot_be_written_whole_is_not_written(tmp_path: Path) -> N
 
 
 def test_a_line_that_a_crash_cut_off_spoils_no_other(tmp_path: Path) -> None:
-    """All whole entries come back in order, those written after the crash too."""
+    """All complete entries come back in order, including those written after the crash."""
     ledger = Ledger(tmp_path / "ledger.jsonl")
     assert ledger.read() == []
     ledger.append("submitted", job_id="7")
@@ -134,7 +134,7 @@ def test_a_damaged_line_is_left_out_and_named_and_no_other(tmp_path, name):
 
 
 def test_a_line_that_another_host_wrote_over_is_written_again(tmp_path, monkeypatch):
-    """O_APPEND of two clients of NFS: both write where the file ended when they opened it."""
+    """O_APPEND of two NFS clients: both write at the end that they saw when they opened the file."""
     ledger = Ledger(tmp_path / "ledger.jsonl")
     ledger.append("submitted")
     write, others = (

@@ -47,7 +47,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_a_snapshot_holds_what_would_run_now(checkout: Path) -> None:
-    """Changed and new files as they are, no deleted and no ignored ones; links stay links."""
+    """Changed and new files with their content, no deleted and no ignored ones; links stay links."""
     target = checkout / "runs/x/code"
     snapshot = snapshot_code(checkout, target)
     assert files(target) == {
@@ -61,7 +61,7 @@ def test_a_snapshot_holds_what_would_run_now(checkout: Path) -> None:
 
 
 def test_a_second_snapshot_replaces_the_first_and_never_holds_the_run(checkout: Path) -> None:
-    """Also where the run's folder lies in the checkout and is not ignored."""
+    """Also if the run's folder is in the checkout and not ignored."""
     target = checkout / "here/x/code"
     snapshot_code(checkout, target)
     (target.parent / "checkpoint").write_text("large")
@@ -74,7 +74,7 @@ def test_a_second_snapshot_replaces_the_first_and_never_holds_the_run(checkout: 
 def test_a_job_that_starts_meanwhile_finds_the_whole_code(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To remove the code of the last submission takes seconds on a shared file system."""
+    """Removing the code of the last submission takes seconds on a shared file system."""
     target = checkout / "runs/x/code"
     snapshot_code(checkout, target)
     seen, remove = [], shutil.rmtree
@@ -99,7 +99,7 @@ def test_a_clean_checkout_is_called_clean(checkout: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 def test_a_checkout_of_somebody_else_can_be_submitted_from(checkout: Path) -> None:
-    """As one installed for a whole site; git by itself calls it dubious."""
+    """A site-wide installation, for example, whose ownership git calls dubious."""
     for path in (checkout, *checkout.rglob("*")):
         os.chown(path, 65534, 65534, follow_symlinks=False)
     assert subprocess.run(["git", "-C", checkout, "status"], capture_output=True).returncode != 0
@@ -115,7 +115,7 @@ def test_before_the_first_commit_there_is_no_commit(tmp_path: Path) -> None:
 
 
 def test_outside_git_the_packages_are_copied(tmp_path: Path) -> None:
-    """As from site-packages: ours, without their neighbours and byte code."""
+    """As from site-packages: the packages without their neighbours and bytecode."""
     for name in ("rlpost/a.py", "rlpost/__pycache__/a.pyc", "slurm/b.py", "torch/c.py"):
         (tmp_path / "site" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "site" / name).write_text(name)

@@ -1,4 +1,4 @@
-"""What may and may not become part of a batch script."""
+"""What may become part of a batch script."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOSTILE = "a'; touch x"
 
 
 def options(script: str) -> list[str]:
-    """What the script asks sbatch for."""
+    """Options of sbatch in the script."""
     lines = [
         line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")
     ]
@@ -92,7 +92,7 @@ def test_a_time_limit_is_read_in_every_form_of_sbatch(text: str, seconds: int) -
 
 
 def test_hostile_paths_and_arguments_stay_one_word() -> None:
-    """What the shell reads back from the script is what the spec holds."""
+    """The shell parses the script back into the values of the spec."""
     arguments = (HOSTILE, "$(touch x)", "`x`", '"', "", "#", "*")
     spec = JobSpec(
         driver_args=arguments, agent_args=(HOSTILE,), home=f"/{HOSTILE}", output=f"/{HOSTILE}.out"

@@ -1,4 +1,4 @@
-"""Answers of Slurm 22.05 as they were printed."""
+"""Real answers of Slurm 22.05."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PENDING = "JobId=13 JobState=PENDING Reason=BeginTime Restarts=1 ExitCode=0:0 Re
 
 
 def test_a_job_is_read_from_one_line() -> None:
-    """The first value of a key counts, so that a comment cannot lie."""
+    """The first value of a key counts, so a comment cannot override it."""
     assert parse_job(RUNNING) == JobInfo("12", JobState.RUNNING, 2, "None", "n[01-02]", 0)
     assert parse_job(PENDING) == JobInfo("13", JobState.PENDING, 1, "BeginTime", "", 0)
 

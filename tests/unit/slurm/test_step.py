@@ -1,6 +1,5 @@
-"""The srun that enters a job.
-
-Whether it does is held by tests/cluster/test_verbs.py, without containers.
+"""The srun command that adds a step to a job. tests/cluster/test_verbs.py runs it without
+containers.
 """
 
 from pathlib import Path
@@ -51,7 +50,7 @@ def test_pyxis_gets_the_name_of_this_start_and_every_mount_in_one_list():
 
 @pytest.mark.parametrize("backend", [None, "pyxis", "enroot"])
 def test_a_step_has_the_variables_of_the_agents_whatever_the_image_sets(backend):
-    """Through env, inside: neither pyxis nor enroot exec lets those of srun win."""
+    """With env inside the container: pyxis and enroot exec override srun's variables."""
     container = Container(backend, "/images/a.sqsh") if backend else None
     inside = Inside(RUN, CODE, container, 1, (("RAY_AUTH_MODE", "token"), ("A", "x y")))
     argv = step_argv("5", ["ray", "status"], nodes=["n1"], inside=inside)
@@ -59,9 +58,7 @@ def test_a_step_has_the_variables_of_the_agents_whatever_the_image_sets(backend)
 
 
 def test_enroot_is_entered_on_the_node_by_the_name_of_this_start():
-    """The script is that of the run's code; it adds the node to the name
-    (test_enroot_scripts.py).
-    """
+    """The script of the run's code adds the node to the name (test_enroot_scripts.py)."""
     inside = Inside(RUN, CODE, Container("enroot", "/images/a.sqsh"), 1)
     argv = step_argv("5", ["echo", "a b"], nodes=["n1"], inside=inside)
     assert argv[-5:] == ["bash", "/runs/a/code/slurm/enroot_exec.sh", "rlpost_5_1", "echo", "a b"]

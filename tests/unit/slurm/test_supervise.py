@@ -1,5 +1,5 @@
-"""What follows from an attempt: decided purely, then through the command line as the batch script
-calls it.
+"""Decisions after an attempt: the pure function, then the command line as the batch script calls
+it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_done_and_wrong_settings_are_final_whatever_the_budgets(
     ("verdict", "expected"), [("requeue", 75), ("failed", 3), ("none", 3), ("gibberish", 3)]
 )
 def test_after_term_and_where_forbidden_nothing_comes_back(verdict: str, expected: int) -> None:
-    """A cancelled run stays cancelled; the exit code is that of the ending."""
+    """A cancelled run stays cancelled; the exit code is the attempt's."""
     assert code(Ending(verdict, code=3)) is None
     assert code(Ending(verdict, code=3, terminated=True)) == expected
     assert code(Ending(verdict, code=3, may_restart=False)) == expected
@@ -56,7 +56,7 @@ def test_a_run_that_was_cancelled_comes_back_only_when_it_is_submitted_again() -
 def test_the_next_job_of_a_chain_is_taken_back_when_the_run_was_cancelled_meanwhile(
     tmp_path: Path,
 ) -> None:
-    """Between the decision to start again and the line that names the next job."""
+    """Cancelled between the decision to restart and the entry with the next job."""
     (tmp_path / "scancel").write_text(f"#!/bin/sh\necho $1 >>{tmp_path}/taken\n")
     (tmp_path / "scancel").chmod(0o755)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -70,7 +70,7 @@ def test_the_next_job_of_a_chain_is_taken_back_when_the_run_was_cancelled_meanwh
 def test_a_job_that_was_cancelled_while_it_was_requeued_does_not_start_again(
     tmp_path: Path,
 ) -> None:
-    """The job of a new submission does, though its line may still be missing."""
+    """The job of a new submission starts, even if its entry is still missing."""
     Ledger(tmp_path / "ledger.jsonl").append("cancelled", job_id="7")
     words = (
         "-m",
@@ -119,7 +119,7 @@ def test_a_failure_never_exits_with_zero() -> None:
 
 
 def test_preemptions_and_failures_have_budgets_of_their_own() -> None:
-    """Neither uses up the other; each says its name when it is spent."""
+    """The budgets are independent, and the message names the one that is spent."""
     progress = (ATTEMPT, committed(1))
     assert code(Ending("requeue"), PREEMPTED, FAILED, FAILED, *progress) is None
     assert code(Ending("failed"), PREEMPTED, PREEMPTED, PREEMPTED, *progress) is None
@@ -134,7 +134,7 @@ def test_submitting_again_gives_new_budgets() -> None:
 
 
 def test_a_run_that_makes_no_progress_ends_at_the_third_attempt() -> None:
-    """Only a checkpoint beyond the newest before counts as progress."""
+    """Only a checkpoint beyond the newest earlier one counts as progress."""
     before = [ATTEMPT, committed(20)]
     assert code(Ending("requeue"), *before, ATTEMPT, committed(20), ATTEMPT) is None
     assert code(Ending("requeue"), *before, ATTEMPT, committed(20), ATTEMPT, ATTEMPT) == 75
@@ -142,9 +142,7 @@ def test_a_run_that_makes_no_progress_ends_at_the_third_attempt() -> None:
 
 
 def test_attempts_without_a_verdict_count_as_standing_still() -> None:
-    """Their batch host died; a new submission starts the count anew but knows the old
-    checkpoints.
-    """
+    """Their batch host died. A new submission resets the count but not the newest checkpoint."""
     assert stalled_attempts([ATTEMPT, ATTEMPT]) == 2
     assert stalled_attempts([ATTEMPT, committed(5), SUBMITTED, ATTEMPT, committed(5)]) == 1
     assert stalled_attempts([ATTEMPT, committed(5), SUBMITTED, ATTEMPT, committed(6)]) == 0
@@ -202,9 +200,7 @@ def supervise(run: Path, *words: str, environ: dict[str, str] | None = None) -> 
 def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nodes, image and code (which is where) at the start; verdict, cause, answer and bad hosts at
-    the end.
-    """
+    """Nodes, image and code at the start; verdict, cause, answer and bad hosts at the end."""
     attempt = tmp_path / "attempts/0"
     attempt.mkdir(parents=True)
     (tmp_path / "code.json").write_text('{"commit": "abc", "is_dirty": true}')
@@ -265,7 +261,7 @@ LIMITS = ("--max-preemptions", "1", "--max-failures", "3", "--max-stalled-attemp
 
 
 def begun(run: Path, nodes: str, logs: dict[str, str], launch: str) -> Path:
-    """An attempt that has begun and left these logs; its folder."""
+    """Folder of an attempt that started and left these logs."""
     attempt = run / "attempts/0"
     attempt.mkdir(parents=True)
     supervise(run, "start", "--job", "7", "--nodes", nodes)
@@ -276,9 +272,7 @@ def begun(run: Path, nodes: str, logs: dict[str, str], launch: str) -> Path:
 
 
 def test_what_fails_everywhere_before_the_agents_ends_the_job_at_once(tmp_path: Path) -> None:
-    """Verdict config, exit 78; the cause stands in the ledger, the log and the files of the
-    attempt.
-    """
+    """Verdict config, exit 78; ledger, log and files of the attempt contain the cause."""
     image = "[ERROR] Invalid image format: /images/rl.sqsh\n"
     launch = "srun: error: n[01-02]: tasks 0-1: Exited with exit code 1\n"
     attempt = begun(tmp_path, "n[01-02]", {"n01": image, "n02": image}, launch)
@@ -330,7 +324,7 @@ def test_a_cancelled_attempt_is_blamed_on_nobody(tmp_path: Path) -> None:
 def test_a_job_that_its_excluded_hosts_leave_no_room_for_ends_with_their_names(
     tmp_path: Path,
 ) -> None:
-    """Slurm would hold it in BadConstraints for good."""
+    """Slurm would keep it pending with BadConstraints."""
     attempt = begun(tmp_path, "n[01-02]", {}, "")
     (attempt / "exclude").write_text("n02\n")
     (attempt / "verdict").write_text("failed\n")
@@ -351,7 +345,7 @@ def test_a_job_that_its_excluded_hosts_leave_no_room_for_ends_with_their_names(
 
 @pytest.mark.parametrize("name", BATCH_HOST_MODULES)
 def test_the_batch_hosts_own_python_may_be_old(name: str) -> None:
-    """Syntax of Python 3.8, and no module of ours beside these."""
+    """Syntax of Python 3.8, and no imports from other packages of the project."""
     tree = ast.parse((ROOT / f"{name.replace('.', '/')}.py").read_text(), feature_version=(3, 8))
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     ours = {module for module in modules if module and module.startswith(("slurm", "common"))}

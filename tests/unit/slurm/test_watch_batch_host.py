@@ -1,7 +1,5 @@
-"""The step that restarts a job whose batch host is lost acts then, once, and never otherwise.
-
-That Slurm leaves such a job running was seen in the lab (docs/recovery.md); here Slurm's commands
-are scripts.
+"""The step that restarts a job acts exactly once, if the batch host is lost. That Slurm leaves such
+a job running was observed in the lab (docs/recovery.md); here Slurm's commands are scripts.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ echo "scancel $*" >>"{folder}/calls"
 
 
 def calls(folder: Path, policy: str, *answers: str, within_s: float = 20.0) -> list[str]:
-    """What the script orders, given the answers of squeue; [] if it still waits at the end."""
+    """Commands of the script for these answers of squeue; [] if it still waits at the end."""
     for name, text in (("squeue", SQUEUE), ("scontrol", SCONTROL), ("scancel", SCANCEL)):
         (folder / name).write_text(text.format(folder=folder))
         (folder / name).chmod(0o755)
@@ -49,7 +47,7 @@ def calls(folder: Path, policy: str, *answers: str, within_s: float = 20.0) -> l
 
 
 def test_a_job_without_its_batch_host_is_requeued_with_all_its_nodes(tmp_path: Path) -> None:
-    """After answers that say nothing: the controller is down, or the job is not running."""
+    """After inconclusive answers: the controller is down, or the job is not running."""
     found = calls(tmp_path, "requeue", "n1 n1,n2,n3", "down", "none", "n1 n2,n3")
     assert found == ["scontrol requeue 7", "scontrol update JobId=7 NumNodes=3"]
 

@@ -1,1 +1,1 @@
-"""Stands in for Ray where only the agents run: first on PYTHONPATH it shadows the real one."""
+"""Stub of Ray for tests of the agents; first on PYTHONPATH, it shadows the real package."""

@@ -1,11 +1,11 @@
-"""Asks the stub's head which nodes there are, as Ray's client of the GCS does."""
+"""Query the stub's head for its nodes with the interface of Ray's GCS client."""
 
 import socket
 from types import SimpleNamespace
 
 
 class GcsClient:
-    """Asks for the list of nodes."""
+    """Connection to the stub's head."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")

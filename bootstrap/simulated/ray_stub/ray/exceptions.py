@@ -1,4 +1,4 @@
-"""The one exception that the agents' Ray process knows."""
+"""The exception that ``bootstrap.agent.ray_process`` catches."""
 
 
 class RpcError(Exception):

@@ -1,1 +1,1 @@
-"""See the package."""
+"""Stub of ``ray.scripts``."""

@@ -1,8 +1,6 @@
-"""``ray start --block`` without Ray: a head that keeps a list of nodes, nodes that put themselves
-on it, and all stay.
+"""Stub of ``ray start --block``: the head keeps a list in which the nodes register.
 
-The list is a line a node, ``IP GPUS``; a line without words asks for it, any other line is a node's
-own.
+A node registers with the line ``IP GPUS``; an empty line asks for the list, one line per node.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import threading
 
 
 def main() -> None:
-    """Keep the list, or enter this node in it, and stay."""
+    """Serve the list, or register in it; then wait for a signal."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--head", action="store_true")
     for option in ("--port", "--address", "--node-ip-address", "--num-gpus"):
