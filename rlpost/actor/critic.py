@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rlpost.actor import device, megatron_checkpoint, optimizer, step
-from rlpost.actor.joint_writing import JointWriting
-from rlpost.actor.megatron_checkpoint import Progress, Residence, Saver
+from rlpost.actor.megatron_checkpoint import Progress, Residence, Saver, Writing
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.packing import (
     PackedMicroBatch,
@@ -183,11 +182,8 @@ class Critic:
         )
         return global_metrics(stats)
 
-    def start_save(
-        self, writing: JointWriting, folder: str | Path, at_step: int, residence: Residence
-    ) -> None:
-        """Start writing model, optimizer and number of steps into ``folder``/critic, as a part of
-        ``writing``.
+    def start_save(self, folder: str | Path, at_step: int, residence: Residence) -> Writing:
+        """Start writing model, optimizer and number of steps into ``folder``/critic.
 
         Raises:
             CheckpointError: a rank cannot write; raised on every rank.
@@ -200,7 +196,7 @@ class Critic:
         assert self._saver is not None
         # The random generators are in the policy's part.
         progress = Progress(at_step, self.num_optimizer_steps)
-        writing.add(self._saver, own, progress, with_random_state=False)
+        return self._saver.start(own, progress, with_random_state=False)
 
     def set_save_buffer(self, num_bytes: int, residence: Residence) -> None:
         """Replace the host buffer of saves by one of ``num_bytes``. Collective."""

@@ -73,7 +73,7 @@ class CriticRank(Rank):
             CheckpointError: a rank cannot write; raised on every rank.
         """
         self._save.finish_leniently()
-        self.critic.start_save(self._save.begin(), folder, step, self._residence)
+        self._save.add(self.critic.start_save(folder, step, self._residence))
         self._save.run(in_background=in_background)
 
     def save_is_done(self) -> bool:

@@ -94,8 +94,12 @@ class Residence:
 class Writing:
     """A save that a background thread completes."""
 
-    def __init__(self, stream: HostStream, run: Callable[[], None], *, what: str) -> None:
+    def __init__(
+        self, stream: HostStream, run: Callable[[], None], *, what: str, must_stay: bool
+    ) -> None:
         """Start the thread; ``what`` is the prefix of error messages."""
+        self.must_stay = must_stay
+        """Whether the optimizer must not be offloaded before its state is copied."""
         self._stream = stream
         self._what = what
         self._error: BaseException | None = None
@@ -164,8 +168,7 @@ class Saver:
         self._buffer = HostBuffer(buffer_bytes)
         # For the save thread: training uses the others.
         self._group = dist.new_group(backend="gloo", group_desc=SAVE_GROUP)
-        self.must_stay = optimizer is not None and not optimizer_state.is_live(optimizer)
-        """Whether the optimizer must not be offloaded while a save copies it."""
+        self._must_stay = optimizer is not None and not optimizer_state.is_live(optimizer)
         self._written = written_states(optimizer, regions_of_model(model_state(chunks)))
         self._has_frozen = any_frozen(chunks)
 
@@ -200,7 +203,10 @@ class Saver:
             lock=self._residence.lock,
         )
         return Writing(
-            stream, lambda: write(folder, contents, stream, group=self._group), what=failed
+            stream,
+            lambda: write(folder, contents, stream, group=self._group),
+            what=failed,
+            must_stay=self._must_stay,
         )
 
     def _common(self, progress: Progress, with_random_state: bool) -> dict[str, object]:
