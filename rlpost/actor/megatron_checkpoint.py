@@ -189,8 +189,10 @@ class Saver:
             state | self._common(progress, with_random_state), validate_access_integrity=False
         )
         failed = f"cannot write the checkpoint of step {progress.step} to {folder}"
-        if problem := parallel.first_problem(_write_small_files(Path(folder), common)):
-            raise CheckpointError(f"{failed}: {problem}")
+        parallel.raised_everywhere(
+            lambda: _write_small_files(Path(folder), common),
+            lambda problem: CheckpointError(f"{failed}: {problem}"),
+        )
         weights = self._chunked(written_weights(regions))
         everything = weights + self._chunked(self._states(regions))
         incomplete = OPTIMIZER_PREFIX if self._has_frozen else None
@@ -293,14 +295,13 @@ def create_folder(folder: Path, step: int) -> None:
     Raises:
         CheckpointError: it cannot; raised on every rank.
     """
-    problem = None
-    try:
+
+    def create() -> None:
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        problem = str(error)
-    if problem := parallel.first_problem(problem):
-        raise CheckpointError(f"checkpoint of step {step}: cannot create {folder}: {problem}")
+
+    failed = f"checkpoint of step {step}: cannot create {folder}"
+    parallel.raised_everywhere(create, lambda problem: CheckpointError(f"{failed}: {problem}"))
 
 
 def save_weights(
@@ -321,14 +322,10 @@ def save_weights(
 
     def on_first_rank(act: Callable[[], object]) -> None:
         """Act on the first rank, and wait for it. Raises CheckpointError on every rank."""
-        problem = None
-        try:
-            if dist.get_rank() == 0:
-                act()
-        except OSError as error:
-            problem = str(error)
-        if problem := parallel.first_problem(problem):
-            raise CheckpointError(f"cannot write weights to {folder}: {problem}")
+        parallel.raised_everywhere(
+            lambda: act() if dist.get_rank() == 0 else None,
+            lambda problem: CheckpointError(f"cannot write weights to {folder}: {problem}"),
+        )
 
     on_first_rank(lambda: release.mkdir(parents=True, exist_ok=True))
     saver = saver or Saver(chunks, None, buffer_bytes=buffer_bytes)
@@ -487,16 +484,12 @@ def _message_of(error: BaseException) -> str:
     )
 
 
-def _write_small_files(folder: Path, common: dict[str, object]) -> str | None:
-    """Write Megatron's files other than tensors, on the first rank; returns the problem."""
+def _write_small_files(folder: Path, common: dict[str, object]) -> None:
+    """Write Megatron's files other than tensors, on the first rank. Raises OSError."""
     if dist.get_rank() != 0:
-        return None
-    try:
-        held = io.BytesIO()
-        # not to the file: on a full disk torch reports only "iostream error"
-        torch.save(common, held)
-        (folder / COMMON_STATE_FNAME).write_bytes(held.getvalue())
-        save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-    except OSError as error:
-        return str(error)
-    return None
+        return
+    held = io.BytesIO()
+    # not to the file: on a full disk torch reports only "iostream error"
+    torch.save(common, held)
+    (folder / COMMON_STATE_FNAME).write_bytes(held.getvalue())
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))

@@ -8,8 +8,10 @@ ranks of one pipeline stage: expert-tensor first, then expert, then data.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -20,6 +22,8 @@ from rlpost.actor import device
 from rlpost.actor.settings import ActorSettings
 from rlpost.errors import PlacementError
 from rlpost.weights.inventory import Groups
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +102,23 @@ def destroy() -> None:
         dist.destroy_process_group()
 
 
-def first_problem(problem: str | None, group: dist.ProcessGroup | None = None) -> str | None:
-    """Return the problem of the first rank that has one; the same on every rank. Collective.
+def raised_everywhere(act: Callable[[], T], failed: Callable[[str], Exception]) -> T:
+    """Call ``act``; after an OSError on any rank raise an exception on every rank. Collective.
 
-    Use it after an operation of a single rank: if that rank failed, the others must not enter a
-    collective without it.
-
-    Args:
-        problem: that of this rank; None without.
-        group: another group of all ranks.
+    If one rank failed alone, the others would wait for it in their next collective. ``failed``
+    makes the exception from the error of the first rank that has one.
     """
+    problem, result = None, None
+    try:
+        result = act()
+    except OSError as error:
+        problem = str(error)
     found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, problem, group=group)
-    return next(
-        (f"rank {rank}: {each}" for rank, each in enumerate(found) if each is not None), None
-    )
+    dist.all_gather_object(found, problem)
+    for rank, each in enumerate(found):
+        if each is not None:
+            raise failed(f"rank {rank}: {each}")
+    return result  # type: ignore[return-value]
 
 
 def smallest(value: int | None) -> int | None:
