@@ -143,11 +143,6 @@ def encode(old: Words | None, new: Words) -> tuple[Header, Bytes]:
     return header, np.concatenate([where, new[positions].view(np.uint8)])
 
 
-def placed(header: Header, offset: int) -> Header:
-    """The header with ``offset`` set."""
-    return dataclasses.replace(header, offset=offset)
-
-
 def apply(words: Words, header: Header, data: Bytes) -> None:
     """Update ``words``, a tensor of the base version, in place.
 

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from rlpost.types import Bucket
 from rlpost.weights import layouts
 from rlpost.weights.bucket_plan import Travelling, deal
 from rlpost.weights.files import INDEX, SINGLE
-from rlpost.weights.flat import num_bytes, widest_first
+from rlpost.weights.flat import num_bytes
 from rlpost.weights.importer import HuggingFaceFolder, extra_layers, shared_tensors
 from rlpost.weights.inventory import Entry, Inventory
 from rlpost.weights.names import LOADED_TOGETHER
@@ -182,11 +182,10 @@ def describe(bucket: tuple[Entry, ...], quantisation: BlockFp8 | None = None) ->
     made: dict[str, tuple[tuple[int, ...], str]] = {}
     for entry in bucket:
         made.update(travelling(entry, quantisation))
-    made = widest_first(
-        made, {name: getattr(torch, dtype).itemsize for name, (_, dtype) in made.items()}
-    )
-    shapes, dtypes = zip(*made.values(), strict=True)
-    return Bucket(tuple(made), shapes, dtypes, bucket[0].owner)
+    # stable: equal sizes stay in order
+    names = sorted(made, key=lambda name: -getattr(torch, made[name][1]).itemsize)
+    shapes, dtypes = zip(*(made[name] for name in names), strict=True)
+    return Bucket(tuple(names), shapes, dtypes, bucket[0].owner)
 
 
 def weights_hash(exporter: Exporter, *, max_bytes: int) -> str:
@@ -210,6 +209,7 @@ def export_folder(
     writes: bool,
     config: Mapping[str, object] | None = None,
     shard_bytes: int = SHARD_BYTES,
+    seen: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
 ) -> None:
     """Write a Hugging Face folder as save_pretrained would: safetensors, configuration and
     tokenizer.
@@ -224,6 +224,7 @@ def export_folder(
         writes: true on the one rank that writes.
         config: replaces the config.json of ``template``.
         shard_bytes: bound of a file.
+        seen: called with the gathered tensors of each file.
 
     Raises:
         OSError: writing failed; raised on the writing rank, after its part in every gather.
@@ -254,6 +255,8 @@ def export_folder(
 
     for number, bucket in enumerate(plan, start=1):
         tensors = exporter.gather(bucket)
+        if seen is not None:
+            seen(tensors)
         copies = {copy: tensors[name].clone() for copy, name in repeated.items() if name in tensors}
         total += sum(tensor.nbytes for tensor in copies.values())
         write(number, tensors | copies)

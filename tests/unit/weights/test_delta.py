@@ -82,8 +82,6 @@ class Trainer:
     exporter.
     """
 
-    inventory = None
-
     def __init__(self):
         generator = torch.Generator().manual_seed(0)
         self.weights = {
@@ -91,19 +89,19 @@ class Trainer:
             "b": torch.randn(7, generator=generator).bfloat16(),
         }
 
-    def plan(self, max_bytes, *, quantisation=None):
+    def plan(self, max_bytes):
         return tuple((name,) for name in self.weights)
 
     def gather(self, bucket, *, on_all_stages=True):
         return {name: self.weights[name] for name in bucket}
 
-    def export(self, exporter, folder):
+    def export(self, exporter, folder, *, seen):
         folder.mkdir(parents=True)
-        tensors = {
-            name: tensor
-            for bucket in exporter.plan(1)
-            for name, tensor in exporter.gather(bucket).items()
-        }
+        tensors = {}
+        for bucket in exporter.plan(1):
+            gathered = exporter.gather(bucket)
+            seen(gathered)
+            tensors |= gathered
         save_file({**tensors, "not.trained": torch.ones(3)}, folder / "model.safetensors")
 
 
