@@ -97,75 +97,50 @@ class ModelDescription:
         fields, hf = self.fields, self.hf_config
         if settings.enable_mtp_training and (problem := architecture.mtp_problem(self.family, hf)):
             raise ConfigError(problem)
-        tensor, pipeline = (
-            settings.tensor_model_parallel_size,
-            settings.pipeline_model_parallel_size,
-        )
-        sizes: list[tuple[str, int, str, int | None]] = [
-            (key, hf[key], "tensor_model_parallel_size", tensor)
-            for key in TENSOR_PARALLEL_KEYS
-            if key in hf
-        ]
-        if "num_moe_experts" in fields:
-            expert_tensor = settings.expert_tensor_parallel_size or tensor
-            sizes += [
-                (
-                    "number of experts",
-                    fields["num_moe_experts"],
-                    "expert_model_parallel_size",
-                    None,
-                ),
-                (
-                    "moe_intermediate_size",
-                    fields["moe_ffn_hidden_size"],
-                    "expert_tensor_parallel_size",
-                    expert_tensor,
-                ),
-            ]
-        sizes += [
-            (key, fields[key], "tensor_model_parallel_size", tensor)
-            for key in ("q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim")
-            if fields.get(key)
-        ]
-        if "num_moe_experts" not in fields and settings.expert_model_parallel_size > 1:
+        tensor, expert = settings.tensor_model_parallel_size, settings.expert_model_parallel_size
+        expert_tensor = settings.expert_tensor_parallel_size or tensor
+        has_experts = "num_moe_experts" in fields
+        if not has_experts and expert > 1:
             raise ConfigError(
-                f"expert_model_parallel_size={settings.expert_model_parallel_size}: {self.path} has no experts; use 1"
+                f"expert_model_parallel_size={expert}: {self.path} has no experts; use 1"
             )
-        if (
-            settings.decoder_first_pipeline_num_layers is None
-            and settings.decoder_last_pipeline_num_layers is None
+        heads = {key: hf[key] for key in TENSOR_PARALLEL_KEYS if key in hf}
+        latent = {key: fields[key] for key in LATENT_KEYS if fields.get(key)}
+        self._check_divisor("tensor_model_parallel_size", tensor, heads)
+        if has_experts:
+            count = {"number of experts": fields["num_moe_experts"]}
+            self._check_divisor("expert_model_parallel_size", expert, count)
+            width = {"moe_intermediate_size": fields["moe_ffn_hidden_size"]}
+            self._check_divisor("expert_tensor_parallel_size", expert_tensor, width)
+        self._check_divisor("tensor_model_parallel_size", tensor, latent)
+        first, last = (
+            settings.decoder_first_pipeline_num_layers,
+            settings.decoder_last_pipeline_num_layers,
+        )
+        if first is None and last is None:
+            per_stage = settings.num_layers_per_virtual_pipeline_stage or 1
+            layers = {"num_hidden_layers": hf["num_hidden_layers"]}
+            stages = settings.pipeline_model_parallel_size * per_stage
+            self._check_divisor("pipeline_model_parallel_size", stages, layers)
+        if problem := architecture.sharding_problem(
+            fields,
+            tensor=tensor,
+            expert=expert,
+            expert_tensor=expert_tensor,
+            context=settings.context_parallel_size,
         ):
-            chunks = pipeline * (settings.num_layers_per_virtual_pipeline_stage or 1)
-            sizes.append(
-                (
-                    "num_hidden_layers",
-                    hf["num_hidden_layers"],
-                    "pipeline_model_parallel_size",
-                    chunks,
-                )
+            raise ConfigError(problem)
+        if expert > 1 and tensor > 1 and not settings.sequence_parallel:
+            raise ConfigError(
+                "experts on several ranks with tensor parallelism need sequence_parallel; switch it on"
             )
-        for key, size, setting, divisor in sizes:
-            divisor = getattr(settings, setting) if divisor is None else divisor
+
+    def _check_divisor(self, setting: str, divisor: int, sizes: Mapping[str, int]) -> None:
+        for key, size in sizes.items():
             if size % divisor:
                 raise ConfigError(
                     f"{setting}={divisor} does not divide {key}={size} of {self.path}; choose a divisor"
                 )
-        if problem := architecture.sharding_problem(
-            fields,
-            expert_tensor=settings.expert_tensor_parallel_size or tensor,
-            tensor=tensor,
-            expert=settings.expert_model_parallel_size,
-            context=settings.context_parallel_size,
-        ):
-            raise ConfigError(problem)
-        if (
-            settings.expert_model_parallel_size > 1
-            and tensor > 1
-            and not settings.sequence_parallel
-        ):
-            raise ConfigError(
-                "experts on several ranks with tensor parallelism need sequence_parallel; switch it on"
-            )
 
     def num_valid_columns(self, *, tp_rank: int, tp_size: int) -> int:
         """Return how many columns of a rank's logits are tokens; the others are padding of the
@@ -176,6 +151,8 @@ class ModelDescription:
         return min(max(vocab_size - tp_rank * per_rank, 0), per_rank)
 
 
+LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim")
+"""Fields of latent attention that are sharded by tensor parallelism."""
 TENSOR_PARALLEL_KEYS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 NEEDED = (
     "hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps", "rope_theta", "max_position_embeddings"

@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from rlpost.actor.torch_dist import optimizer_state
 from rlpost.actor.torch_dist.boxes import share_of
@@ -120,7 +121,10 @@ def written_states(optimizer: MegatronOptimizer | None, regions: Regions) -> set
         return set()
     main = {tensor: not any(found[0].replica_id) for tensor, found in regions.items()}
     written = {tensor for tensor, is_main in main.items() if is_main}
-    for one, group in optimizer_state.sharded_optimizers(optimizer):
+    for one in optimizer_state.inner(optimizer):
+        if not isinstance(one, DistributedOptimizer):
+            continue
+        group = one.data_parallel_group_gloo
         parameters = [parameter for buffer in one.buffers for parameter in buffer.param_index_map]
         flags: list[list[bool]] = [[]] * group.size()
         dist.all_gather_object(flags, [main[parameter] for parameter in parameters], group=group)
