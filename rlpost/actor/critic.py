@@ -62,13 +62,10 @@ class Critic:
         row_layout: RowLayout,
         stop_points: StopPoints,
     ) -> None:
-        """Build model and optimizer; the process groups exist. Then ``import_weights`` or ``load``.
+        """Build model and optimizer; needs the process groups.
 
-        Args:
-            settings: those of the actor.
-            description: architecture of the policy.
-            row_layout: layout of packed rows.
-            stop_points: where a pass can be interrupted.
+        ``settings`` and ``description`` are those of the policy. The weights are not set: call
+        ``import_weights`` or ``load`` next.
         """
         self.settings = settings.of_critic
         self.num_optimizer_steps = 0
@@ -228,7 +225,7 @@ class Critic:
         self.num_optimizer_steps = progress.num_optimizer_steps
 
     def export(self, folder: str | Path) -> None:
-        """Write the critic as a Hugging Face folder of a model for token classification.
+        """Write the critic as a Hugging Face folder with a model for token classification.
 
         Raises:
             OSError: the folder cannot be written; raised on the writing rank.

@@ -1,11 +1,11 @@
-"""The critic with ranks of its own: one rank of its group, on the policy's GPUs or on others.
+"""A rank of a critic in a separate group of ranks, on the policy's GPUs or on others.
 
 Input: batches of samples and the returns of their tokens. Output: values, optimizer steps, its part
 of a checkpoint, an exported folder.
 
-A plain class with one process per rank, as ``rlpost.actor.actor.Actor``, and with the same methods
-as far as a critic has them. The group has its own layout and process groups. Its part of a
-checkpoint has the format of a critic on the policy's ranks, so a run may change between both.
+A plain class with one process per rank, like ``rlpost.actor.actor.Actor``, with those of its methods
+that a critic needs. The group has a separate layout and separate process groups. Its part of a
+checkpoint has the format of a critic on the policy's ranks, so a run may switch between the two.
 """
 
 from __future__ import annotations
@@ -67,35 +67,19 @@ class CriticRank(Rank):
         return StepResult(self.critic.train_step(batch, values, returns), own_s=OWN_TIME.seconds())
 
     def save(self, folder: str | Path, step: int, *, in_background: bool = False) -> None:
-        """Write model, optimizer and ``step`` into ``folder``/critic; see ``Actor.save``.
-
-        Raises:
-            CheckpointError: a rank cannot write; raised on every rank.
-        """
+        """Write model, optimizer and ``step`` into ``folder``/critic; see ``Actor.save``."""
         self._save.finish_leniently()
         self._save.add(self.critic.start_save(folder, step, self._residence))
         self._save.run(in_background=in_background)
 
     def save_is_done(self) -> bool:
-        """Whether no save is running; does not block.
-
-        Raises:
-            CheckpointError: a rank could not write; raised on every rank.
-        """
+        """Whether no save is running; see ``Actor.save_is_done``."""
         return self._save.is_done()
 
     def load(self, folder: str | Path) -> None:
-        """Restore what a critic wrote at any layout, on its own ranks or on those of a policy.
-
-        Raises:
-            CheckpointError: the checkpoint has no critic, or one that does not fit the model.
-        """
+        """Restore what a critic wrote at any layout, beside a policy or not; see ``Critic.load``."""
         self.critic.load(folder)
 
     def export_critic(self, folder: str | Path) -> None:
-        """Write the weights as a Hugging Face folder; see ``Critic.export``.
-
-        Raises:
-            CheckpointError: the folder cannot be written; raised on every rank.
-        """
+        """Write the weights as a Hugging Face folder; see ``Actor.export_critic``."""
         weight_files.written_everywhere(partial(self.critic.export, folder), folder)

@@ -163,11 +163,7 @@ NEEDED = (
 def read_description(
     hf_checkpoint: str | Path, given: Mapping[str, object] | None = None
 ) -> ModelDescription:
-    """Read config.json of a Hugging Face folder and apply the overrides of [model].
-
-    Args:
-        hf_checkpoint: the folder.
-        given: values of [model].
+    """Read config.json of a Hugging Face folder and apply ``given``, the values of [model].
 
     Raises:
         WeightError: config.json is missing or lacks a key, the architecture is unknown, or the model

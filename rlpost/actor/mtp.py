@@ -119,12 +119,7 @@ class MtpTraining:
     """Adds the loss of the layer to the policy's loss on the last pipeline stage."""
 
     def __init__(self, chunks: Sequence[GPTModel], *, scaling_factor: float) -> None:
-        """Register hooks.
-
-        Args:
-            chunks: of this rank, as ``build_model`` returns them.
-            scaling_factor: weight of the layer's loss.
-        """
+        """Register hooks; ``scaling_factor`` is the weight of the layer's loss."""
         self._first, self._last = chunks[0], chunks[-1]
         self._factor = scaling_factor
         self._is_on = False
@@ -142,12 +137,8 @@ class MtpTraining:
     ) -> LossOf:
         """Return ``loss_of`` with the layer's loss added.
 
-        Collective: call on every rank, once before each training pass.
-
-        Args:
-            loss_of: the policy's, for ``step.run``.
-            loss: of the batch.
-            packed: the ``shifted`` micro-batches.
+        Collective: call on every rank, once before each training pass. ``packed`` are the
+        ``shifted`` micro-batches.
         """
         later, self._is_on = list(packed), self.is_here
         embedding = self._embedding()

@@ -39,15 +39,12 @@ class OldPolicy:
     ) -> None:
         """Allocate host memory if the settings need it; call ``start`` or ``load`` next.
 
-        Args:
-            settings: of the actor.
-            inventory: of this rank.
-            prepare: see ``KeptWeights``.
-            reference: of this rank, which shares memory.
+        Reference weights share their memory with the old policy. For ``prepare`` see
+        ``KeptWeights``.
         """
         self._settings = settings
         self._weights: KeptWeights | None = None
-        self._is_current = False  # whether they are the model's own
+        self._is_current = False  # whether the kept weights equal the model's
         if settings.has_old_policy:
             shares = reference if isinstance(reference, KeptWeights) else None
             self._weights = KeptWeights(inventory, SAVED, prepare=prepare, shares=shares)

@@ -29,9 +29,8 @@ class Rank(ABC):
     ) -> None:
         """Read the architecture.
 
-        Args:
-            settings: of this rank, at the layout of its group.
-            description: of the model; read from ``hf_checkpoint`` unless given.
+        ``settings`` have the layout of this rank's group. ``description`` is read from
+        ``hf_checkpoint`` unless given.
 
         Raises:
             WeightError: the architecture is not supported.

@@ -29,10 +29,7 @@ class ReferenceWeights(KeptWeights):
     ) -> None:
         """Read the reference weights and restore those of the model.
 
-        Args:
-            inventory: of this rank.
-            read: fills the model with the reference weights; called once.
-            prepare: see ``KeptWeights``.
+        ``read`` fills the model with the reference weights. For ``prepare`` see ``KeptWeights``.
         """
         super().__init__(inventory, SAVED, prepare=prepare)
         self.was_updated = False

@@ -82,11 +82,8 @@ class MicroBatchLoss:
     ) -> None:
         """Import the loss function.
 
-        Args:
-            settings: those of the loss.
-            num_valid: columns of the logits that are tokens.
-            num_samples: of the global batch.
-            num_tokens: of the global batch.
+        ``num_valid`` columns of the logits are tokens. ``num_samples`` and ``num_tokens`` count the
+        global batch.
 
         Raises:
             ConfigError: a custom loss cannot be imported.

@@ -38,10 +38,7 @@ class Teacher:
     ) -> None:
         """Build the teacher and read its weights. Needs parallel state.
 
-        Args:
-            settings: those of the policy.
-            row_layout: that of the policy's packed rows.
-            stop_points: where a pass can be interrupted.
+        ``settings`` and ``row_layout`` are those of the policy.
 
         Raises:
             ConfigError: the teacher cannot be sharded as the policy is.
