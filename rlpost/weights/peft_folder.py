@@ -30,7 +30,7 @@ PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class PeftSettings:
-    """The settings of all adapters."""
+    """The settings of the adapters, equal for all weights."""
 
     base: str
     """Hugging Face folder of the base."""
@@ -44,13 +44,7 @@ class PeftSettings:
 def write_peft_folder(
     inventory: Inventory, folder: str | Path, *, settings: PeftSettings, writes: bool
 ) -> None:
-    """Write the folder. Collective of all ranks of a model replica.
-
-    Args:
-        inventory: of this rank.
-        folder: created if missing.
-        settings: of the adapters.
-        writes: true on the one rank that writes.
+    """Write the folder, with ``writes`` on one rank. Collective of all ranks of a model replica.
 
     Raises:
         OSError: writing failed; raised on the writing rank, after its part in every gather.

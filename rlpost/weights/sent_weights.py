@@ -32,12 +32,9 @@ class LastSent:
     """Trainer side of delta updates. Collective: call on every rank, in order."""
 
     def __init__(self, exporter: Exporter, *, bucket_bytes: int, writes: bool) -> None:
-        """Start without a base version.
+        """Start without a base version; ``writes`` on one rank.
 
-        Args:
-            exporter: of this rank.
-            bucket_bytes: bound of the tensors that are gathered at a time.
-            writes: true on the one rank that writes.
+        ``bucket_bytes`` bounds the tensors that are gathered at a time.
         """
         self._exporter = exporter
         self._bucket_bytes = bucket_bytes
