@@ -201,7 +201,7 @@ async def measure(
     measured = Measured(actor, folder)
     for _ in range(rounds):
         for kind, size in (("bounded buffer", buffer_gb), ("buffer of the whole state", whole_gb)):
-            actor.set_save_buffer(int(size * 1e9))
+            actor.saves.set_buffer(int(size * 1e9))
             await measured.in_background(kind, step_at_once=False)
             await measured.in_background(kind, step_at_once=True)
         await measured.waited_for()

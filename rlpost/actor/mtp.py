@@ -174,7 +174,7 @@ class MtpTraining:
     ) -> torch.Tensor:
         """Return the weighted sum of this micro-batch's cross-entropies; scalar."""
         logprobs_R, _ = loss.logprobs(self._logits(later.input_ids, embedding), later)
-        return -(logprobs_R * loss.weights(later)).sum()
+        return -(logprobs_R * loss.weighting.weights(later)).sum()
 
     def _logits(self, next_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """Return the logits of the token after next: [1, T] -> [1, T, V / tp]."""

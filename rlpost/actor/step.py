@@ -47,7 +47,7 @@ def finalize_summed_grads(
 
 @dataclass(frozen=True, slots=True)
 class Weighting:
-    """What the tokens of a micro-batch count in sums over the global batch."""
+    """The weights of tokens in sums over the global batch."""
 
     num_samples: int  # of the global batch
     num_tokens: int  # of the global batch
@@ -90,7 +90,7 @@ class MicroBatchLoss:
         """
         self.settings = settings
         self.num_valid = num_valid
-        self._weighting = Weighting(num_samples, num_tokens, settings.calculate_per_token_loss)
+        self.weighting = Weighting(num_samples, num_tokens, settings.calculate_per_token_loss)
         self.objective = loss_function(settings)
 
     def logprobs(
@@ -163,9 +163,9 @@ class MicroBatchLoss:
             sample_sums=partial(_sample_sums, packed=packed),
         )
         loss_R, per_token = self.objective(tokens, self.settings)
-        loss = (loss_R * self.weights(packed)).sum()
+        loss = (loss_R * self.weighting.weights(packed)).sum()
         stats = {
-            name: self._weighting.term(name, value_R, packed.loss_mask)
+            name: self.weighting.term(name, value_R, packed.loss_mask)
             for name, value_R in per_token.items()
         }
         return (
@@ -173,10 +173,6 @@ class MicroBatchLoss:
             torch.zeros((), dtype=torch.int, device=loss.device),
             {"loss": loss.detach()} | stats,
         )
-
-    def weights(self, packed: PackedMicroBatch) -> torch.Tensor:
-        """[R]: what each response token's loss is multiplied by; see ``Weighting``."""
-        return self._weighting.weights(packed)
 
 
 def _sample_sums(values_R: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:

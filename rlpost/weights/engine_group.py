@@ -50,7 +50,7 @@ class EngineGroup:
     """A group in which this process is rank 0 and the engine ranks follow."""
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: timedelta) -> None:
-        """Args: ``timeout`` is the deadline of each broadcast. See ``form``."""
+        """Use a group that ``form`` created; ``timeout`` is the deadline of each broadcast."""
         self._group: dist.ProcessGroup | None = group
         self._timeout = timeout
         self._cancelled = threading.Event()
