@@ -25,6 +25,19 @@ from rlpost.weights.inventory import Groups
 
 T = TypeVar("T")
 
+tensor_parallel_group = parallel_state.get_tensor_model_parallel_group
+"""Returns the ranks over which single tensors are sharded."""
+context_parallel_group = parallel_state.get_context_parallel_group
+"""Returns the ranks over which sequences are sharded."""
+pipeline_group = parallel_state.get_pipeline_model_parallel_group
+"""Returns the ranks over which layers are distributed."""
+data_parallel_group = parallel_state.get_data_parallel_group
+"""Returns the ranks with the same weights and other samples; with ``with_context_parallel`` also
+those with other parts of the same samples.
+"""
+data_parallel_rank = parallel_state.get_data_parallel_rank
+"""Returns the index of this rank's part of a batch."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
@@ -127,34 +140,6 @@ def smallest(value: int | None) -> int | None:
     dist.all_gather_object(found, value)
     known = [each for each in found if each is not None]
     return min(known) if len(known) == len(found) else None
-
-
-def tensor_parallel_group() -> dist.ProcessGroup:
-    """Return the ranks over which single tensors are sharded."""
-    return parallel_state.get_tensor_model_parallel_group()
-
-
-def context_parallel_group() -> dist.ProcessGroup:
-    """Return the ranks over which sequences are sharded."""
-    return parallel_state.get_context_parallel_group()
-
-
-def pipeline_group() -> dist.ProcessGroup:
-    """Return the ranks over which layers are distributed."""
-    return parallel_state.get_pipeline_model_parallel_group()
-
-
-def data_parallel_group(*, with_context_parallel: bool = False) -> dist.ProcessGroup:
-    """Return the ranks with the same weights and other samples.
-
-    With ``with_context_parallel`` also those with other parts of the same samples.
-    """
-    return parallel_state.get_data_parallel_group(with_context_parallel=with_context_parallel)
-
-
-def data_parallel_rank() -> int:
-    """Return the index of this rank's part of a batch."""
-    return parallel_state.get_data_parallel_rank()
 
 
 def weight_groups() -> Groups:
