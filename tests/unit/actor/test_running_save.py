@@ -52,7 +52,7 @@ class Rank(CriticRank):
     def __init__(self) -> None:
         super().__init__(SETTINGS, SimpleNamespace(check_layout=lambda settings: None))  # type: ignore[arg-type]
         self.critic: Any = Critic()
-        self._save = RunningSave(SETTINGS)
+        self.saves = RunningSave(SETTINGS)
 
 
 @pytest.mark.parametrize("method", ["train_critic", "save_is_done"])
