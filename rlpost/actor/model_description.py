@@ -102,7 +102,7 @@ class ModelDescription:
         has_experts = "num_moe_experts" in fields
         if not has_experts and expert > 1:
             raise ConfigError(
-                f"expert_model_parallel_size={expert}: {self.path} has no experts; use 1"
+                f"--expert-model-parallel-size {expert}: {self.path} has no experts; use 1"
             )
         heads = {key: hf[key] for key in TENSOR_PARALLEL_KEYS if key in hf}
         latent = {key: fields[key] for key in LATENT_KEYS if fields.get(key)}
@@ -132,14 +132,15 @@ class ModelDescription:
             raise ConfigError(problem)
         if expert > 1 and tensor > 1 and not settings.sequence_parallel:
             raise ConfigError(
-                "experts on several ranks with tensor parallelism need sequence_parallel; switch it on"
+                "experts on several ranks with tensor parallelism need --sequence-parallel true; set it"
             )
 
     def _check_divisor(self, setting: str, divisor: int, sizes: Mapping[str, int]) -> None:
         for key, size in sizes.items():
             if size % divisor:
+                flag = "--" + setting.replace("_", "-")
                 raise ConfigError(
-                    f"{setting}={divisor} does not divide {key}={size} of {self.path}; choose a divisor"
+                    f"{flag} {divisor} does not divide {key} = {size} of {self.path}; use a divisor"
                 )
 
     def num_valid_columns(self, *, tp_rank: int, tp_size: int) -> int:
@@ -173,7 +174,7 @@ def read_description(
     path = Path(hf_checkpoint) / "config.json"
     if not path.is_file():
         raise WeightError(
-            f"hf_checkpoint={hf_checkpoint} has no config.json; point it at a Hugging Face folder"
+            f"--hf-checkpoint {hf_checkpoint} has no config.json; use a Hugging Face folder"
         )
     try:
         hf = json.loads(path.read_text())

@@ -89,22 +89,26 @@ def form_groups(settings: ActorSettings, *, num_virtual_stages: int | None) -> N
 
 def check_layout(settings: ActorSettings, world_size: int) -> None:
     """Raise PlacementError if the parallel sizes do not divide the number of ranks."""
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    sizes = {
+        "--tensor-model-parallel-size": settings.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": settings.pipeline_model_parallel_size,
+        "--context-parallel-size": settings.context_parallel_size,
+    }
     left = world_size
-    for name in names:
-        size = getattr(settings, name)
+    for flag, size in sizes.items():
         if left % size:
             taken = f", of which other sizes leave {left}" if left != world_size else ""
             raise PlacementError(
-                f"{name}={size} does not divide the {world_size} ranks of the trainer{taken}; choose one that does"
+                f"{flag} {size} does not divide the {world_size} ranks of the trainer{taken}; use a divisor"
             )
         left //= size
+    expert = settings.expert_model_parallel_size
     expert_tensor = settings.expert_tensor_parallel_size or settings.tensor_model_parallel_size
     ranks = world_size // settings.pipeline_model_parallel_size
-    if ranks % (expert_tensor * settings.expert_model_parallel_size):
+    if ranks % (expert_tensor * expert):
         raise PlacementError(
-            f"expert_model_parallel_size={settings.expert_model_parallel_size} x expert_tensor_parallel_size="
-            f"{expert_tensor} does not divide the {ranks} ranks of a pipeline stage; choose sizes that do"
+            f"--expert-model-parallel-size {expert} x --expert-tensor-parallel-size {expert_tensor} does not divide "
+            f"the {ranks} ranks of a pipeline stage; use sizes whose product does"
         )
 
 

@@ -116,28 +116,28 @@ MOE = {
         (
             {},
             {"tensor_model_parallel_size": 4},
-            "tensor_model_parallel_size=4 does not divide num_key_value_heads=2",
+            "tensor-model-parallel-size 4 does not divide num_key_value_heads = 2",
         ),
         (
             {},
             {"pipeline_model_parallel_size": 3},
-            "pipeline_model_parallel_size=3 does not divide num_hidden_layers=4",
+            "pipeline-model-parallel-size 3 does not divide num_hidden_layers = 4",
         ),
         ({}, {"expert_model_parallel_size": 2}, "has no experts"),
         (
             MOE,
             {"expert_model_parallel_size": 3},
-            "expert_model_parallel_size=3 does not divide number of experts=8",
+            "expert-model-parallel-size 3 does not divide number of experts = 8",
         ),
         (
             MOE,
             {"expert_tensor_parallel_size": 4},
-            "expert_tensor_parallel_size=4 does not divide moe_intermediate_",
+            "expert-tensor-parallel-size 4 does not divide moe_intermediate_",
         ),
         (
             MOE,
             {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2},
-            "need sequence_parallel",
+            "need --sequence-parallel true",
         ),
     ],
 )

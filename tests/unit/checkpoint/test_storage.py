@@ -201,7 +201,7 @@ def test_a_listing_that_names_what_is_gone_leads_to_the_one_before(tmp_path, mon
     )
     found = newest_committed(tmp_path)
     assert found.path == older and found.skipped == (
-        (newer, "the file latest names it, but it is not there"),
+        (newer, "the file latest names it, but it does not exist"),
     )
     assert protocol.was_committed(newer)
 

@@ -100,7 +100,7 @@ def test_shapes_are_planned_without_data():
 
 
 def test_what_cannot_be_cut_evenly_is_refused():
-    with pytest.raises(WeightError, match="tensor_model_parallel_size=2"):
+    with pytest.raises(WeightError, match="tensor-model-parallel-size 2"):
         shard(torch.ones(3, 2), "plain", dim=0, rank=0, size=2)
 
 
