@@ -152,22 +152,14 @@ class Critic:
             batch.num_samples, batch.num_tokens, self.settings.calculate_per_token_loss
         )
 
-        def loss_of(
-            index: int, micro_batch: PackedMicroBatch, output: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        def loss_of(index: int, micro_batch: PackedMicroBatch, output: torch.Tensor) -> step.Losses:
             values_R = _response_values(output, micro_batch)
             old_R, target_R = old[index], target[index]
             assert old_R is not None and target_R is not None, "the last stage has values"
             loss_R, stats = value_loss(
                 values_R, old_R, target_R, value_clip=self.settings.value_clip
             )
-            loss = (loss_R * weighting.weights(micro_batch)).sum()
-            no_count = torch.zeros((), dtype=torch.int, device=loss.device)
-            terms = {
-                name: weighting.term(name, value_R, micro_batch.loss_mask)
-                for name, value_R in stats.items()
-            }
-            return loss, no_count, terms
+            return weighting.reduced(loss_R, stats, micro_batch)
 
         set_mode(self.model, training=True)
         stats = step.run(

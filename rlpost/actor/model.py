@@ -148,7 +148,7 @@ def _chunk(
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         position_embedding_type="rope",
         rotary_base=description.rope["rope_theta"],
-        rotary_percent=description.rotary_percent,
+        rotary_percent=architecture.rotary_percent(hf),
         share_embeddings_and_output_weights=description.tied,
         parallel_output=True,
         vp_stage=stage,

@@ -73,11 +73,6 @@ class ModelDescription:
         """The options in layers with a window where they have others; None without."""
         return local_rope(self.hf_config)
 
-    @property
-    def rotary_percent(self) -> float:
-        """The fraction of each head that is rotated."""
-        return architecture.rotary_percent(self.hf_config)
-
     def num_virtual_stages(self, settings: ActorSettings) -> int | None:
         """Return the model chunks of each pipeline rank; None without interleaving, or for one
         chunk.

@@ -36,7 +36,7 @@ from rlpost.actor import parallel
 from rlpost.actor.layer_specs import LOCAL
 from rlpost.actor.norm import SeparateRMSNorm
 from rlpost.actor.packing import PackedMicroBatch
-from rlpost.actor.step import MicroBatchLoss
+from rlpost.actor.step import Losses, MicroBatchLoss
 from rlpost.columns import FloatColumn, IntColumn, RunColumn
 from rlpost.types import MicroBatch, TrainSample
 
@@ -57,8 +57,6 @@ PASSED_ON = (
 
 ATTENTION_STATE = "core_attention._extra_state"
 
-Losses = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
-"""The loss of a micro-batch, its number of tokens, and further sums by name."""
 LossOf = Callable[[int, PackedMicroBatch, torch.Tensor], Losses]
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rlpost.actor import device, parallel, step
-from rlpost.actor.mtp import Losses, LossOf, MtpTraining, shifted
+from rlpost.actor.mtp import LossOf, MtpTraining, shifted
 from rlpost.actor.packing import (
     PackedMicroBatch,
     RowLayout,
@@ -161,7 +161,9 @@ class Passes:
         of_teacher = held_scores(teacher, packed)
         loss = self._micro_batch_loss(batch)
 
-        def policy_loss(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> Losses:
+        def policy_loss(
+            index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor
+        ) -> step.Losses:
             return loss.loss(micro_batch, old[index], ref[index], logits, of_teacher[index])
 
         loss_of = self._with_mtp(policy_loss, loss, batch)

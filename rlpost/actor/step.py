@@ -36,6 +36,11 @@ from rlpost.algorithm.objective import Stats, Tokens, loss_function
 from rlpost.metrics.spans import span
 from rlpost.progress.position import RECORDER
 
+Losses = tuple[torch.Tensor, torch.Tensor, Stats]
+"""Of a micro-batch: the weighted sum of its tokens' losses, a token count that Megatron requires but
+that is unused, and its terms of the metrics: sums, and maxima under names that end in ``_max``.
+"""
+
 
 def finalize_summed_grads(
     model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: object
@@ -72,6 +77,14 @@ class Weighting:
         if name.endswith("_max"):
             return torch.cat([value_R * mask_R, value_R.new_zeros(1)]).max()
         return (value_R * mask_R).sum() / self.num_tokens
+
+    def reduced(self, loss_R: torch.Tensor, stats: Stats, packed: PackedMicroBatch) -> Losses:
+        """Reduce the loss and the statistics of each response token."""
+        loss = (loss_R * self.weights(packed)).sum()
+        terms = {
+            name: self.term(name, value_R, packed.loss_mask) for name, value_R in stats.items()
+        }
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), terms
 
 
 class MicroBatchLoss:
@@ -139,14 +152,8 @@ class MicroBatchLoss:
         ref_logprobs: torch.Tensor | None,
         logits: torch.Tensor,
         teacher: HeldScores = WITHOUT_TEACHER,
-    ) -> tuple[torch.Tensor, torch.Tensor, Stats]:
-        """Compute the loss of a micro-batch.
-
-        Returns:
-            The weighted sum of the tokens' losses, a token count that Megatron requires but that is
-            unused, and this micro-batch's terms of the metrics: sums, and maxima under names that
-            end in ``_max``.
-        """
+    ) -> Losses:
+        """Compute the loss of a micro-batch; its terms of the metrics include the loss."""
         logprobs_R, entropy_R, top_RK = self._logprobs_with_top(logits, packed, teacher.top_ids)
         tokens = Tokens(
             logprobs=logprobs_R,
@@ -163,16 +170,8 @@ class MicroBatchLoss:
             sample_sums=partial(_sample_sums, packed=packed),
         )
         loss_R, per_token = self.objective(tokens, self.settings)
-        loss = (loss_R * self.weighting.weights(packed)).sum()
-        stats = {
-            name: self.weighting.term(name, value_R, packed.loss_mask)
-            for name, value_R in per_token.items()
-        }
-        return (
-            loss,
-            torch.zeros((), dtype=torch.int, device=loss.device),
-            {"loss": loss.detach()} | stats,
-        )
+        loss, no_count, terms = self.weighting.reduced(loss_R, per_token, packed)
+        return loss, no_count, {"loss": loss.detach()} | terms
 
 
 def _sample_sums(values_R: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:

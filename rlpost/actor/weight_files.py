@@ -57,15 +57,17 @@ def export_merged(
     settings: ActorSettings,
 ) -> None:
     """As ``export``, always all weights."""
-    write = partial(
+    written_everywhere(partial(_export(description, settings), exporter, folder), folder)
+
+
+def _export(description: ModelDescription, settings: ActorSettings) -> Callable[..., None]:
+    """Return ``export_folder`` with the options that do not depend on the call."""
+    return partial(
         export_folder,
-        exporter,
-        folder,
         template=settings.hf_checkpoint,
         config=description.hf_config,
         writes=dist.get_rank() == 0,
     )
-    written_everywhere(write, folder)
 
 
 def write_adapters(inventory: Inventory, folder: Path, settings: ActorSettings) -> int | None:
@@ -117,16 +119,10 @@ def write_version(
     Raises:
         SyncError: the version cannot be written; raised on every rank.
     """
-    export_all = partial(
-        export_folder,
-        template=settings.hf_checkpoint,
-        config=description.hf_config,
-        writes=dist.get_rank() == 0,
-    )
 
     def write() -> Written | None:
         if whole:
-            return last_sent.write_whole(folder, version, export_all)
+            return last_sent.write_whole(folder, version, _export(description, settings))
         return last_sent.write_delta(folder, version)
 
     failed = f"cannot write weights of version {version} to {folder}"
