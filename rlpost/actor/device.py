@@ -104,7 +104,7 @@ def prepare(settings: ActorSettings) -> None:
 def seed(value: int) -> None:
     """Seed Python's, NumPy's and torch's generators, on all devices."""
     random.seed(value)
-    np.random.seed(value % 2**32)  # it takes no other
+    np.random.seed(value % 2**32)  # NumPy rejects larger seeds
     torch.manual_seed(value)
 
 

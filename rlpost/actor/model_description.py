@@ -177,10 +177,10 @@ def read_description(
         description = ModelDescription(path, known, architecture.overridden(given or {}, hf))
         refused = {key: hf.get(key) for key in description.family.refused}
         _ = description.fields  # reads what its family needs
-        there = description.hf_config.keys() | description.rope.keys()
-        if "moe_intermediate_size" in there:
-            there.add("intermediate_size")  # a model whose layers are all sparse has no such key
-        missing = [key for key in (*NEEDED, *TENSOR_PARALLEL_KEYS) if key not in there]
+        present = description.hf_config.keys() | description.rope.keys()
+        if "moe_intermediate_size" in present:
+            present.add("intermediate_size")  # a model whose layers are all sparse has no such key
+        missing = [key for key in (*NEEDED, *TENSOR_PARALLEL_KEYS) if key not in present]
         if missing := missing + missing_options(description.hf_config):
             raise WeightError(f"has no {', '.join(missing)}; add what the model's page says")
         problems = architecture.problems(given or {}, description.family, hf)

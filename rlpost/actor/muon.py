@@ -173,7 +173,7 @@ def install(optimizer: MegatronOptimizer, inventory: Inventory, settings: ActorS
 
     ``optimizer`` must not be distributed: each data-parallel rank needs whole shards.
     """
-    how = MuonSettings(
+    muon_settings = MuonSettings(
         momentum=settings.muon_momentum,
         nesterov=settings.muon_nesterov,
         num_steps=settings.muon_num_ns_steps,
@@ -191,7 +191,7 @@ def install(optimizer: MegatronOptimizer, inventory: Inventory, settings: ActorS
         one.optimizer = Muon(
             groups,
             matrices,
-            how,
+            muon_settings,
             lr=settings.lr,
             betas=(settings.adam_beta1, settings.adam_beta2),
             eps=settings.adam_eps,

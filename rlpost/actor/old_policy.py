@@ -62,7 +62,7 @@ class OldPolicy:
         It may be inside ``swap_in`` and ``swap_out``: the export for engines on other jobs may come
         between two buckets that are sent to engines of this job.
         """
-        was_in = self._weights is not None and self._weights.is_in
+        was_in = self._weights is not None and self._weights.is_swapped_in
         self.swap_in()
         try:
             yield
