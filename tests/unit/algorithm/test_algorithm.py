@@ -23,7 +23,7 @@ def test_grpo_advantages_equal_torch_mean_and_unbiased_std():
     assert grpo_advantages(rewards) == pytest.approx(expected.tolist(), rel=1e-12)
 
 
-def test_without_std_normalization_only_the_mean_is_taken_off():
+def test_without_std_normalization_only_the_mean_is_subtracted():
     assert grpo_advantages([2.0, 0.0], normalize_std=False) == (1.0, -1.0)
 
 
@@ -113,7 +113,7 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_the_tokens(pai
         assert whitened.var(unbiased=False).item() == pytest.approx(1.0, abs=1e-4)
 
 
-def test_a_baseline_takes_the_group_off_and_reinforce_plus_plus_does_not():
+def test_the_baseline_form_subtracts_the_group_mean_and_reinforce_plus_plus_does_not():
     groups = [[1.0, 1.0], [0.0, 0.0]]
     masks = [[RunColumn([(1, length)]) for length in of_group] for of_group in ((3, 5), (4, 4))]
     assert estimate("reinforce_plus_plus_baseline", groups, masks, normalize_std=True) == [

@@ -73,9 +73,7 @@ def total(parts, options):
     cuts=st.sets(st.integers(1, len(LENGTHS) - 1)),
     per_token=st.booleans(),
 )
-def test_the_loss_is_the_same_however_the_samples_are_cut_into_micro_batches(
-    surrogate, level, mode, order, cuts, per_token
-):
+def test_the_loss_does_not_depend_on_micro_batching(surrogate, level, mode, order, cuts, per_token):
     options = LossSettings(
         policy_loss=surrogate, use_tis=True, tis_level=level, tis_mode=mode, tis_clip=1.3, tis_clip_low=0.7,
         use_opsm=True, opsm_delta=0.1, use_unbiased_kl=True,
@@ -228,7 +226,7 @@ def group(*rewards):
     return SampleGroup(0, tuple(map(ScoredSample, samples, rewards)))
 
 
-def test_a_loss_of_the_users_own_is_loaded_from_a_file(plugin):
+def test_a_custom_loss_is_loaded_from_a_file(plugin):
     options = LossSettings(loss_type="custom_loss", custom_loss_function_path=f"{plugin}:loss")
     tokens = tokens_of(range(4))
     loss, stats = loss_function(options)(tokens, options)
@@ -236,7 +234,7 @@ def test_a_loss_of_the_users_own_is_loaded_from_a_file(plugin):
     assert set(stats) == {"my_mean", "my_max"}
 
 
-def test_advantages_of_the_users_own_are_checked(plugin):
+def test_custom_advantages_are_checked(plugin):
     assert custom_advantages(f"{plugin}:advantages", [group(1.0, 0.0), group(2.0)], None) == [
         (0.0, -1.0),
         (0.0,),
@@ -259,7 +257,7 @@ def test_advantages_of_the_users_own_are_checked(plugin):
         ),
     ],
 )
-def test_advantages_of_the_users_own_may_be_arrays_and_tensors(tmp_path, words, made):
+def test_custom_advantages_may_be_arrays_and_tensors(tmp_path, words, made):
     file = tmp_path / "arrays.py"
     file.write_text(
         f"import numpy as np, torch\ndef advantages(groups, penalties):\n    return {words}\n"
@@ -268,7 +266,7 @@ def test_advantages_of_the_users_own_may_be_arrays_and_tensors(tmp_path, words, 
 
 
 @pytest.mark.parametrize("words", ["None", "[0.5, 0.5]", "[[None, None]]", "[['high', 'low']]"])
-def test_advantages_that_are_no_numbers_are_named(tmp_path, words):
+def test_advantages_that_are_not_numbers_are_reported(tmp_path, words):
     file = tmp_path / "none.py"
     file.write_text(f"def advantages(groups, penalties):\n    return {words}\n")
     with pytest.raises(
@@ -278,7 +276,7 @@ def test_advantages_that_are_no_numbers_are_named(tmp_path, words):
         custom_advantages(f"{file}:advantages", [group(1.0, 0.0)], None)
 
 
-def test_a_loss_or_advantage_that_is_wrong_itself_is_an_error_of_the_settings(tmp_path):
+def test_an_error_in_a_custom_function_is_an_error_of_the_settings(tmp_path):
     """Starting again cannot help; the line is that of the user's file, also when torch raises
     it.
     """
@@ -300,7 +298,7 @@ def test_a_loss_or_advantage_that_is_wrong_itself_is_an_error_of_the_settings(tm
         custom_advantages(f"{file}:advantages", [group(1.0, 0.0)], None)
 
 
-def test_a_function_that_is_not_there_is_named_with_those_that_are(plugin):
+def test_a_missing_function_is_reported_with_the_existing_ones(plugin):
     with pytest.raises(
         ConfigError, match="has no function lost; it has loss, advantages, by_token, too_few"
     ):

@@ -73,7 +73,7 @@ def test_tensor_parallelism_has_to_divide_the_narrow_vectors():
         (DEEPSEEK | {"norm_topk_prob": False}, "norm_topk_prob"),
     ],
 )
-def test_what_megatron_computes_differently_is_refused(hf, text):
+def test_options_that_megatron_computes_differently_are_refused(hf, text):
     with pytest.raises(WeightError, match=text):
         fields(hf)
 
