@@ -441,7 +441,7 @@ def test_new_weights_reach_every_engine(sglang: Sglang) -> None:
 
 
 class InFiles:
-    """A model that is not cut, as ``LastSent`` asks the exporter for it."""
+    """The exporter of an unsharded model, for ``LastSent``."""
 
     def __init__(self, model: Any, names: list[str]) -> None:
         self.model, self.names = model, names

@@ -1,6 +1,4 @@
-"""MODEL_ARGS against config.json: a recipe made for another model is found out, with both
-values.
-"""
+"""MODEL_ARGS compared with config.json: a recipe of another model is reported with both values."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Parts of a model are found in a checkpoint under the names of earlier versions, Adam's moments
-too.
-"""
+"""Keys of earlier versions: weights and Adam's moments are found in older checkpoints."""
 
 import rlpost.actor  # noqa: F401, I001  its stand-in for CUDA comes before Megatron
 import pytest

@@ -1,4 +1,4 @@
-"""From the words of [model] to a config.json, and what it must not say."""
+"""Building config.json from the arguments of [model]."""
 
 import pytest
 

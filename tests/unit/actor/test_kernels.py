@@ -1,6 +1,4 @@
-"""On a CPU, where no kernel of TransformerEngine exists, what was asked for is named once and left
-out.
-"""
+"""On a CPU, without kernels of TransformerEngine, requested kernels are disabled with one warning."""
 
 import logging
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""A person's options reach Megatron's dataclasses in the types of their fields."""
+"""Options of users reach Megatron's dataclasses in the types of their fields."""
 
 import pytest
 

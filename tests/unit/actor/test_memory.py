@@ -1,4 +1,4 @@
-"""Device memory that is given up: its values are found wherever they are."""
+"""Offloaded device memory can be read on the host."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What is read from config.json, and what is refused."""
+"""Reading config.json, and the options that are refused."""
 
 from __future__ import annotations
 

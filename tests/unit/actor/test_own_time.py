@@ -1,4 +1,4 @@
-"""The time that a rank computes by itself, on the clock of the host and on a fake GPU's."""
+"""The time that a rank computes, on the clock of the host and on a fake GPU's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing: where every token of every sample stands."""
+"""Packing: the row of each token of each sample."""
 
 from __future__ import annotations
 

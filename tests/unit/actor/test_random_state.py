@@ -1,4 +1,4 @@
-"""Random generators go on where they stood, as far as those of now are of the kind of then."""
+"""Restoring random generators, on the same kind of device and on another."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The routes of packed rows: every row has those of its token, on whatever rank it is."""
+"""The routes of packed rows: each row has those of its token, on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's call may run while another thread sees that the background save is done."""
+"""A background save may end in another thread at any point of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ranks stop together: decided purely, then with threads in place of ranks."""
+"""Common stop points of ranks: the decision, then threads in place of ranks."""
 
 from __future__ import annotations
 

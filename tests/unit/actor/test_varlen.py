@@ -1,6 +1,4 @@
-"""Attention over sequences in one row, against the formula; on this device, and the shapes of the
-others' kernels.
-"""
+"""Attention over sequences in one row, compared with the formula; shapes of the kernels of a GPU."""
 
 from __future__ import annotations
 

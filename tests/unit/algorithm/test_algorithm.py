@@ -1,4 +1,4 @@
-"""Advantages, loss and schedule against hand-computed numbers, torch's own formulas and the stated
+"""Advantages, loss and schedule compared with hand-computed numbers, torch's formulas and
 invariants.
 """
 
@@ -37,8 +37,8 @@ def test_policy_loss_equals_numbers_computed_by_hand():
     old = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5]))
     advantages = torch.tensor([1.0, 1.0, -1.0, 1.0])
     loss, stats = policy_loss(new, old, advantages, eps_clip=0.2, eps_clip_high=0.28)
-    # ratios 1, 1.8 (cut at 1.28), 0.6 (cut at 0.8: the worse of 0.6 and 0.8), 0.4 (a fall with A >
-    # 0 is not cut)
+    # ratios 1, 1.8 (clipped at 1.28), 0.6 (clipped at 0.8: the worse of 0.6 and 0.8), 0.4 (a fall with A >
+    # 0 is not clipped)
     assert loss.tolist() == pytest.approx([-1.0, -1.28, 0.8, -0.4], rel=1e-5)
     assert stats["clip_frac"].tolist() == [0.0, 1.0, 1.0, 0.0]
     assert stats["ppo_kl"].tolist() == pytest.approx(

@@ -1,4 +1,4 @@
-"""Several samples of one answer: what the baseline and the loss see of them."""
+"""Several samples of one answer: their share of baseline and loss."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests of the divergence from a teacher against a plain loop, enumeration and autograd."""
+"""The divergence from a teacher compared with a plain loop, enumeration and autograd."""
 
 from __future__ import annotations
 

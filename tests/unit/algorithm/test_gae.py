@@ -1,4 +1,4 @@
-"""GAE and the value loss against formulas written as loops here, and against TRL's."""
+"""GAE and the value loss compared with loops and with TRL."""
 
 from __future__ import annotations
 

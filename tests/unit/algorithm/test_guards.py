@@ -1,4 +1,4 @@
-"""Guards: each names the numbers, and is silent about a healthy step."""
+"""Guards: each names the numbers, and a healthy step has no warning."""
 
 import math
 

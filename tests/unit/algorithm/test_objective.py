@@ -1,6 +1,4 @@
-"""The objective of a token: correction, KL, entropy, functions of the user's own; the same however
-it is cut up.
-"""
+"""The objective of a token: correction, KL, entropy and custom functions, at every micro-batching."""
 
 import itertools
 import math
@@ -51,7 +49,7 @@ def tokens_of(samples, *, lengths=LENGTHS, seed=0, requires_grad=False):
 
 
 def total(parts, options):
-    """The loss of a global batch that is cut into parts."""
+    """The loss of a global batch that is split into parts."""
     whole = tokens_of(range(len(LENGTHS)))
     counts = dict(num_samples=len(LENGTHS), num_tokens=int(whole.loss_mask.sum()))
     result = 0.0
@@ -113,7 +111,7 @@ def test_levels_are_the_token_its_sequences_product_and_its_geometric_mean():
 
 def test_the_correction_makes_the_gradient_that_of_the_trainers_own_policy():
     """Over all tokens of a small vocabulary: the expectation under the engines of w x gradient is
-    that under the trainer, when nothing is cut.
+    that under the trainer, when nothing is clipped.
     """
     logits = torch.tensor([0.3, -1.0, 0.8, 0.1], requires_grad=True)
     rewards = torch.tensor([1.0, 0.0, -1.0, 2.0])
@@ -170,11 +168,11 @@ def test_the_divergence_of_an_array_has_the_bits_of_pythons_own_arithmetic():
     difference = (
         torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 8
     )
-    cut = [min(max(d, -20.0), 20.0) for d in difference.tolist()]
-    k3 = [math.exp(-d) + d - 1 for d in cut]
+    clipped = [min(max(d, -20.0), 20.0) for d in difference.tolist()]
+    k3 = [math.exp(-d) + d - 1 for d in clipped]
     expected = {
-        "k1": cut,
-        "k2": [d * d / 2 for d in cut],
+        "k1": clipped,
+        "k2": [d * d / 2 for d in clipped],
         "k3": k3,
         "low_var_kl": [min(value, 10.0) for value in k3],
     }

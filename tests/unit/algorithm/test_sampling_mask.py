@@ -1,4 +1,4 @@
-"""Which columns a sampling mask removes, against a loop over rows and ids."""
+"""The columns that a sampling mask removes, compared with a loop over rows and ids."""
 
 import random
 

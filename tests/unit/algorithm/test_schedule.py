@@ -1,5 +1,5 @@
-"""The schedule of micro-batches: its invariants for whatever comes, and how near it is to the best
-there can be.
+"""The schedule of micro-batches: its invariants for random samples, and its distance from the
+optimum.
 """
 
 from __future__ import annotations

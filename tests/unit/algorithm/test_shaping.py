@@ -1,4 +1,4 @@
-"""Tests of reward shaping against the formulas of its papers, by hand."""
+"""Reward shaping compared with the formulas of its papers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Two attempts at one folder, as real processes: the older one never commits once the newer has
-claimed it.
-"""
+"""Two attempts at one folder, as real processes: the older one never commits after a newer claim."""
 
 from __future__ import annotations
 

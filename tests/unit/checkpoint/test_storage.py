@@ -1,6 +1,6 @@
-"""Bad storage, for real where a test may: full, read-only, unreadable, damaged, half seen.
+"""Failing storage: full, read-only, unreadable, damaged, or with a stale listing.
 
-The checkpoint before is used, or the error says what is wrong; nothing hangs and nothing is lost.
+The previous checkpoint is used, or an error names the cause; nothing hangs and nothing is lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which bucket a source sends when, and what an update that was broken off leaves behind."""
+"""Which source sends which bucket, and what remains after an aborted update."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ class FakeBuckets:
 
 
 class FakeGroup:
-    """Notes what is broadcast; fails where it is told."""
+    """Records broadcasts; fails where the test wants it."""
 
     def __init__(self):
         self.sent, self.fails = [], False

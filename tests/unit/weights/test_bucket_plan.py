@@ -1,4 +1,4 @@
-"""How large buckets are, and which weights are in which."""
+"""The size of buckets, and the weights in each."""
 
 from __future__ import annotations
 

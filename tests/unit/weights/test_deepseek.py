@@ -1,4 +1,4 @@
-"""What config.json of a model with latent attention means, and what is refused."""
+"""Reading config.json of models with latent attention, and the options that are refused."""
 
 from dataclasses import replace
 from itertools import chain

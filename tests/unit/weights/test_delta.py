@@ -1,4 +1,4 @@
-"""A change of weights: small, exact, and never taken by a copy that is not what it begins from."""
+"""Deltas between versions: small, exact, and applied only to their base."""
 
 import json
 
@@ -78,9 +78,7 @@ def test_words_are_the_bytes_of_the_tensor():
 
 
 class Trainer:
-    """Weights that are not cut, each in a bucket of its own: what ``LastSent`` asks of an
-    exporter.
-    """
+    """The exporter of unsharded weights, each in a separate bucket."""
 
     def __init__(self):
         generator = torch.Generator().manual_seed(0)

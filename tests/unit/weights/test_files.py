@@ -1,5 +1,5 @@
-"""Files of weights, written by safetensors and transformers: what is wrong with one is said before
-a job starts.
+"""Weight files as safetensors and transformers write them: defects are reported before a job
+starts.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The bytes of a bucket in one piece of memory, which is used again on a CPU."""
+"""The bytes of a bucket in one tensor, which is reused on a CPU."""
 
 import torch
 

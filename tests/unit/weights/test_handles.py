@@ -1,6 +1,6 @@
 """Handles to the trainer's memory.
 
-Invariant: SGLang reads what torch writes, but for the device's name.
+Invariant: SGLang reads what torch writes, except for the device's name.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def test_sglangs_own_class_reads_the_handle_of_a_bucket() -> None:
 
 
 def test_sglangs_unpickler_admits_everything_in_a_handle() -> None:
-    """Its unpickler refuses whatever stands not in its list."""
+    """Its unpickler refuses everything that is not in its list."""
     found = importlib.util.find_spec("sglang")
     assert found is not None and found.submodule_search_locations is not None
     module = ast.parse(

@@ -1,6 +1,4 @@
-"""Importer and exporter on one rank, with a plain module in place of Megatron's and files as
-Hugging Face lays them.
-"""
+"""Importer and exporter on one rank, with a plain module in place of Megatron's."""
 
 from __future__ import annotations
 
@@ -158,13 +156,13 @@ def test_buckets_hold_every_tensor_once_in_order_and_keep_to_the_limit(max_bytes
 
 def test_gathered_tensors_match_the_description_of_their_bucket():
     for bucket in (exporter := exporter_of(megatron_model())).plan(700):
-        tensors, told = exporter.gather(bucket), describe(bucket)
-        assert tuple(tensors) == told.names
-        assert tuple(tuple(tensor.shape) for tensor in tensors.values()) == told.shapes
+        tensors, described = exporter.gather(bucket), describe(bucket)
+        assert tuple(tensors) == described.names
+        assert tuple(tuple(tensor.shape) for tensor in tensors.values()) == described.shapes
         assert all(
             tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in tensors.values()
         )
-        assert set(told.dtypes) == {"float32"}
+        assert set(described.dtypes) == {"float32"}
 
 
 def test_the_hash_depends_on_the_weights_and_not_on_the_buckets(tmp_path):

@@ -1,4 +1,4 @@
-"""Layouts: pairs of functions that are inverse bit by bit, and where a single value ends up."""
+"""Layouts: pairs of bitwise inverse functions, and the position of single values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block-wise FP8: against a plain loop over blocks, and the bounds that the format promises."""
+"""Block-wise FP8 compared with a plain loop over blocks, and its error bounds."""
 
 import json
 
@@ -109,7 +109,7 @@ def test_shapes_are_those_of_the_tensors():
     quantisation = BlockFp8(frozenset({"a.weight"}))
     for name, tensor in {"a.weight": torch.randn(200, 64), "norm.weight": torch.randn(64)}.items():
         made = quantisation.tensors(name, tensor)
-        told = quantisation.shapes(name, tuple(tensor.shape), "float32")
+        expected = quantisation.shapes(name, tuple(tensor.shape), "float32")
         assert {
             key: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in made.items()
-        } == told
+        } == expected

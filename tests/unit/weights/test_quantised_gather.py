@@ -1,6 +1,4 @@
-"""Weights that every rank quantises before they are gathered are, bit by bit, those of the full
-tensors quantised.
-"""
+"""Quantising shards before a gather gives the bits of quantising the full tensors."""
 
 from __future__ import annotations
 

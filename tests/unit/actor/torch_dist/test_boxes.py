@@ -1,4 +1,4 @@
-"""Every run of consecutive elements is a few boxes, whatever the shape."""
+"""Every run of consecutive elements consists of a few boxes."""
 
 import math
 

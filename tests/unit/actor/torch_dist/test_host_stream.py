@@ -1,4 +1,4 @@
-"""The buffer between live tensors and files: bounded, in order, and nobody waits for ever."""
+"""The host buffer of a save: bounded, in order, and without endless waits."""
 
 import threading
 from contextlib import nullcontext
