@@ -253,9 +253,10 @@ class Actor(Rank):
         self.saves.finish_leniently()
         megatron_checkpoint.create_folder(Path(folder), step)
         self._finish_param_sync()
-        if isinstance(self._reference, ReferenceWeights):
-            self._reference.save(folder, self.chunks, buffer_bytes=self.settings.save_buffer_bytes)
-        self.old_policy.save(folder, self.chunks, buffer_bytes=self.settings.save_buffer_bytes)
+        buffer_bytes = self.settings.save_buffer_bytes
+        if isinstance(self._reference, ReferenceWeights) and self._reference.was_updated:
+            self._reference.save(folder, self.chunks, buffer_bytes=buffer_bytes)
+        self.old_policy.save(folder, self.chunks, buffer_bytes=buffer_bytes)
         done = megatron_checkpoint.Progress(step, self.num_optimizer_steps)
         self.saves.start(folder, done, in_background=in_background)
 
