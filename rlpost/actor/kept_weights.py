@@ -94,7 +94,7 @@ class KeptWeights:
             )
 
     def load(self, folder: str | Path, chunks: Sequence[torch.nn.Module]) -> bool:
-        """Read what ``save`` wrote; the model then has it too. False if it wrote nothing.
+        """Read what ``save`` wrote, also into the model; return False if there is nothing.
 
         Raises:
             CheckpointError: the weights do not fit the model.

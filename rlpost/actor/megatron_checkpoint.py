@@ -269,7 +269,7 @@ def load(
     )
     if is_same_layout:
         random_state.restore(loaded[random_state.KEY])
-    elif "layout" in common:  # that of a critic is in the policy's part
+    elif "layout" in common:  # a critic's part has no random generators
         logger.info(
             "%s was written with another layout: random generators restart from the seed", folder
         )
@@ -284,9 +284,9 @@ def load(
             "%s has no optimizer state (saved with --no-save-optim): Adam starts from scratch",
             folder,
         )
-    return Progress(
-        common["step"], common.get("num_optimizer_steps", round(common.get("adam_step", 0)))
-    )
+    # Checkpoints of older versions count only Adam's steps.
+    num_adam_steps = round(common.get("adam_step", 0))
+    return Progress(common["step"], common.get("num_optimizer_steps", num_adam_steps))
 
 
 def create_folder(folder: Path, step: int) -> None:
@@ -339,9 +339,7 @@ def load_weights(
 ) -> None:
     """Fill the weights of the model from the checkpoint in ``folder``, ignoring optimizer state.
 
-    Adapters of the model keep their values.
-
-    Tensors whose key begins with one of ``omitted`` keep their values.
+    Adapters of the model, and tensors whose key begins with one of ``omitted``, keep their values.
 
     Raises:
         CheckpointError: the folder holds no checkpoint of this model, or adapters alone.
@@ -374,7 +372,7 @@ def _load(
         lambda: dist_checkpointing.load(fit_to_checkpoint(state, folder), str(folder)), folder
     )
     for key, chunk in keyed_chunks(chunks):
-        # Of a model with adapters either these or the base are loaded.
+        # A model with adapters loads either these or its base.
         is_whole = not (omitted or has_adapters(chunks))
         chunk.load_state_dict(loaded[key], strict=is_whole)
     return loaded

@@ -142,6 +142,7 @@ def _chunk(
     chunk = GPTModel(
         config,
         spec,
+        # padded, because every tensor-parallel rank has the same number of rows
         vocab_size=hf["vocab_size"] + -hf["vocab_size"] % config.tensor_model_parallel_size,
         max_sequence_length=hf["max_position_embeddings"],
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),

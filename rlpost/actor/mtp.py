@@ -213,6 +213,7 @@ class MtpTraining:
         sequence.
         """
         group = parallel.tensor_parallel_group()
+        # rows of other ranks are looked up as row 0, and set to zero
         row = ids[0] - group.rank() * embedding.size(0)
         is_mine = (row >= 0) & (row < embedding.size(0))
         found = F.embedding(row * is_mine, embedding) * is_mine[:, None]

@@ -106,10 +106,10 @@ class OldPolicy:
             self._weights.save(folder, chunks, buffer_bytes=buffer_bytes)
 
     def load(self, folder: str | Path, chunks: Sequence[torch.nn.Module]) -> bool:
-        """Read what ``save`` wrote; the model then has it too.
+        """Read what ``save`` wrote, also into the model.
 
         Returns:
-            False if it wrote nothing: call ``start`` once the model has its own weights.
+            False if there is nothing: call ``start`` once the model has its own weights.
 
         Raises:
             CheckpointError: the weights do not fit the model.

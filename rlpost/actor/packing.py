@@ -105,6 +105,7 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
     rows = torch.cat(
         [_zigzag(length, layout) + start for start, length in zip(starts, sequences, strict=False)]
     )
+    # for each row of the whole its index on this rank, -1 if another rank holds it
     local = torch.full((starts[-1],), -1).index_put_((rows,), torch.arange(len(rows)))
     index = [
         local[start + sample.prompt_length - 1 : start + len(sample.token_ids) - 1]

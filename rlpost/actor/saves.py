@@ -1,4 +1,4 @@
-"""Saves of one rank: of the policy and of the critic beside it, in the background if asked for.
+"""Saves of one rank: the policy and the critic beside it, optionally in the background.
 
 Input: model, optimizer and critic of the rank. Output: their files in the folder of a checkpoint.
 Invariant: at most one save runs; the next one waits for it, because they use the same host memory.
@@ -34,7 +34,10 @@ class RunningSave:
         self._parts: tuple[Writing, ...] = ()
 
     def add(self, part: Writing) -> None:
-        """Count ``part`` to the save; ``run`` follows. ``finish`` must have returned."""
+        """Add a part to the save; call ``run`` after the last one.
+
+        ``finish`` of the previous save must have returned.
+        """
         self._parts = (*self._parts, part)
 
     def run(self, *, in_background: bool) -> None:

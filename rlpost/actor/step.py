@@ -205,6 +205,7 @@ def run(
             accumulated.
     """
     stop_points = stop_points or StopPoints()
+    # Micro-batches of several pipeline stages overlap: no boundary between two is common to all.
     is_one_unit = parallel.pipeline_group().size() > 1
 
     def forward(

@@ -93,6 +93,7 @@ class EngineGroup:
                 f"cannot form group {name!r} with {num_engine_ranks} engine ranks at "
                 f"{host_port(host, port)} within {timeout.total_seconds():.0f} s: {error}"
             ) from error
+        # The helper does not register the ranks of the group, and torch looks them up here.
         _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
         return cls(group, timeout=timeout)
 

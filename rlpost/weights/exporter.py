@@ -63,7 +63,7 @@ class Exporter:
         """
         entries = self.inventory.entries
         weights = [
-            Travelling(entry.owner, travelling_bytes(entry, quantisation), joins)
+            Travelling(entry.owner, sent_bytes(entry, quantisation), joins)
             for entry, joins in zip(entries, _joins(entries), strict=True)
         ]
         buckets = []
@@ -154,7 +154,7 @@ class Exporter:
         return fulls
 
 
-def travelling(
+def sent_tensors(
     entry: Entry, quantisation: BlockFp8 | None
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """The tensors that are sent for an entry: name -> (shape, torch's name of the dtype)."""
@@ -169,11 +169,11 @@ def travelling(
     return made
 
 
-def travelling_bytes(entry: Entry, quantisation: BlockFp8 | None) -> int:
+def sent_bytes(entry: Entry, quantisation: BlockFp8 | None) -> int:
     """Bytes of all tensors that are sent for an entry."""
     if quantisation is None:
         return entry.num_bytes
-    made = travelling(entry, quantisation).values()
+    made = sent_tensors(entry, quantisation).values()
     return sum(num_bytes(shape, getattr(torch, dtype)) for shape, dtype in made)
 
 
@@ -181,7 +181,7 @@ def describe(bucket: tuple[Entry, ...], quantisation: BlockFp8 | None = None) ->
     """Names, shapes and dtypes of a bucket for the engine; larger elements first."""
     made: dict[str, tuple[tuple[int, ...], str]] = {}
     for entry in bucket:
-        made.update(travelling(entry, quantisation))
+        made.update(sent_tensors(entry, quantisation))
     # stable: equal sizes stay in order
     names = sorted(made, key=lambda name: -getattr(torch, made[name][1]).itemsize)
     shapes, dtypes = zip(*(made[name] for name in names), strict=True)

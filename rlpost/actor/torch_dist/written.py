@@ -40,10 +40,10 @@ def regions_of_model(model_state: dict[str, object]) -> Regions:
 
 
 def written_weights(regions: Regions) -> list[Shard]:
-    """What this rank writes of the model.
+    """Return what this rank writes of the model.
 
-    Parameters are read later, buffers are copied now: a forward pass may change them (the bias of a
-    router, for instance).
+    Parameters are read later. Buffers are copied now, because a forward pass may change them (such
+    as the bias of a router).
     """
     shards = []
     for tensor, found in regions.items():
@@ -56,8 +56,9 @@ def written_weights(regions: Regions) -> list[Shard]:
 
 
 def _written_range(tensor: torch.Tensor, region: Region) -> tuple[int, int]:
-    """Which elements this rank writes of a tensor that data-parallel ranks hold too: a share of a
-    large one.
+    """Return which elements this rank writes of a tensor that data-parallel ranks also hold.
+
+    Each of them writes a share of a large tensor.
     """
     *elsewhere, replica = region.replica_id
     if any(elsewhere):  # a tensor-parallel neighbour, or another pipeline stage, writes it
@@ -99,7 +100,7 @@ def state_shards(
 def states_of(
     optimizer: MegatronOptimizer, regions: Regions, written: set[torch.Tensor]
 ) -> list[Shard]:
-    """What this rank writes of the optimizer; ``written`` is that of ``written_states``."""
+    """Return what this rank writes of the optimizer; ``written`` is from ``written_states``."""
     shards: list[Shard] = []
     for state in optimizer_state.parameter_states(optimizer):
         found = regions[state.parameter]
