@@ -140,11 +140,9 @@ def memory_in_use() -> int:
 
 def total_memory() -> int | None:
     """Return the bytes of the device's memory; None on a CPU."""
-    return (
-        torch.cuda.get_device_properties(current()).total_memory
-        if torch.cuda.is_available()
-        else None
-    )
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(current()).total_memory
 
 
 def visible() -> str:

@@ -90,26 +90,31 @@ class Exporter:
         """
         tensors: dict[str, torch.Tensor] = {}
         for entry in bucket:
-            if quantisation is not None and all(
-                name in quantisation.names for name in entry.hugging_face
-            ):
-                found = gather_quantised(
+            if quantisation is not None and quantisation.names >= set(entry.hugging_face):
+                tensors |= gather_quantised(
                     self.inventory, entry, quantisation, on_all_stages=on_all_stages, wanted=wanted
                 )
-                tensors.update(found)
-                continue
-            if entry.is_stacked:
+            elif entry.is_stacked:
                 stacked = self._stacked(entry, on_all_stages)
                 if wanted:
                     tensors[entry.hugging_face[0]] = stacked
-                continue
-            fulls = self._full(entry, on_all_stages)
-            for rule, full in zip(entry.rules, fulls, strict=True) if wanted else ():
-                parts = layouts.split(full, rule.layout, self.inventory.dims)
-                for name, part in zip(rule.hugging_face, parts, strict=True):
-                    tensors.update(
-                        {name: part} if quantisation is None else quantisation.tensors(name, part)
-                    )
+            else:
+                fulls = self._full(entry, on_all_stages)
+                if wanted:
+                    tensors |= self._split(entry, fulls, quantisation)
+        return tensors
+
+    def _split(
+        self, entry: Entry, fulls: Sequence[torch.Tensor], quantisation: BlockFp8 | None
+    ) -> dict[str, torch.Tensor]:
+        """Return the Hugging Face tensors of an entry's full Megatron tensors."""
+        tensors: dict[str, torch.Tensor] = {}
+        for rule, full in zip(entry.rules, fulls, strict=True):
+            parts = layouts.split(full, rule.layout, self.inventory.dims)
+            for name, part in zip(rule.hugging_face, parts, strict=True):
+                tensors |= (
+                    {name: part} if quantisation is None else quantisation.tensors(name, part)
+                )
         return tensors
 
     def _stacked(self, entry: Entry, on_all_stages: bool) -> torch.Tensor:

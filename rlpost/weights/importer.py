@@ -89,36 +89,31 @@ _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def shared_tensors(source: HuggingFaceFolder, inventory: Inventory) -> dict[str, str]:
-    """Return the tensors in which a trained layer for multi-token prediction repeats a tensor of
-    the model.
+    """Return the copies of embedding and output layer in trained layers for multi-token prediction:
+    name of the copy -> name of the original.
 
-    These are copies of the embedding and the output layer. Megatron and SGLang use those of the
-    model.
-
-    Returns:
-        Name of the copy -> name of the original.
+    Megatron and SGLang use the originals.
     """
-    found = {name: match for name in source.file_of if (match := _OF_LAYER.fullmatch(name))}
+    found: dict[str, str] = {}
     layers = inventory.mtp_layers
-    return {
-        name: SHARED[match[2]]
-        for name, match in found.items()
-        if int(match[1]) in layers and match[2] in SHARED
-    }
+    for name in source.file_of:
+        match = _OF_LAYER.fullmatch(name)
+        if match and int(match[1]) in layers and match[2] in SHARED:
+            found[name] = SHARED[match[2]]
+    return found
 
 
 def extra_layers(source: HuggingFaceFolder, inventory: Inventory) -> list[str]:
-    """Return the tensors of layers after the model's last, if the family has any: kept but not
-    trained.
-    """
+    """Return the tensors of layers after the model's last, which are kept but not trained."""
     if not inventory.carries_extra_layers:
         return []
-    return sorted(
-        name
-        for name in source.file_of
-        if name.startswith("mtp.")
-        or ((found := _OF_LAYER.match(name)) and int(found[1]) >= inventory.num_layers)
-    )
+    num_layers = inventory.num_layers
+
+    def is_extra(name: str) -> bool:
+        match = _OF_LAYER.match(name)
+        return name.startswith("mtp.") or (match is not None and int(match[1]) >= num_layers)
+
+    return sorted(filter(is_extra, source.file_of))
 
 
 def import_weights(inventory: Inventory, folder: str | Path) -> None:
