@@ -29,9 +29,10 @@ def global_metrics(stats: Sequence[Stats]) -> dict[str, float]:
             names = [name for name in stats[0] if name.endswith("_max") == is_max]
             if not names:
                 continue
-            terms = torch.stack(
-                [torch.stack([one[name].float() for name in names]) for one in stats]
-            )
+            rows = []
+            for one in stats:
+                rows.append(torch.stack([one[name].float() for name in names]))
+            terms = torch.stack(rows)
             values = terms.amax(0) if is_max else terms.sum(0)
             dist.all_reduce(values, op=operation, group=group)
             metrics[0] |= {

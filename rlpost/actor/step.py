@@ -224,6 +224,7 @@ def run(
             )
         return logits, partial(loss_of, index, micro_batch)
 
+    # one iterator for each chunk: an interleaved schedule takes a micro-batch once per chunk
     batches = [iter(list(enumerate(packed))) for _ in chunks]
     name = "forward" if forward_only else "forward, backward"
     num_stop_points = 1 if is_one_unit else len(packed)

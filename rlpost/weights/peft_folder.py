@@ -138,7 +138,9 @@ def _entries(entry: Entry, rank: int) -> tuple[Entry, Entry]:
 def _held(held: Held) -> tuple[Held, Held]:
     low_rank, rule = held.low_rank, held.rule
     assert low_rank is not None
-    a_dim, b_dim = (1 if held.dim == 1 else None), (0 if held.dim == 0 else None)
+    # W = B A: A is sharded where the columns of W are, B where its rows are.
+    a_dim = 1 if held.dim == 1 else None
+    b_dim = 0 if held.dim == 0 else None
     return (
         Held(low_rank.a, _rule_of_a(rule), held.group, a_dim),
         Held(low_rank.b, _rule_of_b(rule), held.group, b_dim),
