@@ -80,7 +80,7 @@ def seen(actor: Any, *, with_server: bool = False) -> dict[str, Any]:
     assert actor.weights_hash() == before, "the teacher's pass leaves the policy as it is"
     freed = []
     if actor._teacher is not None:
-        freed = [storage.nbytes() for storage, _, _ in actor._teacher._weights._parked]
+        freed = [storage.nbytes() for storage, _, _ in actor._teacher._weights._copies]
     metrics = dict(actor.train_step(batch).metrics)
     again = None if with_server else actor.compute_teacher_logprobs(batch)
     return {"samples": batch.samples, "own": own, "teacher": teacher, "again": again,
