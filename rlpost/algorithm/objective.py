@@ -129,7 +129,7 @@ def _reference_kl(tokens: Tokens, ref_logprobs: Tensor, settings: LossSettings) 
 
 
 def sft_objective(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:
-    """Negative log-likelihood of the responses, [T]."""
+    """Negative log-likelihood of the responses."""
     del settings
     return -tokens.logprobs, {"entropy": tokens.entropy.detach()}
 
