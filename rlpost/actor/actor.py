@@ -30,7 +30,7 @@ from rlpost.actor import (
     parallel,
     weight_files,
 )
-from rlpost.actor.critic import Critic, Values
+from rlpost.actor.critic import Critic
 from rlpost.actor.lora.adapters import Adapters
 from rlpost.actor.lora.targets import checkpoint_settings
 from rlpost.actor.memory import DeviceMemory
@@ -66,6 +66,8 @@ logger = logging.getLogger(__name__)
 class Actor(Rank):
     """One rank of the trainer."""
 
+    saves: Saves
+
     def __init__(
         self, settings: ActorSettings, description: ModelDescription | None = None
     ) -> None:
@@ -75,7 +77,6 @@ class Actor(Rank):
         self._adapters: Adapters | None = None
         self._teacher: Teacher | None = None
         self.num_optimizer_steps = 0  # completed so far; the learning rate depends on it
-        self.critic: Critic | None = None
         if settings.has_teacher:
             teacher_description(settings)
 
@@ -237,27 +238,6 @@ class Actor(Rank):
         assert self._teacher is not None, "the settings have no teacher in the trainer"
         return self._teacher.logprobs(batch)
 
-    @property
-    def num_critic_steps(self) -> int:
-        """Optimizer steps of the critic so far; 0 without a critic."""
-        return 0 if self.critic is None else self.critic.num_optimizer_steps
-
-    def compute_values(self, batch: TrainBatch) -> Values:
-        """The critic's value before each response token; see ``Critic.values``."""
-        return self._critic().values(batch)
-
-    def train_critic(
-        self, batch: TrainBatch, values: Values | None, returns: Sequence[FloatColumn]
-    ) -> StepResult:
-        """Run one optimizer step of the critic; see ``Critic.train_step``."""
-        self.wait_copied()
-        metrics = self._critic().train_step(batch, values, returns)
-        return StepResult(metrics, own_s=OWN_TIME.seconds())
-
-    def _critic(self) -> Critic:
-        assert self.critic is not None, "a critic needs --advantage-estimator ppo"
-        return self.critic
-
     def save(self, folder: str | Path, step: int, *, in_background: bool = False) -> None:
         """Write model, optimizer (not with ``no_save_optim``) and ``step`` into ``folder``.
 
@@ -273,23 +253,12 @@ class Actor(Rank):
         self.saves.finish_leniently()
         megatron_checkpoint.create_folder(Path(folder), step)
         self._finish_param_sync()
-        if isinstance(self._reference, ReferenceWeights):
-            self._reference.save(folder, self.chunks, buffer_bytes=self.settings.save_buffer_bytes)
-        self.old_policy.save(folder, self.chunks, buffer_bytes=self.settings.save_buffer_bytes)
+        buffer_bytes = self.settings.save_buffer_bytes
+        if isinstance(self._reference, ReferenceWeights) and self._reference.was_updated:
+            self._reference.save(folder, self.chunks, buffer_bytes=buffer_bytes)
+        self.old_policy.save(folder, self.chunks, buffer_bytes=buffer_bytes)
         done = megatron_checkpoint.Progress(step, self.num_optimizer_steps)
         self.saves.start(folder, done, in_background=in_background)
-
-    def wait_copied(self, *, weights_only: bool = False) -> None:
-        """Wait until a background save has copied the state (or the weights)."""
-        self.saves.wait_copied(weights_only=weights_only)
-
-    def save_is_done(self) -> bool:
-        """Whether no save is running; does not block.
-
-        Raises:
-            CheckpointError: a rank could not write; raised on every rank.
-        """
-        return self.saves.is_done()
 
     def load(self, folder: str | Path) -> int:
         """Restore a checkpoint of any layout and return its step.
@@ -344,14 +313,6 @@ class Actor(Rank):
         """As ``write_engine_folder``, of the weights of the engines' last update."""
         with self.old_policy.swapped_in():
             return self.write_engine_folder(folder)
-
-    def export_critic(self, folder: str | Path) -> None:
-        """Write the critic as a Hugging Face folder of a model for token classification.
-
-        Raises:
-            CheckpointError: the folder cannot be written; raised on every rank.
-        """
-        weight_files.written_everywhere(partial(self._critic().export, folder), folder)
 
     def write_weights(self, folder: str | Path, version: int, whole: bool) -> Written | None:
         """Write a version for engines that read files; see ``weight_files.write_version``."""

@@ -116,7 +116,7 @@ def architecture(family: Family, hf: HfConfig) -> dict[str, object]:
     """Return the values of a correct recipe by their names in [model]; None for absent features."""
     fields = family.fields(hf)
     heads, groups = hf["num_attention_heads"], hf["num_key_value_heads"]
-    said = {
+    values = {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
         "ffn_hidden_size": dense_ffn(hf),
@@ -153,7 +153,7 @@ def architecture(family: Family, hf: HfConfig) -> dict[str, object]:
         "geglu": fields.get("activation_func") == "gelu_tanh",
         "mtp_num_layers": mtp_layers(family, hf) or None,
     } | _latent(fields)
-    return said | (_experts(fields) if "num_moe_experts" in fields else {})
+    return values | (_experts(fields) if "num_moe_experts" in fields else {})
 
 
 def _position_embedding(fields: MegatronFields, hf: HfConfig) -> str:
@@ -166,10 +166,10 @@ def _latent(fields: MegatronFields) -> dict[str, object]:
     """Return the values of latent attention, and of YaRN in it."""
     sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
     yarn = ("rotary_scaling_factor", "original_max_position_embeddings", "mscale", "mscale_all_dim")
-    said = {name: fields.get(name) for name in (*sizes, "rope_type")}
-    has_yarn = said["rope_type"] == "yarn"
-    said |= {name: fields.get(name) if has_yarn else None for name in yarn}
-    return said | {"multi_latent_attention": fields.get("multi_latent_attention", False)}
+    values = {name: fields.get(name) for name in (*sizes, "rope_type")}
+    has_yarn = values["rope_type"] == "yarn"
+    values |= {name: fields.get(name) if has_yarn else None for name in yarn}
+    return values | {"multi_latent_attention": fields.get("multi_latent_attention", False)}
 
 
 def _experts(fields: MegatronFields) -> dict[str, object]:
@@ -203,11 +203,11 @@ def problems(given: ModelArguments, family: Family, hf: HfConfig) -> list[str]:
         for name, value in given.items()
         if value is not None and name not in NO_ARCHITECTURE
     }
-    said = architecture(family, hf) if compared else {}
+    expected = architecture(family, hf) if compared else {}
     for name, value in compared.items():
-        if name in allowed or _equal(value, said.get(name)):
+        if name in allowed or _equal(value, expected.get(name)):
             continue
-        found.append(_difference(name, value, said.get(name)))
+        found.append(_difference(name, value, expected.get(name)))
     return found
 
 

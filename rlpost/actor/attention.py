@@ -13,25 +13,20 @@ from __future__ import annotations
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    is_layer_window_attention,
-    make_sharded_tensors_for_checkpoint,
-)
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from rlpost.actor import device
-from rlpost.actor.norm import mark_sharded
+from rlpost.actor.norm import ShardedByHead, mark_sharded
 from rlpost.actor.varlen import Bounds, attend, zigzag
 from rlpost.actor.windowed import attend_windowed
 
 
-class PackedAttention(MegatronModule):
+class PackedAttention(ShardedByHead, MegatronModule):
     """Causal grouped-query attention; replaces Megatron's DotProductAttention, which rejects packed
     input.
     """
@@ -50,8 +45,8 @@ class PackedAttention(MegatronModule):
         self.scale = softmax_scale or config.kv_channels**-0.5
         self.group = parallel_state.get_context_parallel_group()
         self.window = _window(config, layer_number)
+        self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         if config.softmax_type == "learnable":
-            self.tensor_group = parallel_state.get_tensor_model_parallel_group()
             num_heads = config.num_attention_heads // self.tensor_group.size()
             self.softmax_offset = torch.nn.Parameter(
                 torch.zeros(num_heads, dtype=config.params_dtype, device=device.current())
@@ -91,24 +86,6 @@ class PackedAttention(MegatronModule):
         return attend_windowed(
             query, key, value, bounds, scale=self.scale, window=self.window, sinks=sinks
         ).flatten(1)
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, object] | None = None,
-    ) -> ShardedStateDict:
-        """The sinks, sharded by heads over the tensor-parallel ranks; empty without sinks."""
-        if not hasattr(self, "softmax_offset"):
-            return {}
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=self.tensor_group,
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        )
 
 
 def _window(config: TransformerConfig, layer_number: int) -> int | None:

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rlpost.actor import device, megatron_checkpoint, optimizer, step
-from rlpost.actor.joint_writing import JointWriting
-from rlpost.actor.megatron_checkpoint import Progress, Residence, Saver
+from rlpost.actor.megatron_checkpoint import Progress, Residence, Saver, Writing
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.packing import (
     PackedMicroBatch,
@@ -63,13 +62,10 @@ class Critic:
         row_layout: RowLayout,
         stop_points: StopPoints,
     ) -> None:
-        """Build model and optimizer; the process groups exist. Then ``import_weights`` or ``load``.
+        """Build model and optimizer; needs the process groups.
 
-        Args:
-            settings: those of the actor.
-            description: architecture of the policy.
-            row_layout: layout of packed rows.
-            stop_points: where a pass can be interrupted.
+        ``settings`` and ``description`` are those of the policy. The weights are not set: call
+        ``import_weights`` or ``load`` next.
         """
         self.settings = settings.of_critic
         self.num_optimizer_steps = 0
@@ -156,22 +152,14 @@ class Critic:
             batch.num_samples, batch.num_tokens, self.settings.calculate_per_token_loss
         )
 
-        def loss_of(
-            index: int, micro_batch: PackedMicroBatch, output: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        def loss_of(index: int, micro_batch: PackedMicroBatch, output: torch.Tensor) -> step.Losses:
             values_R = _response_values(output, micro_batch)
             old_R, target_R = old[index], target[index]
             assert old_R is not None and target_R is not None, "the last stage has values"
             loss_R, stats = value_loss(
                 values_R, old_R, target_R, value_clip=self.settings.value_clip
             )
-            loss = (loss_R * weighting.weights(micro_batch)).sum()
-            no_count = torch.zeros((), dtype=torch.int, device=loss.device)
-            terms = {
-                name: weighting.term(name, value_R, micro_batch.loss_mask)
-                for name, value_R in stats.items()
-            }
-            return loss, no_count, terms
+            return weighting.reduced(loss_R, stats, micro_batch)
 
         set_mode(self.model, training=True)
         stats = step.run(
@@ -183,11 +171,8 @@ class Critic:
         )
         return global_metrics(stats)
 
-    def start_save(
-        self, writing: JointWriting, folder: str | Path, at_step: int, residence: Residence
-    ) -> None:
-        """Start writing model, optimizer and number of steps into ``folder``/critic, as a part of
-        ``writing``.
+    def start_save(self, folder: str | Path, at_step: int, residence: Residence) -> Writing:
+        """Start writing model, optimizer and number of steps into ``folder``/critic.
 
         Raises:
             CheckpointError: a rank cannot write; raised on every rank.
@@ -200,7 +185,7 @@ class Critic:
         assert self._saver is not None
         # The random generators are in the policy's part.
         progress = Progress(at_step, self.num_optimizer_steps)
-        writing.add(self._saver, own, progress, with_random_state=False)
+        return self._saver.start(own, progress, with_random_state=False)
 
     def set_save_buffer(self, num_bytes: int, residence: Residence) -> None:
         """Replace the host buffer of saves by one of ``num_bytes``. Collective."""
@@ -232,7 +217,7 @@ class Critic:
         self.num_optimizer_steps = progress.num_optimizer_steps
 
     def export(self, folder: str | Path) -> None:
-        """Write the critic as a Hugging Face folder of a model for token classification.
+        """Write the critic as a Hugging Face folder with a model for token classification.
 
         Raises:
             OSError: the folder cannot be written; raised on the writing rank.

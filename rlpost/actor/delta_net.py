@@ -42,12 +42,7 @@ class GatedDeltaNet(MegatronModule):
     """The linear attention of a layer."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, **_: object) -> None:
-        """Create this rank's weights, uninitialised.
-
-        Args:
-            config: Megatron's configuration, with its fields ``linear_*``.
-            layer_number: of the layer, from 1.
-        """
+        """Create this rank's weights, uninitialised. ``layer_number`` starts at 1."""
         super().__init__(config=config)
         self.layer_number = layer_number
         self.tp_group = parallel_state.get_tensor_model_parallel_group()

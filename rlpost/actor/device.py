@@ -104,7 +104,7 @@ def prepare(settings: ActorSettings) -> None:
 def seed(value: int) -> None:
     """Seed Python's, NumPy's and torch's generators, on all devices."""
     random.seed(value)
-    np.random.seed(value % 2**32)  # it takes no other
+    np.random.seed(value % 2**32)  # NumPy rejects larger seeds
     torch.manual_seed(value)
 
 
@@ -140,11 +140,9 @@ def memory_in_use() -> int:
 
 def total_memory() -> int | None:
     """Return the bytes of the device's memory; None on a CPU."""
-    return (
-        torch.cuda.get_device_properties(current()).total_memory
-        if torch.cuda.is_available()
-        else None
-    )
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(current()).total_memory
 
 
 def visible() -> str:

@@ -1,4 +1,4 @@
-"""Frozen parameters: weights that are computed with but not trained.
+"""Frozen parameters: weights that the model uses but that are not trained.
 
 Input: the chunks of a model, and patterns of names. Output: parameters without ``requires_grad``.
 Megatron's data-parallel wrapper and optimizers skip these: they have neither a gradient buffer nor
@@ -24,12 +24,8 @@ def freeze_by_name(
 ) -> None:
     """Freeze what ``only_train_params_name_list`` or ``freeze_params_name_list`` says.
 
-    A pattern is searched in the name (``re.search``), as in slime.
-
-    Args:
-        chunks: of this rank.
-        settings: with the patterns.
-        tied: whether the output layer is the embedding, whose name then counts for both.
+    A pattern is searched in the name (``re.search``), as in slime. If embedding and output layer are
+    ``tied``, the name of the embedding counts for both.
     """
     trained, frozen = settings.only_train_params_name_list, settings.freeze_params_name_list
     if not trained and not frozen:

@@ -75,10 +75,8 @@ def hf_config(arguments: ModelArguments) -> dict[str, Any]:
         hf["attention_bias"] = bool(arguments.get("add_qkv_bias"))
     if name == "MiniMaxM2ForCausalLM":
         hf["rotary_dim"] = round(share * hf["head_dim"])
-    if name == "GptOssForCausalLM":
-        hf |= _windows(arguments)
-    elif arguments.get("sliding_window"):
-        hf |= _sliding(arguments, name)
+    if name == "GptOssForCausalLM" or arguments.get("sliding_window"):
+        hf |= _windows(arguments, name)
     if name == "Gemma3ForCausalLM":
         del hf["hidden_act"]
         hf |= _gemma(arguments, hf["rope_parameters"])
@@ -99,11 +97,8 @@ def hf_config(arguments: ModelArguments) -> dict[str, Any]:
         if value is not None and key != "override_hf_config"
     }
     if wrong := problems(given, family(name), hf):
-        raise ConfigError(
-            "\n".join(
-                [f"[model] describes no model of a known family; the nearest is {name}:", *wrong]
-            )
-        )
+        first = f"[model] describes no model of a known family; the nearest is {name}:"
+        raise ConfigError("\n".join([first, *wrong]))
     return hf
 
 
@@ -147,28 +142,22 @@ YARN_OF_GPT_OSS = {
 """The scaling of all published checkpoints; no argument gives it."""
 
 
-def _windows(arguments: ModelArguments) -> dict[str, object]:
-    """Return the keys of windows and positions of gpt-oss."""
+def _windows(arguments: ModelArguments, name: str) -> dict[str, object]:
+    """Return the keys of sliding windows, and of positions where they depend on the family."""
+    is_gpt_oss = name == "GptOssForCausalLM"
+    num_layers = arguments["num_layers"]
+    default = (1, 0) * (num_layers // 2) if is_gpt_oss else (1,) * num_layers
     kinds = ("full_attention", "sliding_attention")
-    pattern = arguments.get("window_attn_skip_freq") or (1, 0) * (arguments["num_layers"] // 2)
-    rotary = {"rope_theta": arguments.get("rotary_base") or 150000.0}
-    return {
-        "attention_bias": True,
+    made: dict[str, object] = {
         "sliding_window": arguments.get("sliding_window") or 128,
-        "layer_types": [kinds[one] for one in pattern],
-        "rope_parameters": YARN_OF_GPT_OSS | rotary,
+        "layer_types": [kinds[one] for one in arguments.get("window_attn_skip_freq") or default],
     }
-
-
-def _sliding(arguments: ModelArguments, name: str) -> dict[str, object]:
-    """Return the keys of windows in some layers; Qwen's have a switch besides."""
-    kinds = ("full_attention", "sliding_attention")
-    pattern = arguments.get("window_attn_skip_freq") or (1,) * arguments["num_layers"]
-    switch = {"use_sliding_window": True} if name.startswith("Qwen") else {}
-    return switch | {
-        "sliding_window": arguments["sliding_window"],
-        "layer_types": [kinds[one] for one in pattern],
-    }
+    if is_gpt_oss:
+        rotary = {"rope_theta": arguments.get("rotary_base") or 150000.0}
+        made |= {"attention_bias": True, "rope_parameters": YARN_OF_GPT_OSS | rotary}
+    elif name.startswith("Qwen"):
+        made["use_sliding_window"] = True
+    return made
 
 
 def _gemma(arguments: ModelArguments, rope: dict[str, object]) -> dict[str, object]:
@@ -220,22 +209,23 @@ def _experts(name: str, arguments: ModelArguments) -> dict[str, object]:
         "moe_intermediate_size": arguments["moe_ffn_hidden_size"],
     }
     if name in ("MiniMaxM2ForCausalLM", "GptOssForCausalLM"):
-        return {
+        made: dict[str, object] = {
             "num_experts_per_tok": arguments["moe_router_topk"],
             "num_local_experts": arguments["num_experts"],
-        } | ({"scoring_func": "sigmoid"} if name.startswith("MiniMax") else {})
+        }
+        if name == "MiniMaxM2ForCausalLM":
+            made["scoring_func"] = "sigmoid"
+        return made
     if name.startswith("Qwen"):
-        shared_expert = {"shared_expert_intermediate_size": shared} if shared else {}
-        return (
-            common
-            | shared_expert
-            | {
-                "num_experts": arguments["num_experts"],
-                "norm_topk_prob": not arguments.get("moe_router_pre_softmax"),
-                "decoder_sparse_step": 1,
-                "mlp_only_layers": [number for number, sparse in enumerate(pattern) if not sparse],
-            }
-        )
+        made = common | {
+            "num_experts": arguments["num_experts"],
+            "norm_topk_prob": not arguments.get("moe_router_pre_softmax"),
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [number for number, sparse in enumerate(pattern) if not sparse],
+        }
+        if shared:
+            made["shared_expert_intermediate_size"] = shared
+        return made
     made = common | {
         "n_routed_experts": arguments["num_experts"],
         "n_shared_experts": shared // arguments["moe_ffn_hidden_size"],

@@ -45,7 +45,7 @@ class KeptWeights:
         self._mine: list[torch.Tensor] = (
             [_on_host_like(tensor) for tensor in self._live] if shares is None else shares._mine
         )
-        self.is_in = False
+        self.is_swapped_in = False
         """Whether the model has the kept weights."""
 
     @contextmanager
@@ -59,21 +59,21 @@ class KeptWeights:
 
     def swap_in(self) -> None:
         """Give the model the kept weights until ``swap_out``; nothing if it has them."""
-        if not self.is_in:
+        if not self.is_swapped_in:
             self._prepare()
             self._keep(self._mine)
             self._fill(self._kept)
-            self.is_in = True
+            self.is_swapped_in = True
 
     def swap_out(self) -> None:
         """Give the model its own weights back; nothing if it has them."""
-        if self.is_in:
+        if self.is_swapped_in:
             self._fill(self._mine)
-            self.is_in = False
+            self.is_swapped_in = False
 
     def take(self) -> None:
         """Keep the current weights of the model."""
-        assert not self.is_in, "the model has the kept weights"
+        assert not self.is_swapped_in, "the model has the kept weights"
         self._prepare()
         self._keep(self._kept)
 
@@ -94,7 +94,7 @@ class KeptWeights:
             )
 
     def load(self, folder: str | Path, chunks: Sequence[torch.nn.Module]) -> bool:
-        """Read what ``save`` wrote; the model then has it too. False if it wrote nothing.
+        """Read what ``save`` wrote, also into the model; return False if there is nothing.
 
         Raises:
             CheckpointError: the weights do not fit the model.

@@ -31,8 +31,6 @@ from rlpost.weights.family import Family
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
 """Implementations of the layers: the values of ``--transformer-impl``."""
 
-_MLP_NORM = "pre_mlp_layernorm."
-
 
 def has_transformer_engine() -> bool:
     """Return whether TransformerEngine is installed and CUDA is available."""
@@ -129,10 +127,7 @@ def _insert_linear_attention(
         layer = block.layer_specs[number] = copy.deepcopy(layer)
         layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet)
         layer.submodules.input_layernorm = SeparateRMSNorm
-        keys = layer.submodules.sharded_state_dict_keys_map
-        layer.submodules.sharded_state_dict_keys_map = {
-            key: to for key, to in keys.items() if key != "input_layernorm."
-        }
+        _keep_key(layer, "input_layernorm.")
 
 
 def _projection_norm(num_heads: int | None) -> ModuleSpec:
@@ -147,9 +142,14 @@ def _separate_norm_of_experts(layer: ModuleSpec) -> None:
     implementation could read the other's checkpoints.
     """
     layer.submodules.pre_mlp_layernorm = SeparateRMSNorm
-    names = layer.submodules.sharded_state_dict_keys_map
+    _keep_key(layer, "pre_mlp_layernorm.")
+
+
+def _keep_key(layer: ModuleSpec, prefix: str) -> None:
+    """Store a module of a layer under its own name instead of that of a fused one."""
+    keys = layer.submodules.sharded_state_dict_keys_map
     layer.submodules.sharded_state_dict_keys_map = {
-        key: to for key, to in names.items() if key != _MLP_NORM
+        key: to for key, to in keys.items() if key != prefix
     }
 
 

@@ -135,7 +135,7 @@ class _VocabParallel(torch.autograd.Function):
         log_sum, logprobs, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
         ctx.rows = rows
         ctx.save_for_backward(logits_TV, log_sum, entropy)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # backward gets None for an output without gradient
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -160,6 +160,7 @@ class _VocabParallel(torch.autograd.Function):
                 column, is_mine = _columns(rows, part, logits_TV.size(1))
                 grad -= upstream.sum(1, keepdim=True) * p
                 if rows.num_valid:
+                    # adds: a row may have a target twice, and those of other ranks are 0 at column 0
                     grad.scatter_add_(1, column, upstream * is_mine)
             if grad_entropy is not None:
                 grad -= grad_entropy[part, None] * p * log_p.add_(entropy[part, None])

@@ -94,8 +94,12 @@ class Residence:
 class Writing:
     """A save that a background thread completes."""
 
-    def __init__(self, stream: HostStream, run: Callable[[], None], *, what: str) -> None:
+    def __init__(
+        self, stream: HostStream, run: Callable[[], None], *, what: str, must_stay: bool
+    ) -> None:
         """Start the thread; ``what`` is the prefix of error messages."""
+        self.must_stay = must_stay
+        """Whether the optimizer must not be offloaded before its state is copied."""
         self._stream = stream
         self._what = what
         self._error: BaseException | None = None
@@ -164,8 +168,7 @@ class Saver:
         self._buffer = HostBuffer(buffer_bytes)
         # For the save thread: training uses the others.
         self._group = dist.new_group(backend="gloo", group_desc=SAVE_GROUP)
-        self.must_stay = optimizer is not None and not optimizer_state.is_live(optimizer)
-        """Whether the optimizer must not be offloaded while a save copies it."""
+        self._must_stay = optimizer is not None and not optimizer_state.is_live(optimizer)
         self._written = written_states(optimizer, regions_of_model(model_state(chunks)))
         self._has_frozen = any_frozen(chunks)
 
@@ -186,8 +189,10 @@ class Saver:
             state | self._common(progress, with_random_state), validate_access_integrity=False
         )
         failed = f"cannot write the checkpoint of step {progress.step} to {folder}"
-        if problem := parallel.first_problem(_write_small_files(Path(folder), common)):
-            raise CheckpointError(f"{failed}: {problem}")
+        parallel.raised_everywhere(
+            lambda: _write_small_files(Path(folder), common),
+            lambda problem: CheckpointError(f"{failed}: {problem}"),
+        )
         weights = self._chunked(written_weights(regions))
         everything = weights + self._chunked(self._states(regions))
         incomplete = OPTIMIZER_PREFIX if self._has_frozen else None
@@ -200,7 +205,10 @@ class Saver:
             lock=self._residence.lock,
         )
         return Writing(
-            stream, lambda: write(folder, contents, stream, group=self._group), what=failed
+            stream,
+            lambda: write(folder, contents, stream, group=self._group),
+            what=failed,
+            must_stay=self._must_stay,
         )
 
     def _common(self, progress: Progress, with_random_state: bool) -> dict[str, object]:
@@ -261,7 +269,7 @@ def load(
     )
     if is_same_layout:
         random_state.restore(loaded[random_state.KEY])
-    elif "layout" in common:  # that of a critic is in the policy's part
+    elif "layout" in common:  # a critic's part has no random generators
         logger.info(
             "%s was written with another layout: random generators restart from the seed", folder
         )
@@ -276,9 +284,9 @@ def load(
             "%s has no optimizer state (saved with --no-save-optim): Adam starts from scratch",
             folder,
         )
-    return Progress(
-        common["step"], common.get("num_optimizer_steps", round(common.get("adam_step", 0)))
-    )
+    # Checkpoints of older versions count only Adam's steps.
+    num_adam_steps = round(common.get("adam_step", 0))
+    return Progress(common["step"], common.get("num_optimizer_steps", num_adam_steps))
 
 
 def create_folder(folder: Path, step: int) -> None:
@@ -287,14 +295,13 @@ def create_folder(folder: Path, step: int) -> None:
     Raises:
         CheckpointError: it cannot; raised on every rank.
     """
-    problem = None
-    try:
+
+    def create() -> None:
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        problem = str(error)
-    if problem := parallel.first_problem(problem):
-        raise CheckpointError(f"checkpoint of step {step}: cannot create {folder}: {problem}")
+
+    failed = f"checkpoint of step {step}: cannot create {folder}"
+    parallel.raised_everywhere(create, lambda problem: CheckpointError(f"{failed}: {problem}"))
 
 
 def save_weights(
@@ -315,14 +322,10 @@ def save_weights(
 
     def on_first_rank(act: Callable[[], object]) -> None:
         """Act on the first rank, and wait for it. Raises CheckpointError on every rank."""
-        problem = None
-        try:
-            if dist.get_rank() == 0:
-                act()
-        except OSError as error:
-            problem = str(error)
-        if problem := parallel.first_problem(problem):
-            raise CheckpointError(f"cannot write weights to {folder}: {problem}")
+        parallel.raised_everywhere(
+            lambda: act() if dist.get_rank() == 0 else None,
+            lambda problem: CheckpointError(f"cannot write weights to {folder}: {problem}"),
+        )
 
     on_first_rank(lambda: release.mkdir(parents=True, exist_ok=True))
     saver = saver or Saver(chunks, None, buffer_bytes=buffer_bytes)
@@ -336,9 +339,7 @@ def load_weights(
 ) -> None:
     """Fill the weights of the model from the checkpoint in ``folder``, ignoring optimizer state.
 
-    Adapters of the model keep their values.
-
-    Tensors whose key begins with one of ``omitted`` keep their values.
+    Adapters of the model, and tensors whose key begins with one of ``omitted``, keep their values.
 
     Raises:
         CheckpointError: the folder holds no checkpoint of this model, or adapters alone.
@@ -371,7 +372,7 @@ def _load(
         lambda: dist_checkpointing.load(fit_to_checkpoint(state, folder), str(folder)), folder
     )
     for key, chunk in keyed_chunks(chunks):
-        # Of a model with adapters either these or the base are loaded.
+        # A model with adapters loads either these or its base.
         is_whole = not (omitted or has_adapters(chunks))
         chunk.load_state_dict(loaded[key], strict=is_whole)
     return loaded
@@ -481,16 +482,12 @@ def _message_of(error: BaseException) -> str:
     )
 
 
-def _write_small_files(folder: Path, common: dict[str, object]) -> str | None:
-    """Write Megatron's files other than tensors, on the first rank; returns the problem."""
+def _write_small_files(folder: Path, common: dict[str, object]) -> None:
+    """Write Megatron's files other than tensors, on the first rank. Raises OSError."""
     if dist.get_rank() != 0:
-        return None
-    try:
-        held = io.BytesIO()
-        # not to the file: on a full disk torch reports only "iostream error"
-        torch.save(common, held)
-        (folder / COMMON_STATE_FNAME).write_bytes(held.getvalue())
-        save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-    except OSError as error:
-        return str(error)
-    return None
+        return
+    held = io.BytesIO()
+    # not to the file: on a full disk torch reports only "iostream error"
+    torch.save(common, held)
+    (folder / COMMON_STATE_FNAME).write_bytes(held.getvalue())
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))

@@ -45,7 +45,7 @@ class DeviceMemory:
         }
         self.lock = threading.RLock()
         """Held while memory moves; hold it to read tensors from another thread."""
-        self._away: dict[str, list[tuple[torch.UntypedStorage, HostCopy | None, int]]] = {}
+        self._offloaded: dict[str, list[tuple[torch.UntypedStorage, HostCopy | None, int]]] = {}
 
     def offload(self, *parts: str) -> dict[str, int]:
         """Copy parts to host memory (gradients are dropped) and free their device memory.
@@ -57,7 +57,7 @@ class DeviceMemory:
         """
         device.synchronise()
         with self.lock:
-            freed = {part: self._offload(part) for part in parts if part not in self._away}
+            freed = {part: self._offload(part) for part in parts if part not in self._offloaded}
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         _report("offloaded", freed)
@@ -66,7 +66,7 @@ class DeviceMemory:
     def restore(self, *parts: str) -> dict[str, int]:
         """Onload parts; those on the device are skipped. Return the bytes of each onloaded part."""
         with self.lock:
-            taken = {part: self._restore(part) for part in parts if part in self._away}
+            taken = {part: self._restore(part) for part in parts if part in self._offloaded}
             device.synchronise()
         _report("restored", taken)
         return taken
@@ -82,14 +82,15 @@ class DeviceMemory:
         storage = tensor.untyped_storage()
         if storage.nbytes() or not tensor.numel():
             return tensor
-        hosts = {_id_of(away): host for part in self._away.values() for away, host, _ in part}
+        offloaded = itertools.chain.from_iterable(self._offloaded.values())
+        hosts = {_id_of(each): host for each, host, _ in offloaded}
         host = hosts.get(_id_of(storage))
         assert host is not None, "this tensor has no memory, but offload did not free it"
         begin = tensor.storage_offset() * tensor.itemsize
         return host.part(begin, begin + tensor.nbytes).view(tensor.dtype)
 
     def _offload(self, part: str) -> int:
-        away = []
+        found = []
         keep = {_id_of(storage) for storage in self._kept_by_others(part)}
         for storage in storages(self._find[part]()):
             if _id_of(storage) in keep:
@@ -97,9 +98,9 @@ class DeviceMemory:
             size = storage.nbytes()
             host = None if part == GRADS else HostCopy(bytes_of(storage))
             storage.resize_(0)
-            away.append((storage, host, size))
-        self._away[part] = away
-        return sum(size for _, _, size in away)
+            found.append((storage, host, size))
+        self._offloaded[part] = found
+        return sum(size for _, _, size in found)
 
     def _kept_by_others(self, part: str) -> Iterator[torch.UntypedStorage]:
         """Yield storages of other parts: in fp32 the optimizer's tensors are views of the
@@ -110,7 +111,7 @@ class DeviceMemory:
 
     def _restore(self, part: str) -> int:
         taken = 0
-        for storage, host, size in self._away.pop(part):
+        for storage, host, size in self._offloaded.pop(part):
             storage.resize_(size)
             if host is None:
                 bytes_of(storage).zero_()

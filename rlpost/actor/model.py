@@ -142,13 +142,14 @@ def _chunk(
     chunk = GPTModel(
         config,
         spec,
+        # padded, because every tensor-parallel rank has the same number of rows
         vocab_size=hf["vocab_size"] + -hf["vocab_size"] % config.tensor_model_parallel_size,
         max_sequence_length=hf["max_position_embeddings"],
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         position_embedding_type="rope",
         rotary_base=description.rope["rope_theta"],
-        rotary_percent=description.rotary_percent,
+        rotary_percent=architecture.rotary_percent(hf),
         share_embeddings_and_output_weights=description.tied,
         parallel_output=True,
         vp_stage=stage,

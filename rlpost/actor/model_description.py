@@ -73,11 +73,6 @@ class ModelDescription:
         """The options in layers with a window where they have others; None without."""
         return local_rope(self.hf_config)
 
-    @property
-    def rotary_percent(self) -> float:
-        """The fraction of each head that is rotated."""
-        return architecture.rotary_percent(self.hf_config)
-
     def num_virtual_stages(self, settings: ActorSettings) -> int | None:
         """Return the model chunks of each pipeline rank; None without interleaving, or for one
         chunk.
@@ -97,75 +92,51 @@ class ModelDescription:
         fields, hf = self.fields, self.hf_config
         if settings.enable_mtp_training and (problem := architecture.mtp_problem(self.family, hf)):
             raise ConfigError(problem)
-        tensor, pipeline = (
-            settings.tensor_model_parallel_size,
-            settings.pipeline_model_parallel_size,
-        )
-        sizes: list[tuple[str, int, str, int | None]] = [
-            (key, hf[key], "tensor_model_parallel_size", tensor)
-            for key in TENSOR_PARALLEL_KEYS
-            if key in hf
-        ]
-        if "num_moe_experts" in fields:
-            expert_tensor = settings.expert_tensor_parallel_size or tensor
-            sizes += [
-                (
-                    "number of experts",
-                    fields["num_moe_experts"],
-                    "expert_model_parallel_size",
-                    None,
-                ),
-                (
-                    "moe_intermediate_size",
-                    fields["moe_ffn_hidden_size"],
-                    "expert_tensor_parallel_size",
-                    expert_tensor,
-                ),
-            ]
-        sizes += [
-            (key, fields[key], "tensor_model_parallel_size", tensor)
-            for key in ("q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim")
-            if fields.get(key)
-        ]
-        if "num_moe_experts" not in fields and settings.expert_model_parallel_size > 1:
+        tensor, expert = settings.tensor_model_parallel_size, settings.expert_model_parallel_size
+        expert_tensor = settings.expert_tensor_parallel_size or tensor
+        has_experts = "num_moe_experts" in fields
+        if not has_experts and expert > 1:
             raise ConfigError(
-                f"expert_model_parallel_size={settings.expert_model_parallel_size}: {self.path} has no experts; use 1"
+                f"--expert-model-parallel-size {expert}: {self.path} has no experts; use 1"
             )
-        if (
-            settings.decoder_first_pipeline_num_layers is None
-            and settings.decoder_last_pipeline_num_layers is None
-        ):
-            chunks = pipeline * (settings.num_layers_per_virtual_pipeline_stage or 1)
-            sizes.append(
-                (
-                    "num_hidden_layers",
-                    hf["num_hidden_layers"],
-                    "pipeline_model_parallel_size",
-                    chunks,
-                )
-            )
-        for key, size, setting, divisor in sizes:
-            divisor = getattr(settings, setting) if divisor is None else divisor
-            if size % divisor:
-                raise ConfigError(
-                    f"{setting}={divisor} does not divide {key}={size} of {self.path}; choose a divisor"
-                )
+        heads = {key: hf[key] for key in TENSOR_PARALLEL_KEYS if key in hf}
+        latent = {key: fields[key] for key in LATENT_KEYS if fields.get(key)}
+        self._check_divisor("tensor_model_parallel_size", tensor, heads)
+        if has_experts:
+            count = {"number of experts": fields["num_moe_experts"]}
+            self._check_divisor("expert_model_parallel_size", expert, count)
+            width = {"moe_intermediate_size": fields["moe_ffn_hidden_size"]}
+            self._check_divisor("expert_tensor_parallel_size", expert_tensor, width)
+        self._check_divisor("tensor_model_parallel_size", tensor, latent)
+        first, last = (
+            settings.decoder_first_pipeline_num_layers,
+            settings.decoder_last_pipeline_num_layers,
+        )
+        if first is None and last is None:
+            per_stage = settings.num_layers_per_virtual_pipeline_stage or 1
+            layers = {"num_hidden_layers": hf["num_hidden_layers"]}
+            stages = settings.pipeline_model_parallel_size * per_stage
+            self._check_divisor("pipeline_model_parallel_size", stages, layers)
         if problem := architecture.sharding_problem(
             fields,
-            expert_tensor=settings.expert_tensor_parallel_size or tensor,
             tensor=tensor,
-            expert=settings.expert_model_parallel_size,
+            expert=expert,
+            expert_tensor=expert_tensor,
             context=settings.context_parallel_size,
         ):
             raise ConfigError(problem)
-        if (
-            settings.expert_model_parallel_size > 1
-            and tensor > 1
-            and not settings.sequence_parallel
-        ):
+        if expert > 1 and tensor > 1 and not settings.sequence_parallel:
             raise ConfigError(
-                "experts on several ranks with tensor parallelism need sequence_parallel; switch it on"
+                "experts on several ranks with tensor parallelism need --sequence-parallel true; set it"
             )
+
+    def _check_divisor(self, setting: str, divisor: int, sizes: Mapping[str, int]) -> None:
+        for key, size in sizes.items():
+            if size % divisor:
+                flag = "--" + setting.replace("_", "-")
+                raise ConfigError(
+                    f"{flag} {divisor} does not divide {key} = {size} of {self.path}; use a divisor"
+                )
 
     def num_valid_columns(self, *, tp_rank: int, tp_size: int) -> int:
         """Return how many columns of a rank's logits are tokens; the others are padding of the
@@ -176,6 +147,8 @@ class ModelDescription:
         return min(max(vocab_size - tp_rank * per_rank, 0), per_rank)
 
 
+LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim")
+"""Fields of latent attention that are sharded by tensor parallelism."""
 TENSOR_PARALLEL_KEYS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 NEEDED = (
     "hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps", "rope_theta", "max_position_embeddings"
@@ -186,11 +159,7 @@ NEEDED = (
 def read_description(
     hf_checkpoint: str | Path, given: Mapping[str, object] | None = None
 ) -> ModelDescription:
-    """Read config.json of a Hugging Face folder and apply the overrides of [model].
-
-    Args:
-        hf_checkpoint: the folder.
-        given: values of [model].
+    """Read config.json of a Hugging Face folder and apply ``given``, the values of [model].
 
     Raises:
         WeightError: config.json is missing or lacks a key, the architecture is unknown, or the model
@@ -200,7 +169,7 @@ def read_description(
     path = Path(hf_checkpoint) / "config.json"
     if not path.is_file():
         raise WeightError(
-            f"hf_checkpoint={hf_checkpoint} has no config.json; point it at a Hugging Face folder"
+            f"--hf-checkpoint {hf_checkpoint} has no config.json; use a Hugging Face folder"
         )
     try:
         hf = json.loads(path.read_text())
@@ -208,10 +177,10 @@ def read_description(
         description = ModelDescription(path, known, architecture.overridden(given or {}, hf))
         refused = {key: hf.get(key) for key in description.family.refused}
         _ = description.fields  # reads what its family needs
-        there = description.hf_config.keys() | description.rope.keys()
-        if "moe_intermediate_size" in there:
-            there.add("intermediate_size")  # a model whose layers are all sparse has no such key
-        missing = [key for key in (*NEEDED, *TENSOR_PARALLEL_KEYS) if key not in there]
+        present = description.hf_config.keys() | description.rope.keys()
+        if "moe_intermediate_size" in present:
+            present.add("intermediate_size")  # a model whose layers are all sparse has no such key
+        missing = [key for key in (*NEEDED, *TENSOR_PARALLEL_KEYS) if key not in present]
         if missing := missing + missing_options(description.hf_config):
             raise WeightError(f"has no {', '.join(missing)}; add what the model's page says")
         problems = architecture.problems(given or {}, description.family, hf)

@@ -26,18 +26,18 @@ METADATA = {
 
 
 def keyed_chunks(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
-    """The chunks by the names that Megatron's optimizers expect, and the values besides tensors.
+    """Return the chunks by the keys that Megatron's optimizers expect.
 
-    Tensor names contain the layer, not the chunk.
+    Names of tensors contain the layer, not the chunk.
     """
     single = len(chunks) == 1
     return [("model" if single else f"model{number}", chunk) for number, chunk in enumerate(chunks)]
 
 
 def model_state(chunks: Sequence[torch.nn.Module]) -> dict[str, object]:
-    """What a checkpoint has of the model, in Megatron's sharded form, with the live tensors.
+    """Return what a checkpoint stores of the model, in Megatron's sharded form; live tensors.
 
-    Of a model with adapters it has these alone.
+    For a model with adapters these are the adapters alone.
     """
     whole = whole_state(chunks)
     if not has_adapters(chunks):
@@ -46,7 +46,7 @@ def model_state(chunks: Sequence[torch.nn.Module]) -> dict[str, object]:
 
 
 def whole_state(chunks: Sequence[torch.nn.Module]) -> dict[str, dict[str, object]]:
-    """As ``model_state``, with the base of a model with adapters."""
+    """Return the same for all weights, also of a model with adapters."""
     return {
         key: chunk.sharded_state_dict(metadata=dict(METADATA))
         for key, chunk in keyed_chunks(chunks)

@@ -36,7 +36,7 @@ from rlpost.actor import parallel
 from rlpost.actor.layer_specs import LOCAL
 from rlpost.actor.norm import SeparateRMSNorm
 from rlpost.actor.packing import PackedMicroBatch
-from rlpost.actor.step import MicroBatchLoss
+from rlpost.actor.step import Losses, MicroBatchLoss
 from rlpost.columns import FloatColumn, IntColumn, RunColumn
 from rlpost.types import MicroBatch, TrainSample
 
@@ -57,8 +57,6 @@ PASSED_ON = (
 
 ATTENTION_STATE = "core_attention._extra_state"
 
-Losses = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
-"""The loss of a micro-batch, its number of tokens, and further sums by name."""
 LossOf = Callable[[int, PackedMicroBatch, torch.Tensor], Losses]
 
 
@@ -119,12 +117,7 @@ class MtpTraining:
     """Adds the loss of the layer to the policy's loss on the last pipeline stage."""
 
     def __init__(self, chunks: Sequence[GPTModel], *, scaling_factor: float) -> None:
-        """Register hooks.
-
-        Args:
-            chunks: of this rank, as ``build_model`` returns them.
-            scaling_factor: weight of the layer's loss.
-        """
+        """Register hooks; ``scaling_factor`` is the weight of the layer's loss."""
         self._first, self._last = chunks[0], chunks[-1]
         self._factor = scaling_factor
         self._is_on = False
@@ -142,12 +135,8 @@ class MtpTraining:
     ) -> LossOf:
         """Return ``loss_of`` with the layer's loss added.
 
-        Collective: call on every rank, once before each training pass.
-
-        Args:
-            loss_of: the policy's, for ``step.run``.
-            loss: of the batch.
-            packed: the ``shifted`` micro-batches.
+        Collective: call on every rank, once before each training pass. ``packed`` are the
+        ``shifted`` micro-batches.
         """
         later, self._is_on = list(packed), self.is_here
         embedding = self._embedding()
@@ -183,7 +172,7 @@ class MtpTraining:
     ) -> torch.Tensor:
         """Return the weighted sum of this micro-batch's cross-entropies; scalar."""
         logprobs_R, _ = loss.logprobs(self._logits(later.input_ids, embedding), later)
-        return -(logprobs_R * loss.weights(later)).sum()
+        return -(logprobs_R * loss.weighting.weights(later)).sum()
 
     def _logits(self, next_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """Return the logits of the token after next: [1, T] -> [1, T, V / tp]."""
@@ -224,6 +213,7 @@ class MtpTraining:
         sequence.
         """
         group = parallel.tensor_parallel_group()
+        # rows of other ranks are looked up as row 0, and set to zero
         row = ids[0] - group.rank() * embedding.size(0)
         is_mine = (row >= 0) & (row < embedding.size(0))
         found = F.embedding(row * is_mine, embedding) * is_mine[:, None]

@@ -13,7 +13,7 @@ so that updates have the size of Adam's and the learning rate of Adam can be use
 sqrt(max(1, out / in)).
 
 NS needs whole matrices. With tensor parallelism U is gathered, every rank computes the update of the
-whole matrix and applies its shard. Query, key, value, gate and up are matrices of their own although
+whole matrix and applies its shard. Query, key, value, gate and up are separate matrices, although
 Megatron fuses them. Momentum is sharded as the weights are. Embedding, output layer, norms and
 biases use Adam.
 """
@@ -62,7 +62,7 @@ def orthogonalise(matrix: torch.Tensor, *, num_steps: int, dtype: torch.dtype) -
 
 @dataclass(frozen=True, slots=True)
 class MuonSettings:
-    """Of all matrices."""
+    """The settings of Muon, equal for all matrices."""
 
     momentum: float
     nesterov: bool
@@ -132,10 +132,10 @@ class Muon(torch.optim.AdamW):
     ) -> None:
         """
         Args:
-            groups: with the key ``MATRICES``, whether all its parameters are in ``matrices``.
-            matrices: of the main weights that are matrices.
+            groups: each with the key ``MATRICES``: whether all its parameters are in ``matrices``.
+            matrices: by main weight.
             settings: of Muon.
-            adam: arguments of AdamW, also defaults of learning rate and weight decay.
+            adam: arguments of AdamW; its learning rate and weight decay are also Muon's defaults.
         """
         self._matrices = matrices
         self._settings = settings
@@ -171,12 +171,9 @@ class Muon(torch.optim.AdamW):
 def install(optimizer: MegatronOptimizer, inventory: Inventory, settings: ActorSettings) -> None:
     """Replace Adam within Megatron's optimizers, which keep main weights, clipping and schedule.
 
-    Args:
-        optimizer: not distributed: each data-parallel rank has whole shards.
-        inventory: of this rank.
-        settings: with those of Muon.
+    ``optimizer`` must not be distributed: each data-parallel rank needs whole shards.
     """
-    how = MuonSettings(
+    muon_settings = MuonSettings(
         momentum=settings.muon_momentum,
         nesterov=settings.muon_nesterov,
         num_steps=settings.muon_num_ns_steps,
@@ -194,7 +191,7 @@ def install(optimizer: MegatronOptimizer, inventory: Inventory, settings: ActorS
         one.optimizer = Muon(
             groups,
             matrices,
-            how,
+            muon_settings,
             lr=settings.lr,
             betas=(settings.adam_beta1, settings.adam_beta2),
             eps=settings.adam_eps,

@@ -62,7 +62,30 @@ class SeparateRMSNorm(RMSNorm):
         """Ignore the state: TransformerEngine stores FP8 scales there, which are not used here."""
 
 
-class ProjectionRMSNorm(torch.nn.Module):
+class ShardedByHead(torch.nn.Module):
+    """A module whose parameters are all sharded over the tensor-parallel ranks, along axis 0."""
+
+    tensor_group: dist.ProcessGroup
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> ShardedStateDict:
+        """Return the parameters in Megatron's sharded form; empty for a module without any."""
+        state = self.state_dict(keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            dict.fromkeys(state, 0),
+            sharded_offsets,
+            tp_group=self.tensor_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+
+
+class ProjectionRMSNorm(ShardedByHead):
     """RMSNorm over all heads of a projection together, sharded by heads (MiniMax-M2).
 
     The mean square is that of the heads of all tensor-parallel ranks. Input and output:
@@ -77,45 +100,25 @@ class ProjectionRMSNorm(torch.nn.Module):
         *,
         num_heads: int,
     ) -> None:
-        """Create the weight of this rank.
-
-        Args:
-            config: Megatron's configuration.
-            hidden_size: width of a head.
-            eps: added to the mean square.
-            num_heads: heads of all ranks.
-        """
+        """Create the weight of this rank, for ``num_heads`` of all ranks of width ``hidden_size``."""
         super().__init__()
         self.eps = eps
-        self.group = parallel_state.get_tensor_model_parallel_group()
+        self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.width = num_heads * hidden_size
         weight = torch.ones(
-            self.width // self.group.size(), dtype=config.params_dtype, device=device.current()
+            self.width // self.tensor_group.size(),
+            dtype=config.params_dtype,
+            device=device.current(),
         )
         self.weight = torch.nn.Parameter(weight)
         mark_sharded(self.weight)
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         wide = heads.flatten(-2).float()
-        squares: torch.Tensor = _SumOverRanks.apply(wide.pow(2).sum(-1, keepdim=True), self.group)
+        own = wide.pow(2).sum(-1, keepdim=True)
+        squares: torch.Tensor = _SumOverRanks.apply(own, self.tensor_group)
         wide = wide * torch.rsqrt(squares / self.width + self.eps)
         return (self.weight * wide.to(heads.dtype)).view_as(heads)
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, object] | None = None,
-    ) -> ShardedStateDict:
-        """The weight, sharded over the tensor-parallel ranks."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.group,
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        )
 
 
 def mark_sharded(parameter: torch.nn.Parameter) -> None:

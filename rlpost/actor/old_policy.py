@@ -39,15 +39,12 @@ class OldPolicy:
     ) -> None:
         """Allocate host memory if the settings need it; call ``start`` or ``load`` next.
 
-        Args:
-            settings: of the actor.
-            inventory: of this rank.
-            prepare: see ``KeptWeights``.
-            reference: of this rank, which shares memory.
+        Reference weights share their memory with the old policy. For ``prepare`` see
+        ``KeptWeights``.
         """
         self._settings = settings
         self._weights: KeptWeights | None = None
-        self._is_current = False  # whether they are the model's own
+        self._is_current = False  # whether the kept weights equal the model's
         if settings.has_old_policy:
             shares = reference if isinstance(reference, KeptWeights) else None
             self._weights = KeptWeights(inventory, SAVED, prepare=prepare, shares=shares)
@@ -65,7 +62,7 @@ class OldPolicy:
         It may be inside ``swap_in`` and ``swap_out``: the export for engines on other jobs may come
         between two buckets that are sent to engines of this job.
         """
-        was_in = self._weights is not None and self._weights.is_in
+        was_in = self._weights is not None and self._weights.is_swapped_in
         self.swap_in()
         try:
             yield
@@ -109,10 +106,10 @@ class OldPolicy:
             self._weights.save(folder, chunks, buffer_bytes=buffer_bytes)
 
     def load(self, folder: str | Path, chunks: Sequence[torch.nn.Module]) -> bool:
-        """Read what ``save`` wrote; the model then has it too.
+        """Read what ``save`` wrote, also into the model.
 
         Returns:
-            False if it wrote nothing: call ``start`` once the model has its own weights.
+            False if there is nothing: call ``start`` once the model has its own weights.
 
         Raises:
             CheckpointError: the weights do not fit the model.

@@ -38,6 +38,7 @@ def wrap(
         overlap_grad_reduce=settings.overlap_grad_reduce,
         overlap_param_gather=settings.overlap_param_gather,
     )
+    # As in Megatron-LM: the reduction of later chunks overlaps with computation anyway.
     return [
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)

@@ -97,9 +97,7 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
                 f"sample {number} of a micro-batch has {sample.prompt_length} prompt tokens and "
                 f"{sample.response_length} response tokens; both must be at least 1"
             )
-    sequences = [_up(len(sample.token_ids), layout.sequence_multiple) for sample in micro_batch]
-    if padding := -sum(sequences) % layout.row_multiple:
-        sequences.append(padding)
+    sequences = _padded([len(sample.token_ids) for sample in micro_batch], layout)
     starts = [0, *itertools.accumulate(sequences)]
     input_ids = np.zeros(starts[-1], dtype=np.int64)
     for start, sample in zip(starts, micro_batch, strict=False):
@@ -107,6 +105,7 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
     rows = torch.cat(
         [_zigzag(length, layout) + start for start, length in zip(starts, sequences, strict=False)]
     )
+    # for each row of the whole its index on this rank, -1 if another rank holds it
     local = torch.full((starts[-1],), -1).index_put_((rows,), torch.arange(len(rows)))
     index = [
         local[start + sample.prompt_length - 1 : start + len(sample.token_ids) - 1]
@@ -168,18 +167,12 @@ def _masks(
 
 
 def held_tokens(lengths: Sequence[int], layout: RowLayout) -> torch.Tensor:
-    """Which token each row of this rank's part holds.
-
-    Args:
-        lengths: tokens of each sample of the micro-batch.
-        layout: as for ``pack``.
+    """Return which token each row of this rank's part holds; ``lengths`` are those of the samples.
 
     Returns:
         [T] int64: indices among the tokens of all samples, in order; -1 at padding.
     """
-    sequences = [_up(length, layout.sequence_multiple) for length in lengths]
-    if padding := -sum(sequences) % layout.row_multiple:
-        sequences.append(padding)
+    sequences = _padded(lengths, layout)
     held, token = [], 0
     for length, padded in itertools.zip_longest(lengths, sequences, fillvalue=0):
         whole = torch.full((padded,), -1)
@@ -208,8 +201,12 @@ def _advantages(sample: TrainSample) -> object:
     return np.full(sample.response_length, sample.advantage, dtype=np.float32)
 
 
-def _up(length: int, multiple: int) -> int:
-    return length + -length % multiple
+def _padded(lengths: Sequence[int], layout: RowLayout) -> list[int]:
+    """Return the lengths of all sequences of a row; its padding is a sequence at the end."""
+    sequences = [length + -length % layout.sequence_multiple for length in lengths]
+    if padding := -sum(sequences) % layout.row_multiple:
+        sequences.append(padding)
+    return sequences
 
 
 def _zigzag(length: int, layout: RowLayout) -> torch.Tensor:

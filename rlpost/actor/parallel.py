@@ -8,8 +8,10 @@ ranks of one pipeline stage: expert-tensor first, then expert, then data.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -20,6 +22,21 @@ from rlpost.actor import device
 from rlpost.actor.settings import ActorSettings
 from rlpost.errors import PlacementError
 from rlpost.weights.inventory import Groups
+
+T = TypeVar("T")
+
+tensor_parallel_group = parallel_state.get_tensor_model_parallel_group
+"""Returns the ranks over which single tensors are sharded."""
+context_parallel_group = parallel_state.get_context_parallel_group
+"""Returns the ranks over which sequences are sharded."""
+pipeline_group = parallel_state.get_pipeline_model_parallel_group
+"""Returns the ranks over which layers are distributed."""
+data_parallel_group = parallel_state.get_data_parallel_group
+"""Returns the ranks with the same weights and other samples; with ``with_context_parallel`` also
+those with other parts of the same samples.
+"""
+data_parallel_rank = parallel_state.get_data_parallel_rank
+"""Returns the index of this rank's part of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +89,26 @@ def form_groups(settings: ActorSettings, *, num_virtual_stages: int | None) -> N
 
 def check_layout(settings: ActorSettings, world_size: int) -> None:
     """Raise PlacementError if the parallel sizes do not divide the number of ranks."""
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    sizes = {
+        "--tensor-model-parallel-size": settings.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": settings.pipeline_model_parallel_size,
+        "--context-parallel-size": settings.context_parallel_size,
+    }
     left = world_size
-    for name in names:
-        size = getattr(settings, name)
+    for flag, size in sizes.items():
         if left % size:
             taken = f", of which other sizes leave {left}" if left != world_size else ""
             raise PlacementError(
-                f"{name}={size} does not divide the {world_size} ranks of the trainer{taken}; choose one that does"
+                f"{flag} {size} does not divide the {world_size} ranks of the trainer{taken}; use a divisor"
             )
         left //= size
+    expert = settings.expert_model_parallel_size
     expert_tensor = settings.expert_tensor_parallel_size or settings.tensor_model_parallel_size
     ranks = world_size // settings.pipeline_model_parallel_size
-    if ranks % (expert_tensor * settings.expert_model_parallel_size):
+    if ranks % (expert_tensor * expert):
         raise PlacementError(
-            f"expert_model_parallel_size={settings.expert_model_parallel_size} x expert_tensor_parallel_size="
-            f"{expert_tensor} does not divide the {ranks} ranks of a pipeline stage; choose sizes that do"
+            f"--expert-model-parallel-size {expert} x --expert-tensor-parallel-size {expert_tensor} does not divide "
+            f"the {ranks} ranks of a pipeline stage; use sizes whose product does"
         )
 
 
@@ -98,21 +119,23 @@ def destroy() -> None:
         dist.destroy_process_group()
 
 
-def first_problem(problem: str | None, group: dist.ProcessGroup | None = None) -> str | None:
-    """Return the problem of the first rank that has one; the same on every rank. Collective.
+def raised_everywhere(act: Callable[[], T], failed: Callable[[str], Exception]) -> T:
+    """Call ``act``; after an OSError on any rank raise an exception on every rank. Collective.
 
-    Use it after an operation of a single rank: if that rank failed, the others must not enter a
-    collective without it.
-
-    Args:
-        problem: that of this rank; None without.
-        group: another group of all ranks.
+    If one rank failed alone, the others would wait for it in their next collective. ``failed``
+    makes the exception from the error of the first rank that has one.
     """
+    problem, result = None, None
+    try:
+        result = act()
+    except OSError as error:
+        problem = str(error)
     found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, problem, group=group)
-    return next(
-        (f"rank {rank}: {each}" for rank, each in enumerate(found) if each is not None), None
-    )
+    dist.all_gather_object(found, problem)
+    for rank, each in enumerate(found):
+        if each is not None:
+            raise failed(f"rank {rank}: {each}")
+    return result  # type: ignore[return-value]
 
 
 def smallest(value: int | None) -> int | None:
@@ -121,34 +144,6 @@ def smallest(value: int | None) -> int | None:
     dist.all_gather_object(found, value)
     known = [each for each in found if each is not None]
     return min(known) if len(known) == len(found) else None
-
-
-def tensor_parallel_group() -> dist.ProcessGroup:
-    """Return the ranks over which single tensors are sharded."""
-    return parallel_state.get_tensor_model_parallel_group()
-
-
-def context_parallel_group() -> dist.ProcessGroup:
-    """Return the ranks over which sequences are sharded."""
-    return parallel_state.get_context_parallel_group()
-
-
-def pipeline_group() -> dist.ProcessGroup:
-    """Return the ranks over which layers are distributed."""
-    return parallel_state.get_pipeline_model_parallel_group()
-
-
-def data_parallel_group(*, with_context_parallel: bool = False) -> dist.ProcessGroup:
-    """Return the ranks with the same weights and other samples.
-
-    With ``with_context_parallel`` also those with other parts of the same samples.
-    """
-    return parallel_state.get_data_parallel_group(with_context_parallel=with_context_parallel)
-
-
-def data_parallel_rank() -> int:
-    """Return the index of this rank's part of a batch."""
-    return parallel_state.get_data_parallel_rank()
 
 
 def weight_groups() -> Groups:

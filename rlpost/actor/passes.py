@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rlpost.actor import device, parallel, step
-from rlpost.actor.mtp import Losses, LossOf, MtpTraining, shifted
+from rlpost.actor.mtp import LossOf, MtpTraining, shifted
 from rlpost.actor.packing import (
     PackedMicroBatch,
     RowLayout,
@@ -60,14 +60,8 @@ class Passes:
     ) -> None:
         """Connect the parts of a pass.
 
-        Args:
-            model: wrapped chunks of this rank.
-            settings: those of the actor.
-            num_valid: columns of this rank's logits that are tokens.
-            row_layout: layout of packed rows.
-            routing: routing replay of the same chunks.
-            mtp: None without training of multi-token prediction.
-            stop_points: where a pass can be interrupted.
+        ``model`` has the wrapped chunks of this rank, and ``routing`` replays the routers in them.
+        ``num_valid`` is the number of columns of this rank's logits that are tokens.
         """
         self._model = model
         self._settings = settings
@@ -80,9 +74,7 @@ class Passes:
     def logprobs(self, batch: TrainBatch, *, records_routes: bool) -> Logprobs:
         """Compute log-probs of all response tokens; forward only.
 
-        Args:
-            batch: this rank's micro-batches.
-            records_routes: whether routing replay records the experts of this pass.
+        With ``records_routes`` routing replay records the experts of this pass.
 
         Returns:
             Log-probs by micro-batch and sample; empty on all pipeline stages but the last.
@@ -103,12 +95,7 @@ class Passes:
         return self._without_gradients(batch, collect, records_routes=records_routes)
 
     def top_tokens(self, batch: TrainBatch, *, count: int, limit: int) -> list[list[TopTokens]]:
-        """Compute the most likely tokens at all response tokens; forward only.
-
-        Args:
-            batch: this rank's micro-batches.
-            count: tokens at each position.
-            limit: only ids below it.
+        """Compute the ``count`` most likely ids below ``limit`` at all response tokens.
 
         Returns:
             By micro-batch and sample; empty on all pipeline stages but the last.
@@ -154,7 +141,7 @@ class Passes:
         ref_logprobs: Logprobs | None,
         teacher: TeacherScores | None = None,
     ) -> dict[str, float]:
-        """Accumulate the gradients of the loss. Clear them before.
+        """Accumulate the gradients of the loss; clear the gradients before the call.
 
         Args:
             batch: this rank's micro-batches.
@@ -174,7 +161,9 @@ class Passes:
         of_teacher = held_scores(teacher, packed)
         loss = self._micro_batch_loss(batch)
 
-        def policy_loss(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> Losses:
+        def policy_loss(
+            index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor
+        ) -> step.Losses:
             return loss.loss(micro_batch, old[index], ref[index], logits, of_teacher[index])
 
         loss_of = self._with_mtp(policy_loss, loss, batch)

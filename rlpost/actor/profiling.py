@@ -46,14 +46,9 @@ class Profiling:
             self._profiler.start()
 
     def end(self, folder: str, steps: str) -> list[str]:
-        """Stop recording and write the files into ``folder``.
+        """Stop recording, write the files and return their paths.
 
-        Args:
-            folder: created if missing.
-            steps: part of the file names.
-
-        Returns:
-            The paths of the files.
+        A missing ``folder`` is created; ``steps`` is a part of the file names.
         """
         Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         written = []

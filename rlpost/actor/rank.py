@@ -1,4 +1,7 @@
-"""What ranks of every role have in common: their settings, process groups, device and progress.
+"""What ranks of every role have in common: settings, process groups, device, saves and progress.
+
+A rank may train a critic: alone in a group of critics (``critic_rank``), or beside the policy
+(``actor``).
 
 Invariant: ``memory_use``, ``position`` and ``write_flight_record`` are safe to call from a second
 thread, also while a collective hangs.
@@ -8,15 +11,22 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from rlpost.actor import device, parallel, progress
+from rlpost.actor import device, parallel, progress, weight_files
+from rlpost.actor.critic import Critic, Values
 from rlpost.actor.model_description import ModelDescription, read_description
+from rlpost.actor.own_time import OWN_TIME
 from rlpost.actor.packing import RowLayout
 from rlpost.actor.parallel import Rendezvous
+from rlpost.actor.saves import RunningSave
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.stop_points import StopPoints
+from rlpost.columns import FloatColumn
 from rlpost.progress.position import Position
+from rlpost.types import StepResult, TrainBatch
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +34,18 @@ logger = logging.getLogger(__name__)
 class Rank(ABC):
     """One rank of a group that trains a model."""
 
+    critic: Critic | None = None
+    """Set by ``build``; None without ``--advantage-estimator ppo``."""
+    saves: RunningSave
+    """Set by ``build``."""
+
     def __init__(
         self, settings: ActorSettings, description: ModelDescription | None = None
     ) -> None:
         """Read the architecture.
 
-        Args:
-            settings: of this rank, at the layout of its group.
-            description: of the model; read from ``hf_checkpoint`` unless given.
+        ``settings`` have the layout of this rank's group. ``description`` is read from
+        ``hf_checkpoint`` unless given.
 
         Raises:
             WeightError: the architecture is not supported.
@@ -84,6 +98,48 @@ class Rank(ABC):
             context_rank=parallel.context_parallel_group().rank(),
             context_size=self.settings.context_parallel_size,
         )
+
+    @property
+    def num_critic_steps(self) -> int:
+        """Optimizer steps of the critic so far; 0 without a critic."""
+        return 0 if self.critic is None else self.critic.num_optimizer_steps
+
+    def compute_values(self, batch: TrainBatch) -> Values:
+        """The critic's value before each response token; see ``Critic.values``."""
+        return self._critic().values(batch)
+
+    def train_critic(
+        self, batch: TrainBatch, values: Values | None, returns: Sequence[FloatColumn]
+    ) -> StepResult:
+        """Run one optimizer step of the critic; see ``Critic.train_step``."""
+        self.wait_copied()
+        metrics = self._critic().train_step(batch, values, returns)
+        return StepResult(metrics, own_s=OWN_TIME.seconds())
+
+    def export_critic(self, folder: str | Path) -> None:
+        """Write the critic as a Hugging Face folder with a model for token classification.
+
+        Raises:
+            CheckpointError: the folder cannot be written; raised on every rank.
+        """
+        weight_files.written_everywhere(partial(self._critic().export, folder), folder)
+
+    def _critic(self) -> Critic:
+        """Return the critic, which the settings must have."""
+        assert self.critic is not None, "a critic needs --advantage-estimator ppo"
+        return self.critic
+
+    def wait_copied(self, *, weights_only: bool = False) -> None:
+        """Wait until a background save has copied the state (or the weights)."""
+        self.saves.wait_copied(weights_only=weights_only)
+
+    def save_is_done(self) -> bool:
+        """Whether no save is running; does not block.
+
+        Raises:
+            CheckpointError: a rank could not write; raised on every rank.
+        """
+        return self.saves.is_done()
 
     def close(self) -> None:
         """Leave all process groups."""

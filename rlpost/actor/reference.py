@@ -8,10 +8,7 @@ Input: the inventory of this rank, and a function that reads the reference into 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-
-import torch
+from collections.abc import Callable
 
 from rlpost.actor.kept_weights import KeptWeights
 from rlpost.actor.settings import ActorSettings
@@ -29,14 +26,11 @@ class ReferenceWeights(KeptWeights):
     ) -> None:
         """Read the reference weights and restore those of the model.
 
-        Args:
-            inventory: of this rank.
-            read: fills the model with the reference weights; called once.
-            prepare: see ``KeptWeights``.
+        ``read`` fills the model with the reference weights. For ``prepare`` see ``KeptWeights``.
         """
         super().__init__(inventory, SAVED, prepare=prepare)
         self.was_updated = False
-        """Whether the weights are no longer those that ``read`` gives."""
+        """Whether a checkpoint needs the weights, because ``read`` no longer gives them."""
         self._keep(self._mine)
         read()
         self._keep(self._kept)
@@ -54,14 +48,3 @@ class ReferenceWeights(KeptWeights):
         interval = settings.ref_update_interval
         if interval is not None and num_steps % (interval * settings.num_steps_per_rollout) == 0:
             self.take()
-
-    def save(
-        self, folder: str | Path, chunks: Sequence[torch.nn.Module], *, buffer_bytes: int
-    ) -> None:
-        """Write the weights into the folder of a checkpoint if they were updated.
-
-        Raises:
-            CheckpointError: a rank cannot write; raised on every rank.
-        """
-        if self.was_updated:
-            super().save(folder, chunks, buffer_bytes=buffer_bytes)

@@ -29,7 +29,10 @@ def global_metrics(stats: Sequence[Stats]) -> dict[str, float]:
             names = [name for name in stats[0] if name.endswith("_max") == is_max]
             if not names:
                 continue
-            terms = torch.stack([_vector(one, names) for one in stats])
+            rows = []
+            for one in stats:
+                rows.append(torch.stack([one[name].float() for name in names]))
+            terms = torch.stack(rows)
             values = terms.amax(0) if is_max else terms.sum(0)
             dist.all_reduce(values, op=operation, group=group)
             metrics[0] |= {
@@ -41,7 +44,3 @@ def global_metrics(stats: Sequence[Stats]) -> dict[str, float]:
             metrics, src=source, group=parallel.pipeline_group(), device=device.current()
         )
     return metrics[0]
-
-
-def _vector(stats: Stats, names: Sequence[str]) -> torch.Tensor:
-    return torch.stack([stats[name].float() for name in names])

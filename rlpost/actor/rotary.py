@@ -21,9 +21,7 @@ from rlpost.actor.rope import RopeOptions, attention_factor, rope_type
 def inverse_frequencies(options: RopeOptions, width: int) -> torch.Tensor:
     """Return the angle by which a position rotates each pair: [width / 2] float32.
 
-    Args:
-        options: of the rotary embedding; the type is supported.
-        width: rotated dimensions of a head.
+    ``width`` is the number of rotated dimensions of a head. The type must be supported.
     """
     exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
     plain = 1.0 / (options["rope_theta"] ** exponents)

@@ -64,7 +64,7 @@ class RecordedRoutes:
             self._routes.setdefault(_key(sample), of_tokens[start : start + count].copy())
             start += count
 
-    def use(self, sample: TrainSample) -> np.ndarray[object, object] | None:
+    def of(self, sample: TrainSample) -> np.ndarray[object, object] | None:
         """[this rank's tokens, layers, k] of a sample; None if there are none."""
         return self._routes.get(_key(sample))
 
@@ -94,7 +94,7 @@ def packed_routes(
     first_token, rows = 0, (token >= 0).nonzero()[:, 0]
     for sample, count in zip(micro_batch, _held_counts(micro_batch, token), strict=True):
         mine, rows = rows[:count], rows[count:]
-        kept = recorded.use(sample) if recorded is not None else None
+        kept = recorded.of(sample) if recorded is not None else None
         if kept is not None:
             routes[mine] = torch.from_numpy(kept)
         elif sample.routes is not None and len(sample.routes):
@@ -114,6 +114,7 @@ def token_rows(micro_batch: MicroBatch, layout: RowLayout, shape: RouteShape) ->
 def _held_counts(micro_batch: MicroBatch, token: torch.Tensor) -> Iterable[int]:
     """Tokens of each sample that this rank holds."""
     ends = torch.tensor([len(sample.token_ids) for sample in micro_batch]).cumsum(0)
+    # right: a token whose index equals an end is the first of the next sample
     sample_of = torch.bucketize(token[token >= 0], ends, right=True)
     return torch.bincount(sample_of, minlength=len(micro_batch)).tolist()
 

@@ -134,13 +134,9 @@ class RoutingReplay:
         layout: RowLayout,
         fields: Mapping[str, Any],
     ) -> None:
-        """Take over the routers of ``chunks``.
+        """Take over the routers of ``chunks``, this rank's models without wrappers.
 
-        Args:
-            chunks: this rank's models, without wrappers.
-            settings: those of replay and layout.
-            layout: of packed rows.
-            fields: the family's fields of Megatron's TransformerConfig.
+        ``fields`` are the family's fields of Megatron's TransformerConfig.
         """
         self.current: Pass | None = None
         self._layout = layout

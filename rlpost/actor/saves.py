@@ -1,4 +1,4 @@
-"""Saves of one rank: of the policy and of the critic beside it, in the background if asked for.
+"""Saves of one rank: the policy and the critic beside it, optionally in the background.
 
 Input: model, optimizer and critic of the rank. Output: their files in the folder of a checkpoint.
 Invariant: at most one save runs; the next one waits for it, because they use the same host memory.
@@ -14,9 +14,8 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 
 from rlpost.actor.critic import Critic
-from rlpost.actor.joint_writing import JointWriting
 from rlpost.actor.lora.targets import checkpoint_settings
-from rlpost.actor.megatron_checkpoint import Progress, Residence, Saver
+from rlpost.actor.megatron_checkpoint import Progress, Residence, Saver, Writing
 from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.settings import ActorSettings
 from rlpost.errors import CheckpointError
@@ -31,15 +30,18 @@ class RunningSave:
 
     def __init__(self, settings: ActorSettings) -> None:
         self._deadline_s = settings.save_deadline_s
-        self._writing: JointWriting | None = None
+        # Replaced and never changed: another thread may read it while a part is added.
+        self._parts: tuple[Writing, ...] = ()
 
-    def begin(self) -> JointWriting:
-        """Return a save to add parts to; ``run`` follows. ``finish`` must have returned."""
-        self._writing = writing = JointWriting()
-        return writing
+    def add(self, part: Writing) -> None:
+        """Add a part to the save; call ``run`` after the last one.
+
+        ``finish`` of the previous save must have returned.
+        """
+        self._parts = (*self._parts, part)
 
     def run(self, *, in_background: bool) -> None:
-        """Wait for the save that ``begin`` returned, or let it run.
+        """Wait for all parts, or let them run.
 
         Raises:
             CheckpointError: a rank cannot write, and the save is not in the background; raised on
@@ -47,14 +49,17 @@ class RunningSave:
         """
         if not in_background:
             self.finish()
-        elif self._writing is not None and self._writing.must_stay:
+        elif any(part.must_stay for part in self._parts):
             self.wait_copied()
 
     def wait_copied(self, *, weights_only: bool = False) -> None:
         """Wait until a background save has copied the state (or the weights)."""
-        if (writing := self._writing) is not None:
-            with span("wait for the checkpoint"), RECORDER.waiting("the checkpoint"):
-                writing.wait_copied(weights_only=weights_only, timeout_s=self._deadline_s)
+        parts = self._parts
+        if not parts:
+            return
+        with span("wait for the checkpoint"), RECORDER.waiting("the checkpoint"):
+            for part in parts:
+                part.wait_copied(weights_only=weights_only, timeout_s=self._deadline_s)
 
     def finish(self) -> None:
         """Wait for a background save. Safe to call from another thread.
@@ -62,15 +67,16 @@ class RunningSave:
         Raises:
             CheckpointError: a rank could not write; raised on every rank.
         """
-        writing = self._writing
-        if writing is None:
-            return
+        parts = self._parts
         try:
-            writing.wait()
+            for part in parts:
+                part.wait()
         finally:
+            for part in parts:
+                part.join()
             # Only now: the next save uses the same memory, so it must wait here too.
-            if self._writing is writing:
-                self._writing = None
+            if self._parts is parts:
+                self._parts = ()
 
     def finish_leniently(self) -> None:
         """As ``finish``, but a failure is only logged: the next save replaces the failed one."""
@@ -81,8 +87,8 @@ class RunningSave:
 
     def is_done(self) -> bool:
         """Whether no save is running; does not block."""
-        if (writing := self._writing) is not None and writing.is_running:
-            return False  # read once: another thread may set it to None
+        if any(part.is_running for part in self._parts):
+            return False
         self.finish()
         return True
 
@@ -132,8 +138,7 @@ class Saves(RunningSave):
                 every rank.
         """
         saver = self._saver or self.set_buffer(self._settings.save_buffer_bytes)
-        writing = self.begin()
-        writing.add(saver, folder, progress)
+        self.add(saver.start(folder, progress))
         if self.critic is not None:
-            self.critic.start_save(writing, folder, progress.step, self._residence)
+            self.add(self.critic.start_save(folder, progress.step, self._residence))
         self.run(in_background=in_background)

@@ -150,15 +150,11 @@ class ActorSettings(LossSettings):
         """Divides the padded length of a row: sequence parallelism splits each rank's part
         again.
         """
-        return self.sequence_multiple * (
-            self.tensor_model_parallel_size if self.sequence_parallel else 1
-        )
+        parts = self.tensor_model_parallel_size if self.sequence_parallel else 1
+        return self.sequence_multiple * parts
 
     @property
     def micro_batch_multiple(self) -> int:
         """Divides the number of micro-batches: an interleaved pipeline processes whole rounds."""
-        return (
-            1
-            if self.num_layers_per_virtual_pipeline_stage is None
-            else self.pipeline_model_parallel_size
-        )
+        is_interleaved = self.num_layers_per_virtual_pipeline_stage is not None
+        return self.pipeline_model_parallel_size if is_interleaved else 1

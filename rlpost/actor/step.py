@@ -36,6 +36,11 @@ from rlpost.algorithm.objective import Stats, Tokens, loss_function
 from rlpost.metrics.spans import span
 from rlpost.progress.position import RECORDER
 
+Losses = tuple[torch.Tensor, torch.Tensor, Stats]
+"""Of a micro-batch: the weighted sum of its tokens' losses, a token count that Megatron requires but
+that is unused, and its terms of the metrics: sums, and maxima under names that end in ``_max``.
+"""
+
 
 def finalize_summed_grads(
     model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: object
@@ -47,7 +52,7 @@ def finalize_summed_grads(
 
 @dataclass(frozen=True, slots=True)
 class Weighting:
-    """What the tokens of a micro-batch count in sums over the global batch."""
+    """The weights of tokens in sums over the global batch."""
 
     num_samples: int  # of the global batch
     num_tokens: int  # of the global batch
@@ -73,6 +78,14 @@ class Weighting:
             return torch.cat([value_R * mask_R, value_R.new_zeros(1)]).max()
         return (value_R * mask_R).sum() / self.num_tokens
 
+    def reduced(self, loss_R: torch.Tensor, stats: Stats, packed: PackedMicroBatch) -> Losses:
+        """Reduce the loss and the statistics of each response token."""
+        loss = (loss_R * self.weights(packed)).sum()
+        terms = {
+            name: self.term(name, value_R, packed.loss_mask) for name, value_R in stats.items()
+        }
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), terms
+
 
 class MicroBatchLoss:
     """Computes log-probs from this rank's logits, and a weighted loss from those."""
@@ -82,18 +95,15 @@ class MicroBatchLoss:
     ) -> None:
         """Import the loss function.
 
-        Args:
-            settings: those of the loss.
-            num_valid: columns of the logits that are tokens.
-            num_samples: of the global batch.
-            num_tokens: of the global batch.
+        ``num_valid`` columns of the logits are tokens. ``num_samples`` and ``num_tokens`` count the
+        global batch.
 
         Raises:
             ConfigError: a custom loss cannot be imported.
         """
         self.settings = settings
         self.num_valid = num_valid
-        self._weighting = Weighting(num_samples, num_tokens, settings.calculate_per_token_loss)
+        self.weighting = Weighting(num_samples, num_tokens, settings.calculate_per_token_loss)
         self.objective = loss_function(settings)
 
     def logprobs(
@@ -142,14 +152,8 @@ class MicroBatchLoss:
         ref_logprobs: torch.Tensor | None,
         logits: torch.Tensor,
         teacher: HeldScores = WITHOUT_TEACHER,
-    ) -> tuple[torch.Tensor, torch.Tensor, Stats]:
-        """Compute the loss of a micro-batch.
-
-        Returns:
-            The weighted sum of the tokens' losses, a token count that Megatron requires but that is
-            unused, and this micro-batch's terms of the metrics: sums, and maxima under names that
-            end in ``_max``.
-        """
+    ) -> Losses:
+        """Compute the loss of a micro-batch; its terms of the metrics include the loss."""
         logprobs_R, entropy_R, top_RK = self._logprobs_with_top(logits, packed, teacher.top_ids)
         tokens = Tokens(
             logprobs=logprobs_R,
@@ -166,20 +170,8 @@ class MicroBatchLoss:
             sample_sums=partial(_sample_sums, packed=packed),
         )
         loss_R, per_token = self.objective(tokens, self.settings)
-        loss = (loss_R * self.weights(packed)).sum()
-        stats = {
-            name: self._weighting.term(name, value_R, packed.loss_mask)
-            for name, value_R in per_token.items()
-        }
-        return (
-            loss,
-            torch.zeros((), dtype=torch.int, device=loss.device),
-            {"loss": loss.detach()} | stats,
-        )
-
-    def weights(self, packed: PackedMicroBatch) -> torch.Tensor:
-        """[R]: what each response token's loss is multiplied by; see ``Weighting``."""
-        return self._weighting.weights(packed)
+        loss, no_count, terms = self.weighting.reduced(loss_R, per_token, packed)
+        return loss, no_count, {"loss": loss.detach()} | terms
 
 
 def _sample_sums(values_R: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:
@@ -213,6 +205,7 @@ def run(
             accumulated.
     """
     stop_points = stop_points or StopPoints()
+    # Micro-batches of several pipeline stages overlap: no boundary between two is common to all.
     is_one_unit = parallel.pipeline_group().size() > 1
 
     def forward(
@@ -231,6 +224,7 @@ def run(
             )
         return logits, partial(loss_of, index, micro_batch)
 
+    # one iterator for each chunk: an interleaved schedule takes a micro-batch once per chunk
     batches = [iter(list(enumerate(packed))) for _ in chunks]
     name = "forward" if forward_only else "forward, backward"
     num_stop_points = 1 if is_one_unit else len(packed)

@@ -52,14 +52,12 @@ def common_stop_point(held: Sequence[StopPoint]) -> StopPoint:
     StopPoint(number=8, index=0, length=0)
     """
     farthest = max(held)
-    all_come = farthest.index == 0 or all(
+    is_common = farthest.index == 0 or all(
         one.number == farthest.number and farthest.index < one.length for one in held
     )
-    return (
-        StopPoint(farthest.number, farthest.index)
-        if all_come
-        else StopPoint(farthest.number + 1, 0)
-    )
+    if is_common:
+        return StopPoint(farthest.number, farthest.index)
+    return StopPoint(farthest.number + 1, 0)
 
 
 class StopPoints:
@@ -93,17 +91,14 @@ class StopPoints:
             TrainingError: held, and not released before the deadline.
         """
         with self._changed:
-            if self._is_held and not self._changed.wait_for(
-                lambda: not self._is_held, self._deadline_s
-            ):
+            if not self._changed.wait_for(lambda: not self._is_held, self._deadline_s):
                 raise TrainingError(
                     f"held before a micro-batch for {self._deadline_s:.0f} s without a release; "
                     "the driver or another rank does not respond"
                 )
-            if self._stop_at is not None and (self._next.number, index) >= (
-                self._stop_at.number,
-                self._stop_at.index,
-            ):
+            # A stop point orders by pass, then index; the length of its pass does not matter here.
+            stop, here = self._stop_at, StopPoint(self._next.number, index)
+            if stop is not None and here >= StopPoint(stop.number, stop.index):
                 raise Interrupted("a stop was requested between two micro-batches")
             self._next = StopPoint(self._next.number, index + 1, self._next.length)
 

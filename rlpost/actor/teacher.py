@@ -38,10 +38,7 @@ class Teacher:
     ) -> None:
         """Build the teacher and read its weights. Needs parallel state.
 
-        Args:
-            settings: those of the policy.
-            row_layout: that of the policy's packed rows.
-            stop_points: where a pass can be interrupted.
+        ``settings`` and ``row_layout`` are those of the policy.
 
         Raises:
             ConfigError: the teacher cannot be sharded as the policy is.
@@ -66,7 +63,7 @@ class Teacher:
             mtp=None,
             stop_points=stop_points,
         )
-        self._weights = ParkedWeights(chunks)
+        self._weights = OffloadedWeights(chunks)
 
     def logprobs(self, batch: TrainBatch) -> Logprobs:
         """Compute log-probs of all response tokens under the teacher, as ``Passes.logprobs`` does.
@@ -87,14 +84,14 @@ class Teacher:
             return self._passes.top_tokens(batch, count=count, limit=limit)
 
 
-class ParkedWeights:
+class OffloadedWeights:
     """Constant weights whose device memory is free outside ``on_device``."""
 
     def __init__(self, chunks: list[torch.nn.Module]) -> None:
         """Copy all parameters and buffers to host memory and free their storage on the device."""
         tensors = [tensor.data for chunk in chunks for tensor in chunk.parameters()]
         tensors += [tensor for chunk in chunks for tensor in chunk.buffers()]
-        self._parked = [
+        self._copies = [
             (storage, HostCopy(bytes_of(storage)), storage.nbytes())
             for storage in storages(tensors)
         ]
@@ -103,7 +100,7 @@ class ParkedWeights:
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Context in which the weights are on the device."""
-        for storage, host, size in self._parked:
+        for storage, host, size in self._copies:
             storage.resize_(size)
             host.fill(bytes_of(storage))
         device.synchronise()
@@ -114,7 +111,7 @@ class ParkedWeights:
             self._free()
 
     def _free(self) -> None:
-        for storage, _, _ in self._parked:
+        for storage, _, _ in self._copies:
             storage.resize_(0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

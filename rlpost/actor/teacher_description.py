@@ -54,17 +54,17 @@ def teacher_settings(settings: ActorSettings) -> ActorSettings:
         settings.opd_teacher_hf_checkpoint,
         settings.hf_checkpoint,
     )
-    is_policy = folder == Path(settings.hf_checkpoint)
+    own = settings
+    if folder != Path(settings.hf_checkpoint):
+        own = replace(
+            settings,
+            model_args={},
+            decoder_first_pipeline_num_layers=None,
+            decoder_last_pipeline_num_layers=None,
+        )
     return replace(
-        settings,
+        own,
         hf_checkpoint=str(folder),
-        model_args=settings.model_args if is_policy else {},
-        decoder_first_pipeline_num_layers=settings.decoder_first_pipeline_num_layers
-        if is_policy
-        else None,
-        decoder_last_pipeline_num_layers=settings.decoder_last_pipeline_num_layers
-        if is_policy
-        else None,
         loss_type="policy_loss",
         recompute_granularity=None,
         recompute_method=None,

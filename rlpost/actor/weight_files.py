@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -23,6 +24,8 @@ from rlpost.weights.exporter import Exporter, export_folder
 from rlpost.weights.inventory import Inventory
 from rlpost.weights.peft_folder import write_peft_folder
 from rlpost.weights.sent_weights import LastSent
+
+T = TypeVar("T")
 
 
 def export(
@@ -54,15 +57,17 @@ def export_merged(
     settings: ActorSettings,
 ) -> None:
     """As ``export``, always all weights."""
-    write = partial(
+    written_everywhere(partial(_export(description, settings), exporter, folder), folder)
+
+
+def _export(description: ModelDescription, settings: ActorSettings) -> Callable[..., None]:
+    """Return ``export_folder`` with the options that do not depend on the call."""
+    return partial(
         export_folder,
-        exporter,
-        folder,
         template=settings.hf_checkpoint,
         config=description.hf_config,
         writes=dist.get_rank() == 0,
     )
-    written_everywhere(write, folder)
 
 
 def write_adapters(inventory: Inventory, folder: Path, settings: ActorSettings) -> int | None:
@@ -75,33 +80,26 @@ def write_adapters(inventory: Inventory, folder: Path, settings: ActorSettings) 
         CheckpointError: the folder cannot be written; raised on every rank.
     """
     writes, temporary = dist.get_rank() == 0, folder.with_name(f".{folder.name}")
-    written: list[int] = []
 
-    def write() -> None:
+    def write() -> int | None:
         if writes:
             shutil.rmtree(temporary, ignore_errors=True)
         adapters = peft_settings(settings)
         write_peft_folder(inventory, temporary, settings=adapters, writes=writes)
-        if writes:
-            written.append(commit(temporary, folder))
+        return commit(temporary, folder) if writes else None
 
-    written_everywhere(write, folder)
-    return written[0] if writes else None
+    return written_everywhere(write, folder)
 
 
-def written_everywhere(write: Callable[[], None], folder: str | Path) -> None:
+def written_everywhere(write: Callable[[], T], folder: str | Path) -> T:
     """Call ``write``.
 
     Raises:
         CheckpointError: it failed on a rank; raised on every rank.
     """
-    problem = None
-    try:
-        write()
-    except OSError as error:
-        problem = str(error)
-    if problem := parallel.first_problem(problem):
-        raise CheckpointError(f"cannot write weights to {folder}: {problem}")
+    return parallel.raised_everywhere(
+        write, lambda problem: CheckpointError(f"cannot write weights to {folder}: {problem}")
+    )
 
 
 def write_version(
@@ -121,20 +119,11 @@ def write_version(
     Raises:
         SyncError: the version cannot be written; raised on every rank.
     """
-    export_all = partial(
-        export_folder,
-        template=settings.hf_checkpoint,
-        config=description.hf_config,
-        writes=dist.get_rank() == 0,
-    )
-    problem, written = None, None
-    try:
+
+    def write() -> Written | None:
         if whole:
-            written = last_sent.write_whole(folder, version, export_all)
-        else:
-            written = last_sent.write_delta(folder, version)
-    except OSError as error:
-        problem = str(error)
-    if problem := parallel.first_problem(problem):
-        raise SyncError(f"cannot write weights of version {version} to {folder}: {problem}")
-    return written
+            return last_sent.write_whole(folder, version, _export(description, settings))
+        return last_sent.write_delta(folder, version)
+
+    failed = f"cannot write weights of version {version} to {folder}"
+    return parallel.raised_everywhere(write, lambda problem: SyncError(f"{failed}: {problem}"))

@@ -45,11 +45,6 @@ def grpo_advantages(rewards: Sequence[float], *, normalize_std: bool = True) -> 
     return tuple(value / (std + STD_EPSILON) for value in centred)
 
 
-def centred_advantages(rewards: Sequence[float]) -> tuple[float, ...]:
-    """r_i - mean of the group: the baseline form of REINFORCE++ before whitening."""
-    return grpo_advantages(rewards, normalize_std=False)
-
-
 def rloo_advantages(rewards: Sequence[float]) -> tuple[float, ...]:
     """Leave one out: r_i - mean of the others; 0 in a group of one.
 
@@ -137,7 +132,7 @@ ESTIMATORS: dict[str, Estimator] = {
         lambda rewards, *_: tuple(rewards), whitens=True, charges_tokens=True
     ),
     "reinforce_plus_plus_baseline": Estimator(
-        lambda rewards, *_: centred_advantages(rewards), whitens=True
+        lambda rewards, *_: grpo_advantages(rewards, normalize_std=False), whitens=True
     ),
 }
 """By the value of --advantage-estimator.
@@ -164,19 +159,16 @@ def estimate(
     penalties: Penalties | None = None,
     gamma: float = 1.0,
 ) -> list[tuple[Advantage, ...]]:
-    """Compute the advantages of all samples of a rollout.
+    """Compute the advantages of all samples of a rollout, by group, from ``groups`` of rewards.
 
     Args:
-        estimator: name of the estimator.
+        estimator: value of --advantage-estimator.
         groups: rewards by group.
         masks: loss masks by group.
         normalize_std: divide by the standard deviation of the group, as GRPO does.
         normalize_advantages: whiten the advantages of every estimator.
         penalties: KL penalties per token (``Estimator.charges_tokens``).
         gamma: discount per token, for estimators with an advantage per token.
-
-    Returns:
-        Advantages by group.
 
     Raises:
         KeyError: the estimator is unknown.
@@ -211,8 +203,14 @@ def _whitened_returns(
     of_samples = zip(chain(groups), chain(penalties), chain(masks), strict=True)
     returns = [returns_to_go(*sample, gamma=gamma) for sample in of_samples]
     whitened = whiten(list(chain(returns)), list(chain(chain(masks))))
-    columns = [FloatColumn(part) for part in partition(whitened, map(len, returns))]
-    return [tuple(part) for part in partition(columns, map(len, groups))]
+    return token_advantages(whitened, masks)
+
+
+def token_advantages(values: Sequence[float], masks: Masks) -> list[tuple[Advantage, ...]]:
+    """Split values of all response tokens of a rollout: one column per sample, by group."""
+    lengths = [len(mask) for of_group in masks for mask in of_group]
+    columns = [FloatColumn(part) for part in partition(values, lengths)]
+    return [tuple(part) for part in partition(columns, map(len, masks))]
 
 
 def _no_penalties(masks: Sequence[RunColumn]) -> list[Sequence[float]]:

@@ -49,7 +49,8 @@ def estimate_by_answer(
     rewards: list[list[float]] = []
     masks: list[list[RunColumn]] = []
     for group, of_group in zip(groups, sizes, strict=True):
-        rewards.append([_mean(own) for own in partition(group.rewards, of_group)])
+        parts = partition(group.rewards, of_group)
+        rewards.append([math.fsum(own) / len(own) for own in parts])
         masks.append([_joined_mask(own) for own in partition(group.masks, of_group)])
     found = estimate(rewards, masks, None if penalties is None else _joined(penalties, sizes))
     return [
@@ -69,7 +70,10 @@ def _of_samples(
     lengths = [len(scored.sample.mask) for scored in group.samples]
     found: list[Advantage] = []
     for advantage, own in zip(advantages, partition(lengths, sizes), strict=True):
-        found += _split(advantage, own)
+        if isinstance(advantage, FloatColumn):
+            found += partition(advantage, own)
+        else:
+            found += [advantage] * len(own)
     return tuple(found)
 
 
@@ -96,13 +100,3 @@ def _joined(penalties: Penalties, sizes: Sequence[Sequence[int]]) -> list[list[D
         columns = [DoubleColumn.of(tokens) for tokens in own]
         joined.append([DoubleColumn.joined(part) for part in partition(columns, of_answers)])
     return joined
-
-
-def _split(advantage: Advantage, lengths: Sequence[int]) -> list[Advantage]:
-    if isinstance(advantage, FloatColumn):
-        return [*partition(advantage, lengths)]
-    return [advantage] * len(lengths)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

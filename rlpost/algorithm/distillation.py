@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlpost.algorithm.advantage import Advantage, whiten
-from rlpost.algorithm.partition import partition
+from rlpost.algorithm.advantage import Advantage, Masks, token_advantages, whiten
 from rlpost.columns import DoubleColumn, FloatColumn, RunColumn
 from rlpost.errors import DataError
 
@@ -68,7 +67,7 @@ def _distilled(advantage: Advantage, distance: Sequence[float], coef: float) -> 
 
 
 def whitened_tokens(
-    advantages: Sequence[Sequence[Advantage]], masks: Sequence[Sequence[RunColumn]]
+    advantages: Sequence[Sequence[Advantage]], masks: Masks
 ) -> list[tuple[Advantage, ...]]:
     """Whiten advantages per token over all trained tokens of a rollout (``advantage.whiten``)."""
     values: list[float] = []
@@ -78,9 +77,7 @@ def whitened_tokens(
             assert isinstance(advantage, FloatColumn), "advantages of tokens"
             values += advantage
             weights += mask
-    lengths = [len(mask) for own in masks for mask in own]
-    columns = [FloatColumn(part) for part in partition(whiten(values, weights), lengths)]
-    return [tuple(part) for part in partition(columns, map(len, masks))]
+    return token_advantages(whiten(values, weights), masks)
 
 
 def distillation_loss(logprobs_T: Tensor, teacher_logprobs_T: Tensor) -> Tensor:

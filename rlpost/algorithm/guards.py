@@ -126,11 +126,7 @@ class Guards:
         self._norms: list[float] = []
 
     def after_step(self, metrics: Mapping[str, float], *, is_first: bool) -> list[str]:
-        """Return warnings about an optimizer step.
-
-        Args:
-            metrics: those of the step.
-            is_first: whether it is the first step of its rollout.
+        """Return warnings about an optimizer step; ``is_first``: of its rollout.
 
         Raises:
             TrainingError: a metric is not finite, or the initial KL is above its bound.

@@ -67,7 +67,7 @@ def kl_values(difference_T: object, kind: str) -> object:
         "k1": lambda: d,
         "k2": lambda: d * d / 2,
         "k3": lambda: _k3(d),
-        "low_var_kl": lambda: _low_var(d),
+        "low_var_kl": lambda: np.minimum(_k3(d), LOW_VAR_BOUND),
     }[kind]()
 
 
@@ -75,7 +75,3 @@ def _k3(d_T: np.ndarray) -> np.ndarray:
     # numpy's exp differs from the C library's in the last bit, and between processors.
     exp_T = np.fromiter(map(math.exp, (-d_T).tolist()), dtype=np.float64, count=len(d_T))
     return exp_T + d_T - 1
-
-
-def _low_var(d_T: object) -> object:
-    return np.minimum(_k3(d_T), LOW_VAR_BOUND)

@@ -88,11 +88,6 @@ def _stats(log_ratio_T: Tensor, is_clipped: Tensor, is_bounded: Tensor) -> dict[
     }
 
 
-def sft_loss(logprobs_T: Tensor) -> Tensor:
-    """Negative log-likelihood, [T] -> [T]."""
-    return -logprobs_T
-
-
 def sequence_level(logprobs_T: Tensor, mean_log_ratio_T: Tensor) -> Tensor:
     """Return log-ratios with the value of the sequence and the gradient of the token (GSPO-token);
     [T].

@@ -22,7 +22,7 @@ from rlpost.algorithm.correction import (
 )
 from rlpost.algorithm.distillation import distillation_loss, top_k_divergence
 from rlpost.algorithm.kl import estimate_kl, unbiased_kl
-from rlpost.algorithm.loss import cispo_loss, policy_loss, sequence_level, sft_loss
+from rlpost.algorithm.loss import cispo_loss, policy_loss, sequence_level
 from rlpost.algorithm.loss_settings import LossSettings
 from rlpost.algorithm.plugin import blamed_on, load_function
 
@@ -131,7 +131,7 @@ def _reference_kl(tokens: Tokens, ref_logprobs: Tensor, settings: LossSettings) 
 def sft_objective(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:
     """Negative log-likelihood of the responses."""
     del settings
-    return sft_loss(tokens.logprobs), {"entropy": tokens.entropy.detach()}
+    return -tokens.logprobs, {"entropy": tokens.entropy.detach()}
 
 
 def ppo_surrogate(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:

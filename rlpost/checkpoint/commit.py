@@ -207,10 +207,10 @@ def newest_committed(
     """
     folder, skipped = Path(folder), []
     named = _latest(folder)
-    if named is not None and not any(
-        (folder / (aside + named)).is_dir() for aside in ("", REPLACED)
-    ):
-        skipped.append((folder / named, f"the file {LATEST} names it, but it is not there"))
+    if named is not None:
+        places = (folder / named, folder / (REPLACED + named))
+        if not any(path.is_dir() for path in places):
+            skipped.append((folder / named, f"the file {LATEST} names it, but it does not exist"))
     for path in _candidates(folder):
         problem = defect(path, checksums=checksums) or also(path)
         if problem is None:
@@ -235,13 +235,10 @@ def uncommitted(folder: Path) -> list[Path]:
 def defect(path: Path, *, checksums: bool = True) -> str | None:
     """Return why a checkpoint folder is invalid; None when it is complete and unchanged."""
     try:
-        for name in (COMMITTED, MANIFEST):
-            if not (path / name).is_file():
-                return (
-                    f"it has no {name}: it was not committed"
-                    if name == COMMITTED
-                    else f"{name} is missing"
-                )
+        if not (path / COMMITTED).is_file():
+            return f"it has no {COMMITTED}: it was not committed"
+        if not (path / MANIFEST).is_file():
+            return f"{MANIFEST} is missing"
         text = (path / MANIFEST).read_text()
         if (path / COMMITTED).read_text().strip() != _digest(text):
             return f"{COMMITTED} does not belong to {MANIFEST}"
@@ -264,9 +261,8 @@ def _difference(
             return f"{name} has {file.stat().st_size} bytes instead of {entry['size_bytes']}"
     if checksums:
         with ThreadPoolExecutor(NUM_HASH_THREADS) as pool:
-            for name, digest in zip(
-                entries, pool.map(_file_digest, (path / name for name in entries)), strict=True
-            ):
+            digests = pool.map(_file_digest, (path / name for name in entries))
+            for name, digest in zip(entries, digests, strict=True):
                 if digest != entries[name]["sha256"]:
                     return f"{name} is damaged: its SHA-256 is not that of {MANIFEST}"
     return None
@@ -314,17 +310,14 @@ def prune(
     old = [path for path in in_place if path not in kept and step_of(path) <= oldest]
     old = [path for path in old if _is_ours(path)]
     if keep_every is not None:
-        whole = (
-            path
-            for path in old
-            if step_of(path) % keep_every == 0 and defect(path, checksums=False) is None
-        )
-        # for equal steps the one in place
-        archive = {step_of(path): path for path in reversed(list(whole))}
+        archived = [path for path in old if step_of(path) % keep_every == 0]
+        whole = [path for path in archived if defect(path, checksums=False) is None]
+        # of two folders of a step the first is kept, the one in place
+        archive = {step_of(path): path for path in reversed(whole)}
         old = [path for path in old if path not in archive.values()]
     # an unknown lane belongs to a concurrent claim
-    doomed = (DELETING,) if lane is not None else (WRITING, DELETING)
-    leftovers = [path for path in folder.iterdir() if path.name.startswith(doomed)]
+    prefixes = (DELETING,) if lane is not None else (WRITING, DELETING)
+    leftovers = [path for path in folder.iterdir() if path.name.startswith(prefixes)]
     for path in old + leftovers:
         _delete(path, lane)
     return tuple(old + leftovers)

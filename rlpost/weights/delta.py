@@ -42,14 +42,14 @@ GAP_BYTES = (1, 2, 4, 8)
 
 Words: TypeAlias = npt.NDArray[np.unsignedinteger[object]]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-How = Literal["same", "gaps", "bitmap", "whole"]
+Encoding = Literal["same", "gaps", "bitmap", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
     """Encoding of the change of one tensor; ``offset`` is its start in ``delta.bin``, in bytes."""
 
-    how: How
+    how: Encoding
     num_words: int
     word_bytes: int
     num_changed: int = 0
@@ -143,11 +143,6 @@ def encode(old: Words | None, new: Words) -> tuple[Header, Bytes]:
     return header, np.concatenate([where, new[positions].view(np.uint8)])
 
 
-def placed(header: Header, offset: int) -> Header:
-    """The header with ``offset`` set."""
-    return dataclasses.replace(header, offset=offset)
-
-
 def apply(words: Words, header: Header, data: Bytes) -> None:
     """Update ``words``, a tensor of the base version, in place.
 
@@ -203,13 +198,14 @@ def tensors_of(folder: Path, *, mode: Literal["r", "r+"] = "r") -> dict[str, Wor
     for path in sorted(folder.glob("*.safetensors")):
         mapped = np.memmap(path, np.uint8, mode)
         # the format: length of the header, header in JSON, bytes
-        first = 8 + int(mapped[:8].view("<u8")[0])
-        for name, entry in json.loads(bytes(mapped[8:first])).items():
+        data_start = 8 + int(mapped[:8].view("<u8")[0])
+        for name, entry in json.loads(bytes(mapped[8:data_start])).items():
             if name == "__metadata__":
                 continue
             begin, end = entry["data_offsets"]
+            # bytes of an element; an empty tensor tells none
             width = (end - begin) // max(1, math.prod(entry["shape"])) or 1
-            found[name] = mapped[first + begin : first + end].view(f"<u{width}")
+            found[name] = mapped[data_start + begin : data_start + end].view(f"<u{width}")
     return found
 
 
@@ -254,10 +250,10 @@ class WeightCopy:
         os.rename(self._temporary, self.folder)
 
     def _patch(self, source: Path, manifest: Manifest) -> None:
-        have = Manifest.read(self.folder)
-        if have.digest != manifest.base:
+        current = Manifest.read(self.folder)
+        if current.digest != manifest.base:
             raise WeightError(
-                f"the base of the delta is {manifest.base}, but the copy is version {have.version}, {have.digest}"
+                f"the base of the delta is {manifest.base}, but the copy is version {current.version}, {current.digest}"
             )
         (self.folder / MANIFEST).unlink()
         tensors = tensors_of(self.folder, mode="r+")

@@ -21,6 +21,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 
 import torch
@@ -50,7 +51,7 @@ class EngineGroup:
     """A group in which this process is rank 0 and the engine ranks follow."""
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: timedelta) -> None:
-        """Args: ``timeout`` is the deadline of each broadcast. See ``form``."""
+        """Use a group that ``form`` created; ``timeout`` is the deadline of each broadcast."""
         self._group: dist.ProcessGroup | None = group
         self._timeout = timeout
         self._cancelled = threading.Event()
@@ -92,6 +93,7 @@ class EngineGroup:
                 f"cannot form group {name!r} with {num_engine_ranks} engine ranks at "
                 f"{host_port(host, port)} within {timeout.total_seconds():.0f} s: {error}"
             ) from error
+        # The helper does not register the ranks of the group, and torch looks them up here.
         _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
         return cls(group, timeout=timeout)
 
@@ -103,10 +105,19 @@ class EngineGroup:
                 group is aborted; only ``leave`` may be called after that.
         """
         started = time.monotonic()
-        launch = _Launch(self._start_of(flat))
+        # In a thread: the first collective of an NCCL group creates the communicator, which blocks
+        # until all ranks have joined and cannot be aborted before that.
+        launched: Future[dist.Work] = Future()
+        threading.Thread(
+            target=_launch,
+            args=(self._start_of(flat), launched),
+            name="start broadcast",
+            daemon=True,
+        ).start()
         try:
-            self._wait_until(launch.is_completed, started)
-            launch.work.wait()  # raises errors; on NCCL it also releases the tensor
+            # ``is_completed`` of the work queries NCCL's event on the device.
+            self._wait_until(lambda: launched.done() and launched.result().is_completed(), started)
+            launched.result().wait()  # raises errors; on NCCL it also releases the tensor
         except (dist.DistError, RuntimeError, TimeoutError, _Cancelled) as error:
             after_s = time.monotonic() - started
             self.leave()
@@ -161,41 +172,11 @@ class _Cancelled(Exception):
     pass
 
 
-class _Launch:
-    """A collective that is started in another thread.
-
-    The first collective of an NCCL group creates the communicator, which blocks until all ranks
-    have joined and cannot be aborted before that.
-    """
-
-    def __init__(self, start: Callable[[], dist.Work]) -> None:
-        self._start: Callable[[], dist.Work] | None = start
-        self._work: dist.Work | None = None
-        self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="start broadcast", daemon=True).start()
-
-    def _run(self) -> None:
-        start, self._start = self._start, None
-        assert start is not None
-        try:
-            self._work = start()
-        except BaseException as error:
-            self._error = error
-
-    def is_completed(self) -> bool:
-        """Whether it has completed on the device (queries NCCL's event), or failed.
-
-        Raises the error of starting it, if any.
-        """
-        if self._error is not None:
-            raise self._error
-        return self._work is not None and self._work.is_completed()
-
-    @property
-    def work(self) -> dist.Work:
-        """The work handle; valid once ``is_completed`` returns true."""
-        assert self._work is not None
-        return self._work
+def _launch(start: Callable[[], dist.Work], launched: Future[dist.Work]) -> None:
+    try:
+        launched.set_result(start())
+    except BaseException as error:
+        launched.set_exception(error)
 
 
 def _abort(left: list[dist.ProcessGroup], aborted: threading.Event) -> None:

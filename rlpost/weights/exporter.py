@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from rlpost.types import Bucket
 from rlpost.weights import layouts
 from rlpost.weights.bucket_plan import Travelling, deal
 from rlpost.weights.files import INDEX, SINGLE
-from rlpost.weights.flat import num_bytes, widest_first
+from rlpost.weights.flat import num_bytes
 from rlpost.weights.importer import HuggingFaceFolder, extra_layers, shared_tensors
 from rlpost.weights.inventory import Entry, Inventory
 from rlpost.weights.names import LOADED_TOGETHER
@@ -63,7 +63,7 @@ class Exporter:
         """
         entries = self.inventory.entries
         weights = [
-            Travelling(entry.owner, travelling_bytes(entry, quantisation), joins)
+            Travelling(entry.owner, sent_bytes(entry, quantisation), joins)
             for entry, joins in zip(entries, _joins(entries), strict=True)
         ]
         buckets = []
@@ -90,26 +90,31 @@ class Exporter:
         """
         tensors: dict[str, torch.Tensor] = {}
         for entry in bucket:
-            if quantisation is not None and all(
-                name in quantisation.names for name in entry.hugging_face
-            ):
-                found = gather_quantised(
+            if quantisation is not None and quantisation.names >= set(entry.hugging_face):
+                tensors |= gather_quantised(
                     self.inventory, entry, quantisation, on_all_stages=on_all_stages, wanted=wanted
                 )
-                tensors.update(found)
-                continue
-            if entry.is_stacked:
+            elif entry.is_stacked:
                 stacked = self._stacked(entry, on_all_stages)
                 if wanted:
                     tensors[entry.hugging_face[0]] = stacked
-                continue
-            fulls = self._full(entry, on_all_stages)
-            for rule, full in zip(entry.rules, fulls, strict=True) if wanted else ():
-                parts = layouts.split(full, rule.layout, self.inventory.dims)
-                for name, part in zip(rule.hugging_face, parts, strict=True):
-                    tensors.update(
-                        {name: part} if quantisation is None else quantisation.tensors(name, part)
-                    )
+            else:
+                fulls = self._full(entry, on_all_stages)
+                if wanted:
+                    tensors |= self._split(entry, fulls, quantisation)
+        return tensors
+
+    def _split(
+        self, entry: Entry, fulls: Sequence[torch.Tensor], quantisation: BlockFp8 | None
+    ) -> dict[str, torch.Tensor]:
+        """Return the Hugging Face tensors of an entry's full Megatron tensors."""
+        tensors: dict[str, torch.Tensor] = {}
+        for rule, full in zip(entry.rules, fulls, strict=True):
+            parts = layouts.split(full, rule.layout, self.inventory.dims)
+            for name, part in zip(rule.hugging_face, parts, strict=True):
+                tensors |= (
+                    {name: part} if quantisation is None else quantisation.tensors(name, part)
+                )
         return tensors
 
     def _stacked(self, entry: Entry, on_all_stages: bool) -> torch.Tensor:
@@ -154,7 +159,7 @@ class Exporter:
         return fulls
 
 
-def travelling(
+def sent_tensors(
     entry: Entry, quantisation: BlockFp8 | None
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """The tensors that are sent for an entry: name -> (shape, torch's name of the dtype)."""
@@ -169,11 +174,11 @@ def travelling(
     return made
 
 
-def travelling_bytes(entry: Entry, quantisation: BlockFp8 | None) -> int:
+def sent_bytes(entry: Entry, quantisation: BlockFp8 | None) -> int:
     """Bytes of all tensors that are sent for an entry."""
     if quantisation is None:
         return entry.num_bytes
-    made = travelling(entry, quantisation).values()
+    made = sent_tensors(entry, quantisation).values()
     return sum(num_bytes(shape, getattr(torch, dtype)) for shape, dtype in made)
 
 
@@ -181,12 +186,11 @@ def describe(bucket: tuple[Entry, ...], quantisation: BlockFp8 | None = None) ->
     """Names, shapes and dtypes of a bucket for the engine; larger elements first."""
     made: dict[str, tuple[tuple[int, ...], str]] = {}
     for entry in bucket:
-        made.update(travelling(entry, quantisation))
-    made = widest_first(
-        made, {name: getattr(torch, dtype).itemsize for name, (_, dtype) in made.items()}
-    )
-    shapes, dtypes = zip(*made.values(), strict=True)
-    return Bucket(tuple(made), shapes, dtypes, bucket[0].owner)
+        made.update(sent_tensors(entry, quantisation))
+    # stable: equal sizes stay in order
+    names = sorted(made, key=lambda name: -getattr(torch, made[name][1]).itemsize)
+    shapes, dtypes = zip(*(made[name] for name in names), strict=True)
+    return Bucket(tuple(names), shapes, dtypes, bucket[0].owner)
 
 
 def weights_hash(exporter: Exporter, *, max_bytes: int) -> str:
@@ -210,6 +214,7 @@ def export_folder(
     writes: bool,
     config: Mapping[str, object] | None = None,
     shard_bytes: int = SHARD_BYTES,
+    seen: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
 ) -> None:
     """Write a Hugging Face folder as save_pretrained would: safetensors, configuration and
     tokenizer.
@@ -224,6 +229,7 @@ def export_folder(
         writes: true on the one rank that writes.
         config: replaces the config.json of ``template``.
         shard_bytes: bound of a file.
+        seen: called with the gathered tensors of each file.
 
     Raises:
         OSError: writing failed; raised on the writing rank, after its part in every gather.
@@ -254,6 +260,8 @@ def export_folder(
 
     for number, bucket in enumerate(plan, start=1):
         tensors = exporter.gather(bucket)
+        if seen is not None:
+            seen(tensors)
         copies = {copy: tensors[name].clone() for copy, name in repeated.items() if name in tensors}
         total += sum(tensor.nbytes for tensor in copies.values())
         write(number, tensors | copies)

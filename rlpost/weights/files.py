@@ -54,7 +54,9 @@ def file_problems(folder: Path) -> list[str]:
         problems.append(
             f"{folder}: {count} files of weights are missing, {missing[0]} first; {AGAIN}"
         )
-    for name in (name for name in names if name not in missing):
+    for name in names:
+        if name in missing:
+            continue
         try:
             _, num_bytes = _header(folder / name)
             if (there := (folder / name).stat().st_size) != num_bytes:

@@ -1,27 +1,19 @@
 """Concatenate tensors of several dtypes into one tensor of bytes, and view them again.
 
-Invariant: there is no padding. With tensors of larger elements first (``widest_first``) every
-tensor starts at a multiple of its element size, so all views are aligned.
+Invariant: there is no padding. With tensors of larger elements first (``exporter.describe``)
+every tensor starts at a multiple of its element size, so all views are aligned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 import torch
-
-T = TypeVar("T")
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """[...] -> [nbytes], uint8."""
     return tensor.contiguous().flatten().view(torch.uint8)
-
-
-def widest_first(named: Mapping[str, T], widths: Mapping[str, int]) -> dict[str, T]:
-    """Sort by descending element size; stable."""
-    return {name: named[name] for name in sorted(named, key=lambda name: -widths[name])}
 
 
 def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -25,7 +25,6 @@ from rlpost.weights.quantise import SUFFIX, dequantise, read_quantisation
 
 logger = logging.getLogger(__name__)
 
-MXFP4 = (BLOCKS, SCALES)
 PROGRESS_S = 5.0
 UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # derived values in folders of old exporters
 
@@ -36,15 +35,17 @@ class HuggingFaceFolder:
     def __init__(self, folder: str | Path) -> None:
         """Read the file of each tensor. Raises WeightError as ``tensor_files``."""
         self.folder = Path(folder)
-        file_of = tensor_files(self.folder)
-        self._mxfp4 = {name: file for name, file in file_of.items() if name.endswith(MXFP4)}
-        packed = {name.removesuffix(BLOCKS) for name in self._mxfp4 if name.endswith(BLOCKS)}
-        self.file_of: dict[str, str] = {
-            name: file for name, file in file_of.items() if not name.endswith((SUFFIX, *MXFP4))
-        }
-        self.file_of |= {name: self._mxfp4[name + BLOCKS] for name in packed}
-        self._scales = {name: file for name, file in file_of.items() if name.endswith(SUFFIX)}
-        quantised = frozenset(name.removesuffix(SUFFIX) for name in self._scales)
+        self._stored_in = tensor_files(self.folder)
+        self.file_of: dict[str, str] = {}
+        """The file of each weight, without the tensors that encode a weight."""
+        quantised = set()
+        for name, file in self._stored_in.items():
+            if name.endswith(SUFFIX):
+                quantised.add(name.removesuffix(SUFFIX))
+            elif name.endswith(BLOCKS):
+                self.file_of[name.removesuffix(BLOCKS)] = file
+            elif not name.endswith(SCALES):
+                self.file_of[name] = file
         self.quantisation = (
             None if is_mxfp4(self.folder) else read_quantisation(self.folder, quantised)
         )
@@ -52,9 +53,7 @@ class HuggingFaceFolder:
     def read(self, name: str, *, expert: int | None = None) -> torch.Tensor:
         """One full tensor on the CPU; FP8 and MXFP4 weights become float32.
 
-        Args:
-            name: of the tensor.
-            expert: reads only this index of the first dimension.
+        With ``expert`` only this index of the first dimension is read.
 
         Raises:
             WeightError: the folder has no such tensor.
@@ -63,20 +62,17 @@ class HuggingFaceFolder:
             raise WeightError(
                 f"{self.folder} has no tensor {name!r}; check that config.json belongs to these weights"
             )
-        if name + BLOCKS in self._mxfp4:
-            pair = [
-                self._stored(name + end, self._mxfp4[name + end], expert)
-                for end in (BLOCKS, SCALES)
-            ]
-            return unpacked(*pair).mT
-        tensor = self._stored(name, self.file_of[name], expert)
+        if name + BLOCKS in self._stored_in:
+            blocks, scales = (self._stored(name + end, expert) for end in (BLOCKS, SCALES))
+            return unpacked(blocks, scales).mT
+        tensor = self._stored(name, expert)
         if self.quantisation is None or name not in self.quantisation.names:
             return tensor
-        scales = self._stored(name + SUFFIX, self._scales[name + SUFFIX])
+        scales = self._stored(name + SUFFIX)
         return dequantise(tensor, scales, self.quantisation.block)
 
-    def _stored(self, name: str, file: str, index: int | None = None) -> torch.Tensor:
-        with safe_open(self.folder / file, framework="pt") as opened:
+    def _stored(self, name: str, index: int | None = None) -> torch.Tensor:
+        with safe_open(self.folder / self._stored_in[name], framework="pt") as opened:
             if index is not None:
                 return opened.get_slice(name)[index]
             return opened.get_tensor(name)
@@ -93,36 +89,31 @@ _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def shared_tensors(source: HuggingFaceFolder, inventory: Inventory) -> dict[str, str]:
-    """Return the tensors in which a trained layer for multi-token prediction repeats a tensor of
-    the model.
+    """Return the copies of embedding and output layer in trained layers for multi-token prediction:
+    name of the copy -> name of the original.
 
-    These are copies of the embedding and the output layer. Megatron and SGLang use those of the
-    model.
-
-    Returns:
-        Name of the copy -> name of the original.
+    Megatron and SGLang use the originals.
     """
-    found = {name: match for name in source.file_of if (match := _OF_LAYER.fullmatch(name))}
+    found: dict[str, str] = {}
     layers = inventory.mtp_layers
-    return {
-        name: SHARED[match[2]]
-        for name, match in found.items()
-        if int(match[1]) in layers and match[2] in SHARED
-    }
+    for name in source.file_of:
+        match = _OF_LAYER.fullmatch(name)
+        if match and int(match[1]) in layers and match[2] in SHARED:
+            found[name] = SHARED[match[2]]
+    return found
 
 
 def extra_layers(source: HuggingFaceFolder, inventory: Inventory) -> list[str]:
-    """Return the tensors of layers after the model's last, if the family has any: kept but not
-    trained.
-    """
+    """Return the tensors of layers after the model's last, which are kept but not trained."""
     if not inventory.carries_extra_layers:
         return []
-    return sorted(
-        name
-        for name in source.file_of
-        if name.startswith("mtp.")
-        or ((found := _OF_LAYER.match(name)) and int(found[1]) >= inventory.num_layers)
-    )
+    num_layers = inventory.num_layers
+
+    def is_extra(name: str) -> bool:
+        match = _OF_LAYER.match(name)
+        return name.startswith("mtp.") or (match is not None and int(match[1]) >= num_layers)
+
+    return sorted(filter(is_extra, source.file_of))
 
 
 def import_weights(inventory: Inventory, folder: str | Path) -> None:

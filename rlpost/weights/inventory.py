@@ -115,14 +115,8 @@ class Inventory:
     ) -> None:
         """List the weights of all pipeline stages.
 
-        Args:
-            chunks: model chunks of this rank.
-            family: family of the model.
-            dims: dimensions of the model.
-            groups: process groups of this rank.
-            tied: whether the output layer is the embedding.
-            low_rank: updates of weights by adapters.
-            gather: exchanges entries between pipeline stages.
+        ``tied``: the output layer is the embedding. ``low_rank`` has the adapters by weight, and
+        ``gather`` exchanges entries between pipeline stages.
 
         Raises:
             WeightError: the family has no rule for a parameter.

@@ -98,7 +98,7 @@ def _part(tensor: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
     if tensor.size(dim) % size:
         raise WeightError(
             f"a tensor of shape {tuple(tensor.shape)} cannot be sharded along dimension {dim} with "
-            f"tensor_model_parallel_size={size}; choose a size that divides {tensor.size(dim)}"
+            f"--tensor-model-parallel-size {size}; use a size that divides {tensor.size(dim)}"
         )
     return tensor.chunk(size, dim=dim)[rank]
 

@@ -119,6 +119,12 @@ GATED_SHARED_EXPERT: tuple[Rule, ...] = (
     *gated_mlp("mlp.shared_experts.", "mlp.shared_expert."),
     in_layer("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
 )
+SIGMOID_EXPERTS: tuple[Rule, ...] = (
+    *EXPERTS,
+    in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias"),
+    *gated_mlp("mlp.shared_experts.", "mlp.shared_experts."),
+)
+"""Experts and a shared expert, with a bias that only selects experts (DeepSeek-V3, GLM-4.5)."""
 MTP_LAYER: tuple[Rule, ...] = (
     in_layer("eh_proj.weight", "eh_proj.weight"),
     in_layer("enorm.weight", "enorm.weight"),

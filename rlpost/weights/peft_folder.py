@@ -30,7 +30,7 @@ PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class PeftSettings:
-    """The settings of all adapters."""
+    """The settings of the adapters, equal for all weights."""
 
     base: str
     """Hugging Face folder of the base."""
@@ -44,13 +44,7 @@ class PeftSettings:
 def write_peft_folder(
     inventory: Inventory, folder: str | Path, *, settings: PeftSettings, writes: bool
 ) -> None:
-    """Write the folder. Collective of all ranks of a model replica.
-
-    Args:
-        inventory: of this rank.
-        folder: created if missing.
-        settings: of the adapters.
-        writes: true on the one rank that writes.
+    """Write the folder, with ``writes`` on one rank. Collective of all ranks of a model replica.
 
     Raises:
         OSError: writing failed; raised on the writing rank, after its part in every gather.
@@ -144,7 +138,9 @@ def _entries(entry: Entry, rank: int) -> tuple[Entry, Entry]:
 def _held(held: Held) -> tuple[Held, Held]:
     low_rank, rule = held.low_rank, held.rule
     assert low_rank is not None
-    a_dim, b_dim = (1 if held.dim == 1 else None), (0 if held.dim == 0 else None)
+    # W = B A: A is sharded where the columns of W are, B where its rows are.
+    a_dim = 1 if held.dim == 1 else None
+    b_dim = 0 if held.dim == 0 else None
     return (
         Held(low_rank.a, _rule_of_a(rule), held.group, a_dim),
         Held(low_rank.b, _rule_of_b(rule), held.group, b_dim),

@@ -49,12 +49,7 @@ class BlockFp8:
         """Quantise a weight; shapes and dtypes are those of ``shapes``."""
         if name not in self.names:
             return {name: tensor}
-        return self.named(name, *quantise(tensor, self.block))
-
-    def named(
-        self, name: str, values: torch.Tensor, scales: torch.Tensor
-    ) -> Mapping[str, torch.Tensor]:
-        """Values and scales of a weight, by the names under which they are sent."""
+        values, scales = quantise(tensor, self.block)
         return {name: values, name + SUFFIX: scales}
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rlpost.weights import layouts
 from rlpost.weights.flat import num_bytes, pack, unpack
 from rlpost.weights.inventory import Entry, Held, Inventory
-from rlpost.weights.quantise import FP8, BlockFp8, quantise, scale_shape
+from rlpost.weights.quantise import FP8, SUFFIX, BlockFp8, quantise, scale_shape
 
 Shape = tuple[int, ...]
 Parts = list[torch.Tensor]
@@ -68,7 +68,7 @@ def gather_quantised(
         for name, scales, values in zip(
             rule.hugging_face, parts[:count], parts[count:], strict=True
         ):
-            tensors |= quantisation.named(name, values, scales)
+            tensors |= {name: values, name + SUFFIX: scales}
     return tensors
 
 
@@ -97,11 +97,9 @@ def _of_one_rule(
     """Gather from the tensor-parallel ranks; return None if the result is not needed."""
     local, block, groups = held.value, quantisation.block, inventory.dims.num_query_groups
     if held.dim is None:
-        return (
-            _quantised(layouts.split(local, held.rule.layout, inventory.dims), block)
-            if is_needed
-            else None
-        )
+        if not is_needed:
+            return None
+        return _quantised(layouts.split(local, held.rule.layout, inventory.dims), block)
     if not shards_are_whole_blocks(held, shapes, block, num_query_groups=groups):
         shards = all_gather(local, held.group)
         if not is_needed:
@@ -114,7 +112,7 @@ def _of_one_rule(
     flats = all_gather(own, held.group)
     if not is_needed:
         return None
-    likes = _likes(tuple(_cut(shape, held.dim, size) for shape in shapes), block)
+    likes = _likes(tuple(_shard_shape(shape, held.dim, size) for shape in shapes), block)
     of_ranks = [unpack(flat, likes) for flat in flats]
     return [_joined(parts, held.dim) for parts in zip(*of_ranks, strict=True)]
 
@@ -129,7 +127,7 @@ def _likes(shapes: tuple[Shape, ...], block: tuple[int, int]) -> list[tuple[Shap
     return [*scales, *((shape, FP8) for shape in shapes)]
 
 
-def _cut(shape: Shape, dim: int, size: int) -> Shape:
+def _shard_shape(shape: Shape, dim: int, size: int) -> Shape:
     return tuple(length // size if at == dim else length for at, length in enumerate(shape))
 
 

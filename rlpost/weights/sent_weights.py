@@ -12,6 +12,7 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,22 +21,20 @@ import torch
 from rlpost.weights import delta
 from rlpost.weights.delta import Header, Manifest, Words, Written
 from rlpost.weights.exporter import Exporter
-from rlpost.weights.inventory import Entry
-from rlpost.weights.quantise import BlockFp8
 
 logger = logging.getLogger(__name__)
+
+Export = Callable[..., None]
+"""``exporter.export_folder`` with its options: called with exporter, folder and ``seen``."""
 
 
 class LastSent:
     """Trainer side of delta updates. Collective: call on every rank, in order."""
 
     def __init__(self, exporter: Exporter, *, bucket_bytes: int, writes: bool) -> None:
-        """Start without a base version.
+        """Start without a base version; ``writes`` on one rank.
 
-        Args:
-            exporter: of this rank.
-            bucket_bytes: bound of the tensors that are gathered at a time.
-            writes: true on the one rank that writes.
+        ``bucket_bytes`` bounds the tensors that are gathered at a time.
         """
         self._exporter = exporter
         self._bucket_bytes = bucket_bytes
@@ -45,9 +44,7 @@ class LastSent:
         self._base = ""
         """Digest of the version that was written last."""
 
-    def write_whole(
-        self, folder: Path, version: int, export: Callable[[Exporter, Path], None]
-    ) -> Written | None:
+    def write_whole(self, folder: Path, version: int, export: Export) -> Written | None:
         """Write all weights as a Hugging Face folder with ``export``. Collective.
 
         Returns:
@@ -60,7 +57,7 @@ class LastSent:
         self._words, self._base = {}, ""
         if self._writes:
             shutil.rmtree(temporary, ignore_errors=True)
-        export(_Watched(self._exporter, self._keep if self._writes else _nothing), temporary)
+        export(self._exporter, temporary, seen=self._keep if self._writes else None)
         return self._committed(temporary, folder, Manifest(version, dict(self._checksums)), 1.0)
 
     def write_delta(self, folder: Path, version: int) -> Written | None:
@@ -98,7 +95,7 @@ class LastSent:
             encoded = pool.map(lambda name: delta.encode(old[name], self._words[name]), tensors)
         headers: dict[str, Header] = {}
         for name, (header, data) in zip(tensors, encoded, strict=True):
-            headers[name] = delta.placed(header, file.tell())
+            headers[name] = replace(header, offset=file.tell())
             file.write(data)
         return headers
 
@@ -122,27 +119,6 @@ class LastSent:
         return written
 
 
-class _Watched(Exporter):
-    """An exporter that passes gathered tensors to a callback."""
-
-    def __init__(
-        self, exporter: Exporter, show: Callable[[Mapping[str, torch.Tensor]], None]
-    ) -> None:
-        super().__init__(exporter.inventory)
-        self._exporter = exporter
-        self._show = show
-
-    def plan(
-        self, max_bytes: int, *, quantisation: BlockFp8 | None = None
-    ) -> tuple[tuple[Entry, ...], ...]:
-        return self._exporter.plan(max_bytes, quantisation=quantisation)
-
-    def gather(self, bucket: tuple[Entry, ...], **how: object) -> dict[str, torch.Tensor]:
-        tensors = self._exporter.gather(bucket, **how)
-        self._show(tensors)
-        return tensors
-
-
 def words_of(tensor: torch.Tensor) -> Words:
     """Copy to host memory: [numel], one unsigned integer per element."""
     on_host = tensor.detach().to("cpu", copy=True).contiguous().flatten()
@@ -151,7 +127,3 @@ def words_of(tensor: torch.Tensor) -> Words:
 
 def _temporary_of(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}")
-
-
-def _nothing(tensors: Mapping[str, torch.Tensor]) -> None:
-    pass

@@ -35,7 +35,7 @@ from rlpost.errors import SyncError
 from rlpost.types import Bucket
 from rlpost.weights.bucket_plan import bucket_bytes
 from rlpost.weights.engine_group import EngineGroup
-from rlpost.weights.exporter import Exporter, describe, travelling_bytes
+from rlpost.weights.exporter import Exporter, describe, sent_bytes
 from rlpost.weights.flat import as_bytes, num_bytes
 from rlpost.weights.quantise import BlockFp8
 
@@ -66,7 +66,7 @@ class Buckets:
         """
         self.exporter = exporter
         self.quantisation = quantisation
-        total = sum(travelling_bytes(entry, quantisation) for entry in exporter.inventory.entries)
+        total = sum(sent_bytes(entry, quantisation) for entry in exporter.inventory.entries)
         size = bucket_bytes(total, limit=limit, num_engines=num_engines, device_bytes=device_bytes)
         self.entries = exporter.plan(size, quantisation=quantisation)
         self._plan = tuple(describe(bucket, quantisation) for bucket in self.entries)

@@ -323,13 +323,13 @@ def test_a_folder_without_a_checkpoint_or_with_another_models_is_refused(worlds,
 
 def test_a_layout_that_does_not_fit_is_refused_before_anything_starts(models):
     with pytest.raises(
-        AssertionError, match=r"ConfigError: tensor_model_parallel_size=4 does not divide num_key"
+        AssertionError, match=r"ConfigError: --tensor-model-parallel-size 4 does not divide num_key"
     ):
         run_ranks(
             train, 1, settings(models, "untied", "tp1", tensor_model_parallel_size=4), steps=STEPS
         )
     with pytest.raises(
         AssertionError,
-        match=r"PlacementError: tensor_model_parallel_size=2 does not divide the 1 ranks",
+        match=r"PlacementError: --tensor-model-parallel-size 2 does not divide the 1 ranks",
     ):
         run_ranks(train, 1, settings(models, "untied", "tp2"), steps=STEPS)

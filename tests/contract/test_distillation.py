@@ -80,7 +80,7 @@ def seen(actor: Any, *, with_server: bool = False) -> dict[str, Any]:
     assert actor.weights_hash() == before, "the teacher's pass leaves the policy as it is"
     freed = []
     if actor._teacher is not None:
-        freed = [storage.nbytes() for storage, _, _ in actor._teacher._weights._parked]
+        freed = [storage.nbytes() for storage, _, _ in actor._teacher._weights._copies]
     metrics = dict(actor.train_step(batch).metrics)
     again = None if with_server else actor.compute_teacher_logprobs(batch)
     return {"samples": batch.samples, "own": own, "teacher": teacher, "again": again,
@@ -274,7 +274,7 @@ def top_k_step(actor: Any, *, columns: dict[tuple[int, ...], Any] | None) -> dic
 def test_a_teacher_that_cannot_be_sharded_as_the_policy_is_an_error_before_it_is_built(models):
     from rlpost.actor.actor import Actor
 
-    with pytest.raises(ConfigError, match=r"--opd-teacher-load .*pipeline_model_parallel_size=2"):
+    with pytest.raises(ConfigError, match=r"--opd-teacher-load .*--pipeline-model-parallel-size 2"):
         make_odd(models / "odd")
         Actor(
             settings(models, opd_teacher_load=str(models / "odd"), pipeline_model_parallel_size=2)

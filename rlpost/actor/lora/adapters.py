@@ -36,12 +36,7 @@ class Adapters:
     """The adapters of this rank."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], inventory: Inventory) -> None:
-        """Find them.
-
-        Args:
-            chunks: of this rank, as ``build_model`` returns them.
-            inventory: of the same chunks; it has the names of the weights in the whole model.
-        """
+        """Find the adapters; ``inventory`` has the names of their weights in the whole model."""
         self._linears = _adapted(chunks)
         names = {held.tensor: name for name, held in inventory.held.items()}
         self._named = {names[linear.weight]: linear for linear in self._linears}
@@ -90,7 +85,7 @@ def adapters_alone(state: Mapping[str, object]) -> dict[str, object]:
 
 
 def base_alone(state: Mapping[str, object]) -> dict[str, object]:
-    """Return the rest of it."""
+    """Return the sharded state of a chunk without its adapters."""
     return {key: part for key, part in state.items() if not is_adapter(key)}
 
 

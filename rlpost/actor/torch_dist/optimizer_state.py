@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -231,11 +230,3 @@ def _each_adam(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
     for one in inner(optimizer):
         is_hybrid = isinstance(one.optimizer, HybridDeviceOptimizer)
         yield from one.optimizer.sub_optimizers if is_hybrid else [one.optimizer]
-
-
-def sharded_optimizers(
-    optimizer: MegatronOptimizer,
-) -> list[tuple[DistributedOptimizer, dist.ProcessGroup]]:
-    """Optimizers that shard their state, with the gloo group of their ranks."""
-    distributed = [one for one in inner(optimizer) if isinstance(one, DistributedOptimizer)]
-    return [(one, one.data_parallel_group_gloo) for one in distributed]

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -185,18 +185,14 @@ class _Writer(torch_checkpoint.FileSystemWriter):
             with open(Path(self.path) / name, "wb") as file:
                 if is_first:
                     for item in items[len(self._contents.chunks) :]:
-                        data = self._contents.objects[item.index.fqn]
-                        results.append(
-                            _written(file, name, item, lambda data=data: file.write(data))
-                        )  # type: ignore[misc]
+                        begin = file.tell()
+                        file.write(self._contents.objects[item.index.fqn])
+                        results.append(_written(file, name, item, begin))
                 while (filled := self._stream.take()) is not None:
                     for index, flat in zip(filled.batch.indices, filled.tensors, strict=True):
-                        tensor = flat.view(self._contents.chunks[index].sizes)
-                        results.append(
-                            _written(
-                                file, name, items[index], lambda tensor=tensor: _save(tensor, file)
-                            )
-                        )  # type: ignore[misc]
+                        begin = file.tell()
+                        _save(flat.view(self._contents.chunks[index].sizes), file)
+                        results.append(_written(file, name, items[index], begin))
                     self._stream.release(filled)
                 file.flush()
                 os.fsync(file.fileno())
@@ -206,11 +202,10 @@ class _Writer(torch_checkpoint.FileSystemWriter):
         return results
 
 
-def _written(file: BinaryIO, name: str, item: WriteItem, put: Any) -> WriteResult:
-    offset = file.tell()
-    put()
-    length = file.tell() - offset
-    return WriteResult(item.index, length, _StorageInfo(name, offset, length))
+def _written(file: BinaryIO, name: str, item: WriteItem, begin: int) -> WriteResult:
+    """Return the location of an item whose bytes are those from ``begin`` on."""
+    length = file.tell() - begin
+    return WriteResult(item.index, length, _StorageInfo(name, begin, length))
 
 
 def _save(tensor: torch.Tensor, file: BinaryIO) -> None:

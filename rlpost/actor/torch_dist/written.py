@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from rlpost.actor.torch_dist import optimizer_state
 from rlpost.actor.torch_dist.boxes import share_of
@@ -39,10 +40,10 @@ def regions_of_model(model_state: dict[str, object]) -> Regions:
 
 
 def written_weights(regions: Regions) -> list[Shard]:
-    """What this rank writes of the model.
+    """Return what this rank writes of the model.
 
-    Parameters are read later, buffers are copied now: a forward pass may change them (the bias of a
-    router, for instance).
+    Parameters are read later. Buffers are copied now, because a forward pass may change them (such
+    as the bias of a router).
     """
     shards = []
     for tensor, found in regions.items():
@@ -55,8 +56,9 @@ def written_weights(regions: Regions) -> list[Shard]:
 
 
 def _written_range(tensor: torch.Tensor, region: Region) -> tuple[int, int]:
-    """Which elements this rank writes of a tensor that data-parallel ranks hold too: a share of a
-    large one.
+    """Return which elements this rank writes of a tensor that data-parallel ranks also hold.
+
+    Each of them writes a share of a large tensor.
     """
     *elsewhere, replica = region.replica_id
     if any(elsewhere):  # a tensor-parallel neighbour, or another pipeline stage, writes it
@@ -98,7 +100,7 @@ def state_shards(
 def states_of(
     optimizer: MegatronOptimizer, regions: Regions, written: set[torch.Tensor]
 ) -> list[Shard]:
-    """What this rank writes of the optimizer; ``written`` is that of ``written_states``."""
+    """Return what this rank writes of the optimizer; ``written`` is from ``written_states``."""
     shards: list[Shard] = []
     for state in optimizer_state.parameter_states(optimizer):
         found = regions[state.parameter]
@@ -120,7 +122,10 @@ def written_states(optimizer: MegatronOptimizer | None, regions: Regions) -> set
         return set()
     main = {tensor: not any(found[0].replica_id) for tensor, found in regions.items()}
     written = {tensor for tensor, is_main in main.items() if is_main}
-    for one, group in optimizer_state.sharded_optimizers(optimizer):
+    for one in optimizer_state.inner(optimizer):
+        if not isinstance(one, DistributedOptimizer):
+            continue
+        group = one.data_parallel_group_gloo
         parameters = [parameter for buffer in one.buffers for parameter in buffer.param_index_map]
         flags: list[list[bool]] = [[]] * group.size()
         dist.all_gather_object(flags, [main[parameter] for parameter in parameters], group=group)

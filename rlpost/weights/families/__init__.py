@@ -45,16 +45,16 @@ def family(architecture: str) -> Family:
     Raises:
         WeightError: the architecture is not supported; the message lists those that are.
     """
-    return FAMILIES[architecture] if architecture in FAMILIES else _brought(architecture)
+    return FAMILIES[architecture] if architecture in FAMILIES else _from_entry_point(architecture)
 
 
 @cache
-def _brought(architecture: str) -> Family:
+def _from_entry_point(architecture: str) -> Family:
     """The family that an installed package provides."""
-    there = entry_points(group=ENTRY_POINTS)
-    point = next((point for point in there if point.name == architecture), None)
+    installed = entry_points(group=ENTRY_POINTS)
+    point = next((point for point in installed if point.name == architecture), None)
     if point is None:
-        known = ", ".join(sorted({*FAMILIES, *there.names}))
+        known = ", ".join(sorted({*FAMILIES, *installed.names}))
         raise WeightError(f"architecture {architecture!r} is not known; known: {known}")
     where = f"{ENTRY_POINTS} {architecture} = {point.value}"
     try:

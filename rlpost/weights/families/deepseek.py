@@ -108,15 +108,16 @@ def _rotary(hf: HfConfig) -> dict[str, object]:
             f"YaRN with mscale_all_dim = {all_dim} and without mscale is not supported; use a checkpoint "
             "with both or with neither"
         )
+    # with one of them alone transformers uses neither
+    has_both = bool(mscale and all_dim)
     return fields | {
         "rope_type": "yarn",
         "rotary_scaling_factor": rope["factor"],
         "original_max_position_embeddings": rope["original_max_position_embeddings"],
         "beta_fast": rope.get("beta_fast") or 32,
         "beta_slow": rope.get("beta_slow") or 1,
-        # with one of them alone transformers uses neither
-        "mscale": mscale if mscale and all_dim else 1.0,
-        "mscale_all_dim": all_dim if mscale and all_dim else 0.0,
+        "mscale": mscale if has_both else 1.0,
+        "mscale_all_dim": all_dim if has_both else 0.0,
     }
 
 
@@ -126,9 +127,7 @@ _FAMILY = Family(
         *ATTENTION,
         *names.MLP_NORM,
         *names.DENSE_MLP,
-        *names.EXPERTS,
-        in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias"),
-        *names.gated_mlp("mlp.shared_experts.", "mlp.shared_experts."),
+        *names.SIGMOID_EXPERTS,
         *names.MTP_LAYER,
     ),
     fields=_fields,

@@ -28,7 +28,9 @@ def mixture(hf: HfConfig) -> dict[str, object]:
             "norm_topk_prob = false is not supported; use a checkpoint with norm_topk_prob = true"
         )
     num_dense, num_groups = hf.get("first_k_dense_replace", 0), hf.get("n_group", 1)
-    grouped = num_groups > 1
+    groups = {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    if num_groups > 1:
+        groups = {"moe_router_num_groups": num_groups, "moe_router_group_topk": hf["topk_group"]}
     return {
         "add_qkv_bias": bool(hf.get("attention_bias")),
         "qk_layernorm": bool(hf.get("use_qk_norm")),
@@ -38,8 +40,7 @@ def mixture(hf: HfConfig) -> dict[str, object]:
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,
         "moe_router_pre_softmax": True,
-        "moe_router_num_groups": num_groups if grouped else None,
-        "moe_router_group_topk": hf["topk_group"] if grouped else None,
+        **groups,
         "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor", 1.0),
         **expert_fields(
             hf,
@@ -74,9 +75,7 @@ FAMILIES: dict[str, Family] = {
             *names.QK_NORM,
             *names.MLP_NORM,
             *names.DENSE_MLP,
-            *names.EXPERTS,
-            in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias"),
-            *names.gated_mlp("mlp.shared_experts.", "mlp.shared_experts."),
+            *names.SIGMOID_EXPERTS,
             *names.MTP_LAYER,
         ),
         fields=mixture,

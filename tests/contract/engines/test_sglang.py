@@ -442,14 +442,12 @@ def test_new_weights_reach_every_engine(sglang: Sglang) -> None:
 
 
 class InFiles:
-    """A model that is not cut, as ``LastSent`` asks the exporter for it."""
-
-    inventory = None
+    """The exporter of an unsharded model, for ``LastSent``."""
 
     def __init__(self, model: Any, names: list[str]) -> None:
         self.model, self.names = model, names
 
-    def plan(self, max_bytes: int, *, quantisation: None = None) -> tuple[tuple[str, ...], ...]:
+    def plan(self, max_bytes: int) -> tuple[tuple[str, ...], ...]:
         return tuple((name,) for name in self.names)
 
     def gather(
@@ -457,9 +455,9 @@ class InFiles:
     ) -> dict[str, torch.Tensor]:
         return {name: self.model.state_dict()[name] for name in bucket}
 
-    def export(self, exporter: Any, folder: Path) -> None:
+    def export(self, exporter: Any, folder: Path, *, seen: Any) -> None:
         for bucket in exporter.plan(1):
-            exporter.gather(bucket)
+            seen(exporter.gather(bucket))
         self.model.save_pretrained(folder)
 
 

@@ -1,6 +1,4 @@
-"""MODEL_ARGS against config.json: a recipe made for another model is found out, with both
-values.
-"""
+"""MODEL_ARGS compared with config.json: a recipe of another model is reported with both values."""
 
 from __future__ import annotations
 
@@ -64,7 +62,7 @@ def test_the_arguments_of_a_published_recipe_agree_with_the_published_model():
     assert problems(given(), GLM_FAMILY, GLM) == []
 
 
-def test_every_name_of_the_table_is_compared_or_known_to_say_nothing_about_the_weights():
+def test_every_setting_of_model_is_compared_or_known_not_to_affect_weights():
     from rlpost.actor.architecture import NO_ARCHITECTURE
 
     assert set(ModelConfig.model_fields) == set(architecture(GLM_FAMILY, GLM)) | set(
@@ -90,13 +88,13 @@ def test_a_value_of_another_model_is_named_with_both_values(change, theirs):
     assert problem.startswith(f"--{name.replace('_', '-')} ") and f"says {theirs}" in problem
 
 
-def test_experts_where_the_model_has_none_are_named():
+def test_experts_of_a_dense_model_are_reported():
     dense = GLM | {"architectures": ["Qwen3ForCausalLM"]}
     (problem,) = problems({"num_experts": 8}, family("Qwen3ForCausalLM"), dense)
     assert "--num-experts 8" in problem and "has no such setting" in problem
 
 
-def test_a_value_wins_over_config_json_when_it_is_allowed_to_and_no_weight_has_its_shape():
+def test_an_allowed_override_of_config_json_takes_precedence():
     with_base = given(rotary_base=10000, override_hf_config=["rotary_base"])
     assert problems(with_base, GLM_FAMILY, GLM) == []
     assert overridden(with_base, GLM)["rope_theta"] == 10000
@@ -109,7 +107,7 @@ def test_a_value_wins_over_config_json_when_it_is_allowed_to_and_no_weight_has_i
     assert "cannot be overridden" in problem and "rotary_base" in problem
 
 
-def test_a_description_says_all_that_differs_and_has_what_was_allowed(tmp_path):
+def test_a_description_reports_all_differences_and_applies_overrides(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(GLM))
     with pytest.raises(ConfigError) as raised:
         read_description(tmp_path, given(num_layers=46, hidden_size=4096))
@@ -128,6 +126,6 @@ def test_the_pattern_of_layers_is_read_as_megatron_writes_it(written):
 
 
 @pytest.mark.parametrize("written", ["[0]*3-[1]", "[2]*3", "__import__('os')", "1"])
-def test_what_is_no_such_pattern_is_refused_and_never_evaluated(written):
+def test_a_malformed_layer_pattern_is_refused_and_never_evaluated(written):
     with pytest.raises(ValueError, match=r"\[0\]\*3\+\[1\]\*89"):
         ModelConfig(moe_layer_freq=written)

@@ -1,6 +1,4 @@
-"""Parts of a model are found in a checkpoint under the names of earlier versions, Adam's moments
-too.
-"""
+"""Keys of earlier versions: weights and Adam's moments are found in older checkpoints."""
 
 import rlpost.actor  # noqa: F401, I001  its stand-in for CUDA comes before Megatron
 import pytest
@@ -33,14 +31,14 @@ def test_the_norm_before_experts_is_found_under_either_name(prefix):
     assert fitted(tensor(prefix + NOW), {prefix + NOW, prefix + ONCE}).key == prefix + NOW
 
 
-def test_a_missing_extra_state_is_empty_and_one_that_is_there_is_read():
+def test_a_missing_extra_state_is_empty_and_a_stored_one_is_read():
     key = "decoder.final_layernorm._extra_state"
     missing = fitted(state(key), {"decoder.final_layernorm.weight"})
     assert isinstance(missing, LocalNonpersistentObject) and missing.unwrap() is None
     assert isinstance(fitted(state(key), {key}), ShardedObject)
 
 
-def test_any_other_missing_part_is_left_for_megatron_to_name():
+def test_megatron_reports_any_other_missing_part():
     assert fitted(tensor("output_layer.weight"), set()).key == "output_layer.weight"
     assert fitted(state("rng_state"), set()).key == "rng_state"
     assert fitted(7, set()) == 7

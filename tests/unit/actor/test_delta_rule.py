@@ -1,6 +1,4 @@
-"""The chunked delta rule and the short convolution against their definitions, one sequence and one
-token at a time.
-"""
+"""The chunked delta rule and the short convolution, compared with loops over sequences and tokens."""
 
 from __future__ import annotations
 

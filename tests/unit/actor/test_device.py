@@ -1,4 +1,4 @@
-"""The seed of the settings is that of every generator which a checkpoint keeps."""
+"""The seed of the settings seeds every generator that a checkpoint stores."""
 
 import random
 

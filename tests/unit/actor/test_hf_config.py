@@ -1,4 +1,4 @@
-"""From the words of [model] to a config.json, and what it must not say."""
+"""Building config.json from the arguments of [model]."""
 
 import pytest
 
@@ -12,7 +12,7 @@ SCALED_ROPE = "llama3_1_8b"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_config_comes_back_from_its_words(name):
+def test_a_published_config_is_rebuilt_from_its_arguments(name):
     """Each key that the published file has and the words can say: none says how long a sequence may
     be, or how a rotary embedding is scaled.
     """
@@ -36,7 +36,7 @@ def test_every_architecture_has_the_name_of_its_configuration():
     assert MODEL_TYPES.keys() == FAMILIES.keys()
 
 
-def test_what_no_family_has_is_named():
+def test_features_that_no_family_has_are_named():
     words = architecture(family("Qwen3ForCausalLM"), PUBLISHED["qwen3_4b"]) | {
         "post_mlp_layernorm": True
     }

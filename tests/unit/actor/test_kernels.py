@@ -1,6 +1,4 @@
-"""On a CPU, where no kernel of TransformerEngine exists, what was asked for is named once and left
-out.
-"""
+"""On a CPU, without kernels of TransformerEngine, requested kernels are disabled with one warning."""
 
 import logging
 from types import SimpleNamespace
@@ -25,14 +23,14 @@ def chosen(description, caplog, **settings):
     return fields, [record.getMessage() for record in caplog.records]
 
 
-def test_kernels_of_experts_that_were_asked_for_are_left_out_with_a_warning_each(caplog):
+def test_requested_kernels_of_experts_are_disabled_with_a_warning_each(caplog):
     fields, said = chosen(EXPERTS, caplog, model_args=ASKED)
     assert (fields["moe_grouped_gemm"], fields["moe_permute_fusion"]) == (False, False)
     assert len(said) == 2 and all("there is no CUDA here" in line for line in said)
     assert "--moe-grouped-gemm true" in said[0] and "--moe-permute-fusion true" in said[1]
 
 
-def test_nothing_is_said_where_nothing_was_asked_for_or_there_are_no_experts(caplog):
+def test_there_is_no_warning_without_a_request_or_without_experts(caplog):
     assert chosen(EXPERTS, caplog)[1] == []
     fields, said = chosen(DENSE, caplog, model_args=ASKED)
     assert said == [] and "moe_grouped_gemm" not in fields

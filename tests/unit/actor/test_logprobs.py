@@ -1,6 +1,4 @@
-"""Log-probs and entropies in chunks, against torch's log_softmax and Categorical and their own
-gradients.
-"""
+"""Log-probs and entropies in chunks, compared with torch's functions and their gradients."""
 
 from dataclasses import replace
 

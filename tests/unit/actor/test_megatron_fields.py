@@ -1,4 +1,4 @@
-"""A person's options reach Megatron's dataclasses in the types of their fields."""
+"""Options of users reach Megatron's dataclasses in the types of their fields."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from megatron.core.transformer.enums import AttnBackend  # isort: skip
 SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
 
 
-def test_each_dataclass_takes_its_own_and_they_win_over_the_trainer_s():
+def test_options_of_a_dataclass_take_precedence_over_the_trainers_fields():
     options = {
         "attention_backend": "flash",
         "moe_z_loss_coeff": 1,
@@ -29,7 +29,7 @@ def test_each_dataclass_takes_its_own_and_they_win_over_the_trainer_s():
     assert configured(DistributedDataParallelConfig, options)(bucket_size=None).bucket_size == 3
 
 
-def test_one_word_of_a_list_is_a_list():
+def test_a_single_element_of_a_list_is_a_list():
     kind = configured(TransformerConfig, {"recompute_modules": "core_attn"})
     assert kind(**SIZES).recompute_modules == ["core_attn"]
 
@@ -41,7 +41,7 @@ def test_one_word_of_a_list_is_a_list():
         ({"bucket_size": "many"}, ["--bucket-size", "many", "integer"]),
     ],
 )
-def test_a_value_of_another_type_is_named_with_what_is_needed(options, words):
+def test_a_value_of_the_wrong_type_is_reported_with_the_expected_one(options, words):
     with pytest.raises(ConfigError) as caught:
         configured(
             TransformerConfig if "attention_backend" in options else DistributedDataParallelConfig,
@@ -50,6 +50,6 @@ def test_a_value_of_another_type_is_named_with_what_is_needed(options, words):
     assert all(word in str(caught.value) for word in words)
 
 
-def test_what_a_recipe_says_to_megatron_reaches_the_actor():
+def test_megatron_options_of_a_recipe_reach_the_actor():
     config = load([], {"megatron": {"deterministic_mode": True, "bucket_size": 7}}).config
     assert actor_settings(config).megatron == {"deterministic_mode": True, "bucket_size": 7}

@@ -1,11 +1,11 @@
-"""Device memory that is given up: its values are found wherever they are."""
+"""Offloaded device memory can be read on the host."""
 
 import torch
 
 from rlpost.actor.memory import WEIGHTS, DeviceMemory, HostCopy
 
 
-def test_values_are_read_from_the_host_while_their_memory_is_given_up():
+def test_offloaded_values_are_read_from_the_host():
     model = torch.nn.Linear(8, 4)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     memory = DeviceMemory([model], optimizer=None)
@@ -19,7 +19,7 @@ def test_values_are_read_from_the_host_while_their_memory_is_given_up():
     assert memory.resident(flat[0]) is flat[0] and flat[0].equal(before[0].view(-1))
 
 
-def test_a_copy_in_pieces_is_read_and_put_back_across_their_edges():
+def test_a_host_copy_is_read_and_restored_across_its_pieces():
     """No piece is larger than asked for: what is pinned is rounded up to a power of two, piece by
     piece.
     """

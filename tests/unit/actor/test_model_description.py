@@ -1,4 +1,4 @@
-"""What is read from config.json, and what is refused."""
+"""Reading config.json, and the options that are refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_rope_base_is_found_where_either_version_of_transformers_writes_it(t
         {"attention_dropout": 0.1},
     ],
 )
-def test_an_option_the_model_here_does_not_have_is_refused(tmp_path, change):
+def test_an_unsupported_option_is_refused(tmp_path, change):
     key = "rope_type" if "rope_parameters" in change else next(iter(change))
     with pytest.raises(WeightError, match=rf"config\.json: {key}=.* is not supported"):
         read_description(folder_with(tmp_path, **change))
@@ -70,7 +70,7 @@ def test_a_folder_without_config_is_refused(tmp_path):
         read_description(tmp_path)
 
 
-def test_a_file_that_is_cut_off_or_lacks_what_its_family_needs_is_named(tmp_path):
+def test_a_truncated_or_incomplete_config_is_reported(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG)[:40])
     with pytest.raises(WeightError, match=r"config\.json: not valid JSON"):
         read_description(tmp_path)
@@ -80,7 +80,7 @@ def test_a_file_that_is_cut_off_or_lacks_what_its_family_needs_is_named(tmp_path
         read_description(folder_with(tmp_path, architectures=["Qwen3MoeForCausalLM"]))
 
 
-def test_keys_that_a_model_cannot_be_built_without_are_named_before_it_is(tmp_path):
+def test_missing_required_keys_are_reported(tmp_path):
     """transformers fills some of them in; here nothing is guessed."""
     old = {
         key: value
@@ -116,28 +116,28 @@ MOE = {
         (
             {},
             {"tensor_model_parallel_size": 4},
-            "tensor_model_parallel_size=4 does not divide num_key_value_heads=2",
+            "tensor-model-parallel-size 4 does not divide num_key_value_heads = 2",
         ),
         (
             {},
             {"pipeline_model_parallel_size": 3},
-            "pipeline_model_parallel_size=3 does not divide num_hidden_layers=4",
+            "pipeline-model-parallel-size 3 does not divide num_hidden_layers = 4",
         ),
         ({}, {"expert_model_parallel_size": 2}, "has no experts"),
         (
             MOE,
             {"expert_model_parallel_size": 3},
-            "expert_model_parallel_size=3 does not divide number of experts=8",
+            "expert-model-parallel-size 3 does not divide number of experts = 8",
         ),
         (
             MOE,
             {"expert_tensor_parallel_size": 4},
-            "expert_tensor_parallel_size=4 does not divide moe_intermediate_",
+            "expert-tensor-parallel-size 4 does not divide moe_intermediate_",
         ),
         (
             MOE,
             {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2},
-            "need sequence_parallel",
+            "need --sequence-parallel true",
         ),
     ],
 )
@@ -216,7 +216,7 @@ GPT_OSS = {
         (GPT_OSS, {"tensor_model_parallel_size": 2}, "use --expert-tensor-parallel-size 1"),
     ],
 )
-def test_a_layout_that_a_model_rules_out_is_refused(tmp_path, model, layout, message):
+def test_an_unsupported_layout_is_refused(tmp_path, model, layout, message):
     description = read_description(folder_with(tmp_path, **model))
     with pytest.raises(ConfigError, match=message):
         description.check_layout(ActorSettings(str(tmp_path), sequence_parallel=True, **layout))
@@ -283,12 +283,12 @@ def test_gemma_has_windows_and_rotary_embeddings_by_layer_in_each_format_of_conf
         ),
     ],
 )
-def test_what_gemma_has_here_in_another_way_is_refused(tmp_path, change, said):
+def test_unsupported_options_of_gemma_are_refused(tmp_path, change, said):
     with pytest.raises(WeightError, match=said):
         read_description(folder_with(tmp_path, **GEMMA | change))
 
 
-def test_a_window_that_is_switched_off_must_not_be_in_a_layer(tmp_path):
+def test_a_layer_with_a_disabled_window_is_refused(tmp_path):
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
     with pytest.raises(WeightError, match="while use_sliding_window is false"):
         read_description(folder_with(tmp_path, **kinds))

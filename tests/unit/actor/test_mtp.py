@@ -1,6 +1,4 @@
-"""Multi-token prediction: which token each position of a packed row combines with, and which one it
-predicts.
-"""
+"""Multi-token prediction: the inputs and the target of each position of a packed row."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def test_each_masked_token_is_predicted_two_positions_before_it(micro_batch):
 
 
 def test_context_parallel_ranks_share_the_positions():
-    """Together they have each target once, at the row of its own layout."""
+    """Together they have each target once, at the row of their layout."""
     sample = TrainSample(
         tuple(range(10, 23)), 4, (1, 0, 1, 1, 1, 1, 0, 1, 1), (0.0,) * 9, 1.0, weight=0.5
     )

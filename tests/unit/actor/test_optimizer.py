@@ -1,4 +1,4 @@
-"""What a checkpoint brings with Adam's state gives way to the settings of now."""
+"""The settings take precedence over hyperparameters in a checkpoint."""
 
 from types import SimpleNamespace
 

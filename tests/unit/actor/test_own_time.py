@@ -1,4 +1,4 @@
-"""The time that a rank computes by itself, on the clock of the host and on a fake GPU's."""
+"""The time that a rank computes, on the clock of the host and on a fake GPU's."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_only_the_time_between_begin_and_end_counts(moved: Clock) -> None:
     assert own.seconds() == pytest.approx(2.0)
 
 
-def test_a_pass_that_was_left_has_no_time(moved: Clock) -> None:
+def test_an_interrupted_pass_has_no_time(moved: Clock) -> None:
     own = OwnTime()
     assert own.seconds() == 0.0
     own.begin()

@@ -1,4 +1,4 @@
-"""Packing: where every token of every sample stands."""
+"""Packing: the row of each token of each sample."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ micro_batches = st.lists(samples, min_size=1, max_size=5).map(tuple)
 
 
 @given(micro_batches, st.integers(1, 8))
-def test_every_sample_stands_in_the_row_once_uncut_and_in_order(micro_batch, multiple_of):
+def test_every_sample_is_in_the_row_once_whole_and_in_order(micro_batch, multiple_of):
     packed = pack(micro_batch, RowLayout(row_multiple=multiple_of))
     bounds = packed.cu_seqlens.tolist()
     row = packed.input_ids[0].tolist()
@@ -46,7 +46,7 @@ def test_every_sample_stands_in_the_row_once_uncut_and_in_order(micro_batch, mul
 
 
 @given(micro_batches, st.integers(1, 8))
-def test_padding_is_a_sequence_of_its_own_and_less_than_the_multiple(micro_batch, multiple_of):
+def test_padding_is_a_separate_sequence_shorter_than_the_multiple(micro_batch, multiple_of):
     packed = pack(micro_batch, RowLayout(row_multiple=multiple_of))
     num_tokens = sum(len(sample.token_ids) for sample in micro_batch)
     total = packed.input_ids.size(1)
@@ -68,7 +68,7 @@ def test_the_row_before_each_response_token_predicts_it(micro_batch):
 
 
 @given(micro_batches, st.integers(1, 8))
-def test_each_response_token_has_what_its_sample_says(micro_batch, multiple_of):
+def test_each_response_token_has_the_values_of_its_sample(micro_batch, multiple_of):
     packed = pack(micro_batch, RowLayout(row_multiple=multiple_of))
     expected = [
         (number, sum(sample.loss_mask), float(mask), sample.advantage, logprob)
@@ -86,7 +86,7 @@ def test_each_response_token_has_what_its_sample_says(micro_batch, multiple_of):
 
 
 @given(micro_batches)
-def test_unpacking_gives_each_sample_its_own_values_back(micro_batch):
+def test_unpacking_returns_the_values_of_each_sample(micro_batch):
     packed = pack(micro_batch)
     assert unpack(packed.rollout_logprobs, packed) == [
         sample.rollout_logprobs for sample in micro_batch
@@ -173,7 +173,7 @@ def test_context_parallel_ranks_share_the_response_tokens_of_the_whole(micro_bat
 
 
 @given(st.lists(micro_batches, min_size=1, max_size=4), st.randoms())
-def test_log_probs_computed_in_other_groups_come_back_to_their_samples(micro_batches_, source):
+def test_log_probs_of_other_groups_are_returned_by_sample(micro_batches_, source):
     """Each sample's value is the sample itself, so that a wrong place shows."""
     count = sum(map(len, micro_batches_))
     order = source.sample(range(count), count)
@@ -185,7 +185,7 @@ def test_log_probs_computed_in_other_groups_come_back_to_their_samples(micro_bat
     assert as_trained([], batch) == []
 
 
-def test_without_groups_of_their_own_log_probs_take_the_micro_batches_of_the_training():
+def test_without_groups_log_probs_use_the_micro_batches_of_training():
     batch = TrainBatch(((TrainSample((1, 2), 1, (1,), (-0.5,), 1.0),),), 1, 1)
     assert log_prob_micro_batches(batch) is batch.micro_batches
     assert as_trained([["value"]], batch) == [["value"]]

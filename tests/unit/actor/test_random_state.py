@@ -1,4 +1,4 @@
-"""Random generators go on where they stood, as far as those of now are of the kind of then."""
+"""Restoring random generators, on the same kind of device and on another."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def tracker():
     made.set_states(before)
 
 
-def test_generators_go_on_where_they_stood(tracker):
+def test_generators_continue_from_their_saved_state(tracker):
     tracker.set_states({"model-parallel-rng": torch.get_rng_state()})
     held = random_state.collect()
     drawn = torch.rand(3)
@@ -29,7 +29,7 @@ def test_generators_go_on_where_they_stood(tracker):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other device is a GPU here")
-def test_states_of_a_gpu_are_left_out_without_one(tracker):
+def test_states_of_a_gpu_are_ignored_without_a_gpu(tracker):
     """Megatron would hand them to a generator of another size."""
     tracker.set_states({"model-parallel-rng": torch.get_rng_state()})
     gpu = torch.zeros(16, dtype=torch.uint8)

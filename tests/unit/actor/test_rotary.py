@@ -1,4 +1,4 @@
-"""Frequencies and windows against those of transformers."""
+"""Frequencies and windows compared with those of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routes of packed rows: every row has those of its token, on whatever rank it is."""
+"""The routes of packed rows: each row has those of its token, on every rank."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_routes_of_an_earlier_rollout_are_dropped_when_the_next_one_is_recorded(
     recorded.add((first,), used, RowLayout())
     recorded.add((second,), used, RowLayout())  # another batch of the same rollout
     recorded.mark_used()
-    assert recorded.use(first) is not None, "all training steps of a rollout use them"
+    assert recorded.of(first) is not None, "all training steps of a rollout use them"
     recorded.add((second,), used, RowLayout())
-    assert recorded.use(first) is None
-    assert recorded.use(second) is not None
+    assert recorded.of(first) is None
+    assert recorded.of(second) is not None

@@ -1,4 +1,4 @@
-"""What one layer's router does with given experts, by Megatron's own arithmetic."""
+"""One layer's router with given experts, by Megatron's own arithmetic."""
 
 from __future__ import annotations
 

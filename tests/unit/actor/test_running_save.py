@@ -1,4 +1,4 @@
-"""A rank's call may run while another thread sees that the background save is done."""
+"""A background save may end in another thread at any point of a call."""
 
 from __future__ import annotations
 
@@ -19,14 +19,24 @@ SETTINGS: Any = SimpleNamespace(
 )
 
 
+def finished_part() -> SimpleNamespace:
+    return SimpleNamespace(
+        is_running=False,
+        must_stay=False,
+        wait=lambda: None,
+        join=lambda: None,
+        wait_copied=lambda **options: None,
+    )
+
+
 class Critic:
     """Its saves have nothing to write, so each is done at once."""
 
     def __init__(self) -> None:
         self.num_steps = 0
 
-    def start_save(self, writing: object, folder: object, step: int, residence: object) -> None:
-        pass
+    def start_save(self, folder: object, step: int, residence: object) -> object:
+        return finished_part()
 
     def set_save_buffer(self, num_bytes: int, residence: object) -> None:
         pass
@@ -42,7 +52,7 @@ class Rank(CriticRank):
     def __init__(self) -> None:
         super().__init__(SETTINGS, SimpleNamespace(check_layout=lambda settings: None))  # type: ignore[arg-type]
         self.critic: Any = Critic()
-        self._save = RunningSave(SETTINGS)
+        self.saves = RunningSave(SETTINGS)
 
 
 @pytest.mark.parametrize("method", ["train_critic", "save_is_done"])
@@ -63,13 +73,7 @@ def test_a_critics_save_may_end_at_any_point_of_a_call(method: str) -> None:
 def test_a_policys_save_may_end_at_any_point_of_a_call(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part = SimpleNamespace(
-        is_running=False,
-        wait=lambda: None,
-        join=lambda: None,
-        wait_copied=lambda **options: None,
-    )
-    saver = SimpleNamespace(must_stay=False, start=lambda *given, **options: part)
+    saver = SimpleNamespace(start=lambda *given, **options: finished_part())
     monkeypatch.setattr(saves, "Saver", lambda *given, **options: saver)
     memory: Any = SimpleNamespace(resident=None, lock=None)
     running = Saves(SETTINGS, (), None, memory, None)  # type: ignore[arg-type]

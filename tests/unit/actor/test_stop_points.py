@@ -1,4 +1,4 @@
-"""Where ranks stop together: decided purely, then with threads in place of ranks."""
+"""Common stop points of ranks: the decision, then threads in place of ranks."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from rlpost.actor.stop_points import StopPoint, StopPoints, common_stop_point
 from rlpost.errors import Interrupted, TrainingError
 
 
-def test_the_first_boundary_that_none_has_passed() -> None:
+def test_the_stop_point_is_the_first_boundary_that_no_rank_has_passed() -> None:
     assert common_stop_point(
         [StopPoint(3, 1, 4), StopPoint(3, 3, 4), StopPoint(3, 0, 4)]
     ) == StopPoint(3, 3)
 
 
-def test_who_is_past_its_last_boundary_cannot_be_waited_for_so_all_end_the_pass() -> None:
+def test_a_rank_past_its_last_boundary_moves_the_stop_to_the_end_of_the_pass() -> None:
     assert common_stop_point([StopPoint(3, 4, 4), StopPoint(3, 2, 4)]) == StopPoint(4, 0)
 
 
-def test_a_boundary_that_a_shorter_rank_has_not_is_none() -> None:
+def test_a_boundary_that_a_shorter_rank_lacks_is_not_a_stop_point() -> None:
     assert common_stop_point([StopPoint(3, 3, 4), StopPoint(3, 1, 2)]) == StopPoint(4, 0)
 
 
-def test_ranks_that_have_not_begun_stop_before_they_begin_unless_another_has_begun_work() -> None:
+def test_ranks_stop_before_a_pass_that_no_rank_has_started() -> None:
     assert common_stop_point([StopPoint(3, 0), StopPoint(3, 0, 4)]) == StopPoint(3, 0)
     assert common_stop_point([StopPoint(3, 0), StopPoint(3, 1, 4)]) == StopPoint(4, 0)
     assert common_stop_point([StopPoint(4, 0), StopPoint(3, 2, 4)]) == StopPoint(4, 0)
@@ -37,7 +37,7 @@ def test_ranks_that_have_not_begun_stop_before_they_begin_unless_another_has_beg
     st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5)), min_size=1, max_size=4),
     st.integers(1, 5),
 )
-def test_the_meeting_place_is_ahead_of_everybody(held: list[tuple[int, int]], length: int) -> None:
+def test_the_stop_point_is_ahead_of_every_rank(held: list[tuple[int, int]], length: int) -> None:
     places = [StopPoint(number, min(index, length), length) for number, index in held]
     found = common_stop_point(places)
     assert all((found.number, found.index) >= (one.number, one.index) for one in places)
@@ -84,7 +84,7 @@ def test_ranks_in_any_order_of_events_do_the_same_micro_batches(seed: int) -> No
     assert all((number, index) < (place.number, place.index) for number, index in done[0])
 
 
-def test_after_the_release_for_good_passes_go_through() -> None:
+def test_after_a_release_without_a_stop_passes_complete() -> None:
     one = StopPoints()
     one.release(common_stop_point([one.hold()]))
     with pytest.raises(Interrupted), one.passing(2):
@@ -96,7 +96,7 @@ def test_after_the_release_for_good_passes_go_through() -> None:
     assert one.hold() == StopPoint(2, 0)
 
 
-def test_who_is_held_and_forgotten_says_so() -> None:
+def test_a_rank_that_is_never_released_raises() -> None:
     one = StopPoints(deadline_s=0.01)
     one.hold()
     with pytest.raises(TrainingError, match="without a release"), one.passing(1):

@@ -1,6 +1,4 @@
-"""Attention over sequences in one row, against the formula; on this device, and the shapes of the
-others' kernels.
-"""
+"""Attention over sequences in one row, compared with the formula; shapes of the kernels of a GPU."""
 
 from __future__ import annotations
 
@@ -101,7 +99,7 @@ def test_the_chunks_of_all_context_parallel_ranks_make_the_whole(multiples, size
     ("kernel", "dtype"),
     [(varlen._flash, torch.bfloat16), (varlen._memory_efficient, torch.float32)],
 )
-def test_the_kernels_of_a_gpu_take_what_they_are_given_and_have_gradients(kernel, dtype):
+def test_the_gpu_kernels_accept_these_shapes_and_have_gradients(kernel, dtype):
     """On torch's device without numbers: names, order and shapes of the arguments; tests/gpu looks
     at the numbers.
     """

@@ -1,4 +1,4 @@
-"""Windows and sinks against the formula over a whole sequence."""
+"""Windows and sinks compared with the formula over a whole sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantages, loss and schedule against hand-computed numbers, torch's own formulas and the stated
+"""Advantages, loss and schedule compared with hand-computed numbers, torch's formulas and
 invariants.
 """
 
@@ -23,7 +23,7 @@ def test_grpo_advantages_equal_torch_mean_and_unbiased_std():
     assert grpo_advantages(rewards) == pytest.approx(expected.tolist(), rel=1e-12)
 
 
-def test_without_std_normalization_only_the_mean_is_taken_off():
+def test_without_std_normalization_only_the_mean_is_subtracted():
     assert grpo_advantages([2.0, 0.0], normalize_std=False) == (1.0, -1.0)
 
 
@@ -37,8 +37,8 @@ def test_policy_loss_equals_numbers_computed_by_hand():
     old = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5]))
     advantages = torch.tensor([1.0, 1.0, -1.0, 1.0])
     loss, stats = policy_loss(new, old, advantages, eps_clip=0.2, eps_clip_high=0.28)
-    # ratios 1, 1.8 (cut at 1.28), 0.6 (cut at 0.8: the worse of 0.6 and 0.8), 0.4 (a fall with A >
-    # 0 is not cut)
+    # ratios 1, 1.8 (clipped at 1.28), 0.6 (clipped at 0.8: the worse of 0.6 and 0.8), 0.4 (a fall with A >
+    # 0 is not clipped)
     assert loss.tolist() == pytest.approx([-1.0, -1.28, 0.8, -0.4], rel=1e-5)
     assert stats["clip_frac"].tolist() == [0.0, 1.0, 1.0, 0.0]
     assert stats["ppo_kl"].tolist() == pytest.approx(
@@ -113,7 +113,7 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_the_tokens(pai
         assert whitened.var(unbiased=False).item() == pytest.approx(1.0, abs=1e-4)
 
 
-def test_a_baseline_takes_the_group_off_and_reinforce_plus_plus_does_not():
+def test_the_baseline_form_subtracts_the_group_mean_and_reinforce_plus_plus_does_not():
     groups = [[1.0, 1.0], [0.0, 0.0]]
     masks = [[RunColumn([(1, length)]) for length in of_group] for of_group in ((3, 5), (4, 4))]
     assert estimate("reinforce_plus_plus_baseline", groups, masks, normalize_std=True) == [

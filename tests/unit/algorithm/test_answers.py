@@ -1,4 +1,4 @@
-"""Several samples of one answer: what the baseline and the loss see of them."""
+"""Several samples of one answer: their share of baseline and loss."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def config(**grpo):
     return load([], {"cluster": cluster, "rollout": ROLLOUT, "grpo": grpo}).config
 
 
-def test_each_sample_counts_unless_told_otherwise():
+def test_each_sample_counts_by_default():
     """An answer of three samples weighs three times: in the baseline and in the loss."""
     samples = rollout_samples(GROUPS, config().grpo)
     assert [sample.advantage for sample in samples[:4]] == list(

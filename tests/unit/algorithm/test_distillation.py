@@ -1,4 +1,4 @@
-"""Tests of the divergence from a teacher against a plain loop, enumeration and autograd."""
+"""The divergence from a teacher compared with a plain loop, enumeration and autograd."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_distance_of_a_token_is_the_difference_of_its_log_probs_and_0_where_
     assert list(found) == [-0.5, 1.0, 0.0]
 
 
-def test_log_probs_of_another_length_or_that_are_no_numbers_are_errors():
+def test_log_probs_of_the_wrong_length_or_not_finite_are_errors():
     mask = RunColumn.of([1, 1])
     with pytest.raises(
         DataError, match="a response of 2 tokens has 2 log-probs of the policy and 1"

@@ -1,4 +1,4 @@
-"""GAE and the value loss against formulas written as loops here, and against TRL's."""
+"""GAE and the value loss compared with loops and with TRL."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_reward_is_at_the_last_trained_token_and_penalties_are_at_all_of_the
     ]
 
 
-def test_tokens_of_tools_are_no_actions():
+def test_tool_tokens_are_not_actions():
     """The same estimates as of the response without them, whatever the values there are."""
     discounts = Discounts(0.9, 0.8)
     whole = [SampleGroup(0, (scored([1, 0, 0, 1, 1], 1.0),))]

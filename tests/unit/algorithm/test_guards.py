@@ -1,4 +1,4 @@
-"""Guards: each names the numbers, and is silent about a healthy step."""
+"""Guards: each names the numbers, and a healthy step has no warning."""
 
 import math
 
@@ -20,7 +20,7 @@ def guards(*, is_fresh=True, **bounds):
     return Guards(Bounds(**bounds), is_fresh=is_fresh)
 
 
-def test_a_healthy_run_says_nothing():
+def test_a_healthy_run_has_no_warnings():
     own = guards()
     for step in range(20):
         later = {"train/ppo_kl": 0.02, "train/ref_kl": 0.1, "train/grad_norm": 1.0 + step % 3}
@@ -29,7 +29,7 @@ def test_a_healthy_run_says_nothing():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_none_ends_the_run_and_is_named(value):
+def test_a_metric_that_is_not_finite_ends_the_run_and_is_named(value):
     with pytest.raises(TrainingError, match=r"train/grad_norm = -?(nan|inf)"):
         guards().after_step(HEALTHY | {"train/grad_norm": value}, is_first=True)
 

@@ -1,6 +1,4 @@
-"""The objective of a token: correction, KL, entropy, functions of the user's own; the same however
-it is cut up.
-"""
+"""The objective of a token: correction, KL, entropy and custom functions, at every micro-batching."""
 
 import itertools
 import math
@@ -51,7 +49,7 @@ def tokens_of(samples, *, lengths=LENGTHS, seed=0, requires_grad=False):
 
 
 def total(parts, options):
-    """The loss of a global batch that is cut into parts."""
+    """The loss of a global batch that is split into parts."""
     whole = tokens_of(range(len(LENGTHS)))
     counts = dict(num_samples=len(LENGTHS), num_tokens=int(whole.loss_mask.sum()))
     result = 0.0
@@ -73,9 +71,7 @@ def total(parts, options):
     cuts=st.sets(st.integers(1, len(LENGTHS) - 1)),
     per_token=st.booleans(),
 )
-def test_the_loss_is_the_same_however_the_samples_are_cut_into_micro_batches(
-    surrogate, level, mode, order, cuts, per_token
-):
+def test_the_loss_does_not_depend_on_micro_batching(surrogate, level, mode, order, cuts, per_token):
     options = LossSettings(
         policy_loss=surrogate, use_tis=True, tis_level=level, tis_mode=mode, tis_clip=1.3, tis_clip_low=0.7,
         use_opsm=True, opsm_delta=0.1, use_unbiased_kl=True,
@@ -115,7 +111,7 @@ def test_levels_are_the_token_its_sequences_product_and_its_geometric_mean():
 
 def test_the_correction_makes_the_gradient_that_of_the_trainers_own_policy():
     """Over all tokens of a small vocabulary: the expectation under the engines of w x gradient is
-    that under the trainer, when nothing is cut.
+    that under the trainer, when nothing is clipped.
     """
     logits = torch.tensor([0.3, -1.0, 0.8, 0.1], requires_grad=True)
     rewards = torch.tensor([1.0, 0.0, -1.0, 2.0])
@@ -172,11 +168,11 @@ def test_the_divergence_of_an_array_has_the_bits_of_pythons_own_arithmetic():
     difference = (
         torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 8
     )
-    cut = [min(max(d, -20.0), 20.0) for d in difference.tolist()]
-    k3 = [math.exp(-d) + d - 1 for d in cut]
+    clipped = [min(max(d, -20.0), 20.0) for d in difference.tolist()]
+    k3 = [math.exp(-d) + d - 1 for d in clipped]
     expected = {
-        "k1": cut,
-        "k2": [d * d / 2 for d in cut],
+        "k1": clipped,
+        "k2": [d * d / 2 for d in clipped],
         "k3": k3,
         "low_var_kl": [min(value, 10.0) for value in k3],
     }
@@ -228,7 +224,7 @@ def group(*rewards):
     return SampleGroup(0, tuple(map(ScoredSample, samples, rewards)))
 
 
-def test_a_loss_of_the_users_own_is_loaded_from_a_file(plugin):
+def test_a_custom_loss_is_loaded_from_a_file(plugin):
     options = LossSettings(loss_type="custom_loss", custom_loss_function_path=f"{plugin}:loss")
     tokens = tokens_of(range(4))
     loss, stats = loss_function(options)(tokens, options)
@@ -236,7 +232,7 @@ def test_a_loss_of_the_users_own_is_loaded_from_a_file(plugin):
     assert set(stats) == {"my_mean", "my_max"}
 
 
-def test_advantages_of_the_users_own_are_checked(plugin):
+def test_custom_advantages_are_checked(plugin):
     assert custom_advantages(f"{plugin}:advantages", [group(1.0, 0.0), group(2.0)], None) == [
         (0.0, -1.0),
         (0.0,),
@@ -259,7 +255,7 @@ def test_advantages_of_the_users_own_are_checked(plugin):
         ),
     ],
 )
-def test_advantages_of_the_users_own_may_be_arrays_and_tensors(tmp_path, words, made):
+def test_custom_advantages_may_be_arrays_and_tensors(tmp_path, words, made):
     file = tmp_path / "arrays.py"
     file.write_text(
         f"import numpy as np, torch\ndef advantages(groups, penalties):\n    return {words}\n"
@@ -268,7 +264,7 @@ def test_advantages_of_the_users_own_may_be_arrays_and_tensors(tmp_path, words, 
 
 
 @pytest.mark.parametrize("words", ["None", "[0.5, 0.5]", "[[None, None]]", "[['high', 'low']]"])
-def test_advantages_that_are_no_numbers_are_named(tmp_path, words):
+def test_advantages_that_are_not_numbers_are_reported(tmp_path, words):
     file = tmp_path / "none.py"
     file.write_text(f"def advantages(groups, penalties):\n    return {words}\n")
     with pytest.raises(
@@ -278,7 +274,7 @@ def test_advantages_that_are_no_numbers_are_named(tmp_path, words):
         custom_advantages(f"{file}:advantages", [group(1.0, 0.0)], None)
 
 
-def test_a_loss_or_advantage_that_is_wrong_itself_is_an_error_of_the_settings(tmp_path):
+def test_an_error_in_a_custom_function_is_an_error_of_the_settings(tmp_path):
     """Starting again cannot help; the line is that of the user's file, also when torch raises
     it.
     """
@@ -300,7 +296,7 @@ def test_a_loss_or_advantage_that_is_wrong_itself_is_an_error_of_the_settings(tm
         custom_advantages(f"{file}:advantages", [group(1.0, 0.0)], None)
 
 
-def test_a_function_that_is_not_there_is_named_with_those_that_are(plugin):
+def test_a_missing_function_is_reported_with_the_existing_ones(plugin):
     with pytest.raises(
         ConfigError, match="has no function lost; it has loss, advantages, by_token, too_few"
     ):

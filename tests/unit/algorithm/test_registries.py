@@ -1,6 +1,4 @@
-"""What a recipe may name is what there is: settings and registries agree, and old names select a
-loss.
-"""
+"""Settings and registries agree, and old names of estimators select a loss."""
 
 from typing import Any, get_args
 

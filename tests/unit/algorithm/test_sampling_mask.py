@@ -1,4 +1,4 @@
-"""Which columns a sampling mask removes, against a loop over rows and ids."""
+"""The columns that a sampling mask removes, compared with a loop over rows and ids."""
 
 import random
 
@@ -11,7 +11,7 @@ VOCABULARY = 17
 
 
 @pytest.mark.parametrize(("first", "width"), [(0, VOCABULARY), (0, 6), (6, 6), (12, 5), (5, 0)])
-def test_what_is_not_in_a_rows_set_is_removed_and_an_empty_set_removes_nothing(first, width):
+def test_ids_outside_a_rows_set_are_removed_and_an_empty_set_removes_nothing(first, width):
     dice = random.Random(2)
     sets = [sorted(dice.sample(range(VOCABULARY), dice.randint(0, 5))) for _ in range(40)] + [[]]
     found = removed_columns(

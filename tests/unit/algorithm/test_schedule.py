@@ -1,5 +1,5 @@
-"""The schedule of micro-batches: its invariants for whatever comes, and how near it is to the best
-there can be.
+"""The schedule of micro-batches: its invariants for random samples, and its distance from the
+optimum.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def worst(loads):
 
 
 @given(lengths_of, layouts, st.booleans(), st.sampled_from([None, 20.0, float("inf")]))
-def test_each_sample_stands_once_on_some_rank_and_ranks_have_as_many_full_micro_batches(
+def test_each_sample_is_scheduled_once_and_ranks_have_equal_numbers_of_micro_batches(
     lengths, layout, by_tokens, break_even
 ):
     """The three invariants of the module, with and without balance, by tokens and by number."""
@@ -71,9 +71,7 @@ def test_each_sample_stands_once_on_some_rank_and_ranks_have_as_many_full_micro_
 
 
 @given(lengths_of, st.integers(1, 6))
-def test_without_balance_micro_batches_are_filled_and_dealt_in_the_order_of_the_samples(
-    lengths, ranks
-):
+def test_without_work_micro_batches_are_filled_and_assigned_in_sample_order(lengths, ranks):
     """Every micro-batch is in order, and the first samples of those dealt in turn are in order, but
     for those that were split so that all ranks have as many.
     """
@@ -88,7 +86,7 @@ def test_without_balance_micro_batches_are_filled_and_dealt_in_the_order_of_the_
 
 
 @given(lengths_of)
-def test_a_sample_goes_into_the_first_micro_batch_with_room(lengths):
+def test_a_sample_goes_into_the_first_micro_batch_with_capacity(lengths):
     """Against the definition, which looks at one micro-batch after the other."""
     plain: list[list[int]] = []
     for index, length in enumerate(lengths):
@@ -170,7 +168,7 @@ def test_ranks_run_their_heaviest_micro_batches_first_and_so_at_the_same_time():
         assert loads == sorted(loads, reverse=True)
 
 
-def test_a_rank_of_a_few_giants_still_gets_as_many_micro_batches_as_the_others():
+def test_a_rank_with_few_long_samples_has_as_many_micro_batches_as_the_others():
     """Even work would leave rank 0 with one sample, fewer than the other needs micro-batches."""
     lengths = [1000, *[60] * 9]
     dealt = schedule(

@@ -1,4 +1,4 @@
-"""Tests of reward shaping against the formulas of its papers, by hand."""
+"""Reward shaping compared with the formulas of its papers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_overlong_punishment_equals_the_equation_of_dapo() -> None:
     assert found == pytest.approx(at)
 
 
-def test_without_shaping_groups_stay_as_they_were_graded() -> None:
+def test_without_shaping_groups_are_unchanged() -> None:
     assert shaped([GROUP], Shaping(max_response_len=10)) == [GROUP]
 
 
@@ -41,7 +41,7 @@ def test_long_answers_lose_reward_and_others_do_not() -> None:
     assert shaped([GROUP], shaping)[0].rewards == pytest.approx((1.0, 0.75, 0.0, 1.0))
 
 
-def test_cut_off_answers_are_masked_but_count_in_the_baseline() -> None:
+def test_truncated_answers_are_masked_but_count_in_the_baseline() -> None:
     (group,) = shaped([GROUP], Shaping(max_response_len=10, truncated_answers="mask"))
     assert group.rewards == GROUP.rewards
     totals = [scored.sample.mask.total() for scored in group.samples]
@@ -89,7 +89,7 @@ def test_normalized_advantages_have_mean_0_and_variance_1_over_tokens() -> None:
         ),
     ],
 )
-def test_settings_that_contradict_each_other_are_named(grpo, named, tmp_path) -> None:
+def test_contradictory_settings_are_reported(grpo, named, tmp_path) -> None:
     config = load([], {"grpo": grpo, "checkpoint": {"hf_checkpoint": str(tmp_path)}}).config
     (problem,) = algorithm_problems(config)
     assert named in problem and "use" in problem

@@ -207,7 +207,7 @@ def test_without_checksums_only_sizes_are_compared(tmp_path):
     assert newest_committed(tmp_path, checksums=False).path == path
 
 
-def test_prune_keeps_the_newest_complete_ones_and_counts_no_broken_one(tmp_path):
+def test_prune_keeps_the_newest_complete_checkpoints_and_ignores_broken_ones(tmp_path):
     for step in (5, 10, 15, 20, 25):
         write(tmp_path, step, str(step))
     (tmp_path / "iter_0000020" / protocol.COMMITTED).unlink()
@@ -271,7 +271,7 @@ def test_prune_never_deletes_the_checkpoint_that_was_just_committed(tmp_path, ke
     assert content_of(tmp_path) == (20, "again") and not (tmp_path / "iter_0000015").exists()
 
 
-def test_a_checkpoint_that_latest_cannot_name_is_committed_all_the_same(tmp_path, caplog):
+def test_a_checkpoint_is_committed_even_if_latest_cannot_be_written(tmp_path, caplog):
     (tmp_path / "latest").mkdir()
     assert newest_committed(tmp_path).path is None
     path = write(tmp_path, 20, "twenty")

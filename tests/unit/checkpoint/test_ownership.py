@@ -1,6 +1,4 @@
-"""Two attempts at one folder, as real processes: the older one never commits once the newer has
-claimed it.
-"""
+"""Two attempts at one folder, as real processes: the older one never commits after a newer claim."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ except Exception as error:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["looks", "does not look"])
-def test_a_zombie_that_saves_as_fast_as_it_can_is_out_when_the_folder_is_claimed(tmp_path, kind):
+def test_an_old_attempt_that_saves_constantly_is_fenced_by_a_claim(tmp_path, kind):
     """Whatever instant it is at.
 
     What the newer attempt found when it claimed the folder is what it keeps finding, also when the
@@ -86,7 +84,7 @@ def test_a_zombie_that_saves_as_fast_as_it_can_is_out_when_the_folder_is_claimed
         assert commit(writing, check=ours.check) == newest_committed(folder).path
 
 
-def test_the_claim_names_who_has_it_and_a_claim_after_it_wins(tmp_path):
+def test_a_later_claim_wins_and_the_error_names_its_owner(tmp_path):
     first = claim(tmp_path, "3 of runs/a")
     first.check()
     assert read_owner(tmp_path) == first.owner
@@ -100,9 +98,7 @@ def test_the_claim_names_who_has_it_and_a_claim_after_it_wins(tmp_path):
     assert not first.lane.exists() and second.lane.is_dir()
 
 
-def test_an_owner_file_that_is_gone_or_damaged_fences_nobody_whose_lane_is_in_place(
-    tmp_path, caplog
-):
+def test_a_missing_or_damaged_owner_file_does_not_fence_an_attempt_with_a_lane(tmp_path, caplog):
     """No attempt can have claimed the folder: a claim moves the lane away. A run that is fenced
     never comes back.
     """
@@ -117,7 +113,7 @@ def test_an_owner_file_that_is_gone_or_damaged_fences_nobody_whose_lane_is_in_pl
         ours.check()
 
 
-def test_storage_that_fails_is_not_another_attempt(tmp_path, monkeypatch, caplog):
+def test_a_storage_error_is_not_a_loss_of_ownership(tmp_path, monkeypatch, caplog):
     """A run that is fenced does not come back; one whose storage fails for a moment tries again."""
     ours = claim(tmp_path, "1")
 
@@ -133,7 +129,7 @@ def test_storage_that_fails_is_not_another_attempt(tmp_path, monkeypatch, caplog
         ours.check()
 
 
-def test_what_was_renamed_but_not_marked_is_out_of_reach_and_what_is_marked_stays(tmp_path):
+def test_a_claim_moves_uncommitted_folders_and_keeps_committed_ones(tmp_path):
     """The newer attempt begins from what it saw: a marker that is written afterwards must find
     nothing to stand in.
     """
@@ -194,7 +190,7 @@ def tree(path):
 @pytest.mark.parametrize(
     "has_the_step", [False, True], ids=["first save of the step", "second save of the step"]
 )
-def test_an_older_attempt_that_wakes_anywhere_in_its_commit_changes_nothing_of_the_newer_one(
+def test_an_older_attempt_that_resumes_anywhere_in_its_commit_changes_nothing(
     tmp_path, has_the_step
 ):
     """It stopped after each call of the system in turn; the newer one has committed the same step
@@ -232,9 +228,7 @@ def test_an_older_attempt_that_wakes_anywhere_in_its_commit_changes_nothing_of_t
     raise AssertionError("the commit never came to its end")
 
 
-def test_a_checkpoint_that_stepped_aside_for_one_that_never_came_is_found_and_comes_back(
-    tmp_path, monkeypatch
-):
+def test_a_checkpoint_replaced_by_an_interrupted_save_is_restored(tmp_path, monkeypatch):
     """Also by who only reads: another run may begin from this folder (--load)."""
     old = claim(tmp_path, "old")
     before = save(tmp_path, old, 2, "before")

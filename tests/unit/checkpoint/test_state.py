@@ -40,7 +40,7 @@ BACKLOG = Backlog(
 )
 
 
-def test_a_state_survives_its_way_through_json():
+def test_a_state_survives_json():
     """To the last bit of every log-prob: what was generated before a preemption is trained after
     it.
     """
@@ -63,7 +63,7 @@ def test_a_state_is_written_in_pieces_of_one_group():
     assert RunState.from_json("".join(pieces)) == state
 
 
-def test_a_state_of_an_older_program_has_no_backlog():
+def test_a_state_of_an_older_version_has_no_backlog():
     assert RunState.from_json('{"step": 3, "cursor": {}, "pending": null}') == RunState(step=3)
 
 
@@ -74,6 +74,6 @@ def test_every_trained_step_is_a_policy_version_and_awaits_its_metrics_line():
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"stepp": 3}', '{"step": 3, "backlog": {}}'])
-def test_what_is_not_a_state_is_refused(text):
+def test_malformed_states_are_refused(text):
     with pytest.raises(CheckpointError, match="not the state of a run"):
         RunState.from_json(text)

@@ -1,6 +1,6 @@
-"""Bad storage, for real where a test may: full, read-only, unreadable, damaged, half seen.
+"""Failing storage: full, read-only, unreadable, damaged, or with a stale listing.
 
-The checkpoint before is used, or the error says what is wrong; nothing hangs and nothing is lost.
+The previous checkpoint is used, or an error names the cause; nothing hangs and nothing is lost.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_leaves_the_checkpoint_before_and_the_next_save_has_room(disk):
+def test_a_full_disk_keeps_the_previous_checkpoint_and_the_next_save_has_space(disk):
     """What the failed save left is what fills the disk; the next one begins by removing it."""
     ours = claim(disk, "0")
     before = write(disk, 1, SHARD)
@@ -58,7 +58,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_the_next_save_has_room(dis
     assert commit(writing, check=ours.check) == newest_committed(disk).path != before
 
 
-def test_a_disk_that_is_full_when_the_manifest_is_written_leaves_the_checkpoint_before(disk):
+def test_a_disk_that_fills_up_at_the_manifest_keeps_the_previous_checkpoint(disk):
     before = write(disk, 1)
     writing = begin(disk, 2)
     (writing / "shard").write_bytes(b"x")
@@ -74,7 +74,7 @@ def test_a_disk_that_is_full_when_the_manifest_is_written_leaves_the_checkpoint_
     )
 
 
-def test_a_disk_that_became_read_only_is_read_and_said_when_written(disk):
+def test_a_read_only_disk_is_readable_and_reported_at_a_write(disk):
     before = write(disk, 1)
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     assert newest_committed(disk).path == before
@@ -109,7 +109,7 @@ def as_nobody() -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_a_checkpoint_that_may_not_be_read_is_skipped_and_a_folder_that_may_not_is_an_error(
+def test_an_unreadable_checkpoint_is_skipped_and_an_unreadable_folder_is_an_error(
     stranger,
 ):
     older, newer = write(stranger, 1), write(stranger, 2)
@@ -170,7 +170,7 @@ def flipped(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_whatever_is_damaged_the_checkpoint_before_is_used_and_the_reason_said(tmp_path, name):
+def test_after_any_damage_the_previous_checkpoint_is_used_and_the_reason_reported(tmp_path, name):
     older, newer = write(tmp_path, 1), write(tmp_path, 2)
     DAMAGES[name](newer)
     found = newest_committed(tmp_path)
@@ -192,7 +192,7 @@ def test_a_listing_that_lacks_the_newest_finds_it_by_its_name(tmp_path, monkeypa
     assert newest_committed(tmp_path) == protocol.Search(newer, ())
 
 
-def test_a_listing_that_names_what_is_gone_leads_to_the_one_before(tmp_path, monkeypatch):
+def test_a_listing_with_a_deleted_checkpoint_leads_to_the_previous_one(tmp_path, monkeypatch):
     older, newer = write(tmp_path, 1), write(tmp_path, 2)
     shutil.rmtree(newer)
     real = os.listdir
@@ -201,12 +201,12 @@ def test_a_listing_that_names_what_is_gone_leads_to_the_one_before(tmp_path, mon
     )
     found = newest_committed(tmp_path)
     assert found.path == older and found.skipped == (
-        (newer, "the file latest names it, but it is not there"),
+        (newer, "the file latest names it, but it does not exist"),
     )
     assert protocol.was_committed(newer)
 
 
-def test_a_folder_that_vanishes_while_it_is_looked_at_is_skipped(tmp_path, monkeypatch):
+def test_a_folder_that_disappears_during_a_search_is_skipped(tmp_path, monkeypatch):
     older, newer = write(tmp_path, 1), write(tmp_path, 2)
 
     def gone(path):
@@ -220,7 +220,7 @@ def test_a_folder_that_vanishes_while_it_is_looked_at_is_skipped(tmp_path, monke
     assert found.path == older and "Stale file handle" in found.skipped[0][1]
 
 
-def test_folders_that_no_save_of_ours_wrote_are_left_alone(tmp_path):
+def test_folders_of_other_programs_are_not_changed(tmp_path):
     """Megatron-LM's checkpoints have the same names; a person may point --save to a folder that has
     some.
     """

@@ -1,6 +1,4 @@
-"""Ranks that hold shards of one small mixture of experts, as plain modules; each gathers it in FP8
-and tells.
-"""
+"""Ranks that hold shards of a small mixture of experts as plain modules and gather it in FP8."""
 
 from __future__ import annotations
 
@@ -94,7 +92,7 @@ def stage_of(name: str, case: Case) -> int:
 
 
 def model(rank: int, case: Case) -> torch.nn.Module:
-    """What a rank holds: experts spread, other matrices cut, layers dealt to stages."""
+    """The weights of a rank, with experts, other matrices and layers sharded over the ranks."""
     made = torch.nn.Module()
     for name in SHAPES:
         expert = ".local_experts." in name
@@ -107,11 +105,11 @@ def model(rank: int, case: Case) -> torch.nn.Module:
                 continue
             local = name.replace(f".local_experts.{number}.", f".local_experts.{number % 2}.")
         dims = [dim for key, dim in CUT.items() if f".{key}." in f".{name}"]
-        cut = bool(dims) and case.tensor > 1 and not expert
-        if cut:
+        is_sharded = bool(dims) and case.tensor > 1 and not expert
+        if is_sharded:
             rule = to_hugging_face(name, RULES)
             tensor = layouts.shard(tensor, rule.layout, dim=dims[0], rank=rank, size=case.tensor)
-        _register(made, local, tensor, dims[0] if cut else None)
+        _register(made, local, tensor, dims[0] if is_sharded else None)
     for number, layer in made.get_submodule("decoder.layers").named_children():
         layer.layer_number = int(number) + 1
     return made

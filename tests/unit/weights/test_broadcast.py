@@ -1,4 +1,4 @@
-"""Which bucket a source sends when, and what an update that was broken off leaves behind."""
+"""Which source sends which bucket, and what remains after an aborted update."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ class FakeBuckets:
 
 
 class FakeGroup:
-    """Notes what is broadcast; fails where it is told."""
+    """Records broadcasts; fails where the test wants it."""
 
     def __init__(self):
         self.sent, self.fails = [], False
@@ -55,7 +55,7 @@ def test_each_source_sends_the_buckets_of_its_stage_once(stage, wanted):
 
 
 @pytest.mark.parametrize(("stage", "wanted"), [(0, [[20], [22]]), (1, [[21]])])
-def test_what_was_gathered_for_an_update_that_was_broken_off_is_never_sent(stage, wanted):
+def test_a_bucket_gathered_for_an_aborted_update_is_never_sent(stage, wanted):
     broadcast = source(stage)
     broadcast.send(0)  # and the next one is gathered
     broadcast.group.sent.clear()
@@ -65,7 +65,7 @@ def test_what_was_gathered_for_an_update_that_was_broken_off_is_never_sent(stage
     assert broadcast.group.sent == wanted
 
 
-def test_a_source_that_cannot_send_gathers_the_next_bucket_with_the_other_ranks_before_it_fails():
+def test_a_source_that_cannot_send_still_gathers_the_next_bucket_before_it_fails():
     broadcast = source(stage=1)
     broadcast.send(0)
     gathered = []

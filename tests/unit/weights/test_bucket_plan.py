@@ -1,4 +1,4 @@
-"""How large buckets are, and which weights are in which."""
+"""The size of buckets, and the weights in each."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LIMIT = 4 * 2**30
         (8 * GB, 1000, 2, 80 * GB, 1000),
     ],
 )
-def test_a_bucket_is_as_large_as_few_requests_need_and_memory_and_the_user_allow(
+def test_the_size_of_a_bucket_depends_on_requests_memory_and_the_setting(
     total, limit, num_engines, device_bytes, wanted
 ):
     size = bucket_bytes(total, limit=limit, num_engines=num_engines, device_bytes=device_bytes)
     assert size == pytest.approx(wanted, abs=1)
 
 
-def test_weights_are_dealt_in_order_and_no_bucket_is_of_two_stages_or_too_large():
+def test_buckets_keep_the_order_of_weights_and_hold_one_stage_within_the_limit():
     weights = [
         Travelling(stage, size) for stage, size in [(1, 4), (0, 3), (0, 3), (0, 9), (1, 2), (0, 1)]
     ]
@@ -43,7 +43,7 @@ def test_weights_are_dealt_in_order_and_no_bucket_is_of_two_stages_or_too_large(
         (8, [[0, 1, 2], [3]]),
     ],
 )
-def test_weights_that_must_travel_together_share_a_bucket(max_bytes, expected):
+def test_weights_that_are_loaded_together_share_a_bucket(max_bytes, expected):
     weights = [
         Travelling(0, 3),
         Travelling(0, 2),

@@ -1,4 +1,4 @@
-"""What config.json of a model with latent attention means, and what is refused."""
+"""Reading config.json of models with latent attention, and the options that are refused."""
 
 from dataclasses import replace
 from itertools import chain
@@ -73,7 +73,7 @@ def test_tensor_parallelism_has_to_divide_the_narrow_vectors():
         (DEEPSEEK | {"norm_topk_prob": False}, "norm_topk_prob"),
     ],
 )
-def test_what_megatron_computes_differently_is_refused(hf, text):
+def test_options_that_megatron_computes_differently_are_refused(hf, text):
     with pytest.raises(WeightError, match=text):
         fields(hf)
 

@@ -1,4 +1,4 @@
-"""A change of weights: small, exact, and never taken by a copy that is not what it begins from."""
+"""Deltas between versions: small, exact, and applied only to their base."""
 
 import json
 
@@ -32,7 +32,7 @@ def pairs(draw):
 
 @settings(deadline=None)
 @given(pairs())
-def test_a_change_applied_to_the_old_is_the_new_bit_by_bit(pair):
+def test_a_delta_applied_to_the_old_words_gives_the_new_words_bitwise(pair):
     """In never more bytes than the tensor has, and in none where nothing changed."""
     old, new = pair
     header, data = encode(old, new)
@@ -56,7 +56,7 @@ def test_a_change_applied_to_the_old_is_the_new_bit_by_bit(pair):
         (slice(None), "whole", 20_000),
     ],
 )
-def test_the_smallest_way_is_taken(changed, how, num_bytes):
+def test_the_smallest_encoding_is_chosen(changed, how, num_bytes):
     old = np.zeros(10_000, "<u2")
     new = old.copy()
     new[changed] = MINUS_ZERO
@@ -64,7 +64,7 @@ def test_the_smallest_way_is_taken(changed, how, num_bytes):
     assert (header.how, header.num_bytes, len(data)) == (how, num_bytes, num_bytes)
 
 
-def test_without_an_old_tensor_of_the_same_kind_all_travels():
+def test_without_an_old_tensor_of_the_same_kind_all_words_are_sent():
     new = np.arange(8, dtype="<u2")
     for old in (None, new[:4], new.astype("<u4")):
         assert encode(old, new)[0].how == "whole"
@@ -78,11 +78,7 @@ def test_words_are_the_bytes_of_the_tensor():
 
 
 class Trainer:
-    """Weights that are not cut, each in a bucket of its own: what ``LastSent`` asks of an
-    exporter.
-    """
-
-    inventory = None
+    """The exporter of unsharded weights, each in a separate bucket."""
 
     def __init__(self):
         generator = torch.Generator().manual_seed(0)
@@ -91,19 +87,19 @@ class Trainer:
             "b": torch.randn(7, generator=generator).bfloat16(),
         }
 
-    def plan(self, max_bytes, *, quantisation=None):
+    def plan(self, max_bytes):
         return tuple((name,) for name in self.weights)
 
     def gather(self, bucket, *, on_all_stages=True):
         return {name: self.weights[name] for name in bucket}
 
-    def export(self, exporter, folder):
+    def export(self, exporter, folder, *, seen):
         folder.mkdir(parents=True)
-        tensors = {
-            name: tensor
-            for bucket in exporter.plan(1)
-            for name, tensor in exporter.gather(bucket).items()
-        }
+        tensors = {}
+        for bucket in exporter.plan(1):
+            gathered = exporter.gather(bucket)
+            seen(gathered)
+            tensors |= gathered
         save_file({**tensors, "not.trained": torch.ones(3)}, folder / "model.safetensors")
 
 
@@ -128,7 +124,7 @@ def assert_equal(trainer, copy):
     assert as_bytes[0] == as_bytes[1]
 
 
-def test_a_copy_goes_from_version_to_version_by_what_changed(sent, tmp_path):
+def test_a_copy_is_updated_from_version_to_version_by_deltas(sent, tmp_path):
     trainer, half, copy = sent
     assert_equal(trainer, copy)
     for version in range(2, 5):
@@ -142,14 +138,14 @@ def test_a_copy_goes_from_version_to_version_by_what_changed(sent, tmp_path):
     assert not list(tmp_path.glob(".*")), "nothing half written is left"
 
 
-def test_a_version_without_a_change_is_taken_too(sent, tmp_path):
+def test_a_version_without_a_change_is_accepted(sent, tmp_path):
     trainer, half, copy = sent
     assert half.write_delta(tmp_path / "version-2", 2).changed_frac == 0.0
     assert copy.take(tmp_path / "version-2") is None
     assert_equal(trainer, copy)
 
 
-def test_a_delta_of_another_base_is_refused_and_the_copy_left_as_it_is(sent, tmp_path):
+def test_a_delta_of_another_base_is_refused_and_the_copy_is_unchanged(sent, tmp_path):
     trainer, half, copy = sent
     for version in (2, 3):
         trainer.weights["b"] += 1
@@ -191,7 +187,7 @@ def wrong_checksum(folder):
 @pytest.mark.parametrize(
     "damage", [damaged_data, cut_data, wrong_gaps, cut_manifest, wrong_checksum]
 )
-def test_a_damaged_delta_is_told_and_all_weights_mend_the_copy(sent, tmp_path, damage):
+def test_a_damaged_delta_is_reported_and_a_whole_version_restores_the_copy(sent, tmp_path, damage):
     trainer, half, copy = sent
     trainer.weights["a"].view(-1)[::211] *= -1
     half.write_delta(tmp_path / "version-2", 2)
@@ -202,7 +198,7 @@ def test_a_damaged_delta_is_told_and_all_weights_mend_the_copy(sent, tmp_path, d
     assert_equal(trainer, copy)
 
 
-def test_a_copy_that_was_left_half_patched_takes_no_delta(sent, tmp_path):
+def test_a_partly_patched_copy_rejects_deltas(sent, tmp_path):
     _, half, copy = sent
     half.write_delta(tmp_path / "version-2", 2)
     (copy.folder / MANIFEST).unlink()  # as it is while it is patched
@@ -211,14 +207,14 @@ def test_a_copy_that_was_left_half_patched_takes_no_delta(sent, tmp_path):
     assert not copy.folder.exists()
 
 
-def test_a_trainer_that_wrote_nothing_yet_has_no_base_to_name(sent, tmp_path):
+def test_the_first_delta_of_a_trainer_has_no_base(sent, tmp_path):
     trainer, _, copy = sent
     half = LastSent(trainer, bucket_bytes=1, writes=True)
     half.write_delta(tmp_path / "version-2", 2)
     assert "the base of the delta is" in copy.take(tmp_path / "version-2")
 
 
-def test_a_rank_that_does_not_write_takes_part_and_keeps_nothing(tmp_path):
+def test_a_rank_that_does_not_write_takes_part_and_stores_nothing(tmp_path):
     trainer, gathered = Trainer(), []
     trainer.gather = lambda bucket, on_all_stages=True: gathered.append(bucket) or {}
     half = LastSent(trainer, bucket_bytes=1, writes=False)
@@ -226,7 +222,7 @@ def test_a_rank_that_does_not_write_takes_part_and_keeps_nothing(tmp_path):
     assert gathered == [("a",), ("b",)] and not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_fails_is_told_after_every_gather(tmp_path):
+def test_a_disk_failure_is_raised_after_every_gather(tmp_path):
     """The other ranks would wait for ever otherwise."""
     trainer, gathered = Trainer(), []
     gather = trainer.gather

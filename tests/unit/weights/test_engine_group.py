@@ -1,4 +1,4 @@
-"""Who drops the last reference to a group with engines that is left."""
+"""References to the process group of the engines after it was left."""
 
 import threading
 from datetime import timedelta

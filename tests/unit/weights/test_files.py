@@ -1,5 +1,5 @@
-"""Files of weights, written by safetensors and transformers: what is wrong with one is said before
-a job starts.
+"""Weight files as safetensors and transformers write them: defects are reported before a job
+starts.
 """
 
 import json
@@ -43,7 +43,7 @@ def test_tensors_are_found_by_an_index(sharded):
     assert file_problems(sharded) == []
 
 
-def test_a_copy_that_was_broken_off_is_named_with_what_is_missing(sharded):
+def test_an_incomplete_copy_is_reported_with_its_missing_files(sharded):
     (sharded / "model-0.safetensors").unlink()
     file = sharded / "model-1.safetensors"
     whole = file.read_bytes()
@@ -60,7 +60,7 @@ def test_a_copy_that_was_broken_off_is_named_with_what_is_missing(sharded):
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 8, b"version https://git-lfs"])
-def test_what_is_no_file_of_weights_is_named(single, content):
+def test_a_file_that_is_not_safetensors_is_reported(single, content):
     """Empty, truncated in its header, or a Git LFS pointer instead of the file."""
     (single / SINGLE).write_bytes(content)
     (problem,) = file_problems(single)
@@ -68,19 +68,19 @@ def test_what_is_no_file_of_weights_is_named(single, content):
 
 
 @pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": 3}'])
-def test_an_index_that_is_none_is_named(sharded, index):
+def test_a_malformed_index_is_reported(sharded, index):
     (sharded / INDEX).write_text(index)
     with pytest.raises(WeightError, match="is not a weight index"):
         tensor_files(sharded)
 
 
-def test_a_folder_without_weights_is_named(tmp_path):
+def test_a_folder_without_weights_is_reported(tmp_path):
     (problem,) = file_problems(tmp_path)
     assert "has neither model.safetensors nor model.safetensors.index.json" in problem
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
-def test_a_file_that_is_its_owners_alone_is_named_with_what_to_ask_for():
+def test_an_unreadable_file_is_reported_with_the_permission_to_request():
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -102,7 +102,7 @@ def test_a_file_that_is_its_owners_alone_is_named_with_what_to_ask_for():
         os.wait()
 
 
-def test_nothing_heavy_is_loaded_to_say_so():
+def test_the_check_of_weight_files_imports_no_heavy_package():
     program = (
         "import sys, rlpost.weights.files; assert not {'torch', 'safetensors'} & set(sys.modules)"
     )

@@ -1,11 +1,11 @@
-"""The bytes of a bucket in one piece of memory, which is used again on a CPU."""
+"""The bytes of a bucket in one tensor, which is reused on a CPU."""
 
 import torch
 
 from rlpost.weights.trainer_side import FlatMemory
 
 
-def test_the_bytes_are_the_tensors_one_after_another_in_memory_that_is_kept():
+def test_flat_memory_holds_the_concatenated_tensors_and_is_reused_on_a_cpu():
     memory = FlatMemory()
     first = [
         torch.arange(6, dtype=torch.float32).view(2, 3).T,

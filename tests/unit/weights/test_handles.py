@@ -1,6 +1,6 @@
 """Handles to the trainer's memory.
 
-Invariant: SGLang reads what torch writes, but for the device's name.
+Invariant: SGLang reads what torch writes, except for the device's name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlpost.weights import trainer_side
 from rlpost.weights.quantise import FP8
 
 
-def test_the_device_of_a_handle_is_named_by_its_uuid_and_nothing_else_changes() -> None:
+def test_a_handle_names_its_device_by_uuid_and_changes_nothing_else() -> None:
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     handle = trainer_side.with_uuid(tuple(names), lambda name: f"UUID of {name}")
     assert [one for one, name in zip(handle, names, strict=True) if one != name] == [
@@ -90,7 +90,7 @@ def unpickled(handle: str) -> tuple[Any, int]:
     return given, len(opened)
 
 
-def test_a_bucket_is_one_handle_which_sglang_s_own_class_reads() -> None:
+def test_sglangs_own_class_reads_the_handle_of_a_bucket() -> None:
     """However many tensors it has: torch wraps a storage once for each time that it is shared."""
     buckets = Buckets()
     sharing = trainer_side.Sharing(buckets)
@@ -118,8 +118,8 @@ def test_a_bucket_is_one_handle_which_sglang_s_own_class_reads() -> None:
     assert len(sharing.pieces) == 2
 
 
-def test_sglang_lets_everything_in_a_handle_pass() -> None:
-    """Its unpickler refuses whatever stands not in its list."""
+def test_sglangs_unpickler_admits_everything_in_a_handle() -> None:
+    """Its unpickler refuses everything that is not in its list."""
     found = importlib.util.find_spec("sglang")
     assert found is not None and found.submodule_search_locations is not None
     module = ast.parse(
@@ -147,7 +147,7 @@ def test_sglang_lets_everything_in_a_handle_pass() -> None:
     assert ("torch.multiprocessing.reductions", "rebuild_cuda_tensor") in allowed
 
 
-def test_a_tensor_of_the_host_is_pickled_as_torch_does_it() -> None:
+def test_a_tensor_on_the_host_is_pickled_as_torch_does() -> None:
     torch.multiprocessing.set_sharing_strategy("file_system")
     buffer = io.BytesIO()
     memory = torch.arange(3).share_memory_()

@@ -1,6 +1,4 @@
-"""Importer and exporter on one rank, with a plain module in place of Megatron's and files as
-Hugging Face lays them.
-"""
+"""Importer and exporter on one rank, with a plain module in place of Megatron's."""
 
 from __future__ import annotations
 
@@ -156,18 +154,18 @@ def test_buckets_hold_every_tensor_once_in_order_and_keep_to_the_limit(max_bytes
         assert len(plan) == len(exporter.inventory.entries)
 
 
-def test_what_is_gathered_is_what_was_described():
+def test_gathered_tensors_match_the_description_of_their_bucket():
     for bucket in (exporter := exporter_of(megatron_model())).plan(700):
-        tensors, told = exporter.gather(bucket), describe(bucket)
-        assert tuple(tensors) == told.names
-        assert tuple(tuple(tensor.shape) for tensor in tensors.values()) == told.shapes
+        tensors, described = exporter.gather(bucket), describe(bucket)
+        assert tuple(tensors) == described.names
+        assert tuple(tuple(tensor.shape) for tensor in tensors.values()) == described.shapes
         assert all(
             tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in tensors.values()
         )
-        assert set(told.dtypes) == {"float32"}
+        assert set(described.dtypes) == {"float32"}
 
 
-def test_the_hash_is_that_of_the_weights_and_not_of_the_buckets(tmp_path):
+def test_the_hash_depends_on_the_weights_and_not_on_the_buckets(tmp_path):
     write_folder(tmp_path)
     model = filled(megatron_model(), tmp_path)
     before = weights_hash(exporter_of(model), max_bytes=10**9)
@@ -192,7 +190,7 @@ def test_a_missing_tensor_is_named(tmp_path):
         filled(megatron_model(), tmp_path)
 
 
-def test_a_tensor_left_over_is_named(tmp_path):
+def test_an_unused_tensor_is_named(tmp_path):
     write_folder(tmp_path, [*HUGGING_FACE_SHAPES, "model.layers.1.mlp.up_proj.weight"])
     with pytest.raises(
         WeightError, match=r"1 tensors that .*'model\.layers\.1\.mlp\.up_proj\.weight'"
@@ -215,7 +213,7 @@ def test_a_folder_without_safetensors_is_refused(tmp_path):
         filled(megatron_model(), tmp_path)
 
 
-def test_layers_beyond_the_last_are_handed_on_as_they_are_where_a_family_has_such(tmp_path):
+def test_extra_layers_of_a_family_are_exported_unchanged(tmp_path):
     tensors = write_folder(tmp_path, [*HUGGING_FACE_SHAPES, "model.layers.1.eh_proj.weight"])
     inventory = inventory_of(megatron_model(), "Glm4MoeForCausalLM")
     import_weights(inventory, tmp_path)
@@ -227,7 +225,7 @@ def test_layers_beyond_the_last_are_handed_on_as_they_are_where_a_family_has_suc
         assert torch.equal(load_file(tmp_path / "out" / file)[name], tensors[name])
 
 
-def test_a_model_of_transformer_engine_takes_and_gives_the_same_tensors(tmp_path):
+def test_a_transformer_engine_model_imports_and_exports_the_same_tensors(tmp_path):
     """Norms inside the linear layers that follow them."""
     names = [
         *HUGGING_FACE_SHAPES,
@@ -247,7 +245,7 @@ def test_a_model_of_transformer_engine_takes_and_gives_the_same_tensors(tmp_path
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
-def test_grouped_experts_take_and_give_the_tensors_of_single_ones(tmp_path):
+def test_grouped_experts_import_and_export_the_tensors_of_single_experts(tmp_path):
     """TransformerEngine keeps the experts of a rank in one module, a numbered weight for each."""
     shapes = {"gate_proj": (ROWS, HIDDEN), "up_proj": (ROWS, HIDDEN), "down_proj": (HIDDEN, ROWS)}
     experts = {
@@ -278,7 +276,7 @@ def test_grouped_experts_take_and_give_the_tensors_of_single_ones(tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in experts.items())
 
 
-def test_an_import_never_holds_more_than_the_tensors_of_one_parameter(tmp_path, monkeypatch):
+def test_an_import_holds_the_tensors_of_one_parameter_at_a_time(tmp_path, monkeypatch):
     """Measured: bytes read in all, and the most that were alive at once."""
     write_folder(tmp_path)
     alive = {"now": 0, "most": 0, "read": 0}
@@ -301,7 +299,7 @@ def test_an_import_never_holds_more_than_the_tensors_of_one_parameter(tmp_path, 
     assert alive["now"] <= max(sizes)
 
 
-def test_a_rank_reads_nothing_of_what_other_stages_hold(tmp_path, monkeypatch):
+def test_a_rank_reads_only_the_tensors_of_its_stage(tmp_path, monkeypatch):
     """A stage with the last layers only: neither the embedding nor a layer before it is touched."""
     write_folder(tmp_path)
     names: list[str] = []
@@ -317,7 +315,7 @@ def test_a_rank_reads_nothing_of_what_other_stages_hold(tmp_path, monkeypatch):
     assert set(names) == set(HUGGING_FACE_SHAPES) - {"model.embed_tokens.weight"}
 
 
-def test_an_export_says_what_the_model_was_trained_with_and_not_what_it_came_with(tmp_path):
+def test_an_export_has_the_configuration_that_the_model_was_trained_with(tmp_path):
     write_folder(tmp_path)
     exporter, config = (
         exporter_of(filled(megatron_model(), tmp_path)),

@@ -1,4 +1,4 @@
-"""Layouts: pairs of functions that are inverse bit by bit, and where a single value ends up."""
+"""Layouts: pairs of bitwise inverse functions, and the position of single values."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_tensor_survives_merge_shard_join_and_split_bit_by_bit(
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(back, tensors, strict=True))
 
 
-def test_query_key_and_value_of_a_group_lie_together():
+def test_query_key_and_value_of_a_group_are_adjacent():
     """With one row a head: group 0 has queries 0 and 1, then its key and its value."""
     dims = Dimensions(num_query_groups=2, head_dim=1, vocab_size=0)
     query, key, value = (
@@ -86,7 +86,7 @@ def test_a_vocabulary_is_padded_with_zeros_at_its_end():
     assert last.tolist() == [[1, 1], [1, 1], [0, 0]]
 
 
-def test_a_weight_that_takes_sharded_input_is_cut_along_its_columns():
+def test_a_row_parallel_weight_is_sharded_along_its_columns():
     full = torch.arange(8).reshape(2, 4)
     shards = [shard(full, "plain", dim=1, rank=rank, size=2) for rank in range(2)]
     assert shards[1].tolist() == [[2, 3], [6, 7]]
@@ -99,8 +99,8 @@ def test_shapes_are_planned_without_data():
     assert [tuple(part.shape) for part in parts] == [(24, HIDDEN), (8, HIDDEN), (8, HIDDEN)]
 
 
-def test_what_cannot_be_cut_evenly_is_refused():
-    with pytest.raises(WeightError, match="tensor_model_parallel_size=2"):
+def test_uneven_shards_are_refused():
+    with pytest.raises(WeightError, match="tensor-model-parallel-size 2"):
         shard(torch.ones(3, 2), "plain", dim=0, rank=0, size=2)
 
 

@@ -1,4 +1,4 @@
-"""MXFP4 against transformers' own conversion, and read from a folder."""
+"""MXFP4 compared with transformers' conversion, and read from a folder."""
 
 from __future__ import annotations
 

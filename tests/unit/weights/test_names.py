@@ -11,13 +11,13 @@ from rlpost.weights.names import Rule, canonical, renumber, to_hugging_face
 QWEN3 = FAMILIES["Qwen3ForCausalLM"].rules
 
 
-def test_the_layer_number_stands_on_both_sides():
+def test_the_layer_number_is_equal_on_both_sides():
     rule = to_hugging_face("decoder.layers.11.mlp.linear_fc1.weight", QWEN3)
     names = ("model.layers.11.mlp.gate_proj.weight", "model.layers.11.mlp.up_proj.weight")
     assert rule == Rule("decoder.layers.11.mlp.linear_fc1.weight", names, "gated")
 
 
-def test_the_expert_number_stands_on_both_sides_beside_the_layer_number():
+def test_layer_and_expert_numbers_are_equal_on_both_sides():
     name = "decoder.layers.3.mlp.experts.local_experts.3.linear_fc2.weight"
     rules = FAMILIES["Qwen3MoeForCausalLM"].rules
     assert to_hugging_face(name, rules).hugging_face == (
@@ -35,7 +35,7 @@ def test_names_outside_the_layers_are_found_as_well():
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_no_name_stands_twice_in_a_table(architecture):
+def test_no_name_is_in_a_table_twice(architecture):
     rules = family(architecture).rules
     for names in (
         [rule.megatron for rule in rules],

@@ -1,4 +1,4 @@
-"""What adapter_config.json says of a folder's adapters."""
+"""The contents of adapter_config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block-wise FP8: against a plain loop over blocks, and the bounds that the format promises."""
+"""Block-wise FP8 compared with a plain loop over blocks, and its error bounds."""
 
 import json
 
@@ -38,7 +38,7 @@ def test_values_and_scales_are_those_of_a_plain_loop_over_blocks(shape, dtype):
     assert torch.equal(values.view(torch.uint8), wanted_values.view(torch.uint8))
 
 
-def test_what_an_engine_computes_with_is_off_by_at_most_a_sixteenth():
+def test_dequantised_weights_are_off_by_at_most_a_sixteenth():
     """e4m3 has three bits of mantissa: half a step of the last is 1/16 of a value, below the
     smallest normal less.
     """
@@ -81,7 +81,7 @@ def test_a_checkpoint_says_which_weights_are_quantised(tmp_path):
     assert set(folder.file_of) == {"a.weight", "norm.weight"}, "scales are no weights of the model"
 
 
-def test_a_quantised_weight_is_read_as_an_engine_computes_with_it(tmp_path):
+def test_a_quantised_weight_is_read_as_the_engine_uses_it(tmp_path):
     checkpoint(tmp_path, BLOCKWISE)
     weight = torch.randn(200, 130, generator=torch.Generator().manual_seed(5))
     values, scales = quantise(weight, BLOCK)
@@ -94,7 +94,7 @@ def test_a_quantised_weight_is_read_as_an_engine_computes_with_it(tmp_path):
     assert torch.equal(folder.read("norm.weight"), weight[0])
 
 
-def test_a_checkpoint_in_full_precision_is_left_alone(tmp_path):
+def test_a_checkpoint_in_full_precision_has_no_quantisation(tmp_path):
     checkpoint(tmp_path, None)
     assert HuggingFaceFolder(tmp_path).quantisation is None
 
@@ -109,7 +109,7 @@ def test_shapes_are_those_of_the_tensors():
     quantisation = BlockFp8(frozenset({"a.weight"}))
     for name, tensor in {"a.weight": torch.randn(200, 64), "norm.weight": torch.randn(64)}.items():
         made = quantisation.tensors(name, tensor)
-        told = quantisation.shapes(name, tuple(tensor.shape), "float32")
+        expected = quantisation.shapes(name, tuple(tensor.shape), "float32")
         assert {
             key: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in made.items()
-        } == told
+        } == expected

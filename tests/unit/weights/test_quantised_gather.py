@@ -1,6 +1,4 @@
-"""Weights that every rank quantises before they are gathered are, bit by bit, those of the full
-tensors quantised.
-"""
+"""Quantising shards before a gather gives the bits of quantising the full tensors."""
 
 from __future__ import annotations
 
@@ -85,7 +83,7 @@ def test_tensor_and_expert_parallel_ranks_gather_fp8_where_a_shard_is_whole_bloc
         assert given["all_gather"] == pytest.approx(of_a_rank + in_full, rel=0.001)
 
 
-def test_stages_are_sent_fp8_of_the_one_that_holds_the_weights(gathered, wanted):
+def test_stages_receive_fp8_from_the_stage_that_holds_the_weights(gathered, wanted):
     ranks = gathered["pp2"]
     assert_bit_equal(ranks, wanted)
     quantised = elements("experts", *ALIGNED, *ACROSS_BLOCKS) * FP8_AND_SCALES
@@ -94,7 +92,7 @@ def test_stages_are_sent_fp8_of_the_one_that_holds_the_weights(gathered, wanted)
         assert given["broadcast"] == pytest.approx(quantised + in_full, rel=0.001)
 
 
-def test_a_rank_that_wants_nothing_quantises_what_it_gives_to_others_alone(gathered, wanted):
+def test_a_rank_without_a_result_quantises_only_what_it_sends(gathered, wanted):
     """Of what is quantised after the gather, and where its shard is no whole blocks, nothing."""
     first, second = gathered["one wants it"]
     assert_bit_equal([first], wanted)

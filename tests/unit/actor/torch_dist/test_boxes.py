@@ -1,4 +1,4 @@
-"""Every run of consecutive elements is a few boxes, whatever the shape."""
+"""Every run of consecutive elements consists of a few boxes."""
 
 import math
 
@@ -35,7 +35,7 @@ def test_a_scalar_is_one_box():
 
 
 @given(st.integers(0, 200), st.integers(0, 200), st.integers(1, 50), st.integers(1, 30))
-def test_ranges_follow_on_each_other_within_the_bound(start, length, max_numel, row):
+def test_ranges_are_consecutive_and_within_the_bound(start, length, max_numel, row):
     end = start + length
     ranges = list(split_range(start, end, max_numel=max_numel, row=row))
     assert [number for first, last in ranges for number in range(first, last)] == list(

@@ -1,4 +1,4 @@
-"""The buffer between live tensors and files: bounded, in order, and nobody waits for ever."""
+"""The host buffer of a save: bounded, in order, and without endless waits."""
 
 import threading
 from contextlib import nullcontext
@@ -56,7 +56,7 @@ def test_every_byte_passes_in_order_through_slots_of_less_than_the_whole(dtype):
     assert len(found) > buffer.num_slots
 
 
-def test_no_more_is_copied_than_the_buffer_holds_until_a_writer_releases():
+def test_copying_stops_at_the_buffer_size_until_a_writer_releases():
     """The tensors may be changed only when the rest has been copied."""
     values = torch.arange(2048.0)
     stream, buffer = stream_over([values], num_bytes=4 * 1024)
@@ -97,7 +97,7 @@ def test_a_writer_that_fails_ends_every_wait():
     stream.close()
 
 
-def test_training_gives_a_save_up_that_does_not_move(caplog):
+def test_training_cancels_a_save_that_makes_no_progress(caplog):
     """The storage hangs: nobody releases.
 
     The step goes on after the deadline and the save says why it failed.
@@ -111,7 +111,7 @@ def test_training_gives_a_save_up_that_does_not_move(caplog):
     stream.close()
 
 
-def test_what_cannot_be_read_is_told_to_the_writer():
+def test_a_read_error_is_raised_in_the_writer():
     def broken():
         raise RuntimeError("illegal memory access")
 
@@ -158,7 +158,7 @@ def test_batches_fill_slots_and_keep_weights_apart():
     assert [batch.is_last_of_weights for batch in batches] == [False, True, False]
 
 
-def test_nothing_to_save_is_done_at_once():
+def test_an_empty_save_is_complete_at_once():
     stream = HostStream(
         [], num_weights=0, buffer=HostBuffer(1024), residence=lambda t: t, lock=nullcontext()
     )
