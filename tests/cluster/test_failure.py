@@ -197,7 +197,7 @@ def test_a_slow_head_is_waited_for(lab: Lab) -> None:
     """The others come first, find nobody, and try again."""
     attempt = Attempt(lab, "slow", run_if=on_node(0, "sleep 3"), stub_ray=True)
     assert [node.host for node in attempt.wait_until_it_works().nodes] == ["n01", "n02"]
-    (attempt.folder / "STOP").write_text('{"reason": "enough"}')
+    attempt.stop()
     assert attempt.wait()[0] == "requeue"
     attempt.end()
 

@@ -27,7 +27,7 @@ def test_every_host_is_checked_and_the_table_is_printed_once(lab: Lab) -> None:
     assert by_name["names"]["found"] == f"the head's name leads to {lab.ip('n01')}"
     assert attempt.log("agent-n01.log").count("host reach gpus") == 1
     assert not (attempt.folder / "canary").exists()
-    (attempt.folder / "STOP").write_text('{"reason": "enough"}')
+    attempt.stop()
     attempt.wait()
     attempt.end()
 
@@ -102,7 +102,7 @@ def test_a_slow_node_is_named_and_a_spare_takes_its_place(lab: Lab) -> None:
     print({host: check["found"] for host, check in found.items()})
     assert [found[host]["level"] for host in ("n01", "n02", "n03")] == ["OK", "EXCLUDE_NODE", "OK"]
     assert "0.0" in found["n02"]["found"] and "0.05 wanted" in found["n02"]["found"]
-    (attempt.folder / "STOP").write_text('{"reason": "enough"}')
+    attempt.stop()
     attempt.wait()
     attempt.end()
 

@@ -37,7 +37,7 @@ def test_a_spare_takes_the_place_of_an_unfit_node_and_losing_it_later_is_nothing
     assert "n02 is replaced by a spare node: temp-dir" in attempt.log("agent-n01.log")
     assert not (attempt.folder / "ray-n02.log").exists()
     attempt.kill("n02", "bootstrap.agent --attempt-dir")
-    (attempt.folder / "STOP").write_text('{"reason": "enough"}')
+    attempt.stop()
     assert attempt.wait() == (
         "requeue",
         "the driver committed a consistent state and exited with 75",
@@ -55,7 +55,7 @@ def test_a_spare_takes_the_place_of_a_node_that_never_comes(lab: Lab) -> None:
     )
     assert [node.host for node in attempt.wait_until_it_works().nodes] == ["n01", "n03"]
     assert "n02 failed before it joined: Exited with exit code 3" in attempt.log("agent-n01.log")
-    (attempt.folder / "STOP").write_text('{"reason": "enough"}')
+    attempt.stop()
     assert attempt.wait()[0] == "requeue"
     attempt.end()
 
