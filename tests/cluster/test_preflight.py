@@ -1,6 +1,4 @@
-"""Preflight on real Slurm: one table of hosts and checks, what is wrong is found before Ray
-starts.
-"""
+"""Preflight on real Slurm: one table of hosts and checks; faults are found before Ray starts."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def test_every_host_is_checked_and_the_table_is_printed_once(lab: Lab) -> None:
     attempt.end()
 
 
-def test_more_gpus_than_any_node_has_is_a_matter_of_configuration(lab: Lab) -> None:
+def test_more_gpus_than_any_node_has_is_a_configuration_error(lab: Lab) -> None:
     attempt = Attempt(lab, "gpus", options="--num-gpus 4", stub_ray=True)
     word, cause = attempt.wait()
     assert word == "config"
@@ -42,9 +40,7 @@ def test_more_gpus_than_any_node_has_is_a_matter_of_configuration(lab: Lab) -> N
 
 
 def test_a_run_folder_that_is_not_shared_is_found_and_its_node_named(lab: Lab) -> None:
-    """n02 sees a copy of the folder, secret and all, as a stale image or a local disk would show
-    it.
-    """
+    """n02 sees a copy of the folder, including the secret, as with a stale image or a local disk."""
     copy = "mkdir -p /tmp/copy && cp {folder}/secret /tmp/copy/ && mount --bind /tmp/copy {folder}"
     folder = lab.shared / "notshared"
     attempt = Attempt(
@@ -79,9 +75,7 @@ def test_a_path_that_one_node_does_not_see_is_named(lab: Lab) -> None:
 
 
 def test_a_slow_node_is_named_and_a_spare_takes_its_place(lab: Lab) -> None:
-    """Real torch, real gloo; the kernel lets n02 send no more than 160 Mbit/s, which is 0.02
-    GB/s.
-    """
+    """With real gloo; the kernel limits n02 to 160 Mbit/s, which is 0.02 GB/s."""
     qdisc = ["dev", "eth0", "root"]
     limit = ["tbf", "rate", "160mbit", "burst", "256kbit", "latency", "50ms"]
     lab.run("n02", ["tc", "qdisc", "add", *qdisc, *limit])
