@@ -187,14 +187,11 @@ def test_there_are_many_mistakes_with_distinct_titles() -> None:
     assert len(set(titles)) == len(titles) and len(set(commands)) == len(commands)
 
 
-def test_messages_name_a_setting_by_its_flag(run: Callable[[Mistake], Run]) -> None:
-    """No message uses the form table.key."""
+def test_messages_name_a_setting_by_its_flag() -> None:
+    """No message of the catalogue, which holds all outputs, uses the form table.key."""
     keys = [rf"{table}\.{key}" for key, table in fields().items()]
     wrong = re.compile(rf"\b({'|'.join(keys)})\b")
-    found = [
-        line
-        for mistake in ALL
-        for line in run(mistake)(mistake.command)[1].splitlines()
-        if line.startswith("error: ") and wrong.search(line)
-    ]
-    assert found == []
+    lines = Path(__file__).with_name("mistakes.md").read_text().splitlines()
+    errors = [line for line in lines if line.startswith("    error: ")]
+    assert len(errors) >= LEAST
+    assert [line for line in errors if wrong.search(line)] == []
