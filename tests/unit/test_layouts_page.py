@@ -1,6 +1,4 @@
-"""docs/layouts.md: every layout that it recommends fits, for models of the size that they are
-published with.
-"""
+"""docs/layouts.md: every recommended layout fits, and models have their published sizes."""
 
 import json
 import shlex
@@ -32,7 +30,7 @@ def test_every_recommended_model_has_a_row():
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.model)
-def test_the_commands_of_the_page_print_what_it_shows(example, capsys):
+def test_the_commands_of_the_page_print_the_output_that_it_shows(example, capsys):
     page, command = layouts_page(), search_command(example)
     assert command in page
     program, verb, *words = shlex.split(command.replace("\\\n", " "))
