@@ -96,7 +96,9 @@ def test_a_conversion_that_fails_leaves_no_folder(lab):
     )
     job = sbatch(lab, "convert.sbatch", render_conversion(spec, str(save)))
     until(lambda: job_info(lab, job).state.is_over, lab, "the conversion is over", deadline_s=400)
-    logs = (lab.shared / "convert.out").read_text()
+    # the run folder ends in the job id, its log in the name of the node
+    paths = [lab.shared / "convert.out", *lab.shared.glob("run */n*.log")]
+    logs = "\n".join(path.read_text() for path in paths)
     assert job_info(lab, job).state is JobState.FAILED
     assert str(source) in logs and "not converted (exit" in logs
     assert not list(lab.shared.glob("other*"))
