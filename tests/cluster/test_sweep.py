@@ -65,6 +65,8 @@ def test_two_sweeps_started_in_the_same_second_have_separate_folders_and_jobs(
     both = [start_sweep(lab, project, "done", "--runs-dir", str(runs_dir)) for _ in range(2)]
     jobs = [re.findall(r"^submitted (\d+)$", finish(one), re.MULTILINE) for one in both]
     assert [len(own) for own in jobs] == [2, 2] and len({*jobs[0], *jobs[1]}) == 4
+    for job in (*jobs[0], *jobs[1]):
+        until(lambda job=job: job_info(lab, job).state.is_over, lab, "all runs are over")
     name = "test-sweep-20260102-030405"
     assert sorted(path.name for path in runs_dir.iterdir()) == sorted(
         [one + point for one in (name, f"{name}-2") for point in ("", "-p0", "-p1")]
@@ -72,11 +74,7 @@ def test_two_sweeps_started_in_the_same_second_have_separate_folders_and_jobs(
     for one in (name, f"{name}-2"):
         points = json.loads((runs_dir / one / "sweep.json").read_text())
         assert [point["run"] for point in points] == [f"{one}-p0", f"{one}-p1"]
-        until(
-            lambda one=one: {run["state"] for run in shown(lab, runs_dir, one)} == {"COMPLETED"},
-            lab,
-            "both runs of the sweep are over",
-        )
+        assert [run["state"] for run in shown(lab, runs_dir, one)] == ["COMPLETED"] * 2
         rates = [
             json.loads((runs_dir / point["run"] / "run.json").read_text())["optimizer"]["lr"]
             for point in points

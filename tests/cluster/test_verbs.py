@@ -147,10 +147,9 @@ def test_a_waiting_run_has_a_reason_and_the_list_of_runs_needs_one_query(
     lab: Lab, project: Path, running, tmp_path
 ) -> None:
     run, job = submit(lab, project, "waiting", "done", "--nodes", "4")
-    until(
-        lambda: status(lab, "waiting")["reason"] == "Resources", lab, "Slurm says why the run waits"
-    )
-    assert status(lab, "waiting")["state"] == "PENDING"
+    until(lambda: job_info(lab, job).reason == "Resources", lab, "the job waits for resources")
+    found = status(lab, "waiting")
+    assert (found["state"], found["reason"]) == ("PENDING", "Resources")
     assert "PENDING" in rlpost(lab, "requeue", "waiting", fails_with=2)
     asked = tmp_path / "asked"
     for name in ("squeue", "scontrol", "sacct", "sinfo"):
@@ -169,9 +168,8 @@ def test_a_waiting_run_has_a_reason_and_the_list_of_runs_needs_one_query(
     }.items()
     assert asked.read_text() == "squeue\n"
     rlpost(lab, "cancel", "waiting")
-    until(
-        lambda: status(lab, "waiting")["state"] == "CANCELLED", lab, "the waiting run is cancelled"
-    )
+    until(lambda: job_info(lab, job).state.is_over, lab, "the waiting run is cancelled")
+    assert status(lab, "waiting")["state"] == "CANCELLED"
     assert [entry["event"] for entry in run.ledger.read()] == ["submitted", "cancelled"]
     assert job_info(lab, job).num_restarts == 0
 
