@@ -142,12 +142,16 @@ class Browser:
         match message.get("method"), message.get("params"):
             case "Page.loadEventFired", _:
                 self._is_loaded = True
-            case "Runtime.exceptionThrown", said:
-                self.complaints.append(str(said["exceptionDetails"]))
-            case "Log.entryAdded", said if said["entry"]["level"] in ("error", "warning"):
-                self.complaints.append(said["entry"]["text"])
-            case "Runtime.consoleAPICalled", said if said["type"] in ("error", "warning", "assert"):
-                self.complaints.append(str(said["args"]))
-            case "Network.requestWillBeSent", said:
-                self.requests.append(said["request"]["url"])
+            case "Runtime.exceptionThrown", event:
+                self.complaints.append(str(event["exceptionDetails"]))
+            case "Log.entryAdded", event if event["entry"]["level"] in ("error", "warning"):
+                self.complaints.append(event["entry"]["text"])
+            case "Runtime.consoleAPICalled", event if event["type"] in (
+                "error",
+                "warning",
+                "assert",
+            ):
+                self.complaints.append(str(event["args"]))
+            case "Network.requestWillBeSent", event:
+                self.requests.append(event["request"]["url"])
         return message

@@ -184,7 +184,9 @@ def agents_and_ray(lab: Lab, node: str) -> str:
     Without those of srun, which contain the same words.
     """
     lines = lab.run(node, ["ps", "-eo", "args"]).stdout.splitlines()
-    ours = ("bootstrap.", "ray", str(lab.shared))
+    markers = ("bootstrap.", "ray", str(lab.shared))
     return "\n".join(
-        line for line in lines if any(word in line for word in ours) and not line.startswith("srun")
+        line
+        for line in lines
+        if any(marker in line for marker in markers) and not line.startswith("srun")
     )

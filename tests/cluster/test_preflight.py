@@ -109,9 +109,9 @@ def test_the_doctor_runs_as_a_job_and_compares_the_nodes(lab: Lab) -> None:
     wanted = ["-N2", "--gres=gpu:2", "-w", "n01,n02", "--output=doctor.txt", "--error=doctor.err"]
     job = sbatch(lab, "doctor.sh", script, *wanted, env={"PYTHONPATH": str(REPOSITORY)})
     until(lambda: job_info(lab, job).state.is_over, lab, "the doctor's report")
-    said = (lab.shared / "doctor.txt").read_text()
-    assert said.count("host reach gpus") == 1 and "n02 WARN nofile: 5000 open files" in said
-    compared = said[said.index("host  interface") :].splitlines()
+    report = (lab.shared / "doctor.txt").read_text()
+    assert report.count("host reach gpus") == 1 and "n02 WARN nofile: 5000 open files" in report
+    compared = report[report.index("host  interface") :].splitlines()
     assert [line.split()[:3] for line in compared[1:3]] == [
         [n, "eth0", lab.ip(n)] for n in ("n01", "n02")
     ]

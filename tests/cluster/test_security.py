@@ -79,8 +79,14 @@ def test_connections_without_the_secret_are_rejected_during_the_rendezvous(lab: 
     )
     lab.run("n03", ["bash", "-c", until_listening])
     command = [sys.executable, str(script), lab.ip("n01"), str(port), SECRET]
-    said = lab.run("n03", command, env={"PYTHONPATH": str(REPOSITORY)}).stdout
-    assert said.split("\n")[:5] == ["noise 0", "oversize 0", "forged 0", "replay False", "idle 200"]
+    output = lab.run("n03", command, env={"PYTHONPATH": str(REPOSITORY)}).stdout
+    assert output.split("\n")[:5] == [
+        "noise 0",
+        "oversize 0",
+        "forged 0",
+        "replay False",
+        "idle 200",
+    ]
     gate.touch()
     opened_at = time.monotonic()
     assert [node.host for node in attempt.wait_until_it_works().nodes] == ["n01", "n02"]
@@ -137,7 +143,7 @@ def test_two_users_of_one_node_do_not_meet_and_the_secret_stays_in_its_file(lab:
         "RAY_AUTH_TOKEN_PATH": str(theirs.folder / "secret"),
         "HOME": "/tmp",
     }
-    environ["RAY_NUM_REDIS_GET_RETRIES"] = "2"  # once a second; Ray asks 20 times unless told
+    environ["RAY_NUM_REDIS_GET_RETRIES"] = "2"  # one try a second; by default Ray tries 20 times
     become = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"]
     stranger = lab.run(
         "n04", ["timeout", "20", *become, sys.executable, "-c", connect], env=environ, check=False

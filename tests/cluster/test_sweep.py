@@ -85,7 +85,7 @@ def test_two_sweeps_started_in_the_same_second_have_separate_folders_and_jobs(
 def test_a_run_of_a_sweep_is_requeued_and_cancelled_without_the_others(
     lab: Lab, project: Path
 ) -> None:
-    """Each run is a job of its own with its own output, not a task of a job array."""
+    """Each run is a separate job with a separate output file, not a task of a job array."""
     runs_dir = lab.shared / "requeued"
     flags = ("--name", "s", "--runs-dir", str(runs_dir))
     finish(start_sweep(lab, project, "wait", *flags))

@@ -56,8 +56,8 @@ class Parsed(Exception):
 
 
 def commands(page: Path) -> list[str]:
-    """Command lines of a page: those of its blocks, and whatever in a line of text begins like
-    ours.
+    """Command lines of a page: those of its code blocks, and inline code that starts with a command
+    of the project.
     """
     found = []
     for block in BLOCK.findall(page.read_text()):
@@ -68,12 +68,9 @@ def commands(page: Path) -> list[str]:
             if line.strip() and not line.lstrip().startswith("#")
         ]
     text = BLOCK.sub("", page.read_text())
-    ours = [
-        code
-        for code in INLINE.findall(text)
-        if re.match(r"(rlpost |python -m |make |sbatch jobs/)", code)
-    ]
-    return [*found, *(re.sub(r"\[(\w+)\]", r"\1", code) for code in ours)]
+    starts = ("rlpost ", "python -m ", "make ", "sbatch jobs/")
+    inline = [code for code in INLINE.findall(text) if code.startswith(starts)]
+    return [*found, *(re.sub(r"\[(\w+)\]", r"\1", code) for code in inline)]
 
 
 # and the first page of each
@@ -226,9 +223,7 @@ def assert_python_runs(module: str, words: list[str]) -> None:
 
 
 def parse_python(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """``python -m MODULE ...`` or ``python FILE ...``: it is there, and ours understands the
-    words.
-    """
+    """``python -m MODULE ...`` or ``python FILE ...``: it exists, and rlpost parses its arguments."""
     if words[:1] == ["-m"]:
         if words[1] == "rlpost":
             parse_verb(words[2:], monkeypatch)

@@ -105,8 +105,8 @@ def test_plug_ins_of_slime_are_checked_and_run(folder, monkeypatch, capsys):
         )
         == 2
     )
-    said = capsys.readouterr().err
-    assert "rlpost's slime.utils.http_utils has no pots; did you mean 'post'?" in said
+    errors = capsys.readouterr().err
+    assert "rlpost's slime.utils.http_utils has no pots; did you mean 'post'?" in errors
     path = f"{folder}/slime_plugins.py"
     rollout = {"custom_rm_path": f"{path}:reward", "reward_key": "score", "n_samples_per_prompt": 3}
     config = Config.model_validate({"rollout": rollout})
@@ -176,13 +176,13 @@ def test_a_cluster_profile_of_a_file_is_in_the_batch_script(folder, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ("nowhere:FAMILY", "cannot load it: ModuleNotFoundError"),
         ("json:dumps", "got a function; provide an rlpost.weights"),
     ],
 )
-def test_a_package_whose_entry_point_is_no_family_is_named(tmp_path, monkeypatch, value, said):
+def test_a_package_whose_entry_point_is_no_family_is_named(tmp_path, monkeypatch, value, message):
     """The families of rlpost cannot be replaced."""
     info = tmp_path / "bad-1.0.dist-info"
     info.mkdir()
@@ -191,7 +191,7 @@ def test_a_package_whose_entry_point_is_no_family_is_named(tmp_path, monkeypatch
         f"[rlpost.families]\nBadForCausalLM = {value}\nLlamaForCausalLM = {value}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(WeightError, match=f"rlpost.families BadForCausalLM = {value}: {said}"):
+    with pytest.raises(WeightError, match=f"rlpost.families BadForCausalLM = {value}: {message}"):
         family("BadForCausalLM")
     with pytest.raises(WeightError, match="known: BadForCausalLM, DeepseekV3ForCausalLM, "):
         family("WorseForCausalLM")

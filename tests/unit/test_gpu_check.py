@@ -142,8 +142,8 @@ def test_submit_accepts_the_settings_of_the_checked_runs(tmp_path, capsys, flags
 def test_make_passes_its_arguments_to_the_program() -> None:
     # --no-print-directory: these tests may run below another make
     command = ["make", "-n", "--no-print-directory", "test-gpu", "GPU_ARGS=--on-cpu"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert said.splitlines()[-1] == ".venv/bin/python -m tools.gpu_check --on-cpu"
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1] == ".venv/bin/python -m tools.gpu_check --on-cpu"
 
 
 # --- results ---
@@ -367,9 +367,9 @@ def test_without_a_gpu_one_line_says_what_is_missing_and_the_exit_code_is_2(
         Machine(None, "2.13.0+cpu", None, (), INSTALLED | {"transformer-engine": None}, 2),
     )
     assert program.main(["--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and not (tmp_path / "out").exists()
-    (line,) = said.err.splitlines()
+    output = capsys.readouterr()
+    assert output.out == "" and not (tmp_path / "out").exists()
+    (line,) = output.err.splitlines()
     for part in (
         "no NVIDIA driver",
         "torch 2.13.0+cpu is built without CUDA",
@@ -402,9 +402,9 @@ def test_checks_run_on_the_gpu_or_with_a_flag_on_the_cpu(
         assert program.main([*flags, "--out", str(tmp_path / "out")]) == 0
     finally:
         signal.signal(signal.SIGTERM, handler)
-    said = capsys.readouterr().out
-    assert "NVIDIA H200 150 GB (sm_90), NVIDIA H200" in said
-    assert re.search(rf"\| demo: it \| passed \| [\d.]+ +\| {device} ", said)
+    output = capsys.readouterr().out
+    assert "NVIDIA H200 150 GB (sm_90), NVIDIA H200" in output
+    assert re.search(rf"\| demo: it \| passed \| [\d.]+ +\| {device} ", output)
     results = json.loads((tmp_path / "out/results.json").read_text())
     assert results["machine"]["driver"] == "570.1"
     assert [(row["check"], row["outcome"], row["note"]) for row in results["rows"]] == [
@@ -426,9 +426,9 @@ def test_a_failed_check_makes_the_exit_code_1_and_the_next_one_runs(
         assert program.main(["--out", str(tmp_path / "out")]) == 1
     finally:
         signal.signal(signal.SIGTERM, handler)
-    said = capsys.readouterr().out
-    assert "AssertionError: wrong weights" in said
-    assert "1 failed, 1 passed" in said
+    output = capsys.readouterr().out
+    assert "AssertionError: wrong weights" in output
+    assert "1 failed, 1 passed" in output
 
 
 @pytest.mark.slow

@@ -44,10 +44,10 @@ def test_every_job_is_rendered_without_the_training_stack() -> None:
 def test_make_jobs_installs_no_training_stack() -> None:
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
-    said = subprocess.run(
+    output = subprocess.run(
         ["make", "-n", "jobs"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    assert "-m tools.make_jobs" in said and "install.sh" not in said
+    assert "-m tools.make_jobs" in output and "install.sh" not in output
 
 
 def test_make_jobs_finds_the_project_where_only_pydantic_is_installed(tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def test_the_page_of_recipes_is_current(monkeypatch):
     )
 
 
-def said(config: Config, key: str) -> Any:
+def setting_of(config: Config, key: str) -> Any:
     group = fields().get(key, "sglang" if key.startswith("sglang_") else "megatron")
     return getattr(getattr(config, group), key, None)
 
@@ -249,7 +249,7 @@ def compared(name: str, config: Config) -> list[tuple[str, Any, Any, str]]:
         published |= resolved(without(words_of(source), {"--wandb-key"}))[0]
     rows = []
     for key, value in sorted(published.items()):
-        ours = said(config, key)
+        ours = setting_of(config, key)
         rows.append((key, value, ours, "" if ours == value else DIFFERENT.get(key, "?")))
     return rows
 
