@@ -58,6 +58,10 @@ def hosts(num_nodes: int) -> str:
 def slurm_conf(base: Path, num_nodes: int, options: LabOptions) -> str:
     """slurm.conf: three partitions; jobs of ``low`` are preempted by those of the other two, and
     requeued.
+
+    The scheduler runs every second and after every submission, so that tests do not wait for it.
+    MinJobAge keeps ended jobs visible to scontrol, because there is no accounting. ReturnToService
+    accepts a node again after it was powered off.
     """
     user_signal = (
         "SlurmctldParameters=preempt_send_user_signal\n" if options.send_user_signal else ""
