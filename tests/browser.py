@@ -1,8 +1,7 @@
-"""A real browser without a window, spoken to over a pipe in the DevTools protocol; it needs nothing
-but Chromium.
+"""A headless Chromium, driven over a pipe with the DevTools protocol.
 
-In: files. Out: what their scripts say, what they asked the network for, what they complained of,
-and pictures of them.
+Input: files. Output: values of JavaScript expressions, network requests, errors and warnings,
+screenshots.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ DEADLINE_S = 120
 
 
 def find_browser() -> str | None:
-    """The browser of this machine."""
+    """The path of a browser on this machine, or None."""
     return next((found for name in PROGRAMS if (found := shutil.which(name))), None)
 
 
 class Browser:
     """One page at a time; a context manager.
 
-    ``complaints`` and ``requests`` are of the newest page.
+    ``complaints`` (errors and warnings) and ``requests`` belong to the newest page.
     """
 
     def __init__(self, program: str, profile: Path) -> None:
@@ -76,7 +75,7 @@ class Browser:
         self._process.wait(DEADLINE_S)
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command and its answer."""
+        """Send a command and return its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session:
@@ -91,7 +90,7 @@ class Browser:
     def open(
         self, path: Path, *, width: int = 1280, dark: bool = False, fragment: str = ""
     ) -> None:
-        """Load a file anew in a window of this width, light or dark."""
+        """Load a file in a window of this width, light or dark."""
         self.ask("Page.navigate", url="about:blank")
         self.complaints, self.requests, self._is_loaded = [], [], False
         self.ask(
@@ -109,7 +108,7 @@ class Browser:
             self._next()
 
     def value(self, expression: str) -> Any:
-        """What an expression comes to in the page."""
+        """Evaluate an expression in the page."""
         found = self.ask(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -117,7 +116,7 @@ class Browser:
         return found["result"].get("value")
 
     def picture(self, path: Path, *, height: int | None = None) -> None:
-        """The whole page, or its upper part, as a PNG file."""
+        """Save the page, or its upper part, as a PNG file."""
         size = self.ask("Page.getLayoutMetrics")["cssContentSize"]
         clip = {
             "x": 0,
@@ -134,7 +133,7 @@ class Browser:
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._in], [], [], DEADLINE_S)
-            assert ready, f"the browser said nothing for {DEADLINE_S} s"
+            assert ready, f"no message of the browser for {DEADLINE_S} s"
             more = os.read(self._in.fileno(), 1 << 20)
             assert more, "the browser ended"
             self._rest += more
@@ -143,12 +142,16 @@ class Browser:
         match message.get("method"), message.get("params"):
             case "Page.loadEventFired", _:
                 self._is_loaded = True
-            case "Runtime.exceptionThrown", said:
-                self.complaints.append(str(said["exceptionDetails"]))
-            case "Log.entryAdded", said if said["entry"]["level"] in ("error", "warning"):
-                self.complaints.append(said["entry"]["text"])
-            case "Runtime.consoleAPICalled", said if said["type"] in ("error", "warning", "assert"):
-                self.complaints.append(str(said["args"]))
-            case "Network.requestWillBeSent", said:
-                self.requests.append(said["request"]["url"])
+            case "Runtime.exceptionThrown", event:
+                self.complaints.append(str(event["exceptionDetails"]))
+            case "Log.entryAdded", event if event["entry"]["level"] in ("error", "warning"):
+                self.complaints.append(event["entry"]["text"])
+            case "Runtime.consoleAPICalled", event if event["type"] in (
+                "error",
+                "warning",
+                "assert",
+            ):
+                self.complaints.append(str(event["args"]))
+            case "Network.requestWillBeSent", event:
+                self.requests.append(event["request"]["url"])
         return message

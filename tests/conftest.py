@@ -1,8 +1,8 @@
 """Rules for all tests.
 
-- A test in tests/cluster, tests/e2e or tests/gpu carries the marker of that name.
-- A test that cannot run here skips with a reason. In CI (``CI=true``) that is a failure, except for
-want of a GPU.
+- A test in tests/cluster, tests/e2e or tests/gpu has the marker of that name.
+- A test that cannot run here skips with a reason. In CI (``CI=true``) that is a failure, unless it
+  needs a GPU.
 - ``--update-golden`` rewrites the files of tests/golden instead of comparing with them.
 """
 
@@ -19,26 +19,26 @@ import pytest
 from hypothesis import settings
 
 # Threads of torch spin while they wait for each other, here and in every process that a test starts.
-# Before torch is imported; not on a host with GPUs, whose checks measure what the CPUs do.
+# Must be set before torch is imported. Not on a host with GPUs, where tests measure CPU work.
 if shutil.which("nvidia-smi") is None:
     for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(_variable, "1")
 
 TESTS = Path(__file__).parent
 MARKED_FOLDERS = ("cluster", "e2e", "gpu")
-# The longest file first; beside it the real Slurm, whose tests wait more than they compute; short
-# ones fill the end.
+# The longest file first. tests/cluster runs beside it, because its tests wait more than they
+# compute. Short files come last, so that the workers end at about the same time.
 ORDER = ("e2e/test_slurm.py", "cluster", "e2e", "contract")
-# Folders whose files one process runs, in the order of their names: they share what takes long to
-# start.
+# Folders whose files run in one worker, in the order of their names: they share servers that take
+# long to start.
 TOGETHER = ("contract/engines",)
 
-settings.register_profile("any machine", deadline=None)  # a slow one is no bug
+settings.register_profile("any machine", deadline=None)  # a slow machine is not a failure
 settings.load_profile("any machine")
 
 
-# What a session imports and collects stays to its end; to look through it again and again is a
-# sixth of its time.
+# Modules and collected tests live to the end of the session. Scanning them again and again would
+# take a sixth of its time: collect rarely, and exclude them (``freeze``).
 gc.set_threshold(100_000, 20, 100)
 
 
@@ -48,12 +48,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--update-golden", action="store_true", help="write the files of tests/golden anew"
+        "--update-golden", action="store_true", help="rewrite the files of tests/golden"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # pytest-xdist would begin with the files that have most tests
+    # by default pytest-xdist starts with the files that have most tests
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 
@@ -74,13 +74,13 @@ def _place(path: Path) -> tuple[int, str]:
 
 
 def _together(path: Path) -> str | None:
-    """The folder of ``TOGETHER`` in which a file is; both are relative to this folder."""
+    """The folder of ``TOGETHER`` that contains a file; both are relative to tests/."""
     return next((folder for folder in TOGETHER if path.is_relative_to(folder)), None)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile``: files of a folder of ``TOGETHER`` are as one file."""
+    """With ``--dist loadfile``, distribute a folder of ``TOGETHER`` like one file."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -113,7 +113,7 @@ def pytest_runtest_makereport(
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """``golden(name, text)``: the text equals the whole of tests/golden/NAME."""
+    """``golden(name, text)`` compares the text with the whole file tests/golden/NAME."""
 
     def compare(name: str, text: str) -> None:
         path = TESTS / "golden" / name

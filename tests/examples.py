@@ -1,4 +1,4 @@
-"""The files of docs/extending.md, as a reader would write them."""
+"""The example files of docs/extending.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILE = re.compile(r"^`([\w./-]+)`:\n\n```\w+\n(.*?)^```", re.MULTILINE | re.DOTA
 
 
 def write_examples(folder: Path) -> Path:
-    """Each file of the page below ``folder``; the folder."""
+    """Write each file of the page below ``folder``; return the folder."""
     for name, text in FILE.findall(PAGE.read_text()):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -20,9 +20,7 @@ def write_examples(folder: Path) -> Path:
 
 
 def install(package: Path, target: Path) -> Path:
-    """Install a package of the page below ``target``, with what this environment has and without a
-    network.
-    """
+    """Install a package of the page below ``target``, without a network."""
     command = [
         sys.executable,
         "-m",

@@ -1,8 +1,7 @@
-"""rlpost as somebody has it who installed the wheel on a login node: no checkout, and nothing but
-what it asks for.
+"""rlpost installed from its wheel, as on a login node: no checkout, only the declared requirements.
 
-The environment is a new one. Of this one it sees what ``install_requires`` asks for, with all that
-those ask for, each by links; so a requirement that is not declared is missing there.
+The environment is new. It links the packages of ``install_requires`` and, transitively, their
+requirements from this environment, so a requirement that is not declared is missing there.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ PACKAGES = ("rlpost", "slurm", "bootstrap", "common", "jobs")
 
 
 def tracked() -> list[Path]:
-    """Files of the checkout that git knows or would take, relative to its root."""
+    """Files of the checkout that git does not ignore, relative to its root."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return [Path(name) for name in names.split("\0") if name and (ROOT / name).is_file()]
@@ -34,14 +33,14 @@ def tracked() -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A wheel, and the files of the packages that it was made of."""
+    """A wheel, and the files of the packages from which it was built."""
 
     wheel: Path
     files: frozenset[str]
 
 
 def build_wheel(folder: Path) -> Built:
-    """A wheel made of a source distribution made of the checkout, as an index would have it."""
+    """Build a wheel from a source distribution of the checkout, as a package index would."""
     checkout, paths = folder / "checkout", tracked()
     for path in paths:
         (checkout / path).parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +59,7 @@ def _build(kind: str, source: Path, folder: Path) -> Path:
 
 
 def clean_environment(folder: Path, wheel: Path) -> Path:
-    """A virtual environment with the wheel in it; the folder of its programs."""
+    """Create a virtual environment with the wheel; return the folder of its programs."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     pip = [
@@ -81,7 +80,7 @@ def clean_environment(folder: Path, wheel: Path) -> Path:
 
 
 def _needed(asking: Distribution, seen: set[str]) -> Iterator[str]:
-    """Names of what a distribution requires without its extras, and of what those require."""
+    """Names of the requirements of a distribution without extras, and of theirs, transitively."""
     for requirement in map(Requirement, asking.requires or ()):
         name = re.sub(r"[-_.]+", "-", requirement.name).lower()
         if name not in seen and (

@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 import socket
 
-_DICE = random.SystemRandom()  # tests that run at the same time must not throw the same
+_RANDOM = random.SystemRandom()  # concurrent tests must not draw the same ports
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that nobody holds, below those that the system hands to outgoing connections
-    meanwhile.
+    """Return different unused ports, below the ephemeral range: the system gives none of them to an
+    outgoing connection meanwhile.
     """
     found: list[int] = []
     while len(found) < count:
-        port = _DICE.randint(20_000, 32_000)
+        port = _RANDOM.randint(20_000, 32_000)
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
@@ -26,5 +26,5 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_port() -> int:
-    """One of them."""
+    """Return one unused port."""
     return free_ports(1)[0]

@@ -1,4 +1,4 @@
-"""Jobs on the lab that run agents, and what they leave in their folder."""
+"""Jobs on the lab that run agents, and the files of their attempt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cluster.lab_host import wait_until
 BRINGUP_S = 120
 STUB_RAY = REPOSITORY / "bootstrap/simulated/ray_stub"
 
-# A driver that works on every node by name, before and after it is asked to stop.
+# A driver that runs a Ray task on every node, before and after the request to stop.
 DRIVER = """
 import os, pathlib, sys, time
 import ray
@@ -44,7 +44,7 @@ work("after STOP")
 sys.exit(75)
 """
 
-# The same without Ray: it only waits.
+# The same without Ray.
 IDLE_DRIVER = """
 import os, pathlib, sys, time
 from common.cluster import Cluster
@@ -71,7 +71,7 @@ wait
 
 
 def on_node(number: int, command: str) -> str:
-    """For ``run_if``: run a shell command on one node of the step before its agent starts."""
+    """A value of ``run_if`` that runs a shell command on one node of the step before its agent."""
     return f"sh -c 'test $SLURM_NODEID != {number} || {{ {command}; }}; exec \"$@\"' -"
 
 
@@ -80,11 +80,11 @@ class Attempt:
 
     Args:
         nodes: as ``sbatch -w`` takes them.
-        run_if: command that runs the agent's command, see ``on_node``.
-        options: more options of the agent.
-        stub_ray: for tests of the agents alone.
-        user: whose job it is.
-        time_limit: of the job, as sbatch takes it.
+        run_if: a prefix of the agent's command, see ``on_node``.
+        options: further options of the agent.
+        stub_ray: start a stub instead of Ray, for tests of the agents alone.
+        user: the owner of the job.
+        time_limit: as sbatch takes it.
     """
 
     def __init__(
@@ -135,13 +135,17 @@ class Attempt:
         assert ready.exists(), self.verdict["cause"]
         return Cluster.from_json((self.folder / "cluster").read_text())
 
+    def stop(self) -> None:
+        """Ask for the stop, as the batch script does before a time limit."""
+        (self.folder / "STOP").write_text('{"reason": "enough"}')
+
     def wait(self) -> tuple[str, str]:
         """Verdict and cause."""
         until((self.folder / "verdict").exists, self.lab, "a verdict", deadline_s=BRINGUP_S)
         return self.verdict["verdict"], self.verdict["cause"]
 
     def seconds_to_verdict(self) -> float:
-        """From now on; seconds."""
+        """Wait for the verdict; return the seconds that it took from now."""
         started_at = time.monotonic()
         self.wait()
         return time.monotonic() - started_at
@@ -152,7 +156,7 @@ class Attempt:
 
     @property
     def excluded(self) -> list[str]:
-        """Hosts in the file that the batch script reads."""
+        """Hosts in the file ``exclude``, which the batch script reads."""
         path = Path(self.folder / "exclude")
         return path.read_text().split() if path.exists() else []
 
@@ -160,17 +164,12 @@ class Attempt:
         return (self.folder / name).read_text()
 
     def kill(self, node: str, pattern: str, signal: str = "KILL") -> None:
-        """Send a signal to the processes of a node whose command line matches; there has to be
-        one.
-        """
-        self.lab.run(
-            node, ["pkill", f"-{signal}", "-f", pattern]
-        )  # inside the node's own process namespace
+        """Send a signal to the processes of a node whose command line matches; fails if none does."""
+        # the node has its own process namespace: no other process can match
+        self.lab.run(node, ["pkill", f"-{signal}", "-f", pattern])
 
     def end(self) -> None:
-        """Cancel the job, as its batch script does when there is a verdict, and wait until nothing
-        is left.
-        """
+        """Cancel the job and wait until no process of it is left."""
         self.lab.run("ctl", ["scancel", self.job], check=False)
         for node in self.lab.nodes:
             assert wait_until(lambda n=node: not agents_and_ray(self.lab, n), deadline_s=60), (
@@ -180,11 +179,14 @@ class Attempt:
 
 
 def agents_and_ray(lab: Lab, node: str) -> str:
-    """Command lines on a node that belong to an attempt, its driver's too; srun's, which waits for
-    Slurm, do not.
+    """Command lines of the agents, drivers and Ray processes on a node.
+
+    Without those of srun, which contain the same words.
     """
     lines = lab.run(node, ["ps", "-eo", "args"]).stdout.splitlines()
-    ours = ("bootstrap.", "ray", str(lab.shared))
+    markers = ("bootstrap.", "ray", str(lab.shared))
     return "\n".join(
-        line for line in lines if any(word in line for word in ours) and not line.startswith("srun")
+        line
+        for line in lines
+        if any(marker in line for marker in markers) and not line.startswith("srun")
     )

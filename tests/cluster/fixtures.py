@@ -1,7 +1,6 @@
-"""Pytest fixtures of the Slurm lab, for every test folder that wants a cluster.
+"""Pytest fixtures of the Slurm lab, to be imported in a ``conftest.py``.
 
-Import them in a ``conftest.py``; each is up for one module (one to two seconds to start, half a
-second to end).
+Each module gets a new lab, which takes about two seconds to start and to end.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tests.cluster.lab_config import LabOptions
 
 @pytest.fixture(scope="session")
 def slurm_available() -> None:
-    """Skip where no lab can run, with the reason."""
+    """Skip with the reason where no lab can run."""
     reason = why_unavailable()
     if reason is not None:
         pytest.skip(reason)
@@ -25,14 +24,14 @@ def slurm_available() -> None:
 
 @pytest.fixture(scope="module")
 def lab(slurm_available: None) -> Iterator[Lab]:
-    """Four nodes of eight fake GPUs; a preempted job gets its ``--signal`` at once."""
+    """Four nodes with eight fake GPUs each; a preempted job gets its ``--signal`` at once."""
     with Lab(4) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def lab_without_user_signal(slurm_available: None) -> Iterator[Lab]:
-    """Two nodes; a preempted job's steps get TERM, its batch shell nothing."""
+    """Two nodes; at a preemption the steps get TERM and the batch shell gets no signal."""
     with Lab(
         2, name=f"p{os.getpid()}nosignal", options=LabOptions(send_user_signal=False)
     ) as cluster:

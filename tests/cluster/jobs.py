@@ -1,4 +1,4 @@
-"""Submitting to the lab and asking it, for the tests of this folder and others."""
+"""Submit jobs to the lab and query them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.cluster.lab_host import wait_until
 def sbatch(
     lab: Lab, name: str, script: str, *options: str, inside: Sequence[str] = (), **kwargs: object
 ) -> str:
-    """Submit a script from the lab's shared folder, or from ``cwd=``; its job id.
+    """Submit a script from the lab's shared folder, or from ``cwd=``; return the job id.
 
-    ``inside``: the command, such as srun's, that does it.
+    ``inside``: a command such as ``salloc`` that runs sbatch.
     """
     path = lab.shared / name
     path.write_text(script)
@@ -24,13 +24,13 @@ def sbatch(
 
 
 def job_info(lab: Lab, job: str) -> JobInfo:
-    """What the lab's controller says about the job."""
+    """The job as the lab's controller shows it."""
     return parse_job(lab.run("ctl", ["scontrol", "--oneliner", "show", "job", job]).stdout)
 
 
 def until(condition: Callable[[], bool], lab: Lab, what: str, *, deadline_s: float = 60.0) -> None:
-    """Wait for something to happen in the lab; fails with the state of the lab."""
+    """Wait for a condition; at the deadline, fail with the jobs and logs of the lab."""
     if wait_until(condition, deadline_s=deadline_s):
         return
     jobs = lab.run("ctl", ["scontrol", "--oneliner", "show", "job"], check=False).stdout
-    raise AssertionError(f"not in {deadline_s:g} s: {what}\n{jobs}\n{lab.log_tail()}")
+    raise AssertionError(f"not within {deadline_s:g} s: {what}\n{jobs}\n{lab.log_tail()}")

@@ -1,5 +1,4 @@
-"""A real Slurm cluster on this one machine: slurmctld, munge and one slurmd a node, each node in
-its own namespaces.
+"""A real Slurm cluster on one machine: slurmctld, munge and a slurmd for each node, in namespaces.
 
     python -m tests.cluster.lab up 4        start four nodes that stay until `down`
     python -m tests.cluster.lab run ctl sinfo
@@ -7,13 +6,13 @@ its own namespaces.
     python -m tests.cluster.lab status
     python -m tests.cluster.lab down
 
-Every node has its own network (10.77.0.x, with docker0 and ib0 as decoys that lead nowhere), host
-name, mounts, process ids, /tmp and /dev/shm, and eight device files that Slurm takes for GPUs.
-``ctl`` is the login node and controller; it sees the machine's own files. ``Lab.shared`` is the
-folder that every node sees.
+Every node has its own network (10.77.0.x, and the unconnected interfaces docker0 and ib0 as
+decoys), host name, mounts, process ids, /tmp and /dev/shm, and eight device files that Slurm takes
+for GPUs. ``ctl`` is the login node and controller; it has the files of the machine. All nodes see
+``Lab.shared``.
 
-Invariants: labs of different names live side by side (each has its own switch); a lab ends only
-processes that it started or that live in its namespaces; ``down`` leaves no process, namespace,
+Invariants: labs of different names are independent (each has its own bridge); a lab ends only
+processes that it started or that run in its namespaces; ``down`` leaves no process, namespace,
 mount or file. A lab whose owner died is removed by the next ``up``. Needs root.
 """
 
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster import lab_config
-from tests.cluster.lab_config import CONTROLLER, SLURMD_PORT, LabOptions
+from tests.cluster.lab_config import CONTROLLER, SLURMCTLD_PORT, SLURMD_PORT, LabOptions
 from tests.cluster.lab_host import (
     LabError,
     build_network,
@@ -58,7 +57,7 @@ KEPT_VARIABLES = ("HOME", "USER", "LOGNAME", "LANG", "TERM", "SHELL")
 
 
 def visible_folders() -> list[str]:
-    """What every node must see although its /tmp is its own: this checkout and the interpreter."""
+    """Folders that every node needs even below its private /tmp: this checkout and the interpreter."""
     return outermost([REPOSITORY, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()])
 
 
@@ -67,7 +66,7 @@ class Lab:
 
     Args:
         num_nodes: nodes n01, n02, ...
-        name: letters and digits; labs of different names do not meet. The process id unless given.
+        name: letters and digits; by default made of the process id.
         options: see ``LabOptions``.
     """
 
@@ -87,7 +86,7 @@ class Lab:
 
     @classmethod
     def attach(cls, name: str) -> Lab:
-        """The lab of that name which another process has started."""
+        """Return the lab of this name that another process has started."""
         state = ROOT / name / "lab.json"
         if not state.exists():
             raise LabError(
@@ -107,8 +106,8 @@ class Lab:
         return lab_config.address(name)
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """What a user of the login node has in the environment: nothing of ours but this Python
-        first on PATH; and a site's proxy, which knows no node of the cluster.
+        """The environment of a user on the login node: this Python first on PATH, and the variables
+        of a site's proxy that does not reach the nodes.
         """
         kept = {key: os.environ[key] for key in KEPT_VARIABLES if key in os.environ}
         kept |= dict.fromkeys(
@@ -130,8 +129,8 @@ class Lab:
         Args:
             keep: let the lab outlive this process.
 
-        Raises: LabError: the lab cannot run here, is up already, or a node does not come up; the
-            message says which.
+        Raises:
+            LabError: the lab cannot run here, is up already, or a node does not come up.
         """
         reason = why_unavailable()
         if reason is not None:
@@ -147,7 +146,7 @@ class Lab:
             self._lock = lock(self.base)
             self._save(keep=False)
             try:
-                # The network of a killed lab whose folder was removed by hand is still there.
+                # left by a lab that was killed and whose folder was deleted
                 remove_network(self._netns(""))
                 build_network(self._netns(""), self.num_nodes)
             except BaseException:
@@ -165,15 +164,15 @@ class Lab:
         return self
 
     def down(self) -> None:
-        """End all processes of the lab and remove all it made.
+        """End all processes of the lab and remove everything that it created.
 
-        Safe to call twice or on a half-started lab.
+        Safe to call twice or on a partly started lab.
         """
         with waiting_lock(ROOT.parent):
             self._remove()
 
     def start_node(self, node: str) -> None:
-        """Power a node on. It is ready when ``wait_idle([node])`` returns."""
+        """Power a node on; ``wait_idle([node])`` returns when it is ready."""
         private_tmp = self.base / "nodes" / node / "tmp"
         (self.base / "spool" / node).mkdir(exist_ok=True)
         if not private_tmp.exists():
@@ -210,11 +209,10 @@ class Lab:
         self._start(node, ["ip", "netns", "exec", self._netns(node), *unshare, *init])
 
     def kill_node(self, node: str) -> None:
-        """Cut the power of a node: every process in it is gone when this returns; Slurm is not
-        told.
+        """Power a node off: all its processes are gone on return; Slurm is not informed.
 
-        ``wait_idle`` first: a node cut while a job on it ends stays COMPLETING for a minute after
-        it is back.
+        Call ``wait_idle`` first: a node that is powered off while a job ends on it stays COMPLETING
+        for a minute after it is back.
         """
         self._kill(node)
         kill_in_namespace(self._netns(node))
@@ -224,26 +222,27 @@ class Lab:
         return (self.base / "pids" / node).exists()
 
     def wait_idle(self, nodes: Sequence[str], *, deadline_s: float = 60.0) -> None:
-        """Wait until Slurm calls all these nodes idle.
+        """Wait until all these nodes are idle.
 
         Raises:
             LabError: at the deadline; names the nodes and their states.
         """
         states: dict[str, str] = {}
 
+        ports = {CONTROLLER: SLURMCTLD_PORT} | dict.fromkeys(nodes, SLURMD_PORT)
+
         def all_idle() -> bool:
+            # Slurm reports a node as idle for a while after it was powered off, so its slurmd must
+            # listen as well.
+            if not all(listens(self._outer_pid(name), port) for name, port in ports.items()):
+                return False
             answer = self.run(
                 CONTROLLER, ["sinfo", "-h", "-N", "-p", "batch", "-o", "%N %T"], check=False
             )
             states.update(
                 line.split() for line in answer.stdout.splitlines() if len(line.split()) == 2
             )
-            # Slurm calls a node idle for a while after its power was cut: its slurmd must answer as
-            # well.
-            return all(
-                states.get(node) == "idle" and listens(self._outer_pid(node), SLURMD_PORT)
-                for node in nodes
-            )
+            return all(states.get(node) == "idle" for node in nodes)
 
         if not wait_until(all_idle, deadline_s=deadline_s):
             late = {
@@ -265,21 +264,22 @@ class Lab:
         cwd: Path | str | None = None,
         **options: Any,
     ) -> subprocess.Popen[Any]:
-        """Start a command on ``ctl`` or inside a node, in a session of its own.
+        """Start a command on ``ctl`` or on a node, in a new session.
 
         Args:
             where: ``"ctl"`` or a node's name.
             argv: the command.
-            env: variables on top of ``environment()``.
-            cwd: folder to start in; ``shared`` unless given.
+            env: variables in addition to ``environment()``.
+            cwd: working directory; by default ``shared``.
             options: passed to ``subprocess.Popen``.
         """
         folder = str(cwd or self.shared)
         if where == CONTROLLER:
-            name_it = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', CONTROLLER]
-            enter = ["ip", "netns", "exec", self._netns(CONTROLLER), *name_it]
+            # slurmctld runs in the namespaces of the login node and has no others
+            target, namespaces = self._outer_pid(where), ("--net", "--uts", "--mount")
         else:
-            enter = ["nsenter", "--target", str(self._node_pid(where)), "--all"]
+            target, namespaces = self._node_pid(where), ("--all",)
+        enter = ["nsenter", "--target", str(target), *namespaces]
         command = [*enter, "env", f"--chdir={folder}", *map(str, argv)]
         return subprocess.Popen(
             command, env=self.environment(env), start_new_session=True, **options
@@ -295,11 +295,11 @@ class Lab:
         timeout_s: float = 60.0,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on ``ctl`` or inside a node and return its text output.
+        """Run a command on ``ctl`` or on a node and return its text output.
 
         Raises:
-            LabError: with ``check``, when the exit status is not 0; holds both outputs.
-            subprocess.TimeoutExpired: after ``timeout_s``; the command and its children are ended.
+            LabError: the exit code is not 0, with ``check``; holds both outputs.
+            subprocess.TimeoutExpired: after ``timeout_s``; the command and its children are killed.
         """
         pipes = {
             "stdin": subprocess.DEVNULL,
@@ -384,7 +384,7 @@ class Lab:
         if not record.exists():
             return
         pid, started = record.read_text().split()
-        if start_time(int(pid)) == started:  # else the number belongs to somebody else by now
+        if start_time(int(pid)) == started:  # else another process has this id now
             os.kill(int(pid), signal.SIGKILL)
         for child in [child for child in self._children if child.pid == int(pid)]:
             child.wait()
@@ -392,22 +392,24 @@ class Lab:
         record.unlink()
 
     def _outer_pid(self, node: str) -> int:
-        """Process id of what holds the node's namespaces open; it lives in the node's network."""
+        """Process id, outside, of the process in the network of ``ctl`` or of a node that keeps its
+        namespaces.
+        """
         record = self.base / "pids" / node
-        if node not in self.nodes or not record.exists():
+        if node not in (CONTROLLER, *self.nodes) or not record.exists():
             raise LabError(f"node {node!r} is not running; this lab has {', '.join(self.nodes)}")
         return int(record.read_text().split()[0])
 
     def _node_pid(self, node: str) -> int:
-        """Process id, as seen from outside, of the node's process 1."""
+        """Process id, outside, of the node's process 1."""
         outer = self._outer_pid(node)
         children: list[str] = []
 
-        def born() -> bool:
+        def exists() -> bool:
             children[:] = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()
             return bool(children)
 
-        if not wait_until(born, deadline_s=10.0):
+        if not wait_until(exists, deadline_s=10.0):
             raise LabError(f"node {node!r} has no process 1\n{self.log_tail()}")
         return int(children[0])
 
@@ -427,7 +429,7 @@ class Lab:
 
 
 def remove_stale() -> list[str]:
-    """Remove labs whose owner is gone and that were not to outlive it. Returns their names."""
+    """Remove labs whose owner is gone, except those started with ``keep``; return their names."""
     removed = []
     for base in ROOT.glob("*"):
         held = lock(base)
@@ -442,7 +444,7 @@ def remove_stale() -> list[str]:
 
 
 def main() -> int:
-    """The command line; see the module's text."""
+    """Run the command line of the module's docstring."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.cluster.lab", description="A real Slurm cluster on this machine."
     )
@@ -466,7 +468,7 @@ def main() -> int:
     run.add_argument("where")
     run.add_argument("command", nargs=argparse.REMAINDER)
     verbs.add_parser("status", help="nodes and jobs")
-    verbs.add_parser("down", help="end it and remove all it made")
+    verbs.add_parser("down", help="end it and remove everything that it created")
     args = parser.parse_args()
     try:
         if args.verb == "up":

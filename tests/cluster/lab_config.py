@@ -1,7 +1,6 @@
-"""The Slurm lab's configuration files, as text.
+"""Configuration files of the Slurm lab, as text. Pure.
 
-Comes in: ``LabOptions`` and the lab's folder. Goes out: slurm.conf, gres.conf, cgroup.conf and the
-hosts file. Pure: nothing here touches the machine.
+Input: ``LabOptions`` and the lab's folder. Output: slurm.conf, gres.conf, cgroup.conf and hosts.
 """
 
 from __future__ import annotations
@@ -12,17 +11,18 @@ from pathlib import Path
 CONTROLLER = "ctl"
 SUBNET = "10.77.0"
 FIRST_NODE_HOST = 11
-SLURMD_PORT = 6818
+SLURMCTLD_PORT, SLURMD_PORT = 6817, 6818
 
 
 @dataclass(frozen=True, slots=True)
 class LabOptions:
     """What a test may choose about its cluster. Times in seconds.
 
-    ``cred_expire_s`` decides how long a requeued job stays ineligible (value + 1); Slurm 22.05
-    takes no less than 5. ``shared_cache_s``: every node keeps names (also those that are not there)
-    and attributes of the shared folder that long, as NFS clients do; 0 is one view of it for all
-    nodes.
+    Attributes:
+        cred_expire_s: a requeued job stays ineligible for one second longer; Slurm 22.05 accepts no
+            less than 5.
+        shared_cache_s: how long each node caches names (missing ones too) and attributes in the
+            shared folder, as NFS clients do; with 0 all nodes see the same at all times.
     """
 
     num_gpus_per_node: int = 8
@@ -49,15 +49,19 @@ def address(name: str) -> str:
 
 
 def hosts(num_nodes: int) -> str:
-    """/etc/hosts of every machine of the lab."""
+    """/etc/hosts of the controller and of every node."""
     lines = ["127.0.0.1 localhost"]
     lines += [f"{address(name)} {name}" for name in (CONTROLLER, *node_names(num_nodes))]
     return "\n".join(lines) + "\n"
 
 
 def slurm_conf(base: Path, num_nodes: int, options: LabOptions) -> str:
-    """slurm.conf: three partitions of which ``low`` is preempted, with requeue, by the two above
-    it.
+    """slurm.conf: three partitions; jobs of ``low`` are preempted by those of the other two, and
+    requeued.
+
+    The scheduler runs every second and after every submission, so that tests do not wait for it.
+    MinJobAge keeps ended jobs visible to scontrol, because there is no accounting. ReturnToService
+    accepts a node again after it was powered off.
     """
     user_signal = (
         "SlurmctldParameters=preempt_send_user_signal\n" if options.send_user_signal else ""
@@ -76,7 +80,7 @@ SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={base}/munge.socket,cred_expire={options.cred_expire_s}
 CryptoType=crypto/munge
-SlurmctldPort=6817
+SlurmctldPort={SLURMCTLD_PORT}
 SlurmdPort={SLURMD_PORT}
 StateSaveLocation={base}/state
 SlurmdSpoolDir={base}/spool/%n
@@ -120,7 +124,7 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMo
 
 
 def gres_conf(base: Path, options: LabOptions) -> str:
-    """gres.conf: device files that stand for GPUs."""
+    """gres.conf: device files in place of GPUs."""
     return f"AutoDetect=off\nName=gpu File={base}/dev/nvidia[0-{options.num_gpus_per_node - 1}]\n"
 
 

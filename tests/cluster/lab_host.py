@@ -1,8 +1,6 @@
-"""What the lab does to the machine: commands, locks, network namespaces and processes that can be
-named for good.
+"""What the lab does to the machine: commands, locks, network namespaces, processes.
 
-Thin functions without state; ``lab.py`` decides. Every namespace of a lab begins with the lab's
-prefix.
+Functions without state, used by ``lab.py``. The names of a lab's namespaces begin with its prefix.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class LabError(RuntimeError):
 
 
 def why_unavailable() -> str | None:
-    """The reason why no lab can run here, or None."""
+    """Return the reason why no lab can run here, or None."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "the Slurm lab needs Linux and root, to make network namespaces"
     missing = [command for command in COMMANDS if shutil.which(command, path=search_path()) is None]
@@ -58,7 +56,7 @@ def why_unavailable() -> str | None:
 
 
 def why_no_cached_folder() -> str | None:
-    """The reason why nodes cannot cache the shared folder here, or None."""
+    """Return the reason why nodes cannot cache the shared folder here, or None."""
     if not Path("/dev/fuse").exists():
         return "caching the shared folder needs FUSE, and there is no /dev/fuse"
     if shutil.which("bindfs", path=search_path()) is None:
@@ -69,9 +67,9 @@ def why_no_cached_folder() -> str | None:
 def wait_until(
     condition: Callable[[], bool], *, deadline_s: float, interval_s: float = 0.05
 ) -> bool:
-    """Ask until the answer is true; False at the deadline.
+    """Poll until the condition is true; return False at the deadline.
 
-    For what Slurm and the kernel offer no event.
+    For conditions that neither Slurm nor the kernel reports as an event.
     """
     end = time.monotonic() + deadline_s
     while not condition():
@@ -82,7 +80,7 @@ def wait_until(
 
 
 def do(*argv: str) -> str:
-    """Run a command; its output. LabError with what it said when it fails."""
+    """Run a command and return its output; LabError with its error output when it fails."""
     done = subprocess.run(argv, capture_output=True, text=True)
     if done.returncode != 0:
         raise LabError(f"{' '.join(argv)}: exit {done.returncode}: {done.stderr.strip()}")
@@ -101,12 +99,12 @@ def _ip_batch(netns: str, lines: list[str]) -> None:
 
 
 def search_path() -> str:
-    """PATH of the lab: this Python's folder, then the system's."""
+    """PATH in the lab: the folder of this Python, then those of the system."""
     return f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def outermost(folders: list[Path]) -> list[str]:
-    """Those folders that lie in none of the others."""
+    """Return the folders that are below none of the others."""
     distinct = sorted(set(folders))
     return [
         str(one)
@@ -116,8 +114,9 @@ def outermost(folders: list[Path]) -> list[str]:
 
 
 def start_time(pid: int) -> str:
-    """Ticks since boot at which the process began: with the id it names a process for good. Empty
-    if there is none.
+    """Clock ticks since boot at which a process started; empty if it does not exist.
+
+    Together with the process id it is unique, although ids are reused.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -127,7 +126,7 @@ def start_time(pid: int) -> str:
 
 
 def listens(pid: int, port: int) -> bool:
-    """Whether somebody listens on this TCP port in the network of process ``pid``."""
+    """Whether a process listens on this TCP port in the network namespace of ``pid``."""
     try:
         lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
     except OSError:
@@ -137,19 +136,20 @@ def listens(pid: int, port: int) -> bool:
 
 
 def mounts() -> str:
-    """The mounts this process sees, as the kernel lists them."""
+    """The mounts that this process sees, as the kernel lists them."""
     return Path("/proc/self/mountinfo").read_text()
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Remove a folder unless something is in it."""
+    """Remove a folder if it is empty."""
     with contextlib.suppress(OSError):
         folder.rmdir()
 
 
 def lock(folder: Path) -> int | None:
-    """Descriptor that holds the lock of this folder, or None where another process holds it or the
-    folder is gone.
+    """Lock a folder and return the descriptor that holds the lock.
+
+    None if another process holds it or the folder does not exist.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -165,7 +165,7 @@ def lock(folder: Path) -> int | None:
 
 @contextlib.contextmanager
 def waiting_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of this folder, after whoever holds it now."""
+    """Hold the lock of a folder; waits for another holder."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -175,9 +175,7 @@ def waiting_lock(folder: Path) -> Iterator[None]:
 
 
 def build_network(prefix: str, num_nodes: int) -> None:
-    """Namespaces, a switch between them, and on each node two interfaces that lead nowhere
-    (docker0, ib0).
-    """
+    """Create the namespaces, a bridge between them and, on each node, the decoys docker0 and ib0."""
     switch = f"{prefix}sw"
     do("ip", "netns", "add", switch)
     _ip_batch(switch, ["link set lo up", "link add br0 type bridge", "link set br0 up"])
@@ -205,7 +203,7 @@ def build_network(prefix: str, num_nodes: int) -> None:
 
 
 def kill_in_namespace(netns: str) -> None:
-    """End every process of this network namespace.
+    """Kill every process of this network namespace.
 
     Raises:
         LabError: some are still there after 20 s.
@@ -225,8 +223,8 @@ def kill_in_namespace(netns: str) -> None:
 
 
 def remove_network(prefix: str) -> None:
-    """End what lives in the namespaces of this prefix and remove them with their files in /etc and
-    /run.
+    """Kill the processes in the namespaces of this prefix, and remove the namespaces with their
+    files in /etc and /run.
     """
     for netns in [path.name for path in NETNS_RUN.glob(f"{prefix}*")]:
         kill_in_namespace(netns)
@@ -235,6 +233,6 @@ def remove_network(prefix: str) -> None:
         shutil.rmtree(etc)
     remove_if_empty(NETNS_ETC)
     if f" {NETNS_RUN} " in mounts() and not any(NETNS_RUN.iterdir()):
-        do("umount", str(NETNS_RUN))  # `ip netns add` mounts it on itself
+        do("umount", str(NETNS_RUN))  # `ip netns add` bind-mounts it on itself
     for group in sorted(FREEZER.glob(f"{prefix}*/**/"), reverse=True):
         group.rmdir()

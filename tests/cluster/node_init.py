@@ -1,10 +1,7 @@
-"""Process 1 of a lab node.
+"""Process 1 of a lab node, run as a script inside the node's namespaces.
 
-Runs by path with no package around it, inside the node's own namespaces.
-
-Comes in: one JSON object as argument (see ``Lab.start_node``). Sets the host name, hides the
-machine's /tmp and /dev/shm behind the node's own, starts slurmd and buries orphans until slurmd
-ends.
+Input: a JSON object as argument (see ``Lab.start_node``). Sets the host name, mounts the node's
+private /tmp and /dev/shm, starts slurmd, and reaps orphans until slurmd ends.
 """
 
 from __future__ import annotations
@@ -24,9 +21,7 @@ def mount(*arguments: str) -> None:
 
 
 def hide_tmp(private: Path, visible: list[str]) -> None:
-    """Put ``private`` over /tmp, with those of the ``visible`` folders that lie below /tmp still in
-    their place.
-    """
+    """Mount ``private`` over /tmp; the ``visible`` folders below /tmp stay at their paths."""
     for folder in visible:
         path = Path(folder)
         if path.is_relative_to("/tmp"):
@@ -38,19 +33,20 @@ def hide_tmp(private: Path, visible: list[str]) -> None:
 
 
 def cache(folder: str, seconds: int) -> None:
-    """Put a FUSE mount of ``folder`` over itself whose names and attributes the kernel keeps for
+    """Mount ``folder`` over itself through FUSE, so that the kernel caches names and attributes for
     ``seconds``.
 
-    What another node creates meanwhile stays hidden from a name that was asked for before, as with
-    an NFS client's negative cache. The daemon is a process of this node and ends with it.
+    A file that this node looked up before another node created it stays hidden meanwhile, as with
+    the negative cache of an NFS client. The daemon is a process of this node and ends with it.
     """
     kept = ",".join(f"{what}_timeout={seconds}" for what in ("attr", "entry", "negative"))
     subprocess.run(["bindfs", "-o", kept, folder, folder], check=True)
 
 
 def mount_freezer(group: str) -> None:
-    """Give the node a cgroup v1 freezer whose root is ``group``: ``ip netns exec`` hides the
-    machine's own.
+    """Give the node a cgroup v1 freezer whose root is ``group``.
+
+    ``ip netns exec`` mounts a new /sys, which hides the freezer of the machine.
     """
     mount("-t", "tmpfs", "cgroup", "/sys/fs/cgroup")
     whole = Path("/sys/fs/cgroup/.freezer")

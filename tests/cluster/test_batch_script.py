@@ -1,8 +1,7 @@
-"""The batch script on real Slurm, with agents that only leave verdicts: every way a job can end or
-come back.
+"""The batch script on real Slurm: every way in which a job ends or is requeued.
 
-The stub in tests/fakes/cluster_home stands where the code stands; its behaviour is the driver's
-first argument.
+The agents are stubs that only write verdicts (tests/fakes/cluster_home); the driver's first
+argument selects their behaviour.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Run:
 
 @pytest.fixture
 def submit(request: pytest.FixtureRequest) -> Callable[..., Run]:
-    """``submit(lab, behaviour, **spec)`` starts a job with the stub for its code."""
+    """``submit(lab, behaviour, **spec)`` starts a job whose code is the stub."""
 
     def start(lab: Lab, behaviour: str, **values: object) -> Run:
         folder = lab.shared / str(values.pop("folder", request.node.name))
@@ -81,13 +80,10 @@ def submit(request: pytest.FixtureRequest) -> Callable[..., Run]:
     return start
 
 
-def test_a_finished_run_ends_well_and_its_agents_got_their_orders(
+def test_a_finished_run_completes_and_its_agents_got_their_arguments(
     lab: Lab, submit: Callable[..., Run]
 ) -> None:
-    """Verdict done: COMPLETED.
-
-    One agent a node, in the code's folder, with a secret of its owner's alone.
-    """
+    """One agent on each node, in the code's folder; only the owner can read the secret."""
     run = submit(lab, "done", agent_args=("--socket-ifname", "eth0"))
     run.until_over(JobState.COMPLETED)
     attempt = run.attempt(0)
@@ -116,9 +112,7 @@ def test_a_finished_run_ends_well_and_its_agents_got_their_orders(
 def test_a_run_submitted_from_inside_another_job_has_the_resources_that_it_asked_for(
     lab: Lab, submit: Callable[..., Run], gpu_request: str
 ) -> None:
-    """What the outer job asked for is in the environment of its shell, and our srun would take it
-    for its options.
-    """
+    """The environment of the outer job holds its own requests, which srun reads as options."""
     asked = [
         "--ntasks=1",
         "--mem-per-cpu=100",
@@ -140,10 +134,10 @@ def test_a_run_submitted_from_inside_another_job_has_the_resources_that_it_asked
         assert facts["environment"]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7", run.log
 
 
-def test_a_job_without_the_environment_of_its_user_still_gives_its_own_to_the_agents(
+def test_a_job_without_the_environment_of_its_user_passes_its_own_to_the_agents(
     lab: Lab, submit: Callable[..., Run]
 ) -> None:
-    """As at sites that set SBATCH_EXPORT=NONE: srun would hand on nothing that the script sets."""
+    """As at sites that set SBATCH_EXPORT=NONE, with which srun exports nothing of the script's."""
     run = submit(lab, "done", options=["--export=NONE"])
     run.until_over(JobState.COMPLETED)
     facts = json.loads((run.attempt(0) / "argv-n02.json").read_text())
@@ -152,7 +146,7 @@ def test_a_job_without_the_environment_of_its_user_still_gives_its_own_to_the_ag
     )
 
 
-def test_what_a_user_likes_squeue_to_show_costs_no_requeue(
+def test_squeue_variables_of_the_user_do_not_prevent_a_requeue(
     lab: Lab, submit: Callable[..., Run]
 ) -> None:
     run = submit(
@@ -163,29 +157,27 @@ def test_what_a_user_likes_squeue_to_show_costs_no_requeue(
 
 
 @pytest.mark.parametrize(
-    ("missing", "said"),
+    ("missing", "message"),
     [("home", "no rlpost in {}; sbatch there"), ("python", "no {}; make install there")],
 )
-def test_a_script_submitted_from_elsewhere_says_so_and_leaves_nothing(
-    lab: Lab, submit: Callable[..., Run], missing: str, said: str
+def test_a_script_submitted_from_another_folder_names_the_remedy_and_leaves_nothing(
+    lab: Lab, submit: Callable[..., Run], missing: str, message: str
 ) -> None:
     nowhere = lab.shared / f"no-{missing}"
     if missing == "home":
         nowhere.mkdir()
     run = submit(lab, "done", folder=f"run-without-{missing}", **{missing: str(nowhere)})
     run.until_over(JobState.FAILED, 78)
-    assert said.format(nowhere) in run.log
-    assert (
-        not (run.folder / "attempts").exists() and said.format(nowhere) in run.log.splitlines()[-1]
-    )
+    assert message.format(nowhere) in run.log.splitlines()[-1]
+    assert not (run.folder / "attempts").exists()
 
 
 @pytest.mark.parametrize(("behaviour", "code"), [("config", 78), ("failed", 1), ("crash", 3)])
 def test_what_would_fail_again_is_not_requeued(
     lab: Lab, submit: Callable[..., Run], behaviour: str, code: int
 ) -> None:
-    """A wrong setting, and without a budget a failure and agents that die without a verdict, end
-    the job with their own exit codes.
+    """A wrong setting, a failure without a budget, and agents that die without a verdict: each has
+    its own exit code.
     """
     run = submit(lab, behaviour, folder=behaviour, max_failures=0)
     run.until_over(JobState.FAILED, code)
@@ -196,9 +188,8 @@ def test_what_would_fail_again_is_not_requeued(
 def test_usr2_to_the_batch_shell_stops_the_run_and_requeues_it(
     lab: Lab, submit: Callable[..., Run]
 ) -> None:
-    """As before the time limit.
-
-    The tasks get no signal; the second attempt has its own folder and secret.
+    """As before the time limit. The tasks get no signal; the second attempt has another folder and
+    another secret.
     """
     run = submit(lab, "wait-once")
     run.until_agents_run(2)
@@ -226,10 +217,10 @@ def test_preemption_with_user_signal_requeues_a_run_that_stopped_in_time(
     assert (run.attempt(1) / "verdict").read_text() == "done\n"
 
 
-def test_preemption_without_user_signal_requeues_it_too(
+def test_preemption_without_user_signal_requeues_the_run_too(
     lab_without_user_signal: Lab, submit: Callable[..., Run]
 ) -> None:
-    """TERM goes to the tasks alone; they ask for the stop and the batch script requeues."""
+    """TERM goes to the tasks alone: the agents request the stop, and the batch script requeues."""
     lab = lab_without_user_signal
     run = submit(lab, "wait-once", partition="low")
     run.until_agents_run(2)
@@ -242,12 +233,10 @@ def test_preemption_without_user_signal_requeues_it_too(
 
 
 @pytest.mark.parametrize("stopped_before", [False, True])
-def test_a_cancelled_run_never_comes_back(
+def test_a_cancelled_run_is_never_requeued(
     lab: Lab, submit: Callable[..., Run], stopped_before: bool
 ) -> None:
-    """Not even when its agents still leave the verdict requeue, or when it was being preempted
-    already.
-    """
+    """Even if its agents write the verdict requeue, or if it was being stopped already."""
     run = submit(lab, "wait", folder=f"cancel-{stopped_before}")
     run.until_agents_run(2)
     if stopped_before:
@@ -258,7 +247,7 @@ def test_a_cancelled_run_never_comes_back(
     until(
         lambda: lab.run("ctl", ["squeue", "-h", "-j", run.job], check=False).stdout == "",
         lab,
-        "it left the queue",
+        "the job has left the queue",
     )
     assert "requeue:" not in run.log
     assert [path.name for path in (run.folder / "attempts").iterdir() if not path.is_symlink()] == [
@@ -267,10 +256,10 @@ def test_a_cancelled_run_never_comes_back(
     assert job_info(lab, run.job).num_restarts == 0
 
 
-def test_a_hostile_path_runs_and_runs_nothing_else(lab: Lab, submit: Callable[..., Run]) -> None:
-    """Quotes, blanks, dollars and per cent signs in paths and arguments reach the agent as they
-    are.
-    """
+def test_shell_syntax_in_paths_and_arguments_is_not_executed(
+    lab: Lab, submit: Callable[..., Run]
+) -> None:
+    """Quotes, blanks, dollar and per cent signs reach the agent unchanged."""
     name = "a'; touch x $(touch y) %j #"
     home = lab.shared / "code '\"$(touch z)"
     shutil.copytree(STUB_HOME, home)
@@ -291,10 +280,10 @@ def test_a_hostile_path_runs_and_runs_nothing_else(lab: Lab, submit: Callable[..
     assert not [place for place in places for letter in "xyz" if (place / letter).exists()]
 
 
-def test_plain_sbatch_from_the_projects_folder_finds_everything_itself(lab: Lab) -> None:
-    """No Python on the login node: code, interpreter and run folder follow from where sbatch was
-    called.
-    """
+def test_plain_sbatch_in_the_projects_folder_finds_code_interpreter_and_run_folder(
+    lab: Lab,
+) -> None:
+    """All follow from the folder in which sbatch was called; the login node runs no Python."""
     home = lab.shared / "project"
     shutil.copytree(STUB_HOME, home)
     (home / ".venv/bin").mkdir(parents=True)
@@ -307,9 +296,8 @@ def test_plain_sbatch_from_the_projects_folder_finds_everything_itself(lab: Lab)
         "ctl", ["sbatch", "--parsable", "--nodes=2", "tiny.sbatch", "--lr", "1"], cwd=home
     )
     run = Run(lab, submitted.stdout.strip(), home / f"runs/tiny-{submitted.stdout.strip()}")
-    run.until_over(
-        JobState.FAILED, 1
-    )  # the stub leaves its first argument, recipe.toml, as the verdict
+    # the stub writes its first argument, recipe.toml, as the verdict
+    run.until_over(JobState.FAILED, 1)
     facts = json.loads((run.attempt(0) / "argv-n02.json").read_text())
     added = ["--cluster-from-stdin", "--run-folder", str(run.folder)]
     assert facts["driver"][-6:] == ["recipe.toml", *added, "--lr", "1"]

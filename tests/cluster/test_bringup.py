@@ -1,5 +1,5 @@
 """Agents on real Slurm with real Ray: the nodes find each other on the one network that works, and
-say who is lost.
+the verdict names a lost node.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tests.cluster.lab import Lab
 
 @pytest.fixture
 def wrong_name(lab: Lab, tmp_path: Path) -> Iterator[None]:
-    """On n02 the head's name leads to a decoy, as ``127.0.1.1 $(hostname)`` and stray DNS entries
-    do.
+    """On n02 the head's name resolves to a decoy, as with ``127.0.1.1 $(hostname)`` in /etc/hosts
+    and with stray DNS entries.
     """
     hosts = lab.shared / "hosts"
     hosts.write_text("127.0.0.1 localhost\n172.17.0.1 n01\n10.77.0.12 n02\n")
@@ -29,9 +29,9 @@ def wrong_name(lab: Lab, tmp_path: Path) -> Iterator[None]:
     lab.wait_idle(["n02"])
 
 
-def test_two_nodes_work_on_eth0_and_outlive_the_term_of_a_preemption(lab: Lab) -> None:
-    """Under proctrack/linuxproc the TERM reaches every process below the task; Ray and the driver
-    are not there.
+def test_two_nodes_work_on_eth0_and_survive_the_term_of_a_preemption(lab: Lab) -> None:
+    """Under proctrack/linuxproc TERM reaches every process below the task. Ray and the driver are
+    not below it.
     """
     attempt = Attempt(lab, "term")
     cluster = attempt.wait_until_it_works()
@@ -48,13 +48,17 @@ def test_two_nodes_work_on_eth0_and_outlive_the_term_of_a_preemption(lab: Lab) -
     for node in ("n01", "n02"):
         assert f"after STOP {node} {lab.ip(node)} eth0" in attempt.log("driver.log")
     until(lambda: job_info(lab, attempt.job).state.name == "COMPLETED", lab, "the end of the job")
-    for node in ("n01", "n02"):  # a keeper ends by itself, after its agent
-        until(lambda node=node: agents_and_ray(lab, node) == "", lab, f"the end of all on {node}")
+    for node in ("n01", "n02"):  # a keeper ends after its agent
+        until(
+            lambda node=node: agents_and_ray(lab, node) == "",
+            lab,
+            f"the end of all processes on {node}",
+        )
 
 
-def test_a_job_that_nobody_warns_is_stopped_before_its_end(lab: Lab) -> None:
-    """Submitted without --signal: the head looks at the clock itself. The job has a minute, the
-    lead is 45 s.
+def test_a_job_without_a_signal_is_stopped_before_its_time_limit(lab: Lab) -> None:
+    """Submitted without --signal: the head watches the clock. The job has one minute, the lead is
+    45 s.
     """
     attempt = Attempt(lab, "unwarned", options="--signal-lead-s 45", stub_ray=True, time_limit="1")
     attempt.wait_until_it_works()
@@ -66,8 +70,8 @@ def test_a_job_that_nobody_warns_is_stopped_before_its_end(lab: Lab) -> None:
 
 
 def test_a_dead_node_fails_the_attempt_in_seconds_with_its_name(lab: Lab, wrong_name: None) -> None:
-    """It also had the wrong address for the head's name, and came in by the addresses that the head
-    publishes.
+    """It also resolves the head's name to a wrong address, and joins by the addresses that the
+    head publishes.
     """
     attempt = Attempt(lab, "dead", options="--loss-grace-s 2", stub_ray=True)
     assert attempt.wait_until_it_works().nodes[1].ip == lab.ip("n02")

@@ -1,9 +1,7 @@
-"""Agents in containers on real Slurm, against stand-ins for pyxis and enroot that check every
-argument.
+"""Agents in containers on real Slurm, with stand-ins for pyxis and enroot that check every argument.
 
-The stand-ins (tests/fakes/bin) hide the folder that the nodes share but for what is mounted; that
-the agents run at all shows that code, run folder and interpreter are there. Probes run as setup
-commands, inside.
+The stand-ins (tests/fakes/bin) hide the shared folder except for what is mounted, so an agent that
+runs proves that code, run folder and interpreter are mounted. Probes run inside, as setup commands.
 """
 
 from __future__ import annotations
@@ -29,15 +27,14 @@ from tests.cluster.lab_host import search_path
 REPOSITORY = Path(__file__).parents[2]
 FAKES = REPOSITORY / "tests/fakes"
 NODES_OWN = "/dev/shm/enroot-data"
-BIND_MOUNT = "/tmp/enroot-data"
-"""As all of /tmp on the nodes of the lab."""
+BIND_MOUNT = "/tmp/enroot-data"  # in the lab, /tmp of a node is a bind mount
 IMAGE = "registry.site.org/rl/train:1.2"
 IMAGE_URI = "docker://registry.site.org#rl/train:1.2"
 
 
 @dataclass(frozen=True)
 class Site:
-    """A lab whose nodes have containers."""
+    """A lab with containers."""
 
     lab: Lab
     home: Path
@@ -53,7 +50,7 @@ class Site:
         return {**environment, "STANDIN_ENROOT_DATA": enroot_data, "MARK": "the host's"}
 
     def spec(self, container: Container, behaviour: str) -> JobSpec:
-        """A job of two nodes whose agents find their data and nothing else."""
+        """A job of two nodes whose agents see their data, read-only, and nothing else."""
         inside = self.lab.shared / "inside"
         return JobSpec(
             nodes=2,
@@ -77,7 +74,7 @@ class Site:
         *,
         enroot_data: str = NODES_OWN,
     ) -> Path:
-        """Run a job to its end; its folder."""
+        """Run a job to its end; return its folder."""
         folder = self.lab.shared / name
         folder.mkdir()
         spec = replace(
@@ -97,14 +94,14 @@ class Site:
         return folder
 
     def left(self, enroot_data: str) -> list[str]:
-        """Names of what lies in both nodes' data folders."""
+        """Names of the files in the data folders of both nodes."""
         listed = (self.lab.run(node, ["ls", enroot_data]).stdout for node in ("n01", "n02"))
         return sorted(name for text in listed for name in text.split())
 
 
 @pytest.fixture(scope="module")
 def site(lab: Lab) -> Site:
-    """Code, model and image in the shared folder; the image would have everything its own way."""
+    """Code, model and image in the shared folder; the image sets every variable differently."""
     home, data, registry = (lab.shared / name for name in ("code", "data", "registry"))
     for folder in (data, registry):
         folder.mkdir()
@@ -137,7 +134,7 @@ def facts(folder: Path, attempt: int) -> list[dict[str, Any]]:
 
 
 def assert_inside(site: Site, folder: Path, attempt: int = 0) -> None:
-    """Both agents ran in the image, in the code's folder, with our variables where it matters."""
+    """Both agents ran in the image, in the code's folder, with the variables of the run."""
     for agent in facts(folder, attempt):
         environment = agent["environment"]
         assert environment["IMAGE"] == "yes"
@@ -166,8 +163,8 @@ def test_pyxis_runs_the_agents_of_a_site_local_image(site: Site) -> None:
 
 
 def test_enroot_imports_an_image_of_a_registry_once_for_all_nodes_and_attempts(site: Site) -> None:
-    """Two nodes with one data folder, two attempts, one pull; the ledger names the digest; nothing
-    is left.
+    """Two nodes with one data folder, two attempts, one pull. The ledger names the digest, and no
+    file is left.
     """
     cache, data = site.lab.shared / "images", site.lab.shared / "enroot-data"
     mounts = (f"{site.data}:{site.lab.shared}/inside:ro",)
@@ -191,9 +188,7 @@ def test_enroot_imports_an_image_of_a_registry_once_for_all_nodes_and_attempts(s
 
 
 def batch_file(site: Site, folder: Path, *probes: str) -> Path:
-    """A script as ``jobs/`` has them: it finds out by itself where it is and which container there
-    is.
-    """
+    """Write a script like those of ``jobs/``, which finds its folder and the container itself."""
     spec = JobSpec(
         job_name="auto",
         nodes=2,
@@ -213,16 +208,15 @@ def batch_file(site: Site, folder: Path, *probes: str) -> Path:
 def test_one_batch_file_runs_with_pyxis_with_enroot_and_without_a_container(
     site: Site, chosen: str
 ) -> None:
-    """The same text; what the cluster has, or a word, decides.
-
-    An image of a registry is imported once for both.
+    """The commands of the cluster, or a variable, decide. pyxis and enroot share one import of an
+    image.
     """
     lab, folder = site.lab, site.lab.shared / f"auto-{chosen}"
     has = folder.with_name(f"has-{chosen}")
     has.mkdir()
     for command in {"pyxis": ("srun", "enroot"), "enroot": ("enroot",), "none": ()}[chosen]:
         (has / command).symlink_to(FAKES / "bin" / command)
-    # Without a container the data is at its own place, and nothing is hidden.
+    # Without a container the data is at its own path, and nothing is hidden.
     probes = (
         (f"test -e {site.data}",) if chosen == "none" else (f"cat {lab.shared}/inside/weights",)
     )
@@ -259,8 +253,8 @@ def test_one_batch_file_runs_with_pyxis_with_enroot_and_without_a_container(
     assert image["path"] == str(cached)
 
 
-def test_a_job_without_pyxis_ends_at_once_and_for_good(site: Site) -> None:
-    """Instead of three attempts of an srun that does not know the option."""
+def test_a_job_without_pyxis_fails_at_once_and_is_not_requeued(site: Site) -> None:
+    """Otherwise srun would refuse the unknown option in each of three attempts."""
     folder = site.lab.shared / "no-pyxis"
     script = batch_file(site, folder)
     environ = {"PATH": search_path(), "RLPOST_HOME": str(site.home), "RLPOST_CONTAINER": "pyxis"}
@@ -276,8 +270,8 @@ def test_a_job_without_pyxis_ends_at_once_and_for_good(site: Site) -> None:
 
 
 def plain_run(site: Site, container: Container, enroot_data: str) -> tuple[Path, str]:
-    """A run of plain sbatch that waits, once its agents are there; its folder, without a snapshot,
-    and its job.
+    """Start a run by plain sbatch, without a snapshot of the code; its folder and job id, once both
+    agents wait.
     """
     job = sbatch(
         site.lab,
@@ -299,7 +293,7 @@ def plain_run(site: Site, container: Container, enroot_data: str) -> tuple[Path,
 
 
 def rlpost_exec(site: Site, folder: Path, enroot_data: str, *command: str) -> tuple[list[str], str]:
-    """Lines of every node, sorted, and what was said beside."""
+    """Run ``rlpost exec``; the sorted lines of its output, and its error output."""
     argv = [sys.executable, "-m", "rlpost", "exec", "--run", str(folder), *command]
     done = site.lab.run(
         "ctl", argv, env={**site.environ(enroot_data), "PYTHONPATH": str(REPOSITORY)}, check=False
@@ -315,15 +309,15 @@ def rlpost_exec(site: Site, folder: Path, enroot_data: str, *command: str) -> tu
 def test_a_command_runs_in_the_agents_containers(
     site: Site, backend: str, enroot_data: str
 ) -> None:
-    """In the code that they run, with their variables and the place of the secret. pyxis does not
-    find them where the data is a bind mount, and the second container that it starts says so; what
-    cancelled jobs left goes later.
+    """In their code's folder, with their variables and the path of the secret. Where the data is a
+    bind mount, pyxis does not find the containers and starts others, which is reported. A later
+    job removes what cancelled jobs left.
     """
     mounts = (f"{site.data}:{site.lab.shared}/inside:ro",)
     container = Container(backend, str(site.image), mounts)
     folder, job = plain_run(site, container, enroot_data)
     script = "echo $(hostname) $IMAGE $MARK $PWD $RAY_AUTH_MODE; ls $RAY_AUTH_TOKEN_PATH"
-    lines, said = rlpost_exec(site, folder, enroot_data, "sh", "-c", script)
+    lines, messages = rlpost_exec(site, folder, enroot_data, "sh", "-c", script)
     secret = f"{folder}/attempts/0/secret"
     nodes = [
         (number, f"{number}: n0{number + 1} yes of the run {site.home} token") for number in (0, 1)
@@ -331,16 +325,15 @@ def test_a_command_runs_in_the_agents_containers(
     assert lines == sorted(
         line for number, first in nodes for line in (first, f"{number}: {secret}")
     )
-    assert ("started a second one" in said) == (backend == "pyxis" and enroot_data == BIND_MOUNT), (
-        said
-    )
+    is_second = backend == "pyxis" and enroot_data == BIND_MOUNT
+    assert ("started a second one" in messages) == is_second, messages
 
     site.lab.run("ctl", ["scancel", job])
     until(lambda: job_info(site.lab, job).state.is_over, site.lab, "the job is over")
     until(
         lambda: site.lab.run("ctl", ["squeue", "-h", "-j", job], check=False).stdout == "",
         site.lab,
-        "it has left",
+        "the job has left the queue",
     )
     assert len(site.left(enroot_data)) == 2
     site.run(f"after-{job}", container, enroot_data=enroot_data)

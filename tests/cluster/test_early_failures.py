@@ -1,9 +1,8 @@
-"""Containers that cannot start, on real Slurm against the stand-ins of pyxis and enroot: what the
-run's files say.
+"""What the files of a run say about a container that cannot start, on real Slurm.
 
-All scenarios run at the same time, one GPU each, on nodes that they share. The stand-ins fail in
-the words of enroot 4.1.2 and pyxis 0.24; that srun reports the ends of tasks as it does here is
-Slurm's own doing.
+All scenarios run at the same time, one GPU each, on shared nodes. The stand-ins for pyxis and
+enroot fail with the messages of enroot 4.1.2 and pyxis 0.24; how srun reports the failed tasks is
+real.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def scenarios(lab: Lab) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def ended(lab: Lab) -> Iterator[Mapping[str, Ended]]:
-    """All scenarios, submitted at once and over."""
+    """All scenarios, submitted at the same time, when they are over."""
     home, registry = lab.shared / "code", lab.shared / "registry"
     home.mkdir()
     registry.mkdir()
@@ -148,7 +147,9 @@ def test_a_cluster_without_pyxis_is_refused_before_the_first_attempt(
     assert not (run.folder / "attempts").exists()
 
 
-def test_an_import_that_can_never_succeed_stands_in_the_ledger(ended: Mapping[str, Ended]) -> None:
+def test_an_import_that_cannot_succeed_ends_the_job_with_its_cause_in_the_ledger(
+    ended: Mapping[str, Ended],
+) -> None:
     run = ended["tag"]
     assert (run.info.state, run.info.exit_code, run.info.num_restarts) == (
         JobState.FAILED,
@@ -161,7 +162,7 @@ def test_an_import_that_can_never_succeed_stands_in_the_ledger(ended: Mapping[st
     assert not list((run.folder / "attempts/0").glob("agent-*.log"))
 
 
-def test_a_registry_that_is_away_is_asked_again_within_the_budget(
+def test_an_import_from_a_registry_in_an_outage_is_retried_within_the_budget(
     ended: Mapping[str, Ended],
 ) -> None:
     run = ended["outage"]

@@ -1,5 +1,5 @@
-"""Every way in which a part of an attempt fails, done to it on real Slurm: found in seconds, named,
-nothing left.
+"""Failures injected into an attempt on real Slurm: each is found in seconds and named, and leaves no
+process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.cluster.lab import Lab
     ids=["raylet of a worker", "gcs"],
 )
 def test_a_dead_ray_is_found_in_seconds(lab: Lab, node: str, process: str, cause: str) -> None:
-    nodes = "n01" if node == "n01" else "n01,n02"  # the head's Ray needs no other to die
+    nodes = "n01" if node == "n01" else "n01,n02"  # one node suffices for the head's Ray
     attempt = Attempt(lab, f"ray{node}", nodes=nodes, options="--loss-grace-s 2")
     attempt.wait_until_it_works()
     attempt.kill(node, process)
@@ -32,8 +32,8 @@ def test_a_dead_ray_is_found_in_seconds(lab: Lab, node: str, process: str, cause
     assert seconds < 15
     assert attempt.verdict["verdict"] == "failed"
     assert str(attempt.verdict["cause"]).startswith(cause)
-    assert attempt.excluded == []  # the machine has done nothing wrong
-    assert cause in attempt.log("STOP")  # the driver had its time
+    assert attempt.excluded == []  # the machine is not at fault
+    assert cause in attempt.log("STOP")  # the driver was given time to stop
     attempt.end()
 
 
@@ -54,14 +54,13 @@ def test_a_dead_ray_is_found_in_seconds(lab: Lab, node: str, process: str, cause
 def test_an_agent_that_dies_or_hangs_is_found_in_seconds(
     lab: Lab, node: str, signal: str, cause: str, excluded: list[str]
 ) -> None:
-    """Ray is a stub here: whether it lives plays no part."""
+    """Ray is a stub: its state plays no part in the decision."""
     attempt = Attempt(
         lab, f"agent{node}{signal}".lower(), options="--loss-grace-s 2", stub_ray=True
     )
     attempt.wait_until_it_works()
-    attempt.kill(
-        node, "^[^ ]*python[^ ]* -u -m bootstrap.agent ", signal
-    )  # not srun, whose words are the same
+    # anchored, because the command line of srun contains the same words
+    attempt.kill(node, "^[^ ]*python[^ ]* -u -m bootstrap.agent ", signal)
     seconds = attempt.seconds_to_verdict()
     print(f"{signal} to the agent of {node}: {seconds:.1f} s")
     assert seconds < (8 if signal == "KILL" else 20)
@@ -71,10 +70,10 @@ def test_an_agent_that_dies_or_hangs_is_found_in_seconds(
     attempt.end()
 
 
-def test_a_machine_that_falls_off_the_network_is_found_in_seconds_and_not_taken_again(
+def test_a_machine_that_loses_its_network_is_found_in_seconds_and_excluded(
     lab: Lab,
 ) -> None:
-    """As after a loss of power: no end of connection ever comes."""
+    """As after a loss of power: the connection is never closed."""
     attempt = Attempt(lab, "cut", options="--loss-grace-s 2", stub_ray=True)
     attempt.wait_until_it_works()
     lab.run("n02", ["ip", "link", "set", "eth0", "down"])
@@ -126,16 +125,16 @@ def test_a_temp_disk_that_fills_is_found_in_seconds_and_its_node_named(lab: Lab)
         f"n02: Ray's temp dir {folder} is full: 10 MiB left of 150"
     )
     assert attempt.excluded == ["n02"]
-    assert "temp dir" in attempt.log("STOP")  # the driver had its time
+    assert "temp dir" in attempt.log("STOP")  # the driver was given time to stop
     attempt.end()
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_node_that_fails_before_its_agent_is_named_in_seconds_and_not_taken_again(
+def test_a_node_that_fails_before_its_agent_is_named_in_seconds_and_excluded(
     lab: Lab, number: int
 ) -> None:
-    """Nobody waits for the deadline of ten minutes: of the head another node tells, of another node
-    the head.
+    """No node waits for the deadline of ten minutes. The head reports another node; another node
+    reports the head.
     """
     host, fails = f"n0{number + 1}", on_node(number, "echo broken image; exit 3")
     attempt = Attempt(lab, f"never{number}", run_if=fails, stub_ray=True)
@@ -177,7 +176,7 @@ def test_a_node_without_the_run_folder_is_named_with_the_likely_cause(lab: Lab) 
     attempt.end()
 
 
-def test_another_ray_on_a_node_is_a_matter_of_configuration(lab: Lab) -> None:
+def test_another_version_of_ray_on_a_node_is_a_configuration_error(lab: Lab) -> None:
     other = lab.shared / "other"
     (other / "ray-2.59.0.dist-info").mkdir(parents=True)
     (other / "ray-2.59.0.dist-info" / "METADATA").write_text(
@@ -194,15 +193,15 @@ def test_another_ray_on_a_node_is_a_matter_of_configuration(lab: Lab) -> None:
 
 
 def test_a_slow_head_is_waited_for(lab: Lab) -> None:
-    """The others come first, find nobody, and try again."""
+    """The other node starts first, cannot connect, and retries."""
     attempt = Attempt(lab, "slow", run_if=on_node(0, "sleep 3"), stub_ray=True)
     assert [node.host for node in attempt.wait_until_it_works().nodes] == ["n01", "n02"]
-    (attempt.folder / "STOP").write_text('{"reason": "enough"}')
+    attempt.stop()
     assert attempt.wait()[0] == "requeue"
     attempt.end()
 
 
-# Listens for as long as the agent lives that its shell becomes.
+# Listens as long as its parent exists: the shell that becomes the agent.
 LISTEN = """
 import os, pathlib, socket, sys, time
 from bootstrap.agent.ports import candidate_blocks, ephemeral_floor

@@ -1,4 +1,4 @@
-"""Agents and real Ray on two machines that have no IPv4 address but 127.0.0.1."""
+"""Agents and real Ray on two machines whose only IPv4 address is 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADDRESSES = {"n01": "fd00:77::11", "n02": "fd00:77::12"}
 
 
 def leave_only_ipv6(lab: Lab, node: str) -> None:
-    """Every name of the cluster, this node's among them, leads to an IPv6 address from here on."""
+    """Remove the IPv4 addresses of a node; all host names resolve to IPv6 addresses from then on."""
     for ifname in ("eth0", "docker0", "ib0"):
         lab.run(node, ["ip", "-4", "addr", "flush", "dev", ifname])
     lab.run(node, ["ip", "-6", "addr", "add", f"{ADDRESSES[node]}/64", "dev", "eth0", "nodad"])
@@ -24,7 +24,7 @@ def leave_only_ipv6(lab: Lab, node: str) -> None:
 
 
 def start_agent(lab: Lab, rank: int, folder: Path) -> subprocess.Popen[bytes]:
-    """An agent as srun would start it; Slurm's own daemons have no address here any more."""
+    """Start an agent as srun would; Slurm's daemons cannot reach the nodes any more."""
     node = lab.nodes[rank]
     slurm = {"SLURM_JOB_ID": "77", "SLURM_NODEID": str(rank), "SLURM_STEP_NODELIST": "n[01-02]"}
     command = [

@@ -1,4 +1,4 @@
-"""The lab is a cluster: several nodes, each with its own network, and nothing left when it ends."""
+"""The lab is a cluster of nodes with separate networks, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.cluster.lab_config import LabOptions
 from tests.cluster.lab_host import NETNS_ETC, NETNS_RUN, build_network, why_no_cached_folder
 
 
-def test_every_node_is_a_machine_of_its_own(lab: Lab) -> None:
-    """One srun task a node sees its own host name, address, decoys, /tmp, processes and GPUs."""
+def test_every_node_is_a_separate_machine(lab: Lab) -> None:
+    """A task on each node sees another host name, address, decoys, /tmp, processes and GPUs."""
     script = (
         'touch /tmp/$(hostname); echo $(hostname) $(ip -4 -o addr show dev eth0 | grep -o "10.77.0.[0-9]*/") '
         "$(ls /sys/class/net | tr '\\n' ,) $(cd /tmp && ls -d n0* | tr '\\n' ,) $CUDA_VISIBLE_DEVICES"
@@ -32,7 +32,7 @@ def test_every_node_is_a_machine_of_its_own(lab: Lab) -> None:
 
 
 def test_nodes_reach_each_other_on_eth0_only(lab: Lab) -> None:
-    """The decoys have addresses but lead nowhere."""
+    """The decoys have addresses but are not connected."""
     listen = (
         "import socket; s = socket.create_server(('', 7000)); print('ready', flush=True); "
         "c = s.accept()[0]; print(c.getpeername()[0])"
@@ -52,8 +52,8 @@ def test_every_node_sees_the_shared_folder_and_the_project(lab: Lab) -> None:
     assert lab.run("ctl", ["srun", "-N4", *command]).stdout == "seen" * 4
 
 
-def test_a_dead_node_comes_back_empty(lab: Lab) -> None:
-    """Power off ends every process of the node, power on brings a node that works."""
+def test_a_node_is_powered_off_and_on_again(lab: Lab) -> None:
+    """Power off kills every process of the node; after power on the node runs jobs."""
     lab.wait_idle(["n04"])
     sleeper = lab.popen("n04", ["sleep", "300"])
     lab.kill_node("n04")
@@ -66,9 +66,7 @@ def test_a_dead_node_comes_back_empty(lab: Lab) -> None:
 
 
 def test_a_lab_leaves_nothing_behind(slurm_available: None) -> None:
-    """Neither processes nor namespaces nor mounts nor files, and a second lab lives beside the
-    first.
-    """
+    """No process, namespace, mount or file; a second lab runs beside the first."""
     name = f"second{os.getpid()}"
     second = Lab(1, name=name)
     with second:
@@ -87,8 +85,8 @@ def test_a_lab_leaves_nothing_behind(slurm_available: None) -> None:
 
 
 def test_a_cached_shared_folder_hides_new_files_as_nfs_does(slurm_available: None) -> None:
-    """A name that was not there stays so for a node that has asked; others, and new names, are seen
-    at once.
+    """A file that a node has looked up in vain stays missing for it; another node, and other new
+    files, are not affected.
     """
     if (reason := why_no_cached_folder()) is not None:
         pytest.skip(reason)
@@ -108,7 +106,7 @@ def test_a_cached_shared_folder_hides_new_files_as_nfs_does(slurm_available: Non
 
 
 def test_a_lab_whose_owner_was_killed_is_removed_by_the_next(slurm_available: None) -> None:
-    """No trace of it is left once another lab has come up."""
+    """No trace of it is left when another lab is up."""
     name = f"crashed{os.getpid()}"
     crash = f"import os; from tests.cluster.lab import Lab; Lab(1, name={name!r}).up(); os.kill(os.getpid(), 9)"
     with Lab(1, name=f"before{os.getpid()}") as before:
@@ -122,7 +120,7 @@ def test_a_lab_whose_owner_was_killed_is_removed_by_the_next(slurm_available: No
 
 
 def test_a_lab_comes_up_although_the_network_of_a_dead_one_is_left(slurm_available: None) -> None:
-    """The folder of the dead lab is gone, its namespaces and their files in /etc are not."""
+    """The folder of the dead lab was removed, its namespaces and their files in /etc were not."""
     name = f"half{os.getpid()}"
     build_network(f"rlab-{name}-", 1)
     with Lab(1, name=name) as lab:

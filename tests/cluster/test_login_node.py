@@ -1,4 +1,4 @@
-"""Submission, questions and host lists of ``slurm/`` against the real commands."""
+"""Submission, queries and host lists of ``slurm/`` against the real commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def python(lab: Lab, program: str, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("text", LISTS)
-def test_host_lists_mean_what_slurm_says_they_mean(lab: Lab, text: str) -> None:
+def test_host_lists_expand_as_slurm_expands_them(lab: Lab, text: str) -> None:
     assert (
         list(expand(text)) == lab.run("ctl", ["scontrol", "show", "hostnames", text]).stdout.split()
     )
@@ -54,8 +54,8 @@ print(running.nodelist, over.state, client.job_info("999999").state)
 
 
 def test_submitit_submits_our_script_and_the_job_can_be_followed_and_cancelled(lab: Lab) -> None:
-    """The job runs our text; the client sees it run, cancels it, and does not know a job that never
-    was.
+    """The job runs the rendered script; the client sees it run, cancels it, and reports an unknown
+    job as such.
     """
     run = create_run_folder(lab.shared / "submitted", "{}")
     job = python(lab, SUBMIT, str(run.root), "wait", str(STUB_HOME))
@@ -75,7 +75,7 @@ def test_a_submitted_run_finishes_in_its_folder(lab: Lab) -> None:
     assert json.loads((run.attempts / "0/verdict.json").read_text())["verdict"] == "done"
 
 
-def test_what_is_given_is_asked_of_slurm_whatever_a_user_has_set_for_sbatch(lab: Lab) -> None:
+def test_the_spec_overrides_the_sbatch_variables_of_the_user(lab: Lab) -> None:
     run = create_run_folder(lab.shared / "given", "{}")
     set_for_sbatch = [
         "SBATCH_PARTITION=low",
@@ -91,7 +91,7 @@ def test_what_is_given_is_asked_of_slurm_whatever_a_user_has_set_for_sbatch(lab:
         assert f" {field} " in shown, shown
 
 
-def test_what_sbatch_refuses_is_shown(lab: Lab) -> None:
+def test_the_error_of_sbatch_is_shown(lab: Lab) -> None:
     run = create_run_folder(lab.shared / "refused", "{}")
     program = SUBMIT.replace("nodes=2", "partition='nowhere'")
     refused = lab.run(

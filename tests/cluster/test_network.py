@@ -1,5 +1,5 @@
-"""What we read of interfaces is what iproute2 reads, on real ones that the kernel makes; nodes are
-compared.
+"""Facts about network interfaces, compared with iproute2 on interfaces that the kernel creates, and
+the head's table of all nodes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.cluster.lab import Lab
 
 ROOT = Path(__file__).parents[2]
 
-# Its own network namespace, with its own sysfs: nothing of it is left when the shell ends.
+# In a new network namespace with a new sysfs: all interfaces disappear when the shell ends.
 SCRIPT = """
 set -e
 mount -t sysfs none /sys
@@ -31,7 +31,7 @@ ip addr add fd00:5::2/64 dev end nodad
 ip addr add 10.6.0.2/24 dev bridge0
 for name in end end_far bridged bridged_far bridge0 tun; do ip link set $name up; done
 ip link set end mtu 1400
-for name in end bridged bridge0; do  # the kernel says so a moment later
+for name in end bridged bridge0; do  # the kernel reports the state with a delay
     until [ "$(cat /sys/class/net/$name/operstate)" = up ]; do sleep 0.05; done
 done
 ip route add default via 10.5.0.1 dev end metric 7
@@ -45,7 +45,7 @@ ip addr del 10.6.0.2/24 dev bridge0
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """facts, answer, ip, ipv6 of a host made for this."""
+    """The files facts, answer, ip and ipv6 of SCRIPT, parsed."""
     out = tmp_path_factory.mktemp("network")
     environ = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHON": sys.executable, "OUT": str(out)}
     command = ["unshare", "--net", "--mount", "bash", "-c", SCRIPT]
@@ -69,7 +69,7 @@ def test_kind_state_mtu_and_addresses_are_those_of_iproute2(seen: dict[str, list
     assert seen["facts"]["default_route"]["iface"] == "end"
 
 
-def test_the_wire_with_the_default_route_is_chosen_with_ipv4_and_without(
+def test_the_interface_of_the_default_route_is_chosen_with_ipv4_and_without(
     seen: dict[str, dict],
 ) -> None:
     assert (seen["answer"]["socket_ifname"], seen["answer"]["node_ip"]) == ("end", "10.5.0.2")
@@ -77,7 +77,7 @@ def test_the_wire_with_the_default_route_is_chosen_with_ipv4_and_without(
     assert seen["ipv6"]["env"]["NCCL_SOCKET_FAMILY"] == "AF_INET6"
 
 
-def test_the_head_prints_one_table_of_all_nodes_with_the_odd_ones_marked(lab: Lab) -> None:
+def test_the_head_prints_one_table_of_all_nodes_with_deviations_marked(lab: Lab) -> None:
     lab.run("n02", ["ip", "link", "set", "eth0", "mtu", "1400"])
     try:
         attempt = Attempt(lab, "compared", stub_ray=True)
@@ -91,11 +91,7 @@ def test_the_head_prints_one_table_of_all_nodes_with_the_odd_ones_marked(lab: La
     }
     for node in ("n01", "n02"):
         assert "NCCL_SOCKET_IFNAME==eth0  # = makes NCCL match" in attempt.log(f"agent-{node}.log")
-    assert rows["n01"][1:5] == [
-        "eth0",
-        lab.ip("n01"),
-        "!1500",
-        "none",
-    ]  # of two that differ, either may be the odd one
+    # of two nodes that differ, either may be the wrong one: both are marked
+    assert rows["n01"][1:5] == ["eth0", lab.ip("n01"), "!1500", "none"]
     assert rows["n02"][1:5] == ["eth0", lab.ip("n02"), "!1400", "none"]
     attempt.end()

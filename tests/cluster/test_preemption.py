@@ -1,4 +1,4 @@
-"""What Slurm really does at a preemption: the ground that the batch script stands on."""
+"""What Slurm does at a preemption: the assumptions of the batch script."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.cluster.jobs import job_info, sbatch, until
 from tests.cluster.lab import Lab
 from tests.cluster.lab_config import LabOptions
 
-# Batch shell and step write down what they get and do not end by themselves on the first run.
+# Batch shell and step print each signal that they receive, and do not end in the first run.
 RECORDER = """\
 #!/bin/bash
 #SBATCH --partition=low --exclusive --requeue --open-mode=append --signal=B:USR2@10 --time=5
@@ -27,9 +27,7 @@ wait
 
 @pytest.fixture(scope="module")
 def first_signals(slurm_available: None) -> dict[bool, str]:
-    """Who got which signal first, by whether the site sends the job's own signal. Both sites at the
-    same time.
-    """
+    """The first signal and its receiver, by ``send_user_signal``. Both labs run at the same time."""
     with contextlib.ExitStack() as stack:
         labs = {}
         for send_user_signal in (True, False):
@@ -63,15 +61,15 @@ def first_signal(log: str) -> str:
     return next(line for line in log.splitlines() if line.startswith(("batch ", "step ")))
 
 
-def test_with_user_signal_the_batch_shell_learns_first_and_slurm_requeues(
+def test_with_user_signal_the_batch_shell_is_signalled_first_and_slurm_requeues(
     first_signals: dict[bool, str],
 ) -> None:
-    """A job that outlives its grace time is ended and starts again by itself."""
+    """A job that exceeds its grace time is killed and requeued by Slurm."""
     assert first_signals[True] == "batch USR2"
 
 
-def test_without_user_signal_the_steps_learn_first_and_slurm_requeues(
+def test_without_user_signal_the_steps_are_signalled_first_and_slurm_requeues(
     first_signals: dict[bool, str],
 ) -> None:
-    """The same with the other signal, and the batch shell hears nothing until the end."""
+    """The same with TERM; the batch shell gets no signal before the end of the grace time."""
     assert first_signals[False] == "step TERM"

@@ -1,6 +1,4 @@
-"""Preflight on real Slurm: one table of hosts and checks, what is wrong is found before Ray
-starts.
-"""
+"""Preflight on real Slurm: one table of hosts and checks; faults are found before Ray starts."""
 
 from __future__ import annotations
 
@@ -27,12 +25,12 @@ def test_every_host_is_checked_and_the_table_is_printed_once(lab: Lab) -> None:
     assert by_name["names"]["found"] == f"the head's name leads to {lab.ip('n01')}"
     assert attempt.log("agent-n01.log").count("host reach gpus") == 1
     assert not (attempt.folder / "canary").exists()
-    (attempt.folder / "STOP").write_text('{"reason": "enough"}')
+    attempt.stop()
     attempt.wait()
     attempt.end()
 
 
-def test_more_gpus_than_any_node_has_is_a_matter_of_configuration(lab: Lab) -> None:
+def test_more_gpus_than_any_node_has_is_a_configuration_error(lab: Lab) -> None:
     attempt = Attempt(lab, "gpus", options="--num-gpus 4", stub_ray=True)
     word, cause = attempt.wait()
     assert word == "config"
@@ -42,9 +40,7 @@ def test_more_gpus_than_any_node_has_is_a_matter_of_configuration(lab: Lab) -> N
 
 
 def test_a_run_folder_that_is_not_shared_is_found_and_its_node_named(lab: Lab) -> None:
-    """n02 sees a copy of the folder, secret and all, as a stale image or a local disk would show
-    it.
-    """
+    """n02 sees a copy of the folder, including the secret, as with a stale image or a local disk."""
     copy = "mkdir -p /tmp/copy && cp {folder}/secret /tmp/copy/ && mount --bind /tmp/copy {folder}"
     folder = lab.shared / "notshared"
     attempt = Attempt(
@@ -79,9 +75,7 @@ def test_a_path_that_one_node_does_not_see_is_named(lab: Lab) -> None:
 
 
 def test_a_slow_node_is_named_and_a_spare_takes_its_place(lab: Lab) -> None:
-    """Real torch, real gloo; the kernel lets n02 send no more than 160 Mbit/s, which is 0.02
-    GB/s.
-    """
+    """With real gloo; the kernel limits n02 to 160 Mbit/s, which is 0.02 GB/s."""
     qdisc = ["dev", "eth0", "root"]
     limit = ["tbf", "rate", "160mbit", "burst", "256kbit", "latency", "50ms"]
     lab.run("n02", ["tc", "qdisc", "add", *qdisc, *limit])
@@ -102,7 +96,7 @@ def test_a_slow_node_is_named_and_a_spare_takes_its_place(lab: Lab) -> None:
     print({host: check["found"] for host, check in found.items()})
     assert [found[host]["level"] for host in ("n01", "n02", "n03")] == ["OK", "EXCLUDE_NODE", "OK"]
     assert "0.0" in found["n02"]["found"] and "0.05 wanted" in found["n02"]["found"]
-    (attempt.folder / "STOP").write_text('{"reason": "enough"}')
+    attempt.stop()
     attempt.wait()
     attempt.end()
 
@@ -115,9 +109,9 @@ def test_the_doctor_runs_as_a_job_and_compares_the_nodes(lab: Lab) -> None:
     wanted = ["-N2", "--gres=gpu:2", "-w", "n01,n02", "--output=doctor.txt", "--error=doctor.err"]
     job = sbatch(lab, "doctor.sh", script, *wanted, env={"PYTHONPATH": str(REPOSITORY)})
     until(lambda: job_info(lab, job).state.is_over, lab, "the doctor's report")
-    said = (lab.shared / "doctor.txt").read_text()
-    assert said.count("host reach gpus") == 1 and "n02 WARN nofile: 5000 open files" in said
-    compared = said[said.index("host  interface") :].splitlines()
+    report = (lab.shared / "doctor.txt").read_text()
+    assert report.count("host reach gpus") == 1 and "n02 WARN nofile: 5000 open files" in report
+    compared = report[report.index("host  interface") :].splitlines()
     assert [line.split()[:3] for line in compared[1:3]] == [
         [n, "eth0", lab.ip(n)] for n in ("n01", "n02")
     ]

@@ -1,4 +1,4 @@
-"""Sandbox servers as jobs of a real Slurm: a node dies, and the work is done on the other one."""
+"""Sandbox servers as jobs of a real Slurm: a node dies, and its episode is retried on another."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ asyncio.run(main())
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-def test_a_killed_sandbox_node_is_retried_on_the_other_and_servers_end_with_the_run(
+def test_an_episode_on_a_killed_node_is_retried_on_the_other_and_servers_end_with_the_run(
     lab: Lab,
 ) -> None:
     run = lab.shared / "sandbox-run"
@@ -67,7 +67,7 @@ def test_a_killed_sandbox_node_is_retried_on_the_other_and_servers_end_with_the_
         output=str(run / "%A_%a.batch"),
     )
     script = render_sandbox(SandboxSpec(job, 2, places=2))
-    # a task a node, so that one dead node is one dead server
+    # --exclusive puts each server on a separate node
     array = sbatch(lab, "sandboxes.sbatch", script, "--exclusive")
     until(lambda: len(Registry(run).nodes()) == 2, lab, "two servers have registered")
     driver = lab.popen(
@@ -91,7 +91,7 @@ def test_a_killed_sandbox_node_is_retried_on_the_other_and_servers_end_with_the_
         listed = lab.run("ctl", ["squeue", "-h", "-j", array], check=False).stdout.splitlines()
         return not [line for line in listed if second in line]
 
-    until(ended, lab, "the server of the living node has left with the lease")
+    until(ended, lab, "the server of the other node has ended with the lease")
     lab.run("ctl", ["scancel", array], check=False)
     lab.wait_idle([node])
     left = lab.run(second, ["ps", "-eo", "args"]).stdout

@@ -1,5 +1,5 @@
-"""A stranger on the network of a running attempt gets nothing and breaks nothing; the secret shows
-up nowhere.
+"""A stranger on the network of a running attempt learns nothing and breaks nothing, two users of one
+node do not meet, and the secret stays in its file.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from tests.cluster.lab import REPOSITORY, Lab
 
 SECRET = "5" * 64
 
-# Runs on another node, without the secret: noise, a length that never ends, half a frame that is
-# never finished, a frame under another secret, and a good frame that is sent again (the recording
-# is made with the real secret here).
+# Runs on another node: bytes that are no frame, a frame length beyond the limit, a frame under
+# another secret, a valid frame sent twice (a replay; it is made with the real secret here), and
+# connections that send nothing.
 STRANGER = """
 import socket, sys
 from bootstrap.agent.messages import Codec, hello_key
@@ -44,8 +44,8 @@ idle = [socket.create_connection((host, port), timeout=30) for _ in range(200)]
 print("idle", len(idle))
 """
 
-# Every command line and environment of the node, and every file of the attempt but the secret
-# itself.
+# Prints every command line and environment on the node, and every file of the attempt except
+# ``secret``, that contains the secret.
 SEARCH = """
 import pathlib, sys
 needle = ("5" * 64).encode()
@@ -62,8 +62,8 @@ for path in pathlib.Path(sys.argv[1]).rglob("*"):
 """
 
 
-def test_strangers_at_the_door_while_the_nodes_gather(lab: Lab) -> None:
-    """The second node comes late; until then strangers have the head's port for themselves."""
+def test_connections_without_the_secret_are_rejected_during_the_rendezvous(lab: Lab) -> None:
+    """The second node is late, so that only the stranger connects to the head until then."""
     gate = lab.shared / "gate"
     attempt = Attempt(
         lab,
@@ -79,30 +79,26 @@ def test_strangers_at_the_door_while_the_nodes_gather(lab: Lab) -> None:
     )
     lab.run("n03", ["bash", "-c", until_listening])
     command = [sys.executable, str(script), lab.ip("n01"), str(port), SECRET]
-    said = lab.run("n03", command, env={"PYTHONPATH": str(REPOSITORY)}).stdout
-    assert said.split("\n")[:5] == ["noise 0", "oversize 0", "forged 0", "replay False", "idle 200"]
+    output = lab.run("n03", command, env={"PYTHONPATH": str(REPOSITORY)}).stdout
+    assert output.split("\n")[:5] == [
+        "noise 0",
+        "oversize 0",
+        "forged 0",
+        "replay False",
+        "idle 200",
+    ]
     gate.touch()
     opened_at = time.monotonic()
     assert [node.host for node in attempt.wait_until_it_works().nodes] == ["n01", "n02"]
     assert time.monotonic() - opened_at < 20
     assert "rejected a connection from 10.77.0.13" in attempt.log("agent-n01.log")
-    (attempt.folder / "STOP").write_text('{"reason": "enough"}')
+    attempt.stop()
     attempt.wait()
     attempt.end()
 
 
-def test_the_secret_is_in_no_command_line_no_environment_and_no_log(lab: Lab) -> None:
-    """With real Ray, whose processes get the secret as their token."""
-    attempt = Attempt(lab, "secret", nodes="n01")
-    attempt.wait_until_it_works()
-    assert lab.run("n01", [sys.executable, "-c", SEARCH, str(attempt.folder)]).stdout == ""
-    (attempt.folder / "STOP").write_text('{"reason": "enough"}')
-    assert attempt.wait()[0] == "requeue"
-    assert lab.run("n01", [sys.executable, "-c", SEARCH, str(attempt.folder)]).stdout == ""
-    attempt.end()
-
-
-# One more user of this machine, who may read the interpreter: it can lie below somebody's home.
+# Lets other users run the interpreter where it lies below a folder that is closed to them, such as
+# a home: empty file systems, open to all, cover the closed folders, with the interpreter inside.
 OPEN_INTERPRETER = """
 set -e
 mkdir /tmp/base && mount --bind {base} /tmp/base
@@ -111,7 +107,7 @@ mkdir -p {base} && mount --bind /tmp/base {base}
 """
 
 
-def let_everybody_read_the_interpreter(lab: Lab, node: str) -> None:
+def open_interpreter_to_all_users(lab: Lab, node: str) -> None:
     base = Path(sys.base_prefix).resolve()
     closed = [str(folder) for folder in reversed(base.parents) if not folder.stat().st_mode & 0o001]
     if closed:
@@ -119,12 +115,21 @@ def let_everybody_read_the_interpreter(lab: Lab, node: str) -> None:
         lab.run(node, ["sh", "-c", script])
 
 
-def test_two_jobs_of_two_users_on_one_node_do_not_meet(lab: Lab) -> None:
-    """Real Ray for both at once, which by default would share ports and /tmp/ray."""
-    let_everybody_read_the_interpreter(lab, "n04")
+def places_of_secret(attempt: Attempt, node: str) -> str:
+    """Where the secret shows on the node, beside its file; empty when nowhere."""
+    command = [sys.executable, "-c", SEARCH, str(attempt.folder)]
+    return attempt.lab.run(node, command).stdout
+
+
+def test_two_users_of_one_node_do_not_meet_and_the_secret_stays_in_its_file(lab: Lab) -> None:
+    """Real Ray for both at once: by default it would share ports and /tmp/ray, and its processes
+    receive the secret as their token.
+    """
+    open_interpreter_to_all_users(lab, "n04")
     theirs = Attempt(lab, "theirs", nodes="n04", user="nobody")
     mine = Attempt(lab, "mine", nodes="n04")
     clusters = {attempt: attempt.wait_until_it_works() for attempt in (mine, theirs)}
+    assert places_of_secret(mine, "n04") == ""
     blocks = [range(it.port_base, it.port_base + it.port_count) for it in clusters.values()]
     assert not set(blocks[0]) & set(blocks[1])
     listed = lab.run(
@@ -138,7 +143,7 @@ def test_two_jobs_of_two_users_on_one_node_do_not_meet(lab: Lab) -> None:
         "RAY_AUTH_TOKEN_PATH": str(theirs.folder / "secret"),
         "HOME": "/tmp",
     }
-    environ["RAY_NUM_REDIS_GET_RETRIES"] = "2"  # once a second; Ray asks 20 times unless told
+    environ["RAY_NUM_REDIS_GET_RETRIES"] = "2"  # one try a second; by default Ray tries 20 times
     become = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"]
     stranger = lab.run(
         "n04", ["timeout", "20", *become, sys.executable, "-c", connect], env=environ, check=False
@@ -146,12 +151,12 @@ def test_two_jobs_of_two_users_on_one_node_do_not_meet(lab: Lab) -> None:
     assert stranger.returncode != 0 and "INSIDE" not in stranger.stdout
     assert "InvalidAuthToken" in stranger.stdout + stranger.stderr
 
-    (mine.folder / "STOP").write_text('{"reason": "enough"}')
+    mine.stop()
     assert mine.wait()[0] == "requeue"
-    (theirs.folder / "STOP").write_text('{"reason": "enough"}')
-    assert (
-        theirs.wait()[0] == "requeue"
-    )  # its driver has worked on the cluster once more, after the other's end
+    assert places_of_secret(mine, "n04") == ""
+    theirs.stop()
+    assert theirs.wait()[0] == "requeue"
+    # its driver used the cluster once more, after the other attempt had ended
     assert "after STOP n04" in theirs.log("driver.log")
     mine.end()
     theirs.end()

@@ -1,6 +1,4 @@
-"""Spare nodes on real Slurm: an unfit node is left out, the run has the nodes it asked for, a lost
-spare is nothing, a lost node is replaced.
-"""
+"""Spare nodes on real Slurm: they replace unfit and lost nodes, and the loss of a spare has no effect."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ AGENT = "^[^ ]*python[^ ]* -u -m bootstrap.agent "
 
 @pytest.fixture
 def full_temp_dir(lab: Lab) -> Iterator[str]:
-    """On n02 /tmp has no room left; the code is still to be seen where it lies below /tmp."""
+    """On n02 /tmp is full. Code below /tmp stays visible."""
     script = """set -e
         mkdir -p /run/under; mount --rbind /tmp /run/under; mount -t tmpfs -o size=1m tmpfs /tmp
         for folder; do mkdir -p "$folder"; mount --rbind "/run/under${folder#/tmp}" "$folder"; done"""
@@ -28,7 +26,7 @@ def full_temp_dir(lab: Lab) -> Iterator[str]:
     lab.run("n02", ["umount", "--lazy", "/tmp", "/run/under"])
 
 
-def test_a_spare_takes_the_place_of_an_unfit_node_and_losing_it_later_is_nothing(
+def test_a_spare_replaces_an_unfit_node_whose_later_loss_has_no_effect(
     lab: Lab, full_temp_dir: str
 ) -> None:
     attempt = Attempt(lab, "spare", nodes="n01,n02,n03", options="--spare-nodes 1", stub_ray=True)
@@ -37,7 +35,7 @@ def test_a_spare_takes_the_place_of_an_unfit_node_and_losing_it_later_is_nothing
     assert "n02 is replaced by a spare node: temp-dir" in attempt.log("agent-n01.log")
     assert not (attempt.folder / "ray-n02.log").exists()
     attempt.kill("n02", "bootstrap.agent --attempt-dir")
-    (attempt.folder / "STOP").write_text('{"reason": "enough"}')
+    attempt.stop()
     assert attempt.wait() == (
         "requeue",
         "the driver committed a consistent state and exited with 75",
@@ -45,22 +43,20 @@ def test_a_spare_takes_the_place_of_an_unfit_node_and_losing_it_later_is_nothing
     attempt.end()
 
 
-def test_a_spare_takes_the_place_of_a_node_that_never_comes(lab: Lab) -> None:
-    """At once: srun knows that its task has failed, so the spare's time to come late is not used
-    up.
-    """
+def test_a_spare_replaces_a_node_that_never_joins(lab: Lab) -> None:
+    """At once, without waiting for ``--spare-wait-s``: srun reports that the node's task failed."""
     never, options = on_node(1, "exit 3"), "--spare-nodes 1 --spare-wait-s 600"
     attempt = Attempt(
         lab, "late", nodes="n01,n02,n03", run_if=never, options=options, stub_ray=True
     )
     assert [node.host for node in attempt.wait_until_it_works().nodes] == ["n01", "n03"]
     assert "n02 failed before it joined: Exited with exit code 3" in attempt.log("agent-n01.log")
-    (attempt.folder / "STOP").write_text('{"reason": "enough"}')
+    attempt.stop()
     assert attempt.wait()[0] == "requeue"
     attempt.end()
 
 
-def test_spares_replace_nodes_that_are_lost_in_the_middle_of_a_run_until_none_is_left(
+def test_spares_replace_nodes_lost_during_a_run_until_none_is_left(
     lab: Lab,
 ) -> None:
     options = "--spare-nodes 2 --loss-grace-s 1"
@@ -75,7 +71,7 @@ def test_spares_replace_nodes_that_are_lost_in_the_middle_of_a_run_until_none_is
                 in [(node.host, node.state) for node in read_lost_nodes(attempt.folder)]
             ),
             lab,
-            f"a spare in the place of {lost}",
+            f"a spare in place of {lost}",
         )
         found = read_lost_nodes(attempt.folder)[-1]
         assert found.replacement is not None and found.replacement.host == spare
@@ -87,7 +83,7 @@ def test_spares_replace_nodes_that_are_lost_in_the_middle_of_a_run_until_none_is
     attempt.end()
 
 
-def test_without_spares_the_job_comes_back_without_the_unfit_node(
+def test_without_spares_the_job_is_requeued_without_the_unfit_node(
     lab: Lab, full_temp_dir: str
 ) -> None:
     attempt = Attempt(lab, "nospare", stub_ray=True)

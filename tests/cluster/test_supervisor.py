@@ -1,8 +1,7 @@
-"""What follows from an attempt, on real Slurm: budgets, the guard, bad nodes, chains, and hosts
-without Python.
+"""What follows an attempt, on real Slurm: budgets, the limit on attempts without progress, excluded
+nodes, chained jobs, hosts without Python.
 
-All scenarios run at the same time, one GPU each, on nodes that they share; each test looks at one
-of them.
+All scenarios run at the same time, one GPU each, on shared nodes; each test checks one of them.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """A job, the last of its chain, and its folder."""
+    """A run: its first job and its folder."""
 
     lab: Lab
     first_job: str
@@ -83,7 +82,7 @@ class Run:
         return "".join(path.read_text() for path in sorted(self.folder.glob("slurm-*.out")))
 
     def over(self) -> JobInfo:
-        """The last job that started, when it is over."""
+        """Wait until the last job of the run is over; return it."""
         until(
             lambda: self._last().state.is_over,
             self.lab,
@@ -99,7 +98,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def runs(lab: Lab) -> Iterator[dict[str, Run]]:
-    """All scenarios, submitted at once."""
+    """All scenarios, submitted at the same time."""
     without_supervisor = lab.shared / "home"
     shutil.copytree(STUB_HOME / "bootstrap", without_supervisor / "bootstrap")
     (without_supervisor / "slurm").mkdir()
@@ -124,18 +123,17 @@ def runs(lab: Lab) -> Iterator[dict[str, Run]]:
             }
         )
         script = render_sbatch(spec)
-        (folder / "job.sbatch").write_text(
-            script
-        )  # as executor.submit does; the successor in a chain is made of it
-        # A user's: srun would report one of several tasks that end alike.
+        # as executor.submit does; the next job of a chain is made from it
+        (folder / "job.sbatch").write_text(script)
+        # May be set by a user; srun then reports one of several tasks that end alike.
         environment = {"SLURM_SRUN_REDUCE_TASK_EXIT_MSG": "1"}
         started[name] = Run(lab, sbatch(lab, f"{name}.sbatch", script, env=environment), folder)
     yield started
 
 
-def test_failures_come_back_until_their_budget_is_spent(runs: dict[str, Run]) -> None:
-    """One failure allowed: two attempts, then the failure's exit code; the ledger tells each ending
-    and why.
+def test_failures_are_requeued_until_their_budget_is_spent(runs: dict[str, Run]) -> None:
+    """One failure allowed: two attempts, then the exit code of the failure; the ledger records each
+    verdict and its cause.
     """
     run = runs["failures"]
     info = run.over()
@@ -160,8 +158,8 @@ def test_attempts_that_commit_nothing_new_end_the_run(runs: dict[str, Run]) -> N
     assert "nothing is saved yet: it starts from the beginning" in run.log
 
 
-def test_preemptions_have_a_budget_of_their_own(runs: dict[str, Run]) -> None:
-    """Attempts that make progress are not held up by the guard, only by the budget."""
+def test_preemptions_have_a_separate_budget(runs: dict[str, Run]) -> None:
+    """Attempts that make progress are limited by this budget alone."""
     run = runs["preemptions"]
     info = run.over()
     assert (info.exit_code, info.num_restarts) == (75, 1), run.log
@@ -169,16 +167,14 @@ def test_preemptions_have_a_budget_of_their_own(runs: dict[str, Run]) -> None:
     assert "it resumes from checkpoint 0" in run.log
 
 
-def test_a_run_that_must_not_come_back_does_not(runs: dict[str, Run]) -> None:
+def test_a_run_with_requeue_never_is_not_requeued(runs: dict[str, Run]) -> None:
     run = runs["never"]
     info = run.over()
     assert (info.exit_code, info.num_restarts, run.attempts) == (75, 0, ["0"]), run.log
 
 
-def test_a_bad_node_is_left_out_of_the_next_attempt(runs: dict[str, Run]) -> None:
-    """The host that the attempt named and those left out from the beginning, all at once: Slurm's
-    list is replaced.
-    """
+def test_a_bad_node_is_excluded_from_the_next_attempt(runs: dict[str, Run]) -> None:
+    """Together with the hosts excluded from the start: the new list replaces that of Slurm."""
     run = runs["exclude"]
     info = run.over()
     assert (info.state, info.num_restarts) == (JobState.COMPLETED, 1), run.log
@@ -192,10 +188,8 @@ def test_a_bad_node_is_left_out_of_the_next_attempt(runs: dict[str, Run]) -> Non
     assert sorted(hosts) == sorted([first, "n03", "n04"])
 
 
-def test_where_requeueing_is_forbidden_another_job_goes_on(runs: dict[str, Run]) -> None:
-    """The second job has the same folder and the next attempt, and starts when the first has
-    ended.
-    """
+def test_where_requeueing_is_forbidden_another_job_resumes_the_run(runs: dict[str, Run]) -> None:
+    """The second job is the next attempt in the same folder, and starts when the first has ended."""
     run = runs["chain"]
     until(
         lambda: len(run.events("verdict")) == 2,
@@ -216,8 +210,10 @@ def test_where_requeueing_is_forbidden_another_job_goes_on(runs: dict[str, Run])
     assert second["time"] > run.events("verdict")[0]["time"]
 
 
-def test_an_srun_that_stays_after_the_verdict_holds_nobody_up(runs: dict[str, Run]) -> None:
-    """As after the death of a node: one task does not end, the head's verdict counts."""
+def test_an_srun_that_does_not_end_after_the_verdict_is_not_waited_for(
+    runs: dict[str, Run],
+) -> None:
+    """As after the death of a node: one task does not end, and the head's verdict counts."""
     run = runs["linger"]
     info = run.over()
     assert (info.state, info.exit_code) == (JobState.COMPLETED, 0), run.log
@@ -225,18 +221,18 @@ def test_an_srun_that_stays_after_the_verdict_holds_nobody_up(runs: dict[str, Ru
     assert (times[1] - times[0]).total_seconds() < 60  # the task would stay for 120 s
 
 
-def test_without_python_on_the_batch_host_a_preempted_run_still_comes_back(
+def test_without_python_on_the_batch_host_a_preempted_run_is_still_requeued(
     runs: dict[str, Run],
 ) -> None:
-    """No budgets and no ledger then, and the log says so."""
+    """Without budgets and ledger, as the log says."""
     run = runs["no-python"]
     info = run.over()
     assert (info.state, info.num_restarts, run.ledger) == (JobState.COMPLETED, 1, []), run.log
     assert "no budgets on this host" in run.log
 
 
-def test_nodes_are_prepared_before_their_agents(runs: dict[str, Run]) -> None:
-    """Variables reach the agent as they are written, and what setup commands export as well."""
+def test_setup_commands_run_before_the_agents(runs: dict[str, Run]) -> None:
+    """The agent gets the run's variables unchanged, and those that setup commands export."""
     run = runs["prepared"]
     assert run.over().state is JobState.COMPLETED, run.log
     facts = json.loads(next((run.folder / "attempts/0").glob("argv-*.json")).read_text())
@@ -259,8 +255,8 @@ def test_nodes_are_prepared_before_their_agents(runs: dict[str, Run]) -> None:
 def test_what_fails_on_every_node_before_the_agents_ends_the_job_with_its_cause(
     runs: dict[str, Run], name: str, headline: str
 ) -> None:
-    """One attempt of the budget's four; ledger, batch log and the attempt's folder tell the
-    same.
+    """In the first of four allowed attempts; ledger, batch log and attempt folder name the same
+    cause.
     """
     run = runs[name]
     info = run.over()
@@ -279,8 +275,8 @@ def test_what_fails_on_every_node_before_the_agents_ends_the_job_with_its_cause(
     assert not (STUB_HOME / "reached").exists()
 
 
-def test_a_job_that_its_excluded_hosts_leave_no_room_for_ends(runs: dict[str, Run]) -> None:
-    """It needs all four nodes and one was bad: Slurm would keep it in BadConstraints for good."""
+def test_a_job_ends_when_excluded_hosts_leave_too_few_nodes(runs: dict[str, Run]) -> None:
+    """It needs all four nodes, and one was bad: Slurm would keep it pending with BadConstraints."""
     run = runs["no-room"]
     info = run.over()
     assert (info.state, info.exit_code, run.attempts) == (JobState.FAILED, 1, ["0"]), run.log

@@ -1,8 +1,4 @@
-"""``rlpost sweep`` and ``rlpost convert`` on real Slurm.
-
-The agents of a sweep's runs start nothing. The conversion is a real one: torchrun on two nodes,
-Megatron-core over gloo; its result is converted back and compared with the source.
-"""
+"""``rlpost sweep`` on real Slurm. The agents of its runs start nothing."""
 
 from __future__ import annotations
 
@@ -18,12 +14,11 @@ from common.run_folder import RunFolder
 from tests.cluster.jobs import job_info, until
 from tests.cluster.lab import Lab
 from tests.cluster.test_verbs import REPOSITORY, STUB_HOME, rlpost
-from tests.gpu.models import make_gpu_model
 from tests.unit.cli.projects import make_project
 
 GRID = ("--grid", "lr=1e-6,2e-6")
 
-# rlpost sweep as it is, at a fixed time, but the code that it sends along is the stand-in agent's.
+# rlpost sweep with a fixed clock; its snapshot of the code is that of the stand-in agent.
 SWEEP = """\
 import sys; from datetime import datetime; from pathlib import Path
 import rlpost.cli.submit as verb, rlpost.cli.sweep as sweep
@@ -52,7 +47,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def shown(lab: Lab, runs_dir: Path, name: str) -> list[dict]:
-    """What ``rlpost sweep NAME --json`` prints, whatever its exit code."""
+    """What ``rlpost sweep NAME --json`` prints; its exit code depends on the states."""
     argv = [sys.executable, "-m", "rlpost", "sweep", name, "--runs-dir", str(runs_dir), "--json"]
     done = lab.run("ctl", argv, env={"PYTHONPATH": str(REPOSITORY)}, check=False)
     return json.loads(done.stdout)
@@ -63,11 +58,15 @@ def project(lab: Lab) -> Path:
     return make_project(lab.shared / "swept")
 
 
-def test_two_sweeps_of_one_second_have_their_own_folders_and_jobs(lab: Lab, project: Path) -> None:
+def test_two_sweeps_started_in_the_same_second_have_separate_folders_and_jobs(
+    lab: Lab, project: Path
+) -> None:
     runs_dir = lab.shared / "sweeps"
     both = [start_sweep(lab, project, "done", "--runs-dir", str(runs_dir)) for _ in range(2)]
     jobs = [re.findall(r"^submitted (\d+)$", finish(one), re.MULTILINE) for one in both]
     assert [len(own) for own in jobs] == [2, 2] and len({*jobs[0], *jobs[1]}) == 4
+    for job in (*jobs[0], *jobs[1]):
+        until(lambda job=job: job_info(lab, job).state.is_over, lab, "all runs are over")
     name = "test-sweep-20260102-030405"
     assert sorted(path.name for path in runs_dir.iterdir()) == sorted(
         [one + point for one in (name, f"{name}-2") for point in ("", "-p0", "-p1")]
@@ -75,11 +74,7 @@ def test_two_sweeps_of_one_second_have_their_own_folders_and_jobs(lab: Lab, proj
     for one in (name, f"{name}-2"):
         points = json.loads((runs_dir / one / "sweep.json").read_text())
         assert [point["run"] for point in points] == [f"{one}-p0", f"{one}-p1"]
-        until(
-            lambda one=one: {run["state"] for run in shown(lab, runs_dir, one)} == {"COMPLETED"},
-            lab,
-            "both runs of the sweep are over",
-        )
+        assert [run["state"] for run in shown(lab, runs_dir, one)] == ["COMPLETED"] * 2
         rates = [
             json.loads((runs_dir / point["run"] / "run.json").read_text())["optimizer"]["lr"]
             for point in points
@@ -90,7 +85,7 @@ def test_two_sweeps_of_one_second_have_their_own_folders_and_jobs(lab: Lab, proj
 def test_a_run_of_a_sweep_is_requeued_and_cancelled_without_the_others(
     lab: Lab, project: Path
 ) -> None:
-    """Each is a job, no task of an array: Slurm gives it its own number, name and output."""
+    """Each run is a separate job with a separate output file, not a task of a job array."""
     runs_dir = lab.shared / "requeued"
     flags = ("--name", "s", "--runs-dir", str(runs_dir))
     finish(start_sweep(lab, project, "wait", *flags))
@@ -110,49 +105,3 @@ def test_a_run_of_a_sweep_is_requeued_and_cancelled_without_the_others(
     assert [one["state"] for one in shown(lab, runs_dir, "s")] == ["CANCELLED", "RUNNING"]
     rlpost(lab, "cancel", str(runs[1].root))
     until(lambda: job_info(lab, jobs[1]).state.is_over, lab, "the second run is over")
-
-
-CONVERSION = """\
-[cluster]
-job_name = 'test'
-nodes = 4
-num_gpus_per_node = 1
-[checkpoint]
-hf_checkpoint = '{folder}/tiny'
-ref_load = '{folder}/tiny_torch_dist'
-"""
-
-
-def test_a_conversion_of_two_nodes_holds_the_weights_and_a_second_one_leaves_them(
-    lab: Lab,
-) -> None:
-    from safetensors.torch import load_file
-
-    folder = lab.shared / "converted"
-    folder.mkdir()
-    make_gpu_model(folder / "tiny")
-    (folder / "tiny.toml").write_text(CONVERSION.format(folder=folder))
-    words = ["convert", "tiny.toml", "--nodes", "2", "--time", "10"]
-    env = {"PYTHONPATH": str(REPOSITORY)}
-    argv = [sys.executable, "-m", "rlpost", *words]
-    out = lab.run("ctl", argv, cwd=folder, env=env, timeout_s=120).stdout
-    job, run = re.search(r"submitted (\d+)\nrun folder (\S+)", out).groups()
-    until(lambda: job_info(lab, job).state.is_over, lab, "the conversion is over", deadline_s=240)
-    logs = "\n".join(path.read_text() for path in Path(folder, run).glob("*.[lo][ou][gt]"))
-    assert str(job_info(lab, job).state) == "COMPLETED", logs
-    assert "2 ranks" in logs and "is written" in logs
-    target = folder / "tiny_torch_dist"
-    written = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
-    assert written and not list(folder.glob("*.converting*"))
-    back = ["--input-dir", str(target), "--output-dir", str(folder / "back")]
-    tool = [sys.executable, "-m", "rlpost.cli.convert", "to-hf", *back]
-    lab.run("ctl", [*tool, "--origin-hf-dir", "tiny"], cwd=folder, env=env, timeout_s=240)
-    ours, theirs = (load_file(folder / one / "model.safetensors") for one in ("back", "tiny"))
-    assert ours.keys() == theirs.keys()
-    assert not [name for name in theirs if not ours[name].equal(theirs[name])]
-
-    again = lab.run("ctl", argv, cwd=folder, env=env, timeout_s=120).stdout
-    job = re.search(r"submitted (\d+)", again)[1]
-    until(lambda: job_info(lab, job).state.is_over, lab, "the second job is over")
-    assert str(job_info(lab, job).state) == "COMPLETED"
-    assert written == {path: path.stat().st_mtime_ns for path in target.rglob("*")}

@@ -1,4 +1,4 @@
-"""The verbs of the command line on real Slurm, with an agent that starts nothing."""
+"""The verbs of the command line on real Slurm. The agent starts nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 STUB_HOME = Path(__file__).parents[1] / "fakes/cluster_home"
 SECRET = "hf_ThisTextMayStandInOneFileOnly"
 
-# rlpost submit as it is, but the code that it sends along is the stand-in agent's.
+# rlpost submit, except that its snapshot of the code is that of the stand-in agent.
 SUBMIT = """\
 import sys; from pathlib import Path; import rlpost.cli.submit as verb
 spec, verb.PROJECT = verb.job_spec, Path(sys.argv[1])
@@ -31,7 +31,7 @@ sys.exit(verb.main(sys.argv[3:]))
 
 
 def rlpost(lab: Lab, *words: str, fails_with: int = 0, env: dict[str, str] | None = None) -> str:
-    """Type a verb on the login node; its output, or its message when it is to fail."""
+    """Run a verb on the login node; return its output, or its error output if it must fail."""
     argv = [sys.executable, "-m", "rlpost", *words]
     done = lab.run("ctl", argv, env={"PYTHONPATH": str(REPOSITORY), **(env or {})}, check=False)
     assert done.returncode == fails_with, (done.returncode, done.stdout, done.stderr)
@@ -41,7 +41,7 @@ def rlpost(lab: Lab, *words: str, fails_with: int = 0, env: dict[str, str] | Non
 def submit(
     lab: Lab, project: Path, name: str, behaviour: str, *flags: str
 ) -> tuple[RunFolder, str]:
-    """Submit a run whose agents behave so; its folder and job id."""
+    """Submit a run with this behaviour of the agents; return its folder and job id."""
     root = lab.shared / "runs" / name
     argv = [
         sys.executable,
@@ -74,7 +74,7 @@ def running(lab: Lab, project: Path) -> Iterator[tuple[RunFolder, str]]:
 
 
 def status(lab: Lab, *words: str) -> dict:
-    """The status of a run, whose exit code says the same as its state."""
+    """The status of a run; its exit code agrees with the state."""
     argv = [sys.executable, "-m", "rlpost", "status", "--json", *words]
     done = lab.run("ctl", argv, env={"PYTHONPATH": str(REPOSITORY)}, check=False)
     found = json.loads(done.stdout)
@@ -83,7 +83,7 @@ def status(lab: Lab, *words: str) -> dict:
     return found
 
 
-def test_a_run_is_named_by_folder_name_or_job_id_and_the_newest_is_meant_otherwise(
+def test_a_run_is_given_by_folder_name_or_job_id_and_is_the_newest_by_default(
     lab: Lab, running
 ) -> None:
     run, job = running
@@ -100,10 +100,8 @@ def test_a_run_is_named_by_folder_name_or_job_id_and_the_newest_is_meant_otherwi
     assert "running" in rlpost(lab, "status", "nosuchrun", fails_with=2)
 
 
-def test_a_command_runs_on_every_node_or_on_one_beside_the_run(lab: Lab, running) -> None:
-    """In the run's code, on the nodes of the job, without the submitter's keys; its exit code is
-    the verb's.
-    """
+def test_a_command_runs_beside_the_run_on_every_node_or_on_one(lab: Lab, running) -> None:
+    """In the run's code folder, without the submitter's keys; the verb returns its exit code."""
     run, _ = running
     lines = rlpost(
         lab, "exec", "--run", "running", "sh", "-c", "echo $(hostname) $PWD"
@@ -145,14 +143,13 @@ def test_tunnel_prints_the_ssh_command_through_the_login_node(lab: Lab, running)
     assert command == "ssh -N -L 8265:127.0.0.1:23456 -J login.site n01"
 
 
-def test_a_waiting_run_says_why_and_all_runs_cost_one_question(
+def test_a_waiting_run_has_a_reason_and_the_list_of_runs_needs_one_query(
     lab: Lab, project: Path, running, tmp_path
 ) -> None:
     run, job = submit(lab, project, "waiting", "done", "--nodes", "4")
-    until(
-        lambda: status(lab, "waiting")["reason"] == "Resources", lab, "Slurm says why the run waits"
-    )
-    assert status(lab, "waiting")["state"] == "PENDING"
+    until(lambda: job_info(lab, job).reason == "Resources", lab, "the job waits for resources")
+    found = status(lab, "waiting")
+    assert (found["state"], found["reason"]) == ("PENDING", "Resources")
     assert "PENDING" in rlpost(lab, "requeue", "waiting", fails_with=2)
     asked = tmp_path / "asked"
     for name in ("squeue", "scontrol", "sacct", "sinfo"):
@@ -171,18 +168,17 @@ def test_a_waiting_run_says_why_and_all_runs_cost_one_question(
     }.items()
     assert asked.read_text() == "squeue\n"
     rlpost(lab, "cancel", "waiting")
-    until(
-        lambda: status(lab, "waiting")["state"] == "CANCELLED", lab, "the waiting run is cancelled"
-    )
+    until(lambda: job_info(lab, job).state.is_over, lab, "the waiting run is cancelled")
+    assert status(lab, "waiting")["state"] == "CANCELLED"
     assert [entry["event"] for entry in run.ledger.read()] == ["submitted", "cancelled"]
     assert job_info(lab, job).num_restarts == 0
 
 
-def test_requeue_saves_and_goes_on_and_the_log_is_followed_to_the_end(
+def test_requeue_starts_another_attempt_and_the_log_is_followed_to_the_end(
     lab: Lab, project: Path
 ) -> None:
-    """One attempt stops with verdict requeue, the next is done; ``logs -f`` shows both and leaves
-    with 0.
+    """The first attempt stops with verdict requeue, the second is done; ``logs -f`` shows both and
+    returns 0.
     """
     run, job = submit(lab, project, "again", "wait-once")
     until(lambda: bool(list(run.attempts.glob("0/argv-*.json"))), lab, "the first attempt runs")
@@ -197,7 +193,7 @@ def test_requeue_saves_and_goes_on_and_the_log_is_followed_to_the_end(
     assert "0, 1" in rlpost(lab, "logs", "again", "--attempt", "5", fails_with=2)
 
 
-def test_a_cancelled_run_does_not_come_back(lab: Lab, project: Path) -> None:
+def test_a_cancelled_run_is_not_requeued(lab: Lab, project: Path) -> None:
     run, job = submit(lab, project, "cancelled", "wait")
     until(lambda: bool(list(run.attempts.glob("0/argv-*.json"))), lab, "the run is up")
     rlpost(lab, "cancel", "cancelled")
@@ -208,14 +204,14 @@ def test_a_cancelled_run_does_not_come_back(lab: Lab, project: Path) -> None:
     assert "nothing to cancel" in rlpost(lab, "cancel", "cancelled", fails_with=2)
 
 
-def test_a_job_that_slurm_does_not_know_is_unknown(lab: Lab, running) -> None:
+def test_a_job_that_slurm_does_not_know_has_the_state_unknown(lab: Lab, running) -> None:
     run = RunFolder(lab.shared / "elsewhere" / "old-4711")
     run.new_attempt()
     found = status(lab, "--runs-dir", "elsewhere", "4711")
     assert (found["state"], found["job_id"], found["step"]) == ("UNKNOWN", "4711", 0)
 
 
-def test_slurm_is_asked_without_submitting(lab: Lab, project: Path, running) -> None:
+def test_a_dry_submission_to_slurm_creates_no_job(lab: Lab, project: Path, running) -> None:
     argv = [sys.executable, "-m", "rlpost", "submit", "recipe.toml", "--test-only"]
     env = {"PYTHONPATH": str(REPOSITORY)}
     before = lab.run("ctl", ["squeue", "-h", "-t", "all"]).stdout
@@ -227,12 +223,8 @@ def test_slurm_is_asked_without_submitting(lab: Lab, project: Path, running) -> 
     )
 
 
-def test_a_key_of_the_submitter_stands_in_one_file_and_nowhere_else(
-    lab: Lab, project: Path
-) -> None:
-    """Everything is searched that a run leaves behind: its folder, and all that Slurm has written
-    about its job.
-    """
+def test_a_key_of_the_submitter_is_in_one_file_and_nowhere_else(lab: Lab, project: Path) -> None:
+    """In all files of the lab: those of the run, and those that Slurm wrote about its job."""
     run, job = submit(lab, project, "secret", "done")
     until(lambda: (run.attempts / "0/verdict").exists(), lab, "the run is done")
     until(lambda: job_info(lab, job).state.is_over, lab, "the job is over")

@@ -1,8 +1,8 @@
-"""Mistakes of newcomers, by subject: the command, what else it needs, and the remedies that its
-message proposes.
+"""Mistakes of newcomers, by subject: the command, its files and variables, and the remedies that
+its message proposes.
 
 Data for ``test_mistakes``. Each command runs in a folder that has ``recipe.toml``, a model,
-prompts, and in ``assets`` what the recipes of jobs/recipes name.
+prompts, and in ``assets`` the files that the recipes of jobs/recipes name.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Mistake:
 
     Attributes:
         fixed: commands that follow the remedies of the message; each must run.
-        then: what a fixed command is refused for next, where a remedy takes two steps.
-        files: texts of files by path, made before; None removes the file or folder.
-        environ: variables; paths are seen from the folder, and what begins with '=' is no path.
-        lacking: packages that count as not installed.
-        on_gpus: whether torch counts as built for GPUs.
+        then: the start of the next error, where a remedy takes two steps.
+        files: text of files by path, written before; None removes the file or folder.
+        environ: variables; a value is a path relative to the folder, unless it begins with '='.
+        lacking: packages that appear as not installed.
+        on_gpus: whether torch appears as built for GPUs.
     """
 
     title: str
@@ -42,7 +42,7 @@ class Mistake:
 def _of_check(
     title: str, words: str, *fixed: str, recipe: str = "recipe.toml", **more: object
 ) -> Mistake:
-    """A mistake of ``rlpost check``; ``fixed`` are the words of the remedies."""
+    """A mistake of ``rlpost check``; ``fixed`` holds the arguments of the remedies."""
     command = f"rlpost check {recipe} {words}".rstrip()
     return Mistake(
         title, command, tuple(f"rlpost check {recipe} {one}".rstrip() for one in fixed), **more

@@ -1,4 +1,4 @@
-"""Batch scripts as whole texts."""
+"""Batch scripts of runs, compared as whole texts."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ SPECS = {
     ),
 }
 
-# It submits itself, and refuses flags that a submitted script is never given.
+# Lines of a script that submits itself and refuses flags that are part of its text.
 ONLY_STANDALONE = ('[ "${SLURM_JOB_ID:-}" ]', "bash slurm/cluster_flags.sh")
 
 
@@ -110,14 +110,14 @@ def test_a_batch_script_is_at_most_80_lines_of_bash_that_shellcheck_passes(name:
     subprocess.run(["bash", "-n", script], check=True)
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed; on Debian: apt-get install shellcheck")
-    # These three warn that a quoted text stays literal, which is what hostile values must.
+    # These three warn that quoted text stays literal, which is intended for hostile values.
     exclude = ["--exclude=SC2016,SC2089,SC2090"] if name == "hostile.sbatch" else []
     checked = subprocess.run(["shellcheck", *exclude, script], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
 
 
 def test_both_uses_of_the_script_have_the_same_structure() -> None:
-    """Given or found at run time, the places are all that differs."""
+    """Only the lines that set paths differ between given paths and those found at run time."""
     common = {"job_name": "tiny", "driver_args": ("recipe.toml",)}
     found = render_sbatch(JobSpec(**common)).splitlines()
     found = [line for line in found if not line.startswith(ONLY_STANDALONE)]

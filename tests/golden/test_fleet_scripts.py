@@ -1,4 +1,4 @@
-"""Batch scripts of a fleet's engine jobs as whole texts."""
+"""Batch scripts of a fleet's engine jobs, compared as whole texts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the commands say about mistakes of newcomers, as a catalogue; and that the remedies in it
-work.
-"""
+"""A catalogue of newcomers' mistakes and of the messages about them; the remedies in it work."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ COMMANDS = (
     "uname",
 )
 PROPOSAL = re.compile(r"; (use|add|give) --[a-z-]+ (?!for )[a-z0-9]")
-"""A flag with a value, as a remedy."""
+"""A remedy that is a flag with a value."""
 ALL = [mistake for mistakes in MISTAKES.values() for mistake in mistakes]
 Run = Callable[[str], tuple[int, str]]
 HEADER = """\
@@ -61,7 +59,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "runs/first").mkdir(parents=True)
     config = load([folder / "recipe.toml"], {}, base=folder).config
     (folder / "runs/first/run.json").write_text(dump(config))
-    # of a machine without Slurm and enroot, whatever that of the tests has
+    # the commands of a machine without Slurm and enroot, whatever this one has
     commands = folder.parent / "bin"
     commands.mkdir()
     for name in COMMANDS:
@@ -74,12 +72,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[[Mistake], Run]]:
-    """``run(mistake)`` sets its scene and returns a function from a command to its exit code and
-    output.
+    """``run(mistake)`` sets up its folder and returns a function that runs a command there and
+    returns its exit code and output.
     """
     installed, version = importlib.util.find_spec, importlib.metadata.version
 
-    def scene(mistake: Mistake) -> Run:
+    def prepare(mistake: Mistake) -> Run:
         folder = tmp_path / "here"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(made, folder)
@@ -98,26 +96,26 @@ def run(
             monkeypatch.setenv(name, value[1:] if value.startswith("=") else str(folder / value))
         monkeypatch.chdir(folder)
 
-        def find(name: str, *more: object) -> object:
+        def find_spec(name: str, *more: object) -> object:
             return None if name in mistake.lacking else installed(name, *more)
 
-        def tell(name: str) -> str:
+        def version_of(name: str) -> str:
             return "2.9.1+cu129" if name == "torch" and mistake.on_gpus else version(name)
 
-        monkeypatch.setattr(importlib.util, "find_spec", find)
-        monkeypatch.setattr(importlib.metadata, "version", tell)
+        monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+        monkeypatch.setattr(importlib.metadata, "version", version_of)
 
         def command(line: str) -> tuple[int, str]:
             verb, *words = shlex.split(line.replace("{here}", str(folder)))
             assert verb == "rlpost"
             capfd.readouterr()
             code = main(words)
-            told = capfd.readouterr()
-            return code, (told.out + told.err).replace(str(folder), "HERE")
+            captured = capfd.readouterr()
+            return code, (captured.out + captured.err).replace(str(folder), "HERE")
 
         return command
 
-    yield scene
+    yield prepare
 
 
 def _write(folder: Path, mistake: Mistake) -> None:
@@ -132,10 +130,10 @@ def _write(folder: Path, mistake: Mistake) -> None:
             path.unlink()
 
 
-def test_every_mistake_is_told_as_it_was_reviewed(
+def test_the_message_about_every_mistake_is_the_one_that_was_reviewed(
     run: Callable[[Mistake], Run], golden: Callable[[str, str], None]
 ) -> None:
-    """All of them in one file, which a person can read from the beginning to the end."""
+    """All of them in one file, which can be read from beginning to end."""
     blocks, untested = [HEADER], []
     for subject, mistakes in MISTAKES.items():
         blocks.append(f"## {subject}\n")
@@ -160,7 +158,7 @@ def test_every_mistake_is_told_as_it_was_reviewed(
 
 @pytest.mark.parametrize("mistake", [one for one in ALL if one.fixed], ids=lambda one: one.title)
 def test_the_remedies_work(run: Callable[[Mistake], Run], mistake: Mistake) -> None:
-    """Each command that follows a remedy runs; and each of its settings stands in the message."""
+    """Each command that follows a remedy runs, and the message names each of its flags."""
     command = run(mistake)
     _, message = command(mistake.command)
     for fixed in mistake.fixed:
@@ -171,7 +169,7 @@ def test_the_remedies_work(run: Callable[[Mistake], Run], mistake: Mistake) -> N
             if line.startswith("error: ")
         ]
         if mistake.then is None:
-            # of a run that was never submitted nobody knows the state
+            # the run was never submitted, so its state is unknown
             expected = EXIT_UNKNOWN if fixed.startswith("rlpost status") else 0
             assert code == expected, f"{fixed}\n{output}"
         else:
@@ -182,21 +180,18 @@ def test_the_remedies_work(run: Callable[[Mistake], Run], mistake: Mistake) -> N
         )
 
 
-def test_there_are_many_mistakes_each_under_a_name_of_its_own() -> None:
+def test_there_are_many_mistakes_with_distinct_titles() -> None:
     assert len(ALL) >= LEAST
     titles = [mistake.title for mistake in ALL]
     commands = [(mistake.command, str(mistake.files), str(mistake.environ)) for mistake in ALL]
     assert len(set(titles)) == len(titles) and len(set(commands)) == len(commands)
 
 
-def test_messages_name_a_setting_by_its_flag(run: Callable[[Mistake], Run]) -> None:
-    """One spelling: no message says table.key."""
+def test_messages_name_a_setting_by_its_flag() -> None:
+    """No message of the catalogue, which holds all outputs, uses the form table.key."""
     keys = [rf"{table}\.{key}" for key, table in fields().items()]
     wrong = re.compile(rf"\b({'|'.join(keys)})\b")
-    found = [
-        line
-        for mistake in ALL
-        for line in run(mistake)(mistake.command)[1].splitlines()
-        if line.startswith("error: ") and wrong.search(line)
-    ]
-    assert found == []
+    lines = Path(__file__).with_name("mistakes.md").read_text().splitlines()
+    errors = [line for line in lines if line.startswith("    error: ")]
+    assert len(errors) >= LEAST
+    assert [line for line in errors if wrong.search(line)] == []

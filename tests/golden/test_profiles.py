@@ -1,6 +1,4 @@
-"""The profiles of jobs/clusters as whole batch scripts, by the road that a person takes: settings,
-then the script.
-"""
+"""The profiles of jobs/clusters: each is loaded as settings and rendered as a whole batch script."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ RUN = "/shared/runs/rl"
 
 
 def spec(profile: Path) -> JobSpec:
-    """What a profile makes of a run in a folder; as ``executor.completed`` does."""
+    """The job of a profile for a run in a folder; as ``executor.completed`` makes it."""
     values = job_spec(load([profile], {"cluster": {"nodes": 1}}, base=Path("/shared")).config)
     places = {"home": f"{RUN}/code", "run_folder": RUN, "output": f"{RUN}/slurm-%j.out"}
     return replace(values.with_python("/shared/venv/bin/python"), **places)
@@ -39,7 +37,7 @@ def test_a_profile_makes_the_script_that_was_reviewed(
 
 
 def test_there_is_a_profile_for_each_kind_of_site() -> None:
-    """Every way to ask for GPUs, every kind of container, every way to come back."""
+    """Every form of GPU request, every container backend, every kind of requeue."""
     specs = [spec(profile) for profile in PROFILES]
     assert {one.gpu_request for one in specs} == {"gres", "gpus-per-node", "none"}
     assert {one.container.backend if one.container else None for one in specs} == {

@@ -1,4 +1,4 @@
-"""Batch scripts of sandbox servers as whole texts."""
+"""Batch scripts of sandbox servers, compared as whole texts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_script_of_sandbox_servers_is_the_one_that_was_reviewed(
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_script_of_sandbox_servers_is_valid_bash_and_runs_nothing_of_its_values(
+def test_a_script_of_sandbox_servers_is_valid_bash_and_executes_none_of_its_values(
     name: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "job.sbatch"
@@ -84,6 +84,6 @@ def test_a_script_of_sandbox_servers_is_valid_bash_and_runs_nothing_of_its_value
         ({"after": "1;x"}, "not the number"),
     ],
 )
-def test_a_server_that_cannot_be_rendered_is_refused(change: dict, message: str) -> None:
+def test_an_invalid_server_is_refused(change: dict, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         replace(SPECS["sandbox.sbatch"], **change)

@@ -1,6 +1,4 @@
-"""What verbs print in a terminal of 80 columns and 24 lines: whole outputs, in a real
-pseudo-terminal.
-"""
+"""Whole outputs of verbs in a pseudo-terminal of 80 columns and 24 lines."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ FREE = re.compile(r"[\d.]+ [kMGT]?B free")
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project, two runs with a long name each, and a run with a journal."""
+    """A project with two runs, one of them with a long name, and a run with a journal."""
     folder = make_project(tmp_path_factory.mktemp("terminal") / "project")
     for name, seed in (("baseline-of-a-long-name-20261102-080000", 0), ("candidate", 1)):
         make_run(folder / "runs" / name, num_steps=30, preempted_at=(12,), seed=seed)
@@ -53,7 +51,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def printed(here: Path, *words: str) -> str:
-    """What ``rlpost WORDS`` prints on a terminal, without colours."""
+    """Output of ``rlpost WORDS`` on a terminal, without colours."""
     command = [sys.executable, "-m", "rlpost", *words]
     environ = {
         "PATH": "/usr/bin:/bin",
@@ -79,12 +77,12 @@ def printed(here: Path, *words: str) -> str:
 def _read(controller: int) -> bytes:
     try:
         return os.read(controller, 65536)
-    except OSError:  # Linux reports the end of the other side as EIO
+    except OSError:  # EIO: on Linux, the other side is closed
         return b""
 
 
 def fits(text: str) -> bool:
-    """Whether no line is wider than the terminal; an error stays whole, to be copied."""
+    """Whether no line is wider than the terminal; errors are not wrapped, so that they can be copied."""
     lines = [line for line in text.splitlines() if not line.startswith("error: ")]
     return all(len(line) <= COLUMNS for line in lines)
 
@@ -121,17 +119,18 @@ def test_the_checks_of_a_host_at_80_columns(golden: Callable[[str, str], None]) 
     text = Preflight.of({"gpu-node-0001": checks, "n2": checks[:-1]}).table(COLUMNS) + "\n"
     golden("terminal/doctor.txt", text)
     assert fits(text)
-    assert len(Preflight.of({"n": checks}).table().splitlines()) == 4  # a pipe: one block
+    # not on a terminal: one block
+    assert len(Preflight.of({"n": checks}).table().splitlines()) == 4
 
 
-def test_the_doctor_of_this_machine_fits_too(here: Path) -> None:
+def test_the_doctor_of_this_machine_fits_80_columns(here: Path) -> None:
     text = printed(here, "doctor")
     assert text.startswith("host")
     assert fits(text)
 
 
 @pytest.mark.parametrize("verb", [verb for verb in verbs() if verb != "doctor"])
-def test_the_help_of_a_verb_is_one_screen(verb: str, capsys, monkeypatch) -> None:
+def test_the_help_of_a_verb_fits_one_screen(verb: str, capsys, monkeypatch) -> None:
     from rlpost.cli.main import main
 
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
@@ -144,7 +143,7 @@ def test_the_help_of_a_verb_is_one_screen(verb: str, capsys, monkeypatch) -> Non
     assert len(text.splitlines()) <= SCREEN
 
 
-def test_the_help_of_all_verbs_is_one_screen() -> None:
+def test_the_help_of_all_verbs_fits_one_screen() -> None:
     page = help_page(verbs())
     assert fits(page)
     assert len(page.splitlines()) <= SCREEN

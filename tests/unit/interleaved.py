@@ -1,7 +1,7 @@
-"""Run another thread's call at one point of a function, chosen by the number of its bytecodes.
+"""Run another call at a chosen bytecode of a function, as if a thread switch happened there.
 
-Between any two bytecodes the interpreter may switch to another thread. To run the other call at
-each of these points in turn finds a race for certain, where real threads find it rarely.
+The interpreter may switch threads between any two bytecodes. Trying each of these points in turn
+finds a race reliably, where real threads find it rarely.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def run_interleaved(
 ) -> bool:
     """Call ``act``; call ``other`` once after ``after`` bytecodes of the function ``within``.
 
-    Returns whether ``within`` has that many.
+    Returns whether ``within`` executed that many bytecodes.
     """
     left = after
 

@@ -1,5 +1,5 @@
-"""A thread that stops after its n-th system call: an older attempt that hangs there while a newer
-one runs.
+"""A thread that pauses after its n-th system call, like an older attempt that hangs there while a
+newer one runs.
 """
 
 import contextlib
@@ -12,17 +12,12 @@ CALLS = (
 
 
 class PausedThread:
-    """Runs one function in a thread and pauses it after system call ``number``, until ``resume`` is
-    set.
-    """
+    """Runs a function in a thread and pauses it after ``number`` system calls until ``resume`` is set."""
 
     def __init__(self, number, monkeypatch, *, calls=CALLS):
-        self.left, self.stopped, self.resume, self.thread = (
-            number,
-            threading.Event(),
-            threading.Event(),
-            None,
-        )
+        self.left = number
+        self.stopped, self.resume = threading.Event(), threading.Event()
+        self.thread = None
         for name in calls:
             monkeypatch.setattr(os, name, self._watched(getattr(os, name)))
 
@@ -40,8 +35,9 @@ class PausedThread:
         return act
 
     def run(self, act, *, expected):
-        """Start ``act``, which may raise ``expected``; returns whether it paused (else it made
-        fewer calls).
+        """Start ``act``, which may raise ``expected``; return whether it paused.
+
+        It did not if it made fewer calls.
         """
 
         def whole():

@@ -1,4 +1,4 @@
-"""The batches of a rollout's optimizer steps, from its groups."""
+"""Batches of a rollout's optimizer steps, made from its groups."""
 
 from collections.abc import Sequence
 

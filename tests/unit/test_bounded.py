@@ -1,4 +1,4 @@
-"""Many things awaited, a bounded number at a time."""
+"""Awaiting many calls, a bounded number at a time."""
 
 import asyncio
 
@@ -22,7 +22,7 @@ def test_results_are_in_order_and_no_more_than_allowed_are_in_progress():
     assert most == 3
 
 
-def test_a_failure_ends_the_others():
+def test_a_failure_cancels_the_other_calls():
     ended = []
 
     async def act(item):
@@ -42,7 +42,7 @@ def test_a_failure_ends_the_others():
     assert {0, 1, 3} <= set(ended)
 
 
-def test_nothing_to_do_is_done():
+def test_no_items_give_no_results():
     async def act(item):
         raise AssertionError(item)
 

@@ -1,4 +1,4 @@
-"""What is found wrong about a model before a job starts."""
+"""Errors about a model that are found before a job starts."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def write_model(folder: Path, **changes) -> None:
     (folder / "model" / "config.json").write_text(json.dumps(MODEL | changes))
 
 
-def test_an_architecture_that_is_not_known_is_named_with_those_that_are(tmp_path):
+def test_an_unknown_architecture_is_named_with_the_known_ones(tmp_path):
     write_model(make_project(tmp_path), architectures=["MixtralForCausalLM"])
     (problem,) = problems(tmp_path)
     assert "'MixtralForCausalLM' is not known" in problem and "Qwen3ForCausalLM" in problem
 
 
-def test_an_option_that_the_model_here_does_not_compute_is_named(tmp_path):
+def test_an_option_of_the_model_that_is_not_supported_is_named(tmp_path):
     write_model(make_project(tmp_path), attention_bias=True)
     (problem,) = problems(tmp_path)
     assert "attention_bias=True is not supported" in problem
 
 
-def test_what_the_engines_cannot_do_with_a_model_is_named(tmp_path):
+def test_an_option_of_the_model_that_engines_do_not_support_is_named(tmp_path):
     windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
     write_model(make_project(tmp_path), **windows)
     (problem,) = problems(tmp_path)
@@ -48,7 +48,7 @@ def test_what_the_engines_cannot_do_with_a_model_is_named(tmp_path):
     assert "its weights are in MXFP4" in problem
 
 
-def test_a_recipe_for_another_model_is_found_out_value_by_value(tmp_path):
+def test_every_value_of_a_recipe_for_another_model_is_named(tmp_path):
     write_model(make_project(tmp_path), rope_theta=1e6, rms_norm_eps=1e-6)
     assert problems(tmp_path, model={"num_layers": 2, "rotary_base": 1000000}) == []
     found = problems(tmp_path, model={"num_layers": 3, "rotary_base": 10000})
@@ -83,14 +83,14 @@ TRAINED = {"grpo": {"enable_mtp_training": True}}
         (MIXTURE | {"num_nextn_predict_layers": 1}, "have no tensor model.layers.2.eh_proj.weight"),
     ],
 )
-def test_a_layer_to_be_trained_that_model_or_weights_lack_is_named(tmp_path, model, words):
+def test_training_a_prediction_layer_that_model_or_weights_lack_is_refused(tmp_path, model, words):
     write_model(make_project(tmp_path), **model)
     assert problems(tmp_path) == []
     (problem,) = problems(tmp_path, **TRAINED)
     assert problem.startswith("--enable-mtp-training: ") and words in problem
 
 
-def test_one_that_is_there_may_be_trained(tmp_path):
+def test_a_prediction_layer_with_weights_may_be_trained(tmp_path):
     write_model(make_project(tmp_path), **MIXTURE, num_nextn_predict_layers=1)
     index = {"metadata": {}, "weight_map": {"model.layers.2.eh_proj.weight": "model.safetensors"}}
     (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps(index))
@@ -99,7 +99,7 @@ def test_one_that_is_there_may_be_trained(tmp_path):
 
 
 @pytest.mark.parametrize("files", [[], ["latest_checkpointed_iteration.txt"]])
-def test_a_reference_that_is_no_checkpoint_is_named_with_the_tool_that_makes_one(tmp_path, files):
+def test_a_reference_that_is_no_checkpoint_is_named_with_the_tool_that_converts(tmp_path, files):
     make_project(tmp_path)
     (tmp_path / "reference").mkdir()
     for name in files:
@@ -111,9 +111,7 @@ def test_a_reference_that_is_no_checkpoint_is_named_with_the_tool_that_makes_one
 @pytest.mark.parametrize(
     ("word", "part"), [("release", "release"), ("20", "iter_0000020"), (None, ".")]
 )
-def test_a_reference_is_found_where_its_tracker_file_says_or_in_the_folder_itself(
-    tmp_path, word, part
-):
+def test_a_reference_is_found_by_its_tracker_file_or_in_the_folder_itself(tmp_path, word, part):
     make_project(tmp_path)
     made = tmp_path / "reference" / part
     made.mkdir(parents=True)
@@ -123,10 +121,8 @@ def test_a_reference_is_found_where_its_tracker_file_says_or_in_the_folder_itsel
     assert problems(tmp_path, checkpoint={"ref_load": "reference"}) == []
 
 
-def test_a_folder_to_save_to_that_holds_another_trainers_checkpoints_is_refused(tmp_path):
-    """Megatron-LM's checkpoints have the same names, and the first save of that step would meet
-    one.
-    """
+def test_saving_into_a_folder_with_another_trainers_checkpoints_is_refused(tmp_path):
+    """Checkpoints of Megatron-LM have the same names, so the save of that step would find one."""
     make_project(tmp_path)
     (tmp_path / "saved/iter_0000019").mkdir(parents=True)
     (problem,) = problems(tmp_path, checkpoint={"save": "saved"})

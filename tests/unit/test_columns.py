@@ -13,7 +13,7 @@ INTS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20)
 
 
 @given(INTS, st.slices(20))
-def test_an_int_column_is_a_sequence_of_python_numbers(values, part):
+def test_an_int_column_equals_a_sequence_of_python_numbers(values, part):
     column = IntColumn(values)
     assert column == tuple(values)
     assert column == values
@@ -28,7 +28,7 @@ def test_an_int_column_is_a_sequence_of_python_numbers(values, part):
 
 
 @given(st.lists(st.tuples(st.integers(-300, 300), st.integers(0, 4))), st.slices(10))
-def test_a_run_column_is_the_sequence_that_it_encodes(runs, part):
+def test_a_run_column_equals_the_sequence_that_it_encodes(runs, part):
     values = [value for value, count in runs for _ in range(count)]
     column = RunColumn(runs)
     assert list(column) == values
@@ -64,7 +64,7 @@ def test_columns_differ_by_length_and_value():
     assert FloatColumn([0.1]) != (0.1001,)
 
 
-def test_a_column_cannot_be_changed_by_its_array():
+def test_the_array_of_a_column_is_read_only():
     with pytest.raises(ValueError, match="read-only"):
         IntColumn([1]).array[0] = 2
 

@@ -1,5 +1,5 @@
-"""A process with GPUs runs on CPUs next to them, within what its job has; a rank has its share of
-the cores.
+"""A process with GPUs is bound to the CPUs next to them, within those of its job; a rank uses its
+share of the cores.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from rlpost.cpu_affinity import choose_binding, cpu_list, num_cores, read_siblin
 from rlpost.local_gpus import LocalGpu, parse_cpu_list
 from rlpost.orchestration.settings_of_actors import actor_settings
 
-# Two sockets of 56 cores with two threads each, four GPUs beside each socket (nvidia-smi topo -m of
-# a DGX H100).
+# A DGX H100 by `nvidia-smi topo -m`: two sockets with 56 cores of two threads, four GPUs each.
 SOCKETS = (parse_cpu_list("0-55,112-167"), parse_cpu_list("56-111,168-223"))
 DGX = tuple(LocalGpu(index, f"GPU-{index:08x}-aa", cpus=SOCKETS[index // 4]) for index in range(8))
 ALL = SOCKETS[0] | SOCKETS[1]
@@ -40,25 +39,25 @@ def test_a_rank_runs_beside_its_gpu_by_index_or_uuid(name, socket):
     assert "bound to the 112 CPUs" in made.said and cpu_list(SOCKETS[socket]) in made.said
 
 
-def test_an_engine_with_gpus_of_one_socket_runs_there_and_one_of_both_is_left():
+def test_an_engine_with_gpus_of_one_socket_runs_there_and_one_of_both_is_not_bound():
     assert bound(["4", "5", "6", "7"]).cpus == SOCKETS[1]
     made = bound([str(index) for index in range(8)])
     assert made.cpus is None and "all 224" in made.said
 
 
-def test_never_outside_the_step_s_cpuset():
+def test_a_binding_stays_within_the_cpus_of_the_step():
     step = parse_cpu_list("0-7,56-63")
     assert bound(["5"], step).cpus == parse_cpu_list("56-63")
     assert bound(["5"], step).cpus <= step
 
 
-def test_never_bound_to_nothing():
+def test_a_step_without_cpus_next_to_the_gpu_is_not_bound():
     made = bound(["5"], parse_cpu_list("0-15"))
     assert made.cpus is None and "none of those next to GPU 5" in made.said
 
 
-def test_never_to_less_than_the_even_share():
-    """Slurm gave 60 CPUs of one socket and 4 of the other: four ranks on those 4 would crawl."""
+def test_a_rank_is_not_bound_to_less_than_its_even_share():
+    """Slurm gave 60 CPUs of one socket and 4 of the other: too few for four ranks."""
     step = parse_cpu_list("0-55,112-115,56-59")
     made = bound(["6"], step)
     assert made.cpus is None and "has 4, less than the even share of 8" in made.said
@@ -66,19 +65,19 @@ def test_never_to_less_than_the_even_share():
     assert bound(["6"], step, gpus_per_node=16).cpus == parse_cpu_list("56-59")
 
 
-def test_what_is_not_known_is_said_and_a_host_without_gpus_is_left_alone():
+def test_an_unknown_gpu_or_its_cpus_are_reported_and_a_host_without_gpus_is_not_bound():
     assert bound(["9"]).cpus is None and "GPU 9 is not known" in bound(["9"]).said
     blind = tuple(LocalGpu(index, gpu.uuid) for index, gpu in enumerate(DGX))
     assert bound(["0"], gpus=blind).cpus is None and bound(["0"], gpus=blind).said
     assert bound([]).said == bound(["0"], gpus=()).said == ""
 
 
-def test_a_machine_of_one_numa_node_is_left_as_it_is():
+def test_a_machine_of_one_numa_node_is_not_bound():
     one = (LocalGpu(0, "GPU-a", cpus=parse_cpu_list("0-15")),)
     assert bound(["0"], parse_cpu_list("0-15"), gpus=one, gpus_per_node=1).cpus is None
 
 
-def test_lists_are_those_of_the_kernel():
+def test_cpu_lists_have_the_format_of_the_kernel():
     for text in ("0-55,112-167", "3", "0,2,4-5"):
         assert cpu_list(parse_cpu_list(text)) == text
 
@@ -86,7 +85,7 @@ def test_lists_are_those_of_the_kernel():
 def test_threads_of_one_core_count_once():
     assert num_cores(ALL, DGX_SIBLINGS) == 112
     assert num_cores(SOCKETS[0], DGX_SIBLINGS) == 56
-    assert num_cores({0, 1}, {}) == 2, "where the kernel tells nothing"
+    assert num_cores({0, 1}, {}) == 2, "where the kernel reports no siblings"
     here = os.sched_getaffinity(0)
     assert 1 <= num_cores(here, read_siblings(here)) <= len(here)
 
@@ -124,9 +123,7 @@ def test_the_settings_of_the_run_reach_the_actor():
 def test_a_rank_that_offloads_its_optimizer_uses_its_share_of_the_cores(
     monkeypatch, offloads, cuda, threads
 ):
-    """The share is of what the step has, not of the socket that the rank was bound to a moment
-    before.
-    """
+    """A share of the CPUs of the step, not of the socket to which the rank was bound just before."""
     affinity, asked = [set(range(28))], []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(affinity[-1]))
     monkeypatch.setattr(device, "read_siblings", lambda cpus: {})
@@ -177,14 +174,14 @@ print(json.dumps([first, found]))
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU only")
-def test_binding_holds_for_threads_that_are_there_already():
-    """The calls of a Ray actor are made in another thread than its constructor."""
+def test_binding_holds_for_threads_that_exist_already():
+    """Ray runs the methods of an actor in another thread than its constructor."""
     done = subprocess.run([sys.executable, "-c", BIND], capture_output=True, text=True, check=True)
     first, found = json.loads(done.stdout)
     assert found == [[first], [first]]
 
 
-def test_a_kernel_that_refuses_is_no_error_and_told_once(monkeypatch, caplog):
+def test_a_refusal_of_the_kernel_is_no_error_and_logged_once(monkeypatch, caplog):
     def refuse(pid, cpus):
         raise OSError(22, "Invalid argument")
 

@@ -1,4 +1,4 @@
-"""A thread that hangs in storage does not hold up its process."""
+"""A thread that hangs in storage does not keep its process from ending."""
 
 import asyncio
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from rlpost.daemon_threads import in_daemon
 
 
-def test_a_call_that_hangs_does_not_keep_the_process_from_its_end():
+def test_a_call_that_hangs_does_not_keep_the_process_from_ending():
     def fail():
         raise OSError("full")
 

@@ -1,5 +1,5 @@
-"""The pages say what is there: every command parses, every flag, file and link exists, the
-reference is the tree's.
+"""The documentation matches the code: commands parse and run, flags, files and links exist, generated
+pages are current.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import yaml
 
 from common.run_folder import create_run_folder
 from rlpost import __version__
-from rlpost.cli import main as door
+from rlpost.cli import main as cli
 from rlpost.config.flags import fields, flag
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.metrics.names import METRICS
@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```(?:bash|sh|shell|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
-# What a reader puts a file of his own in the place of.
+# names that a reader replaces by a file
 PLACEHOLDERS = {"RECIPE": "jobs/recipes/tiny.toml", "PROFILE": "jobs/clusters/local.toml"}
 PLACEHOLDERS |= {"jobs/NAME.sbatch": "jobs/tiny.sbatch"}
 PLACEHOLDERS |= {"jobs/convert_NAME.sbatch": "jobs/convert_qwen3_4b.sbatch"}
@@ -52,12 +52,12 @@ FILE_AND_NAME = re.compile(r"`([\w./-]+\.(?:py|sh|toml))`(?:: `(\w+)`)?")
 
 
 class Parsed(Exception):
-    """A verb has understood its words; it must not act on them."""
+    """Raised when a verb has parsed its arguments, so that it does not act on them."""
 
 
 def commands(page: Path) -> list[str]:
-    """Command lines of a page: those of its blocks, and whatever in a line of text begins like
-    ours.
+    """Command lines of a page: those of its code blocks, and inline code that starts with a command
+    of the project.
     """
     found = []
     for block in BLOCK.findall(page.read_text()):
@@ -68,12 +68,9 @@ def commands(page: Path) -> list[str]:
             if line.strip() and not line.lstrip().startswith("#")
         ]
     text = BLOCK.sub("", page.read_text())
-    ours = [
-        code
-        for code in INLINE.findall(text)
-        if re.match(r"(rlpost |python -m |make |sbatch jobs/)", code)
-    ]
-    return [*found, *(re.sub(r"\[(\w+)\]", r"\1", code) for code in ours)]
+    starts = ("rlpost ", "python -m ", "make ", "sbatch jobs/")
+    inline = [code for code in INLINE.findall(text) if code.startswith(starts)]
+    return [*found, *(re.sub(r"\[(\w+)\]", r"\1", code) for code in inline)]
 
 
 # and the first page of each
@@ -88,7 +85,7 @@ def parse_verb(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     words = [PLACEHOLDERS.get(word, word) for word in words]
     if not words or words[0] == "VERB":
         return
-    known = {**door.verbs(), "doctor": ""}
+    known = {**cli.verbs(), "doctor": ""}
     assert words[0] in known, f"no verb {words[0]}"
     submits = words[0] == "sweep" and "--grid" in words
     if submits or words[0] in ("submit", "check", "plan", "rehearse", "fetch", "convert"):
@@ -102,27 +99,27 @@ def parse_verb(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
-    module, _, function = door.VERBS[words[0]][0].partition(":")
+    module, _, function = cli.VERBS[words[0]][0].partition(":")
     with pytest.raises(Parsed):
         getattr(importlib.import_module(module), function)(words[1:])
 
 
 def print_config(verb: str, words: list[str]) -> None:
     """Settings are parsed, loaded and validated, and nothing else happens."""
-    module, _, function = door.VERBS[verb][0].partition(":")
+    module, _, function = cli.VERBS[verb][0].partition(":")
     with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as left:
         getattr(importlib.import_module(module), function)([*words, "--print-config"])
     assert left.value.code == 0
 
 
 @pytest.mark.parametrize("command", CASES)
-def test_a_command_of_the_docs_can_be_typed(command, monkeypatch):
+def test_a_command_of_the_docs_parses(command, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert subprocess.run(["bash", "-n"], input=command, text=True).returncode == 0
     try:
         words = shlex.split(command, comments=True)
     except ValueError:
-        return  # shell beyond words, which bash has parsed
+        return  # not only words; bash has parsed it
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words.pop(0)  # VARIABLE=value before a command
     if not words or LEFT_OUT_OF_PARSING & set(words):
@@ -144,9 +141,7 @@ RUN = "runs/tiny-20261120-144720"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """A folder as a reader has it: the recipes, the tiny model and its prompts, a run that has
-    trained two steps.
-    """
+    """A reader's folder: the recipes, the tiny model with its prompts, a run of two steps."""
     folder = make_project(tmp_path_factory.mktemp("site"))
     make_assets(folder / "models")
     (folder / "jobs").symlink_to(ROOT / "jobs")
@@ -165,7 +160,7 @@ def site(tmp_path_factory) -> Path:
 
 
 def runs_anywhere(words: list[str]) -> bool:
-    """Whether a command of ours needs neither a cluster nor a run that is under way."""
+    """Whether a command of rlpost needs neither a cluster nor an active run."""
     if words[:1] == ["rlpost"]:
         verb, rest = words[1], words[2:]
     elif words[1:2] == ["-m"] and words[2] in ("rlpost", "rlpost.submit", "rlpost.train"):
@@ -202,8 +197,8 @@ def test_commands_of_each_kind_are_run():
 
 
 @pytest.mark.parametrize("words", RUNNABLE.values(), ids=RUNNABLE)
-def test_a_command_of_the_docs_that_needs_no_cluster_runs(words, site, monkeypatch):
-    """As it stands there; it leaves with 0, and ``status`` with 3: the site has no Slurm."""
+def test_a_command_of_the_docs_that_needs_no_cluster_succeeds(words, site, monkeypatch):
+    """Unchanged, with exit code 0, or 3 of ``status``: the site has no Slurm."""
     monkeypatch.chdir(site)
     monkeypatch.setenv("RLPOST_ASSETS", str(site / "models"))
     words = [PLACEHOLDERS.get(word, word) for word in words]
@@ -228,9 +223,7 @@ def assert_python_runs(module: str, words: list[str]) -> None:
 
 
 def parse_python(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """``python -m MODULE ...`` or ``python FILE ...``: it is there, and ours understands the
-    words.
-    """
+    """``python -m MODULE ...`` or ``python FILE ...``: it exists, and rlpost parses its arguments."""
     if words[:1] == ["-m"]:
         if words[1] == "rlpost":
             parse_verb(words[2:], monkeypatch)
@@ -248,7 +241,7 @@ def parse_python(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_the_targets_of_links_exist(page):
     for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         if "://" not in target:
             file = page.parent / target if target else page
@@ -257,7 +250,7 @@ def test_links_lead_somewhere(page):
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """Anchors of the headings of a page, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {
         re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings
@@ -268,8 +261,8 @@ def anchors(page: Path) -> set[str]:
 def flags_of_verbs() -> set[str]:
     """Every option that a verb's help shows."""
     shown = io.StringIO()
-    for verb in door.verbs():
-        module, _, function = door.VERBS[verb][0].partition(":")
+    for verb in cli.verbs():
+        module, _, function = cli.VERBS[verb][0].partition(":")
         if verb != "doctor":
             with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
                 getattr(importlib.import_module(module), function)(["--help"])
@@ -292,13 +285,13 @@ def test_flags_that_are_named_exist(name, flags_of_verbs):
             )
 
 
-def test_the_reference_of_settings_is_that_of_the_tree():
+def test_the_page_of_settings_is_current():
     assert (ROOT / "docs/settings.md").read_text() == settings_page(), (
         "docs/settings.md is old; run make docs"
     )
 
 
-def test_the_api_page_is_that_of_the_docstrings():
+def test_the_page_of_the_api_is_current():
     assert (ROOT / "docs/api.md").read_text() == api_page(), "docs/api.md is old; run make docs"
 
 
@@ -311,19 +304,19 @@ SYMPTOMS = (
 
 
 def test_every_symptom_has_a_command_that_finds_it():
-    """The troubles that users of such systems report most."""
+    """For the problems that users of such systems report most."""
     sections = re.split(r"^## ", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.MULTILINE)
     for symptom in SYMPTOMS:
         section = next(part for part in sections if symptom in part.splitlines()[0])
         assert "`rlpost " in section, symptom
 
 
-def test_each_of_our_names_beside_those_of_other_stacks_is_a_metric():
+def test_the_page_that_compares_metric_names_names_existing_metrics():
     rows = re.findall(r"^\| `([a-z]+/[^`]+)` \|", (ROOT / "docs/metric-names.md").read_text(), re.M)
     assert len(rows) > 40 and set(rows) <= {metric.name for metric in METRICS}
 
 
-def test_metrics_that_the_journeys_name_are_declared():
+def test_metrics_that_the_tutorials_name_exist():
     for name in ("first-job", "write-reward", "write-environment", "faq"):
         text = (ROOT / f"docs/{name}.md").read_text()
         found = {
@@ -332,8 +325,8 @@ def test_metrics_that_the_journeys_name_are_declared():
         assert found <= {metric.name for metric in METRICS}, name
 
 
-def test_a_reward_is_tried_as_the_page_says(tmp_path, monkeypatch, capsys):
-    """With the example of docs/extending.md; the number is that of the page."""
+def test_the_example_of_a_reward_prints_what_the_page_says(tmp_path, monkeypatch, capsys):
+    """It calls the reward of docs/extending.md."""
     write_examples(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     page = (ROOT / "docs/write-reward.md").read_text()
@@ -343,7 +336,7 @@ def test_a_reward_is_tried_as_the_page_says(tmp_path, monkeypatch, capsys):
     assert printed == "1.01" and f"prints {printed}:" in page
 
 
-def test_what_a_contributor_opens_exists():
+def test_files_that_a_contributor_opens_first_exist():
     """Each task names the file to open first and the files after it, in order."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     table = text.split("## Where to change what")[1].split("\n## ")[0]
@@ -371,7 +364,7 @@ def test_the_readme_names_every_estimator_and_every_series_of_models():
 
 
 def test_the_version_is_that_of_the_newest_release_and_of_the_citation():
-    """It stands in rlpost/__init__.py; setup.cfg reads it there. New entries go above it."""
+    """It is set in rlpost/__init__.py, where setup.cfg reads it; new entries go above its section."""
     releases = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert releases[0] == "Unreleased"
     version, _, date = releases[1].partition(" - ")

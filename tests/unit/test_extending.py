@@ -1,6 +1,4 @@
-"""docs/extending.md: what stands there is written into a folder and does what the page says, with
-no change here.
-"""
+"""The examples of docs/extending.md, written into a folder, do what the page says."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ ANSWERS = ("one\ntwo\n42", "42", "so 43")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project of a user, with the files of the page in it."""
+    """A user's project with the files of the page."""
     return write_examples(make_project(tmp_path_factory.mktemp("user")))
 
 
@@ -40,7 +38,7 @@ def samples() -> tuple[Sample, ...]:
     )
 
 
-def test_a_reward_of_a_file_grades_in_the_processes_that_grade(folder):
+def test_a_reward_of_a_file_runs_in_the_grader_processes(folder):
     config = Config.model_validate(
         {"rollout": {"custom_rm_path": f"{folder}/my_rewards.py:ends_with_label"}}
     )
@@ -55,14 +53,14 @@ def test_a_reward_of_a_file_grades_in_the_processes_that_grade(folder):
     assert asyncio.run(grade()) == [1.02, 1.0, 0.0]
 
 
-def test_an_advantage_of_a_file_is_that_of_each_answer(folder):
+def test_an_advantage_function_of_a_file_is_used_for_each_answer(folder):
     group = SampleGroup(7, tuple(map(ScoredSample, samples(), (1.02, 1.0, 0.0))))
     assert custom_advantages(f"{folder}/my_algorithm.py:above_median", [group], None) == [
         (1.0, 0.0, -1.0)
     ]
 
 
-def test_a_loss_of_a_file_has_the_gradient_of_a_policy_gradient_at_the_old_policy(folder):
+def test_a_loss_of_a_file_has_the_policy_gradient_at_the_old_policy(folder):
     path = f"{folder}/my_algorithm.py:squared_ratio"
     options = LossSettings(loss_type="custom_loss", custom_loss_function_path=path)
     logprobs, advantages = torch.tensor([-0.5, -2.0], requires_grad=True), torch.tensor([1.0, -3.0])
@@ -85,7 +83,7 @@ def test_a_loss_of_a_file_has_the_gradient_of_a_policy_gradient_at_the_old_polic
 
 
 def test_plug_ins_of_slime_are_checked_and_run(folder, monkeypatch, capsys):
-    """The command of the page; a misspelt import, an argument too many; the reward and the
+    """The command of the page, a misspelt import, a wrong number of arguments, the reward and the
     filter.
     """
     page = (ROOT / "docs/extending.md").read_text()
@@ -107,8 +105,8 @@ def test_plug_ins_of_slime_are_checked_and_run(folder, monkeypatch, capsys):
         )
         == 2
     )
-    said = capsys.readouterr().err
-    assert "rlpost's slime.utils.http_utils has no pots; did you mean 'post'?" in said
+    errors = capsys.readouterr().err
+    assert "rlpost's slime.utils.http_utils has no pots; did you mean 'post'?" in errors
     path = f"{folder}/slime_plugins.py"
     rollout = {"custom_rm_path": f"{path}:reward", "reward_key": "score", "n_samples_per_prompt": 3}
     config = Config.model_validate({"rollout": rollout})
@@ -178,14 +176,14 @@ def test_a_cluster_profile_of_a_file_is_in_the_batch_script(folder, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ("nowhere:FAMILY", "cannot load it: ModuleNotFoundError"),
         ("json:dumps", "got a function; provide an rlpost.weights"),
     ],
 )
-def test_a_package_whose_family_is_none_is_named(tmp_path, monkeypatch, value, said):
-    """And those of the house cannot be replaced."""
+def test_a_package_whose_entry_point_is_no_family_is_named(tmp_path, monkeypatch, value, message):
+    """The families of rlpost cannot be replaced."""
     info = tmp_path / "bad-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
@@ -193,7 +191,7 @@ def test_a_package_whose_family_is_none_is_named(tmp_path, monkeypatch, value, s
         f"[rlpost.families]\nBadForCausalLM = {value}\nLlamaForCausalLM = {value}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(WeightError, match=f"rlpost.families BadForCausalLM = {value}: {said}"):
+    with pytest.raises(WeightError, match=f"rlpost.families BadForCausalLM = {value}: {message}"):
         family("BadForCausalLM")
     with pytest.raises(WeightError, match="known: BadForCausalLM, DeepseekV3ForCausalLM, "):
         family("WorseForCausalLM")

@@ -1,6 +1,6 @@
-"""Full garbage collections of the driver come between steps.
+"""The driver runs full garbage collections between steps only.
 
-In a process of its own: the settings are global.
+In a separate process, because the settings of the collector are global.
 """
 
 import subprocess
@@ -18,10 +18,10 @@ def count(phase, info):
     full += phase == "start" and info["generation"] == 2
 
 def grow():
-    return [[number] for number in range(600_000)]  # live containers, as of requests in flight
+    return [[number] for number in range(600_000)]  # live objects, as of requests in flight
 
 gc.callbacks.append(count)
-if {spared}:
+if {collects_between_steps}:
     collect_between_steps_only()
 full = 0
 kept = grow()
@@ -40,26 +40,26 @@ print(while_growing, full - before, most, Cycle.alive)
 """
 
 
-def run(*, spared: bool) -> list[int]:
-    """Full collections while objects grow in number, those afterwards; cycles alive before and
-    after the step.
+def run(*, collects_between_steps: bool) -> list[int]:
+    """Number of full collections while objects are created, and between steps; number of garbage
+    cycles alive before and after that.
     """
-    code = COUNT.replace("{spared}", str(spared))
+    code = COUNT.replace("{collects_between_steps}", str(collects_between_steps))
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     return [int(word) for word in done.stdout.split()]
 
 
-def test_no_full_collection_comes_while_requests_begin_and_one_comes_between_steps() -> None:
-    while_growing, afterwards, cycles_before, cycles_after = run(spared=True)
+def test_full_collections_run_between_steps_and_not_while_requests_start() -> None:
+    while_growing, afterwards, cycles_before, cycles_after = run(collects_between_steps=True)
     assert while_growing == 0
     assert afterwards == 1
-    assert cycles_before < 50_000, "young garbage is collected as ever"
+    assert cycles_before < 50_000, "young garbage is still collected"
     assert cycles_after == 0
 
 
-def test_a_process_that_did_not_ask_for_it_is_left_alone() -> None:
-    while_growing, afterwards, *_ = run(spared=False)
-    assert while_growing > 0, "what the driver is spared"
+def test_without_the_call_full_collections_run_at_any_time() -> None:
+    while_growing, afterwards, *_ = run(collects_between_steps=False)
+    assert while_growing > 0
     assert afterwards == 0

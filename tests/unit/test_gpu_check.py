@@ -1,6 +1,4 @@
-"""``make test-gpu`` without a GPU: what is run, how results become rows, the table, and the
-refusal.
-"""
+"""``make test-gpu`` without a GPU: commands, rows from results, the table, and the refusal."""
 
 from __future__ import annotations
 
@@ -41,12 +39,18 @@ READY = Machine("570.1", "2.13.0+cu130", "13.0", (H200, H200), INSTALLED, 16)
 BENCHMARKS = [check for check in CHECKS if not check.is_test]
 
 
+@pytest.fixture(autouse=True)
+def no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pytest that a test runs loads no plugin, which would take four fifths of its start."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
 def check_of(file: Path, timeout_s: int = 60) -> Check:
     return Check("demo", "that files of tests are run", (str(file),), timeout_s)
 
 
 def run_file(folder: Path, text: str, *, timeout_s: int = 60) -> list[Row]:
-    """The rows of a file of tests that pytest really runs."""
+    """Run a file of tests with pytest; return its rows."""
     file = folder / "test_demo.py"
     file.write_text(text)
     return program.run(check_of(file), folder, memory_gb=None, limit_s=timeout_s)
@@ -82,7 +86,7 @@ def test_the_model_of_the_training_benchmark_fits_the_device(
 
 
 class Parsed(Exception):
-    """A benchmark has understood its arguments; it must not begin."""
+    """Raised when a benchmark has parsed its arguments, so that it does not run."""
 
 
 @pytest.mark.slow
@@ -105,8 +109,8 @@ def test_benchmarks_take_the_arguments_that_they_are_given(
 
 
 @pytest.mark.slow
-def test_engines_of_the_sync_benchmark_run_where_their_media_need_them(monkeypatch) -> None:
-    """NCCL takes no two ranks on one GPU, so a broadcast has an engine on the second one."""
+def test_engines_of_the_sync_benchmark_run_on_the_gpu_that_their_medium_needs(monkeypatch) -> None:
+    """NCCL allows one rank on a GPU, so the engine of a broadcast runs on the second one."""
     bench = importlib.import_module("benchmarks.weight_sync")
     assert [place.media for place in bench.places(0)] == [("broadcast", "memory", "disk")]
     assert [place.media for place in bench.places(1)] == [("memory", "disk")]
@@ -123,9 +127,7 @@ def test_engines_of_the_sync_benchmark_run_where_their_media_need_them(monkeypat
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["ONE_GPU", "TWO_GPUS"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_runs_that_are_checked_have_settings_that_submit_accepts(
-    tmp_path, capsys, flags, device
-) -> None:
+def test_submit_accepts_the_settings_of_the_checked_runs(tmp_path, capsys, flags, device) -> None:
     from rlpost.submit import main
     from tests.gpu import test_runs
 
@@ -137,17 +139,11 @@ def test_the_runs_that_are_checked_have_settings_that_submit_accepts(
     assert ("mem_fraction_static" in shown) == (device == "cuda")
 
 
-def test_make_runs_the_program_with_the_arguments_that_it_is_given() -> None:
-    # also below another make
-    command = [
-        "make",
-        "-n",
-        "--no-print-directory",
-        "test-gpu",
-        "GPU_ARGS=--on-cpu",
-    ]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert said.splitlines()[-1] == ".venv/bin/python -m tools.gpu_check --on-cpu"
+def test_make_passes_its_arguments_to_the_program() -> None:
+    # --no-print-directory: these tests may run below another make
+    command = ["make", "-n", "--no-print-directory", "test-gpu", "GPU_ARGS=--on-cpu"]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1] == ".venv/bin/python -m tools.gpu_check --on-cpu"
 
 
 # --- results ---
@@ -186,8 +182,8 @@ def test_a_function_is_a_row_with_its_figures_or_its_reason(tmp_path: Path) -> N
     assert all(row.seconds >= 0 for row in rows)
 
 
-def test_a_process_that_a_signal_ends_is_a_failure_that_names_it(tmp_path: Path) -> None:
-    """As one whose kernel faults in a library."""
+def test_a_process_ended_by_a_signal_is_a_failure_that_names_the_signal(tmp_path: Path) -> None:
+    """As after a segmentation fault in a library."""
     (row,) = run_file(tmp_path, "import os\ndef test_it():\n    os.kill(os.getpid(), 11)\n")
     assert (row.check, row.outcome) == ("demo", "failed")
     assert row.note.startswith("ended by SIGSEGV")
@@ -211,14 +207,14 @@ time.sleep(600)
 
 
 class Script(Check):
-    """A check that is a file of Python and nothing else, so that it starts at once."""
+    """A check that runs a Python file without pytest, so that it starts fast."""
 
     def command(self, python: str, report: str, *, memory_gb: float | None) -> list[str]:
         return [python, *self.words]
 
 
 @pytest.mark.slow
-def test_a_check_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+def test_a_check_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     file = tmp_path / "hangs.py"
     file.write_text(HANGS.format(path=str(tmp_path / "pid")))
     check = Script("demo", "", (str(file),), 60)
@@ -238,13 +234,13 @@ def test_results_of_an_earlier_call_are_not_read_again(tmp_path: Path) -> None:
     assert (row.outcome, row.note.partition(":")[0]) == ("failed", "exit code 3")
 
 
-def test_a_report_that_is_cut_off_is_refused() -> None:
+def test_a_truncated_report_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         rows_of_tests("demo", "<testsuites><testsuite>")
 
 
 def section(heading: str) -> str:
-    """Of the page of benchmarks: what a benchmark really printed."""
+    """A section of the page of benchmarks: the real output of a benchmark."""
     text = (ROOT / "docs/benchmarks.md").read_text()
     return re.split(r"^## ", text.partition(f"## {heading}\n")[2], flags=re.MULTILINE)[0]
 
@@ -260,7 +256,7 @@ def test_figures_of_benchmarks_are_read_from_what_they_print() -> None:
         )
 
 
-def test_figures_of_a_gpu_have_the_share_of_its_peak() -> None:
+def test_figures_of_a_gpu_include_the_share_of_its_peak() -> None:
     header = ["step of", "tokens/s", "time, rlpost = 1", "of peak"]
     page = "\n".join(table(header, [["rlpost", "9", "1.00", "41.0 %"]]))
     assert train_step_figures(page) == "rlpost 9 tokens/s, 41.0 % of peak"
@@ -282,26 +278,14 @@ def test_a_benchmark_that_prints_no_table_failed(tmp_path: Path) -> None:
 # --- the table ---
 
 
-def test_the_table_has_a_line_a_check_and_the_count_of_each_outcome() -> None:
+def test_the_table_has_a_line_for_each_check_and_counts_the_outcomes() -> None:
     rows = [
         Row("memory", "passed", 2.04, "64 MiB held"),
         Row("broadcast", "skipped", 0, "one GPU:\nNCCL takes | two"),
         Row("runs", "failed", 31.5, "x" * 400),
     ]
     lines = render(rows).splitlines()
-    assert lines[0].split() == [
-        "|",
-        "check",
-        "|",
-        "result",
-        "|",
-        "s",
-        "|",
-        "figures,",
-        "or",
-        "why",
-        "|",
-    ]
+    assert " ".join(lines[0].split()) == "| check | result | s | figures, or why |"
     assert set(lines[1]) == {"|", "-"}
     assert [line.split(" | ")[1].strip() for line in lines[2:5]] == ["passed", "skipped", "failed"]
     assert "| one GPU: NCCL takes / two " in lines[3]
@@ -310,7 +294,7 @@ def test_the_table_has_a_line_a_check_and_the_count_of_each_outcome() -> None:
     assert lines[-1] == "1 failed, 1 passed, 1 skipped in 34 s"
 
 
-def test_a_table_of_nothing_says_so() -> None:
+def test_the_summary_of_no_rows_says_so() -> None:
     assert summary([]) == "nothing was checked in 0 s"
 
 
@@ -331,14 +315,14 @@ def test_a_table_of_nothing_says_so() -> None:
     ],
     ids=["ready", "nothing", "a probe that failed", "torch for CPUs", "hidden GPUs"],
 )
-def test_what_is_in_the_way_of_all_checks_is_named(
+def test_obstacles_to_all_checks_are_named(
     found: Machine, obstacles: list[str], monkeypatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert found.obstacles() == obstacles
 
 
-def test_a_missing_transformer_engine_is_named_and_is_not_in_the_way() -> None:
+def test_a_missing_transformer_engine_is_named_and_is_no_obstacle() -> None:
     found = Machine("570", "2.13.0", "13.0", (H200,), INSTALLED | {"transformer-engine": None}, 16)
     assert found.lacks() == ["transformer-engine is not installed"]
     assert found.obstacles() == []
@@ -355,8 +339,8 @@ def test_a_fresh_process_sees_what_is_installed_here() -> None:
     assert program.Machine.from_json(json.loads(json.dumps(dataclasses.asdict(found)))) == found
 
 
-def test_libraries_that_do_not_load_are_named_with_what_they_said(monkeypatch) -> None:
-    """As a torch for another driver, whose import ends the process."""
+def test_libraries_that_do_not_load_are_named_with_their_error(monkeypatch) -> None:
+    """As torch for another driver, whose import ends the process."""
     ends = subprocess.CalledProcessError(
         1, "python", stderr="OSError: libcudart.so.13:\n cannot open"
     )
@@ -383,9 +367,9 @@ def test_without_a_gpu_one_line_says_what_is_missing_and_the_exit_code_is_2(
         Machine(None, "2.13.0+cpu", None, (), INSTALLED | {"transformer-engine": None}, 2),
     )
     assert program.main(["--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and not (tmp_path / "out").exists()
-    (line,) = said.err.splitlines()
+    output = capsys.readouterr()
+    assert output.out == "" and not (tmp_path / "out").exists()
+    (line,) = output.err.splitlines()
     for part in (
         "no NVIDIA driver",
         "torch 2.13.0+cpu is built without CUDA",
@@ -405,10 +389,10 @@ def test_it(record_property):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("flags", "device"), [([], "cuda"), (["--on-cpu"], "cpu")])
-def test_checks_run_on_the_gpu_unless_they_are_to_be_tried_on_the_cpu(
+def test_checks_run_on_the_gpu_or_with_a_flag_on_the_cpu(
     monkeypatch, capsys, tmp_path, flags, device
 ) -> None:
-    """With a GPU faked: rows, table, and the same as JSON beside the logs."""
+    """With a fake GPU: rows, the table, and the same as JSON beside the logs."""
     monkeypatch.delenv("RLPOST_GPU_TESTS_ON", raising=False)
     file = tmp_path / "test_demo.py"
     file.write_text(SAYS_WHERE)
@@ -418,9 +402,9 @@ def test_checks_run_on_the_gpu_unless_they_are_to_be_tried_on_the_cpu(
         assert program.main([*flags, "--out", str(tmp_path / "out")]) == 0
     finally:
         signal.signal(signal.SIGTERM, handler)
-    said = capsys.readouterr().out
-    assert "NVIDIA H200 150 GB (sm_90), NVIDIA H200" in said
-    assert re.search(rf"\| demo: it \| passed \| [\d.]+ +\| {device} ", said)
+    output = capsys.readouterr().out
+    assert "NVIDIA H200 150 GB (sm_90), NVIDIA H200" in output
+    assert re.search(rf"\| demo: it \| passed \| [\d.]+ +\| {device} ", output)
     results = json.loads((tmp_path / "out/results.json").read_text())
     assert results["machine"]["driver"] == "570.1"
     assert [(row["check"], row["outcome"], row["note"]) for row in results["rows"]] == [
@@ -442,13 +426,13 @@ def test_a_failed_check_makes_the_exit_code_1_and_the_next_one_runs(
         assert program.main(["--out", str(tmp_path / "out")]) == 1
     finally:
         signal.signal(signal.SIGTERM, handler)
-    said = capsys.readouterr().out
-    assert "AssertionError: wrong weights" in said
-    assert "1 failed, 1 passed" in said
+    output = capsys.readouterr().out
+    assert "AssertionError: wrong weights" in output
+    assert "1 failed, 1 passed" in output
 
 
 @pytest.mark.slow
-def test_a_program_that_is_terminated_ends_its_check_and_shows_what_was_checked(
+def test_a_terminated_program_ends_its_check_and_shows_the_results_so_far(
     tmp_path: Path,
 ) -> None:
     """As Slurm does at the end of an allocation."""
@@ -483,14 +467,14 @@ def test_a_program_that_is_terminated_ends_its_check_and_shows_what_was_checked(
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-def test_the_list_says_what_each_check_shows(monkeypatch, capsys) -> None:
+def test_the_list_describes_each_check(monkeypatch, capsys) -> None:
     assert program.main(["--list", "--only", "runs", "broadcast"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["broadcast", "runs"]
     assert "CUDA IPC" in lines[1]
 
 
-def test_a_check_that_does_not_exist_is_refused_with_the_names_of_all(capsys) -> None:
+def test_an_unknown_check_is_refused_with_the_names_of_all(capsys) -> None:
     with pytest.raises(SystemExit) as left:
         program.main(["--only", "speed"])
     assert left.value.code == 2

@@ -1,6 +1,4 @@
-"""``tools/install.sh``: what it says before it installs anything, and what it asks pip for on a
-machine with GPUs.
-"""
+"""``tools/install.sh``: the check of Python's version, and the calls of pip on a machine with GPUs."""
 
 import os
 import subprocess
@@ -11,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def test_an_old_python_is_named_before_anything_is_made(tmp_path):
-    """As a login node has it; pip would say that there is no such torch."""
+def test_an_old_python_is_refused_before_anything_is_created(tmp_path):
+    """As on a login node; pip would report that no such version of torch exists."""
     old = tmp_path / "python3.9"
     old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.18\n[ "$1" = -V ]\n')
     old.chmod(0o755)
@@ -42,10 +40,10 @@ esac
         (False, 0, "there is no nvcc to compile it"),
     ],
 )
-def test_with_gpus_transformer_engine_is_compiled_last_and_its_absence_is_told(
+def test_with_gpus_transformer_engine_is_compiled_last_and_its_absence_is_reported(
     has_nvcc, code, why, tmp_path
 ):
-    """pip is a stand-in; a machine where it cannot be compiled has all the rest."""
+    """With a stand-in for pip. Where the compilation fails, everything else is installed."""
     bin_folder, venv = tmp_path / "bin", tmp_path / "venv"
     scripts = {
         bin_folder / "nvidia-smi": "#!/bin/sh\n",

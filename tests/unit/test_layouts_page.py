@@ -1,6 +1,4 @@
-"""docs/layouts.md: every layout that it recommends fits, for models of the size that they are
-published with.
-"""
+"""docs/layouts.md: every recommended layout fits, and models have their published sizes."""
 
 import json
 import shlex
@@ -18,6 +16,12 @@ PUBLISHED = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def page() -> str:
+    """The text of the page; the searches for its examples take seconds."""
+    return layouts_page()
+
+
 @pytest.mark.parametrize("start", STARTS, ids=lambda start: start.model)
 def test_a_recommended_layout_fits(start):
     made = planned(start)
@@ -26,14 +30,13 @@ def test_a_recommended_layout_fits(start):
     assert made.shape.parameters.total / 1e9 == pytest.approx(PUBLISHED[start.model], rel=0.01)
 
 
-def test_every_recommended_model_has_a_row():
-    text = layouts_page()
-    assert all(f"[{start.title}]" in text for start in STARTS)
+def test_every_recommended_model_has_a_row(page):
+    assert all(f"[{start.title}]" in page for start in STARTS)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.model)
-def test_the_commands_of_the_page_print_what_it_shows(example, capsys):
-    page, command = layouts_page(), search_command(example)
+def test_the_commands_of_the_page_print_the_output_that_it_shows(example, page, capsys):
+    command = search_command(example)
     assert command in page
     program, verb, *words = shlex.split(command.replace("\\\n", " "))
     assert (program, verb) == ("rlpost", "plan")

@@ -1,4 +1,4 @@
-"""GPUs of a host by NVML, and by the files of the driver where there is none."""
+"""GPUs of a host by NVML, or without it by the files of the driver."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NVMLError(Exception):
 
 
 def nvml(*, masks=None, fails=None):
-    """pynvml on a host with two GPUs beside two sockets; the second one has a MIG device."""
+    """A fake pynvml: two GPUs next to two sockets; the second GPU has a MIG device."""
 
     def init():
         if fails:
@@ -55,7 +55,7 @@ def nvml(*, masks=None, fails=None):
 
 @pytest.fixture
 def host(tmp_path):
-    """A root folder with what the kernel and the driver show."""
+    """A root folder with the files of the kernel and of the driver."""
     (tmp_path / "sys/devices/system/cpu").mkdir(parents=True)
     (tmp_path / "sys/devices/system/cpu/possible").write_text("0-255\n")
     for bus, uuid, cpus in (
@@ -75,7 +75,7 @@ def host(tmp_path):
     return tmp_path
 
 
-def test_cpus_are_nvml_s(host, monkeypatch):
+def test_cpus_are_those_of_nvml(host, monkeypatch):
     masks = [[(1 << 64) - 1, 0, 0, 0], [0, (1 << 64) - 1, 1, 0]]
     monkeypatch.setitem(sys.modules, "pynvml", nvml(masks=masks))
     first, second = read_local_gpus(host)
@@ -84,7 +84,7 @@ def test_cpus_are_nvml_s(host, monkeypatch):
 
 
 @pytest.mark.parametrize("masks", [None, [[0] * 4] * 2])
-def test_where_nvml_knows_none_they_are_those_of_the_bus(host, monkeypatch, masks):
+def test_where_nvml_reports_no_cpus_they_are_those_of_the_bus(host, monkeypatch, masks):
     monkeypatch.setitem(sys.modules, "pynvml", nvml(masks=masks))
     assert [gpu.cpus for gpu in read_local_gpus(host)] == [
         parse_cpu_list("0-63"),
@@ -92,7 +92,7 @@ def test_where_nvml_knows_none_they_are_those_of_the_bus(host, monkeypatch, mask
     ]
 
 
-def test_without_nvml_a_uuid_still_finds_its_gpu_and_an_index_none(host, monkeypatch):
+def test_without_nvml_a_gpu_is_found_by_uuid_and_not_by_index(host, monkeypatch):
     """The driver lists the GPUs of other jobs as well, so an index would be a guess."""
     monkeypatch.setitem(sys.modules, "pynvml", nvml(fails="Driver/library version mismatch"))
     gpus = read_local_gpus(host)
@@ -102,7 +102,7 @@ def test_without_nvml_a_uuid_still_finds_its_gpu_and_an_index_none(host, monkeyp
     assert read_local_gpus(host) == gpus, "without the bindings"
 
 
-def test_a_host_without_a_driver_has_none(tmp_path, monkeypatch):
+def test_a_host_without_a_driver_has_no_gpus(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", nvml(fails="Shared Library Not Found"))
     assert read_local_gpus(tmp_path) == ()
     monkeypatch.delitem(sys.modules, "pynvml")
@@ -116,7 +116,7 @@ def test_names_of_cuda_visible_devices():
     assert visible_names(" 0, GPU-abc1 ,") == ["0", "GPU-abc1"] and visible_names("") == []
     assert find_gpu("1", gpus) is gpus[1] and find_gpu("GPU-abc", gpus) is gpus[0]
     assert find_gpu("MIG-77", gpus) is gpus[1]
-    assert find_gpu("GPU-ab", gpus) is None, "two begin so"
+    assert find_gpu("GPU-ab", gpus) is None, "the prefix is ambiguous"
     assert find_gpu("NoDevFiles", gpus) is None
 
 

@@ -1,4 +1,4 @@
-"""A preparation at low priority leaves the process at its own."""
+"""A call at low priority does not change the priority of the process."""
 
 import os
 import threading
@@ -17,6 +17,6 @@ def test_only_the_thread_of_the_call_has_low_priority():
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
-def test_its_error_is_raised():
+def test_an_error_of_the_call_is_raised():
     with pytest.raises(KeyError):
         at_low_priority(lambda: {}["missing"])

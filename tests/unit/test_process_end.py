@@ -18,7 +18,7 @@ def started():
     return process, ProcessId(*map(int, process.stdout.readline().split()))
 
 
-def test_a_killed_process_has_ended_also_before_its_parent_looks():
+def test_a_killed_process_has_ended_before_its_parent_waits_for_it():
     process, identity = started()
     try:
         assert not has_ended(identity)
@@ -34,7 +34,7 @@ def test_a_killed_process_has_ended_also_before_its_parent_looks():
 LISTENS = f"""
 import socket, threading, time
 service = socket.create_server(("127.0.0.1", 0))
-memory = bytearray(b"1") * (300 << 20)  # is released slowly
+memory = bytearray(b"1") * (300 << 20)  # takes time to release
 for _ in range(50):
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 print(service.getsockname()[1])
@@ -44,7 +44,7 @@ print(service.getsockname()[1])
 
 def test_a_process_has_not_ended_before_its_last_thread_has_closed_its_port():
     """The first thread of a killed process is a zombie while the others still hold its sockets."""
-    for _ in range(5):  # which thread is the last differs
+    for _ in range(5):  # which thread ends last varies
         process = subprocess.Popen(
             [sys.executable, "-c", LISTENS], stdout=subprocess.PIPE, text=True
         )

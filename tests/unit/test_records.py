@@ -1,4 +1,4 @@
-"""Groups and backlogs as JSON values: equal when read back, in as few bytes as their columns."""
+"""Groups and backlogs as JSON values: equal when read back, about as small as their columns."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ EVERY = group(*SAMPLES)
 
 
 @pytest.mark.parametrize("packing", [None, BASE64])
-def test_a_group_is_equal_after_its_json_text(packing: object) -> None:
+def test_a_group_survives_json(packing: object) -> None:
     assert group_from(json.loads(json.dumps(group_record(EVERY, packing)))) == EVERY  # type: ignore[arg-type]
 
 
-def test_a_group_is_equal_after_its_bytes_behind_a_text() -> None:
+def test_a_group_survives_json_followed_by_bytes() -> None:
     written = Behind()
     text = json.dumps(group_record(EVERY, written))
     assert group_from(json.loads(text), Behind(b"".join(written.parts))) == EVERY
 
 
-def test_a_backlog_is_equal_after_its_json_text() -> None:
+def test_a_backlog_survives_json() -> None:
     prompt = Prompt(9, "p", tuple(range(50)), "label", {"level": 2})
     backlog = Backlog(
         (EVERY, SampleGroup(5, ())),
@@ -74,10 +74,8 @@ def test_a_backlog_is_equal_after_its_json_text() -> None:
     assert read.unfinished[0].prompt.token_ids == tuple(range(50))
 
 
-def test_a_record_of_the_journal_has_eight_bytes_a_token(tmp_path: Path) -> None:
-    """It was 12, and one more under a mask; the mask of a tool's output takes a few bytes in
-    all.
-    """
+def test_a_record_of_the_journal_has_eight_bytes_per_token(tmp_path: Path) -> None:
+    """The mask of a tool's output adds a few bytes in all."""
     for name in ("plain", "masked"):
         content = group_content(group(name), wanted=True)
         path = tmp_path / name
@@ -86,14 +84,14 @@ def test_a_record_of_the_journal_has_eight_bytes_a_token(tmp_path: Path) -> None
         assert len(content) - 8 * LENGTH < 500
 
 
-def test_a_checkpoint_has_eleven_bytes_a_token() -> None:
-    """Base64 of eight; it was about 27 in numbers."""
+def test_a_checkpoint_has_eleven_bytes_per_token() -> None:
+    """Eight bytes in base64."""
     text = "".join(backlog_json(Backlog((group("plain"),))))
     assert len(text) < 11 * LENGTH + 600
 
 
 def test_columns_are_written_without_a_copy() -> None:
-    """A group with routes is tens of megabytes, and the event loop writes it."""
+    """A group with routes has tens of megabytes, and is written in the event loop."""
     written = Behind()
     group_record(group("routed"), written)
     sample = SAMPLES["routed"]
@@ -106,7 +104,7 @@ def test_columns_are_written_without_a_copy() -> None:
         )
 
 
-def test_a_record_that_ends_early_is_malformed() -> None:
+def test_a_truncated_record_is_malformed() -> None:
     written = Behind()
     record = group_record(EVERY, written)
     with pytest.raises(ValueError):

@@ -1,5 +1,5 @@
-"""Writes of a run's files: in order, off the event loop, tried again, and none after the run is
-another attempt's.
+"""Writes of a run's files: in order, outside the event loop, with retries, and none after another
+attempt has claimed the run.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from rlpost.run_files import RunFile, storage_words
 
 
 def raising(number, times, then):
-    """Fails so many times, then does ``then``."""
+    """Return a function that raises ``times`` times and then calls ``then``."""
     left = [times]
 
     def act():
@@ -29,7 +29,7 @@ def raising(number, times, then):
     return act
 
 
-def test_writes_happen_in_order_also_those_that_failed_at_first(tmp_path, caplog):
+def test_writes_happen_in_order_including_those_that_failed_at_first(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     done = []
 
@@ -48,7 +48,7 @@ def test_writes_happen_in_order_also_those_that_failed_at_first(tmp_path, caplog
     assert done == [1, 2, 3] and "pending writes have succeeded" in caplog.text
 
 
-def test_an_error_that_may_pass_is_tried_again_at_once(tmp_path, monkeypatch, caplog):
+def test_a_transient_error_is_retried_at_once(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(run_files, "RETRY_AFTER_S", (0.01, 0.01))
     done = []
     file = RunFile(tmp_path / "f", lost="gone")
@@ -58,14 +58,14 @@ def test_an_error_that_may_pass_is_tried_again_at_once(tmp_path, monkeypatch, ca
     assert "Stale file handle; repair the storage or the mount" in caplog.text
 
 
-def test_what_is_lost_at_the_end_is_said(tmp_path, caplog):
-    file = RunFile(tmp_path / "f", lost="nobody knows of it")
+def test_writes_lost_at_the_end_are_reported(tmp_path, caplog):
+    file = RunFile(tmp_path / "f", lost="not recorded anywhere")
     assert not file.finish(raising(errno.EIO, 99, lambda: None))
     file.close()
-    assert "1 writes are lost: nobody knows of it" in caplog.text
+    assert "1 writes are lost: not recorded anywhere" in caplog.text
 
 
-def test_no_write_begins_once_the_run_is_another_attempts(tmp_path):
+def test_no_write_starts_once_another_attempt_has_claimed_the_run(tmp_path):
     done, is_fenced = [], threading.Event()
 
     def check():
@@ -88,7 +88,9 @@ def test_no_write_begins_once_the_run_is_another_attempts(tmp_path):
     assert done == [1]
 
 
-def test_a_write_that_hangs_is_waited_for_once_and_those_after_it_come_in_order(tmp_path, caplog):
+def test_only_one_call_waits_for_a_write_that_hangs_and_later_writes_stay_in_order(
+    tmp_path, caplog
+):
     answers, done = threading.Event(), []
 
     async def run():
@@ -110,7 +112,7 @@ def test_a_write_that_hangs_is_waited_for_once_and_those_after_it_come_in_order(
     assert done == [1, 2, 3, 4, 5]
 
 
-def test_a_mistake_of_ours_is_raised_and_stops_no_later_write(tmp_path):
+def test_a_bug_in_a_write_is_raised_and_stops_no_later_write(tmp_path):
     file, done = RunFile(tmp_path / "f", lost="gone"), []
 
     async def run():
@@ -122,7 +124,7 @@ def test_a_mistake_of_ours_is_raised_and_stops_no_later_write(tmp_path):
     assert done == [1]
 
 
-def test_an_error_of_the_network_is_none_of_storage():
+def test_an_error_of_the_network_is_no_storage_error():
     assert storage_words(ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")) is None
     assert storage_words(TimeoutError()) is None
     assert storage_words(OSError(errno.EROFS, "Read-only file system", "/runs/a")) == (
@@ -130,7 +132,7 @@ def test_an_error_of_the_network_is_none_of_storage():
     )
 
 
-def test_writes_that_hold_much_are_dropped_with_words_and_not_kept_for_ever(tmp_path, caplog):
+def test_writes_beyond_the_limit_are_dropped_with_a_warning(tmp_path, caplog):
     file, done = RunFile(tmp_path / "f", lost="not recorded", max_waiting=2), []
     answers = threading.Event()
     file.soon(lambda: answers.wait(20) and done.append(1))

@@ -1,4 +1,4 @@
-"""rlpost/cli/tiny_model.py fills a folder that is its own, and none that holds somebody's model."""
+"""rlpost/cli/tiny_model.py writes into its own folder only, never into one with another model."""
 
 import pytest
 
@@ -15,14 +15,14 @@ def make(text):
     return fill
 
 
-def test_a_model_that_was_not_made_here_is_left_alone(tmp_path):
+def test_a_folder_with_another_model_is_not_changed(tmp_path):
     (tmp_path / "config.json").write_text("of a model of 400 GB")
     with pytest.raises(SystemExit, match=r"holds config\.json and no tiny_model\.json"):
         produce(tmp_path, SETTINGS, make("tiny"))
     assert (tmp_path / "config.json").read_text() == "of a model of 400 GB"
 
 
-def test_one_that_was_is_made_again_with_other_settings_also_after_a_crash(tmp_path, monkeypatch):
+def test_the_tiny_model_is_made_again_with_other_settings_and_after_a_crash(tmp_path, monkeypatch):
     produce(tmp_path, SETTINGS, make("first"))
     built = tmp_path / ".building"
     built.mkdir()

@@ -1,6 +1,4 @@
-"""A folder of assets as a site has it after downloading: models by their published config.json,
-without weights.
-"""
+"""A folder of assets as after a download: models with their published config.json, without weights."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def make_assets(folder: Path) -> Path:
-    """Write what the recipes of jobs/recipes name; the folder."""
+    """Write the files that the recipes of jobs/recipes name; return the folder."""
     for name, model in MODELS.items():
         path = folder / name
         path.mkdir(parents=True)

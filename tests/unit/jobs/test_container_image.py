@@ -1,5 +1,5 @@
-"""The image's Dockerfile, read as docker reads it: one place for versions, no secrets, nothing that
-moves.
+"""The image's Dockerfile, parsed as docker parses it: one place for versions, no secrets, only pinned
+images.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SECRET = re.compile(r"token|secret|passw|api_?key|credential", re.IGNORECASE)
 
 
 def instructions() -> list[tuple[str, str]]:
-    """(instruction, its words) with comments gone and continued lines joined."""
+    """(instruction, arguments), without comments and with continued lines joined."""
     lines = [
         line for line in DOCKERFILE.read_text().splitlines() if not line.lstrip().startswith("#")
     ]
@@ -39,21 +39,19 @@ def arguments(kind: str) -> list[str]:
 
 
 def moves(image: str) -> bool:
-    """Whether a name may stand for another image tomorrow: no digest, and no tag or the tag
-    latest.
-    """
+    """Whether a name may refer to another image later: no digest, and no tag or the tag latest."""
     return "@sha256:" not in image and (
         ":" not in image.rpartition("/")[2] or image.endswith(":latest")
     )
 
 
-def test_only_instructions_that_are_known_here_stand_in_it():
+def test_it_has_only_instructions_that_these_tests_know():
     assert {word for word, _ in instructions()} == INSTRUCTIONS
     assert instructions()[0][0] == "ARG" and instructions()[1] == ("FROM", "${BASE}")
 
 
-def test_the_base_is_named_by_a_version_which_is_that_of_the_pinned_sglang():
-    """And so is every image that its comments and the pages name."""
+def test_the_base_image_has_the_version_of_the_pinned_sglang():
+    """Every other image in the file and on the page is pinned too."""
     base = next(rest.removeprefix("BASE=") for rest in arguments("ARG") if rest.startswith("BASE="))
     assert not moves(base)
     pinned = next(
@@ -73,7 +71,7 @@ def page() -> str:
 
 
 def extras() -> dict[str, list[str]]:
-    """setup.cfg by setuptools, which did not write our reader."""
+    """The extras of setup.cfg, read by setuptools: independent of the reader under test."""
     options = read_configuration(ROOT / "setup.cfg")["options"]
     return {
         name: [*options["install_requires"], *lines]
@@ -85,8 +83,8 @@ PACKAGES = {
     "ethtool": "ethtool", "free": "procps", "ibstat": "infiniband-diags", "ibv_devinfo": "ibverbs-utils",
     "ip": "iproute2", "iperf3": "iperf3", "ping": "iputils-ping", "ps": "procps",
 }  # fmt: skip
-"""Of Debian and Ubuntu, by the command that is in it."""
-ELSEWHERE = {"hostname", "sh", "df", "nvidia-smi", "ray"}  # of every image, of the driver, of pip
+"""Packages of Debian and Ubuntu, by a command that they contain."""
+ELSEWHERE = {"hostname", "sh", "df", "nvidia-smi", "ray"}  # in every image, of the driver, by pip
 
 
 def test_the_commands_that_the_pages_advise_are_installed():
@@ -100,10 +98,8 @@ def test_the_commands_that_the_pages_advise_are_installed():
     assert {PACKAGES[command] for command in advised - ELSEWHERE} <= set(installed)
 
 
-def test_what_is_installed_is_what_setup_cfg_pins_and_megatron():
-    """The list that the image installs and that the doctor checks, against setuptools' reading of
-    the same file.
-    """
+def test_the_installed_packages_are_those_of_setup_cfg_and_megatron():
+    """The list that the image installs and the doctor checks, compared with setuptools' reading."""
     words = shlex.split(
         next(run for run in arguments("RUN") if "--requirements" in run).partition(">")[0]
     )
@@ -126,7 +122,7 @@ def test_what_is_installed_is_what_setup_cfg_pins_and_megatron():
 
 
 def megatron() -> str:
-    """One version, in the two places that install it."""
+    """The pinned version of Megatron-core, which two files must agree on."""
     lines = (ROOT / "bootstrap/image/no_deps.txt").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith("megatron-core"))
     assert f" {line}\n" in (ROOT / "tools/install.sh").read_text()
@@ -134,14 +130,12 @@ def megatron() -> str:
 
 
 def test_transformer_engine_is_compiled_by_default_after_torch_and_against_it():
-    """Without build isolation, which would take another torch; left out only when that is asked
-    for.
-    """
+    """Without build isolation, which would compile against another torch."""
     defaults = dict(rest.split("=", 1) for rest in arguments("ARG"))
     assert defaults["COMPILED"] == "te"
     runs = arguments("RUN")
     (index,) = (index for index, run in enumerate(runs) if "--no-build-isolation" in run)
-    assert any("-r requirements.txt" in run for run in runs[:index]), "torch is there by then"
+    assert any("-r requirements.txt" in run for run in runs[:index]), "torch is installed before"
     assert (
         "bootstrap.image.doctor --compiled > compiled.txt" in runs[index]
         and "setuptools wheel" in runs[index]
@@ -150,7 +144,7 @@ def test_transformer_engine_is_compiled_by_default_after_torch_and_against_it():
 
 
 @pytest.mark.parametrize(("compiled", "installs"), [("te", True), ("", False)])
-def test_an_empty_argument_leaves_it_out(compiled, installs, tmp_path):
+def test_an_empty_argument_leaves_transformer_engine_out(compiled, installs, tmp_path):
     run = next(run for run in arguments("RUN") if "--no-build-isolation" in run)
     python = tmp_path / "python3"
     python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
@@ -163,7 +157,7 @@ def test_an_empty_argument_leaves_it_out(compiled, installs, tmp_path):
 
 
 def test_transformer_engine_is_in_no_other_extra():
-    """What a login node or a machine without a GPU installs never pulls it."""
+    """A login node or a machine without a GPU never installs it."""
     named = [
         name
         for name, lines in extras().items()
@@ -172,18 +166,18 @@ def test_transformer_engine_is_in_no_other_extra():
     assert named == ["te"]
 
 
-def test_no_version_of_a_package_is_repeated_in_it():
+def test_it_repeats_no_version_of_a_package():
     for run in [*arguments("RUN"), *arguments("ENV")]:
         assert not re.search(r"[<>=~!]=\s*\d", run), run
 
 
-def test_no_secret_comes_into_it():
+def test_it_contains_no_secret():
     for word, rest in instructions():
         assert not SECRET.search(rest), f"{word} {rest}"
     assert not re.search(r"https?://|curl|wget", "\n".join(arguments("RUN")))
 
 
-def test_lists_of_apt_are_fetched_used_and_removed_in_one_layer():
+def test_package_lists_of_apt_are_fetched_used_and_removed_in_one_layer():
     (run,) = (run for run in arguments("RUN") if "apt-get" in run)
     assert (
         "apt-get update" in run
@@ -194,13 +188,13 @@ def test_lists_of_apt_are_fetched_used_and_removed_in_one_layer():
     assert packages == sorted(packages)
 
 
-def test_shell_of_its_layers_is_bash():
+def test_the_commands_of_its_layers_are_valid_bash():
     for run in arguments("RUN"):
         subprocess.run(["bash", "-n"], input=run, text=True, check=True)
 
 
 def copied() -> list[str]:
-    """The files that go into the image; a folder stands for the files in it."""
+    """The files that are copied into the image, those of folders included."""
     sources = [source for rest in arguments("COPY") for source in rest.split()[:-1]]
     found = [path for source in sources for path in _files(ROOT / source)]
     return [path.relative_to(ROOT).as_posix() for path in found]
@@ -210,7 +204,7 @@ def _files(path: Path) -> list[Path]:
     return sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
 
 
-def test_what_is_copied_is_there_and_nothing_else_is_sent_to_docker():
+def test_copied_files_exist_and_nothing_else_is_sent_to_docker():
     lines = (FOLDER / "Dockerfile.dockerignore").read_text().splitlines()
     rules = [line for line in lines if line and not line.startswith("#")]
     assert rules[0] == "*" and all(rule.startswith("!") for rule in rules[1:])
@@ -219,9 +213,9 @@ def test_what_is_copied_is_there_and_nothing_else_is_sent_to_docker():
         assert any(fnmatch.fnmatch(source, rule[1:]) for rule in rules[1:]), source
 
 
-def test_what_is_copied_suffices_to_check_the_image(tmp_path):
-    """The last layer's command, with those files alone; it finds this CPU machine's stack wanting
-    as a GPU's.
+def test_the_copied_files_suffice_to_check_the_image(tmp_path):
+    """The command of the last layer with those files alone; it may report faults of a machine
+    without GPUs.
     """
     for source in copied():
         (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
@@ -236,5 +230,5 @@ def test_what_is_copied_suffices_to_check_the_image(tmp_path):
 
 
 @pytest.mark.parametrize("image", ["lmsysorg/sglang", "a/b:latest", "localhost:5000/a"])
-def test_images_that_move_are_found(image):
+def test_images_without_a_pinned_version_are_found(image):
     assert moves(image) and not moves(f"{image}@sha256:{'0' * 64}")

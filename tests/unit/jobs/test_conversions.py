@@ -1,5 +1,5 @@
-"""jobs/convert_*.sbatch: one for each converted model that a recipe names, made from the same files
-as its run.
+"""jobs/convert_*.sbatch: a script for each converted model that a recipe names, rendered from the
+same files as its run.
 """
 
 from __future__ import annotations
@@ -35,10 +35,8 @@ def options(script: str) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_what_a_recipe_begins_from_is_made_by_one_of_them(recipe, monkeypatch):
-    """From the weights of the folder of the same name, and of BF16: not from those that engines
-    use.
-    """
+def test_the_start_weights_of_a_recipe_are_made_by_one_script(recipe, monkeypatch):
+    """From the BF16 weights in the folder of the same name, not from the FP8 weights of engines."""
     monkeypatch.delenv("RLPOST_ASSETS", raising=False)
     wanted = load(files_of(recipe, {}), {}).config.checkpoint.ref_load
     (script,) = (
@@ -49,7 +47,7 @@ def test_what_a_recipe_begins_from_is_made_by_one_of_them(recipe, monkeypatch):
     )
 
 
-def test_the_largest_take_two_nodes_and_the_others_one():
+def test_the_largest_conversions_use_two_nodes_and_the_others_one():
     nodes = {path.stem: int(re.search(r"--nodes=(\d+)", path.read_text())[1]) for path in SCRIPTS}
     assert nodes == {
         "convert_glm45_355b": 2,
@@ -63,8 +61,8 @@ def test_the_largest_take_two_nodes_and_the_others_one():
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_passes_bash_and_shellcheck_and_is_not_warned_of_its_end(path):
-    """Nobody in it would hear USR2, which would end it."""
+def test_a_script_passes_bash_and_shellcheck_and_requests_no_signal(path):
+    """It has no handler of USR2, so the signal would end it."""
     subprocess.run(["bash", "-n", path], check=True)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", path], check=True)
@@ -73,8 +71,8 @@ def test_a_script_passes_bash_and_shellcheck_and_is_not_warned_of_its_end(path):
 
 
 def run(script: str, tmp_path: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a script with stand-ins for srun and scontrol: srun writes its words, and what the tool
-    would write.
+    """Run a script with stand-ins for srun and scontrol: srun records its arguments and creates the
+    output folder of the tool.
     """
     commands = tmp_path / "bin"
     commands.mkdir(exist_ok=True)
@@ -104,13 +102,13 @@ def run(script: str, tmp_path: Path, **environ: str) -> subprocess.CompletedProc
     )
 
 
-def test_a_job_without_its_site_says_what_is_missing_and_ends_for_good(tmp_path):
+def test_a_job_without_its_sites_variables_names_them_and_is_not_requeued(tmp_path):
     done = run((JOBS / "convert_glm45_355b.sbatch").read_text(), tmp_path)
     assert done.returncode == 78 and "not set: RLPOST_IMAGE RLPOST_ASSETS;" in done.stderr
     assert not (tmp_path / "words").exists()
 
 
-def test_the_folder_gets_its_name_when_all_is_written(tmp_path):
+def test_the_folder_is_renamed_when_everything_is_written(tmp_path):
     script = render_conversion(
         JobSpec(nodes=2, num_gpus_per_node=4), str(tmp_path / "x y_torch_dist")
     )
@@ -119,7 +117,7 @@ def test_the_folder_gets_its_name_when_all_is_written(tmp_path):
     assert not list(tmp_path.glob("x y_torch_dist*"))
     (tmp_path / "words").unlink()
     for name in ("x y_torch_dist.converting", "x y_torch_dist.converting-6"):
-        (tmp_path / name).mkdir()  # somebody's, or what another job writes just now
+        (tmp_path / name).mkdir()  # another user's, or another job writes it now
     done = run(script, tmp_path)
     assert done.returncode == 0 and (tmp_path / "x y_torch_dist").is_dir()
     left = sorted(path.name for path in tmp_path.glob("*.converting*"))
@@ -151,7 +149,7 @@ HOSTILE = JobSpec(
         ("auto", "none"),
     ],
 )
-def test_words_reach_the_tool_as_they_are_and_run_nothing(backend, chosen, tmp_path):
+def test_arguments_reach_the_tool_unchanged_and_are_not_executed(backend, chosen, tmp_path):
     container = Container(backend, "/i.sqsh", ("/models",)) if backend else None
     for script in (
         render_conversion(replace(HOSTILE, container=container), f"{tmp_path}/$(touch x)"),
@@ -166,8 +164,8 @@ def test_words_reach_the_tool_as_they_are_and_run_nothing(backend, chosen, tmp_p
 
 
 def test_a_conversion_is_submitted_with_a_copy_of_the_code(tmp_path, monkeypatch, capsys):
-    """``rlpost convert``: the same job as jobs/convert_NAME.sbatch, in a folder of its own, from any
-    folder.
+    """``rlpost convert``: the same job as jobs/convert_NAME.sbatch, in a separate folder, submitted
+    from any folder.
     """
     commands = tmp_path / "bin"
     commands.mkdir()
@@ -193,7 +191,7 @@ def test_a_conversion_is_submitted_with_a_copy_of_the_code(tmp_path, monkeypatch
 
 
 def make_code(folder: Path) -> Path:
-    """A project that is quickly copied."""
+    """Create a small project, which is copied fast; return its folder."""
     (folder / "rlpost").mkdir(parents=True)
     (folder / "rlpost/__init__.py").touch()
     return folder

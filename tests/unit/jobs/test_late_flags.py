@@ -1,6 +1,4 @@
-"""Flags of [cluster] after a batch file's name: the script itself refuses each that is part of its
-text.
-"""
+"""Flags of [cluster] after a batch file's name: the script refuses those that are part of its text."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from tools.late_flags import BY_RENDERING, BY_SBATCH, BY_VARIABLE, refusing_scri
 
 SCRIPT = JOBS.parent / "slurm/cluster_flags.sh"
 LATE = {*BY_SBATCH, *BY_VARIABLE, *BY_RENDERING}
-# Another value than in the settings below, by key.
+# A value that differs from the settings below, by key.
 OTHER: dict[str, Any] = {
     "actor_num_nodes": 1,
     "assets_dir": "/other",
@@ -46,11 +44,8 @@ OTHER: dict[str, Any] = {
     "nodes": 3,
 }
 GIVEN = {"nodes": 2, "container": "enroot", "container_image": "a/b:c", "ray_dashboard": True}
-# a batch file finds its run folder and its interpreter by variables
-ONLY_FOR_SUBMIT = {
-    "runs_dir",
-    "python",
-}
+# a batch file gets its run folder and its interpreter from variables
+ONLY_FOR_SUBMIT = {"runs_dir", "python"}
 
 
 def script(**values: Any) -> str:
@@ -67,10 +62,10 @@ def other(key: str) -> Any:
     return default + 1 if isinstance(default, int | float) else "other"
 
 
-def test_what_is_in_the_text_of_a_script_is_refused_after_its_name_and_nothing_else(
+def test_exactly_the_settings_in_the_text_of_a_script_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So that a new setting of the cluster cannot be forgotten."""
+    """Fails for a new setting of the cluster that is in neither list."""
     for name in ("RLPOST_ASSETS", "RLPOST_CONTAINER", "RLPOST_IMAGE_CACHE"):
         monkeypatch.delenv(name, raising=False)
     plain = script()
@@ -78,14 +73,14 @@ def test_what_is_in_the_text_of_a_script_is_refused_after_its_name_and_nothing_e
     assert rendered | ONLY_FOR_SUBMIT == LATE
 
 
-def test_the_script_is_the_one_of_the_settings() -> None:
+def test_the_script_is_current() -> None:
     assert SCRIPT.read_text() == refusing_script(), "slurm/cluster_flags.sh is old; run make jobs"
     assert subprocess.run(["shellcheck", SCRIPT]).returncode == 0
 
 
 @pytest.mark.parametrize("key", sorted(LATE))
 @pytest.mark.parametrize("form", ["{} v", "{}=v", "{}"])
-def test_each_is_refused_in_every_form_with_its_remedy(key: str, form: str) -> None:
+def test_a_late_flag_is_refused_in_every_form_with_its_remedy(key: str, form: str) -> None:
     words = ["--num-rollout", "3", *form.format(flag(key)).split()]
     done = subprocess.run(["bash", SCRIPT, *words], capture_output=True, text=True)
     assert done.returncode == 78 and done.stdout == ""
@@ -96,7 +91,7 @@ def test_each_is_refused_in_every_form_with_its_remedy(key: str, form: str) -> N
     assert key not in BY_VARIABLE or f"export {BY_VARIABLE[key]}=" in line
 
 
-def test_flags_of_the_training_pass(tmp_path: Path) -> None:
+def test_other_flags_are_accepted(tmp_path: Path) -> None:
     words = [
         "--num-rollout",
         "3",
@@ -112,7 +107,7 @@ def test_flags_of_the_training_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["glm45_355b", "tiny", "convert_qwen3_4b"])
-def test_a_job_ends_before_it_makes_anything(name: str, tmp_path: Path) -> None:
+def test_a_job_with_a_late_flag_ends_before_it_creates_anything(name: str, tmp_path: Path) -> None:
     environ = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
     environ |= {"RLPOST_HOME": str(JOBS.parent), "RLPOST_RUN_FOLDER": str(tmp_path / "run")}
     words = ["bash", str(JOBS / f"{name}.sbatch"), "--partition", "a", "--socket-ifname", "eth1"]

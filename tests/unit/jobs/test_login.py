@@ -1,5 +1,5 @@
-"""``./jobs/NAME.sbatch`` on a login node: everything that can be wrong is found there, then it
-submits itself.
+"""``./jobs/NAME.sbatch`` on a login node: it checks everything that can be checked there, then submits
+itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """The project, without an environment."""
+    """The project without a virtual environment."""
     home = tmp_path / "home"
     for name in ("slurm", "jobs"):
         shutil.copytree(ROOT / name, home / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -51,7 +51,7 @@ def make_environment(home: Path) -> None:
 
 @pytest.fixture
 def call(home: Path, tmp_path: Path) -> Call:
-    """Call a batch file as a person on a login node does, from another folder."""
+    """Call a batch file as a user on a login node does, from another folder."""
 
     def do(
         name: str,
@@ -80,7 +80,7 @@ def submitted(tmp_path: Path) -> list[str] | None:
     return path.read_text().splitlines() if path.exists() else None
 
 
-def test_what_has_nothing_wrong_is_submitted_with_its_flags(
+def test_a_correct_job_is_submitted_with_its_flags(
     call: Call, home: Path, tmp_path: Path, assets
 ) -> None:
     done = call("qwen3_4b", "--num-rollout", "3", "--save", "a b", RLPOST_ASSETS=str(assets))
@@ -91,14 +91,14 @@ def test_what_has_nothing_wrong_is_submitted_with_its_flags(
     assert "the job checks the settings" in done.stderr
 
 
-def test_what_slurm_refuses_is_shown_in_its_own_words(call: Call, tmp_path: Path, assets) -> None:
+def test_a_refusal_of_slurm_is_shown_with_its_message(call: Call, tmp_path: Path, assets) -> None:
     words = "sbatch: error: invalid account or account/partition combination specified"
     done = call("qwen3_4b", RLPOST_ASSETS=str(assets), answer=f"echo '{words}' >&2", code=1)
     assert done.returncode == 78 and words in done.stderr and "SBATCH_ACCOUNT" in done.stderr
     assert submitted(tmp_path) is None
 
 
-def test_all_that_is_missing_is_named_at_once(call: Call, tmp_path: Path) -> None:
+def test_all_missing_variables_are_named_at_once(call: Call, tmp_path: Path) -> None:
     done = call("glm45_355b", "--nodes", "4", srun=PYXIS)
     assert done.returncode == 78 and submitted(tmp_path) is None
     assert "--nodes 4: " in done.stderr and "not set: RLPOST_IMAGE RLPOST_ASSETS;" in done.stderr
@@ -107,7 +107,7 @@ def test_all_that_is_missing_is_named_at_once(call: Call, tmp_path: Path) -> Non
     assert wrong.returncode == 78 and "RLPOST_CONTAINER=docker is not a choice" in wrong.stderr
 
 
-def test_an_image_must_be_one_where_it_can_be_seen(call: Call, tmp_path: Path, assets) -> None:
+def test_an_image_is_checked_where_its_file_is_visible(call: Call, tmp_path: Path, assets) -> None:
     site = {"srun": PYXIS, "RLPOST_ASSETS": str(assets)}
     missing = call("qwen3_4b", **site, RLPOST_IMAGE=f"{tmp_path}/nowhere.sqsh")
     assert (
@@ -127,7 +127,7 @@ def test_an_image_must_be_one_where_it_can_be_seen(call: Call, tmp_path: Path, a
 
 
 @pytest.mark.parametrize("name", ["qwen3_4b", "convert_qwen3_4b"])
-def test_models_that_were_not_fetched_are_named_without_an_environment_too(
+def test_missing_models_are_named_without_a_virtual_environment_too(
     call: Call, name: str, tmp_path
 ) -> None:
     done = call(name, RLPOST_ASSETS=f"{tmp_path}/none")
@@ -135,12 +135,12 @@ def test_models_that_were_not_fetched_are_named_without_an_environment_too(
     assert f"{tmp_path}/none/Qwen3-4B does not exist; rlpost fetch" in done.stderr
 
 
-def test_a_file_that_a_flag_replaces_is_not_looked_for(call: Call, tmp_path: Path, assets) -> None:
+def test_a_file_that_a_flag_replaces_is_not_required(call: Call, tmp_path: Path, assets) -> None:
     done = call("qwen3_4b", "--prompt-data", "mine.jsonl", RLPOST_ASSETS=f"{tmp_path}/none")
     assert "--hf-checkpoint" in done.stderr and "--prompt-data" not in done.stderr
 
 
-def test_with_the_environment_the_settings_are_checked_in_full(
+def test_with_a_virtual_environment_the_settings_are_checked_in_full(
     call: Call, home: Path, tmp_path: Path, assets
 ) -> None:
     make_environment(home)
@@ -148,7 +148,7 @@ def test_with_the_environment_the_settings_are_checked_in_full(
     assert wrong.returncode == 78 and "--tensor-model-parallel-size 3" in wrong.stderr, wrong
     assert submitted(tmp_path) is None
     assert call("qwen3_4b", RLPOST_ASSETS=str(assets)).returncode == 0
-    # A container sees the assets and the project; nothing else of this machine.
+    # A container sees only the assets and the project of this machine.
     (tmp_path / "image.sqsh").write_text("hsqs")
     site = {"srun": PYXIS, "RLPOST_ASSETS": str(assets), "RLPOST_IMAGE": f"{tmp_path}/image.sqsh"}
     data = Path("dapo-math-17k/dapo-math-17k.jsonl")
@@ -159,7 +159,7 @@ def test_with_the_environment_the_settings_are_checked_in_full(
         assert done.returncode == code, done
 
 
-def test_a_host_without_slurm_says_where_to_call_it(home: Path, tmp_path: Path, assets) -> None:
+def test_a_host_without_slurm_names_the_missing_command(home: Path, tmp_path: Path, assets) -> None:
     environ = {"PATH": str(tmp_path / "bin"), "RLPOST_ASSETS": str(assets)}
     commands(tmp_path / "bin", python3=f'exec {sys.executable} "$@"')
     for name in ("bash", "dirname", "date", "grep", "hostname"):
@@ -170,7 +170,7 @@ def test_a_host_without_slurm_says_where_to_call_it(home: Path, tmp_path: Path, 
     assert done.returncode == 78 and "sbatch is not on the PATH of this host" in done.stderr, done
 
 
-def test_a_profile_that_says_pyxis_is_refused_on_a_cluster_without_it(
+def test_a_profile_with_pyxis_is_refused_on_a_cluster_without_it(
     call: Call, home: Path, assets
 ) -> None:
     profile = home / "pyxis.toml"

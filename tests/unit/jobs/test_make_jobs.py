@@ -1,4 +1,4 @@
-"""``make jobs`` without the training stack: of packages it needs pydantic alone."""
+"""``make jobs`` without the training stack: pydantic is the only package that it needs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-# Renders every job where nothing but the standard library, pydantic and what that needs can be
-# imported.
+# Renders every job while only the standard library, pydantic and its requirements can be imported.
 LIGHT = """
 import runpy, sys
 ALLOWED = {"pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection"}
@@ -45,10 +44,10 @@ def test_every_job_is_rendered_without_the_training_stack() -> None:
 def test_make_jobs_installs_no_training_stack() -> None:
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
-    said = subprocess.run(
+    output = subprocess.run(
         ["make", "-n", "jobs"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    assert "-m tools.make_jobs" in said and "install.sh" not in said
+    assert "-m tools.make_jobs" in output and "install.sh" not in output
 
 
 def test_make_jobs_finds_the_project_where_only_pydantic_is_installed(tmp_path: Path) -> None:
@@ -70,7 +69,7 @@ def test_make_jobs_finds_the_project_where_only_pydantic_is_installed(tmp_path: 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout whose Python makes environments in which pip only says what it would install."""
+    """A checkout whose Python creates environments with a pip that only records its arguments."""
     (tmp_path / "tools").mkdir()
     shutil.copy(ROOT / "tools/settings_python.sh", tmp_path / "tools")
     shutil.copy(ROOT / "setup.cfg", tmp_path)
@@ -94,13 +93,13 @@ def settings_python(checkout: Path) -> str:
     return done.stdout.strip()
 
 
-def test_a_small_environment_is_made_once(checkout: Path) -> None:
+def test_a_small_environment_is_created_once(checkout: Path) -> None:
     assert [settings_python(checkout) for _ in range(2)] == [".venv-jobs/bin/python"] * 2
     (line,) = (checkout / "pip.log").read_text().splitlines()
     assert line.endswith("install -qq pydantic>=2.7")
 
 
-def test_an_environment_that_has_all_is_used(checkout: Path) -> None:
+def test_an_existing_environment_is_used(checkout: Path) -> None:
     python = checkout / ".venv/bin/python"
     python.parent.mkdir(parents=True)
     python.write_text("#!/bin/bash\n")

@@ -1,5 +1,5 @@
-"""The recipes of jobs/: each loads, has nothing wrong, makes its batch script, and says what was
-published.
+"""The recipes of jobs/: each loads, passes all checks, has its batch script, and agrees with the
+published command lines.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LAYOUTS = {  # GPUs that train, that generate, engines, data-parallel size
     "qwen3_235b_a22b": (128, 128, 8, 4),
 }
 
-# Which of the published command lines a recipe is made of, those that win last.
+# The published command lines that a recipe combines; later ones take precedence.
 SOURCES = {
     "qwen3_4b": ["model-qwen3-4b", "qwen3-4b"],
     "qwen3_4b_decoupled": ["model-qwen3-4b", "qwen3-4b", "qwen3-4b-decoupled"],
@@ -56,7 +56,7 @@ SOURCES = {
     "glm45_355b": ["model-glm45-355b", "glm45-355b", "partial-rollout", "checkpoint", "wandb"],
 }
 A_RUN_S_OWN = "into the run's own folder: two runs must not share one"
-DIFFERENT = {  # key: why a recipe does not say what its source says
+DIFFERENT = {  # key: why a recipe differs from its source
     "save": A_RUN_S_OWN,
     "load": A_RUN_S_OWN,
     "colocate": "not in the decoupled variants, which are made from the colocated one",
@@ -82,9 +82,9 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_recipe_has_nothing_wrong(name, assets, monkeypatch):
-    """Arithmetic, the model against its published config.json, prompts, rewards, options of SGLang
-    and Megatron.
+def test_a_recipe_passes_all_checks(name, assets, monkeypatch):
+    """Arithmetic, the model and its published config.json, prompts, rewards, options of SGLang and
+    Megatron.
     """
     config = read(name, assets, monkeypatch)
     check(config)
@@ -102,7 +102,7 @@ def test_every_recipe_has_its_layout_here():
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_recipe_without_its_assets_says_which_variable_is_missing(name, monkeypatch):
+def test_a_recipe_without_its_assets_names_the_missing_variable(name, monkeypatch):
     monkeypatch.delenv("RLPOST_ASSETS", raising=False)
     config = load(files_of(JOBS / "recipes" / f"{name}.toml", {}), {}).config
     with pytest.raises(ConfigError) as caught:
@@ -115,7 +115,7 @@ def test_a_recipe_without_its_assets_says_which_variable_is_missing(name, monkey
     )
 
 
-def test_assets_dir_is_the_variable(assets, monkeypatch):
+def test_assets_dir_replaces_the_variable(assets, monkeypatch):
     monkeypatch.setenv("RLPOST_ASSETS", "/elsewhere")
     config = load(
         files_of(JOBS / "recipes/qwen3_4b.toml", {"cluster": "site"}),
@@ -149,7 +149,7 @@ def test_the_batch_script_of_a_recipe_fits_a_page_and_passes_bash(name):
         ({"RLPOST_ASSETS": "/a"}, "RLPOST_IMAGE"),
     ],
 )
-def test_a_job_says_what_is_missing_of_its_site_and_ends_for_good(given, missing, tmp_path):
+def test_a_job_names_its_sites_missing_variables_and_is_not_requeued(given, missing, tmp_path):
     (tmp_path / "bootstrap").mkdir()
     (tmp_path / "slurm").symlink_to(JOBS.parent / "slurm")
     (tmp_path / "bin").mkdir()
@@ -170,8 +170,8 @@ def test_a_job_says_what_is_missing_of_its_site_and_ends_for_good(given, missing
     assert f"not set: {missing};" in done.stderr
 
 
-def test_a_profile_with_everything_in_it_leaves_no_variable(assets, monkeypatch, tmp_path):
-    """jobs/clusters/site.toml filled in: the script holds the values, and asks for nothing."""
+def test_a_complete_profile_leaves_no_variable(assets, monkeypatch, tmp_path):
+    """With jobs/clusters/site.toml filled in, the script contains the values."""
     site = tmp_path / "site.toml"
     site.write_text(
         f"[cluster]\naccount = 'rl'\nassets_dir = '{assets}'\ncontainer = 'pyxis'\ncontainer_image = '/i/x.sqsh'\n"
@@ -230,37 +230,33 @@ def test_a_config_without_a_size_is_named(assets, monkeypatch, tmp_path):
         plan.model_of(broken)
 
 
-def test_the_page_of_recipes_is_that_of_the_recipes(monkeypatch):
+def test_the_page_of_recipes_is_current(monkeypatch):
     monkeypatch.delenv("RLPOST_ASSETS", raising=False)
     assert (JOBS.parent / "docs/recipes.md").read_text() == recipes_page(), (
         "docs/recipes.md is old; run make docs"
     )
 
 
-def said(config: Config, key: str) -> Any:
+def setting_of(config: Config, key: str) -> Any:
     group = fields().get(key, "sglang" if key.startswith("sglang_") else "megatron")
     return getattr(getattr(config, group), key, None)
 
 
 def compared(name: str, config: Config) -> list[tuple[str, Any, Any, str]]:
-    """(key, what the sources say, what the recipe says, why it differs) for each key that the
-    sources name.
-    """
+    """(key, value of the sources, value of the recipe, why they differ) for each key of the sources."""
     published: dict[str, Any] = {}
     for source in SOURCES[name]:
         published |= resolved(without(words_of(source), {"--wandb-key"}))[0]
     rows = []
     for key, value in sorted(published.items()):
-        ours = said(config, key)
+        ours = setting_of(config, key)
         rows.append((key, value, ours, "" if ours == value else DIFFERENT.get(key, "?")))
     return rows
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_recipe_says_what_was_published_or_why_not(name, monkeypatch):
-    """Every flag of the published command lines is in the recipe with its value; a difference has a
-    reason.
-    """
+def test_a_recipe_has_the_published_values_or_a_reason(name, monkeypatch):
+    """For every flag of the published command lines."""
     config = read(name, Path("/root"), monkeypatch)
     rows = compared(name, config)
     assert len(rows) > 20
@@ -318,7 +314,7 @@ def test_later_glm_recipes_differ_from_glm45_in_the_model_alone(name, monkeypatc
     }
 
 
-def test_what_the_sources_get_wrong_is_right_here(monkeypatch):
+def test_errors_of_the_sources_are_corrected(monkeypatch):
     """The product of sizes has no EP in it; 160 experts, not 32; 6 bytes a parameter would not need
     offloading.
     """
@@ -362,7 +358,7 @@ def test_variables_of_a_container_are_named_once():
     assert made.targets == ("/models", "$RLPOST_ASSETS", "/data")
 
 
-SMALL = {  # what differs from tiny.toml
+SMALL = {  # tables that differ from tiny.toml
     "tiny_distill": {"distillation", "rollout", "grpo"},
     "tiny_lora": {"lora", "optimizer"},
     "tiny_muon": {"optimizer", "perf"},
@@ -376,7 +372,7 @@ def test_every_recipe_of_the_tiny_model_is_in_the_table():
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_recipe_of_the_tiny_model_has_nothing_wrong_and_fits(name, tmp_path, monkeypatch, capsys):
+def test_a_recipe_of_the_tiny_model_passes_all_checks_and_fits(name, tmp_path, monkeypatch, capsys):
     """Only its algorithm differs from tiny.toml; the planner counts what it adds."""
     path = JOBS / f"recipes/small/{name}.toml"
     project = make_project(tmp_path / "made")
