@@ -216,7 +216,7 @@ class Inventory:
 
 @lru_cache(maxsize=1024)
 def _full_shapes(
-    shape: torch.Size, layout: layouts.Layout, dim: int, num_shards: int, dims: Dimensions
+    shape: torch.Size, layout: names.Layout, dim: int, num_shards: int, dims: Dimensions
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Shapes of the full Megatron tensor, and of its Hugging Face tensors, from that of a shard.
 
