@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._device import DeviceContext, _device_constructors
 
 from rlpost.actor import device, megatron_on_cpu, parallel
 from rlpost.actor.settings import ActorSettings
@@ -61,7 +62,7 @@ def as_rank(
 @contextmanager
 def building() -> Iterator[None]:
     """Context in which tensors without a device are on the meta device."""
-    with META, _WithoutGenerator():
+    with _Building(META):
         yield
 
 
@@ -99,6 +100,9 @@ class MetaAsHost(TorchFunctionMode):
     without data.
     """
 
+    answered: frozenset[object] = frozenset({_TYPE, _CPU})
+    """Functions that ``answer`` is asked about, and not called directly."""
+
     def __torch_function__(
         self,
         function: Callable[..., object],
@@ -106,7 +110,10 @@ class MetaAsHost(TorchFunctionMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        return self.answer(function, args, kwargs or {})
+        options = kwargs or {}
+        if function in self.answered or "generator" in options:
+            return self.answer(function, args, options)
+        return function(*args, **options)  # nearly all: reads of attributes come here too
 
     def answer(self, function: Callable[..., object], args: Any, options: dict[str, Any]) -> Any:
         """Call ``function``, or answer for it."""
@@ -117,11 +124,19 @@ class MetaAsHost(TorchFunctionMode):
         return function(*args, **options)
 
 
-class _WithoutGenerator(MetaAsHost):
-    """Also draw no values: a generator of the host does not fit tensors on the meta device."""
+class _Building(MetaAsHost, DeviceContext):
+    """Also create tensors on a device, and draw no values: a generator of the host does not fit
+    tensors on the meta device.
+
+    One mode instead of ``with device`` and another, because each costs time for every operation.
+    """
+
+    answered = MetaAsHost.answered | _device_constructors()
 
     def answer(self, function: Callable[..., object], args: Any, options: dict[str, Any]) -> Any:
-        """Call ``function`` without a generator."""
+        """Call ``function`` without a generator, on the device."""
         if "generator" in options:
             options = {name: value for name, value in options.items() if name != "generator"}
+        if options.get("device") is None and function in _device_constructors():
+            options = {**options, "device": self.device}
         return super().answer(function, args, options)

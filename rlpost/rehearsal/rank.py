@@ -54,14 +54,16 @@ def rehearse_rank(
     settings = as_on_gpu(settings)
     description.check_layout(settings)
     num_stages = description.num_virtual_stages(settings)
-    with as_rank(rank, world, settings, num_virtual_stages=num_stages), building():
-        chunks = build_model(description, settings)
+    with as_rank(rank, world, settings, num_virtual_stages=num_stages):
+        with building():
+            chunks = build_model(description, settings)
         inventory = inventory_of(chunks, description, gather=_own_stage_alone)
         policy = _facts(rank, chunks, inventory, settings)
         if not settings.use_critic:
             return policy
         of_critic = settings.of_critic
-        chunks = build_value_model(description, of_critic)
+        with building():
+            chunks = build_value_model(description, of_critic)
         inventory = value_inventory(chunks, description, gather=_own_stage_alone)
         return replace(policy, critic=_facts(rank, chunks, inventory, of_critic))
 
@@ -70,10 +72,11 @@ def _facts(
     rank: int, chunks: Sequence[GPTModel], inventory: Inventory, settings: ActorSettings
 ) -> RankFacts:
     """Wrap a model of this rank, build its optimizer, and list what both have."""
-    model = optimizer.wrap(chunks, settings)
-    adam = optimizer.build(model, settings)
-    if settings.optimizer == "muon":
-        muon.install(adam, inventory, settings)
+    with building():
+        model = optimizer.wrap(chunks, settings)
+        adam = optimizer.build(model, settings)
+        if settings.optimizer == "muon":
+            muon.install(adam, inventory, settings)
     ranges = _optimizer_ranges(adam, chunks)
     return RankFacts(
         rank=rank,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -188,27 +189,37 @@ class Inventory:
             numbers = [self._first_expert(rank) + expert for rank in everyone]
             if held.rule.is_stacked:
                 numbers = list(range(self.dims.num_experts))
-            rules = tuple(
-                names.to_hugging_face(names.renumber(name, expert=n), family.rules) for n in numbers
-            )
+            rules = names.of_experts(name, numbers, family.rules)
         num_shards = 1 if held.dim is None else held.group.size()
-        shards = [torch.empty(held.tensor.shape, device="meta")] * num_shards
-        full = layouts.join(shards, held.rule.layout, dim=held.dim or 0)
-        shapes = tuple(
-            tuple(part.shape) for part in layouts.split(full, held.rule.layout, self.dims)
+        full_shape, shapes = _full_shapes(
+            held.tensor.shape, held.rule.layout, held.dim or 0, num_shards, self.dims
         )
         if held.rule.is_stacked:
             shapes = tuple((len(rules), *shape) for shape in shapes)
         return Entry(
             rules,
             self.groups.pipeline.rank(),
-            tuple(full.shape),
+            full_shape,
             shapes if held.rule.is_stacked else shapes * len(rules),
             held.tensor.dtype,
         )
 
     def _first_expert(self, expert_rank: int) -> int:
         return self.dims.num_experts // self.groups.expert.size() * expert_rank
+
+
+@lru_cache(maxsize=1024)
+def _full_shapes(
+    shape: torch.Size, layout: names.Layout, dim: int, num_shards: int, dims: Dimensions
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Shapes of the full Megatron tensor, and of its Hugging Face tensors, from that of a shard.
+
+    Cached, because a model has thousands of weights and few shapes.
+    """
+    shards = [torch.empty(shape, device="meta")] * num_shards
+    full = layouts.join(shards, layout, dim=dim)
+    parts = layouts.split(full, layout, dims)
+    return tuple(full.shape), tuple(tuple(part.shape) for part in parts)
 
 
 def in_order(stages: Sequence[Sequence[Entry]]) -> tuple[Entry, ...]:

@@ -9,6 +9,7 @@ families; ``rlpost.weights.families`` has the rules of each family.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -217,6 +218,20 @@ def to_hugging_face(name: str, rules: tuple[Rule, ...]) -> Rule:
     Raises:
         WeightError: no rule has this name.
     """
+    return _filled(_template(name, rules), layer_number(name), expert_number(name))
+
+
+def of_experts(name: str, experts: Iterable[int], rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Return the rules of a parameter of one expert for each of ``experts``.
+
+    Raises:
+        WeightError: no rule has this name.
+    """
+    template, layer = _template(name, rules), layer_number(name)
+    return tuple(_filled(template, layer, expert) for expert in experts)
+
+
+def _template(name: str, rules: tuple[Rule, ...]) -> Rule:
     layer, expert = layer_number(name), expert_number(name)
     template = name
     if layer is not None:
@@ -225,11 +240,15 @@ def to_hugging_face(name: str, rules: tuple[Rule, ...]) -> Rule:
         template = template.replace(f".local_experts.{expert}.", ".local_experts.{expert}.", 1)
     for rule in rules:
         if rule.megatron == template:
-            filled = (
-                hf.replace("{layer}", str(layer)).replace("{expert}", str(expert))
-                for hf in rule.hugging_face
-            )
-            return Rule(name, tuple(filled), rule.layout, rule.is_stacked)
+            return rule
     raise WeightError(
         f"parameter {name!r} of the Megatron model has no Hugging Face name in its family's table"
     )
+
+
+def _filled(rule: Rule, layer: int | None, expert: int | None) -> Rule:
+    def fill(name: str) -> str:
+        return name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+
+    hugging_face = tuple(fill(one) for one in rule.hugging_face)
+    return Rule(fill(rule.megatron), hugging_face, rule.layout, rule.is_stacked)

@@ -1,10 +1,9 @@
-"""Ranks of the actor as real processes, for the contract tests: Megatron is imported once and each
-rank is forked off.
+"""Ranks of the actor as real processes. Megatron is imported once, in a fork server, and each rank is
+forked from it.
 
-``run_ranks`` starts the ranks of one world, runs a function of this module in each and returns what
-they returned. The fork server holds the imports, so a world starts in a second or two. With a torch
-for CUDA each rank is spawned instead: the imports ask the driver whether there is a GPU, and CUDA
-does not work in a fork of a process that did.
+``run_ranks`` starts the ranks of one world, calls a function on each and returns the results. A
+world starts in a second or two. With a CUDA build of torch each rank is spawned instead: the
+imports initialise the driver, and CUDA does not work in a fork of such a process.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tests.ports import free_port
 
 DEADLINE_S = 120.0
 _fork_server = multiprocessing.get_context("forkserver")
-# The first step of an optimizer imports torch._dynamo: 0.3 s, in every rank that would be.
+# The first step of an optimizer imports torch._dynamo, which would take 0.3 s in every rank.
 _fork_server.set_forkserver_preload(
     ["rlpost.actor.actor", "torch._dynamo", "tests.contract.actor_ranks"]
 )
@@ -44,10 +43,10 @@ def run_ranks(
     make: Callable[[ActorSettings], Any] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """``function(actor, **kwargs)`` on every rank of a world; the results in order of rank.
+    """Call ``function(actor, **kwargs)`` on every rank of a world; return the results in rank order.
 
-    ``before`` is called in each process before there is an actor; ``make`` makes it, by default an
-    ``Actor``.
+    ``before`` is called in each process before the actor is created; ``make`` creates it, by
+    default an ``Actor``.
     """
     port = free_port()
     places = [(rank, world_size, "127.0.0.1", port) for rank in range(world_size)]
@@ -57,8 +56,9 @@ def run_ranks(
 
 
 def in_processes(main: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Run ``main(pipe, *each)`` in a process for each; what they send, (True, result), or (False, a
-    traceback).
+    """Run ``main(pipe, *each)`` in one process each; return the results.
+
+    Each process sends (True, result) or (False, traceback); the latter fails the test.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     context = _start_context()
@@ -116,7 +116,7 @@ def _rank_main(
 
 
 def my_batch(actor: Any, samples: Sequence[TrainSample], max_tokens: int | None) -> TrainBatch:
-    """This rank's part of a global batch."""
+    """Return this rank's part of a global batch."""
     from rlpost.actor import parallel
 
     num_samples, num_ranks = len(samples), parallel.data_parallel_group().size()
@@ -199,7 +199,7 @@ def step_and_score(
 def logprobs_in_groups(
     actor: Any, samples: Sequence[TrainSample], groups: Sequence[Sequence[int]]
 ) -> list[Any]:
-    """Log-probs in the micro-batches of the training, and in groups of their own."""
+    """Log-probs computed in the micro-batches of training, and in other groups."""
     actor.import_weights()
     batch = my_batch(actor, samples, max_tokens=64)
     grouped = dataclasses.replace(batch, log_prob_groups=tuple(map(tuple, groups)))
@@ -208,8 +208,8 @@ def logprobs_in_groups(
 
 @dataclass(frozen=True)
 class Files:
-    """Folders to load a checkpoint from, to save one to after the second step, to export the final
-    weights to.
+    """Folders: a checkpoint to load, where to save one after the second step, where to export the
+    final weights.
     """
 
     load: str | None = None
@@ -225,7 +225,7 @@ def train(
     max_tokens: int | None = 64,
     two_passes: bool = False,
 ) -> dict[str, Any]:
-    """Train on the steps that are left.
+    """Train on the remaining steps.
 
     With ``two_passes`` each step is trained twice, the second time against the log-probs from
     before the first.
@@ -252,8 +252,8 @@ def train(
 def train_and_compare(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, two_passes: bool
 ) -> dict[str, Any]:
-    """Train, and show what can be compared between layouts: full gradients of the first step, and
-    full weights.
+    """Train; also return what layouts are compared by: full gradients of the first step, and full
+    weights.
     """
     gradients: dict[str, Any] = {}
     real_step = actor.optimizer.step
@@ -303,8 +303,8 @@ def whole_tensors(actor: Any, *, gradients: bool) -> dict[str, Any]:
 
 
 def _share_reduced_gradients(chunk: Any) -> None:
-    """The distributed optimizer leaves each data-parallel rank with its part of the sum; give all
-    parts to all.
+    """All-gather the reduced gradients: the distributed optimizer leaves each data-parallel rank
+    with only its part.
     """
     import torch.distributed as dist
 
@@ -323,7 +323,7 @@ def look_and_train(
     folder: str,
     steps: Sequence[Sequence[TrainSample]],
 ) -> dict[str, Any]:
-    """Both, in one world: what imports, and what training makes of it."""
+    """``look`` and then ``train``, in one world."""
     seen = look(actor, samples, f"{folder}/imported")
     return seen | train(
         actor, steps, files=Files(save=f"{folder}/saved", export=f"{folder}/trained")
@@ -331,7 +331,7 @@ def look_and_train(
 
 
 def count_forwards(actor: Any, samples: Sequence[TrainSample]) -> dict[str, int]:
-    """How often norms and attentions run in one training step of one micro-batch."""
+    """Count the forward calls of norms and attention in a training step of one micro-batch."""
     from rlpost.actor.attention import PackedAttention
     from rlpost.actor.norm import RMSNorm
 
@@ -344,7 +344,7 @@ def count_forwards(actor: Any, samples: Sequence[TrainSample]) -> dict[str, int]
 
         return forward
 
-    RMSNorm.forward = counted("norms", RMSNorm.forward)  # in a process of its own that ends soon
+    RMSNorm.forward = counted("norms", RMSNorm.forward)  # this process ends soon
     PackedAttention.forward = counted("attentions", PackedAttention.forward)
     actor.import_weights()
     actor.train_step(my_batch(actor, samples, max_tokens=10_000))
@@ -354,10 +354,9 @@ def count_forwards(actor: Any, samples: Sequence[TrainSample]) -> dict[str, int]
 def save_beside_training(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, folders: Sequence[str]
 ) -> list[str]:
-    """After the first step save into the first folder, waiting, and into the second in the
-    background, of which nothing is waited for until everything has left the device and come back,
-    as on shared GPUs, and two more steps are trained; then save into the third. Returns the
-    weights' hash at each save.
+    """Save twice after the first step: into the first folder, blocking, and into the second in the
+    background, while everything is offloaded and restored, as on shared GPUs, and two more steps
+    are trained. Then save into the third folder. Returns the weights' hash at each save.
     """
     actor.import_weights()
     train = lambda samples: actor.train_step(my_batch(actor, samples, max_tokens=None))  # noqa: E731
@@ -389,12 +388,12 @@ def hash_of_saved(actor: Any, *, folder: str) -> tuple[str, dict[str, Any]]:
     return actor.weights_hash(), sums
 
 
-def train_with_absences(
-    actor: Any, steps: Sequence[Sequence[TrainSample]], *, leaves: bool
+def train_with_offload(
+    actor: Any, steps: Sequence[Sequence[TrainSample]], *, offloads: bool
 ) -> dict[str, Any]:
-    """Train; between steps everything leaves the device and comes back, the weights alone for a
-    while, if it ``leaves``. Returns a hash of the weights, the loss of each step, and what left at
-    the first absence.
+    """Train. With ``offloads`` everything is offloaded between steps and restored, the weights first.
+
+    Returns a hash of the weights, the loss of each step, and the bytes freed by the first offload.
     """
     actor.import_weights()
     losses, freed = [], {}
@@ -402,11 +401,11 @@ def train_with_absences(
         losses.append(
             actor.train_step(my_batch(actor, samples, max_tokens=None)).metrics["train/loss"]
         )
-        if not leaves:
+        if not offloads:
             continue
-        left = actor.memory.offload("weights", "grads", "optimizer")
-        freed = freed or left
-        assert actor.memory.offload("weights") == {}, "what is away cannot leave"
+        moved = actor.memory.offload("weights", "grads", "optimizer")
+        freed = freed or moved
+        assert actor.memory.offload("weights") == {}, "already offloaded"
         actor.memory.restore("weights")
         actor.weights_hash()
         actor.memory.restore("weights", "grads", "optimizer")
@@ -414,8 +413,8 @@ def train_with_absences(
 
 
 def positions_of_a_step(actor: Any, samples: Sequence[TrainSample]) -> dict[str, Any]:
-    """Where the actor is before each micro-batch of a training step, its groups, and the seconds of
-    its passes and of the whole step.
+    """Positions that the actor reports before each micro-batch of a training step, and the seconds
+    of its passes and of the whole step.
     """
     import time
 
@@ -437,12 +436,12 @@ def positions_of_a_step(actor: Any, samples: Sequence[TrainSample]) -> dict[str,
 
 
 def plan_sync(actor: Any) -> Any:
-    """What would be sent."""
+    """The buckets of a weight update."""
     return actor.buckets.plan()
 
 
 def send_weights(actor: Any, *, connections: Sequence[Sequence[int]], group_name: str) -> None:
-    """Bring all buckets to one peer, which joins several times, each time at one port a pipeline
+    """Send all buckets to one peer, which joins several times, each time at one port per pipeline
     stage.
     """
     actor.import_weights()
@@ -454,8 +453,8 @@ def send_weights(actor: Any, *, connections: Sequence[Sequence[int]], group_name
         actor.broadcast.disconnect()
 
 
-def connect_to_nobody(actor: Any, *, port: int) -> str:
-    """What the actor says when no engine comes within a second."""
+def connect_without_engines(actor: Any, *, port: int) -> str:
+    """Return the actor's error when no engine joins within a second."""
     actor.broadcast.timeout = timedelta(seconds=1)
     try:
         actor.broadcast.connect("127.0.0.1", port, 1, "rlpost")
@@ -465,7 +464,7 @@ def connect_to_nobody(actor: Any, *, port: int) -> str:
 
 
 def load(actor: Any, *, folder: str) -> str:
-    """What the actor says to this checkpoint."""
+    """Load a checkpoint; return "loaded" or the error."""
     try:
         actor.load(folder)
     except CheckpointError as error:

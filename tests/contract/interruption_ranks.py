@@ -25,7 +25,7 @@ def written(path: Path) -> Any:
     """What somebody writes there, once it is there."""
     ends = time.monotonic() + DEADLINE_S
     while not path.exists():
-        assert time.monotonic() < ends, f"nobody wrote {path}"
+        assert time.monotonic() < ends, f"{path} was not written"
         time.sleep(0.001)
     return json.loads(path.read_text())
 

@@ -1,14 +1,15 @@
 """Parallel layouts of the trainer, each compared with one process: loss, gradients and weights over
 three steps.
 
-``python -m tests.contract.layouts`` runs all of them and prints the table of docs/benchmarks.md;
-words after it choose layouts by their names.
+``python -m tests.contract.layouts [NAME ...]`` runs the named layouts, or all of them, and prints
+the table of docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rlpost.actor.settings import ActorSettings
+from rlpost.types import TrainSample
 from tests.contract.actor_ranks import run_ranks, train_and_compare
 from tests.contract.families import LATENT_MTP, MTP, make_family
 from tests.contract.samples import STEPS
@@ -36,7 +38,7 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How one model is cut over a number of ranks."""
+    """How one model is sharded over a number of ranks."""
 
     name: str
     model: str
@@ -165,10 +167,11 @@ class Difference:
 
 
 class Comparison:
-    """Runs layouts and the one process that each model is compared with."""
+    """Runs layouts, and for each model the single process that they are compared with."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, steps: Sequence[Sequence[TrainSample]] = STEPS) -> None:
         self.folder = folder
+        self.steps = steps
         self.model = cache(self._model)
         self.alone = cache(
             lambda model, algorithm: self._run(Layout("alone", model, 1, algorithm=algorithm))
@@ -203,7 +206,7 @@ class Comparison:
         )  # fmt: skip
         two_passes = layout.algorithm != "grpo"  # the second has ratios other than 1
         return run_ranks(
-            train_and_compare, layout.num_ranks, settings, steps=STEPS, two_passes=two_passes
+            train_and_compare, layout.num_ranks, settings, steps=self.steps, two_passes=two_passes
         )
 
 

@@ -1,8 +1,8 @@
 """The real actor: Megatron-core over gloo, against Hugging Face and against itself at other
 layouts.
 
-The model is a tiny random Qwen3 made by transformers. What is compared with was not written here:
-logits and gradients of transformers' model, AdamW of torch.
+The model is a tiny random Qwen3 made by transformers. The references are independent: logits and
+gradients of transformers' model, and AdamW of torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.contract.samples import STEPS
 
 pytestmark = pytest.mark.timeout(300)
 
-VOCAB_SIZE = {"untied": 96, "tied": 97}  # 97 rows need padding when cut in two
+VOCAB_SIZE = {"untied": 96, "tied": 97}  # 97 rows need padding when sharded over two ranks
 LAYOUTS = {  # name: (world size, tensor-parallel size, sequence parallel)
     "tp1": (1, 1, False),
     "tp2": (2, 2, False),
@@ -85,8 +85,8 @@ def settings(models: Path, model: str, layout: str, **changes: Any) -> ActorSett
 
 @pytest.fixture(scope="module")
 def worlds(models: Path, tmp_path_factory: pytest.TempPathFactory):
-    """``worlds(model, layout)``: what every rank of that world saw and trained, and where it wrote;
-    run once each.
+    """``worlds(model, layout)``: the results of every rank of that world, and its folder; each world
+    runs once.
     """
     runs: dict[tuple[str, str], tuple[list[dict], Path]] = {}
 
@@ -279,7 +279,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(worlds, models, 
     ("model", "written_at", "read_at"),
     [("untied", "tp2_dp2_sp", "tp1"), ("untied", "tp1", "tp2"), ("tied", "tp2_sp", "dp2")],
 )
-def test_a_checkpoint_is_continued_at_another_layout(
+def test_a_checkpoint_resumes_at_another_layout(
     worlds, models, tmp_path, model, written_at, read_at
 ):
     whole, folder = worlds(model, written_at)
@@ -294,9 +294,7 @@ def test_a_checkpoint_is_continued_at_another_layout(
     )
 
 
-def test_the_settings_of_the_new_attempt_decide_over_those_in_the_checkpoint(
-    worlds, models, tmp_path
-):
+def test_the_settings_of_the_new_attempt_override_those_in_the_checkpoint(worlds, models, tmp_path):
     _, folder = worlds("untied", "tp1")
     still = settings(models, "untied", "tp1", lr=1e-30)
     for name, steps in (("loaded", STEPS[:2]), ("later", STEPS)):

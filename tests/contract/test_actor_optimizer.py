@@ -39,8 +39,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_in_bfloat16_updates_too_small_to_see_are_kept_and_survive_a_resume_bit_for_bit(
     models, tmp_path, kind
 ):
-    """Main weights and moments are float32; after a resume they are those of the run that went
-    on.
+    """Main weights and moments are float32; after a resume they equal those of the uninterrupted
+    run.
     """
     model, num_ranks, layout = KINDS[kind]
     settings = ActorSettings(str(models / model), bf16=True, **SMALL, **layout)
@@ -61,7 +61,7 @@ def test_in_bfloat16_updates_too_small_to_see_are_kept_and_survive_a_resume_bit_
 
 @pytest.fixture(scope="module")
 def wide(models: Path) -> tuple[ActorSettings, dict[str, Any]]:
-    """Settings in float32 and what came of them."""
+    """Settings in float32, and the result of training with them."""
     settings = ActorSettings(str(models / "qwen3"), **(SMALL | {"lr": 1e-3}))
     (found,) = run_ranks(train_and_look_inside, 1, settings, steps=STEPS)
     assert found["types"] == {"torch.float32"}
@@ -91,7 +91,7 @@ def test_settings_that_move_the_optimizer_to_the_host_change_nothing_where_there
     assert found == expected
 
 
-def test_what_needs_cuda_or_transformer_engine_is_refused_with_the_way_out():
+def test_settings_that_need_cuda_or_transformer_engine_are_refused_with_a_remedy():
     import rlpost.actor.layer_specs as layer_specs
     from rlpost.actor.kernels import kernel_fields
     from rlpost.actor.optimizer import _precision
@@ -138,7 +138,7 @@ def test_an_optimizer_on_the_host_is_laid_out_as_megatron_wants_it_with_cuda(mon
     assert _precision(ActorSettings("")) == {}
 
 
-def test_a_schedule_goes_on_after_a_resume_even_without_the_state_of_adam(models, tmp_path):
+def test_a_schedule_continues_after_a_resume_even_without_the_state_of_adam(models, tmp_path):
     """Three steps of a warm-up of four; the checkpoint of the second has weights and progress
     alone.
     """
@@ -188,7 +188,7 @@ SCHEDULES = [
     "given", SCHEDULES, ids=lambda given: "-".join(str(value) for value in given.values())
 )
 def test_learning_rate_and_weight_decay_are_those_of_megatron_at_every_step(given):
-    """Megatron's scheduler walks from step to step; ours is asked for each alone."""
+    """Megatron's scheduler advances step by step; ours is a function of the step."""
     import rlpost.actor  # noqa: F401, I001  its stand-in for CUDA comes before Megatron
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -224,10 +224,10 @@ def test_learning_rate_and_weight_decay_are_those_of_megatron_at_every_step(give
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_save_beside_training_holds_the_step_at_which_it_was_begun(models, tmp_path, kind):
-    """Weights and moments are those of a save that was waited for, though two more steps were
-    trained before the files were asked for; and a later save holds other weights (NeMo-RL issue
-    3312: it held the first ones again).
+def test_a_background_save_holds_the_step_at_which_it_started(models, tmp_path, kind):
+    """Weights and moments equal those of a blocking save, although two more steps are trained before
+    the background save finishes. A later save holds other weights (NeMo-RL issue 3312: it held the
+    first ones again).
     """
     model, num_ranks, layout = KINDS[kind]
     settings = ActorSettings(str(models / model), **SMALL, **layout)

@@ -1,8 +1,8 @@
-"""The trainer's half of the weight sync against a peer that reads as an engine does.
+"""The trainer's side of the weight sync, with a peer that receives as an engine does.
 
-The peer is a process of its own outside the trainer's world. It forms the group with torch's
-functions as SGLang does, and reads a bucket with SGLang's own class for that, taken from its file:
-the package itself need not import here.
+The peer is a separate process outside the trainer's world. It forms the group with torch's
+functions as SGLang does, and reads a bucket with SGLang's class, loaded from its file, because the
+package need not be importable here.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 
 from rlpost.actor.settings import ActorSettings
 from tests.contract.actor_ranks import (
-    connect_to_nobody,
+    connect_without_engines,
     plan_sync,
     run_ranks,
     send_weights,
-    train_with_absences,
+    train_with_offload,
 )
 from tests.contract.families import make_family
 from tests.contract.layouts import LAYOUTS
@@ -50,7 +50,7 @@ def sglang_tensor_bucket() -> ModuleType:
 
 
 def join(port: int, group_name: str) -> Any:
-    """A group with the trainer's rank 0, formed as SGLang does it."""
+    """Form a group with the trainer's rank 0 as SGLang does."""
     from torch.distributed.distributed_c10d import (
         Backend,
         PrefixStore,
@@ -77,7 +77,7 @@ def join(port: int, group_name: str) -> Any:
 
 
 def receive(connections: list[list[int]], group_name: str, plan: tuple, results: Any) -> None:
-    """For each connection join every stage's group, take all buckets and put {name: array}."""
+    """For each connection join the group of every stage, receive all buckets, put {name: array}."""
     bucket_module = sglang_tensor_bucket()
     for ports in connections:
         groups = [join(port, f"{group_name}-{stage}") for stage, port in enumerate(ports)]
@@ -107,7 +107,7 @@ def receive(connections: list[list[int]], group_name: str, plan: tuple, results:
 
 
 def received_by_an_engine(actor: ActorSettings, world_size: int) -> list[dict]:
-    """What a peer gets that joins twice and takes all buckets each time."""
+    """Return the tensors that a peer receives: it joins twice and takes all buckets each time."""
     plans = run_ranks(plan_sync, world_size, actor)
     assert all(plan == plans[0] for plan in plans), "every rank plans the same"
     assert len(plans[0]) > 3
@@ -159,22 +159,22 @@ def test_weights_reach_an_engine_from_all_stages_and_experts(tmp_path, name):
     assert_equal_bit_for_bit(received_by_an_engine(actor, layout.num_ranks), tmp_path)
 
 
-def test_engines_that_do_not_come_are_reported_at_the_deadline(models):  # noqa: F811
+def test_engines_that_do_not_join_are_reported_at_the_deadline(models):  # noqa: F811
     port = free_port()
-    (said,) = run_ranks(connect_to_nobody, 1, settings(models, "untied", "tp1"), port=port)
+    (said,) = run_ranks(connect_without_engines, 1, settings(models, "untied", "tp1"), port=port)
     assert said.startswith(
         f"cannot form group 'rlpost' with 1 engine ranks at 127.0.0.1:{port} within 1 s"
     )
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_memory_that_left_the_device_comes_back_bit_for_bit(models, distributed):  # noqa: F811
-    """A trainer whose weights, gradients and optimizer were away between steps ends where one ends
-    that never left.
+def test_offloaded_memory_returns_bit_for_bit(models, distributed):  # noqa: F811
+    """A trainer whose weights, gradients and optimizer are offloaded between steps ends with the
+    weights and losses of one that offloads nothing.
     """
     actor = settings(models, "untied", "tp2_sp", use_distributed_optimizer=distributed)
-    stayed = run_ranks(train_with_absences, 2, actor, steps=STEPS, leaves=False)
-    left = run_ranks(train_with_absences, 2, actor, steps=STEPS, leaves=True)
-    for mine, theirs in zip(left, stayed, strict=True):
+    without = run_ranks(train_with_offload, 2, actor, steps=STEPS, offloads=False)
+    offloaded = run_ranks(train_with_offload, 2, actor, steps=STEPS, offloads=True)
+    for mine, theirs in zip(offloaded, without, strict=True):
         assert (mine["hash"], mine["losses"]) == (theirs["hash"], theirs["losses"])
         assert all(mine["freed"][part] > 0 for part in ("weights", "grads", "optimizer"))

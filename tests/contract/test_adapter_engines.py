@@ -163,7 +163,7 @@ async def replaced_amid_requests(address: EngineAddress, folder: Path) -> list[A
 
 
 def test_an_adapter_is_replaced_while_its_requests_run_wait_leave_and_fail(qwen3) -> None:
-    """SGLang alone would wait for ever for those that were aborted in its queue."""
+    """SGLang by itself would wait forever for requests that were aborted in its queue."""
     folder, expected = qwen3
     engine = made_engine(folder, TARGETS, max_running_requests=2)
     try:

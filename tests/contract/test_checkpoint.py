@@ -1,4 +1,4 @@
-"""Checkpoints of real ranks: random generators, disks that are full."""
+"""Checkpoints of real ranks: random generators, full disks, a small buffer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[str | None]:
-    """A file system with room for the small files of a checkpoint and not for its tensors; None
-    where none may be mounted.
+    """A file system with space for the small files of a checkpoint but not for its tensors; None
+    without permission to mount one.
     """
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -39,13 +39,12 @@ def full_disk(tmp_path: Path) -> Iterator[str | None]:
         subprocess.run(["umount", folder], check=True)
 
 
-def test_a_run_with_dropout_resumes_bit_for_bit_and_a_full_disk_on_its_way_changes_nothing(
+def test_a_run_with_dropout_resumes_bit_for_bit_after_a_save_to_a_full_disk_failed(
     tmp_path, full_disk
 ):
-    """Two ranks of tensor parallelism, which draw from Megatron's tracker.
+    """Two tensor-parallel ranks, which draw random numbers from Megatron's tracker.
 
-    Every rank says the same of the disk, none waits for another, and the step after it is the step
-    it would have been.
+    Every rank reports the full disk, none waits for another, and the next step is unchanged.
     """
     make_family(tmp_path / "model", "qwen3")
     settings = ActorSettings(
@@ -64,7 +63,7 @@ def test_a_run_with_dropout_resumes_bit_for_bit_and_a_full_disk_on_its_way_chang
         assert (other["metrics"], other["hash"]) == (one["metrics"], one["hash"])
         assert one["without_generators"] != one["hash"], "the generators made no difference"
     if full_disk is None:
-        pytest.skip("the disk that is full: may not mount a file system here")
+        pytest.skip("the full disk: no permission to mount a file system here")
     for rank in whole:
         assert len(rank["said"]) == 2
         for said in rank["said"]:
@@ -96,10 +95,9 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {  # model, ranks, setting
 def test_a_state_larger_than_the_buffer_is_saved_while_memory_moves_and_the_next_step_waits(
     tmp_path, layout
 ):
-    """The buffer holds a fraction of a rank's state, every tensor is shared by all ranks that have
-    it, device memory is given up and taken back while it is read. The save has the bits of one that
-    was waited for; resumed at the same layout and in one process the next step is the step it would
-    have been.
+    """The buffer holds a fraction of a rank's state, the replicas of every tensor share its writing,
+    and device memory is offloaded and restored while it is read. The save has the bits of a
+    blocking one. Resumed at the same layout the next step is unchanged, in one process close to it.
     """
     model, num_ranks, given = LAYOUTS[layout]
     make_family(tmp_path / "model", model)
@@ -120,12 +118,10 @@ def test_a_state_larger_than_the_buffer_is_saved_while_memory_moves_and_the_next
         steps=STEPS,
         folders=folders,
     )
-    assert all(rank["away"] for rank in saved), (
-        "nothing was left to copy while the memory was away: no test"
-    )
+    assert all(rank["away"] for rank in saved), "nothing was copied while the memory was offloaded"
     expected = {key: saved[0][key] for key in ("before", "metrics", "hash")}
     assert largest_stored(folders[1]) <= 2e-5 * 1e9 / 4, (
-        "whoever reads it back holds more than a slot of the buffer"
+        "a part is larger than a slot of the buffer"
     )
     for folder in folders:
         resumed = run_ranks(load_and_sum, num_ranks, settings, steps=STEPS, folder=folder)
@@ -139,7 +135,7 @@ def test_a_state_larger_than_the_buffer_is_saved_while_memory_moves_and_the_next
 
 
 def largest_stored(folder: str) -> int:
-    """Bytes of the largest part that a reader takes at once."""
+    """Bytes of the largest part of a tensor in a checkpoint."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

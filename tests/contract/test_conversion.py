@@ -30,7 +30,7 @@ UNEVEN: dict[str, Any] = PP | {"decoder_last_pipeline_num_layers": 1}
 EP: dict[str, Any] = {"expert_model_parallel_size": 2}
 LAYOUTS: dict[
     str, tuple[dict[str, Any], dict[str, Any]]
-] = {  # there, back; all others: tensors cut, layers cut
+] = {  # there, back; all others: (TP, UNEVEN)
     "qwen3-tied": (UNEVEN, TP),
     "qwen3-moe": (EP, UNEVEN),
     "glm4.5-moe": (UNEVEN, EP),
@@ -43,7 +43,7 @@ NAMES = (*FAMILIES, MTP)
 
 
 def add_extra_layer(folder: Path) -> None:
-    """What GLM-4.5 has beyond its last layer, for multi-token prediction."""
+    """Add tensors after the last layer, as GLM-4.5 has them for multi-token prediction."""
     file = folder / "model.safetensors"
     names = ("eh_proj", "enorm", "self_attn.q_proj", "shared_head.norm")
     extra = {f"model.layers.4.{name}.weight": torch.randn(7, 5).bfloat16() for name in names}
@@ -72,8 +72,8 @@ def same_tensors(ours: Path, theirs: Path) -> bool:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_come_back_bit_for_bit_from_a_checkpoint_read_at_another_layout(converted, name):
-    """What is not trained as well: a layer for multi-token prediction that config.json does not
-    name.
+    """Includes tensors that are not trained: a layer for multi-token prediction that config.json
+    does not name.
     """
     assert same_tensors(converted / f"{name}_back", converted / name)
     assert (
@@ -82,7 +82,7 @@ def test_weights_come_back_bit_for_bit_from_a_checkpoint_read_at_another_layout(
 
 
 def test_a_converted_model_has_the_layer_for_multi_token_prediction(converted):
-    """So a run may train it or not; its keys are those of Megatron-LM."""
+    """A run may then train it or not. Its keys are those of Megatron-LM."""
     kept = {name: find_checkpoint(converted / f"{name}_torch_dist") for name in (MTP, "glm4.5-moe")}
     keys = {
         name: set(FileSystemReader(folder).read_metadata().state_dict_metadata)
@@ -93,7 +93,7 @@ def test_a_converted_model_has_the_layer_for_multi_token_prediction(converted):
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_a_run_begins_from_a_converted_model_with_and_without_that_layer(
+def test_a_run_starts_from_a_converted_model_with_and_without_that_layer(
     converted, tmp_path, is_trained
 ):
     settings = ActorSettings(
@@ -105,7 +105,7 @@ def test_a_run_begins_from_a_converted_model_with_and_without_that_layer(
     assert same_tensors(tmp_path / "out", converted / MTP)
 
 
-def test_a_reference_checkpoint_is_what_a_run_begins_from(converted, tmp_path):
+def test_a_run_starts_from_the_reference_checkpoint(converted, tmp_path):
     """--ref-load wins over the weights of --hf-checkpoint, of which configuration and tokenizer are
     still used.
     """
@@ -120,9 +120,9 @@ def test_a_reference_checkpoint_is_what_a_run_begins_from(converted, tmp_path):
     assert same_tensors(tmp_path / "out", converted / "qwen3")
 
 
-def test_the_tools_do_the_same_under_torchrun_with_megatrons_words(converted, tmp_path):
-    """Layers are spread over the ranks unless told otherwise; a wrong word is an error with both
-    values.
+def test_the_tools_do_the_same_under_torchrun_with_megatrons_arguments(converted, tmp_path):
+    """By default layers are distributed over the ranks. An argument that contradicts config.json is
+    an error with both values.
     """
     original, kept, back = str(converted / "qwen3"), str(tmp_path / "kept"), str(tmp_path / "back")
     words = [

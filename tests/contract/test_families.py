@@ -1,4 +1,4 @@
-"""Each family against Hugging Face: logits, and weights in and out."""
+"""Each family against Hugging Face: logits, import and export of weights."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.examples import install, write_examples
 
 pytestmark = pytest.mark.timeout(300)
 SAMPLES = STEPS[0]
-CUTS = {
+LAYOUTS = {
     "alone": (1, {}),
     "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
 }
-MOE_CUT = (2, {"expert_model_parallel_size": 2})
-CASES = [(name, cut) for name in FAMILIES for cut in CUTS] + [
+EXPERT_PARALLEL = (2, {"expert_model_parallel_size": 2})
+CASES = [(name, layout) for name in FAMILIES for layout in LAYOUTS] + [
     ("qwen3-moe", "ep2"),
     ("glm4.5-moe", "ep2"),
     ("minimax-m2-moe", "ep2"),
@@ -46,7 +46,7 @@ def model(
     """Makes a family's folder, and transformers' logits of the samples, one sequence at a time."""
     from transformers import AutoModelForCausalLM
 
-    monkeypatch = pytest.MonkeyPatch()  # of the module, and the ranks look where this process does
+    monkeypatch = pytest.MonkeyPatch()  # module scope; ranks inherit sys.path
     packages = tmp_path_factory.mktemp("packages")
     monkeypatch.syspath_prepend(
         str(install(write_examples(packages / "from") / "mistral", packages / "to"))
@@ -67,13 +67,13 @@ def model(
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize(("name", "cut"), CASES)
+@pytest.mark.parametrize(("name", "layout_name"), CASES)
 def test_packed_logits_equal_those_of_transformers_and_weights_come_back_bit_for_bit(
-    model, tmp_path, name, cut
+    model, tmp_path, name, layout_name
 ):
     folder, expected = model(name)
-    num_ranks, layout = MOE_CUT if cut == "ep2" else CUTS[cut]
-    if cut == "tp2-sp":
+    num_ranks, layout = EXPERT_PARALLEL if layout_name == "ep2" else LAYOUTS[layout_name]
+    if layout_name == "tp2-sp":
         layout = layout | WITH_TENSOR_PARALLEL.get(name, {})
     settings = ActorSettings(str(folder), distributed_timeout_minutes=2, **layout)
     for seen in run_ranks(look, num_ranks, settings, samples=SAMPLES, export=str(tmp_path)):

@@ -42,7 +42,7 @@ WORLDS: dict[str, tuple[int, dict[str, Any], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_a_step_that_was_left_and_repeated_equals_one_that_nobody_disturbed(models, tmp_path, name):  # noqa: F811
+def test_an_interrupted_and_repeated_step_equals_an_uninterrupted_one(models, tmp_path, name):  # noqa: F811
     """Bit for bit, on every rank, whatever was half done when it was left."""
     world, changes, stops = WORLDS[name]
     actor_settings = settings(models, "untied", "tp1", **changes)

@@ -1,6 +1,4 @@
-"""Parallel layouts of the trainer: one of each kind here; ``python -m tests.contract.layouts`` runs
-all of them.
-"""
+"""Parallel layouts of the trainer, one of each kind; ``python -m tests.contract.layouts`` runs all."""
 
 from __future__ import annotations
 
@@ -38,7 +36,8 @@ BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 @pytest.fixture(scope="module")
 def compare(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
-    return Comparison(tmp_path_factory.mktemp("layouts"))
+    # the second step depends on the state of the optimizer
+    return Comparison(tmp_path_factory.mktemp("layouts"), steps=STEPS[:2])
 
 
 def test_there_are_at_least_twenty_layouts_and_no_two_are_the_same():
@@ -53,7 +52,7 @@ def test_there_are_at_least_twenty_layouts_and_no_two_are_the_same():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_layout_trains_as_one_process_does(compare, name):
-    """Loss, norm, gradients of the first step and weights after three, relative, in float32."""
+    """Loss, norm, gradients of the first step and weights after two, relative, in float32."""
     assert compare(BY_NAME[name]).largest < LIMIT
 
 
@@ -84,8 +83,8 @@ CONTINUED = [  # written at, read at
 @pytest.mark.parametrize(
     ("written_at", "reader"), CONTINUED, ids=[f"{a}-to-{b.name}" for a, b in CONTINUED]
 )
-def test_a_checkpoint_is_continued_at_another_layout(tmp_path, written_at, reader):
-    """The third step from the checkpoint of the second equals that of the run that went on."""
+def test_a_checkpoint_resumes_at_another_layout(tmp_path, written_at, reader):
+    """The third step from the checkpoint of the second equals that of the uninterrupted run."""
     writer = BY_NAME[written_at]
     make_family(tmp_path / writer.model, writer.model)
     saved = str(tmp_path / "saved")
@@ -103,7 +102,7 @@ def test_a_checkpoint_is_continued_at_another_layout(tmp_path, written_at, reade
         assert continued[0]["hash"] == whole[0]["hash"]
 
 
-# how often four layers of two norms and their two query and key norms run, and one final norm
+# Forward calls. Four layers have two norms and two query and key norms each; one norm is final.
 RECOMPUTED = [
     ({}, 17, 4),
     (FULL, 33, 8),
@@ -113,7 +112,7 @@ RECOMPUTED = [
 
 
 @pytest.mark.parametrize(("recompute", "norms", "attentions"), RECOMPUTED)
-def test_recomputing_runs_again_what_it_says(tmp_path, recompute, norms, attentions):
+def test_recomputation_repeats_the_expected_forward_passes(tmp_path, recompute, norms, attentions):
     make_family(tmp_path, "qwen3")
     (counts,) = run_ranks(
         count_forwards, 1, ActorSettings(str(tmp_path), **recompute), samples=STEPS[0]
@@ -124,9 +123,7 @@ def test_recomputing_runs_again_what_it_says(tmp_path, recompute, norms, attenti
 def test_the_divergence_from_the_reference_starts_at_zero_and_its_weight_keeps_the_policy_near(
     tmp_path,
 ):
-    """After a step the weights are other than the reference's; with a heavy weight they come less
-    far.
-    """
+    """After a step the weights differ from the reference's, and less so with a large coefficient."""
     make_family(tmp_path, "qwen3")
     steps = [STEPS[0]] * 3
 

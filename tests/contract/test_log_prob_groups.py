@@ -1,4 +1,4 @@
-"""Passes that only compute log-probs have micro-batches of their own."""
+"""Passes that only compute log-probs have separate micro-batches."""
 
 import pytest
 

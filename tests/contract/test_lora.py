@@ -166,7 +166,7 @@ def logits_of(model: Any) -> np.ndarray:
 
 def test_a_run_with_dropout_is_resumed_bit_for_bit(folder, tmp_path):
     """Tensor parallelism and recomputation beside dropout: masks of the resumed run are those of
-    the run that went on.
+    the uninterrupted run.
     """
     given = settings(folder, DENSE, **tp(2), lora_dropout=0.2, bf16=True)
     saved = str(tmp_path / "saved")

@@ -84,7 +84,7 @@ def small(name: str) -> dict[str, Any]:
 
 
 def spread_experts(name: str) -> int:
-    """So many ranks that each has one expert of a layer: building them all takes long."""
+    """The number of ranks at which each holds one expert of a layer; building all experts is slow."""
     return shape(PUBLISHED[name]).num_experts or 1
 
 
@@ -109,9 +109,7 @@ def teacher_config(policy: str, teacher: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[Any, dict[str, int]]:
-    """All that modules and memory say, by case; one process, since starting it takes longer than
-    its work.
-    """
+    """Counts and measurements by case, from one process: its imports take longer than its work."""
     cases: dict[Any, dict[str, Any]] = {}
     for name, stage in COUNTS:
         settings, layout = RANKS[name]
@@ -163,7 +161,7 @@ def found() -> dict[Any, dict[str, int]]:
 
 @pytest.mark.parametrize(("name", "stage"), COUNTS)
 def test_a_rank_of_the_full_size_holds_as_many_parameters_as_the_plan_says(name, stage, found):
-    """Exactly, module by module, experts apart."""
+    """Exact, with experts counted separately."""
     said = rank_parameters(shape(PUBLISHED[name]), RANKS[name][1], stage)
     assert {"dense": said.dense, "expert": said.expert} == found[name, stage]
 
@@ -192,7 +190,7 @@ def test_a_rank_holds_as_much_of_a_teacher_as_the_plan_says(policy, teacher, sta
     "recipe", [path for path in sorted((JOBS / "recipes").glob("*.toml")) if path.stem != "tiny"]
 )
 def test_the_layout_of_every_recipe_is_one_whose_modules_are_counted(recipe):
-    """Data parallelism aside, which holds the same parameters once more."""
+    """Except for data parallelism, which only repeats the same parameters."""
     named = tomllib.loads(recipe.read_text())["model"]
     model = "glm45_355b" if named in AS_GLM45 else named
     assert shape(PUBLISHED[model]) == shape(PUBLISHED[named])
@@ -231,8 +229,8 @@ def test_activations_are_those_that_autograd_keeps(name, bf16, found):
     assert stage_bytes(shape(small(name)), Layout(), one, 0) == pytest.approx(kept, rel=0.1)
 
 
-def test_recomputed_layers_keep_what_goes_in(found):
-    """Within a tenth: the plan less what one layer needs while it is computed again."""
+def test_recomputed_layers_keep_their_inputs(found):
+    """Within a tenth of the plan less what one layer needs while it is recomputed."""
     hf = shape(small("qwen3_4b"))
     plain = Pass(tokens=512, width=4, fused=False)
     full = Pass(tokens=512, width=4, fused=False, recompute="full", method="uniform")

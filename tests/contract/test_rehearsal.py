@@ -24,6 +24,7 @@ from rlpost.rehearsal.calls import RECEIVE, SEND, SPLIT, Call, Recording
 from rlpost.rehearsal.facts import RankFacts
 from rlpost.rehearsal.given import BalancedMap
 from rlpost.rehearsal.hangs import Fault, hangs
+from rlpost.rehearsal.meta_results import MetaResults
 from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.other_layout import unread
 from rlpost.rehearsal.phases import Phases, rehearse_phases, run_phases
@@ -40,7 +41,7 @@ from tests.contract.layouts import Layout as TableLayout
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(torch.cuda.is_available(), reason="run with CUDA_VISIBLE_DEVICES= (empty)"),
-    pytest.mark.filterwarnings("ignore"),  # Megatron repeats each of its own for every rank
+    pytest.mark.filterwarnings("ignore"),  # Megatron repeats its warnings for every rank
 ]
 EIGHT = {
     "model": SMALL | {"num_layers": 2, "moe_layer_freq": (0, 1)},
@@ -53,6 +54,8 @@ EIGHT = {
     "optimizer": {"optimizer_cpu_offload": False},
 }  # fmt: skip
 WORLD = 8
+RESULTS = MetaResults()
+"""Shared by all rehearsals here; ``test_rehearsal_results`` proves that they change nothing."""
 
 
 def sample(length: int) -> TrainSample:
@@ -90,6 +93,7 @@ class Step:
             rank=rank,
             world=WORLD,
             facts=self.facts,
+            results=RESULTS,
         )
 
     def with_rank(self, recording: Recording) -> list[Fault]:
@@ -269,7 +273,7 @@ IN_CALLS: dict[str, tuple[Callable[[Call], bool], Callable[[Call], tuple[Call, .
 
 
 @pytest.mark.parametrize("fault", IN_CALLS)
-def test_a_call_that_one_rank_issues_otherwise_is_found(step, fault):
+def test_a_call_that_differs_on_one_rank_is_found(step, fault):
     (wanted, planted), rank = IN_CALLS[fault], 4
     mine = step.recordings[rank]
     index = at(mine, wanted)
@@ -302,7 +306,7 @@ def test_groups_entered_in_opposite_orders_are_found():
     assert "a.py:2" in found[0].message
 
 
-def test_an_over_full_rank_is_named(step):
+def test_a_rank_that_runs_out_of_memory_is_named(step):
     held = {"weights": 10, "gradients": 20, "optimizer": 40}
     full = Recording(6, (), {"build": 0, "train": 90 * 10**9, "log-probs": 50 * 10**9}, held)
     memory = [memory_use(full, offloaded_fraction=0.0)]
@@ -311,7 +315,7 @@ def test_an_over_full_rank_is_named(step):
     assert memory_check(memory, 141 * 10**9).faults == ()
 
 
-def test_a_key_that_another_layout_reads_and_nobody_writes_is_named(step):
+def test_a_key_that_another_layout_reads_and_no_rank_writes_is_named(step):
     written = {
         part.key: part.global_shape for one in step.facts.values() for part in one.checkpoint
     }
@@ -388,11 +392,14 @@ def rehearsed_layout(
     facts = {
         rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)
     }
-    recordings = {
-        rank: rehearse_phases(settings, description, phases, rank=rank, world=world, facts=facts)
-        for rank in range(world)
-    }
-    return RehearsedLayout(facts, recordings)
+
+    def run(rank: int) -> Recording:
+        return rehearse_phases(
+            settings, description, phases, rank=rank, world=world, facts=facts, results=RESULTS
+        )
+
+    made = record(facts, run, all_ranks=False, all_gather=phases.shares_gpus)
+    return RehearsedLayout(facts, made.recordings)
 
 
 def compared(call: Call) -> tuple[object, ...]:
@@ -432,7 +439,9 @@ def test_calls_and_bytes_are_those_of_a_run_over_gloo(tmp_path, name):
 )
 def test_no_layout_of_the_equality_table_has_a_fault(tmp_path, name):
     layout = BY_NAME[name]
-    phases = Phases(batch(24, 16, 12, 8), batch(24, 16, 12, 8), shares_gpus=True)
+    num_stages = layout.settings.get("pipeline_model_parallel_size", 1)
+    lengths = (24, 16, 12, 8)[: max(2, num_stages)]
+    phases = Phases(batch(*lengths), batch(*lengths), shares_gpus=True)
     made = rehearsed_layout(table_settings(tmp_path, layout), layout, phases)
     assert hangs(made.recordings) == []
 

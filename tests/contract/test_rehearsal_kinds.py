@@ -30,7 +30,7 @@ from tests.contract.families import make_family_config
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(torch.cuda.is_available(), reason="run with CUDA_VISIBLE_DEVICES= (empty)"),
-    pytest.mark.filterwarnings("ignore"),  # Megatron repeats each of its own for every rank
+    pytest.mark.filterwarnings("ignore"),  # Megatron repeats its warnings for every rank
 ]
 EIGHT: dict[str, dict[str, Any]] = {
     "perf": {
@@ -46,6 +46,8 @@ EIGHT: dict[str, dict[str, Any]] = {
     "sync": {"update_weight_buffer_size": 50_000},
     "optimizer": {"optimizer_cpu_offload": False},
 }  # fmt: skip
+NUM_MICRO_BATCHES = 2
+"""Enough for each part of the schedule of two pipeline stages: warm-up, steady state, cool-down."""
 DENSE, MOE = "qwen3", "glm4.5-moe"
 NEWER = ("deepseek-v3-moe", "glm4.7-flash-moe", "qwen3-next-moe", "qwen3.5", "gpt-oss-moe", "minimax-m2-moe",
          "qwen2-moe")  # fmt: skip
@@ -92,7 +94,7 @@ def config_of(model: str, folder: Path, changed: dict[str, Any]) -> Config:
 
 def rehearsed(model: str, folder: Path, changed: dict[str, Any]) -> Result:
     config = config_of(model, folder, changed)
-    return rehearse_run(config, actor_settings(config), Options())
+    return rehearse_run(config, actor_settings(config), Options(micro_batches=NUM_MICRO_BATCHES))
 
 
 def faults(result: Result) -> dict[str, tuple[str, ...]]:

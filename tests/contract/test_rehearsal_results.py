@@ -16,12 +16,20 @@ from rlpost.rehearsal.calls import Recording
 from rlpost.rehearsal.meta_results import DIRECT, IN_PLACE, NEW, MetaResults, kind_of
 from rlpost.rehearsal.run import Options, rehearse_run
 from rlpost.rehearsal.symmetry import Recorded, record
-from tests.contract.test_rehearsal_kinds import DENSE, LORA_EXPERTS, MOE, MUON, PPO, config_of
+from tests.contract.test_rehearsal_kinds import (
+    DENSE,
+    LORA_EXPERTS,
+    MOE,
+    MUON,
+    NUM_MICRO_BATCHES,
+    PPO,
+    config_of,
+)
 
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(torch.cuda.is_available(), reason="run with CUDA_VISIBLE_DEVICES= (empty)"),
-    pytest.mark.filterwarnings("ignore"),  # Megatron repeats each of its own for every rank
+    pytest.mark.filterwarnings("ignore"),  # Megatron repeats its warnings for every rank
 ]
 ATEN = torch.ops.aten
 STEPS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -98,7 +106,8 @@ def rehearsed(folder: Path, name: str, results: Any) -> Mapping[int, Recording]:
         patch.object(run_module, "MetaResults", lambda: results),
         patch.object(run_module, "record", keep),
     ):
-        result = rehearse_run(config, actor_settings(config), Options())
+        options = Options(micro_batches=NUM_MICRO_BATCHES)
+        result = rehearse_run(config, actor_settings(config), options)
     assert result.first_fault is None
     return kept[0].recordings
 

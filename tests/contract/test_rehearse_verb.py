@@ -18,7 +18,7 @@ from tests.contract.families import make_family_config
 pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(torch.cuda.is_available(), reason="run with CUDA_VISIBLE_DEVICES= (empty)"),
-    pytest.mark.filterwarnings("ignore"),  # Megatron repeats each of its own for every rank
+    pytest.mark.filterwarnings("ignore"),  # Megatron repeats its warnings for every rank
 ]
 AGENTS = "agents: every node joins, each worker on its GPUs"
 TWO_NODES = (

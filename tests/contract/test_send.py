@@ -195,7 +195,7 @@ def test_a_batch_given_by_value_is_pickled_for_each_rank(
 def test_the_ranks_of_a_node_read_the_same_memory_in_every_pass(
     workers: WorkerGroup, nodes: list[dict[str, Any]]
 ) -> None:
-    """So each node received the batch once. The second node's copy is in a file of its own."""
+    """Each node received the batch once; the second node's copy is in another file."""
 
     async def run() -> list[list[tuple[str, str, str]]]:
         await workers.call("seen.clear")
@@ -214,7 +214,7 @@ def test_the_ranks_of_a_node_read_the_same_memory_in_every_pass(
     seen = asyncio.run(run())
     assert [what for what, *_ in seen[0]] == ["old", "train"]
     places = [{tuple(place) for _, *place in of_rank} for of_rank in seen]
-    assert all(len(of_rank) == 1 for of_rank in places), "a pass of its own copy"
+    assert all(len(of_rank) == 1 for of_rank in places), "a pass read another copy"
     for node in range(NUM_NODES):
         of_node = places[node * RANKS_OF_NODE : (node + 1) * RANKS_OF_NODE]
         assert len(set.union(*of_node)) == 1

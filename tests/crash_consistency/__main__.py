@@ -1,4 +1,4 @@
-"""Run trials and print what came of them: ``python -m tests.crash_consistency --all``."""
+"""Run trials and print their results: ``python -m tests.crash_consistency --all``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROGRESS_S = 5.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what was asked for; 0 when no trial has a problem."""
+    """Run the requested trials; return 0 when none has a problem."""
     options = _parser().parse_args(arguments)
     results: list[Result] = []
     with ready() as base:
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
     parser.add_argument(
-        "--limit", type=int, help="at most so many trials of a scenario, drawn from all"
+        "--limit", type=int, help="run at most this many trials of a scenario, sampled from all"
     )
     parser.add_argument(
         "--failures", action="store_true", help="one line for each problem after the table"

@@ -131,7 +131,7 @@ class Tokenizer:
 
 
 class Grader:
-    """Scores at once; notes which groups of the training are complete."""
+    """Grades immediately; records which training groups are complete."""
 
     def __init__(self, config: Any) -> None:
         self._observed: Observed = ROOM.attempt.observed
@@ -335,7 +335,7 @@ class Actors:
 
 
 class Training:
-    """Trains at once on all groups of a rollout."""
+    """Trains on all groups of a rollout in one call."""
 
     def __init__(
         self, config: Any, actors: Any, data_ranks: Sequence[int], *, stop: Any, **more: Any

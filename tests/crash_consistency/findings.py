@@ -1,4 +1,4 @@
-"""Which known finding a problem belongs to: for the table, so that new ones stand out."""
+"""Assign problems to the known findings, so that new ones stand out in the table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FINDINGS = {
     "F2": "a hole in the journal goes unnoticed, or ends the run for good",
     "F3": "metrics and samples are neither fenced nor robust against damage",
     "F4": "skipped rows are counted twice after a crash",
-    "F5": "changed data is accepted in silence, or blamed on another run",
+    "F5": "changed data is accepted silently, or attributed to another run",
     "F6": "a damaged line of the ledger ends the attempt with a traceback",
     "F7": "failing or hanging storage ends the attempt with a traceback, or blocks its event loop",
     "F8": "the journal's folder is lost with the power",

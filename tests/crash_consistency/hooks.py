@@ -1,4 +1,4 @@
-"""What may happen to an attempt at one of its file operations."""
+"""Hooks that disturb an attempt at one of its file operations."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class KillAt(Hook):
 
 @dataclass
 class Lagging(Hook):
-    """The thread of the journal runs so many turns of the event loop late: its records wait in the
+    """The journal's thread runs ``turns`` iterations of the event loop late: records wait in its
     queue.
     """
 
@@ -132,9 +132,7 @@ class StopAt(Hook):
 
 
 class Paused(Hook):
-    """An attempt in a thread, which stops before or after an operation until it is told to go
-    on.
-    """
+    """An attempt in a thread, which pauses before or after an operation until it is resumed."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -159,7 +157,7 @@ class Paused(Hook):
         else:
             self._goes.release()
         assert self._rests.acquire(timeout=PATIENCE_S), (
-            "the attempt came neither to its pause nor to its end"
+            "the attempt reached neither its pause nor its end"
         )
 
     def before(self, attempt: Attempt, op: Op) -> None:
@@ -176,7 +174,9 @@ class Paused(Hook):
         self._left -= 1
         if self._left == 0:
             self._rests.release()
-            assert self._goes.acquire(timeout=PATIENCE_S), "nobody told the attempt to go on"
+            assert self._goes.acquire(timeout=PATIENCE_S), (
+                "the paused attempt was not resumed in time"
+            )
 
     def _drive(self) -> None:
         try:

@@ -7,8 +7,8 @@ else passes.
     before(attempt, op)    may raise: OSError for a fault, Killed for the end of the process; may pause the attempt
     after(attempt, op)     the same, when it has happened
 
-A killed attempt changes nothing any more: each of its later operations raises Killed again, as
-``finally`` blocks and destructors run that a SIGKILL would not have run.
+A killed attempt changes nothing more: each later operation raises Killed again, because ``finally``
+blocks and destructors run here that a SIGKILL would not have run.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ REAL = SimpleNamespace(**{name: getattr(os, name) for name in NAMES}, io_open=io
 CHANGING = frozenset(
     {"create", "clear", "write", "fsync", "rename", "link", "unlink", "mkdir", "rmdir", "resize"}
 )
-ROOM = threading.local()  # .attempt: whose operations these are
+ROOM = threading.local()  # .attempt: the attempt that this thread belongs to
 
 
 class Killed(SystemExit):
-    """The process has ended: asyncio stops at once, and no ``except Exception`` sees it."""
+    """The process has ended. asyncio stops immediately, and ``except Exception`` does not catch it."""
 
 
 class Hung(SystemExit):
@@ -111,7 +111,7 @@ class Hook:
 
 @dataclass(eq=False)
 class Attempt:
-    """Whose operations these are."""
+    """An attempt and its file operations."""
 
     disk: Disk
     name: int
@@ -122,12 +122,12 @@ class Attempt:
     ops: list[Op] = field(default_factory=list)
     clock: float = 0.0  # virtual seconds of its event loop
     hung: str = ""  # why it never ends
-    waits: bool = False  # its event loop turns, so that a stop would end it
+    waits: bool = False  # its event loop runs, so a stop request would end it
     drawn: int = 0  # tokens of secrets.token_hex
     workers: list[Any] = field(default_factory=list)  # threads that it started
     ready: list[Any] = field(default_factory=list)  # those that have not run
-    turns: int = 0  # of its event loop
-    lag: int = 0  # turns that a thread of the journal does not run
+    turns: int = 0  # iterations of its event loop
+    lag: int = 0  # iterations by which the journal's thread is late
 
     @contextmanager
     def active(self) -> Iterator[None]:

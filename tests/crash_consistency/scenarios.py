@@ -1,7 +1,7 @@
-"""The trials: what happens to a run, at which moment, in which configuration.
+"""The trials: how a run is disturbed, at which operation, in which configuration.
 
-Input: a scenario's name and a seed. Output: trials, each of which is named by one line of text and
-can be run again by that name: ``SCENARIO/SETUP/WHAT/NUMBER/SEED``.
+Input: a scenario's name and a seed. Output: trials. Each has a name by which it can be repeated:
+``SCENARIO/SETUP/WHAT/NUMBER/SEED``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.crash_consistency.world import (
     rows,
 )
 
-MOST_ATTEMPTS = 4  # until a run must be done after what disturbed it has ended
+MOST_ATTEMPTS = 4  # undisturbed ones within which a run must be done
 HANGING = ("fsync", "write", "link")
 ERRORS = ("ENOSPC", "EIO", "EROFS", "ESTALE", "EDQUOT")
 DEADLINES: dict[str, str | int] = {"checkpoint": "N/A", "journal": 1}
@@ -59,18 +59,18 @@ class Trial:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a trial."""
+    """The result of a trial."""
 
     trial: Trial
     problems: tuple[Problem, ...]
     endings: tuple[Ending, ...]
-    note: str = ""  # what was hit, for people
+    note: str = ""  # what was disturbed, in words
     remark: str = ""  # a loss that the documentation allows
 
 
 @dataclass
 class Stage:
-    """A trial under way."""
+    """A running trial."""
 
     world: World
     trial: Trial
@@ -81,7 +81,7 @@ class Stage:
     remark: str = ""
 
     def finish(self) -> None:
-        """Start attempts until the run is done; nothing disturbs them."""
+        """Run undisturbed attempts until the run is done."""
         for _ in range(MOST_ATTEMPTS):
             if self.world.attempt().how == "done":
                 return

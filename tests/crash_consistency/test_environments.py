@@ -1,5 +1,5 @@
-"""Runs with an environment of two turns, killed and stopped at many places: the episodes that are
-trained are those of a run that nothing disturbed.
+"""Runs with an environment of two turns, killed and stopped at many places, train the episodes of an
+undisturbed run.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ NUM_KILLS, NUM_STOPS = 20, 8
 
 
 @pytest.mark.parametrize("name", WITH_ENVIRONMENT)
-def test_a_run_with_an_environment_resumes_with_the_episodes_of_one_that_lived(
+def test_a_run_with_an_environment_resumes_with_the_episodes_of_an_undisturbed_one(
     base: Path, name: str
 ) -> None:
-    """Weights are a hash of all that was trained: tokens, masks, rewards and prompts. With batches
-    that do not depend on the clock they equal those of the undisturbed run; in every mode each
-    token follows from the weights of its version, and no trained episode is played again.
+    """Weights are a hash of everything that was trained: tokens, masks, rewards and prompts. Where
+    batches do not depend on the clock they equal those of the undisturbed run. In every mode each
+    token follows from the weights of its version, and no trained episode is generated again.
     """
     setup = WITH_ENVIRONMENT[name]
     undisturbed = baseline(base, setup)

@@ -1,9 +1,9 @@
-"""Time and threads of an attempt: an event loop whose clock jumps, and threads that run one at a
+"""Time and threads of an attempt: an event loop with a virtual clock, and threads that run one at a
 time.
 
-So a trial is deterministic and waits for nothing. A thread that an attempt starts runs when the
-thread that started it waits: in its event loop, or for a future. That one goes on when the other
-has ended, or hangs in storage. An event loop that waits for nothing, or for ever, ends with Hung.
+A trial is therefore deterministic and never sleeps. A thread of an attempt runs when the thread
+that started it waits, in its event loop or for a future. The starter continues when the thread has
+ended or hangs in storage. An event loop that waits for nothing, or forever, ends with Hung.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LONG_S = 60.0  # real seconds that the starter of a thread waits for its end
 
 
 class _Selector(selectors.SelectSelector):
-    """Has nothing to wait for: time passes at once."""
+    """Advances the virtual clock instead of waiting."""
 
     def __init__(self, attempt: Attempt) -> None:
         super().__init__()
@@ -44,7 +44,9 @@ class _Selector(selectors.SelectSelector):
         if run_threads(self._attempt, is_due=timeout is not None):
             return []
         if timeout is None:
-            raise _hung(self._attempt, "the event loop waits for what never comes")
+            raise _hung(
+                self._attempt, "the event loop waits without a timeout and no thread is left"
+            )
         if self._attempt.turns > MOST_TURNS:
             self._attempt.waits = True
             raise _hung(self._attempt, f"it waits still after {self._attempt.clock:.0f} s")
@@ -68,7 +70,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """In a thread that runs at once."""
+        """Run ``func`` in a virtual thread."""
         future: asyncio.Future[Any] = self.create_future()
 
         def run() -> None:
@@ -117,7 +119,7 @@ class Thread(REAL_THREAD):
             Killed,
             Exception,
         ):
-            # the starter sees it at its next operation, or has its own way to be told
+            # the starter gets it from its future, or is killed at its next operation
             pass
         finally:
             ROOM.thread = before

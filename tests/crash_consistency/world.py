@@ -79,7 +79,7 @@ class Setup:
 
     @property
     def is_exact(self) -> bool:
-        """Whether an interrupted run trains the very batches of one that was not: nothing depends
+        """Whether an interrupted run trains the same batches as an uninterrupted one: nothing depends
         on the clock.
         """
         more = {"over_sampling_batch_size", "partial_rollout"}
@@ -141,13 +141,13 @@ WITH_ENVIRONMENT = {
         Setup("fully_async,env", {"rollout_mode": "fully_async"}, env=_BELL),
     )
 }
-"""Apart from the others, of which scenarios draw."""
+"""Separate from ``SETUPS``, from which the scenarios draw."""
 
 
 @dataclass(frozen=True)
 class Ending:
     """How an attempt ended: done, preempted, refused (exit code 78), failed (1), killed,
-    waiting (its event loop turns and nothing happens), hung (it does not turn), or traceback."""
+    waiting (its event loop runs and nothing happens), hung (its event loop is blocked), or traceback."""
 
     attempt: Run
     how: str
@@ -164,7 +164,7 @@ class Run(Attempt):
 
 
 class _Log(logging.Handler):
-    """Keeps warnings and errors with the attempt whose they are."""
+    """Adds warnings and errors to the attempt that logged them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep it."""
@@ -174,10 +174,10 @@ class _Log(logging.Handler):
 
 
 class World:
-    """The folder of one run, and who uses it. ``ready`` is entered around all trials."""
+    """The folder of one run and its attempts. Use it inside ``ready``."""
 
     def __init__(self, base: Path, setup: Setup, seed: int = 0) -> None:
-        spans.SPANS._kept.clear()  # of other trials: these processes never were
+        spans.SPANS._kept.clear()  # of earlier trials in this process
         self.setup, self.rng = setup, random.Random(f"{setup.name}/{seed}")
         self.base = base
         trial = base / "trial"
@@ -207,17 +207,17 @@ class World:
         return settings(self.base, self.setup.name, json.dumps(self.changed, sort_keys=True))
 
     def prepare(self, hooks: Sequence[Hook] = ()) -> Run:
-        """The next attempt, which has not begun."""
+        """Return the next attempt, not started."""
         number = len(list((self.run.root / "attempts").iterdir()))
         self.disk.put_folder(self.run.attempts / str(number))
         return Run(self.disk, number, hooks, observed=fakes.Observed(save_s=self.setup.save_s))
 
     def stop_file(self, attempt: Run) -> Path:
-        """Where a stop is requested of it."""
+        """The stop file of an attempt."""
         return self.run.attempts / str(attempt.name) / STOP_FILE
 
     def drive(self, attempt: Run) -> Ending:
-        """The attempt from its beginning to its end."""
+        """Run an attempt to its end."""
         node = Node(f"n{attempt.name}", "127.0.0.1", "lo", 0)
         cluster = Cluster(
             "127.0.0.1:1", str(self.run.attempts / str(attempt.name)), (node,), 20000, 100
@@ -243,7 +243,7 @@ class World:
         return ending
 
     def attempt(self, *hooks: Hook) -> Ending:
-        """One more attempt, to its end."""
+        """Run one more attempt to its end."""
         return self.drive(self.prepare(hooks))
 
 
@@ -302,7 +302,7 @@ def settings(base: Path, name: str, changed: str) -> Config:
 
 
 class _NoReporter:
-    """The page of a run is not part of the simulation: whatever is wrong with it is a warning."""
+    """Writes no report: it is not part of the simulation, and its failures are only warnings."""
 
     def __init__(self, run: object) -> None:
         pass
@@ -379,7 +379,7 @@ def ready() -> Iterator[Path]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Messages go to the attempts; destructors of killed attempts say nothing."""
+    """Send messages to the attempts, and none from destructors of killed attempts."""
     handler, logger = _Log(logging.WARNING), logging.getLogger("rlpost")
     before = logger.propagate, logger.level, sys.unraisablehook
     logger.addHandler(handler)

@@ -122,7 +122,7 @@ def test_three_steps_in_bfloat16_stay_near_those_in_float32(folders, name):
 
 
 def test_log_probs_are_the_same_in_chunks_of_any_size(folders, tmp_path):
-    """Seven rows at a time, and all at once."""
+    """In chunks of seven rows, and in one."""
     found = []
     for chunk in (7, 100_000):
         settings = ActorSettings(

@@ -27,7 +27,7 @@ ON_CUDA = {
 
 @pytest.fixture(scope="module")
 def free_before(device: str) -> int:
-    """Bytes of device memory that nobody holds before the engine starts."""
+    """Free bytes of device memory before the engine starts."""
     return free_bytes(device)
 
 
@@ -51,7 +51,7 @@ def engine(
 
 
 def free_bytes(device: str) -> int:
-    """Of the device, whoever holds the rest; 0 without CUDA."""
+    """Free bytes of device memory; 0 without CUDA."""
     return torch.cuda.mem_get_info()[0] if device == "cuda" else 0
 
 

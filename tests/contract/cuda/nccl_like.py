@@ -4,8 +4,8 @@ What it has of NCCL (read in torch 2.13, ProcessGroupNCCL.cpp):
 
 - Nothing is connected when the group is made. The first collective waits for all ranks, in whatever
   thread it is called, and cannot be aborted before they have come (ncclCommInitRank).
-- A collective returns a Work at once. One whose peer is dead never completes, for the peer's end is
-noticed by nobody.
+- A collective returns a Work immediately. With a dead peer it never completes: nothing detects
+that the peer exited.
 - ``wait`` orders streams and returns, completed or not. Only ``is_completed`` tells.
 - ``shutdown`` waits for what is under way; ``abort`` ends it. Here ``shutdown`` fails the test when
 it would hang.

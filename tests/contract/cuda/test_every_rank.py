@@ -43,7 +43,7 @@ from megatron.core import parallel_state  # isort: skip  (after the stand-in for
 pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(torch.cuda.is_available(), reason="run with CUDA_VISIBLE_DEVICES= (empty)"),
-    pytest.mark.filterwarnings("ignore"),  # Megatron repeats each of its own for every rank
+    pytest.mark.filterwarnings("ignore"),  # Megatron repeats its warnings for every rank
 ]
 TINY = {
     "model_type": "qwen3", "vocab_size": 32, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,

@@ -1,7 +1,7 @@
 """A trainer's broadcasts to engines on a backend with the manners of NCCL: dead peers, deadlines, a
 second group.
 
-The engine is a process of its own that joins as SGLang does and dies, or hangs, where a test says.
+The engine is a separate process that joins as SGLang does, and exits or hangs where a test says.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SOON_S = 5.0
 
 
 class Buckets:
-    """Three buckets, each full of its own number."""
+    """Three buckets, each filled with its number."""
 
     stage = 0
 
@@ -51,7 +51,7 @@ class Buckets:
 
 
 def engine(port: int, name: str, num_buckets: int, then: str, results: Any, backend: str) -> None:
-    """Join, take so many buckets, and put the first byte of each; then leave, die or hang."""
+    """Join, receive some buckets and put the first byte of each; then leave, exit or hang."""
     register()
     group = join(port, name, backend)
     seen = []
@@ -211,7 +211,7 @@ def test_the_driver_ends_a_broadcast_long_before_its_deadline(engines, backend):
 
 
 def test_an_engine_that_never_joins_the_first_broadcast_does_not_hold_the_trainer(engines):
-    """NCCL makes its communicator with the first collective, which then blocks whoever calls it."""
+    """NCCL creates its communicator in the first collective, which then blocks its caller."""
     broadcast = trainer(DEADLINE_S)
     connect(broadcast, engines, "first", 0, "hang")
     with pytest.raises(SyncError, match="bucket 1 of 3"):

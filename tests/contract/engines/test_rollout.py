@@ -1,4 +1,4 @@
-"""Answers that are cut off, gone on with, and met by new weights half-way, on real engines behind
+"""Responses that are aborted, resumed, and interrupted by a weight update, on real engines behind
 the real router.
 
 Whatever happened on the way, the log-probs of a whole answer are those of transformers for its ids,
@@ -104,19 +104,21 @@ def test_answers_that_were_cut_off_are_gone_on_with(sglang: Sglang) -> None:
             for sample in entry.samples
             if sample.finish_reason == "abort"
         ]
-        cut = {(sample.prompt_id, sample.index): sample.response_ids for sample in partial}
+        aborted = {(sample.prompt_id, sample.index): sample.response_ids for sample in partial}
         groups: list[SampleGroup] = []
-        while {prompt_id for prompt_id, _ in cut} - {group.prompt_id for group in groups}:
+        while {prompt_id for prompt_id, _ in aborted} - {group.prompt_id for group in groups}:
             groups += await batch(collector, buffer)
-        return groups, cut
+        return groups, aborted
 
-    groups, cut = collecting(
+    groups, aborted = collecting(
         sglang, Rules(batch_size=2, start_size=8, num_steps=99, keep_partial=True), work
     )
-    continued = [sample for sample in samples_of(groups) if (sample.prompt_id, sample.index) in cut]
-    assert any(cut.values()), "some were cut off in the middle"
+    continued = [
+        sample for sample in samples_of(groups) if (sample.prompt_id, sample.index) in aborted
+    ]
+    assert any(aborted.values()), "some were aborted in the middle"
     for sample in continued:
-        before = cut[sample.prompt_id, sample.index]
+        before = aborted[sample.prompt_id, sample.index]
         assert sample.response_ids[: len(before)] == before
     for sample in samples_of(groups):
         # none is left now and then by an answer that ends there

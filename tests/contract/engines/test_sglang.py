@@ -66,7 +66,7 @@ def held_out(model: Path, count: int) -> list[Prompt]:
 def load(model: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(1)  # more would only take turns with the engines
+    torch.set_num_threads(1)  # more threads would compete with the engines
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
 
@@ -348,7 +348,7 @@ def buckets_of(weights: dict[str, torch.Tensor], parts: list[list[str]]) -> list
 
 
 class InOneProcess:
-    """A model that is not cut, as the trainer's ``Buckets`` have it."""
+    """An unsharded model with the interface of the trainer's ``Buckets``."""
 
     stage = 0
 
@@ -442,7 +442,7 @@ def test_new_weights_reach_every_engine(sglang: Sglang) -> None:
 
 
 class InFiles:
-    """The exporter of an unsharded model, for ``LastSent``."""
+    """An unsharded model with the interface of the exporter that ``LastSent`` uses."""
 
     def __init__(self, model: Any, names: list[str]) -> None:
         self.model, self.names = model, names
