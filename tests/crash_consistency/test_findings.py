@@ -134,7 +134,7 @@ def test_f3_a_damaged_line_costs_this_line(base: Path, file: str, damage: bytes)
 def test_f4_what_was_skipped_is_counted_once(base: Path, setup: str) -> None:
     reference = baseline(base, SETUPS[setup])
     found = []
-    for number in range(1, reference.num_changes, 10):
+    for number in range(1, reference.num_changes, 6):
         result = run_trial(base, Trial("kill", setup, "before", number))
         found += [f"{result.trial}: {problem}" for problem in result.problems]
     assert not found, "\n".join(found)

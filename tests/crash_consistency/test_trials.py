@@ -14,13 +14,13 @@ from tests.crash_consistency.scenarios import Trial, run_trial, trials
 from tests.crash_consistency.world import NUM_STEPS, SETUPS, World
 
 COUNTS = {
-    "kill": 70,
-    "power": 50,
-    "stop": 30,
-    "fault": 50,
-    "damage": 50,
-    "two_attempts": 50,
-    "change": 25,
+    "kill": 120,
+    "power": 90,
+    "stop": 50,
+    "fault": 80,
+    "damage": 90,
+    "two_attempts": 80,
+    "change": 40,
 }
 
 
@@ -42,7 +42,7 @@ def test_a_run_disturbed_between_two_weight_updates_resumes_with_the_weights_of_
     base: Path, setup: str
 ) -> None:
     failed, moments = [], range(baseline(base, SETUPS[setup]).num_changes)
-    for number in random.Random(setup).sample(moments, 8):
+    for number in random.Random(setup).sample(moments, 12):
         for what in ("kill/{}/before", "stop/{}/journal", "stop/{}/checkpoint"):
             trial = Trial.named(f"{what.format(setup)}/{number}/1")
             result = run_trial(base, trial)
