@@ -34,7 +34,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.crash import (
+from benchmarks.crashed_run import DEADLINE_S, CrashedRun, wait_for
+from benchmarks.kills import (
     Kill,
     bring_back_if_lost,
     crash_lab,
@@ -43,7 +44,6 @@ from benchmarks.crash import (
     repeated,
     strike,
 )
-from benchmarks.crashed_run import DEADLINE_S, CrashedRun, wait_for
 from benchmarks.page import machine, show, table
 from tests.cluster.lab import REPOSITORY, Lab
 from tests.cluster.lab_config import LabOptions, node_names

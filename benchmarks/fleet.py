@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from benchmarks.crash import differences, finish
 from benchmarks.crashed_run import wait_for
 from benchmarks.fleet_run import BusyRun, FleetRun, Seconds, Watch, fleet_lab, until_admitted
+from benchmarks.kills import differences, finish
 from benchmarks.page import machine, make_parser, show, table
 from tests.cluster.lab_host import wait_until
 

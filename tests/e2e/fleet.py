@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.crash import finish, num_steps
 from benchmarks.crashed_run import wait_for
 from benchmarks.fleet_run import FleetRun, until_admitted
+from benchmarks.kills import finish, num_steps
 from tests.cluster.jobs import job_info
 from tests.cluster.lab import Lab
 

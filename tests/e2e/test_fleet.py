@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.crash import PLACES, Kill, crash_lab, differences, killed, num_steps
 from benchmarks.crashed_run import CrashedRun
+from benchmarks.kills import PLACES, Kill, crash_lab, differences, killed, num_steps
 from common.exit_codes import EXIT_PREEMPTED
 from rlpost.metrics.writer import read_metrics
 from rlpost.report.fleet_use import used_of

@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks.crash import QUEUED_S, repeated
 from benchmarks.crash_roles import FAILURE_RATE, ettr, hosts_of, mean_in_flight
 from benchmarks.crashed_run import module_of
+from benchmarks.kills import QUEUED_S, repeated
 
 DRIVER = ["/venv/bin/python", "-u", "-m", "rlpost.train", "--run-folder", "/runs/a"]
 
