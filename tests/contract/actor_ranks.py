@@ -1,9 +1,11 @@
-"""Ranks of the actor as real processes. Megatron is imported once, in a fork server, and each rank is
-forked from it.
+"""Run the actor's ranks as real processes.
 
-``run_ranks`` starts the ranks of one world, calls a function on each and returns the results. A
-world starts in a second or two. With a CUDA build of torch each rank is spawned instead: the
-imports initialise the driver, and CUDA does not work in a fork of such a process.
+Megatron is imported once, in a fork server, and each rank is forked from it, so a world starts in a
+second or two. ``run_ranks`` starts the ranks of one world, calls a function on each and returns the
+results.
+
+With a CUDA build of torch each rank is spawned instead: the imports initialise the driver, and CUDA
+does not work in a process that is forked after that.
 """
 
 from __future__ import annotations
@@ -43,10 +45,10 @@ def run_ranks(
     make: Callable[[ActorSettings], Any] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """Call ``function(actor, **kwargs)`` on every rank of a world; return the results in rank order.
+    """Call ``function(actor, **kwargs)`` on every rank of a world.
 
     ``before`` is called in each process before the actor is created; ``make`` creates it, by
-    default an ``Actor``.
+    default an ``Actor``. Returns the results in rank order.
     """
     port = free_port()
     places = [(rank, world_size, "127.0.0.1", port) for rank in range(world_size)]
@@ -56,9 +58,10 @@ def run_ranks(
 
 
 def in_processes(main: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Run ``main(pipe, *each)`` in one process each; return the results.
+    """Run ``main(pipe, *each)`` in one process for each entry of ``arguments``.
 
-    Each process sends (True, result) or (False, traceback); the latter fails the test.
+    Each process sends (True, result) or (False, traceback); the latter fails the test. Returns the
+    results in the order of ``arguments``.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     context = _start_context()
@@ -138,8 +141,9 @@ def my_batch(actor: Any, samples: Sequence[TrainSample], max_tokens: int | None)
 
 
 def logits(actor: Any, samples: Sequence[TrainSample]) -> Any:
-    """Full logits [T, vocabulary] of samples packed into one row, as a NumPy array; None but on the
-    last stage.
+    """Return the full logits [T, vocabulary] of samples packed into one row.
+
+    A NumPy array on the last pipeline stage, None on all others.
     """
     import torch
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -158,7 +162,7 @@ def logits(actor: Any, samples: Sequence[TrainSample]) -> Any:
 
 
 def look(actor: Any, samples: Sequence[TrainSample], export: str) -> dict[str, Any]:
-    """Import, compute and export, without training."""
+    """Import and export the weights; compute logits and log-probs, without training."""
     actor.import_weights()
     actor.export(export)
     batch = my_batch(actor, samples, max_tokens=None)
@@ -175,7 +179,7 @@ def step_and_score(
     """Train one step on the samples and export.
 
     Returns:
-        ``logprobs``: of each sample, in order. ``buckets``: the names of the tensors of each.
+        ``logprobs``: one list for each sample, in order. ``buckets``: the tensor names in each.
     """
     from rlpost.weights.exporter import Exporter
 
@@ -199,7 +203,7 @@ def step_and_score(
 def logprobs_in_groups(
     actor: Any, samples: Sequence[TrainSample], groups: Sequence[Sequence[int]]
 ) -> list[Any]:
-    """Log-probs computed in the micro-batches of training, and in other groups."""
+    """Return log-probs computed in the micro-batches of training, and in other groups."""
     actor.import_weights()
     batch = my_batch(actor, samples, max_tokens=64)
     grouped = dataclasses.replace(batch, log_prob_groups=tuple(map(tuple, groups)))
@@ -208,8 +212,10 @@ def logprobs_in_groups(
 
 @dataclass(frozen=True)
 class Files:
-    """Folders: a checkpoint to load, where to save one after the second step, where to export the
-    final weights.
+    """Folders of a training run.
+
+    ``load``: a checkpoint to load. ``save``: where to save one after the second step. ``export``:
+    where to export the final weights.
     """
 
     load: str | None = None
@@ -252,8 +258,9 @@ def train(
 def train_and_compare(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, two_passes: bool
 ) -> dict[str, Any]:
-    """Train; also return what layouts are compared by: full gradients of the first step, and full
-    weights.
+    """Train; also return the tensors by which layouts are compared.
+
+    ``gradients``: full gradients of the first step. ``weights``: full weights after the last step.
     """
     gradients: dict[str, Any] = {}
     real_step = actor.optimizer.step
@@ -269,8 +276,9 @@ def train_and_compare(
 
 
 def whole_tensors(actor: Any, *, gradients: bool) -> dict[str, Any]:
-    """All tensors, or gradients in their place, under their Hugging Face names, as NumPy arrays; on
-    rank 0.
+    """Return all full tensors, or their gradients, by Hugging Face name; collective.
+
+    NumPy arrays on rank 0; the other ranks return no tensors.
     """
     import torch
 
@@ -285,6 +293,7 @@ def whole_tensors(actor: Any, *, gradients: bool) -> dict[str, Any]:
             for name, held in inventory.held.items()
             if isinstance(held.tensor, torch.nn.Parameter)
         }
+        # the router's expert bias is a buffer and has no gradient
         inventory.entries = [
             entry
             for entry in inventory.entries
@@ -303,8 +312,9 @@ def whole_tensors(actor: Any, *, gradients: bool) -> dict[str, Any]:
 
 
 def _share_reduced_gradients(chunk: Any) -> None:
-    """All-gather the reduced gradients: the distributed optimizer leaves each data-parallel rank
-    with only its part.
+    """All-gather the reduced gradients within each data-parallel group.
+
+    The distributed optimizer leaves each data-parallel rank with only its part of them.
     """
     import torch.distributed as dist
 
@@ -323,7 +333,7 @@ def look_and_train(
     folder: str,
     steps: Sequence[Sequence[TrainSample]],
 ) -> dict[str, Any]:
-    """``look`` and then ``train``, in one world."""
+    """Call ``look`` and then ``train``, in one world."""
     seen = look(actor, samples, f"{folder}/imported")
     return seen | train(
         actor, steps, files=Files(save=f"{folder}/saved", export=f"{folder}/trained")
@@ -344,7 +354,7 @@ def count_forwards(actor: Any, samples: Sequence[TrainSample]) -> dict[str, int]
 
         return forward
 
-    RMSNorm.forward = counted("norms", RMSNorm.forward)  # this process ends soon
+    RMSNorm.forward = counted("norms", RMSNorm.forward)  # not restored: this process ends soon
     PackedAttention.forward = counted("attentions", PackedAttention.forward)
     actor.import_weights()
     actor.train_step(my_batch(actor, samples, max_tokens=10_000))
@@ -354,9 +364,11 @@ def count_forwards(actor: Any, samples: Sequence[TrainSample]) -> dict[str, int]
 def save_beside_training(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, folders: Sequence[str]
 ) -> list[str]:
-    """Save twice after the first step: into the first folder, blocking, and into the second in the
-    background, while everything is offloaded and restored, as on shared GPUs, and two more steps
-    are trained. Then save into the third folder. Returns the weights' hash at each save.
+    """Save three checkpoints, two of them in the background; return the weights' hash at each save.
+
+    After the first step one is saved into the first folder, blocking, and one into the second in
+    the background, while everything is offloaded and restored, as on shared GPUs, and the other
+    steps are trained. The last state is then saved into the third folder.
     """
     actor.import_weights()
     train = lambda samples: actor.train_step(my_batch(actor, samples, max_tokens=None))  # noqa: E731
@@ -375,7 +387,7 @@ def save_beside_training(
 
 
 def hash_of_saved(actor: Any, *, folder: str) -> tuple[str, dict[str, Any]]:
-    """Hash of the weights of a checkpoint, and the sums of the optimizer's moments."""
+    """Return the hash of a checkpoint's weights, and the sums of the optimizer's moments."""
     actor.load(folder)
     inner = [
         one.optimizer for one in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
@@ -391,9 +403,10 @@ def hash_of_saved(actor: Any, *, folder: str) -> tuple[str, dict[str, Any]]:
 def train_with_offload(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, offloads: bool
 ) -> dict[str, Any]:
-    """Train. With ``offloads`` everything is offloaded between steps and restored, the weights first.
+    """Train; with ``offloads``, offload and restore everything between steps.
 
-    Returns a hash of the weights, the loss of each step, and the bytes freed by the first offload.
+    The weights are restored first, alone. Returns a hash of the weights, the loss of each step, and
+    the bytes that the first offload freed.
     """
     actor.import_weights()
     losses, freed = [], {}
@@ -413,8 +426,9 @@ def train_with_offload(
 
 
 def positions_of_a_step(actor: Any, samples: Sequence[TrainSample]) -> dict[str, Any]:
-    """Positions that the actor reports before each micro-batch of a training step, and the seconds
-    of its passes and of the whole step.
+    """Record the positions that the actor reports before each micro-batch of a training step.
+
+    Also returns the position after the step, and the seconds of its passes and of the whole step.
     """
     import time
 
@@ -436,13 +450,14 @@ def positions_of_a_step(actor: Any, samples: Sequence[TrainSample]) -> dict[str,
 
 
 def plan_sync(actor: Any) -> Any:
-    """The buckets of a weight update."""
+    """Return the buckets of a weight update."""
     return actor.buckets.plan()
 
 
 def send_weights(actor: Any, *, connections: Sequence[Sequence[int]], group_name: str) -> None:
-    """Send all buckets to one peer, which joins several times, each time at one port per pipeline
-    stage.
+    """Send all buckets to one peer, which joins once for each entry of ``connections``.
+
+    Each entry has one port per pipeline stage.
     """
     actor.import_weights()
     for ports in connections:

@@ -1,7 +1,7 @@
-"""All ranks of a configuration, compared with the planner and with the model of transformers.
+"""Compare all ranks of a configuration with the planner and with the model of transformers.
 
-``rlpost rehearse`` makes most of these checks; here are also those of the memory and of the traffic
-that the planner says, which are for those who change the planner.
+``rlpost rehearse`` makes most of these checks. This module adds checks of the memory and traffic
+that the planner predicts; they help to develop the planner.
 """
 
 from __future__ import annotations
@@ -52,12 +52,14 @@ class Rehearsal:
 def rehearse(
     config: Config, settings: ActorSettings, *, hf: Mapping[str, object] | None = None
 ) -> Rehearsal:
-    """Build all ranks, one after another; about a third of a second for each of a large model.
+    """Build all ranks, one after another.
+
+    A rank of a large model takes about a third of a second.
 
     Args:
         config: the settings of the run.
         settings: those of an actor, made from ``config``.
-        hf: config.json to compare with; that of the checkpoint or of the table [model] unless given.
+        hf: config.json to compare with; by default that of the checkpoint or of the table [model].
 
     Raises:
         ConfigError, PlacementError, WeightError: the model or the ranks do not fit the layout.
@@ -163,7 +165,7 @@ def traffic_problems(plan: Plan, expected: Expected, *, in_fp8: bool = False) ->
 
 
 def planned_bytes(expected: Expected, stage: int) -> RankMemory:
-    """Return the planner's bytes on a rank of a stage without offload."""
+    """Return the planner's bytes on a rank of a stage, without optimizer offload."""
     parameters = rank_parameters(expected.shape, expected.layout, stage)
     optimizer = expected.config.optimizer.model_copy(update={"optimizer_cpu_offload": False})
     here = expected.config.model_copy(update={"optimizer": optimizer})

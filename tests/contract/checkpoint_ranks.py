@@ -1,4 +1,4 @@
-"""What the ranks do in the contract tests of checkpoints; see ``actor_ranks``."""
+"""Functions that the ranks of ``actor_ranks`` run in the contract tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from tests.contract.actor_ranks import my_batch
 def live_through(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, folder: str, full_disk: str | None
 ) -> dict[str, Any]:
-    """Train; before the last step save, first to a disk that has no room, if there is one, in each
-    way. After the last step load, and train it once more without the generators of the checkpoint.
+    """Train, with a save before the last step; then load the save and train that step again.
+
+    Given ``full_disk``, first try both kinds of save, blocking and in the background, on that disk,
+    which has no space left; ``said`` holds the errors. The last step is trained again without
+    restoring the random generators; ``without_generators`` is the resulting hash of the weights.
     """
     actor.import_weights()
     for samples in steps[:-1]:
@@ -41,8 +44,9 @@ def _again_without_generators(actor: Any, samples: Sequence[TrainSample], folder
 
 
 def share_everything() -> None:
-    """In this process, which ends soon, data-parallel replicas share every tensor, however
-    small.
+    """Let data-parallel replicas share the writing of every tensor, however small.
+
+    Never restored: the process ends soon.
     """
     from rlpost.actor.torch_dist import written
 
@@ -52,9 +56,11 @@ def share_everything() -> None:
 def save_through_a_narrow_buffer(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, folders: Sequence[str]
 ) -> dict[str, Any]:
-    """Train a step, save waiting and in the background, give all memory up and take it back while
-    the second save is still copying, train another step. Writers of the second save release a slot
-    only when they are let.
+    """Save through a small buffer, blocking and in the background, and offload during the latter.
+
+    One step is trained before the saves. All memory is offloaded and restored while the second save
+    is still copying, and another step is trained. The writers of the second save release a slot of
+    the buffer only when this function allows it.
     """
     from rlpost.actor.torch_dist.host_stream import Filled, HostStream
 
@@ -96,22 +102,20 @@ def save_through_a_narrow_buffer(
 def load_and_sum(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, folder: str
 ) -> dict[str, Any]:
-    """Load; a hash of the weights, sums of what Adam keeps over all ranks' parts, and the next
-    step.
-    """
+    """Load and train the second step; return its metrics and the weights' hash before and after."""
     actor.load(folder)
     found = {"before": actor.weights_hash()}
     return found | {"metrics": _train(actor, steps[1]), "hash": actor.weights_hash()}
 
 
 def go_on(actor: Any, steps: Sequence[Sequence[TrainSample]], *, folder: str) -> dict[str, Any]:
-    """Load and train the last step."""
+    """Load, and train the last step."""
     actor.load(folder)
     return {"metrics": _train(actor, steps[-1]), "hash": actor.weights_hash()}
 
 
 def refusal(save: Callable[[], None]) -> str:
-    """What a save says that cannot be made."""
+    """Return the error of a save that fails."""
     try:
         save()
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""What the contract tests share: a tiny model."""
+"""Fixtures that the contract tests share: a tiny model."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-START_DEADLINE_S = 600.0  # on a machine that is busy with other things as well
+START_DEADLINE_S = 600.0  # on a machine that is busy with other work
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with its problems; a warm-up too short to be right often, long enough to have
-    opinions.
+    """Make the tiny model and its problems; return their folder.
+
+    The warm-up is too short for answers that are often right, and long enough for distributions
+    that are not uniform.
     """
     folder = tmp_path_factory.mktemp("tiny")
     words = ["--out", str(folder), "--warmup-steps", "60"]

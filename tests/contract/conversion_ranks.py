@@ -1,5 +1,6 @@
-"""Ranks that convert weights, as real processes: there and back at two layouts, one model after the
-other.
+"""Convert weights to torch_dist and back, on ranks that are real processes.
+
+Each direction has its own layout; the models are converted one after the other.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from tests.ports import free_ports
 
 @dataclass(frozen=True)
 class Conversion:
-    """Read Hugging Face at one layout, write torch_dist; read that at the other, write Hugging
-    Face.
+    """A conversion from Hugging Face to torch_dist and back.
+
+    At the layout ``there`` Hugging Face weights are read and torch_dist is written. At the layout
+    ``back`` that is read and Hugging Face weights are written.
     """
 
     model: str
@@ -27,8 +30,9 @@ class Conversion:
 
 
 def convert(conversions: Sequence[Conversion], folder: str, *, num_ranks: int) -> None:
-    """All conversions in one world; models, checkpoints and results lie in the folder by the names
-    of the models.
+    """Run all conversions in one world.
+
+    ``folder`` holds the models, as MODEL, and receives MODEL_torch_dist and MODEL_back.
     """
     ports = free_ports(2 * len(conversions))
     in_processes(

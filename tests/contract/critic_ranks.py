@@ -1,4 +1,4 @@
-"""What ranks with a critic do for test_critic.py."""
+"""Functions that ranks with a critic run for test_critic.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Of:
 
 
 def returns_of(sample: TrainSample) -> FloatColumn:
-    """Some number for each response token, the same wherever the sample is."""
+    """Return made-up returns of the response tokens, which depend on the sample alone."""
     return FloatColumn(
         [math.sin(0.7 * token + place) for place, token in enumerate(sample.token_ids)][
             sample.prompt_length :
@@ -31,7 +31,7 @@ def returns_of(sample: TrainSample) -> FloatColumn:
 
 
 def by_sample(batch: TrainBatch, values: Any) -> dict[tuple[int, ...], list[float]]:
-    """Values by the tokens of the sample; empty on all pipeline stages but the last."""
+    """Map the tokens of each sample to its values; empty on all pipeline stages but the last."""
     flat = [column for micro in values for column in micro]
     return {
         tuple(sample.token_ids): list(column)
@@ -47,8 +47,9 @@ def train_critic(
     save: str | None = None,
     export: str | None = None,
 ) -> dict[str, Any]:
-    """Train policy and critic on the steps that are left, the critic twice a step against the same
-    old values; save after the second.
+    """Train policy and critic on the remaining steps; save after the second.
+
+    Each step trains the critic twice against the same old values.
     """
     first = 0
     if load is None:
@@ -91,8 +92,10 @@ def train_critic(
 def leave_and_come_back(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, folder: str
 ) -> list[tuple[str, str]]:
-    """Hashes of critic and policy after two steps, and of what is saved in the background while
-    everything leaves the device and comes back.
+    """Return hashes of critic and policy before an offload, after it, and from a checkpoint.
+
+    The checkpoint is saved in the background while everything is offloaded and restored. One step
+    is trained before.
     """
     train_critic(actor, steps[:1])
     before = (actor.critic.weights_hash(max_bytes=10_000), actor.weights_hash())
@@ -107,7 +110,7 @@ def leave_and_come_back(
 
 
 def own_rank(settings: ActorSettings) -> Any:
-    """A rank of a critic on its own GPUs."""
+    """Make a rank of a critic on its own GPUs."""
     from rlpost.actor.critic_rank import CriticRank
 
     return CriticRank(settings)
@@ -116,9 +119,9 @@ def own_rank(settings: ActorSettings) -> Any:
 def train_alone(
     rank: Any, steps: Sequence[Sequence[TrainSample]], *, load: str | None = None, save: str
 ) -> dict[str, Any]:
-    """What ``train_critic`` does of the critic, on ranks without a policy.
+    """Train a critic as ``train_critic`` does, on ranks without a policy.
 
-    Saves in the background after the second step, and trains on meanwhile.
+    Saves in the background after the second step, and continues training meanwhile.
     """
     first = 0 if load is None else 2
     rank.import_weights() if load is None else rank.load(load)
@@ -139,7 +142,7 @@ def train_alone(
 
 
 def values_of(actor: Any, samples: Sequence[TrainSample]) -> dict[str, Any]:
-    """Values under the initial weights, and their hash."""
+    """Return the values under the initial weights, and the hash of those weights."""
     actor.import_weights()
     batch = my_batch(actor, samples, 64)
     return {
@@ -149,12 +152,14 @@ def values_of(actor: Any, samples: Sequence[TrainSample]) -> dict[str, Any]:
 
 
 PROMPT, ANSWER, BATCH, WANTED = (5, 7, 11), 6, 32, 48
-"""Prompt, tokens of an answer, answers of a rollout; tokens below the last number are rewarded."""
+"""Prompt, tokens per answer, answers per rollout; tokens below ``WANTED`` are rewarded."""
 
 
 def learn(actor: Any, *, num_rollouts: int) -> dict[str, list[float]]:
-    """Train with PPO on answers drawn from the policy; their reward, by rollout, is the share of
-    wanted tokens.
+    """Train with PPO on answers drawn from the policy.
+
+    Returns, by rollout, ``reward``, the share of wanted tokens, and ``error``, the distance between
+    the means of values and returns.
     """
     import numpy as np
 
@@ -183,12 +188,12 @@ def learn(actor: Any, *, num_rollouts: int) -> dict[str, list[float]]:
 
 
 def _drawn(actor: Any, source: Any) -> list[list[int]]:
-    """Draw each token of all answers in one pass over the answers so far."""
+    """Draw the answers token by token, each token with one pass over all answers so far."""
     import numpy as np
 
     answers: list[list[int]] = [[] for _ in range(BATCH)]
     for length in range(ANSWER):
-        # a token is appended that no row before it sees
+        # A sample needs a response: append a token, which no earlier row attends to.
         rows = logits(actor, [_train_sample([*answer, 0]) for answer in answers])
         width = len(PROMPT) + length + 1
         last = rows[width - 2 :: width][:BATCH]

@@ -1,5 +1,6 @@
-"""A tiny random model of each family, made by transformers: larger weights than usual, so that
-errors show.
+"""Tiny random models of all families, made by transformers.
+
+Their weights are larger than usual, so that errors show.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ LATENT = GLM_EXPERTS | dict(
     qk_nope_head_dim=16,
     qk_rope_head_dim=8,
     v_head_dim=12,
-    head_dim=8,  # as transformers has it: of the rotary embedding
+    head_dim=8,  # in transformers the size of the rotary part
 )
 YARN = {
     "rope_type": "yarn",
@@ -136,7 +137,7 @@ DEEPSEEK_V3 = LATENT | dict(
 )
 FAMILIES: dict[
     str, tuple[str, dict[str, Any]]
-] = {  # name: (class of transformers, without "Config", and its options)
+] = {  # name: (class of transformers without its ending, options of the config)
     "qwen2.5": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
@@ -159,10 +160,10 @@ FAMILIES: dict[
 WITH_TENSOR_PARALLEL = {
     "gpt-oss-moe": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 }
-"""What a family needs with tensor parallelism besides."""
+"""Settings that a family needs in addition with tensor parallelism."""
 WITH_MTP = "-mtp"
 MTP, LATENT_MTP = f"glm4.5-moe{WITH_MTP}", f"deepseek-v3-moe{WITH_MTP}"
-"""Two of them with a layer for multi-token prediction, which transformers does not have."""
+"""Two families with a layer for multi-token prediction, which transformers does not have."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2.5-yarn": ("Qwen2", {"rope_parameters": LONG_ROPE}),
     "qwen3-yarn": ("Qwen3", {"rope_parameters": LONG_ROPE}),
@@ -184,11 +185,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             | {"truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5},
         },
     ),
-    # SGLang reads an interval instead of the types of layers, and makes all of them sparse
+    # SGLang reads full_attention_interval, not layer_types, and gives every layer experts
     "qwen3-next-even-moe": ("Qwen3Next", EVEN_HYBRID | EXPERTS | GATED_EXPERTS),
     "qwen3.5-even": ("Qwen3_5", EVEN_HYBRID),
     "qwen3.5-even-moe": ("Qwen3_5Moe", EVEN_HYBRID | EXPERTS | GATED_EXPERTS),
-    # matrices of one and of several blocks of FP8, whole ones and parts
+    # matrices of one and of several FP8 blocks, some of which are partial
     "deepseek-v3-wide-moe": (
         "DeepseekV3",
         DEEPSEEK_V3
@@ -206,15 +207,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": LLAMA3_ROPE | {"original_max_position_embeddings": 64}},
     ),
 }
-"""Options of some families that change no weight."""
+"""Variants of some families: other options, weights of the same kinds."""
 FROM_OUTSIDE = {"mistral": ("Mistral", {"sliding_window": None})}
-"""Those that docs/extending.md brings with a package."""
+"""Families that an external package adds in docs/extending.md."""
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-wide": ("Qwen3", {"intermediate_size": 128}),
     "qwen3-moe-served": ("Qwen3Moe", EXPERTS | {"num_experts": 8}),
 }
-"""Models that SGLang shards over two ranks on a CPU without padding, and whose layers all have
-experts: it ignores ``mlp_only_layers`` of Qwen3-MoE.
+"""Models that SGLang shards over two ranks on a CPU without padding.
+
+All layers of the MoE model have experts: SGLang ignores ``mlp_only_layers`` of Qwen3-MoE.
 """
 
 
@@ -235,15 +237,16 @@ def make_family(folder: Path, name: str) -> None:
 
 
 def _center(kind: str, key: str) -> float:
-    """Mean of a weight: that of a norm is 1, unless the model adds 1 itself."""
+    """Return the mean of a weight: 1 for a norm, unless the model itself adds 1, else 0."""
     kinds = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Gemma3")
     adds_one = kind in kinds and "linear_attn" not in key
     return 1.0 if "norm" in key and not adds_one else 0.0
 
 
 def _add_mtp_layer(folder: Path) -> None:
-    """As the folders of GLM-4.5 have it: a decoder layer after the last, and what joins it to the
-    model.
+    """Add a layer for multi-token prediction, named as in the published GLM-4.5 folders.
+
+    It is a decoder layer after the last, with the tensors that join it to the model.
     """
     path, number, hidden = (
         folder / "model.safetensors",
@@ -285,16 +288,16 @@ def _config(name: str) -> tuple[str, Any]:
     import transformers
 
     kind, options = (FAMILIES | VARIANTS | FROM_OUTSIDE | SERVED)[name.removesuffix(WITH_MTP)]
-    of_text = getattr(transformers, f"{kind}TextConfig", None)  # where there is one with images too
+    of_text = getattr(transformers, f"{kind}TextConfig", None)  # multimodal models have one
     kind_of_config = of_text or getattr(transformers, f"{kind}Config")
     options = COMMON | options
     if kind == "Qwen3_5Moe":
-        del options["intermediate_size"]  # as in published files: no layer is dense
+        del options["intermediate_size"]  # absent in published files: no layer is dense
     return kind, kind_of_config(**options)
 
 
 def load_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a Hugging Face folder, in however many files they are."""
+    """Return all tensors of a Hugging Face folder, from all of its files."""
     return {
         name: tensor
         for file in sorted(folder.glob("*.safetensors"))

@@ -1,8 +1,11 @@
-"""``python -m tests.contract.family_table [NAME ...]``: the table of docs/benchmarks.md on families.
+"""Print the table of families in docs/benchmarks.md.
 
-For each a tiny random model: the largest difference of packed logits from transformers' at several
-layouts, relative to the largest logit where that is above 1, and whether weights come back bit for
-bit from an export and from a conversion to torch_dist and back at another layout.
+Usage: ``python -m tests.contract.family_table [NAME ...]``
+
+Each row is a tiny random model of a family. It shows the largest difference of packed logits from
+transformers' at several layouts, relative to the largest logit where that is above 1. It also shows
+whether an export, and a conversion to torch_dist and back at another layout, return the weights bit
+for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ LIMIT = 1e-5
 
 
 def expected_logits(folder: Path) -> torch.Tensor:
-    """Transformers' logits of the samples, one sequence at a time."""
+    """Return transformers' logits of the samples, computed one sequence at a time."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -38,7 +41,7 @@ def expected_logits(folder: Path) -> torch.Tensor:
 
 
 def difference(folder: Path, layout: dict[str, Any], num_ranks: int) -> tuple[float, bool]:
-    """Of the logits; and whether the export has every bit."""
+    """Return the difference of the logits, and whether the export equals the model bit for bit."""
     settings, expected = (
         ActorSettings(str(folder), distributed_timeout_minutes=2, **layout),
         expected_logits(folder),
@@ -57,7 +60,7 @@ def difference(folder: Path, layout: dict[str, Any], num_ranks: int) -> tuple[fl
 
 
 def tensor_parallel(family: str) -> dict[str, Any]:
-    """Two tensor-parallel ranks, with what the family needs for them."""
+    """Return the settings of two tensor-parallel ranks, with those that the family adds."""
     return TP | WITH_TENSOR_PARALLEL.get(family, {})
 
 
@@ -70,7 +73,7 @@ def equal(ours: Path, theirs: Path) -> bool:
 
 
 def main(chosen: list[str]) -> int:
-    """Print the table; 1 when a difference is too large or a bit is lost."""
+    """Print the table; return 1 if a difference is too large or a bit is lost."""
     failed, families = False, chosen or list(FAMILIES)
     print("| model | one process | TP 2, SP | PP 2, uneven | EP 2 | export | torch_dist and back |")
     print("|---|---|---|---|---|---|---|")

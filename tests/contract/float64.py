@@ -1,12 +1,14 @@
-"""``python -m tests.contract.float64 [NAME ...]``: gradients of the mixtures of experts in float64.
+"""Compare gradients of the mixtures of experts in float64.
+
+Usage: ``python -m tests.contract.float64 [NAME ...]``
 
 Each family's first training step with TP 2 and sequence parallelism is compared with one process,
 in float32 and with every float32 of the computation replaced by float64. A difference that comes
 from rounding shrinks by the ratio of the precisions, 1e-9; one that comes from a wrong sum, a
 missing reduction or another order of experts stays.
 
-The loss is that of the trainer on its own weights, without log-probs from before: those pass
-through NumPy in float32.
+The loss uses the log-probs of the step itself, not earlier ones: those pass through NumPy in
+float32.
 """
 
 from __future__ import annotations
@@ -33,30 +35,33 @@ OPTIMIZER = {
     f"{name}_dtype": torch.float64
     for name in ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
 }
-"""Fields of Megatron's ``OptimizerConfig``, whose defaults were read before ``use_float64``."""
+"""Fields of Megatron's ``OptimizerConfig`` whose defaults are evaluated before ``use_float64``."""
 LIMIT = 1e-11
 """Far above the rounding of float64 and far below that of float32."""
 
 
 def use_float64() -> None:
-    """Let this process take float64 for float32, as a name and as ``Tensor.float``."""
+    """Replace float32 by float64 in this process, as a dtype and in ``Tensor.float``."""
     torch.float32 = torch.float = torch.float64  # type: ignore[misc]
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign,assignment]
 
 
 def widen(folder: Path) -> None:
-    """Store a family's weights in float64: ranks in float64 cannot read a name of float32."""
+    """Store a family's weights in float64.
+
+    Ranks in float64 cannot read weights whose dtype is named float32.
+    """
     wide = {name: tensor.double() for name, tensor in load_folder(folder).items()}
     save_file(wide, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def gradients_of_a_step(actor: Any, samples: Sequence[TrainSample]) -> dict[str, Any]:
-    """Full gradients by Hugging Face name, as NumPy arrays; on rank 0."""
+    """Return the full gradients by Hugging Face name, as NumPy arrays on rank 0."""
     found: dict[str, Any] = {}
 
     def take() -> tuple[bool, float, None]:
         found.update(whole_tensors(actor, gradients=True))
-        return True, 0.0, None  # the optimizer has no part in this, and none for float64
+        return True, 0.0, None  # Adam is skipped: it has no float64
 
     actor.import_weights()
     actor.optimizer.step = take
@@ -65,7 +70,10 @@ def gradients_of_a_step(actor: Any, samples: Sequence[TrainSample]) -> dict[str,
 
 
 def difference(family: str, *, in_float64: bool) -> tuple[float, str]:
-    """Of the gradients, relative to each tensor's largest value; and the tensor with the largest."""
+    """Return the largest difference of the gradients, and the tensor that has it.
+
+    Relative to each tensor's largest value.
+    """
     with tempfile.TemporaryDirectory() as name:
         make_family(Path(name), family)
         if in_float64:
@@ -102,7 +110,7 @@ def _relative(ours: np.ndarray, expected: np.ndarray) -> float:
 
 
 def main(chosen: list[str]) -> int:
-    """Print the table; 1 when a difference in float64 is more than rounding."""
+    """Print the table; return 1 if a difference in float64 is more than rounding."""
     failed = False
     print("| model | float32 | float64 | tensor that differs most in float32 |\n|---|---|---|---|")
     for family in chosen or MIXTURES:

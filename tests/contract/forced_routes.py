@@ -1,7 +1,7 @@
-"""Transformers as the reference of routing replay: its routers choose the experts that are given.
+"""Force the experts that routers of transformers choose: a reference for routing replay.
 
-Input: a model of transformers, and the routes of a sequence. Output: log-probs, gradients, and what
-the model itself would have chosen.
+Input: a model of transformers, and the routes of a sequence. Output: log-probs, gradients, and the
+experts that the model itself would have chosen.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ UNKNOWN = 255
 
 
 def moe_blocks(model: Any) -> list[Any]:
-    """The blocks of experts of a Qwen3-MoE or GLM-4.5 model, first layer to last."""
+    """Return the MoE blocks of a Qwen3-MoE or GLM-4.5 model, first layer to last."""
     return [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "gate")]
 
 
 @dataclass
 class Routing:
-    """The routers of a model: ``given`` is what they use, ``own`` what they would have chosen.
+    """The routers of a model, which use given experts and record their own choice.
 
-    Both are [tokens, MoE layers, k] of the sequence that is computed; a token of which ``given``
-    holds ``UNKNOWN`` takes the router's own.
+    ``given`` [tokens, MoE layers, k] holds the experts of the sequence that is computed; where it
+    is ``UNKNOWN`` a token uses the router's own choice. ``own`` holds that choice for each MoE
+    layer, [tokens, k].
     """
 
     model: Any
@@ -72,7 +73,7 @@ class Routing:
         return torch.where((given != UNKNOWN).all(1, keepdim=True), given, own)
 
     def chosen(self) -> np.ndarray[Any, Any]:
-        """[tokens, MoE layers, k]: the router's own choice in the last forward pass."""
+        """Return the routers' own choice in the last forward pass, [tokens, MoE layers, k]."""
         return (
             torch.stack([self.own[number] for number in sorted(self.own)], dim=1)
             .numpy()
@@ -81,14 +82,14 @@ class Routing:
 
 
 def logprobs(model: Any, sample: TrainSample, temperature: float) -> torch.Tensor:
-    """Of the response tokens."""
+    """Return the log-probs of the response tokens."""
     logits = model(torch.tensor([list(sample.token_ids)])).logits[0, sample.prompt_length - 1 : -1]
     targets = torch.tensor(list(sample.token_ids[sample.prompt_length :]))
     return (logits / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
 def routes_of(model: Any, samples: Sequence[TrainSample]) -> list[np.ndarray[Any, Any]]:
-    """The experts that the model's routers choose for all tokens of the samples."""
+    """Return the experts that the model's routers choose for all tokens of each sample."""
     routing = Routing(model)
     found = []
     with torch.no_grad():
@@ -99,7 +100,7 @@ def routes_of(model: Any, samples: Sequence[TrainSample]) -> list[np.ndarray[Any
 
 
 def whole(sample: TrainSample) -> np.ndarray[Any, Any]:
-    """The sample's routes for all of its tokens, with ``UNKNOWN`` where there are none."""
+    """Return the sample's routes for all of its tokens, ``UNKNOWN`` where there are none."""
     assert sample.routes is not None
     missing = len(sample.token_ids) - len(sample.routes)
     return RouteColumn.joined([sample.routes, RouteColumn.unknown(missing, sample.routes)]).array
@@ -107,13 +108,13 @@ def whole(sample: TrainSample) -> np.ndarray[Any, Any]:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the trainer must compute of a batch."""
+    """Results that the trainer must compute for a batch."""
 
     logprobs: list[list[float]]  # by sample
     gradients: dict[str, np.ndarray[Any, Any]]
     known: int  # tokens x layers with given routes
     tokens: int  # tokens x layers
-    differing: int  # of the known ones, those that the routers would have sent elsewhere
+    differing: int  # known ones for which the routers would have chosen other experts
 
 
 def expected(model: Any, samples: Sequence[TrainSample], *, temperature: float) -> Expected:
@@ -147,7 +148,11 @@ def expected(model: Any, samples: Sequence[TrainSample], *, temperature: float) 
 def with_gaps(
     samples: Sequence[TrainSample], routes: Sequence[np.ndarray[Any, Any]]
 ) -> list[TrainSample]:
-    """Samples with routes as engines return them: none of the last token, and some with less."""
+    """Return samples with routes as engines return them, with gaps.
+
+    All lack the last token. The first has no routes, the second half of them, and the third none
+    for the output of a tool.
+    """
     made = []
     for number, (sample, array) in enumerate(zip(samples, routes, strict=True)):
         given = array[:-1].copy()
@@ -162,7 +167,7 @@ def with_gaps(
 def without_gaps(
     samples: Sequence[TrainSample], routes: Sequence[np.ndarray[Any, Any]]
 ) -> list[TrainSample]:
-    """Samples with the routes of all tokens."""
+    """Return samples with the routes of all tokens."""
     return [
         replace(sample, routes=RouteColumn(array))
         for sample, array in zip(samples, routes, strict=True)
@@ -170,7 +175,7 @@ def without_gaps(
 
 
 def completed(model: Any, samples: Sequence[TrainSample]) -> list[TrainSample]:
-    """Samples whose unknown routes are the model's own choice, given the known ones."""
+    """Return samples whose unknown routes are the model's own choice, given the known ones."""
     routing, made = Routing(model), []
     with torch.no_grad():
         for sample in samples:

@@ -1,9 +1,10 @@
-"""Engines of several models, one after the other, from one process that has imported SGLang.
+"""Run engines of several models, one after the other, from one process that imported SGLang.
 
 The import takes most of the processor time of an engine's start. ``python -m
-tests.contract.forked_engines`` imports once; each line of its standard input is the document of an
-engine, or ``null`` to stop it. It forks a process that runs ``rlpost.rollout.server.run_engine``,
-and answers ``true`` when the engine accepts requests and ``false`` when it has ended before.
+tests.contract.forked_engines`` imports once. Each line of its standard input describes an engine to
+start, as JSON, or is ``null`` to stop the current one. It forks a process that runs
+``rlpost.rollout.server.run_engine``, and answers ``true`` when the engine accepts requests, or
+``false`` if it ends before that. The answer to ``null`` is ``true``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.ports import free_ports
 
 
 class ForkedEngines:
-    """Starts and stops engines; the process ends with this object."""
+    """Starts and stops engines in a child process, which ends with the context."""
 
     def __init__(self, log: Path) -> None:
         self.scratch = tempfile.mkdtemp(prefix="rlpost-")  # SGLang leaves sockets behind
@@ -55,7 +56,7 @@ class ForkedEngines:
         trace: TracebackType | None,
     ) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.close()  # the end of input also ends an engine
+        self.process.stdin.close()  # at the end of input it kills its engine and exits
         self.process.wait(60)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
@@ -75,7 +76,7 @@ class ForkedEngines:
         return EngineAddress(url=f"http://127.0.0.1:{port}", num_gpus=1)
 
     def stop(self) -> None:
-        """Stop the engine, if there is one."""
+        """Stop the engine, if one is running."""
         self._ask(None)
 
     def _ask(self, document: dict[str, Any] | None) -> Any:
@@ -88,7 +89,7 @@ class ForkedEngines:
 
 
 class Forked:
-    """An engine's process, its own group; ends when this process does."""
+    """An engine's process in its own process group; it ends when this process does."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self.ready, ready = os.pipe()
@@ -112,11 +113,11 @@ class Forked:
             os._exit(1)
 
     def is_ready(self) -> bool:
-        """Wait until it accepts requests; False if it ends before."""
+        """Wait until the engine accepts requests; return False if it ends before."""
         return bool(os.read(self.ready, 64))
 
     def stop(self) -> None:
-        """Kill its process group."""
+        """Kill the process group."""
         os.killpg(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         os.close(self.ready)
@@ -124,9 +125,9 @@ class Forked:
 
 
 def main() -> None:
-    """Serve the lines of standard input."""
+    """Answer each line of standard input."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what SGLang prints is no answer
+    os.dup2(2, 1)  # keep what SGLang prints out of the answers
     server.use_stand_ins()
     import sglang.srt.entrypoints.http_server
     from sglang.srt.plugins import load_plugins

@@ -1,7 +1,7 @@
-"""Training that is stopped between micro-batches again and again, on the ranks of ``actor_ranks``.
+"""Interrupt training between micro-batches again and again, on the ranks of ``actor_ranks``.
 
-A second thread of each rank does what the driver asks of a worker aside. The driver is a thread of
-rank 0; files carry what it asks and what it is told.
+A second thread of each rank handles the driver's requests, as a worker does beside a running call.
+The driver is the second thread of rank 0; requests and replies are files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEADLINE_S = 60.0
 
 
 def written(path: Path) -> Any:
-    """What somebody writes there, once it is there."""
+    """Wait until the file exists; return its JSON value."""
     ends = time.monotonic() + DEADLINE_S
     while not path.exists():
         assert time.monotonic() < ends, f"{path} was not written"
@@ -37,10 +37,11 @@ def write(path: Path, value: Any) -> None:
 
 
 class Crossings:
-    """Counts what a rank crosses.
+    """Counts the stop points that a rank crosses.
 
-    Until it is held none gets far beyond the stop, so that it is left for certain; ranks drift
-    apart up to there, as far as their collectives let them.
+    Before its hold a rank crosses ``after`` stop points, and without pipeline parallelism every
+    second rank one more. So the attempt cannot complete before the hold, and ranks drift apart as
+    far as their collectives allow.
     """
 
     def __init__(self, actor: Any) -> None:
@@ -54,7 +55,7 @@ class Crossings:
         actor.stop_points.cross = self
 
     def begin(self, after: int) -> None:
-        """``reached`` is set after so many."""
+        """Start counting; ``reached`` is set after ``after`` stop points."""
         self.count, self.after, self.reached, self.held = (
             0,
             after,
@@ -75,11 +76,11 @@ class Crossings:
 def train_with_stops(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, stops: Sequence[int], folder: str
 ) -> dict[str, Any]:
-    """Train on the steps.
+    """Train on the steps, each after attempts that are interrupted.
 
-    Before each is made for good it is begun once for each of ``stops``, and a stop requested when
-    rank 0 has crossed so many stop_points of it. Returns the metrics, the weights' hash, and for
-    each step what the attempts that were left had crossed.
+    Each step is first started once for each of ``stops``, and a stop is requested when rank 0 has
+    crossed that many stop points of it. Returns the metrics, the weights' hash, and for each step
+    how many stop points the interrupted attempts had crossed.
     """
     actor.import_weights()
     crossings = Crossings(actor)
@@ -90,7 +91,7 @@ def train_with_stops(
         for attempt, after in enumerate(stops):
             crossings.begin(after)
             made = _stopped(actor, batch, Path(folder) / f"{number}-{attempt}", crossings)
-            if made is not None:  # it ended before the place to stop at
+            if made is not None:  # it completed before the stop point
                 break
             left[-1].append(crossings.count)
         metrics.append(made or _step(actor, batch))
@@ -103,7 +104,10 @@ def _step(actor: Any, batch: Any) -> dict[str, float]:
 
 
 def _stopped(actor: Any, batch: Any, place: Path, crossings: Crossings) -> dict[str, float] | None:
-    """The metrics of a step that ended; None when it was left. Every rank has to say the same."""
+    """Run a step and request a stop; return its metrics if it completes, None if interrupted.
+
+    All ranks must agree on which.
+    """
     import torch.distributed as dist
 
     from rlpost.actor.stop_points import StopPoint, common_stop_point

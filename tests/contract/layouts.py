@@ -1,8 +1,7 @@
-"""Parallel layouts of the trainer, each compared with one process: loss, gradients and weights over
-three steps.
+"""Compare parallel layouts of the trainer with one process.
 
-``python -m tests.contract.layouts [NAME ...]`` runs the named layouts, or all of them, and prints
-the table of docs/benchmarks.md.
+Loss, gradients and weights are compared over three steps. ``python -m tests.contract.layouts [NAME
+...]`` runs the named layouts, or all of them, and prints the table of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How one model is sharded over a number of ranks."""
+    """A way to shard one model over a number of ranks."""
 
     name: str
     model: str
@@ -167,7 +166,7 @@ class Difference:
 
 
 class Comparison:
-    """Runs layouts, and for each model the single process that they are compared with."""
+    """Runs layouts and compares each with a single process, run once per model and algorithm."""
 
     def __init__(self, folder: Path, *, steps: Sequence[Sequence[TrainSample]] = STEPS) -> None:
         self.folder = folder
@@ -178,7 +177,7 @@ class Comparison:
         )
 
     def __call__(self, layout: Layout) -> Difference:
-        """The largest differences over steps and ranks."""
+        """Return the largest differences over steps and ranks."""
         expected, found = self.alone(layout.model, layout.algorithm)[0], self._run(layout)
         assert all(one["hash"] == found[0]["hash"] for one in found), (
             "every rank exports the same weights"
@@ -211,13 +210,13 @@ class Comparison:
 
 
 def _loss_difference(pairs: list[tuple[dict[str, float], dict[str, float]]], name: str) -> float:
-    # a step's own may happen to be near zero
+    # not relative to the same step: its loss may happen to be near zero
     largest = max(abs(theirs[name]) for _, theirs in pairs)
     return max(abs(ours[name] - theirs[name]) for ours, theirs in pairs) / largest
 
 
 def _difference(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
-    """Over all tensors, the largest difference relative to the tensor's largest value."""
+    """Return the largest difference over all tensors, relative to each tensor's largest value."""
     assert ours.keys() == theirs.keys()
     return max(
         float(np.abs(ours[key] - theirs[key]).max() / (np.abs(theirs[key]).max() or 1.0))
@@ -226,7 +225,7 @@ def _difference(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> f
 
 
 def main(chosen: list[str]) -> int:
-    """Print the table; 1 when a layout differs by more than the limit."""
+    """Print the table; return 1 if a layout differs by more than the limit."""
     differ = []
     print(
         "| layout | model | ranks | loss | grad norm | gradients | weights |\n|---|---|---|---|---|---|---|"

@@ -1,4 +1,4 @@
-"""What a rank of ``actor_ranks.run_ranks`` does to show its adapters."""
+"""Functions that the ranks of ``actor_ranks`` run to show their adapters."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from tests.contract.actor_ranks import Files, logits, my_batch, train
 def train_adapters(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, files: Files | None = None
 ) -> dict[str, Any]:
-    """Train on the steps that are left; metrics, hash of the merged weights, and whole adapters by
-    their names in PEFT, as NumPy arrays on the first rank.
+    """Train on the remaining steps; return metrics, a hash of the merged weights, and the adapters.
+
+    ``adapters``: full factors by their names in PEFT, as NumPy arrays on the first rank.
+    ``trained``: the number of trained elements on this rank.
     """
     trained = train(actor, steps, files=files or Files())
     return trained | {"adapters": whole_adapters(actor), "trained": _num_trained(actor)}
 
 
 def whole_adapters(actor: Any) -> dict[str, Any]:
-    """All factors; collective."""
+    """Return all full factors by name, on rank 0; collective."""
     import torch
 
     from rlpost.actor.lora.targets import peft_settings
@@ -36,7 +38,7 @@ def whole_adapters(actor: Any) -> dict[str, Any]:
 def look_at_adapters(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, folder: str
 ) -> dict[str, Any]:
-    """Logits of base and adapted model before and after training, and both exports of it."""
+    """Return logits of base and adapted model before and after training; export both ways."""
     samples = steps[0]
     seen: dict[str, Any] = {}
     actor.import_weights()
@@ -67,7 +69,7 @@ def _num_trained(actor: Any) -> int:
 
 
 def _num_saved(folder: str) -> dict[str, int]:
-    """Elements of the weights, and of each state of the optimizer, in a checkpoint."""
+    """Count the elements of the weights, and of each optimizer state, in a checkpoint."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -84,7 +86,7 @@ def _num_saved(folder: str) -> dict[str, int]:
 def versions_of_adapters(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, folder: str
 ) -> list[list[list[float]]]:
-    """After each step write what engines load into ``folder/NUMBER``, from 1.
+    """Write the folder that engines load after each step, as ``folder/NUMBER`` from 1.
 
     Returns: log-probs of the samples of the first step, with the base and after each step.
     """

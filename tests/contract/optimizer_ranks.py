@@ -1,4 +1,4 @@
-"""What a rank of ``actor_ranks.run_ranks`` does to show its optimizer from within."""
+"""Functions that the ranks of ``actor_ranks`` run to show the state of their optimizer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from tests.contract.actor_ranks import Files, my_batch, train
 def train_and_look_inside(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, files: Files | None = None
 ) -> dict[str, Any]:
-    """Train on the steps that are left; a hash of all that Adam works on and keeps, the types of
-    it, and whether the main weights hold what bfloat16 could not.
+    """Train on the remaining steps; also return facts about the state of Adam.
+
+    ``adam``: a hash of the main weights and moments. ``adam_types``: their dtypes. ``finer``:
+    whether the main weights hold values that bfloat16 cannot represent. ``types``: dtypes of the
+    model.
     """
     result = train(actor, steps, files=files or Files())
     tensors = list(_kept_by_adam(actor))
@@ -25,13 +28,14 @@ def train_and_look_inside(
         b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
     ).hexdigest()
     types = {str(parameter.dtype) for chunk in actor.model for parameter in chunk.parameters()}
+    # every third tensor is a main weight
     finer = any(not tensor.equal(tensor.bfloat16().float()) for tensor in tensors[::3])
     kept = {"adam": digest, "adam_types": {str(tensor.dtype) for tensor in tensors}, "finer": finer}
     return result | kept | {"types": types}
 
 
 def _kept_by_adam(actor: Any) -> Any:
-    """Main weights and moments, in order, of each optimizer of a chain."""
+    """Yield main weights and moments, in order, of each optimizer of a chain."""
     for one in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer]):
         for group in one.optimizer.param_groups:
             for parameter in group["params"]:
@@ -43,7 +47,10 @@ def _kept_by_adam(actor: Any) -> Any:
 def restart_from_weights(
     actor: Any, *, folder: str, samples: Sequence[TrainSample]
 ) -> dict[str, Any]:
-    """Load a checkpoint and make one step from it: what Adam had before and the step's metrics."""
+    """Load a checkpoint and train one step from it.
+
+    Returns Adam's state before the step, as the sum of its moments, and the step's metrics.
+    """
     step = actor.load(folder)
     states = [
         one.optimizer.state
@@ -66,10 +73,10 @@ def restart_from_weights(
 def train_with_adam_in_host_memory(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, files: Files | None = None
 ) -> dict[str, Any]:
-    """Train with Megatron's HybridDeviceOptimizer in place of the actor's own, as on CUDA without
-    TransformerEngine.
+    """Train with Megatron's HybridDeviceOptimizer, as on CUDA without TransformerEngine.
 
-    The model's buffers count as the GPU's memory, everything else is the host's.
+    It replaces the actor's own optimizer. The model's buffers count as GPU memory, everything else
+    as host memory.
     """
     import torch
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
@@ -84,6 +91,8 @@ def train_with_adam_in_host_memory(
     torch.Tensor.is_of_the_model = property(
         lambda tensor: tensor.untyped_storage().data_ptr() in on_gpu
     )
+    # In this method alone, is_cuda becomes is_of_the_model, and pin_memory, which needs CUDA,
+    # a call without effect.
     method = HybridDeviceOptimizer._get_sub_optimizer_param_groups
     method.__code__ = _renamed(
         method.__code__, {"is_cuda": "is_of_the_model", "pin_memory": "contiguous"}
@@ -110,7 +119,7 @@ def train_with_adam_in_host_memory(
 
 
 def _renamed(code: types.CodeType, names: dict[str, str]) -> types.CodeType:
-    """The same code, that inside it included, with other names of attributes."""
+    """Return the code, and the code nested in it, with attributes renamed."""
     inner = tuple(
         _renamed(each, names) if isinstance(each, types.CodeType) else each
         for each in code.co_consts

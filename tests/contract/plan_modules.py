@@ -1,8 +1,9 @@
-"""What Megatron-core's modules and PyTorch really hold, for the planner to be compared with; one
-JSON object a line.
+"""Measure what Megatron-core's modules and PyTorch hold, to compare the planner with.
 
-A separate script: parameters are counted by a rehearsal of the rank, memory is measured on this
-process alone.
+Input: one JSON object a line. Output: one line for each, ``RESULT`` and a JSON object.
+
+A separate script: parameters are counted by a rehearsal of the rank, memory is measured in a
+process that is the only rank.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ NUM_TOKENS = 512
 
 @contextmanager
 def alone(settings: ActorSettings, description: ModelDescription) -> Iterator[None]:
-    """This process as the only rank."""
+    """Make this process the only rank of a world."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel.form_groups(settings, num_virtual_stages=description.num_virtual_stages(settings))
     try:
@@ -54,14 +55,14 @@ def described(hf: dict[str, Any]) -> ModelDescription:
 
 
 def count(case: dict[str, Any]) -> dict[str, int]:
-    """Parameters of one rank's modules, on the meta device."""
+    """Count the parameters of one rank's modules, on the meta device."""
     settings = ActorSettings(hf_checkpoint="model", **case["settings"])
     facts = rehearse_rank(settings, described(case["hf"]), rank=case["rank"], world=case["world"])
     return asdict(parameters_of(facts))
 
 
 def count_teacher(case: dict[str, Any]) -> dict[str, int]:
-    """Parameters of one rank's part of a teacher in the trainer, on the meta device."""
+    """Count the parameters of one rank's part of a teacher in the trainer, on the meta device."""
     with tempfile.TemporaryDirectory() as made:
         folders = {name: Path(made) / name for name in ("policy", "teacher")}
         for name, folder in folders.items():
@@ -79,8 +80,9 @@ def count_teacher(case: dict[str, Any]) -> dict[str, int]:
 
 
 def measure(case: dict[str, Any]) -> dict[str, int]:
-    """Bytes that autograd keeps for a small model's layers, and that weights, gradients and Adam's
-    state take.
+    """Measure the bytes that autograd keeps for a small model's layers, and those of its state.
+
+    The state is weights, gradients and Adam's moments.
     """
     settings = ActorSettings(hf_checkpoint="model", transformer_impl="local", **case["settings"])
     description = described(case["hf"])
@@ -97,7 +99,10 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
 
 
 def kept_bytes(chunk: Any, hidden: int) -> int:
-    """What the layers keep, memory that several tensors share once, and without the weights."""
+    """Return the bytes that the layers keep for backward.
+
+    Storage that several tensors share counts once; the weights do not count.
+    """
     weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
     kept: dict[int, torch.Tensor] = {}
     starts = torch.tensor([0, NUM_TOKENS // 2, NUM_TOKENS], dtype=torch.int32)

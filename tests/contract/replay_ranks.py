@@ -1,4 +1,4 @@
-"""What a rank does in the tests of routing replay."""
+"""Function that ranks run in the tests of routing replay."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.contract.actor_ranks import my_batch, whole_tensors
 def replay(
     actor: Any, samples: Sequence[TrainSample], *, then: str | None = None
 ) -> dict[str, Any]:
-    """Compute log-probs in other groups than those of the training, then train one step.
+    """Compute log-probs in groups other than those of training, then train one step.
 
     Args:
         actor: the actor.
-        samples: of the global batch.
-        then: the weights of this folder are imported between the two.
+        samples: those of the global batch.
+        then: a folder whose weights are imported between the two.
     """
     from rlpost.weights.importer import import_weights
 

@@ -1,8 +1,7 @@
-"""Routing replay at the layouts of a mixture of experts, compared with transformers with forced
-routes.
+"""Compare routing replay at the layouts of a mixture of experts with forced routes in transformers.
 
-``python -m tests.contract.replayed`` runs all of them and prints the table of docs/moe.md; words
-after it choose layouts by their names.
+``python -m tests.contract.replayed [NAME ...]`` runs the named layouts, or all of them, and prints
+the table of docs/moe.md.
 """
 
 from __future__ import annotations
@@ -38,25 +37,26 @@ BY_NAME = {layout.name: layout for layout in CASES}
 COMPARED = (
     "gate.weight", "q_proj.weight", "layernorm.weight", "embed_tokens.weight", "lm_head.weight", "model.norm.weight",
 )  # fmt: skip
-"""Endings of the weights whose gradients are compared: transformers keeps experts under other
-names.
+"""Endings of the names of weights whose gradients are compared.
+
+Experts are left out: transformers keeps them under other names.
 """
 
 
 @dataclass(frozen=True)
 class Models:
-    """Weights of the engines, and those of the trainer, whose routers differ from them."""
+    """Weights of the engines and of the trainer; the routers of the two differ."""
 
     engines: Path
     trainer: Path
-    routes: list[np.ndarray[Any, Any]]  # that the engines choose for ``SAMPLES``
+    routes: list[np.ndarray[Any, Any]]  # chosen by the engines for ``SAMPLES``
 
     def of_engines(self) -> Any:
-        """The engines' model in transformers."""
+        """Load the engines' model in transformers."""
         return loaded(self.engines)
 
     def of_trainer(self) -> Any:
-        """The trainer's model in transformers."""
+        """Load the trainer's model in transformers."""
         return loaded(self.trainer)
 
 
@@ -73,7 +73,7 @@ def make_models(folder: Path, name: str) -> Models:
 
 
 def loaded(folder: Path) -> Any:
-    """A folder's model in transformers."""
+    """Load a folder's model in transformers."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(
@@ -108,7 +108,10 @@ def run(
 def largest_difference(
     found: list[Any], wanted: forced_routes.Expected, samples: list[TrainSample]
 ) -> tuple[float, float]:
-    """Of log-probs, absolute, and of gradients, relative to the largest of each tensor."""
+    """Return the largest differences of log-probs and of gradients.
+
+    The former is absolute, the latter relative to the largest value of each tensor.
+    """
     of_sample = {
         sample.token_ids: values for sample, values in zip(samples, wanted.logprobs, strict=True)
     }
@@ -135,8 +138,9 @@ def largest_difference(
 def compare(
     layout: Layout, models: Models
 ) -> tuple[list[Any], forced_routes.Expected, list[TrainSample]]:
-    """What the ranks computed of samples some of whose tokens have no routes, and what they
-    must.
+    """Return what the ranks computed, what they must compute, and the samples.
+
+    Some tokens of the samples have no routes.
     """
     samples = forced_routes.with_gaps(SAMPLES, models.routes)
     wanted = forced_routes.expected(models.of_trainer(), samples, temperature=TEMPERATURE)
@@ -144,7 +148,7 @@ def compare(
 
 
 def main(chosen: list[str]) -> int:
-    """Print the table; 1 when a layout differs by more than the limit."""
+    """Print the table; return 1 if a layout differs by more than the limit."""
     failed = False
     print("| layout | model | ranks | log-probs | gradients |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as root:

@@ -1,5 +1,4 @@
-"""The real actor: Megatron-core over gloo, against Hugging Face and against itself at other
-layouts.
+"""Compare the real actor, Megatron-core over gloo, with Hugging Face and with other layouts.
 
 The model is a tiny random Qwen3 made by transformers. The references are independent: logits and
 gradients of transformers' model, and AdamW of torch.
@@ -49,7 +48,7 @@ def make_model(folder: Path, *, tied: bool) -> None:
     )
     torch.manual_seed(1)
     model = Qwen3ForCausalLM(config)
-    # larger weights than the default, so that errors show; norms that are not all one
+    # weights larger than the default, and norms that are not all one, so that errors show
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if "norm" in name else 0.0))
@@ -85,8 +84,9 @@ def settings(models: Path, model: str, layout: str, **changes: Any) -> ActorSett
 
 @pytest.fixture(scope="module")
 def worlds(models: Path, tmp_path_factory: pytest.TempPathFactory):
-    """``worlds(model, layout)``: the results of every rank of that world, and its folder; each world
-    runs once.
+    """``worlds(model, layout)``: the results of every rank of that world, and its folder.
+
+    Each world runs once.
     """
     runs: dict[tuple[str, str], tuple[list[dict], Path]] = {}
 
@@ -109,8 +109,10 @@ def worlds(models: Path, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def reference(models: Path):
-    """``reference(model)``: transformers' logits and log-probs of the first samples, and the
-    weights and metrics after training as written in plain torch: one process, one sample at a time.
+    """``reference(model)``: results of transformers and plain torch.
+
+    Transformers' logits and log-probs of the first samples, and the weights and metrics after
+    training in plain torch: one process, one sample at a time.
     """
     from transformers import AutoModelForCausalLM
 
@@ -167,7 +169,7 @@ def reference(models: Path):
 def largest_relative_difference(
     ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
 ) -> float:
-    """Over all tensors, the largest difference relative to the tensor's largest value."""
+    """Return the largest difference over all tensors, relative to each tensor's largest value."""
     return max(
         ((ours[key] - theirs[key]).abs().max() / theirs[key].abs().max()).item() for key in ours
     )
@@ -204,7 +206,7 @@ def test_response_logprobs_equal_those_of_hugging_face_at_the_same_temperature(
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_import_then_export_gives_back_every_bit(worlds, models, model, layout):
+def test_import_then_export_preserves_every_bit(worlds, models, model, layout):
     exported = load_file(worlds(model, layout)[1] / "imported" / "model.safetensors")
     original = load_file(models / model / "model.safetensors")
     assert exported.keys() == original.keys()
@@ -229,7 +231,7 @@ def test_metrics_and_weights_are_the_same_on_every_rank(worlds, layout):
     assert all(result["hash"] == results[0]["hash"] for result in results)
 
 
-def test_an_export_is_loaded_by_transformers_without_complaint(worlds, reference):
+def test_transformers_loads_an_export_without_missing_or_unexpected_keys(worlds, reference):
     from transformers import AutoModelForCausalLM
 
     _, folder = worlds("tied", "tp2_sp")
@@ -253,7 +255,7 @@ def test_micro_batching_does_not_change_the_loss_or_the_step(models, per_token):
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_samples_that_do_not_divide_among_the_ranks_train_as_on_one(models, per_token):
+def test_samples_that_do_not_divide_evenly_among_ranks_train_as_on_one_rank(models, per_token):
     odd = [step[: len(step) - 1] for step in STEPS]
     assert all(len(step) % 2 for step in odd)
     changes = {"calculate_per_token_loss": per_token}

@@ -1,4 +1,4 @@
-"""The actor inside a real Ray worker: a process with threads, whose ``__main__`` is not ours."""
+"""The actor inside a real Ray worker, a process with threads and with Ray's ``__main__``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ ray = pytest.importorskip("ray")
 
 
 def _is_profile_of_two_steps(paths: list[str]) -> None:
-    """A Chrome trace with the operators of training in it, forward and backward, as torch names
-    them.
+    """Assert that the only file is a Chrome trace of two training steps.
+
+    It names the operators of forward, backward and optimizer as torch does.
     """
     (path,) = paths
     assert Path(path).name == "profile-rank0-steps-1-2.json.gz"
@@ -37,7 +38,7 @@ def _is_profile_of_two_steps(paths: list[str]) -> None:
 
 
 class Holder:
-    """Makes an actor where it lives, as a worker of the trainer does."""
+    """A Ray actor that makes the trainer's actor in its own process, as a worker does."""
 
     def train_and_save(self, actor_settings: Any, steps: list, folder: str) -> dict[str, Any]:
         import threading
@@ -57,7 +58,7 @@ class Holder:
             batch = TrainBatch((tuple(samples),), num_samples=len(samples), num_tokens=num_tokens)
             metrics.append(dict(actor.train_step(batch).metrics))
         written = actor.profiling.end(folder + "-traces", "1-2")
-        actor.profiling.begin([1], operators=True, memory=False)  # another rank's
+        actor.profiling.begin([1], operators=True, memory=False)  # a profile of another rank
         assert actor.profiling.end(folder + "-traces", "3-3") == []
         started: list[int] = []
         watching, stop = threading.Event(), threading.Event()
@@ -94,7 +95,7 @@ def ray_runtime(tmp_path_factory: pytest.TempPathFactory):
     ray.shutdown()
 
 
-def test_a_checkpoint_saved_in_a_ray_worker_starts_no_process_and_is_continued_outside(
+def test_a_save_in_a_ray_worker_starts_no_process_and_is_resumed_outside(
     ray_runtime,
     models,  # noqa: F811
     tmp_path,

@@ -1,4 +1,4 @@
-"""The CPU stand-in changes what megatron-core sees of torch, and nothing that anybody else sees."""
+"""The CPU stand-in changes the torch that megatron-core sees, and no other."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ def test_megatron_sees_a_torch_whose_cuda_is_the_cpu(found):
     assert found["type_names"] == ["torch.FloatTensor"]
 
 
-def test_transformers_computes_the_same_bits_after_it_was_installed(found):
+def test_transformers_computes_the_same_bits_after_the_stand_in_is_installed(found):
     assert found["logits_equal"]
 
 
-def test_importing_megatron_before_the_stand_in_is_an_error_that_says_what_to_do():
+def test_importing_megatron_before_the_stand_in_is_an_error_with_a_remedy():
     code = "import megatron.core, rlpost.actor"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],

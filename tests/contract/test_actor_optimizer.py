@@ -36,11 +36,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_bfloat16_updates_too_small_to_see_are_kept_and_survive_a_resume_bit_for_bit(
+def test_updates_below_bfloat16_resolution_are_kept_and_survive_a_resume_bit_for_bit(
     models, tmp_path, kind
 ):
-    """Main weights and moments are float32; after a resume they equal those of the uninterrupted
-    run.
+    """Main weights and moments are float32.
+
+    After a resume they equal those of the uninterrupted run.
     """
     model, num_ranks, layout = KINDS[kind]
     settings = ActorSettings(str(models / model), bf16=True, **SMALL, **layout)
@@ -61,7 +62,7 @@ def test_in_bfloat16_updates_too_small_to_see_are_kept_and_survive_a_resume_bit_
 
 @pytest.fixture(scope="module")
 def wide(models: Path) -> tuple[ActorSettings, dict[str, Any]]:
-    """Settings in float32, and the result of training with them."""
+    """Return settings in float32, and the result of training with them."""
     settings = ActorSettings(str(models / "qwen3"), **(SMALL | {"lr": 1e-3}))
     (found,) = run_ranks(train_and_look_inside, 1, settings, steps=STEPS)
     assert found["types"] == {"torch.float32"}
@@ -79,7 +80,7 @@ def test_bfloat16_trains_as_float32_does_within_its_precision(wide):
         assert ours["train/grad_norm"] != theirs["train/grad_norm"]
 
 
-def test_settings_that_move_the_optimizer_to_the_host_change_nothing_where_there_is_no_gpu(wide):
+def test_optimizer_offload_changes_nothing_without_a_gpu(wide):
     settings, expected = wide
     offloaded = dataclasses.replace(
         settings,
@@ -117,7 +118,7 @@ def test_settings_that_need_cuda_or_transformer_engine_are_refused_with_a_remedy
         _precision(narrow)
 
 
-def test_an_optimizer_on_the_host_is_laid_out_as_megatron_wants_it_with_cuda(monkeypatch):
+def test_optimizer_offload_with_cuda_sets_the_options_that_megatron_requires(monkeypatch):
     """Megatron-LM refuses --optimizer-cpu-offload without --use-precision-aware-optimizer."""
     import torch
 
@@ -139,8 +140,9 @@ def test_an_optimizer_on_the_host_is_laid_out_as_megatron_wants_it_with_cuda(mon
 
 
 def test_a_schedule_continues_after_a_resume_even_without_the_state_of_adam(models, tmp_path):
-    """Three steps of a warm-up of four; the checkpoint of the second has weights and progress
-    alone.
+    """Three steps of a warm-up of four.
+
+    The checkpoint of the second holds only weights and progress.
     """
     settings = ActorSettings(
         str(models / "qwen3"),
@@ -187,8 +189,8 @@ SCHEDULES = [
 @pytest.mark.parametrize(
     "given", SCHEDULES, ids=lambda given: "-".join(str(value) for value in given.values())
 )
-def test_learning_rate_and_weight_decay_are_those_of_megatron_at_every_step(given):
-    """Megatron's scheduler advances step by step; ours is a function of the step."""
+def test_learning_rate_and_weight_decay_equal_those_of_megatron_at_every_step(given):
+    """Megatron's scheduler advances step by step; rlpost's is a function of the step."""
     import rlpost.actor  # noqa: F401, I001  its stand-in for CUDA comes before Megatron
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -225,9 +227,10 @@ def test_learning_rate_and_weight_decay_are_those_of_megatron_at_every_step(give
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_background_save_holds_the_step_at_which_it_started(models, tmp_path, kind):
-    """Weights and moments equal those of a blocking save, although two more steps are trained before
-    the background save finishes. A later save holds other weights (NeMo-RL issue 3312: it held the
-    first ones again).
+    """Weights and moments equal those of a blocking save.
+
+    Two more steps are trained before the background save finishes. A later save holds other weights
+    (NeMo-RL issue 3312: it held the first ones again).
     """
     model, num_ranks, layout = KINDS[kind]
     settings = ActorSettings(str(models / model), **SMALL, **layout)

@@ -1,8 +1,8 @@
 """The trainer's side of the weight sync, with a peer that receives as an engine does.
 
-The peer is a separate process outside the trainer's world. It forms the group with torch's
-functions as SGLang does, and reads a bucket with SGLang's class, loaded from its file, because the
-package need not be importable here.
+The peer is a separate process outside the trainer's world. It forms the group with the same
+functions of torch as SGLang, and reads a bucket with SGLang's class, loaded from its file, because
+the package need not be importable here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BUCKET_BYTES = 40_000
 
 
 def sglang_tensor_bucket() -> ModuleType:
-    """The module sglang.srt.weight_sync.tensor_bucket, loaded from its file."""
+    """Load the module sglang.srt.weight_sync.tensor_bucket from its file."""
     package = importlib.util.find_spec("sglang")
     assert package is not None and package.submodule_search_locations, "SGLang is not installed"
     path = Path(package.submodule_search_locations[0]) / "srt" / "weight_sync" / "tensor_bucket.py"
@@ -77,7 +77,7 @@ def join(port: int, group_name: str) -> Any:
 
 
 def receive(connections: list[list[int]], group_name: str, plan: tuple, results: Any) -> None:
-    """For each connection join the group of every stage, receive all buckets, put {name: array}."""
+    """Join every stage's group, receive all buckets and put {name: array}, for each connection."""
     bucket_module = sglang_tensor_bucket()
     for ports in connections:
         groups = [join(port, f"{group_name}-{stage}") for stage, port in enumerate(ports)]
@@ -107,7 +107,10 @@ def receive(connections: list[list[int]], group_name: str, plan: tuple, results:
 
 
 def received_by_an_engine(actor: ActorSettings, world_size: int) -> list[dict]:
-    """Return the tensors that a peer receives: it joins twice and takes all buckets each time."""
+    """Return the tensors that a peer receives from each of two connections.
+
+    It receives all buckets through each connection.
+    """
     plans = run_ranks(plan_sync, world_size, actor)
     assert all(plan == plans[0] for plan in plans), "every rank plans the same"
     assert len(plans[0]) > 3
@@ -168,9 +171,11 @@ def test_engines_that_do_not_join_are_reported_at_the_deadline(models):  # noqa:
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_offloaded_memory_returns_bit_for_bit(models, distributed):  # noqa: F811
-    """A trainer whose weights, gradients and optimizer are offloaded between steps ends with the
-    weights and losses of one that offloads nothing.
+def test_offloaded_memory_is_restored_bit_for_bit(models, distributed):  # noqa: F811
+    """Offloading between steps changes neither weights nor losses.
+
+    A trainer that offloads weights, gradients and optimizer between steps is compared with one that
+    offloads nothing.
     """
     actor = settings(models, "untied", "tp2_sp", use_distributed_optimizer=distributed)
     without = run_ranks(train_with_offload, 2, actor, steps=STEPS, offloads=False)

@@ -1,5 +1,7 @@
-"""Real SGLang engines that load the trainer's adapters beside the base: each family's log-probs are
-those of the trainer, and an adapter is replaced while requests of the old one end in every way.
+"""Real SGLang engines load the trainer's adapters beside the base weights.
+
+The log-probs of each family are those of the trainer, and an adapter is replaced while requests for
+the old one end in every way.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ RANK, ALPHA = 4, 8.0
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 ATTENTION = TARGETS[:2]
 LONG = 60
-"""Tokens of an answer that a new version interrupts."""
+"""Tokens of an answer that a new version aborts."""
 FAMILIES = {
     "qwen2.5": TARGETS,
     "llama3": TARGETS,
@@ -50,7 +52,10 @@ def config_of(targets: tuple[str, ...]) -> Config:
 
 
 def trained_versions(folder: Path, name: str, targets: tuple[str, ...]) -> list[list[list[float]]]:
-    """Make the model in ``folder/base`` and two versions of its adapters beside it."""
+    """Make the model in ``folder/base`` and two versions of its adapters, in ``1`` and ``2``.
+
+    Returns the trainer's log-probs of each version, the base first.
+    """
     make_family(folder / "base", name)
     settings = ActorSettings(
         str(folder / "base"),
@@ -88,13 +93,13 @@ async def updated(address: EngineAddress, folder: Path, version: int) -> None:
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[list[float]]]]:
-    """Base and versions of a dense model, and the trainer's log-probs."""
+    """Return the folder of a dense model and its adapters, and the trainer's log-probs."""
     folder = tmp_path_factory.mktemp("adapters")
     return folder, trained_versions(folder, "qwen3-wide", TARGETS)
 
 
 def check_versions(engine: Engine, folder: Path, expected: list[list[list[float]]]) -> None:
-    """An engine has the trainer's log-probs with the base and with each version after another."""
+    """Assert that an engine has the trainer's log-probs with the base and with each version."""
     found = []
     try:
         address = engine.start("127.0.0.1", free_ports(1)[0], deadline_s=START_DEADLINE_S)
@@ -125,7 +130,7 @@ def test_an_engine_of_two_ranks_has_the_log_probs_of_the_trainer(qwen3) -> None:
 
 
 async def asked(session: aiohttp.ClientSession, address: EngineAddress, number: int) -> Any:
-    """The answer to one of many long requests."""
+    """Return the answer to one of many long requests."""
     body = {
         "input_ids": [5, 6, 7 + number],
         "sampling_params": {"temperature": 1.0, "max_new_tokens": LONG, "ignore_eos": True},
@@ -135,11 +140,12 @@ async def asked(session: aiohttp.ClientSession, address: EngineAddress, number: 
 
 
 async def replaced_amid_requests(address: EngineAddress, folder: Path) -> list[Any]:
-    """Load version 1, ask, and load version 2 while most requests wait for a place.
+    """Load version 1, send requests, and load version 2 while most requests are queued.
 
-    A load that fails is followed by another.
+    After a load that fails, another load succeeds.
 
-    Returns: the answers. One request's client leaves, and one is refused before it is generated.
+    Returns: the answers. The client of one further request disconnects, and one request is refused
+    before generation.
     """
     await updated(address, folder, 1)
     headers = {"Authorization": f"Bearer {KEY}"}
@@ -162,8 +168,8 @@ async def replaced_amid_requests(address: EngineAddress, folder: Path) -> list[A
         return await asyncio.gather(*asking)
 
 
-def test_an_adapter_is_replaced_while_its_requests_run_wait_leave_and_fail(qwen3) -> None:
-    """SGLang by itself would wait forever for requests that were aborted in its queue."""
+def test_an_adapter_is_replaced_while_its_requests_run_queue_disconnect_and_fail(qwen3) -> None:
+    """Without rlpost SGLang would wait forever for requests that were aborted in its queue."""
     folder, expected = qwen3
     engine = made_engine(folder, TARGETS, max_running_requests=2)
     try:

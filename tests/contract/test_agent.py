@@ -1,5 +1,6 @@
-"""The agent with real Ray on one machine: every way an attempt can end leaves a verdict and no
-process.
+"""The agent with real Ray on one machine.
+
+Every way in which an attempt can end leaves a verdict and no process.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from common.cluster import Cluster
 
 DEADLINE_S = 120
 
-# A driver as the trainer is one: waits for its cluster, works on it, polls the STOP file, ends with
-# its own code.
+# A driver like the trainer's: it waits for its cluster, works on it, polls the STOP file and exits
+# with its own code.
 DRIVER = """
 import os, pathlib, sys, time
 import ray
@@ -53,7 +54,7 @@ time.sleep(600)
 """
 
 
-# A driver that leaves a detached worker and dies in the middle of a call; the next one takes it over.
+# A driver that leaves a detached worker and dies during a call; the next driver adopts the worker.
 ADOPTING_DRIVER = """
 import asyncio, os, pathlib, signal, sys
 sys.path.insert(0, os.getcwd())
@@ -98,7 +99,7 @@ asyncio.run(work())
 
 
 class Attempt:
-    """One agent, and what it does to its folder."""
+    """One agent and the folder of its attempt."""
 
     def __init__(
         self, folder: Path, *driver: str, options: Sequence[str] = (), cpus: set[int] | None = None
@@ -113,10 +114,10 @@ class Attempt:
             "--num-gpus=2",
         ]
         command += ["--object-store-memory=100000000", "--loss-grace-s=1", *options, "--", *driver]
-        # As a launcher might have left it: none of this may confuse Ray or the driver.
+        # What a launcher may leave in the environment must confuse neither Ray nor the driver.
         environ = {**os.environ, "RANK": "3", "RAY_ADDRESS": "10.0.0.1:6379"}
         self.process = subprocess.Popen(command, env=environ)
-        if cpus is not None:  # before it starts anything
+        if cpus is not None:  # before the agent starts a process
             psutil.Process(self.process.pid).cpu_affinity(list(cpus))
 
     def wait_for(self, condition: Callable[[], object], what: str) -> None:
@@ -131,14 +132,14 @@ class Attempt:
         return Cluster.from_json((self.folder / "cluster").read_text())
 
     def wait(self) -> tuple[str, str]:
-        """Verdict and cause; the agent has ended well."""
+        """Wait until the agent exits with 0; return verdict and cause."""
         assert self.process.wait(DEADLINE_S) == 0
         document = json.loads((self.folder / "verdict.json").read_text())
         assert (self.folder / "verdict").read_text() == document["verdict"] + "\n"
         return document["verdict"], document["cause"]
 
     def processes(self) -> list[psutil.Process]:
-        """The agent, its keepers, and everything below those."""
+        """Return the agent, its keepers and all of their descendants."""
         found = [psutil.Process(self.process.pid)]
         for process in psutil.process_iter():
             try:
@@ -160,7 +161,7 @@ class Attempt:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Attempt]]:
-    """Start an attempt with a driver; whatever the test does, nothing of it is left."""
+    """Start an attempt with a driver; kill its agent after the test."""
     attempts: list[Attempt] = []
 
     def started(*driver: str, **how: Any) -> Attempt:
@@ -178,7 +179,10 @@ def driver(mode: str) -> tuple[str, ...]:
 
 
 def ray_status(cluster: Cluster, attempt: Attempt) -> str:
-    """What ``ray status`` prints on the head; ``rlpost exec`` says the same of the secret."""
+    """Return what ``ray status`` prints on the head.
+
+    It gets the secret as ``rlpost exec`` passes it.
+    """
     environ = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(attempt.folder / "secret")}
     command = [
@@ -218,10 +222,10 @@ def test_a_driver_works_on_the_cluster_and_strangers_do_not(start: Callable[...,
         "no monitor runs, so the GCS itself has to answer"
     )
 
-    # TERM at the agent: a stop request and nothing else. Ray works on, the driver decides when it
-    # is over.
+    # SIGTERM to the agent only requests a stop: Ray keeps running, and the driver decides when to
+    # exit.
     processes = attempt.processes()
-    # what a launcher signals; Ray and the driver are in none of its groups
+    # a launcher signals the agent's process group; Ray and the driver are not in it
     group = os.getpgid(attempt.process.pid)
     assert [process.pid for process in processes if os.getpgid(process.pid) == group] == [
         attempt.process.pid
@@ -237,7 +241,7 @@ def test_a_driver_works_on_the_cluster_and_strangers_do_not(start: Callable[...,
 
 
 def test_a_driver_that_ends_with_zero_is_done(start: Callable[..., Attempt]) -> None:
-    """Ray has the CPUs that the agent may use, not those of the machine."""
+    """Ray gets the CPUs that the agent may use, not those of the machine."""
     attempt = start(*driver("leave"), cpus={min(os.sched_getaffinity(0))})
     assert attempt.wait()[0] == "done"
     assert "CPUs 1.0" in attempt.driver_log
@@ -252,7 +256,7 @@ def test_a_driver_that_ends_before_the_cluster_is_up_does_not_wait_for_it(
     assert "the recipe is wrong" in cause
 
 
-def test_nothing_survives_the_kill_of_the_agent(start: Callable[..., Attempt]) -> None:
+def test_no_process_survives_a_kill_of_the_agent(start: Callable[..., Attempt]) -> None:
     attempt = start(*driver("ignore_stop"))
     attempt.wait_until_it_works()
     processes = attempt.processes()
@@ -280,11 +284,12 @@ def test_a_killed_raylet_fails_the_attempt_in_seconds(start: Callable[..., Attem
     assert not psutil.wait_procs(processes, DEADLINE_S)[1]
 
 
-def test_a_driver_that_is_deaf_to_the_stop_file_is_ended_when_its_time_is_over(
+def test_a_driver_that_ignores_the_stop_file_is_killed_at_the_deadline(
     start: Callable[..., Attempt],
 ) -> None:
-    """The batch script writes the file as well; what was committed before is still good, so the run
-    comes back.
+    """The batch script writes the STOP file as well.
+
+    What was committed before is still valid, so the run is requeued.
     """
     attempt = start(*driver("ignore_stop"), options=["--stop-grace-s=1"])
     attempt.wait_until_it_works()
@@ -295,7 +300,7 @@ def test_a_driver_that_is_deaf_to_the_stop_file_is_ended_when_its_time_is_over(
     assert not psutil.wait_procs(processes, DEADLINE_S)[1]
 
 
-def test_a_folder_is_used_once(start: Callable[..., Attempt]) -> None:
+def test_a_second_agent_in_the_same_folder_fails(start: Callable[..., Attempt]) -> None:
     first = start("sh", "-c", "exit 78")
     assert first.wait()[0] == "config"
     again = start("sh", "-c", "exit 0")
@@ -303,7 +308,7 @@ def test_a_folder_is_used_once(start: Callable[..., Attempt]) -> None:
     assert first.wait()[0] == "config"
 
 
-def test_a_stop_during_the_bring_up_ends_it(start: Callable[..., Attempt]) -> None:
+def test_a_stop_during_the_start_of_ray_ends_the_attempt(start: Callable[..., Attempt]) -> None:
     attempt = start(*driver("ignore_stop"))
     attempt.wait_for(lambda: list(attempt.folder.glob("ray-*.log")), "start of Ray")
     attempt.process.send_signal(signal.SIGUSR2)

@@ -1,4 +1,4 @@
-"""Our parsers of calls and reasoning, beside those of SGLang on the same answers."""
+"""rlpost's parsers of tool calls and reasoning, compared with SGLang's on the same answers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def parsers():
     def theirs(kind, text):
         model_type = {"qwen": "qwen3", "glm": "glm45"}[kind]
         reasoner = ReasoningParser(model_type, stream_reasoning=False)
-        # With the line break before the mark, as GLM-4.5 writes it, theirs returns the mark itself
-        # as the reasoning of an empty thought.
+        # Given the line break before the mark, as GLM-4.5 writes it, SGLang's parser returns the
+        # mark itself as the reasoning of an empty thought.
         reasoning, content = reasoner.parse_non_stream(text.lstrip())
         found = detectors[kind].detect_and_parse(content or "", tools)
         calls = [(call.name, json.loads(call.parameters)) for call in found.calls]
@@ -38,7 +38,7 @@ def parsers():
 
 
 @pytest.mark.parametrize("kind", ["qwen", "glm"])
-def test_tidy_answers_are_parsed_as_by_sglang(parsers, kind):
+def test_well_formed_answers_are_parsed_as_sglang_does(parsers, kind):
     writer = Writer(kind, random.Random(0), untidy=0.0)
     num_calls = 0
     for _ in range(300):
@@ -50,7 +50,7 @@ def test_tidy_answers_are_parsed_as_by_sglang(parsers, kind):
     assert num_calls > 100
 
 
-def test_a_thought_that_does_not_end_is_reasoning(parsers):
+def test_an_unclosed_thought_is_reasoning(parsers):
     text = "<think>\nHm"
     assert split_reasoning(text) == ("Hm", "")
     assert parsers("qwen", text)[:2] == ("Hm", "")

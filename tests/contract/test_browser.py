@@ -1,5 +1,6 @@
-"""The report in a real browser: it draws, filters and explains itself, complains of nothing and
-asks nobody.
+"""The report in a real browser.
+
+It draws, filters and shows tooltips, without console errors and without network requests.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from tests.unit.report.runs import HOSTILE, make_run
 
 WIDTHS = (1280, 400)
 
-# Text that stands on the page, with its colour and the colour behind it; as [name, contrast] by
-# WCAG 2.2's formula.
+# [name, contrast] of each visible text: its colour against the colour behind it, by the formula of
+# WCAG 2.2.
 CONTRASTS = """(() => {
   const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
   const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
@@ -72,9 +73,10 @@ def type_into(browser: Browser, name: str, text: str) -> None:
     )
 
 
-def test_a_page_that_misbehaves_is_seen(browser, tmp_path):
-    """What the tests below count on: complaints, requests, too wide a page and pale text come to
-    light.
+def test_a_faulty_page_is_detected(browser, tmp_path):
+    """The tests below rely on this.
+
+    Script errors, requests, a page that is too wide and text of low contrast are found.
     """
     bad = tmp_path / "bad.html"
     bad.write_text(
@@ -90,9 +92,7 @@ def test_a_page_that_misbehaves_is_seen(browser, tmp_path):
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_report_is_readable_at_any_width_light_and_dark(browser, page, width, dark):
-    """Nothing sticks out sideways, text stands out from what is behind it, letters of plots are not
-    tiny.
-    """
+    """Nothing overflows sideways, text has enough contrast, and letters in plots are not tiny."""
     browser.open(page, width=width, dark=dark)
     assert browser.complaints == []
     assert browser.requests == [page.as_uri()]
@@ -107,7 +107,7 @@ def test_the_report_is_readable_at_any_width_light_and_dark(browser, page, width
     assert browser.value("document.querySelectorAll('svg.plot path.line').length") > 20
 
 
-def test_answers_are_found_by_their_words_and_by_their_reward(browser, page):
+def test_answers_are_filtered_by_their_words(browser, page):
     browser.open(page)
     assert (shown(browser, "answers"), count(browser, "answers")) == (8, "120 of 120")
     browser.value("document.querySelector('section#samples button').click()")
@@ -122,7 +122,7 @@ def test_answers_are_found_by_their_words_and_by_their_reward(browser, page):
     assert browser.complaints == []
 
 
-def test_a_view_is_in_its_address(browser, page):
+def test_filters_are_kept_in_the_address(browser, page):
     browser.open(page, fragment="#answers=boxed&reward=worst&settings=num_rollout")
     assert count(browser, "answers") == "60 of 120"
     assert shown(browser, "settings") == 1
@@ -132,14 +132,14 @@ def test_a_view_is_in_its_address(browser, page):
     )
 
 
-def test_settings_that_have_their_default_are_shown_when_asked_for(browser, page):
+def test_settings_at_their_defaults_are_shown_on_request(browser, page):
     browser.open(page)
     differing = shown(browser, "settings")
     browser.value("document.querySelector('[data-filters=settings] input[type=checkbox]').click()")
     assert 0 < differing < 10 < 100 < shown(browser, "settings")
 
 
-def test_a_plot_tells_the_values_under_the_pointer(browser, page):
+def test_a_plot_shows_the_values_under_the_pointer(browser, page):
     """With the pointer and with the arrow keys."""
     browser.open(page)
     place = "document.querySelector('svg.plot[aria-label=Reward]')"
@@ -179,7 +179,7 @@ def set_view(browser: Browser, name: str, value: str | bool) -> None:
 
 
 def test_the_script_draws_what_python_drew(browser, page):
-    """Same curves and axes, so that the page is the same with and without it."""
+    """Curves and axes are the same, so the page looks the same with and without the script."""
     browser.open(page)
     path = f"{REWARD}.querySelector('path.line.c0').getAttribute('d')"
     before = (browser.value(path), axis_texts(browser, "end"), axis_texts(browser, "middle"))
@@ -194,7 +194,7 @@ def test_the_script_draws_what_python_drew(browser, page):
     assert browser.complaints == []
 
 
-def test_plots_are_zoomed_logarithmic_and_over_hours(browser, page):
+def test_plots_can_be_zoomed_logarithmic_and_over_hours(browser, page):
     browser.open(page)
     set_view(browser, "from", "100")
     set_view(browser, "to", "140")
@@ -202,7 +202,8 @@ def test_plots_are_zoomed_logarithmic_and_over_hours(browser, page):
     set_view(browser, "log", True)
     assert axis_texts(browser, "end") == ["0.1", "1"]
     loss = "[...document.querySelectorAll('svg.plot[aria-label=Loss] text[text-anchor=end]')]"
-    assert browser.value(f"{loss}.some((t) => t.textContent.startsWith('-'))")  # stays linear
+    # a plot with negative values stays linear
+    assert browser.value(f"{loss}.some((t) => t.textContent.startsWith('-'))")
     assert {"from=100", "to=140", "log=1"} <= set(browser.value("location.hash")[1:].split("&"))
     set_view(browser, "axis", "hours")
     assert axis_texts(browser, "middle") == ["2 h", "4 h", "6 h"]

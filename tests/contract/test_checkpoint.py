@@ -1,4 +1,4 @@
-"""Checkpoints of real ranks: random generators, full disks, a small buffer."""
+"""Checkpoints of real ranks: random generators, full disks and a small buffer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[str | None]:
-    """A file system with space for the small files of a checkpoint but not for its tensors; None
-    without permission to mount one.
+    """A file system with space for the small files of a checkpoint but not for its tensors.
+
+    None without permission to mount one.
     """
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -42,9 +43,9 @@ def full_disk(tmp_path: Path) -> Iterator[str | None]:
 def test_a_run_with_dropout_resumes_bit_for_bit_after_a_save_to_a_full_disk_failed(
     tmp_path, full_disk
 ):
-    """Two tensor-parallel ranks, which draw random numbers from Megatron's tracker.
+    """Two tensor-parallel ranks draw random numbers from Megatron's tracker.
 
-    Every rank reports the full disk, none waits for another, and the next step is unchanged.
+    Every rank reports the full disk, no rank waits for another, and the next step is unchanged.
     """
     make_family(tmp_path / "model", "qwen3")
     settings = ActorSettings(
@@ -92,12 +93,14 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {  # model, ranks, setting
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_state_larger_than_the_buffer_is_saved_while_memory_moves_and_the_next_step_waits(
+def test_a_state_larger_than_the_buffer_is_saved_while_memory_is_offloaded_and_the_next_step_waits(
     tmp_path, layout
 ):
-    """The buffer holds a fraction of a rank's state, the replicas of every tensor share its writing,
-    and device memory is offloaded and restored while it is read. The save has the bits of a
-    blocking one. Resumed at the same layout the next step is unchanged, in one process close to it.
+    """The save equals a blocking one bit for bit.
+
+    The buffer holds a fraction of a rank's state, the replicas of every tensor share its writing,
+    and device memory is offloaded and restored while it is read. The next step after a resume is
+    unchanged at the same layout, and nearly so in one process.
     """
     model, num_ranks, given = LAYOUTS[layout]
     make_family(tmp_path / "model", model)
@@ -135,7 +138,7 @@ def test_a_state_larger_than_the_buffer_is_saved_while_memory_moves_and_the_next
 
 
 def largest_stored(folder: str) -> int:
-    """Bytes of the largest part of a tensor in a checkpoint."""
+    """Return the bytes of the largest part of a tensor in a checkpoint."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

@@ -1,5 +1,6 @@
-"""Hugging Face to torch_dist and back: every family, at two layouts, bit for bit; and by the tools
-themselves.
+"""Hugging Face to torch_dist and back, bit for bit.
+
+Every family at two layouts, and the command-line tools.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ UNEVEN: dict[str, Any] = PP | {"decoder_last_pipeline_num_layers": 1}
 EP: dict[str, Any] = {"expert_model_parallel_size": 2}
 LAYOUTS: dict[
     str, tuple[dict[str, Any], dict[str, Any]]
-] = {  # there, back; all others: (TP, UNEVEN)
+] = {  # there, back; (TP, UNEVEN) for all others
     "qwen3-tied": (UNEVEN, TP),
     "qwen3-moe": (EP, UNEVEN),
     "glm4.5-moe": (UNEVEN, EP),
@@ -71,9 +72,10 @@ def same_tensors(ours: Path, theirs: Path) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_come_back_bit_for_bit_from_a_checkpoint_read_at_another_layout(converted, name):
-    """Includes tensors that are not trained: a layer for multi-token prediction that config.json
-    does not name.
+def test_weights_survive_a_checkpoint_read_at_another_layout_bit_for_bit(converted, name):
+    """Includes tensors that are not trained.
+
+    They are a layer for multi-token prediction that config.json does not mention.
     """
     assert same_tensors(converted / f"{name}_back", converted / name)
     assert (
@@ -82,7 +84,7 @@ def test_weights_come_back_bit_for_bit_from_a_checkpoint_read_at_another_layout(
 
 
 def test_a_converted_model_has_the_layer_for_multi_token_prediction(converted):
-    """A run may then train it or not. Its keys are those of Megatron-LM."""
+    """A run may then train the layer or not. Its keys are those of Megatron-LM."""
     kept = {name: find_checkpoint(converted / f"{name}_torch_dist") for name in (MTP, "glm4.5-moe")}
     keys = {
         name: set(FileSystemReader(folder).read_metadata().state_dict_metadata)
@@ -106,8 +108,9 @@ def test_a_run_starts_from_a_converted_model_with_and_without_that_layer(
 
 
 def test_a_run_starts_from_the_reference_checkpoint(converted, tmp_path):
-    """--ref-load wins over the weights of --hf-checkpoint, of which configuration and tokenizer are
-    still used.
+    """--ref-load takes precedence over the weights of --hf-checkpoint.
+
+    The configuration and the tokenizer of the latter are still used.
     """
     other = tmp_path / "other"
     make_family(other, "qwen3")
@@ -120,9 +123,10 @@ def test_a_run_starts_from_the_reference_checkpoint(converted, tmp_path):
     assert same_tensors(tmp_path / "out", converted / "qwen3")
 
 
-def test_the_tools_do_the_same_under_torchrun_with_megatrons_arguments(converted, tmp_path):
-    """By default layers are distributed over the ranks. An argument that contradicts config.json is
-    an error with both values.
+def test_the_tools_convert_under_torchrun_with_arguments_of_megatron(converted, tmp_path):
+    """By default layers are distributed over the ranks.
+
+    An argument that contradicts config.json is an error that names both values.
     """
     original, kept, back = str(converted / "qwen3"), str(tmp_path / "kept"), str(tmp_path / "back")
     words = [

@@ -1,5 +1,7 @@
-"""The critic on real ranks: values and gradients against transformers, layouts against one process,
-checkpoints and exports.
+"""The critic on real ranks.
+
+Values and gradients are compared with transformers, layouts with one process. Checkpoints and
+exports are covered too.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def settings(models: Path, model: str, **changes: Any) -> ActorSettings:
 
 @pytest.fixture(scope="module")
 def alone(models: Path, tmp_path_factory: pytest.TempPathFactory):
-    """``alone(model)``: three steps of one process, and the folder it saved and exported to."""
+    """``alone(model)``: three steps of one process, and the folder of its checkpoint and export."""
     known: dict[str, tuple[dict[str, Any], Path]] = {}
 
     def get(model: str) -> tuple[dict[str, Any], Path]:
@@ -81,10 +83,10 @@ def alone(models: Path, tmp_path_factory: pytest.TempPathFactory):
 
 
 def with_whole_head(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Weight and bias of the head as one tensor.
+    """Join weight and bias of the head into one tensor.
 
-    The bias is the weight of a constant feature. Its gradient is a sum of errors that nearly cancel
-    out, so rounding is large beside the bias alone.
+    The bias is the weight of a constant feature. Its gradient is a sum of errors that nearly
+    cancel, so rounding is large relative to the bias alone.
     """
     rest = {name: tensor for name, tensor in tensors.items() if not name.startswith("score.")}
     head = np.append(tensors["score.weight"], tensors["score.bias"])
@@ -151,8 +153,9 @@ def train_policy(actor: Any, steps: Any) -> tuple[list[dict[str, float]], str]:
 def test_values_and_gradients_are_those_of_transformers_with_the_exported_head(
     models, alone, tmp_path
 ):
-    """The exported folder opens as a model for token classification; a critic that loads it has
-    transformers' values, and transformers' gradient of the value loss.
+    """The exported folder opens as a model for token classification.
+
+    A critic that loads it has transformers' values, and transformers' gradient of the value loss.
     """
     from transformers import AutoModelForTokenClassification
 
@@ -185,7 +188,10 @@ CONTINUED = {"same": {}, "tp2-sp": tp(2), "pp2": pp(2)}
 
 @pytest.mark.parametrize("name", CONTINUED)
 def test_a_checkpoint_holds_critic_and_optimizer(models, alone, name):
-    """The third step from the checkpoint of the second; bit for bit at the same layout."""
+    """The third step from the checkpoint of the second equals that of the uninterrupted run.
+
+    At the same layout it is equal bit for bit.
+    """
     expected, folder = alone("qwen3")
     layout = CONTINUED[name]
     ranks = run_ranks(
@@ -203,9 +209,11 @@ def test_a_checkpoint_holds_critic_and_optimizer(models, alone, name):
         assert ranks[0]["metrics"] == expected["metrics"][4:]
 
 
-def test_a_critic_on_its_own_ranks_and_layout_is_the_one_beside_the_policy(models, alone, tmp_path):
-    """Values and loss at the same data to 1e-6, later steps as between two layouts. It resumes what
-    the other saved, bit for bit at the same layout.
+def test_a_critic_on_its_own_ranks_trains_as_one_beside_the_policy(models, alone, tmp_path):
+    """Values and loss on the same data agree to 1e-6, later steps as between two layouts.
+
+    A critic on its own ranks resumes a checkpoint saved beside the policy, bit for bit at the same
+    layout.
     """
     beside, saved = alone("qwen3")
     folder = str(tmp_path / "own")
@@ -229,8 +237,9 @@ def test_a_critic_on_its_own_ranks_and_layout_is_the_one_beside_the_policy(model
 
 
 def test_a_critic_starts_from_the_policy_a_checkpoint_or_a_reward_model(models, alone, tmp_path):
-    """The same trunk with the same new head from a Hugging Face folder and from torch_dist, at two
-    layouts; a head that the folder has is kept, a missing bias is zero.
+    """The trunk and the new head are the same from a Hugging Face folder and from torch_dist.
+
+    At two layouts. A head in the folder is kept; a missing bias is zero.
     """
     trained, folder = alone("qwen3")
     saved = folder / "saved"
@@ -258,7 +267,7 @@ def test_a_critic_starts_from_the_policy_a_checkpoint_or_a_reward_model(models, 
     assert found["hash"] not in {of_policy["hash"], from_hf["hash"]}
 
 
-def test_the_critic_leaves_the_device_with_the_trainer_and_is_saved_meanwhile(models, tmp_path):
+def test_the_critic_is_offloaded_with_the_trainer_and_saved_meanwhile(models, tmp_path):
     """Two ranks, each of which saves in the background."""
     ranks = run_ranks(
         leave_and_come_back,
@@ -271,7 +280,7 @@ def test_the_critic_leaves_the_device_with_the_trainer_and_is_saved_meanwhile(mo
 
 
 def test_the_reward_of_drawn_answers_rises(models):
-    """From the share of wanted tokens of a random policy; the values come to the returns."""
+    """It starts at the share of wanted tokens of a random policy; values approach the returns."""
     alone = settings(models, "qwen3", critic_lr=3e-3, value_clip=0.2)
     (seen,) = run_ranks(learn, 1, alone, num_rollouts=20)
     assert sum(seen["reward"][-3:]) / 3 > sum(seen["reward"][:3]) / 3 + 0.2
@@ -295,7 +304,7 @@ def load_without_critic(actor: Any, *, folder: str) -> str:
     return str(said.value)
 
 
-def test_a_checkpoint_without_a_critic_says_so(models, tmp_path):
+def test_loading_a_checkpoint_without_a_critic_names_the_remedy(models, tmp_path):
     (said,) = run_ranks(
         load_without_critic, 1, settings(models, "qwen3"), folder=str(tmp_path / "saved")
     )

@@ -1,4 +1,7 @@
-"""A teacher in the real actor: of another size and depth, against Hugging Face, at several layouts."""
+"""A teacher in the real actor, compared with Hugging Face at several layouts.
+
+Its size and depth differ from the student's.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ TEMPERATURE, COEF = 0.8, 0.3
 
 
 def make_teacher(folder: Path) -> None:
-    """A Llama with the student's vocabulary; nothing else is the same."""
+    """Make a Llama that shares nothing with the student but the vocabulary."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(7)
@@ -71,7 +74,10 @@ def settings(models: Path, **changes: Any) -> ActorSettings:
 
 
 def seen(actor: Any, *, with_server: bool = False) -> dict[str, Any]:
-    """Log-probs under both models before and after a step with advantages of 0; its metrics."""
+    """Train a step with advantages of 0; return its metrics and log-probs under both models.
+
+    The teacher's log-probs are computed before and after the step.
+    """
     actor.import_weights()
     batch = my_batch(actor, STEPS[0], max_tokens=64)
     batch = batch.with_advantages([0.0] * len(batch.samples))
@@ -94,7 +100,7 @@ def by_sample(found: dict[str, Any], what: str) -> dict[tuple[int, ...], list[fl
 
 
 def of_hugging_face(folder: Path, sample: TrainSample) -> torch.Tensor:
-    """Log-probs of the response tokens at the temperature of the settings."""
+    """Return log-probs of the response tokens at the temperature of the settings."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -118,7 +124,7 @@ def test_log_probs_of_a_teacher_of_another_family_and_size_are_those_of_hugging_
         assert found[tuple(sample.token_ids)] == pytest.approx(expected.tolist(), abs=2e-4)
 
 
-def test_a_step_of_the_student_does_not_change_the_teacher_and_its_memory_is_free_between_passes(
+def test_a_step_of_the_student_leaves_the_teacher_unchanged_and_its_memory_is_freed_between_passes(
     alone,
 ):
     assert alone["teacher"] == alone["again"]
@@ -145,8 +151,8 @@ def test_the_loss_is_half_the_squared_distance_and_the_metric_its_mean(alone):
     assert metrics["train/pg_loss"] == 0.0
 
 
-def test_log_probs_of_a_server_train_as_those_of_the_trainer_do(models, alone, monkeypatch):
-    """The same numbers as columns of the samples give the same step, to the last bit."""
+def test_log_probs_from_a_server_train_as_those_from_the_trainer_do(models, alone, monkeypatch):
+    """The same log-probs as columns of the samples give the same step, to the last bit."""
     scores = by_sample(alone, "teacher")
     (found,) = run_ranks(
         _with_columns,
@@ -190,7 +196,7 @@ TOP_K = 9
 
 @pytest.fixture(scope="module")
 def top_k_of_hugging_face(models: Path) -> dict[str, Any]:
-    """The step with --opd-top-k in plain torch: one sample at a time, over full logits."""
+    """Return the step with --opd-top-k in plain torch: one sample at a time, over full logits."""
     from transformers import AutoModelForCausalLM
 
     student, teacher = (
@@ -240,7 +246,7 @@ def top_k_of_hugging_face(models: Path) -> dict[str, Any]:
     ],
     ids=["tp1", "tp2_sp", "pp2", "cp2", "server_cp2"],
 )
-def test_the_step_over_the_teachers_top_tokens_is_that_of_a_loop_over_full_logits(
+def test_the_step_over_the_teachers_top_tokens_equals_a_loop_over_full_logits(
     models, top_k_of_hugging_face, kind, layout
 ):
     given = settings(
@@ -258,7 +264,7 @@ def test_the_step_over_the_teachers_top_tokens_is_that_of_a_loop_over_full_logit
 
 
 def top_k_step(actor: Any, *, columns: dict[tuple[int, ...], Any] | None) -> dict[str, float]:
-    """Metrics of one step with advantages of 0; ``columns`` are those of a server."""
+    """Return the metrics of one step with advantages of 0; ``columns`` are those of a server."""
     from dataclasses import replace
 
     actor.import_weights()
@@ -271,7 +277,7 @@ def top_k_step(actor: Any, *, columns: dict[tuple[int, ...], Any] | None) -> dic
     return dict(actor.train_step(batch).metrics)
 
 
-def test_a_teacher_that_cannot_be_sharded_as_the_policy_is_an_error_before_it_is_built(models):
+def test_a_teacher_that_cannot_be_sharded_like_the_policy_is_refused_before_it_is_built(models):
     from rlpost.actor.actor import Actor
 
     with pytest.raises(ConfigError, match=r"--opd-teacher-load .*--pipeline-model-parallel-size 2"):
@@ -282,7 +288,7 @@ def test_a_teacher_that_cannot_be_sharded_as_the_policy_is_an_error_before_it_is
 
 
 def make_odd(folder: Path) -> None:
-    """The configuration of a teacher with three layers."""
+    """Write the configuration of a teacher with three layers."""
     import json
 
     folder.mkdir()
@@ -294,7 +300,7 @@ NUM_STEPS = 12
 
 
 def distil(actor: Any, *, student: str, form: str) -> list[float]:
-    """Train on answers that the student generated; the mean divergence before each step."""
+    """Train on answers that the student generated; return the mean divergence before each step."""
     import itertools
     import random
 
@@ -338,8 +344,9 @@ def distil(actor: Any, *, student: str, form: str) -> list[float]:
 
 @pytest.mark.parametrize("form", ["advantage", "loss"])
 def test_the_divergence_falls_while_the_student_learns_from_its_own_answers(models, tmp_path, form):
-    """Sampled by transformers from the weights that the actor exports after each step. The teacher
-    prefers no token, so the divergence is log 96 less the entropy of the student.
+    """Transformers samples from the weights that the actor exports after each step.
+
+    The teacher prefers no token, so the divergence is log 96 less the entropy of the student.
     """
     from safetensors.torch import load_file, save_file
 
@@ -366,8 +373,10 @@ GAMMA, LAMBDA = 0.95, 0.9
 
 
 def beside_critic(actor: Any, *, critic: str, teaches: bool = True) -> dict[str, Any]:
-    """A step of critic and policy as ``Training`` takes it: the reward of a sample, its
-    ``advantage`` here, through GAE, and the teacher in the advantages.
+    """Take a step of critic and policy as ``Training`` does.
+
+    The reward of a sample, here its ``advantage``, goes through GAE, and the teacher is added to
+    the advantages.
     """
     actor.import_weights()
     actor.export_critic(critic)
@@ -402,7 +411,7 @@ def _scored(number: int, sample: TrainSample) -> SampleGroup:
 
 
 def loop_of_hugging_face(models: Path, critic: Path) -> dict[str, float]:
-    """The same step in plain torch: one sample and one token at a time."""
+    """Return the same step in plain torch: one sample and one token at a time."""
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
     student, teacher = (
@@ -435,15 +444,13 @@ def loop_of_hugging_face(models: Path, critic: Path) -> dict[str, float]:
     return {
         "train/loss": loss.item(),
         "train/grad_norm": norm.item(),
-        "train/value_loss": squares / num_actions,  # as all metrics, the mean over trained tokens
+        "train/value_loss": squares / num_actions,  # a mean over trained tokens, as all metrics
     }
 
 
 @pytest.mark.parametrize("layout", [{}, {"tensor_model_parallel_size": 2}], ids=["tp1", "tp2_sp"])
-def test_beside_a_critic_a_step_with_a_teacher_is_that_of_a_loop_over_transformers(
-    models, tmp_path, layout
-):
-    """The policy has both signals; the critic learns the rewards alone."""
+def test_a_step_with_critic_and_teacher_equals_a_loop_over_transformers(models, tmp_path, layout):
+    """The policy gets both signals; the critic learns only the rewards."""
     if layout:
         layout = {**layout, "sequence_parallel": True}
     given = settings(models, use_critic=True, critic_lr=1e-3, opd_form="advantage", **layout)

@@ -1,5 +1,6 @@
-"""The documentation site, built by the real Sphinx: no warning, all pages in the contents, no
-broken link.
+"""The documentation site, built by the real Sphinx.
+
+It has no warnings, lists all pages in its contents, and has no broken links.
 """
 
 import json
@@ -80,7 +81,7 @@ JOURNEYS += ("metric-names", "glossary", "faq")
 
 
 def test_the_search_index_holds_every_journey_with_its_title(site):
-    """Sphinx's own search: an index of the pages that the browser reads from the folder."""
+    """Sphinx's own search: the browser reads an index of the pages from the folder."""
     text = (site / "searchindex.js").read_text()
     index = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
     assert set(JOURNEYS) <= set(index["docnames"])
@@ -97,8 +98,8 @@ def test_the_search_index_holds_the_settings(site):
     assert '"settings"' in (site / "searchindex.js").read_text()
 
 
-def test_screen_readers_and_keyboards_reach_all_of_a_page(site):
-    """What axe-core asks for and the theme's markup lacks; see ``ACCESSIBLE`` in docs/conf.py."""
+def test_pages_are_accessible_to_screen_readers_and_keyboards(site):
+    """Attributes that axe-core requires and the theme lacks; see ``ACCESSIBLE`` in docs/conf.py."""
     for page in site.glob("*.html"):
         text = page.read_text()
         assert "<h1" in text, page.name

@@ -1,7 +1,6 @@
-"""What SGLang does with the tensors of a layer for multi-token prediction: its own loader, run from
-its source.
+"""SGLang's own loader, run from its source, on tensors of a layer for multi-token prediction.
 
-A draft model needs compiled kernels, which a CPU does not have (docs/engines.md); names and fan-out
+A draft model needs compiled kernels, which do not run on a CPU (docs/engines.md); names and fan-out
 can be checked.
 """
 
@@ -37,13 +36,14 @@ DRAFT = {
     *(f"model.decoder.mlp.shared_experts.{name}_proj.weight" for name in ("gate_up", "down")),
     *(f"model.decoder.mlp.experts.{name}_weight" for name in ("w13", "w2")),
 }
-"""Parameters of ``Glm4MoeForCausalLMNextN`` without embedding and output layer, which it takes from
-the policy.
+"""Parameters of ``Glm4MoeForCausalLMNextN``.
+
+Without embedding and output layer, which it takes from the policy.
 """
 
 
 def sent(layer: int) -> list[str]:
-    """What the trainer sends for a sparse layer."""
+    """Return the names that the trainer sends for a sparse layer."""
     names = []
     for rule in family("Glm4MoeForCausalLM").rules:
         if "{layer}" not in rule.megatron or rule.megatron.endswith(
@@ -59,7 +59,7 @@ def sent(layer: int) -> list[str]:
 
 
 def loaded(source: Source, names: list[str], *, is_nextn: bool) -> dict[str, set[Any]]:
-    """The parameters that SGLang fills from tensors of these names, each with its tensors."""
+    """Map the parameters that SGLang fills from tensors of these names to those tensors."""
     filled: dict[str, set[Any]] = {}
 
     class Parameter:
@@ -102,12 +102,12 @@ def test_each_tensor_of_the_layer_fills_its_parameter_of_the_draft_model():
 
 
 @pytest.mark.parametrize(("layer", "is_nextn"), [(LAYERS, False), (LAYERS - 1, True)])
-def test_policy_and_draft_model_leave_each_other_s_tensors_alone(layer, is_nextn):
-    """Every engine gets every bucket, also one that does not draft."""
+def test_policy_and_draft_model_ignore_each_others_tensors(layer, is_nextn):
+    """Every engine gets every bucket, also an engine without a draft model."""
     assert loaded(Source(), sent(layer), is_nextn=is_nextn) == {}
 
 
-def test_embedding_and_output_layer_of_the_draft_model_are_the_policy_s():
+def test_the_draft_model_shares_embedding_and_output_layer_with_the_policy():
     copies = [
         f"model.layers.{LAYERS}.{name}"
         for name in ("embed_tokens.weight", "shared_head.head.weight")
@@ -120,8 +120,8 @@ def test_embedding_and_output_layer_of_the_draft_model_are_the_policy_s():
     )
 
 
-def test_an_update_goes_to_the_draft_model_too():
-    """With the selector that our client sends."""
+def test_an_update_includes_the_draft_model():
+    """With the selector that rlpost's client sends."""
     source = Source()
     roles = source.run(UPDATER, "_parse_runner_selector")
     select = source.run(
@@ -136,7 +136,7 @@ def test_an_update_goes_to_the_draft_model_too():
     assert '"/begin_weight_update", {"selector": "all"}' in client
 
 
-def test_a_second_session_is_refused_with_the_words_that_our_client_knows():
+def test_a_second_session_is_refused_with_the_message_that_the_client_expects():
     source = Source()
     begin = source.run(
         UPDATER,
@@ -147,6 +147,6 @@ def test_a_second_session_is_refused_with_the_words_that_our_client_knows():
     assert not refused.success and SESSION_IS_OPEN in refused.message
 
 
-def test_a_loader_with_other_names_is_noticed():
+def test_a_loader_with_other_names_is_detected():
     changed = Source.with_change(MODEL, '                "eh_proj",\n', '                "join",\n')
     assert loaded(changed, sent(LAYERS), is_nextn=True).keys() != DRAFT

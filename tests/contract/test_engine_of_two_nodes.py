@@ -1,7 +1,7 @@
-"""One engine of two parts, each with its own rank of the model, as on two nodes: started, asked,
-updated over a group.
+"""One engine of two parts, as on two nodes: start, generation, and a weight update over a group.
 
-Both parts run on this machine; what they know of each other is the address where they meet.
+Each part has its own rank of the model. Both run on this machine; they share nothing but the
+address of their rendezvous.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         for rank in range(2)
     ]
     try:
-        # returns at once: it takes no requests
+        # returns at once: this part serves no requests
         parts[1].start("127.0.0.1", ports[1], deadline_s=START_DEADLINE_S)
         yield parts[0].start("127.0.0.1", ports[0], deadline_s=START_DEADLINE_S)
     finally:
@@ -63,8 +63,9 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_both_parts_answer_as_one_model_and_take_new_weights(
     tiny_model: Path, engine: EngineAddress
 ) -> None:
-    """Greedy answers are those of transformers before an update and after it; each part has half of
-    the weights.
+    """Greedy answers are those of transformers before an update and after it.
+
+    Each part has half of the weights.
     """
     old = load(tiny_model)
     prompts = held_out(tiny_model, 12)

@@ -1,4 +1,4 @@
-"""Each family against Hugging Face: logits, import and export of weights."""
+"""Each family compared with Hugging Face: logits, import and export of weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ CASES += [(name, "tp2-sp") for name in FROM_OUTSIDE] + [(name, "alone") for name
 def model(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[str], tuple[Path, torch.Tensor]]]:
-    """Makes a family's folder, and transformers' logits of the samples, one sequence at a time."""
+    """Return a function that makes a family's folder, and transformers' logits of the samples.
+
+    The logits are computed one sequence at a time.
+    """
     from transformers import AutoModelForCausalLM
 
     monkeypatch = pytest.MonkeyPatch()  # module scope; ranks inherit sys.path
@@ -68,7 +71,7 @@ def model(
 
 
 @pytest.mark.parametrize(("name", "layout_name"), CASES)
-def test_packed_logits_equal_those_of_transformers_and_weights_come_back_bit_for_bit(
+def test_packed_logits_equal_those_of_transformers_and_an_export_equals_its_import(
     model, tmp_path, name, layout_name
 ):
     folder, expected = model(name)

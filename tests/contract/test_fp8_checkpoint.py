@@ -1,8 +1,8 @@
-"""A whole checkpoint in FP8 blocks, in the form of DeepSeek-V3's files: read at a layout, exported in
-the trainer's precision, and sent to engines in FP8.
+"""A whole checkpoint in FP8 blocks, in the form of DeepSeek-V3's files.
 
-The expected weights are decoded here, from bits: e4m3 has a sign, four bits of exponent with bias 7
-and three of mantissa, and each block of 128 x 128 has a float32 factor (``weight_scale_inv``).
+It is read at a layout, exported in the trainer's precision, and sent to engines in FP8. The
+expected weights are decoded here, from bits: e4m3 has a sign, four bits of exponent with bias 7 and
+three of mantissa, and each block of 128 x 128 has a float32 factor (``weight_scale_inv``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.contract.families import load_folder, make_family
 pytestmark = pytest.mark.timeout(300)
 BLOCK = 128
 LARGEST = 0x7E
-"""The byte of 448."""
+"""The byte of 448, the largest number in e4m3."""
 SCALE = "_scale_inv"
 LAYOUT = {
     "tensor_model_parallel_size": 2,
@@ -40,7 +40,7 @@ QUANTIZATION = {
 
 
 def value_of(byte: int) -> float:
-    """The number of a byte in e4m3 (OCP 8-bit floating point, table 1)."""
+    """Return the number of a byte in e4m3 (OCP 8-bit floating point, table 1)."""
     sign, exponent, mantissa = -1.0 if byte & 0x80 else 1.0, byte >> 3 & 0xF, byte & 0x7
     if exponent == 0:
         return sign * mantissa / 8 * 2.0**-6
@@ -51,13 +51,17 @@ VALUES = np.array([value_of(byte) for byte in range(256)], dtype=np.float32)
 
 
 def decoded(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Each byte times the factor of its block."""
+    """Return the number of each byte times the factor of its block."""
     rows, columns = (np.arange(length) // BLOCK for length in values.shape)
     return VALUES[values] * scales[rows[:, None], columns]
 
 
 def encoded(source: np.random.Generator, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Random bytes without NaN, in each block one of the largest magnitude, and random factors."""
+    """Return random bytes without NaN, and random factors of the blocks.
+
+    Each block has a byte of the largest magnitude, so that quantising it again gives the same
+    factor.
+    """
     values = source.integers(0, 127, shape, dtype=np.uint8)
     values[::BLOCK, ::BLOCK] = LARGEST
     values |= source.integers(0, 2, shape, dtype=np.uint8) << 7
@@ -67,10 +71,10 @@ def encoded(source: np.random.Generator, shape: tuple[int, ...]) -> tuple[np.nda
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The folder, and values and factors of each weight in FP8.
+    """Return the folder, and bytes and factors of each weight in FP8.
 
-    As in DeepSeek-V3 these are the matrices of the layers but for the router. Some shards of the
-    layout are whole blocks, others end within one.
+    As in DeepSeek-V3 these are the matrices of the layers except the router. Some shards of the
+    layout are whole blocks, others end within a block.
     """
     folder = tmp_path_factory.mktemp("fp8")
     make_family(folder, "deepseek-v3-wide-moe")
@@ -103,14 +107,14 @@ def read_and_write(actor: Any, *, export: str) -> dict[str, Any]:
 def found(
     checkpoint: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[dict[str, Any]]]:
-    """The exported folder, and what each rank would send."""
+    """Return the exported folder, and what each rank would send."""
     export = tmp_path_factory.mktemp("exported")
     settings = ActorSettings(str(checkpoint[0]), distributed_timeout_minutes=2, **LAYOUT)
     return export, run_ranks(read_and_write, 2, settings, export=str(export))
 
 
-def test_reading_is_dequantisation(checkpoint, found):
-    """Bit for bit, and what is not in FP8 stays as it is."""
+def test_an_import_dequantises_the_checkpoint(checkpoint, found):
+    """Bit for bit; tensors that are not in FP8 are unchanged."""
     (folder, pairs), (export, _) = checkpoint, found
     exported, stored = load_folder(export), load_folder(folder)
     assert exported.keys() == {name for name in stored if not name.endswith(SCALE)}
@@ -123,8 +127,8 @@ def test_reading_is_dequantisation(checkpoint, found):
     assert "quantization_config" not in json.loads((export / "config.json").read_text())
 
 
-def test_engines_get_the_checkpoint_back(checkpoint, found):
-    """The same bytes; factors up to the rounding of 448 x factor / 448 in float32."""
+def test_engines_receive_the_original_checkpoint(checkpoint, found):
+    """The bytes are the same; factors differ by the rounding of 448 x factor / 448 in float32."""
     (folder, pairs), (_, ranks) = checkpoint, found
     stored = load_folder(folder)
     for sent in ranks:
@@ -139,7 +143,7 @@ def test_engines_get_the_checkpoint_back(checkpoint, found):
                 assert np.array_equal(values, stored[name].numpy()), name
 
 
-def test_what_engines_get_reads_as_the_weights_of_the_trainer(checkpoint, found):
+def test_weights_sent_to_engines_decode_to_those_of_the_trainer(checkpoint, found):
     (_, pairs), (export, ranks) = checkpoint, found
     exported = load_folder(export)
     for name in pairs:

@@ -29,7 +29,10 @@ def settings(model: Path, **more: Any) -> ActorSettings:
 
 
 def test_only_parameters_that_match_are_trained_and_resumed_bit_for_bit(model, tmp_path):
-    """Layers 1 and 3 of four, each in its own stage, after a frozen embedding, recomputed."""
+    """Layers 1 and 3 of four are trained, one in each pipeline stage.
+
+    They follow a frozen embedding, with full recomputation.
+    """
     given = settings(model, only_train_params_name_list=(r"layers\.[13]\.",), **pp(2), **FULL)
     saved, trained = str(tmp_path / "saved"), str(tmp_path / "trained")
     whole = run_ranks(train, 2, given, steps=STEPS, files=Files(save=saved, export=trained))

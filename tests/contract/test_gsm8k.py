@@ -1,5 +1,6 @@
-"""Real prompts of GSM8K (the head of its test split) on their whole way: file, chat template,
-tokenizer, reward.
+"""Real prompts of GSM8K, the head of its test split, from the file to the reward.
+
+They pass through chat template, tokenizer and grader.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ SOLUTIONS = [json.loads(line)["answer"] for line in FILE.read_text().splitlines(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of bytes with a chat template."""
+    """Make a byte-level tokenizer with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -39,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("rm_type", ["gsm8k", "math", "boxed_deepscaler"])
-def test_a_right_answer_to_a_real_prompt_is_rewarded_and_a_neighbours_is_not(
+def test_the_answer_to_a_real_prompt_is_rewarded_and_that_to_another_is_not(
     model: Path, rm_type: str
 ) -> None:
     config = Config.model_validate(
@@ -90,6 +91,6 @@ def test_a_right_answer_to_a_real_prompt_is_rewarded_and_a_neighbours_is_not(
 
 
 def _with_bare_label(prompt: Prompt, rm_type: str) -> Prompt:
-    """Only ``gsm8k`` finds the number in a worked solution."""
+    """Reduce the label to its number, unless ``gsm8k`` extracts it from the worked solution."""
     label = prompt.label if rm_type == "gsm8k" else prompt.label.partition("#### ")[2]
     return Prompt(prompt.prompt_id, prompt.text, prompt.token_ids, label, prompt.metadata)

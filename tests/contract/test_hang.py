@@ -1,7 +1,7 @@
 """A rank that skips a collective is named: real gloo ranks in workers of a real Ray.
 
-The second thread of each worker reads the stack and the counts of the first, which torch blocks in
-a collective. What the real actor reports is tested without Ray.
+The second thread of each worker reads the stack and the collective counts of the first, which is
+blocked in a collective. What the real actor reports is tested without Ray.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RULE = Rule(factor=5.0, min_s=2.0)
 
 
 class Rank:
-    """Steps of two collectives in a tensor-parallel group of two and one in a group of all."""
+    """A worker whose step has two collectives in a tensor-parallel pair and one in the world."""
 
     def setup(self, rank: int, world: int, port: int) -> None:
         import torch
@@ -103,7 +103,7 @@ def node() -> Any:
 
 
 async def hang(node: Any, folder: Path) -> tuple[Hang, float]:
-    """Train until a rank skips a collective; returns the error and the seconds until it."""
+    """Train until a rank skips a collective; return the error and the seconds until it."""
     slots = [Slot(node["NodeID"], node["NodeManagerAddress"], 1)] * WORLD
     names = [f"actor-{rank}" for rank in range(WORLD)]
     envs = [
@@ -139,7 +139,7 @@ def test_a_rank_that_skips_a_collective_is_named(node: Any, tmp_path: Path) -> N
         assert "all_reduce" in (tmp_path / f"flight-{rank}.json").read_text()
 
 
-def test_the_actor_reports_micro_batches_groups_and_its_own_time(models: Path) -> None:  # noqa: F811
+def test_the_actor_reports_micro_batches_groups_and_own_time(models: Path) -> None:  # noqa: F811
     for found in run_ranks(
         positions_of_a_step, 2, settings(models, "untied", "dp2"), samples=STEPS[0]
     ):

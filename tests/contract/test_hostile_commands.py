@@ -1,4 +1,7 @@
-"""Hostile commands of every family leave the host as it was; all 1,000: benchmarks.sandbox_hostile."""
+"""Hostile commands of every family leave the host as it was.
+
+``benchmarks.sandbox_hostile`` runs all 1,000.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from benchmarks.sandbox_hostile import difference, trial
 from tests.contract.test_sandbox import WHY_NOT
 
 
-def test_commands_of_a_seed_are_the_same_and_cover_all_families():
+def test_commands_depend_on_the_seed_alone_and_cover_all_families():
     targets = Targets((1,), 80, "name", "/folder")
     commands = generate(1000, 1, targets)
     assert commands == generate(1000, 1, targets) != generate(1000, 2, targets)
@@ -22,4 +25,4 @@ def test_hostile_commands_leave_the_host_as_it_was():
     outcome = trial(60, seed=7, places=4)
     assert sum(outcome.ended.values()) == 60 and not outcome.lost
     assert not {name: difference(*facts) for name, facts in outcome.changed.items()}
-    assert outcome.ended["timeout"] >= 5  # some of them do attack
+    assert outcome.ended["timeout"] >= 5  # some attacks do run

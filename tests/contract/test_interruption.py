@@ -1,5 +1,6 @@
-"""Real ranks whose training is stopped between micro-batches: all at one place, and as if it had
-not been begun.
+"""Real ranks whose training is interrupted between micro-batches.
+
+All ranks stop at the same point, and the state is as if the step had not been started.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from tests.contract.test_actor import models, settings  # noqa: F401
 
 pytestmark = pytest.mark.timeout(300)
 
-# name: (ranks, settings, boundaries of the step after which a stop is requested); where it is left
-# is up to chance
+# name: (ranks, settings, numbers of stop points after which a stop is requested); timing decides
+# where the step stops
 WORLDS: dict[str, tuple[int, dict[str, Any], tuple[int, ...]]] = {
     "tp2 dp2, log-probs of the reference within the step": (
         4,
@@ -43,7 +44,7 @@ WORLDS: dict[str, tuple[int, dict[str, Any], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_an_interrupted_and_repeated_step_equals_an_uninterrupted_one(models, tmp_path, name):  # noqa: F811
-    """Bit for bit, on every rank, whatever was half done when it was left."""
+    """Bit for bit, on every rank, whatever was incomplete at the interruption."""
     world, changes, stops = WORLDS[name]
     actor_settings = settings(models, "untied", "tp1", **changes)
     disturbed = run_ranks(

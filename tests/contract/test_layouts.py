@@ -1,4 +1,7 @@
-"""Parallel layouts of the trainer, one of each kind; ``python -m tests.contract.layouts`` runs all."""
+"""Parallel layouts of the trainer, one of each kind.
+
+``python -m tests.contract.layouts`` runs all.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def compare(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     return Comparison(tmp_path_factory.mktemp("layouts"), steps=STEPS[:2])
 
 
-def test_there_are_at_least_twenty_layouts_and_no_two_are_the_same():
+def test_there_are_at_least_twenty_layouts_and_all_differ():
     assert len(LAYOUTS) >= 20
     assert len(
         {
@@ -52,12 +55,18 @@ def test_there_are_at_least_twenty_layouts_and_no_two_are_the_same():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_layout_trains_as_one_process_does(compare, name):
-    """Loss, norm, gradients of the first step and weights after two, relative, in float32."""
+    """Loss, gradient norm, gradients of the first step and weights after two steps.
+
+    Relative differences, in float32.
+    """
     assert compare(BY_NAME[name]).largest < LIMIT
 
 
 def test_gradients_of_tensor_parallel_ranks_differ_by_rounding_alone():
-    """In float32 those of Qwen2-MoE come nearest to the limit; ``float64`` has the other families."""
+    """In float32 the gradients of Qwen2-MoE come closest to the limit.
+
+    ``tests.contract.float64`` covers the other families.
+    """
     assert float64.difference("qwen2-moe", in_float64=True)[0] < float64.LIMIT
 
 
@@ -120,10 +129,10 @@ def test_recomputation_repeats_the_expected_forward_passes(tmp_path, recompute, 
     assert counts == {"norms": norms, "attentions": attentions}
 
 
-def test_the_divergence_from_the_reference_starts_at_zero_and_its_weight_keeps_the_policy_near(
+def test_the_kl_from_the_reference_starts_at_zero_and_a_large_coefficient_limits_it(
     tmp_path,
 ):
-    """After a step the weights differ from the reference's, and less so with a large coefficient."""
+    """The weights leave the reference's after a step, and less so with a large coefficient."""
     make_family(tmp_path, "qwen3")
     steps = [STEPS[0]] * 3
 

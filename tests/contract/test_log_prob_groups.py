@@ -1,4 +1,4 @@
-"""Passes that only compute log-probs have separate micro-batches."""
+"""Passes that only compute log-probs have their own micro-batches."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.contract.samples import STEPS
 
 @pytest.mark.timeout(300)
 def test_log_probs_do_not_depend_on_the_groups_they_are_computed_in(tmp_path):
-    """Per micro-batch of the training and per sample, whatever the groups; in float32."""
+    """The result has the form of the training micro-batches, whatever the groups; in float32."""
     make_family(tmp_path, "qwen3")
     (found,) = run_ranks(
         logprobs_in_groups,

@@ -1,4 +1,4 @@
-"""LoRA with real Megatron over gloo: layouts, the base, exports, resume."""
+"""LoRA with real Megatron over gloo: layouts, the base model, exports and resumes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ pytestmark = pytest.mark.timeout(300)
 RANK, ALPHA = 4, 8.0
 LIMIT = 1e-5
 FACTOR_LIMIT = 1e-3
-"""Three steps of Adam divide small gradients by their own size, which magnifies rounding."""
+"""Relative to the largest value of a factor.
+
+Three steps of Adam divide small gradients by their own size, which magnifies rounding.
+"""
 ALL = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "experts")
 DENSE, MOE = "qwen3", "glm4.5-moe"
 TARGETS = {DENSE: ALL[:-1], MOE: ALL}
@@ -54,7 +57,7 @@ def settings(folder: Path, model: str, **more: Any) -> ActorSettings:
 
 @pytest.fixture(scope="module")
 def dense(folder: Path) -> dict[str, Any]:
-    """The dense model in one process, and what it wrote into the folder."""
+    """Train the dense model in one process, which saves and exports into the folder."""
     given = settings(folder, DENSE)
     (found,) = run_ranks(look_at_adapters, 1, given, steps=STEPS, folder=str(folder))
     return found
@@ -62,7 +65,7 @@ def dense(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sparse(folder: Path) -> dict[str, Any]:
-    """The mixture of experts in one process."""
+    """Train the mixture of experts in one process."""
     (found,) = run_ranks(train_adapters, 1, settings(folder, MOE), steps=STEPS)
     return found
 
@@ -79,7 +82,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_adapters_train_at_every_layout_as_in_one_process(folder, request, name):
-    """Loss, gradient norm and all factors after three steps, relative, in float32."""
+    """Loss, gradient norm and all factors after three steps; relative, in float32."""
     model, num_ranks, layout = LAYOUTS[name]
     found = run_ranks(train_adapters, num_ranks, settings(folder, model, **layout), steps=STEPS)
     expected = request.getfixturevalue("dense" if model == DENSE else "sparse")
@@ -94,8 +97,9 @@ def test_adapters_train_at_every_layout_as_in_one_process(folder, request, name)
 
 
 def test_an_adapter_starts_as_the_base_and_only_adapters_are_trained_and_saved(dense):
-    """B is zero: logits are bitwise those of the base. The checkpoint has two factors a layer, and
-    the optimizer's three states of them.
+    """B is zero, so the logits are bitwise those of the base.
+
+    The checkpoint has two factors a layer, and three states of the optimizer for each.
     """
     assert np.array_equal(dense["adapted before"], dense["base"])
     assert np.array_equal(dense["base after"], dense["base"])
@@ -108,19 +112,20 @@ def test_an_adapter_starts_as_the_base_and_only_adapters_are_trained_and_saved(d
 
 
 def test_the_reference_is_the_base(dense):
-    """Log-probs of the reference after training are those of the policy before it."""
+    """The log-probs of the reference after training are those of the policy before it."""
     assert dense["reference logprobs"] == dense["base logprobs"]
 
 
 def test_merged_weights_compute_what_adapters_compute(folder, dense):
-    """transformers with the exported folder, against Megatron with adapters."""
+    """The exported folder in transformers is compared with Megatron with adapters."""
     ours = dense["adapted after"]
     assert np.abs(ours - hf_logits(folder / "merged")).max() < 1e-5 * np.abs(ours).max()
 
 
 def test_the_peft_folder_has_the_update_of_every_merged_weight(folder, dense):
-    """PEFT's rule, W + alpha / r B A for each module, gives the merged folder; modules without an
-    adapter are unchanged.
+    """PEFT's rule, W + alpha / r B A for each module, gives the merged folder.
+
+    Modules without an adapter are unchanged.
     """
     base, merged = load_folder(folder / DENSE), load_folder(folder / "merged")
     factors = load_file(folder / "peft/adapter_model.safetensors")
@@ -156,7 +161,7 @@ def hf_logits(folder: Path) -> np.ndarray:
 
 
 def logits_of(model: Any) -> np.ndarray:
-    """Logits of the samples of the first step, one after another: [T, vocabulary]."""
+    """Return the logits of the first step's samples, one after another: [T, vocabulary]."""
     with torch.no_grad():
         rows = [
             model(torch.tensor([list(sample.token_ids)])).logits[0].numpy() for sample in STEPS[0]
@@ -165,8 +170,9 @@ def logits_of(model: Any) -> np.ndarray:
 
 
 def test_a_run_with_dropout_is_resumed_bit_for_bit(folder, tmp_path):
-    """Tensor parallelism and recomputation beside dropout: masks of the resumed run are those of
-    the uninterrupted run.
+    """Dropout masks of the resumed run are those of the uninterrupted run.
+
+    With tensor parallelism.
     """
     given = settings(folder, DENSE, **tp(2), lora_dropout=0.2, bf16=True)
     saved = str(tmp_path / "saved")
@@ -180,7 +186,7 @@ def test_a_run_with_dropout_is_resumed_bit_for_bit(folder, tmp_path):
 
 
 def test_a_checkpoint_of_other_adapters_is_refused(folder, dense):
-    """Names the settings of both, and the way out."""
+    """The error names the settings of both, and the remedy."""
     other = dataclasses.replace(settings(folder, DENSE), lora_rank=2)
     with pytest.raises(AssertionError, match=r"has LoRA adapters of .*'lora_rank': 4.* use those"):
         run_ranks(train, 1, other, steps=STEPS, files=Files(load=str(folder / "saved")))

@@ -1,5 +1,6 @@
-"""Losses in the real actor: supervised against Hugging Face, the user's own, and one that
-breaks.
+"""Losses in the real actor.
+
+The supervised loss is compared with Hugging Face; one custom loss works, another returns NaN.
 """
 
 from __future__ import annotations
@@ -47,7 +48,11 @@ def settings(model: Path, **changes: Any) -> ActorSettings:
 
 
 def one_step(actor: Any) -> dict[str, Any]:
-    """Metrics of a step, or what was wrong; log-probs from before; whether the weights changed."""
+    """Train one step.
+
+    Returns its metrics or its error, log-probs of policy and reference from before the step, and
+    whether the weights changed.
+    """
     actor.import_weights()
     batch = my_batch(actor, STEPS[0], max_tokens=64)
     before, logprobs = actor.weights_hash(), actor.compute_logprobs(batch)
@@ -62,9 +67,7 @@ def one_step(actor: Any) -> dict[str, Any]:
 
 
 def test_supervised_loss_and_gradient_norm_equal_those_of_hugging_face(model):
-    """The mean over samples of the mean over the trained tokens of a sample, as transformers' own
-    loss gives it.
-    """
+    """The mean over samples of the mean over a sample's trained tokens, as in transformers."""
     from transformers import AutoModelForCausalLM
 
     (found,) = run_ranks(one_step, 1, settings(model, loss_type="sft_loss", kl_coef=0.1))
@@ -84,8 +87,9 @@ def test_supervised_loss_and_gradient_norm_equal_those_of_hugging_face(model):
 
 
 def in_answers(actor: Any, sizes: tuple[int, ...]) -> dict[str, Any]:
-    """Metrics of a step on the first samples of STEPS, of which ``sizes`` each are one answer;
-    log-probs before it.
+    """Train a step on answers made of several samples; return its metrics and earlier log-probs.
+
+    Each of ``sizes`` consecutive samples of STEPS[0] is one answer.
     """
     actor.import_weights()
     taken, batches = iter(STEPS[0]), []
@@ -106,7 +110,7 @@ def in_answers(actor: Any, sizes: tuple[int, ...]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_samples_that_are_one_answer_weigh_as_one_sample_of_all_their_tokens(model, per_token):
+def test_samples_of_one_answer_weigh_as_one_sample_of_all_their_tokens(model, per_token):
     """The mean over answers of the mean over the tokens of all samples of an answer."""
     sizes = (1, 3, 2)
     own = settings(model, loss_type="sft_loss", calculate_per_token_loss=per_token)
@@ -125,7 +129,7 @@ def test_samples_that_are_one_answer_weigh_as_one_sample_of_all_their_tokens(mod
     assert found["metrics"]["train/loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_loss_of_the_users_own_trains_and_its_statistics_are_on_every_rank(model):
+def test_a_custom_loss_trains_and_its_statistics_are_on_every_rank(model):
     own = settings(
         model,
         loss_type="custom_loss",
@@ -148,8 +152,9 @@ def test_a_loss_of_the_users_own_trains_and_its_statistics_are_on_every_rank(mod
 
 
 def with_advantages_apart(actor: Any, apart: bool) -> dict[str, float]:
-    """Metrics of a step whose advantages are in the batch, or follow it as they do with
-    --kl-coef.
+    """Return the metrics of a step whose advantages are in the batch, or separate from it.
+
+    With --kl-coef they are separate.
     """
     actor.import_weights()
     batch = my_batch(actor, STEPS[0], max_tokens=64)
@@ -160,7 +165,7 @@ def with_advantages_apart(actor: Any, apart: bool) -> dict[str, float]:
     return dict(actor.train_step(zeros, None, per_token).metrics)
 
 
-def test_advantages_that_follow_the_batch_replace_those_in_it(model):
+def test_separate_advantages_replace_those_in_the_batch(model):
     (together,), (apart,) = (
         run_ranks(partial(with_advantages_apart, apart=apart), 1, settings(model))
         for apart in (False, True)
@@ -169,7 +174,7 @@ def test_advantages_that_follow_the_batch_replace_those_in_it(model):
     assert together["train/loss"] != 0.0
 
 
-def test_a_loss_that_is_no_number_is_an_error_before_it_reaches_the_weights(model):
+def test_a_loss_of_nan_is_an_error_before_it_reaches_the_weights(model):
     own = settings(
         model, loss_type="custom_loss", custom_loss_function_path=f"{model}/mine.py:broken"
     )

@@ -1,5 +1,6 @@
-"""Metrics in the real Weights & Biases: they stand in a run's offline files, under one id over all
-attempts.
+"""Metrics in the real Weights & Biases.
+
+They are in a run's offline files, under one run id over all attempts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rlpost.metrics.writer import MetricsWriter, read_metrics
 
 wandb = pytest.importorskip("wandb", reason="pip install -e '.[wandb]'")
 
-BLOCK, HEADER = 32768, 7  # W&B's files are LevelDB logs: blocks, and in them pieces of records
+BLOCK, HEADER = 32768, 7  # W&B's files are LevelDB logs: blocks of record fragments
 OFFLINE = WandbConfig(use_wandb=True, wandb_mode="offline", wandb_project="p", wandb_group="g")
 
 
@@ -30,7 +31,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def records(path: Path) -> Iterator[Any]:
-    """Records of a .wandb file, by the layout of LevelDB's log (doc/log_format.md)."""
+    """Yield the records of a .wandb file, by the layout of LevelDB's log (doc/log_format.md)."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, whole = path.read_bytes(), HEADER, b""
@@ -39,6 +40,7 @@ def records(path: Path) -> Iterator[Any]:
             at += BLOCK - at % BLOCK
             continue
         size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        # 1: a full record; 2, 3, 4: its first, middle and last fragment
         whole = (whole if kind in (3, 4) else b"") + data[at + HEADER : at + HEADER + size]
         at += HEADER + size
         if kind in (1, 4):
@@ -48,7 +50,7 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def history(found):
-    """The lines that were logged, without what W&B adds."""
+    """Return the lines that were logged, without the keys that W&B adds."""
     rows = [
         {
             "/".join(item.nested_key) or item.key: float(item.value_json)
@@ -60,9 +62,10 @@ def history(found):
     return [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
 
 
-def test_two_attempts_write_one_run_and_the_key_is_nowhere(folder, capfd):
-    """The second resumes: it writes step 2 again, as after a preemption; both have one id and the
-    lines of the file.
+def test_two_attempts_write_one_run_and_no_file_holds_the_key(folder, capfd):
+    """The second attempt resumes and writes step 2 again, as after a preemption.
+
+    Both have one run id and the lines of metrics.jsonl.
     """
     for steps, ends_with in (((1, 2), Preempted("stop")), ((2, 3), None)):
         writer = MetricsWriter(folder / "metrics.jsonl")
@@ -93,7 +96,7 @@ def test_two_attempts_write_one_run_and_the_key_is_nowhere(folder, capfd):
     assert "WARNING" not in "".join(capfd.readouterr())
 
 
-def test_where_wandb_cannot_be_reached_the_attempt_stays_on_disk(folder, monkeypatch, caplog):
+def test_without_a_connection_to_wandb_the_attempt_is_written_offline(folder, monkeypatch, caplog):
     init = wandb.init
 
     def unreachable(*, mode, **given):
@@ -109,7 +112,7 @@ def test_where_wandb_cannot_be_reached_the_attempt_stays_on_disk(folder, monkeyp
     assert "no route" in caplog.text
 
 
-def test_a_key_that_wandb_refuses_is_an_error_of_the_settings(folder, monkeypatch):
+def test_a_key_that_wandb_refuses_is_a_config_error(folder, monkeypatch):
     def refuse(**_):
         raise wandb.errors.AuthenticationError("invalid key")
 

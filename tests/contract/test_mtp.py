@@ -1,5 +1,6 @@
-"""Multi-token prediction: its loss against transformers' modules, and a policy that does not notice
-it.
+"""Multi-token prediction: its loss equals that of transformers' modules.
+
+The policy is unaffected by it.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def with_and_without(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return run(clip_grad=0.05)[0], run(clip_grad=0.05, mtp=False)[0]
 
 
-def test_the_policy_is_the_same_to_the_bit(with_and_without):
-    """Gradients, their norm (which clips them), losses and weights, over three steps."""
+def test_the_policy_is_the_same_bit_for_bit(with_and_without):
+    """Gradients, their norm, by which they are clipped, losses and weights, over three steps."""
     with_mtp, without = with_and_without
     assert [
         {k: v for k, v in m.items() if k != "train/mtp_loss"} for m in with_mtp["metrics"]
@@ -73,7 +74,7 @@ def test_the_policy_is_the_same_to_the_bit(with_and_without):
 
 
 def test_the_policy_is_the_same_in_bfloat16(folder):
-    """Where the norm is that of float32 copies of the weights."""
+    """In bfloat16 the gradient norm is that of the float32 main weights."""
     with_mtp, without = (
         run_ranks(train, 1, settings(folder, mtp=mtp, bf16=True, clip_grad=0.05), steps=STEPS)[0][
             "metrics"
@@ -87,7 +88,7 @@ def test_the_policy_is_the_same_in_bfloat16(folder):
 
 
 def test_the_layer_learns(with_and_without, folder):
-    """Every weight of it moves but the router's bias, which is not trained."""
+    """Every weight of the layer changes except the router's bias, which is not trained."""
     with_mtp, _ = with_and_without
     before = load_folder(folder)
     moved = {
@@ -102,15 +103,16 @@ def test_the_layer_learns(with_and_without, folder):
 
 
 def test_the_loss_is_that_of_transformers_modules(with_and_without, folder):
-    """Of tokens after next, averaged over each sample's loss-masked tokens, then over the samples
-    of the batch.
+    """The loss of the token after the next one.
+
+    It is averaged over each sample's loss-masked tokens, then over the samples of the batch.
     """
     with_mtp, _ = with_and_without
     expected = np.mean([reference_loss(folder, sample) for sample in STEPS[0]])
     assert with_mtp["metrics"][0]["train/mtp_loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_every_tensor_comes_back_bit_for_bit(folder, tmp_path):
+def test_an_export_has_every_tensor_bit_for_bit(folder, tmp_path):
     run_ranks(look, 1, settings(folder), samples=STEPS[0], export=str(tmp_path / "out"))
     found, expected = load_folder(tmp_path / "out"), load_folder(folder)
     assert found.keys() == expected.keys()
@@ -118,8 +120,10 @@ def test_every_tensor_comes_back_bit_for_bit(folder, tmp_path):
 
 
 def test_a_trained_export_repeats_its_own_embedding_and_output_layer(folder, tmp_path):
-    """They are shared with the layer, so a copy of the old ones would be another model's; a copy
-    that was another tensor to begin with stays.
+    """Embedding and output layer are shared with the layer.
+
+    So its copies in the export must be the trained ones. A copy that differed in the checkpoint is
+    kept.
     """
     run_ranks(
         train, 1, settings(folder), steps=STEPS[:1], files=Files(export=str(tmp_path / "trained"))
@@ -140,7 +144,7 @@ def test_a_trained_export_repeats_its_own_embedding_and_output_layer(folder, tmp
 
 
 def test_an_update_of_the_engines_contains_the_layer(folder):
-    """And not the tensors that a draft model takes from the policy."""
+    """It does not contain the tensors that a draft model takes from the policy."""
 
     def names(**how: Any) -> set[str]:
         (plan,) = run_ranks(plan_sync, 1, settings(folder, **how))
@@ -151,7 +155,10 @@ def test_an_update_of_the_engines_contains_the_layer(folder):
 
 
 def test_weights_without_the_layer_are_refused_on_every_rank(folder, tmp_path):
-    """In both forms; no rank waits for another, and without the flag the same checkpoint loads."""
+    """In torch_dist and in Hugging Face form.
+
+    No rank waits for another, and without the flag the same checkpoint loads.
+    """
     saved = str(tmp_path / "saved")
     run_ranks(train, 1, settings(folder, mtp=False), steps=STEPS[:2], files=Files(save=saved))
     two = {"pipeline_model_parallel_size": 2}
@@ -176,7 +183,7 @@ def test_weights_without_the_layer_are_refused_on_every_rank(folder, tmp_path):
 
 @torch.no_grad()
 def reference_loss(folder: Path, sample: TrainSample) -> float:
-    """Of one sequence; 0 where no token counts."""
+    """Return the loss of one sequence; 0 if no token counts."""
     import transformers
     from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRMSNorm
 
@@ -214,7 +221,10 @@ def reference_loss(folder: Path, sample: TrainSample) -> float:
 
 
 def fill(layer: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """transformers fuses the experts of a layer into one tensor; checkpoints have them apart."""
+    """Copy the tensors of a checkpoint into a layer of transformers.
+
+    transformers fuses the experts of a layer into one tensor; checkpoints have them separately.
+    """
     for name, value in (*layer.named_parameters(), *layer.named_buffers()):
         if name in tensors:
             value.copy_(tensors[name])

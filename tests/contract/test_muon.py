@@ -1,4 +1,4 @@
-"""Muon in Megatron's optimizers: layouts, torch's own Muon, resume."""
+"""Muon in Megatron's optimizers: layouts, torch's own Muon, and a resume."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def test_muon_trains_at_every_layout_as_in_one_process(compare, name):
     assert compare(BY_NAME[name]).largest < LIMIT
 
 
-def test_one_step_is_that_of_torch_for_each_hugging_face_matrix(tmp_path: Path):
-    """Query, key, value, gate and up one by one, from the gradients under their names. torch
-    orthogonalises in bfloat16, Muon here in float32.
+def test_one_step_equals_that_of_torch_for_each_hugging_face_matrix(tmp_path: Path):
+    """Query, key, value, gate and up are compared separately, under their Hugging Face names.
+
+    torch orthogonalises in bfloat16, Muon here in float32.
     """
     make_family(tmp_path, "qwen3")
     settings = ActorSettings(str(tmp_path), lr=0.01, weight_decay=0.0, clip_grad=0.0, **MUON)

@@ -25,7 +25,7 @@ def settings(folder: Path, **given: Any) -> ActorSettings:
 
 
 def old_hash(actor: Any) -> str:
-    """The hash of the weights that engines would get."""
+    """Return the hash of the weights that engines would get."""
     with actor.old_policy.swapped_in():
         return str(actor.weights_hash())
 
@@ -45,7 +45,7 @@ def train(actor: Any, batches: Any, folder: str | None = None) -> dict[str, list
 
 
 def both(actor: Any, *, folder: str) -> dict[str, Any]:
-    """Four steps; the state after the third again and its fourth, in the same process."""
+    """Train four steps; then load the state after the third and train the fourth again."""
     actor.import_weights()
     start = actor.weights_hash()
     whole = train(actor, FOUR, folder)
@@ -63,7 +63,7 @@ def both(actor: Any, *, folder: str) -> dict[str, Any]:
         ({"keep_old_actor": True, "use_kl_loss": True}, lambda step: step - 1),
     ],
 )
-def test_the_kept_weights_are_those_of_their_update_and_a_resume_has_them_bit_for_bit(
+def test_kept_weights_are_those_of_their_update_and_survive_a_resume_bit_for_bit(
     tmp_path, given, age
 ):
     make_model(tmp_path / "model", tied=False)
@@ -76,14 +76,14 @@ def test_the_kept_weights_are_those_of_their_update_and_a_resume_has_them_bit_fo
     assert {name: values[0] for name, values in again.items()} == {
         name: values[3] for name, values in whole.items()
     }
-    # the first step has no older weights; later ones are compared with others than the policy's
+    # the first step has no older weights; later steps use older weights than the policy's
     assert (
         abs(whole["metrics"][0]["train/ppo_kl"]) < 1e-6 < abs(whole["metrics"][1]["train/ppo_kl"])
     )
 
 
 def reference_between_buckets(actor: Any) -> dict[str, Any]:
-    """The reference's log-probs before training, and while the model holds the old policy."""
+    """Return the reference's log-probs before training, and while the old policy is swapped in."""
     actor.import_weights()
     batches = [my_batch(actor, samples, max_tokens=None) for samples in STEPS]
     found = {"before": actor.compute_ref_logprobs(batches[0])}
@@ -97,8 +97,13 @@ def reference_between_buckets(actor: Any) -> dict[str, Any]:
     return found
 
 
-def test_the_reference_is_computed_from_the_policys_weights_also_between_two_buckets(tmp_path):
-    """Both keep their copies in the same host memory, so the old weights must leave the model."""
+def test_the_reference_is_the_same_between_two_buckets_and_the_old_policy_leaves_the_model(
+    tmp_path,
+):
+    """Both keep their copies in the same host memory.
+
+    So the old weights must first leave the model.
+    """
     make_model(tmp_path / "model", tied=False)
     given = settings(tmp_path, keep_old_actor=True, use_kl_loss=True)
     (found,) = run_ranks(reference_between_buckets, 1, given)

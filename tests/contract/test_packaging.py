@@ -1,5 +1,6 @@
-"""Source distribution and wheel: what an installation without the checkout holds, that it submits,
-and is extended.
+"""Source distribution and wheel.
+
+An installation without the checkout holds all files, submits jobs and can be extended.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.installed import ROOT, Built, build_wheel, clean_environment
 from tests.unit.cli.projects import MODEL, make_project
 from tests.unit.test_architecture import HEAVY
 
-SETTINGS = {"pydantic", "yaml", "rich", "submitit"}  # what only some verbs need
+SETTINGS = {"pydantic", "yaml", "rich", "submitit"}  # needed by some verbs only
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def test_every_file_of_the_packages_is_in_the_wheel_and_nothing_else_is(built):
-    """Through the source distribution: pages, scripts, recipes, profiles and models included."""
+    """Built through the source distribution; pages, scripts, recipes, profiles, models included."""
     found = {
         name
         for name in zipfile.ZipFile(built.wheel).namelist()
@@ -63,8 +64,9 @@ def test_the_programs_are_installed(programs, tmp_path):
 
 
 def test_a_login_node_with_the_wheel_alone_checks_and_renders_a_job(programs, tmp_path):
-    """Recipes, models and profiles are known by name; what is declared as required is all that it
-    takes.
+    """Recipes, models and profiles are known by name.
+
+    The declared requirements are sufficient.
     """
     project = make_project(tmp_path / "project")
     script = run(
@@ -132,19 +134,19 @@ def test_a_verb_needs_no_weights_and_no_folder(rlpost, verb, printed, noted):
         ("rehearse tiny", "docs/install.md"),
     ],
 )
-def test_what_is_missing_is_said_with_the_command_that_brings_it(rlpost, verb, said):
+def test_an_error_names_the_command_that_provides_what_is_missing(rlpost, verb, said):
     done = rlpost(verb)
     assert done.returncode == 2 and said in done.stderr, done.stderr
 
 
-def test_the_tiny_model_is_not_half_made_without_the_stack(rlpost, tmp_path):
+def test_without_the_stack_no_part_of_the_tiny_model_is_made(rlpost, tmp_path):
     done = rlpost("fetch tiny")
     assert done.returncode == 2 and "needs torch and transformers" in done.stderr
     assert not (tmp_path / "assets").exists()
 
 
 def test_an_installation_knows_the_versions_that_an_image_needs(rlpost):
-    """From its metadata, which setuptools wrote; the checkout reads setup.cfg."""
+    """They come from its metadata, written by setuptools; the checkout reads setup.cfg."""
     command = [sys.executable, "-m", "bootstrap.image.doctor", "--requirements", "wandb"]
     ours = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     theirs = rlpost("doctor --image --requirements wandb")
@@ -155,9 +157,10 @@ def test_an_installation_knows_the_versions_that_an_image_needs(rlpost):
     assert found.returncode == 1 and "megatron-core" in found.stdout
 
 
-def test_the_snapshot_of_an_installation_is_what_a_job_runs(built, programs, tmp_path):
-    """There is no git to ask; packages and jobs are copied, and the agent and the check of an image
-    start from the copy.
+def test_a_job_runs_from_the_snapshot_of_an_installation(built, programs, tmp_path):
+    """There is no git repository: packages and jobs are copied.
+
+    The agent and the check of an image start from the copy.
     """
     code = (
         "from pathlib import Path; from slurm.snapshot import snapshot_code; from rlpost.cli.submit import PROJECT; "
@@ -172,8 +175,9 @@ def test_the_snapshot_of_an_installation_is_what_a_job_runs(built, programs, tmp
 
 
 def test_a_family_of_an_installed_package_is_known_on_the_login_node(tmp_path):
-    """That of docs/extending.md: to a process that has the package and no other hint, and to none
-    that has it not.
+    """The family of docs/extending.md.
+
+    It is known to a process that has the package, without further settings, and to no other.
     """
     packages = install(write_examples(tmp_path / "user") / "mistral", tmp_path / "packages")
     project = make_project(tmp_path / "project")

@@ -1,4 +1,4 @@
-"""The planner's sums against modules of Megatron-core and memory of PyTorch."""
+"""The planner's sums, compared with modules of Megatron-core and memory of PyTorch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 
 def stage_bytes(shape: Shape, layout: Layout, one: Pass, stage: int) -> int:
-    """What a stage keeps at its fullest, layers that are being recomputed included."""
+    """Return the bytes that a stage keeps at its peak, including layers being recomputed."""
     return sum(kept_and_recomputed(shape, layout, one, stage))
 
 
@@ -84,7 +84,10 @@ def small(name: str) -> dict[str, Any]:
 
 
 def spread_experts(name: str) -> int:
-    """The number of ranks at which each holds one expert of a layer; building all experts is slow."""
+    """Return the number of ranks at which each holds one expert of a layer.
+
+    Building all experts in one process is slow.
+    """
     return shape(PUBLISHED[name]).num_experts or 1
 
 
@@ -92,7 +95,7 @@ COUNTS = [(name, stage) for name, (_, layout) in RANKS.items() for stage in rang
 MEASURED = [(name, bf16) for name in MODELS for bf16 in (False, True)]
 
 
-TEACHERS = [  # policy, whose layout both have; teacher; stage
+TEACHERS = [  # policy (both use its layout), teacher, stage
     ("qwen3_4b", "qwen3_30b_a3b", 0),
     ("qwen3_235b_a22b", "qwen3_30b_a3b", 0),
     ("qwen3_235b_a22b", "qwen3_30b_a3b", 7),
@@ -100,8 +103,9 @@ TEACHERS = [  # policy, whose layout both have; teacher; stage
 
 
 def teacher_config(policy: str, teacher: str) -> dict[str, Any]:
-    """config.json of a teacher; with few layers where one rank holds all of its experts, whose
-    modules take long to build.
+    """Return config.json of a teacher.
+
+    It has few layers where one rank holds all of its experts, whose modules take long to build.
     """
     hf = PUBLISHED[teacher]
     return hf | {"num_hidden_layers": 4} if RANKS[policy][1].expert == 1 else hf
@@ -109,7 +113,7 @@ def teacher_config(policy: str, teacher: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[Any, dict[str, int]]:
-    """Counts and measurements by case, from one process: its imports take longer than its work."""
+    """Return counts and measurements by case, from one process, whose imports dominate its time."""
     cases: dict[Any, dict[str, Any]] = {}
     for name, stage in COUNTS:
         settings, layout = RANKS[name]
@@ -160,16 +164,17 @@ def found() -> dict[Any, dict[str, int]]:
 
 
 @pytest.mark.parametrize(("name", "stage"), COUNTS)
-def test_a_rank_of_the_full_size_holds_as_many_parameters_as_the_plan_says(name, stage, found):
-    """Exact, with experts counted separately."""
+def test_a_rank_of_the_full_size_holds_as_many_parameters_as_planned(name, stage, found):
+    """The numbers are exact, with experts counted separately."""
     said = rank_parameters(shape(PUBLISHED[name]), RANKS[name][1], stage)
     assert {"dense": said.dense, "expert": said.expert} == found[name, stage]
 
 
 @pytest.mark.parametrize(("policy", "teacher", "stage"), TEACHERS)
-def test_a_rank_holds_as_much_of_a_teacher_as_the_plan_says(policy, teacher, stage, found):
-    """Built with the teacher's settings at the policy's layout; the unequal stages of the policy
-    are not the teacher's.
+def test_a_rank_holds_as_much_of_a_teacher_as_planned(policy, teacher, stage, found):
+    """Built with the teacher's settings at the policy's layout.
+
+    The unequal pipeline stages of the policy do not apply to the teacher.
     """
     of_model, layout = RANKS[policy]
     own = {"opd_teacher_load": "teacher", "use_opd": True, "opd_type": "megatron"}
@@ -189,8 +194,8 @@ def test_a_rank_holds_as_much_of_a_teacher_as_the_plan_says(policy, teacher, sta
 @pytest.mark.parametrize(
     "recipe", [path for path in sorted((JOBS / "recipes").glob("*.toml")) if path.stem != "tiny"]
 )
-def test_the_layout_of_every_recipe_is_one_whose_modules_are_counted(recipe):
-    """Except for data parallelism, which only repeats the same parameters."""
+def test_the_layout_of_every_recipe_is_among_the_counted_ones(recipe):
+    """Data parallelism may differ: it only repeats the same parameters."""
     named = tomllib.loads(recipe.read_text())["model"]
     model = "glm45_355b" if named in AS_GLM45 else named
     assert shape(PUBLISHED[model]) == shape(PUBLISHED[named])
@@ -212,8 +217,10 @@ SIZES = {
 
 @pytest.mark.parametrize(("name", "published"), SIZES.items())
 def test_a_whole_model_has_its_published_size(name, published, found):
-    """All modules of a rank that has one expert a layer, and those experts of the others: the
-    plan's sum, and within one part in a hundred the size on the model's own card.
+    """The plan's sum equals that of the modules, and is within 1 % of the published size.
+
+    The modules are all of one rank, which has one expert a layer, and those experts of the other
+    ranks. The published size is that of the model card.
     """
     rank = found[name, "whole"]
     total = rank["dense"] + spread_experts(name) * rank["expert"]
@@ -223,7 +230,7 @@ def test_a_whole_model_has_its_published_size(name, published, found):
 
 @pytest.mark.parametrize(("name", "bf16"), MEASURED)
 def test_activations_are_those_that_autograd_keeps(name, bf16, found):
-    """Within a tenth, measured at the hooks of saved tensors."""
+    """Within a tenth, measured with hooks on saved tensors."""
     one = Pass(tokens=512, width=2 if bf16 else 4, fused=False)
     kept = found[name, "bf16" if bf16 else "fp32"]["kept"]
     assert stage_bytes(shape(small(name)), Layout(), one, 0) == pytest.approx(kept, rel=0.1)
@@ -242,9 +249,10 @@ def test_recomputed_layers_keep_their_inputs(found):
 
 
 @pytest.mark.parametrize(("name", "bf16"), MEASURED)
-def test_weights_gradients_and_adam_take_what_the_plan_says(name, bf16, found):
-    """Within a tenth, measured in the memory under the tensors after a step (main weights and both
-    moments).
+def test_weights_gradients_and_adam_take_as_many_bytes_as_planned(name, bf16, found):
+    """Within a tenth, measured as the storage of the tensors after a step.
+
+    Adam's state is main weights and both moments.
     """
     config = load([], {"perf": {"bf16": bf16}, "cluster": {"actor_num_gpus_per_node": 1}}).config
     held, _ = held_memory(config, Layout(), shape(small(name)).parameters)

@@ -1,4 +1,4 @@
-"""The reference that follows the policy (--ref-update-interval) in the real actor."""
+"""The reference that is updated from the policy (--ref-update-interval), in the real actor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def settings(folder: Path) -> ActorSettings:
 
 
 def train_four(actor: Any, *, folder: str) -> dict[str, Any]:
-    """Train four steps of a rollout each; save after the third."""
+    """Train four rollouts of one step each; save after the third."""
     actor.import_weights()
     found: dict[str, Any] = {"is_policy": [], "metrics": []}
     for number, samples in enumerate(FOUR, start=1):
@@ -51,7 +51,9 @@ def resume(actor: Any, *, folder: str) -> dict[str, Any]:
     return {"metrics": metrics, "hash": actor.weights_hash()}
 
 
-def test_the_reference_is_the_policy_after_each_interval_and_a_resume_has_it_bit_for_bit(tmp_path):
+def test_the_reference_is_the_policy_after_each_interval_and_survives_a_resume_bit_for_bit(
+    tmp_path,
+):
     make_model(tmp_path / "model", tied=False)
     folder = str(tmp_path / "saved")
     (found,) = run_ranks(train_four, 1, settings(tmp_path), folder=folder)

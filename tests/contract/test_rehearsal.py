@@ -1,5 +1,7 @@
-"""A rehearsal of whole steps: planted faults are found with their rank and line, sound layouts have
-none, and the calls are those of a run over gloo.
+"""A rehearsal of whole steps.
+
+Planted faults are found with their rank and line, sound layouts have none, and the calls are those
+of a run over gloo.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ EIGHT = {
 }  # fmt: skip
 WORLD = 8
 RESULTS = MetaResults()
-"""Shared by all rehearsals here; ``test_rehearsal_results`` proves that they change nothing."""
+"""Shared by all rehearsals here; ``test_rehearsal_results`` shows that they change nothing."""
 
 
 def sample(length: int) -> TrainSample:
@@ -71,13 +73,13 @@ def sample(length: int) -> TrainSample:
 
 
 def batch(*lengths: int) -> TrainBatch:
-    """A micro-batch of one sample for each length."""
+    """Return a batch with a micro-batch of one sample for each length."""
     return TrainBatch(tuple((sample(one),) for one in lengths), len(lengths), sum(lengths))
 
 
 @dataclass(frozen=True)
 class Step:
-    """A configuration whose ranks all ran."""
+    """The recordings of all ranks of a configuration."""
 
     settings: ActorSettings
     description: ModelDescription
@@ -97,7 +99,7 @@ class Step:
         )
 
     def with_rank(self, recording: Recording) -> list[Fault]:
-        """The faults with another recording of one rank."""
+        """Find the faults with another recording of one rank."""
         return hangs({**self.recordings, recording.rank: recording})
 
 
@@ -121,13 +123,13 @@ def test_a_sound_step_has_no_fault(step):
     assert hangs(step.recordings) == []
 
 
-def test_two_ranks_of_a_class_stand_for_all_of_it(step):
-    """What is taken from ranks 4 and 7 for rank 6 is what rank 6 does."""
+def test_two_ranks_of_a_class_represent_all_of_it(step):
+    """The recording of rank 6, taken from ranks 4 and 7, is what rank 6 records itself."""
     assert classes(step.facts, all_gather=True) == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert step.run(6).calls == step.recordings[6].calls
 
 
-def test_a_class_whose_ends_differ_runs_as_a_whole(step):
+def test_all_ranks_run_of_a_class_whose_first_and_last_differ(step):
     ran = []
 
     def run(rank: int) -> Recording:
@@ -144,7 +146,7 @@ def test_a_class_whose_ends_differ_runs_as_a_whole(step):
 
 
 def no_all_reduce(*args: object, **options: object) -> None:
-    """What a branch that leaves a collective out does."""
+    """Do nothing, like a branch that leaves a collective out."""
 
 
 def sum_for_max(tensor: torch.Tensor, **options: Any) -> object:
@@ -152,7 +154,7 @@ def sum_for_max(tensor: torch.Tensor, **options: Any) -> object:
 
 
 def skewed(self: BalancedMap, dim: int) -> torch.Tensor:
-    """All rows to the first expert of the map."""
+    """Send all rows to the first expert of the map."""
     counts = torch.zeros(self._num_experts, dtype=torch.int64)
     counts[0] = self._rows * self._topk
     return counts
@@ -224,16 +226,16 @@ def test_a_rank_with_other_settings_is_found(step, fault):
     assert 6 in found[0].ranks
 
 
-# Faults in what one rank issued, at any place.
+# Faults in the calls that one rank issued.
 
 
 def at(recording: Recording, wanted: Callable[[Call], bool], *, number: int = 0) -> int:
-    """Index of a call."""
+    """Return the index of a call."""
     return [index for index, call in enumerate(recording.calls) if wanted(call)][number]
 
 
 def changed(recording: Recording, index: int, *calls: Call) -> Recording:
-    """The recording with other calls in place of one."""
+    """Return the recording with other calls in place of one."""
     return replace(
         recording, calls=(*recording.calls[:index], *calls, *recording.calls[index + 1 :])
     )
@@ -283,7 +285,10 @@ def test_a_call_that_differs_on_one_rank_is_found(step, fault):
 
 
 def file_of(line: str) -> str:
-    """The file: the line itself is that of the call of the other rank where none is issued."""
+    """Return the file of a line.
+
+    The lines may differ: where this rank issues no call, that of another rank is reported.
+    """
     return line.partition(":")[0]
 
 
@@ -295,7 +300,7 @@ def test_a_rank_that_ends_early_is_found(step):
 
 
 def test_groups_entered_in_opposite_orders_are_found():
-    """Each group sees one order, and both ranks wait."""
+    """The order within each group is the same, and both ranks wait."""
     pair, all_ranks = (0, 1), (0, 1, 2)
     first = Call("all_reduce", pair, (4,), "float32", "train", "a.py:1")
     second = Call("barrier", all_ranks, (), "", "train", "a.py:2")
@@ -329,13 +334,13 @@ def test_a_key_that_another_layout_reads_and_no_rank_writes_is_named(step):
 # The rehearsal and a run over gloo.
 
 CHEAP = ("cp2-pp2-vpp2", "moe-tp2-sp-ep2-etp2", "tp2-sp-pp2-muon", "mtp-pp2")
-"""Layouts that are rehearsed in every run of the tests."""
+"""Layouts that are rehearsed in every test run; the others are slow tests."""
 REAL = ["tp2-sp", "pp2-vpp2", "moe-ep2-overlap"]
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
 def run_of_a_rank(actor: Any, *, phases: Phases) -> tuple[tuple[Call, ...], dict[str, int]]:
-    """Record the phases of a real rank, and the bytes that it then holds."""
+    """Record the phases of a real rank, and the bytes that it holds afterwards."""
     from rlpost.rehearsal.recorder import Recorder
 
     actor.import_weights()
@@ -346,7 +351,10 @@ def run_of_a_rank(actor: Any, *, phases: Phases) -> tuple[tuple[Call, ...], dict
 
 
 def bytes_of(model: Any, optimizer: Any) -> dict[str, int]:
-    """Bytes of weights, gradient buffers and optimizer state on the device, by their addresses."""
+    """Count bytes of weights, gradient buffers and optimizer state on the device.
+
+    Memory that tensors share counts once, by its address.
+    """
     parameters = [one for chunk in model for one in chunk.parameters()]
     buffers = [one for chunk in model for one in chunk.buffers + chunk.expert_parallel_buffers]
     inner = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
@@ -364,7 +372,7 @@ def bytes_of(model: Any, optimizer: Any) -> dict[str, int]:
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Bytes of each block of memory that the tensors are views of."""
+    """Map the address of each block of memory under the tensors to its bytes."""
     blocks = [one.untyped_storage() for one in tensors]
     return {block.data_ptr(): block.nbytes() for block in blocks}
 
@@ -379,7 +387,7 @@ def table_settings(folder: Path, layout: TableLayout) -> ActorSettings:
 
 @dataclass(frozen=True)
 class RehearsedLayout:
-    """Every rank of a layout."""
+    """Facts and recordings of every rank of a layout."""
 
     facts: Mapping[int, RankFacts]
     recordings: Mapping[int, Recording]
@@ -403,7 +411,7 @@ def rehearsed_layout(
 
 
 def compared(call: Call) -> tuple[object, ...]:
-    """A call without what depends on data: how many rows go to which expert."""
+    """Return a call without what depends on data: how many rows go to which expert."""
     sizes = () if call.kind == SPLIT or call.dtype == "int64" else call.sizes
     return (
         call.kind,

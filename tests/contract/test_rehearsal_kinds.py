@@ -1,6 +1,7 @@
-"""A rehearsal of each kind of model and of training: none has a fault, and planted ones are found.
+"""A rehearsal of each kind of model and of training: it has no fault, and planted faults are found.
 
-Models are the tiny ones of ``tests/contract/families.py``, on eight ranks at TP 2, PP 2, EP 2, DP 2.
+The models are the tiny ones of ``tests/contract/families.py``, on eight ranks at TP 2, PP 2, EP 2,
+DP 2.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ TRAININGS = {
 
 
 def config_of(model: str, folder: Path, changed: dict[str, Any]) -> Config:
-    """The settings of a tiny model on eight ranks; its config.json lies where they say."""
+    """Return the settings of a tiny model on eight ranks.
+
+    Its config.json is written to the folder that they name.
+    """
     make_family_config(folder / "model", model)
     hf = json.loads((folder / "model" / "config.json").read_text())
     experts = {"perf": {"expert_model_parallel_size": 2 if model.endswith("moe") else 1}}
@@ -117,7 +121,7 @@ def test_a_kind_of_training_has_no_fault(tmp_path, kind):
 
 
 def test_frozen_weights_have_no_gradient_and_no_state(tmp_path):
-    """As many bytes of gradients and optimizer as the trained weights need, padding aside."""
+    """Gradients and optimizer take as many bytes as the trained weights need, padding aside."""
     config = config_of(DENSE, tmp_path, ONLY_ATTENTION)
     ranks = rehearse(config, actor_settings(config)).ranks
     trained = {rank: sum(one.size for one in facts.trained) for rank, facts in ranks.items()}
@@ -205,8 +209,8 @@ def test_a_critic_without_its_head_or_its_optimizer_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("part", [WEIGHTS, GRADS, OPTIMIZER])
-def test_a_part_that_does_not_return_from_offload_is_found(tmp_path, part):
-    """On every rank: the check of one rank does not need the others."""
+def test_a_part_that_is_not_restored_after_offload_is_found(tmp_path, part):
+    """Rank 0 reports it: the check of a rank needs no other rank."""
     restore = DeviceMemory.restore
 
     def forgetful(self: DeviceMemory, *parts: str) -> dict[str, int]:

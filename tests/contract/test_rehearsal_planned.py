@@ -1,8 +1,8 @@
 """The planner's bytes beside those of a rehearsal, for models of full width with a few layers.
 
-Weights, gradients and optimizer of both must agree: what differs is Megatron's padding. Activations
-of the planner are sums of formulas; how far they are from the rehearsal is recorded for each case,
-and a change of either shows.
+Weights, gradients and optimizer of both must agree, except for Megatron's padding. The planner
+computes activations from formulas; their ratio to the rehearsal is recorded for each case, so that
+a change of either shows.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ALL_SIZES = {
     "cluster": {"actor_num_nodes": 2, "rollout_num_gpus_per_engine": 8},
     "optimizer": {"optimizer_cpu_offload": False},
 }  # fmt: skip
-"""TP 2, PP 4, CP 2, EP 4 on 16 ranks; as many experts a rank as with 160 of them at EP 16."""
+"""TP 2, PP 4, CP 2, EP 4 on 16 ranks; as many experts a rank as 160 experts at EP 16 give."""
 
 Case = tuple[str, dict[str, dict[str, Any]], float]
 CASES: dict[str, Case] = {

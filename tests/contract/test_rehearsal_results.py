@@ -1,4 +1,4 @@
-"""Remembered results of operations on the meta device are those that torch computes."""
+"""Remembered results of operations on the meta device equal those that torch computes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STEPS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Everything that later operations and the count of memory depend on."""
+    """Return everything on which later operations and the count of memory depend."""
     return (
         type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.layout,
         tensor.storage_offset(), tensor.untyped_storage().nbytes(), tensor.is_conj(), tensor.is_neg(),
@@ -68,7 +68,7 @@ def storages(value: object) -> list[int]:
 
 
 class Compared(MetaResults):
-    """Also lets torch compute each result that is remembered, and compares both."""
+    """Also lets torch compute each remembered result, and compares the two."""
 
     def of(
         self, func: Any, args: tuple[Any, ...], options: dict[str, Any], computed: Any = None
@@ -133,7 +133,7 @@ def test_a_step_is_the_same_with_and_without_remembered_results(tmp_path, name):
         (ATEN.mm.out, DIRECT), (ATEN._foreach_add_.Scalar, DIRECT), (ATEN.matmul.default, NEW),
     ],
 )  # fmt: skip
-def test_an_operation_is_remembered_if_its_schema_allows_that(func, kind):
+def test_an_operation_is_remembered_if_its_schema_allows_it(func, kind):
     assert kind_of(func) == kind
 
 
@@ -154,7 +154,7 @@ def test_equal_layouts_are_computed_once():
 
 
 def test_numbers_of_different_types_are_different_arguments():
-    """1, 1.0 and True are equal and have one hash; results differ in their dtype."""
+    """1, 1.0 and True are equal and have the same hash, but results differ in their dtype."""
     results = Compared()
     dtypes = [
         results.of(ATEN.mul.Tensor, (meta(2, dtype=torch.int32), number), {}).dtype
@@ -164,7 +164,7 @@ def test_numbers_of_different_types_are_different_arguments():
     assert results.num_remembered == 1
 
 
-def test_a_result_that_aliases_its_argument_in_fact_is_not_remembered():
+def test_a_result_that_aliases_its_argument_against_its_schema_is_not_remembered():
     results, given = Compared(), meta(4, 3)
     for _ in range(3):
         made = results.of(ATEN._unsafe_view.default, (given, [12]), {})

@@ -1,4 +1,4 @@
-"""``rlpost rehearse --nodes-too`` as a user runs it: all ranks and the agents of two nodes."""
+"""``rlpost rehearse --nodes-too`` as a user runs it: all ranks, and the agents of two nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TWO_NODES = (
 
 
 def rehearsed(folder: Path, capsys: Any, *flags: str) -> tuple[int, dict[str, Any]]:
-    """Exit code and object of the verb on two nodes of four GPUs."""
+    """Run the verb on two nodes of four GPUs; return its exit code and JSON output."""
     make_family_config(folder / "model", "qwen3")
     recipe = str(JOBS / "recipes" / "tiny.toml")
     checkpoint = ("--hf-checkpoint", str(folder / "model"))
@@ -50,8 +50,8 @@ def test_agents_meet_only_if_asked(tmp_path, capsys):
     assert AGENTS not in {one["name"] for one in found["checks"]}
 
 
-def test_an_absent_agent_ends_the_verb_with_2(tmp_path, capsys, monkeypatch):
-    """The other node waits for it until the deadline."""
+def test_an_absent_agent_gives_exit_code_2(tmp_path, capsys, monkeypatch):
+    """The other node waits for the absent agent until the deadline."""
     absent = partial(rehearse.agents_check, deadline_s=3, absent=["s0001"])
     monkeypatch.setattr(rehearse, "agents_check", absent)
     code, found = rehearsed(tmp_path, capsys, "--nodes-too")

@@ -1,4 +1,4 @@
-"""Which keys the real router forwards: the reason why engines of a fleet get requests directly.
+"""The keys that the real router forwards: why requests to a fleet's engines bypass the router.
 
 A server of an engine job must not see the secret of the attempt, which is also Ray's token. The
 router adds the worker's own key and leaves the client's in place. If this test fails because the
@@ -23,7 +23,7 @@ INFO = {"model_path": "tiny", "served_model_name": "tiny", "tokenizer_path": "ti
 
 
 class Worker(BaseHTTPRequestHandler):
-    """Answers what the router asks of an engine, and keeps the keys of each request."""
+    """Answers the router's requests to an engine, and records the keys of each."""
 
     keys: dict[str, list[str]]
 
@@ -44,11 +44,11 @@ class Worker(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def ask(url: str, content: object = None) -> str:
-    """Send a request with the key of the attempt, POST if it has a content; return the answer."""
+    """Send a request with the key of the attempt, POST if there is content; return the answer."""
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ATTEMPT_KEY}"}
     body = None if content is None else json.dumps(content).encode()
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -58,7 +58,7 @@ def ask(url: str, content: object = None) -> str:
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The keys that a worker behind the router saw, by path."""
+    """Return the keys that a worker behind the router saw, by path."""
     router_port, metrics_port = free_ports(2)
     seen: dict[str, list[str]] = {}
     handler = type("OneWorker", (Worker,), {"keys": seen})
@@ -71,7 +71,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         own = f"http://127.0.0.1:{worker.server_port}"
         try:
             url = router.start("127.0.0.1", router_port, deadline_s=START_DEADLINE_S)
-            # With the key of the engine, which the router keeps for it.
+            # Add the worker with the key of its engine, which the router then uses for it.
             ask(f"{url}/workers", {"url": own, "api_key": ENGINE_KEY})
             wait_until_healthy(url, own)
             ask(f"{url}/generate", {"text": "1+1=", "sampling_params": {"max_new_tokens": 1}})
@@ -92,5 +92,5 @@ def wait_until_healthy(url: str, worker: str) -> None:
     pytest.fail(f"the router does not call {worker} healthy: {said}")
 
 
-def test_a_worker_sees_the_client_s_key_beside_its_own(keys: dict[str, list[str]]) -> None:
+def test_a_worker_sees_the_key_of_the_client_beside_its_own(keys: dict[str, list[str]]) -> None:
     assert keys["/generate"] == [f"Bearer {ENGINE_KEY}", f"Bearer {ATTEMPT_KEY}"]

@@ -1,8 +1,7 @@
-"""The experts that a real SGLang engine returns through the real router, beside those that
-transformers chooses.
+"""The experts that a real SGLang engine returns through the real router.
 
-The model has a dense layer before its MoE layers. Two versions of its weights choose differently,
-so that a token tells which of them routed it.
+They are compared with those that transformers chooses. The model has a dense layer before its MoE
+layers. Two versions of its weights choose differently, so a token shows which of them routed it.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ PROMPTS = [Prompt(index, "", (5 + index, 6, 7, 8 + index)) for index in range(6)
 P = 4
 LONG = SamplingParams(max_new_tokens=200)
 TIE = 1e-4
-"""Scores closer than this are equal: the engine and transformers add numbers in another order."""
+"""Scores closer than this are equal: engine and transformers sum in different orders."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """An engine behind a router; folders of two versions of its weights."""
+    """An engine behind a router, and the folders of two versions of its weights."""
 
     router: RouterAddress
     address: EngineAddress
@@ -100,7 +99,7 @@ def change_weights(source: Path, target: Path) -> None:
 
 @torch.no_grad()
 def scores_of(folder: Path, token_ids: list[int]) -> np.ndarray:
-    """[tokens, MoE layers, experts]: what transformers chooses the largest of."""
+    """Return the scores by which transformers chooses, [tokens, MoE layers, experts]."""
     model, found = load(folder), []
     for layer in FORM.layers:
         gate = model.model.layers[layer].mlp.gate
@@ -114,7 +113,7 @@ def scores_of(folder: Path, token_ids: list[int]) -> np.ndarray:
 
 
 def chosen_by(scores: np.ndarray, routes: RouteColumn) -> np.ndarray:
-    """[tokens] bool: whether all experts in the routes are among the best ones."""
+    """Tell for each token, as [tokens] bool, whether all its experts are among the best."""
     own = np.take_along_axis(scores[: len(routes)], routes.array.astype(np.int64), axis=-1)
     last_chosen = np.sort(scores[: len(routes)], axis=-1)[..., -FORM.topk]
     return (own.min(-1) > last_chosen - TIE).all(-1)
@@ -133,7 +132,7 @@ async def written(
 
 
 def test_routes_are_those_of_transformers(mixture: Mixture) -> None:
-    """Of prompts, of answers, and of a prompt that the engine has in its cache."""
+    """Routes of prompts, of answers, and of a prompt that the engine has in its cache."""
 
     async def whole() -> list[Sample]:
         async with Connection(mixture.router, routes=FORM) as connection:
@@ -155,7 +154,7 @@ def test_routes_are_those_of_transformers(mixture: Mixture) -> None:
 
 
 async def until_running(mixture: Mixture) -> None:
-    """Return when the engine writes answers and has written some tokens of them."""
+    """Wait until the engine generates answers and has generated some tokens of them."""
     engine = EngineClient(mixture.address.url, KEY)
     while not sum(
         load["num_running_reqs"]
@@ -166,13 +165,15 @@ async def until_running(mixture: Mixture) -> None:
 
 
 def is_cut(spans: tuple[tuple[int, int], ...]) -> bool:
-    """Whether both versions wrote enough tokens that they cannot have chosen alike for all."""
+    """Tell whether both versions wrote so many tokens that they cannot choose alike for all."""
     return len(spans) > 1 and all(count >= 8 for _, count in spans)
 
 
 def updated_amid(mixture: Mixture, pause: PauseMode, write: Any) -> list[tuple[Prompt, Any]]:
-    """What ``write`` returned for prompts while whose answers were written the weights changed,
-    from the first to the second version; at the end the engine has the first again.
+    """Update the weights while answers are generated; return the answers of both versions.
+
+    Returns the prompts, and what ``write`` returned for them. The weights change from the first to
+    the second version; at the end the engine has the first again.
     """
     update = WeightUpdate([mixture.address], api_key=KEY, timeout_s=60)
 
@@ -185,7 +186,7 @@ def updated_amid(mixture: Mixture, pause: PauseMode, write: Any) -> list[tuple[P
     async def whole() -> list[tuple[Prompt, Any]]:
         async with Connection(mixture.router, routes=FORM) as connection, asyncio.timeout(120):
             met: list[Any] = []
-            while not met:  # all may have ended before
+            while not met:  # all answers may have ended before the update
                 tasks = [asyncio.create_task(write(connection, prompt)) for prompt in PROMPTS]
                 await until_running(mixture)
                 await update.update(1, mover(mixture.folders[1]), pause=pause)
@@ -199,8 +200,9 @@ def updated_amid(mixture: Mixture, pause: PauseMode, write: Any) -> list[tuple[P
 
 @torch.no_grad()
 def change_choice(source: Path, target: Path) -> None:
-    """Change which experts are chosen and nothing else: the bias has no part in the
-    probabilities.
+    """Change which experts are chosen, and nothing else.
+
+    The bias has no part in the probabilities.
     """
     model = load(source)
     torch.manual_seed(3)
@@ -211,7 +213,7 @@ def change_choice(source: Path, target: Path) -> None:
     model.save_pretrained(target)
 
 
-def test_a_trainer_that_would_choose_others_has_the_engines_log_probs_with_replay(
+def test_with_replay_a_trainer_with_other_routers_has_the_log_probs_of_the_engine(
     mixture: Mixture, tmp_path
 ) -> None:
     change_choice(mixture.folders[0], tmp_path / "trainer")
@@ -241,7 +243,7 @@ def test_a_trainer_that_would_choose_others_has_the_engines_log_probs_with_repla
     assert without["train/rollout_logprob_abs_diff"] > 0.1
 
 
-def test_an_answer_that_new_weights_abort_keeps_the_routes_of_the_old_ones(
+def test_an_answer_aborted_by_an_update_keeps_the_routes_of_the_old_weights(
     mixture: Mixture,
 ) -> None:
     for _, sample in updated_amid(mixture, "abort", written):
@@ -258,11 +260,12 @@ def test_an_answer_that_new_weights_abort_keeps_the_routes_of_the_old_ones(
         )
 
 
-def test_an_answer_that_new_weights_retract_loses_the_routes_of_the_old_ones(
+def test_an_answer_retracted_by_an_update_loses_the_routes_of_the_old_weights(
     mixture: Mixture,
 ) -> None:
-    """SGLang returns the choice of the new weights for tokens that the old ones wrote; these count
-    as unknown.
+    """SGLang returns the new weights' choice for tokens that the old weights wrote.
+
+    These routes count as unknown.
     """
 
     async def asked(connection: Connection, prompt: Prompt) -> Any:

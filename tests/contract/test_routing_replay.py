@@ -1,4 +1,4 @@
-"""Routing replay against transformers with forced routes: one layout of each kind.
+"""Routing replay compared with transformers under forced routes: one layout of each kind.
 
 ``python -m tests.contract.replayed`` runs all of them.
 """
@@ -46,7 +46,7 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_log_probs_and_gradients_are_those_of_transformers_with_the_engines_routes(models, name):
-    """Some tokens have no routes: the trainer's own router decides for them."""
+    """Some tokens have no routes: the trainer's own router chooses their experts."""
     layout = BY_NAME[name]
     found, wanted, samples = compare(layout, models(layout.model))
     assert max(largest_difference(found, wanted, samples)) < LIMIT
@@ -58,9 +58,9 @@ def test_log_probs_and_gradients_are_those_of_transformers_with_the_engines_rout
 
 @pytest.mark.parametrize("name", ["moe-tp2-sp-cp2", "moe-pp2-vpp2-recompute-experts"])
 def test_the_train_pass_uses_the_experts_that_the_trainer_chose_in_its_first_pass(models, name):
-    """The weights change between the passes, and so do the micro-batches."""
+    """Weights and micro-batches differ between the passes."""
     of_model = models(BY_NAME[name].model)
-    # the first pass is under the engines' weights
+    # the first pass uses the engines' weights
     first = forced_routes.without_gaps(SAMPLES, of_model.routes)
     wanted = forced_routes.expected(of_model.of_trainer(), first, temperature=TEMPERATURE)
     found = run(
@@ -86,8 +86,8 @@ def test_with_both_flags_tokens_without_the_engines_routes_keep_those_of_the_fir
     assert found[0]["metrics"]["train/routing_replayed_frac"] == 1.0
 
 
-def test_the_layer_for_multi_token_prediction_routes_itself(tmp_path):
-    """The policy is computed and trained with the given routes as without that layer."""
+def test_the_layer_for_multi_token_prediction_uses_its_own_router(tmp_path):
+    """With the given routes the policy computes and trains as it does without that layer."""
     make_family(tmp_path, MTP)
     dice = np.random.default_rng(5)
     shapes = [(len(sample.token_ids), 3) for sample in SAMPLES]

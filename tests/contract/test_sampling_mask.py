@@ -1,4 +1,4 @@
-"""Log-probs and entropies under sampling masks in the real actor, against Hugging Face's warpers."""
+"""Log-probs and entropies under sampling masks in the real actor, against transformers' warpers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> tuple[list[TrainSample], list[float], list[float]]:
-    """Samples with the masks of transformers' warpers; log-probs and entropies over them.
+    """Return samples with transformers' masks, and log-probs and entropies over them.
 
-    One response token that the warpers remove stays in its mask, as a sampled token always is.
+    The masks are those of transformers' warpers. A response token that they remove stays in its
+    mask, as a sampled token always does.
     """
     from transformers import AutoModelForCausalLM, TopKLogitsWarper, TopPLogitsWarper
 

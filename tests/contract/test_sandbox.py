@@ -1,4 +1,4 @@
-"""Sandboxes with the namespaces of this kernel: commands, limits, files, ends."""
+"""Sandboxes with the namespaces of this kernel: commands, limits, files, and their end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SMALL = Limits(
 
 
 def possible() -> str:
-    """Return why this machine cannot run sandboxes, empty when it can."""
+    """Return why this machine cannot run sandboxes; empty if it can."""
 
     async def attempt() -> None:
         await (await LocalSandbox.start(SMALL)).close()
@@ -76,7 +76,7 @@ def inside(work: Callable[[LocalSandbox], Awaitable[object]], limits: Limits = S
     asyncio.run(whole())
 
 
-def test_a_sandbox_keeps_files_between_commands_and_tells_how_each_ended():
+def test_a_sandbox_keeps_files_between_commands_and_reports_how_each_ended():
     async def work(sandbox):
         await sandbox.run("echo one > file; exit 3")
         first = await sandbox.run("cat file; cat; echo err >&2; exit 3", stdin=b"two")
@@ -109,8 +109,10 @@ def test_a_command_sees_no_variable_folder_or_user_of_the_host(tmp_path, monkeyp
     inside(work)
 
 
-def test_limits_end_a_command_and_are_named():
-    quick = replace(SMALL, cpu_seconds=0.3, wall_seconds=60)  # others use this machine, too
+def test_limits_end_a_command_and_are_reported():
+    quick = replace(
+        SMALL, cpu_seconds=0.3, wall_seconds=60
+    )  # wall time is generous: other work may share the machine
 
     async def work(sandbox):
         slept = await sandbox.run("sleep 60", timeout=0.3)
@@ -145,11 +147,11 @@ asyncio.run(main())
     assert done.stdout.split() == ["19"], done.stderr
 
 
-def test_a_command_that_cannot_be_confined_is_lost_and_not_a_result_of_the_agent():
-    """As when the kernel refuses a resource limit."""
+def test_a_command_that_cannot_be_confined_is_a_lost_sandbox_not_a_result():
+    """For example because the kernel refuses a resource limit."""
 
     async def work(sandbox):
-        sandbox.limits = replace(SMALL, cpu_seconds=1e30)  # no number for the kernel
+        sandbox.limits = replace(SMALL, cpu_seconds=1e30)  # too large for the kernel
         with pytest.raises(SandboxLost, match="cannot be confined"):
             await sandbox.run("true")
 
@@ -163,7 +165,7 @@ def test_disk_files_and_processes_are_bounded():
         assert not (await sandbox.run("head -c 20M /dev/zero > /tmp/one")).ok  # file_mib
         await sandbox.run("rm -f big*; i=0; while touch n$i; do i=$((i+1)); done")
         assert int((await sandbox.run("ls /work | wc -l")).text) < 500 + 64
-        # The shell counts by itself: at the limit it cannot start a program that counts.
+        # The shell counts with built-ins: at the limit it cannot start a program.
         bomb = (
             "f() { f | f & }; f 2>/dev/null; i=0; most=0;"
             "while [ $i -lt 5000 ]; do set -- /proc/[0-9]*;"
@@ -176,7 +178,7 @@ def test_disk_files_and_processes_are_bounded():
     inside(work)
 
 
-def test_the_network_is_a_loopback_of_its_own():
+def test_the_network_is_a_separate_loopback():
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     abstract = socket.socket(socket.AF_UNIX)
@@ -223,7 +225,7 @@ def test_files_are_read_and_written_as_the_agent():
     inside(work)
 
 
-def test_a_snapshot_holds_files_and_inner_links_alone():
+def test_a_snapshot_holds_only_files_and_links_within_it():
     async def work(sandbox):
         await sandbox.run(
             "mkdir sub; echo a > sub/a; ln -s a sub/inner; ln -s ../a sub/up; ln sub/a hard;"
@@ -279,7 +281,7 @@ def test_restored_entries_replace_links_instead_of_following_them():
     inside(work)
 
 
-def test_a_killed_launcher_is_a_lost_sandbox_and_no_result():
+def test_a_killed_launcher_is_a_lost_sandbox_not_a_result():
     async def work(sandbox):
         launcher = psutil.Process(sandbox._process.pid)
         below = launcher.children(recursive=True)
@@ -306,7 +308,7 @@ def test_a_cancelled_command_ends_its_sandbox():
     inside(work)
 
 
-def test_a_lost_sandbox_is_retried_elsewhere_and_then_raised():
+def test_a_lost_sandbox_is_retried_in_another_and_finally_raised():
     seen = []
 
     async def whole() -> None:
@@ -335,7 +337,7 @@ def test_a_lost_sandbox_is_retried_elsewhere_and_then_raised():
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_pool_is_bounded_and_serves_in_order(size):
     async def whole() -> None:
-        before = set(psutil.Process().children())  # of fixtures of other tests
+        before = set(psutil.Process().children())  # those of other tests' fixtures
         async with LocalPool(SMALL, size=size, warm=size) as pool:
             order: list[int] = []
             most = 0
@@ -350,7 +352,7 @@ def test_a_pool_is_bounded_and_serves_in_order(size):
 
             await asyncio.gather(*(episode(number) for number in range(6)))
             assert most == size and sorted(order) == list(range(6))
-            # with two places a later caller may be ready first: its sandbox started in less time
+            # with two places a later caller may run first: its sandbox may start faster
             assert size > 1 or order == sorted(order)
             children = set(psutil.Process().children()) - before
         assert not [child for child in children if child.is_running()]
@@ -379,7 +381,7 @@ OF_OTHER_TESTS = ("/dev/shm/sglang_", "/dev/shm/crash-", "/dev/shm/psm_", "/dev/
 
 
 def host_state() -> tuple[set[str], set[str]]:
-    """Return the mounts and the entries of shared folders, without those of other tests."""
+    """Return the mounts, and the entries of shared folders except those of other tests."""
     mounts = set(Path("/proc/self/mounts").read_text().splitlines())
     folders = ("/dev/shm", "/run", "/sys/fs/cgroup")
     found = {f"{folder}/{name}" for folder in folders for name in os.listdir(folder)}
@@ -388,7 +390,7 @@ def host_state() -> tuple[set[str], set[str]]:
 
 @pytest.mark.parametrize("user", [None, 65534])
 def test_nothing_is_left_after_kill_9_of_the_driver(user):
-    """As the user of the tests and, when that is root, as a normal user."""
+    """As the user of the tests and, if that is root, as a normal user."""
     command = [sys.executable, "-c", DRIVER.format(root=str(ROOT))]
     if user is not None:
         if os.geteuid() != 0 or not Path("/usr/bin/python3").exists():
@@ -428,7 +430,7 @@ def test_an_image_folder_is_writable_inside_and_unchanged_outside(tmp_path):
     assert sorted(path.name for path in image.iterdir()) == ["bin", "dev", "etc", "lib64", "usr"]
 
 
-def test_the_event_loop_is_not_occupied_by_a_loud_command():
+def test_a_command_with_much_output_does_not_occupy_the_event_loop():
     async def work(sandbox):
         before = time.thread_time()
         await sandbox.run("yes", timeout=1.0)

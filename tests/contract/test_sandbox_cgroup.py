@@ -1,7 +1,7 @@
 """A sandbox in a cgroup v2 of this kernel.
 
 Memory and processes are limited where their controllers belong to cgroup v2; elsewhere the test
-shows the membership and the end of a sandbox alone.
+covers only membership and the end of a sandbox.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def servers(folder: Path, count: int, places: int = 2) -> Iterator[list[psutil.P
             process.wait()
 
 
-def test_a_remote_sandbox_behaves_as_a_local_one(tmp_path):
+def test_a_remote_sandbox_behaves_like_a_local_one(tmp_path):
     async def whole() -> None:
         async with RemotePool(tmp_path, LIMITS) as pool:
             async with fresh(pool) as sandbox:
@@ -108,7 +108,8 @@ def test_a_killed_node_loses_its_sandboxes_and_the_work_is_done_elsewhere(tmp_pa
                     victim.kill()
                     with pytest.raises(SandboxLost):
                         await command
-                    assert not psutil.wait_procs(below, timeout=10)[1]  # nothing is left
+                    # no process of the node survives
+                    assert not psutil.wait_procs(below, timeout=10)[1]
                 return (await sandbox.run("echo done")).text
 
             assert await retried(pool, episode) == "done\n"
@@ -122,7 +123,7 @@ def test_a_killed_node_loses_its_sandboxes_and_the_work_is_done_elsewhere(tmp_pa
 
 
 class Doubled:
-    """The reward is what a sandbox makes of the turn. "kill" kills the node of its sandbox first."""
+    """Rewards a turn with its doubled number; "kill" kills the node of its sandbox first."""
 
     def __init__(self, pool: RemotePool, nodes: list[psutil.Process]) -> None:
         self._pool, self._nodes = pool, nodes
@@ -141,7 +142,7 @@ class Doubled:
 
 
 def played(folder: Path, turns: list[str]) -> tuple[SampleGroup, float]:
-    """Write a group with the given turns as its answers, in order; count those left out."""
+    """Write a group with the given turns as its answers, in order; count the masked episodes."""
     settings = EnvConfig(env=("pkg.mod:Doubled",), env_concurrency=1, env_retries=1)
 
     async def whole(nodes: list[psutil.Process]) -> tuple[SampleGroup, float]:
@@ -168,7 +169,7 @@ def played(folder: Path, turns: list[str]) -> tuple[SampleGroup, float]:
         return asyncio.run(whole(nodes))
 
 
-def test_the_advantages_beside_a_killed_node_are_those_of_a_run_without_its_episode(tmp_path):
+def test_advantages_after_a_lost_node_equal_those_of_a_run_without_its_episode(tmp_path):
     with_loss, num_lost = played(tmp_path / "killed", ["1", "3", "9", "kill5"])
     without, none_lost = played(tmp_path / "undisturbed", ["1", "3", "9"])
     assert (num_lost, none_lost) == (1.0, 0.0)
@@ -212,7 +213,7 @@ def test_sandboxes_end_with_their_driver_and_servers_with_the_lease(tmp_path):
         assert not psutil.wait_procs(sleeping, timeout=10)[1]
 
         async def close() -> None:
-            # the server serves the next driver
+            # the server now serves another driver
             async with RemotePool(tmp_path, LIMITS) as pool, fresh(pool) as sandbox:
                 assert (await sandbox.run("echo again")).text == "again\n"
 
@@ -221,7 +222,7 @@ def test_sandboxes_end_with_their_driver_and_servers_with_the_lease(tmp_path):
         assert not Registry(tmp_path).nodes()
 
 
-def test_strangers_get_no_sandbox_and_nothing_to_learn_from(tmp_path):
+def test_clients_without_the_secret_get_no_sandbox_and_no_information(tmp_path):
     async def whole() -> None:
         (node,) = Registry(tmp_path).nodes()
         reader, writer = await asyncio.open_connection(node.host, node.port)

@@ -1,5 +1,6 @@
-"""Batches on the way from the driver to the ranks, on a real Ray of two nodes with workers that
-compute nothing.
+"""Transfer of batches from the driver to the ranks.
+
+A real Ray of two nodes, with workers that compute nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ ray = pytest.importorskip("ray")
 NUM_NODES, RANKS_OF_NODE = 2, 4
 NUM_RANKS = NUM_NODES * RANKS_OF_NODE
 LENGTH = 100_000
-"""Tokens of an answer: enough that Ray keeps its arrays in the object store and does not send them
-in the call.
+"""Tokens of an answer.
+
+Enough that Ray keeps its arrays in the object store instead of sending them in the call.
 """
 
 
 def place_of(column: IntColumn | FloatColumn) -> str:
-    """Which file of shared memory holds an array, and where in it: equal for processes that share
-    the memory.
+    """Return the file of shared memory that holds an array, and its offset there.
+
+    The result is equal for processes that share the memory.
     """
     array = column.array
     assert not array.flags.owndata
@@ -50,7 +53,7 @@ def place_of(column: IntColumn | FloatColumn) -> str:
 
 
 class Rank:
-    """One rank; only the last four, as the last pipeline stage, have log-probs."""
+    """A rank; only the last four, as the last pipeline stage, have log-probs."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str, str]] = []
@@ -120,7 +123,7 @@ def workers(nodes: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def pickled(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often this process pickled columns, and how many bytes, by type."""
+    """Count how often this process pickles columns, by type, and how many bytes."""
     found: Counter[str] = Counter()
 
     def counted(column_type: type, reduce: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -150,7 +153,7 @@ def a_batch() -> TrainBatch:
 
 
 def stored_objects(nodes: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
-    """(objects, bytes) in the object store of each node."""
+    """Return (objects, bytes) in the object store of each node."""
     from ray._private.internal_api import node_stats
 
     stats = [
@@ -187,7 +190,7 @@ def test_a_batch_is_pickled_once_for_any_number_of_ranks(
 def test_a_batch_given_by_value_is_pickled_for_each_rank(
     workers: WorkerGroup, pickled: Counter[str]
 ) -> None:
-    """What the count above would find if the batch was not stored."""
+    """What the count above would be if the batch was not stored."""
     asyncio.run(workers.call_each("compute_logprobs", [(a_batch(),)] * NUM_RANKS))
     assert pickled["IntColumn"] == pickled["FloatColumn"] == NUM_RANKS
 
@@ -199,7 +202,7 @@ def test_the_ranks_of_a_node_read_the_same_memory_in_every_pass(
 
     async def run() -> list[list[tuple[str, str, str]]]:
         await workers.call("seen.clear")
-        # what other tests stored is freed in the background
+        # Ray frees the objects of other tests in the background
         await settled(nodes, [(0, 0)] * NUM_NODES)
         actors = ActorGroup(workers)
         stored = await actors.send([a_batch()], [0] * NUM_RANKS)
@@ -228,7 +231,7 @@ def test_log_probs_do_not_pass_through_the_driver(
         actors = ActorGroup(workers)
         stored = await actors.send([a_batch()], [0] * NUM_RANKS)
         pickled.clear()
-        monkeypatch.setattr(FloatColumn, "view", None)  # what a column is unpickled with
+        monkeypatch.setattr(FloatColumn, "view", None)  # unpickling a column would call it
         old = await actors.compute_logprobs(stored)
         assert [own is None for own in old] == [True] * RANKS_OF_NODE + [False] * RANKS_OF_NODE
         await actors.train_step(stored, old, [None] * NUM_RANKS)
@@ -247,8 +250,9 @@ def test_log_probs_do_not_pass_through_the_driver(
 def test_nothing_is_left_in_the_object_store_after_a_rollout(
     workers: WorkerGroup, nodes: list[dict[str, Any]], pickled: Counter[str], kl_coef: float
 ) -> None:
-    """Two optimizer steps a rollout; with a penalty in the reward the same stored batches are
-    trained.
+    """A rollout has two optimizer steps.
+
+    With a penalty in the reward the same stored batches are trained.
     """
     config = Config.model_validate(
         {

@@ -1,5 +1,6 @@
-"""A real SGLang engine of each family, with the stand-ins for a CPU that docs/actor.md lists: after a
-training step and an update its log-probs are those of the trainer.
+"""A real SGLang engine of each family, with the stand-ins for a CPU that docs/actor.md lists.
+
+After a training step and an update its log-probs are those of the trainer.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tests.contract.samples import STEPS
 pytestmark = pytest.mark.timeout(900)
 KEY, NEW_TOKENS = "families-key", 6
 BUCKET_BYTES = 50_000
-"""Few enough that a layer is in several buckets."""
+"""Small enough that a layer is in several buckets."""
 SERVED = (
     "qwen2-moe",
     pytest.param("minimax-m2-moe", marks=pytest.mark.slow),
@@ -52,7 +53,7 @@ def as_answer(sample: TrainSample) -> Sample:
 
 
 async def scores(address: EngineAddress, samples: list[TrainSample]) -> list[list[float]]:
-    """The engine's log-probs of given responses."""
+    """Return the engine's log-probs of given responses."""
     engine = TeacherServer(address.url, timeout_s=120, api_key=KEY)
     try:
         scored = [await engine.score(as_answer(sample)) for sample in samples]
@@ -62,7 +63,7 @@ async def scores(address: EngineAddress, samples: list[TrainSample]) -> list[lis
 
 
 async def generated(address: EngineAddress, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """A sampled answer with its log-probs."""
+    """Return a sampled answer and its log-probs."""
     client = EngineClient(address.url, KEY)
     sampling = {"temperature": 1.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
@@ -82,7 +83,7 @@ async def update(address: EngineAddress, folder: Path, buckets: list[list[str]])
 
 
 def difference(ours: list[list[float]], theirs: list[list[float]]) -> float:
-    """The largest over all tokens."""
+    """Return the largest difference over all tokens."""
     pairs = zip(chain(*ours), chain(*theirs), strict=True)
     return max(abs(one - other) for one, other in pairs)
 
@@ -100,7 +101,7 @@ def transformers_logprobs(folder: Path, prompt: list[int], response: list[int]) 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedEngines]:
-    """Starts the engine of each family; SGLang is imported once for all of them."""
+    """Start engines of all families from one process, which imports SGLang once."""
     with ForkedEngines(tmp_path_factory.mktemp("engines") / "imports.log") as started:
         yield started
 

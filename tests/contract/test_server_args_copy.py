@@ -1,4 +1,4 @@
-"""The copy of SGLang's table of settings, against the parser of the installed SGLang."""
+"""The copy of SGLang's table of settings equals that of the installed SGLang."""
 
 import subprocess
 import sys
@@ -10,8 +10,11 @@ pytest.importorskip("sglang_router")
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_copy_is_what_the_installed_sglang_says():
-    """It differs after setup.cfg pins another version: run ``python tools/make_server_args.py``."""
+def test_the_copy_equals_the_table_of_the_installed_sglang():
+    """It differs after setup.cfg pins another version.
+
+    ``python tools/make_server_args.py`` updates it.
+    """
     command = [sys.executable, ROOT / "tools/make_server_args.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, (

@@ -1,6 +1,4 @@
-"""The tiny model is what it says: the same every time, readable by transformers, fit for tensor
-parallelism.
-"""
+"""The tiny model is reproducible, readable by transformers and fit for tensor parallelism."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ TOOL = [sys.executable, "-m", "rlpost.cli.tiny_model"]
 SHORT = ["--warmup-steps", "60"]
 
 
-def test_it_is_made_once_and_always_the_same(tiny_model: Path, tmp_path: Path) -> None:
-    """The same settings give the same bytes; what is complete is left alone."""
+def test_the_tiny_model_is_made_once_and_reproducibly(tiny_model: Path, tmp_path: Path) -> None:
+    """The same settings give the same bytes; a complete model is not written again."""
     before = {path.name: path.stat().st_mtime_ns for path in tiny_model.iterdir()}
     said = subprocess.run(
         [*TOOL, "--out", str(tiny_model), *SHORT],
@@ -38,7 +36,9 @@ def test_it_is_made_once_and_always_the_same(tiny_model: Path, tmp_path: Path) -
     }
 
 
-def test_transformers_reads_it_and_every_size_divides(tiny_model: Path) -> None:
+def test_transformers_reads_the_tiny_model_and_its_sizes_can_be_sharded(
+    tiny_model: Path,
+) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
     config, tokenizer = (

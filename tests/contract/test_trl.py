@@ -1,5 +1,6 @@
-"""The policy losses against TRL's: its own GRPOTrainer computes loss and gradient from the same
-log-probs.
+"""The policy losses compared with TRL's.
+
+TRL's own GRPOTrainer computes loss and gradient from the same log-probs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.timeout(300)
 LENGTHS, WIDTH = (7, 3, 9, 1, 5, 6), 9
 LIMIT = 1e-6
 EPS, EPS_HIGH = 0.2, 0.28
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name: (our settings, TRL's)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name: (rlpost's settings, TRL's)
     "grpo": ({}, {}),
     "grpo-kl": ({"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}, {"beta": 0.1}),
     "dual-clip": ({"eps_clip_c": 1.5}, {"delta": 1.5}),
@@ -57,8 +58,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name: (our settin
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """Padded [samples, width], in float64; log-probs that differ enough for every bound to be
-    met.
+    """Return padded tensors [samples, width], in float64.
+
+    The log-probs differ enough that every bound applies somewhere.
     """
     source = torch.Generator().manual_seed(11)
 
@@ -78,8 +80,9 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def theirs(given: dict[str, torch.Tensor], options: dict[str, Any]) -> tuple[float, torch.Tensor]:
-    """What GRPOTrainer's own method makes of it; only its forward pass is replaced by the
-    log-probs.
+    """Return loss and gradient from GRPOTrainer's own method.
+
+    Only its forward pass is replaced, by the given log-probs.
     """
     logprobs = given["logprobs"].clone().requires_grad_()
     defaults = dict(

@@ -1,4 +1,4 @@
-"""The whole code has consistent types; all but the trainer strictly (setup.cfg, [mypy])."""
+"""Types are consistent in all code; all but the trainer is checked strictly (setup.cfg, [mypy])."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ def test_types_are_consistent():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_an_untyped_function_of_a_strict_room_is_an_error(tmp_path):
-    """And not in the others: strictness is not global by accident, nor gone by accident."""
+def test_an_untyped_return_value_in_a_strict_package_is_an_error(tmp_path):
+    """It is no error in other packages.
+
+    So strictness is neither global nor lost by accident.
+    """
     for room in ("common", "slurm", "rlpost", "rlpost/config", "rlpost/metrics"):
         folder = tmp_path / room
         folder.mkdir()

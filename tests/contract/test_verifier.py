@@ -1,4 +1,7 @@
-"""A verifier scores a copy in a fresh sandbox: what an agent can do to raise its score, and cannot."""
+"""A verifier scores a copy in a fresh sandbox.
+
+No trick of an agent raises its score.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ async def scored_in(pool: LocalPool, solution: str, setup: str, verifier) -> Ver
 
 
 def scored(solutions: dict[str, tuple[str, str]], verifier, size: int = 3) -> dict[str, Verdict]:
-    """Return the verdicts on what agents leave behind: their solutions after a command."""
+    """Return the verdict on each agent's result: its solution, after its setup command."""
 
     async def whole() -> dict[str, Verdict]:
         async with LocalPool(LIMITS, size=size, warm=0) as pool:
@@ -53,7 +56,10 @@ def scored(solutions: dict[str, tuple[str, str]], verifier, size: int = 3) -> di
 
 
 def one(solution: str, setup: str, verifier) -> Verdict:
-    """Score one solution with a pool of one sandbox: the agent's must be given back first."""
+    """Score one solution with a pool of one sandbox.
+
+    So the agent's sandbox must be released before the verifier's starts.
+    """
     return scored({"": (solution, setup)}, verifier, size=1)[""]
 
 
@@ -138,7 +144,7 @@ SETUPS = {
 
 
 @pytest.mark.parametrize("verifier", [BY_CASES, BY_COMMAND])
-def test_what_the_agent_leaves_beside_a_wrong_solution_scores_0(verifier):
+def test_files_and_processes_left_beside_a_wrong_solution_score_0(verifier):
     verdicts = scored({name: ("print('wrong')", text) for name, text in SETUPS.items()}, verifier)
     assert {name: verdict.score for name, verdict in verdicts.items()} == dict.fromkeys(SETUPS, 0.0)
 
@@ -172,7 +178,7 @@ def test_a_result_that_cannot_be_copied_names_the_reason():
     assert verdict.score == 1.0 and verdict.refused == ("link: link leads outside",)
 
 
-def test_the_example_of_the_page_runs(capsys):
+def test_the_example_in_the_documentation_runs(capsys):
     page = (Path(__file__).resolve().parents[2] / "docs/agents.md").read_text()
     section = page.partition("## Sandboxes")[2]
     code = section.partition("```python\n")[2].partition("```")[0]

@@ -1,4 +1,4 @@
-"""Workers of a real Ray take each other's places: calls, results and logs belong to the place."""
+"""Reordered workers of a real Ray: calls, results and logs follow the new ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ray = pytest.importorskip("ray")
 
 
 class Rank:
-    """Knows its GPU, as an actor does."""
+    """A worker that knows its GPU, as an actor does."""
 
     def gpu(self) -> str:
         return os.environ["CUDA_VISIBLE_DEVICES"]
@@ -39,7 +39,9 @@ def node() -> Any:
     ray.shutdown()
 
 
-def test_places_are_dealt_anew_and_keep_their_logs(node: Any, tmp_path: Path) -> None:
+def test_reordered_workers_get_the_calls_and_logs_of_their_new_ranks(
+    node: Any, tmp_path: Path
+) -> None:
     slots = [Slot(node["NodeID"], node["NodeManagerAddress"], 1)] * 3
     names = [f"actor-{rank}" for rank in range(3)]
 

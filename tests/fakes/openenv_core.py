@@ -1,4 +1,4 @@
-"""What the adapter uses of ``openenv.core`` 0.3.0, for machines where it is not installed.
+"""The part of ``openenv.core`` 0.3.0 that the adapter uses, for machines without the package.
 
 ``GenericEnvClient`` has the arguments, results and errors of the package's; the server behind it is
 an object of this process instead of a WebSocket.
@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 SERVERS: dict[str, tuple[Any, type[BaseModel]]] = {}
-"""Class of the environment and of its actions, by address."""
+"""Classes of the environment and of its actions, by address."""
 
 
 class Action(BaseModel):
@@ -85,7 +85,7 @@ class GenericEnvClient:
 
 
 def install(monkeypatch: Any) -> None:
-    """Make ``from openenv.core import GenericEnvClient`` find this module."""
+    """Make ``from openenv.core import GenericEnvClient`` import this module's."""
     package = ModuleType("openenv")
     package.core = sys.modules[__name__]
     monkeypatch.setitem(sys.modules, "openenv", package)

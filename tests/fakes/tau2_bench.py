@@ -1,7 +1,7 @@
-"""What the adapter uses of tau2-bench 1.0.1, for machines where it is not installed.
+"""The part of tau2-bench 1.0.1 that the adapter uses, for machines without the package.
 
-A policy of one domain with one tool: the agent alone has to call ``create_task`` and then ``done``.
-Requests are those that litellm makes of ``openai/MODEL`` with ``api_base`` and ``api_key``.
+One domain with one tool and a solo agent, which has to call ``create_task`` and then ``done``.
+Requests are those that litellm makes for ``openai/MODEL`` with ``api_base`` and ``api_key``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Orchestrator:
 
 
 class TextRunConfig:
-    """Of conversations with a user's model."""
+    """Configuration of conversations with a user's model, which are not faked."""
 
 
 def build_text_orchestrator(config: TextRunConfig, task: Any, *, seed: int) -> Any:
@@ -91,7 +91,7 @@ def _complete(agent: Any, messages: list[Any]) -> dict[str, Any]:
 
 
 def install(monkeypatch: Any) -> None:
-    """Make ``tau2`` and the modules that the adapter imports find this one."""
+    """Make ``tau2``, and the submodules that the adapter imports, resolve to this module."""
     this = sys.modules[__name__]
     for name in ("tau2", "tau2.data_model", "tau2.evaluator", "tau2.orchestrator", "tau2.user"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))

@@ -1,8 +1,8 @@
-"""What the adapter uses of ``verifiers.v1`` 0.4.0, for machines where it is not installed.
+"""The part of ``verifiers.v1`` 0.4.0 that the adapter uses, for machines without the package.
 
 The names, their arguments and their order of calls are those of the package; its runtimes, traces
-and retries are left out. ``tests/unit/agents/test_environment_verifiers.py`` runs against the package where
-it is installed.
+and retries are left out. ``tests/unit/agents/test_environment_verifiers.py`` runs against the
+package where it is installed.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def load_environment(config: SingleAgentEnvConfig) -> Env:
 
 
 def install(monkeypatch: Any) -> None:
-    """Make ``import verifiers.v1`` find this module."""
+    """Make ``import verifiers.v1`` import this module."""
     package = ModuleType("verifiers")
     package.v1 = sys.modules[__name__]
     monkeypatch.setitem(sys.modules, "verifiers", package)

@@ -1,6 +1,6 @@
-"""The checks of one GPU.
+"""Checks that need one GPU.
 
-``RLPOST_GPU_TESTS_ON=cpu`` runs them without one, so that all but the device is tried.
+``RLPOST_GPU_TESTS_ON=cpu`` runs them without a GPU, to test everything but the device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ON_CPU = os.environ.get("RLPOST_GPU_TESTS_ON") == "cpu"
 
 @pytest.fixture(scope="session", autouse=True)
 def device() -> str:
-    """cuda; on a machine without it the test is skipped, or runs on the CPU if asked to."""
+    """Return "cuda"; without CUDA skip the test, or return "cpu" if that is requested."""
     import torch
 
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What a rank of ``actor_ranks.run_ranks`` does to show what it holds on its device."""
+"""Functions that ranks of ``actor_ranks`` run to show what their device holds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ PARTS = ("weights", "grads", "optimizer")
 
 
 def leave_and_return(actor: Any, steps: Sequence[Sequence[TrainSample]]) -> dict[str, Any]:
-    """Train a step, give all memory back, take it again, and train another step.
+    """Train a step, offload and restore everything, and train another step.
 
-    Returns the hash of the weights before and after, the loss of the second step, the bytes of each
-    part that left, and the bytes that torch counted on the device before, meanwhile and after
-    (zeros without CUDA).
+    Returns the hash of the weights before and after the offload, the loss of the second step, the
+    bytes of each part that was offloaded, and the bytes that torch counted on the device before,
+    meanwhile and after (zeros without CUDA).
     """
     import torch
 
@@ -38,10 +38,10 @@ def leave_and_return(actor: Any, steps: Sequence[Sequence[TrainSample]]) -> dict
 def train_and_save(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, folder: str
 ) -> dict[str, Any]:
-    """Train all steps but the last, save, load what was saved, and train the last one.
+    """Train all steps but the last, save, load the checkpoint, and train the last step.
 
-    Returns weights and moments when saved, as ``hash_of_saved`` has them, and the metrics of the
-    last step.
+    Returns weights and moments of the checkpoint, in the form of ``hash_of_saved``, and the metrics
+    of the last step.
     """
     actor.import_weights()
     for samples in steps[:-1]:
@@ -53,14 +53,14 @@ def train_and_save(
 
 
 def load_and_train(actor: Any, samples: Sequence[TrainSample], *, folder: str) -> dict[str, Any]:
-    """What a process that resumes finds, and the metrics of its first step."""
+    """Load a checkpoint as a resumed process; return its hash and the metrics of the first step."""
     saved = hash_of_saved(actor, folder=folder)
     metrics = actor.train_step(my_batch(actor, samples, max_tokens=None)).metrics
     return {"saved": saved, "metrics": dict(metrics)}
 
 
 def parent_of(actor: Any) -> int:
-    """The process that started this one."""
+    """Return the id of the parent process."""
     import os
 
     return os.getppid()
@@ -69,12 +69,14 @@ def parent_of(actor: Any) -> int:
 def receive_on(
     device: str, backend: str, port: int, group_name: str, plan: Sequence[Any], results: Any
 ) -> None:
-    """The engine's side of a broadcast, in a process outside the trainer's world: join as SGLang
-    does, take every bucket on ``device`` and put {name: array of bytes}.
+    """Receive a broadcast as an engine does, in a process outside the trainer's world.
+
+    Joins the group as SGLang does, receives every bucket on ``device`` and puts {name: array of
+    bytes} into ``results``.
     """
     import os
 
-    os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as SGLang sets it for itself
+    os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as SGLang sets it in its own process
     from datetime import timedelta
 
     import torch

@@ -1,5 +1,6 @@
-"""A model that real engines take on a GPU: heads of 64, for which all of SGLang's attention kernels
-are made.
+"""A model that real engines load on a GPU.
+
+Its heads have 64 dimensions, a size that all of SGLang's attention kernels support.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ PROMPTS = 64
 
 
 def make_gpu_model(folder: Path) -> Path:
-    """A random Qwen3 in bfloat16 with the tokenizer of the tiny model, and prompts in
-    ``train.jsonl``.
+    """Make a random Qwen3 in bfloat16, and prompts in ``train.jsonl``.
+
+    It has the tokenizer of the tiny model.
     """
     import torch
 

@@ -1,5 +1,6 @@
-"""The actor on the device: families against transformers, training against the CPU. Models are made
-here.
+"""The actor on the device: families against transformers, training against the CPU.
+
+The models are made here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TRAINED = "qwen3", "glm4.5-moe"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of each family a tiny random model."""
+    """Make a tiny random model of each family."""
     made = {name: tmp_path_factory.mktemp("families") / name for name in FAMILIES}
     for name, folder in made.items():
         make_family(folder, name)
@@ -34,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def hf_logits(folder: Path, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """transformers' logits of the samples, one sequence at a time."""
+    """Return transformers' logits of the samples, computed one sequence at a time."""
     from transformers import AutoModelForCausalLM
 
     model = (
@@ -70,11 +71,12 @@ def test_packed_logits_in_float32_equal_those_of_transformers(folders, tmp_path,
 
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_packed_logits_in_bfloat16_are_as_near_to_float32_as_those_of_transformers(
+def test_packed_logits_in_bfloat16_are_as_close_to_float32_as_those_of_transformers(
     folders, tmp_path, device, name, implementation
 ):
-    """Typical error, not the largest: an expert's choice may turn on a rounding. At most twice
-    transformers' own.
+    """The median error is at most twice that of transformers.
+
+    Not the largest error: a rounding may change the choice of an expert.
     """
     if implementation == "transformer_engine" and not has_transformer_engine():
         pytest.skip("TransformerEngine is not installed, or there is no CUDA for it")
@@ -86,9 +88,9 @@ def test_packed_logits_in_bfloat16_are_as_near_to_float32_as_those_of_transforme
 
 
 def trained(folder: Path, **changes: object) -> list[dict[str, float]]:
-    """The metrics of three steps.
+    """Train three steps; return their metrics.
 
-    TransformerEngine's fast kernels are for 16 bits: float32 goes without it.
+    TransformerEngine's fast kernels need 16 bits, so float32 uses the local implementation.
     """
     local = {} if changes["bf16"] else {"transformer_impl": "local"}
     settings = ActorSettings(
@@ -99,8 +101,8 @@ def trained(folder: Path, **changes: object) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_three_steps_in_float32_go_as_on_the_cpu(folders, tmp_path, name):
-    """The CPU's are computed by a process that sees no GPU."""
+def test_three_steps_in_float32_match_those_on_the_cpu(folders, tmp_path, name):
+    """The metrics of the CPU come from a process that sees no GPU."""
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "tests.gpu.test_actor", str(folders[name])]
     done = subprocess.run(
@@ -113,7 +115,7 @@ def test_three_steps_in_float32_go_as_on_the_cpu(folders, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_three_steps_in_bfloat16_stay_near_those_in_float32(folders, name):
+def test_three_steps_in_bfloat16_are_close_to_those_in_float32(folders, name):
     for found, wanted in zip(
         trained(folders[name], bf16=True), trained(folders[name], bf16=False), strict=True
     ):
@@ -122,7 +124,7 @@ def test_three_steps_in_bfloat16_stay_near_those_in_float32(folders, name):
 
 
 def test_log_probs_are_the_same_in_chunks_of_any_size(folders, tmp_path):
-    """In chunks of seven rows, and in one."""
+    """In chunks of seven rows, and in one chunk."""
     found = []
     for chunk in (7, 100_000):
         settings = ActorSettings(

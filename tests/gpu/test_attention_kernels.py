@@ -1,4 +1,4 @@
-"""The attention kernels of the device against the formula."""
+"""The attention kernels of the device, compared with the formula."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def near(found, wanted, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_packed_sequences_are_attended_to_as_the_formula_says(device, dtype):
-    """Output and gradients, grouped-query, of sequences of very different lengths."""
+def test_attention_over_packed_sequences_equals_the_formula(device, dtype):
+    """Output and gradients, with grouped queries, for sequences of very different lengths."""
     torch.manual_seed(1)
     tensors = [rows(sum(LENGTHS), heads, dtype, device) for heads in (4, 2, 2)]
     wide = [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]
@@ -38,7 +38,10 @@ def test_packed_sequences_are_attended_to_as_the_formula_says(device, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_chunk_sees_all_keys_up_to_its_own_end(device, dtype):
-    """More keys than queries: what each context-parallel rank of two attends to, in one call."""
+    """There are more keys than queries.
+
+    This is what each of two context-parallel ranks attends to, in one call.
+    """
     torch.manual_seed(1)
     lengths, size = [8, 132, 64], 2
     starts = starts_of(lengths).to(device)

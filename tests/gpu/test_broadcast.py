@@ -1,4 +1,4 @@
-"""Weights sent to another process on another GPU, by NCCL; without a GPU by gloo."""
+"""Weights sent to a process on another GPU over NCCL; without a GPU over gloo."""
 
 from __future__ import annotations
 

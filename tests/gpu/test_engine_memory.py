@@ -1,4 +1,4 @@
-"""The memory that a real SGLang engine gives up while the trainer works, and takes again."""
+"""The memory that a real SGLang engine releases while the trainer works, and its restoration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ports import free_port
 pytestmark = pytest.mark.timeout(900)
 KEY, GIB = "gpu-key", 2**30
 PARTS = ("kv_cache", "cuda_graph", "weights")
-# The graphs of prefill that are the default on CUDA refuse a memory saver that covers graphs.
+# On CUDA the default backend of prefill graphs refuses a memory saver that covers graphs.
 ON_CUDA = {
     "enable_memory_saver": True,
     "mem_fraction_static": 0.4,
@@ -27,7 +27,7 @@ ON_CUDA = {
 
 @pytest.fixture(scope="module")
 def free_before(device: str) -> int:
-    """Free bytes of device memory before the engine starts."""
+    """Return the free bytes of device memory before the engine starts."""
     return free_bytes(device)
 
 
@@ -51,7 +51,7 @@ def engine(
 
 
 def free_bytes(device: str) -> int:
-    """Free bytes of device memory; 0 without CUDA."""
+    """Return the free bytes of device memory; 0 without CUDA."""
     return torch.cuda.mem_get_info()[0] if device == "cuda" else 0
 
 
@@ -63,12 +63,14 @@ async def greedy(client: EngineClient) -> list[int]:
     return answer["output_ids"]
 
 
-def test_an_engine_gives_its_memory_up_and_generates_again_afterwards(
+def test_an_engine_releases_its_memory_and_generates_again_afterwards(
     engine: EngineClient, free_before: int, device: str, record_property
 ) -> None:
     async def away_and_back() -> tuple[list[int], float]:
-        """Free bytes while the engine holds all, nothing, and all again; and seconds of both
-        ways.
+        """Release and restore the engine's memory.
+
+        Returns the free bytes while the engine holds everything, nothing, and everything again, and
+        the seconds of both directions together.
         """
         found, started = [free_bytes(device)], time.monotonic()
         await engine.release_memory(PARTS)
@@ -82,7 +84,7 @@ def test_an_engine_gives_its_memory_up_and_generates_again_afterwards(
     async def whole() -> tuple[list[int], list[int], float]:
         await greedy(engine)
         free, seconds = await away_and_back()
-        answer = await greedy(engine)  # weights have no content now: only that it answers counts
+        answer = await greedy(engine)  # its content does not matter: the weights are undefined
         return answer, free, seconds
 
     answer, (full, empty, full_again), seconds = asyncio.run(whole())

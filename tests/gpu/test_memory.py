@@ -1,4 +1,4 @@
-"""What the trainer gives back to engines on its GPU, and whether it is whole afterwards."""
+"""The memory that the trainer releases for engines on its GPU, and its exact restoration."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Large enough that its tensors outweigh what else a process holds."""
+    """Make a model whose tensors outweigh the other memory of a process."""
     folder = tmp_path_factory.mktemp("model")
     make_model(folder, "small")
     return folder
 
 
 @pytest.mark.parametrize("use_distributed_optimizer", [True, False])
-def test_memory_that_is_given_back_is_free_and_comes_back_as_it_was(
+def test_offloaded_memory_is_free_and_restored_bit_for_bit(
     model: Path, device: str, use_distributed_optimizer: bool, record_property
 ) -> None:
     settings = ActorSettings(

@@ -1,5 +1,6 @@
-"""Adam on the host beside a GPU (``--optimizer-cpu-offload``): it trains, and a checkpoint of it
-can be resumed.
+"""Adam on the host beside a GPU (``--optimizer-cpu-offload``).
+
+It trains, and its checkpoints can be resumed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_a_checkpoint_resumes_with_the_weights_and_moments_that_were_saved(
     folders: dict[str, Path], tmp_path: Path, device: str, name: str, offload: bool
 ) -> None:
-    """In the process that saved, and in another one, which trains on as the first does."""
+    """In the process that saved, and in another process, whose next step is that of the first."""
     settings = ActorSettings(
         str(folders[name]),
         bf16=True,
@@ -54,7 +55,7 @@ def test_a_checkpoint_resumes_with_the_weights_and_moments_that_were_saved(
     )
 
 
-def test_training_with_adam_on_the_host_goes_as_with_adam_on_the_device(
+def test_training_with_adam_on_the_host_matches_adam_on_the_device(
     folders, tmp_path, device
 ) -> None:
     metrics = []

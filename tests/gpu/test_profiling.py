@@ -1,4 +1,4 @@
-"""What is recorded of a GPU: kernels, allocations, memory."""
+"""Records of a GPU: kernels, allocations, memory."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ def test_a_profile_has_kernels_and_a_history_has_the_allocations(tmp_path):
     assert any(event["action"] == "alloc" and event["size"] == square.nbytes for event in traces)
 
 
-def test_memory_is_counted_from_the_line_before():
+def test_peak_memory_is_counted_since_the_previous_report():
     device.memory_use()
     held = torch.ones(256, 1024, 1024, device="cuda")
     peak = device.memory_use()["memory/actor_gpu_peak_gb"]

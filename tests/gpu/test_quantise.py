@@ -1,4 +1,4 @@
-"""FP8 blocks made on the device beside those made on the CPU."""
+"""FP8 blocks made on the device, compared with those made on the CPU."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import torch
 from rlpost.weights.quantise import quantise, spread
 
 ULP = 2.0**-23
-"""Of float32.
+"""The unit in the last place of float32, relative.
 
-On CUDA torch divides by a number by multiplying with its reciprocal, which may lose one bit.
+To divide by a number, torch on CUDA multiplies by its reciprocal, which may lose one bit.
 """
 
 
 @pytest.mark.parametrize("block", [(128, 128), (16, 16)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_blocks_of_the_device_equal_those_of_the_cpu_but_for_one_bit_of_a_scale(
+def test_blocks_made_on_the_device_equal_those_of_the_cpu_up_to_one_bit_of_a_scale(
     device: str, block: tuple[int, int], dtype: torch.dtype, record_property
 ) -> None:
-    """Where a scale is the same its values are too; elsewhere a value is at most its neighbour in
-    e4m3. Sizes that no block divides, a block of zeros, and values over many powers of two.
+    """Values are equal where the scale is; elsewhere they differ by at most one step of e4m3.
+
+    The weight has sizes that no block divides, a block of zeros, and values over many powers of
+    two.
     """
     torch.manual_seed(1)
     weight = (torch.randn(300, 200) * torch.logspace(-6, 3, 200)).to(dtype)

@@ -1,5 +1,6 @@
-"""Whole runs in small through ``rlpost.submit``: a trainer process and a real SGLang engine, on one
-GPU and on two.
+"""Small complete runs through ``rlpost.submit``, on one GPU and on two.
+
+A trainer process and a real SGLang engine.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ ROOT = Path(__file__).parents[2]
 NUM_STEPS = 3
 DEADLINE_S = 900
 CLOSE = {"cuda": 0.1, "cpu": 1e-3}
-"""Mean difference of log-probs between trainer and engine that compute with the same weights:
-bfloat16, float32.
+"""Limit of the mean difference of log-probs between trainer and engine with the same weights.
+
+In bfloat16 on CUDA, in float32 on a CPU.
 """
 ONE_GPU = ("--num-gpus-per-node", "1", "--actor-num-gpus-per-node", "1", "--colocate")
 TWO_GPUS = ("--num-gpus-per-node", "2", "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1")
@@ -33,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def submit_words(model: Path, folder: Path, device: str, *flags: str) -> list[str]:
-    """The command of a run: the tiny recipe with one trainer rank and one engine."""
+    """Return the command of a run: the tiny recipe with one trainer rank and one engine."""
     prompts = str(model / "train.jsonl")
     of_engine = ("--sglang-mem-fraction-static", "0.4") if device == "cuda" else ()
     return [
@@ -78,7 +80,7 @@ def submit_words(model: Path, folder: Path, device: str, *flags: str) -> list[st
 
 
 def trained(command: Sequence[str], folder: Path) -> list[dict[str, float]]:
-    """The metrics of the steps of a run that must succeed."""
+    """Run a command that must succeed; return the metrics of its steps."""
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
@@ -102,7 +104,10 @@ def figures(lines: Sequence[dict[str, float]]) -> str:
 def test_trainer_and_engine_share_one_gpu_and_the_run_resumes(
     model: Path, tmp_path: Path, device: str, record_property
 ) -> None:
-    """CUDA IPC, the memory saver and offloading, three steps; then two more from the checkpoint."""
+    """Three steps with CUDA IPC, the memory saver and offloading.
+
+    Two more steps are trained from the checkpoint.
+    """
     folder = tmp_path / "run"
     lines = trained(submit_words(model, folder, device, *ONE_GPU), folder)
     record_property("figure", figures(lines))
