@@ -46,7 +46,7 @@ def _again_without_generators(actor: Any, samples: Sequence[TrainSample], folder
 def share_everything() -> None:
     """Let data-parallel replicas share the writing of every tensor, however small.
 
-    Never restored: the process ends soon.
+    The change is not undone: the process ends soon.
     """
     from rlpost.actor.torch_dist import written
 

@@ -196,6 +196,7 @@ def _drawn(actor: Any, source: Any) -> list[list[int]]:
         # A sample needs a response: append a token, which no earlier row attends to.
         rows = logits(actor, [_train_sample([*answer, 0]) for answer in answers])
         width = len(PROMPT) + length + 1
+        # The row before the placeholder predicts it; rows after the last answer are padding.
         last = rows[width - 2 :: width][:BATCH]
         scaled = np.exp(last - last.max(1, keepdims=True))
         cumulative = (scaled / scaled.sum(1, keepdims=True)).cumsum(1)

@@ -135,9 +135,8 @@ DEEPSEEK_V3 = LATENT | dict(
     topk_method="noaux_tc",
     scoring_func="sigmoid",
 )
-FAMILIES: dict[
-    str, tuple[str, dict[str, Any]]
-] = {  # name: (class of transformers without its ending, options of the config)
+# name: (prefix of the classes of transformers, options of the config)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2.5": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
@@ -160,7 +159,7 @@ FAMILIES: dict[
 WITH_TENSOR_PARALLEL = {
     "gpt-oss-moe": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 }
-"""Settings that a family needs in addition with tensor parallelism."""
+"""Settings that a family needs in addition to those of tensor parallelism."""
 WITH_MTP = "-mtp"
 MTP, LATENT_MTP = f"glm4.5-moe{WITH_MTP}", f"deepseek-v3-moe{WITH_MTP}"
 """Two families with a layer for multi-token prediction, which transformers does not have."""

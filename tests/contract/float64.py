@@ -72,7 +72,7 @@ def gradients_of_a_step(actor: Any, samples: Sequence[TrainSample]) -> dict[str,
 def difference(family: str, *, in_float64: bool) -> tuple[float, str]:
     """Return the largest difference of the gradients, and the tensor that has it.
 
-    Relative to each tensor's largest value.
+    A difference is relative to the largest value of its tensor.
     """
     with tempfile.TemporaryDirectory() as name:
         make_family(Path(name), family)

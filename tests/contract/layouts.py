@@ -210,7 +210,7 @@ class Comparison:
 
 
 def _loss_difference(pairs: list[tuple[dict[str, float], dict[str, float]]], name: str) -> float:
-    # not relative to the same step: its loss may happen to be near zero
+    # relative to the largest loss of all steps: that of one step may happen to be near zero
     largest = max(abs(theirs[name]) for _, theirs in pairs)
     return max(abs(ours[name] - theirs[name]) for ours, theirs in pairs) / largest
 

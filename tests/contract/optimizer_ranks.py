@@ -92,7 +92,7 @@ def train_with_adam_in_host_memory(
         lambda tensor: tensor.untyped_storage().data_ptr() in on_gpu
     )
     # In this method alone, is_cuda becomes is_of_the_model, and pin_memory, which needs CUDA,
-    # a call without effect.
+    # becomes contiguous, which has no effect here.
     method = HybridDeviceOptimizer._get_sub_optimizer_param_groups
     method.__code__ = _renamed(
         method.__code__, {"is_cuda": "is_of_the_model", "pin_memory": "contiguous"}

@@ -1,4 +1,4 @@
-"""Function that ranks run in the tests of routing replay."""
+"""A function that ranks run in the tests of routing replay."""
 
 from __future__ import annotations
 

@@ -72,6 +72,7 @@ def join(port: int, group_name: str) -> Any:
         backend_options=None,
         timeout=timeout,
     )
+    # The helper leaves it to its caller to register the ranks of the group.
     _world.pg_group_ranks[group] = {0: 0, 1: 1}
     return group
 

@@ -29,9 +29,8 @@ TP: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True
 PP: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 UNEVEN: dict[str, Any] = PP | {"decoder_last_pipeline_num_layers": 1}
 EP: dict[str, Any] = {"expert_model_parallel_size": 2}
-LAYOUTS: dict[
-    str, tuple[dict[str, Any], dict[str, Any]]
-] = {  # there, back; (TP, UNEVEN) for all others
+# (there, back); all other families use (TP, UNEVEN)
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3-tied": (UNEVEN, TP),
     "qwen3-moe": (EP, UNEVEN),
     "glm4.5-moe": (UNEVEN, EP),

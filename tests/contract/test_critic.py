@@ -239,7 +239,7 @@ def test_a_critic_on_its_own_ranks_trains_as_one_beside_the_policy(models, alone
 def test_a_critic_starts_from_the_policy_a_checkpoint_or_a_reward_model(models, alone, tmp_path):
     """The trunk and the new head are the same from a Hugging Face folder and from torch_dist.
 
-    At two layouts. A head in the folder is kept; a missing bias is zero.
+    They are compared at two layouts. A head in the folder is kept; a missing bias is zero.
     """
     trained, folder = alone("qwen3")
     saved = folder / "saved"

@@ -38,7 +38,7 @@ DRAFT = {
 }
 """Parameters of ``Glm4MoeForCausalLMNextN``.
 
-Without embedding and output layer, which it takes from the policy.
+Embedding and output layer are left out: it takes them from the policy.
 """
 
 
@@ -59,7 +59,7 @@ def sent(layer: int) -> list[str]:
 
 
 def loaded(source: Source, names: list[str], *, is_nextn: bool) -> dict[str, set[Any]]:
-    """Map the parameters that SGLang fills from tensors of these names to those tensors."""
+    """Map each parameter that SGLang fills to those tensors of ``names`` that fill it."""
     filled: dict[str, set[Any]] = {}
 
     class Parameter:

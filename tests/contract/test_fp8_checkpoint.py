@@ -114,7 +114,7 @@ def found(
 
 
 def test_an_import_dequantises_the_checkpoint(checkpoint, found):
-    """Bit for bit; tensors that are not in FP8 are unchanged."""
+    """The export is exact bit for bit, and tensors that are not in FP8 are unchanged."""
     (folder, pairs), (export, _) = checkpoint, found
     exported, stored = load_folder(export), load_folder(folder)
     assert exported.keys() == {name for name in stored if not name.endswith(SCALE)}

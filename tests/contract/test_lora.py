@@ -99,7 +99,8 @@ def test_adapters_train_at_every_layout_as_in_one_process(folder, request, name)
 def test_an_adapter_starts_as_the_base_and_only_adapters_are_trained_and_saved(dense):
     """B is zero, so the logits are bitwise those of the base.
 
-    The checkpoint has two factors a layer, and three states of the optimizer for each.
+    The checkpoint has two factors for each adapted module, and three states of the optimizer for
+    each factor.
     """
     assert np.array_equal(dense["adapted before"], dense["base"])
     assert np.array_equal(dense["base after"], dense["base"])
@@ -172,7 +173,7 @@ def logits_of(model: Any) -> np.ndarray:
 def test_a_run_with_dropout_is_resumed_bit_for_bit(folder, tmp_path):
     """Dropout masks of the resumed run are those of the uninterrupted run.
 
-    With tensor parallelism.
+    The run has two tensor-parallel ranks.
     """
     given = settings(folder, DENSE, **tp(2), lora_dropout=0.2, bf16=True)
     saved = str(tmp_path / "saved")

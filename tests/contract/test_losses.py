@@ -89,7 +89,7 @@ def test_supervised_loss_and_gradient_norm_equal_those_of_hugging_face(model):
 def in_answers(actor: Any, sizes: tuple[int, ...]) -> dict[str, Any]:
     """Train a step on answers made of several samples; return its metrics and earlier log-probs.
 
-    Each of ``sizes`` consecutive samples of STEPS[0] is one answer.
+    Each entry of ``sizes`` is the number of consecutive samples of STEPS[0] that form one answer.
     """
     actor.import_weights()
     taken, batches = iter(STEPS[0]), []

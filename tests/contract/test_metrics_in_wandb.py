@@ -34,8 +34,10 @@ def records(path: Path) -> Iterator[Any]:
     """Yield the records of a .wandb file, by the layout of LevelDB's log (doc/log_format.md)."""
     from wandb.proto import wandb_internal_pb2
 
+    # The file starts with a header of W&B that is as long as that of a fragment.
     data, at, whole = path.read_bytes(), HEADER, b""
     while at + HEADER <= len(data):
+        # the end of a block that has no space for a header is padding
         if BLOCK - at % BLOCK < HEADER:
             at += BLOCK - at % BLOCK
             continue

@@ -155,7 +155,7 @@ def test_an_update_of_the_engines_contains_the_layer(folder):
 
 
 def test_weights_without_the_layer_are_refused_on_every_rank(folder, tmp_path):
-    """In torch_dist and in Hugging Face form.
+    """This holds for torch_dist and for Hugging Face weights.
 
     No rank waits for another, and without the flag the same checkpoint loads.
     """
@@ -200,6 +200,7 @@ def reference_loss(folder: Path, sample: TrainSample) -> float:
         made.weight.copy_(own[name])
         return made(hidden)
 
+    # Row t joins the hidden state of token t and the embedding of t + 1, and predicts t + 2.
     ids = torch.tensor([sample.token_ids])
     hidden = model.model(ids).last_hidden_state[:, :-1]
     following = model.model.embed_tokens(ids[:, 1:])

@@ -101,6 +101,7 @@ def receive_on(
     group, _ = _new_process_group_helper(
         2, 1, [], Backend(backend), PrefixStore(group_name, store), **options
     )
+    # The helper leaves it to its caller to register the ranks of the group.
     _world.pg_group_ranks[group] = {0: 0, 1: 1}
     found: dict[str, Any] = {}
     for bucket in plan:

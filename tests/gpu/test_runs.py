@@ -23,7 +23,7 @@ DEADLINE_S = 900
 CLOSE = {"cuda": 0.1, "cpu": 1e-3}
 """Limit of the mean difference of log-probs between trainer and engine with the same weights.
 
-In bfloat16 on CUDA, in float32 on a CPU.
+Both compute in bfloat16 on CUDA and in float32 on a CPU.
 """
 ONE_GPU = ("--num-gpus-per-node", "1", "--actor-num-gpus-per-node", "1", "--colocate")
 TWO_GPUS = ("--num-gpus-per-node", "2", "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1")
