@@ -99,7 +99,7 @@ def save_through_a_narrow_buffer(
     }
 
 
-def load_and_sum(
+def load_and_train(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, folder: str
 ) -> dict[str, Any]:
     """Load and train the second step; return its metrics and the weights' hash before and after."""
@@ -108,7 +108,9 @@ def load_and_sum(
     return found | {"metrics": _train(actor, steps[1]), "hash": actor.weights_hash()}
 
 
-def go_on(actor: Any, steps: Sequence[Sequence[TrainSample]], *, folder: str) -> dict[str, Any]:
+def load_and_train_last(
+    actor: Any, steps: Sequence[Sequence[TrainSample]], *, folder: str
+) -> dict[str, Any]:
     """Load, and train the last step."""
     actor.load(folder)
     return {"metrics": _train(actor, steps[-1]), "hash": actor.weights_hash()}

@@ -12,9 +12,9 @@ import pytest
 from rlpost.actor.settings import ActorSettings
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.checkpoint_ranks import (
-    go_on,
     live_through,
-    load_and_sum,
+    load_and_train,
+    load_and_train_last,
     save_through_a_narrow_buffer,
     share_everything,
 )
@@ -59,7 +59,7 @@ def test_a_run_with_dropout_resumes_bit_for_bit_after_a_save_to_a_full_disk_fail
     )
     saved = str(tmp_path / "saved")
     whole = run_ranks(live_through, 2, settings, steps=STEPS, folder=saved, full_disk=full_disk)
-    resumed = run_ranks(go_on, 2, settings, steps=STEPS, folder=saved)
+    resumed = run_ranks(load_and_train_last, 2, settings, steps=STEPS, folder=saved)
     for one, other in zip(whole, resumed, strict=True):
         assert (other["metrics"], other["hash"]) == (one["metrics"], one["hash"])
         assert one["without_generators"] != one["hash"], "the generators made no difference"
@@ -127,10 +127,10 @@ def test_a_state_larger_than_the_buffer_is_saved_while_memory_is_offloaded_and_t
         "a part is larger than a slot of the buffer"
     )
     for folder in folders:
-        resumed = run_ranks(load_and_sum, num_ranks, settings, steps=STEPS, folder=folder)
+        resumed = run_ranks(load_and_train, num_ranks, settings, steps=STEPS, folder=folder)
         assert [rank == expected for rank in resumed] == [True] * num_ranks
     alone = ActorSettings(settings.hf_checkpoint, bf16=True, lr=1e-3, distributed_timeout_minutes=2)
-    (elsewhere,) = run_ranks(load_and_sum, 1, alone, steps=STEPS, folder=folders[1])
+    (elsewhere,) = run_ranks(load_and_train, 1, alone, steps=STEPS, folder=folders[1])
     assert elsewhere["before"] == expected["before"]
     assert elsewhere["metrics"]["train/grad_norm"] == pytest.approx(
         expected["metrics"]["train/grad_norm"], rel=0.05

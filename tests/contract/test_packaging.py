@@ -85,7 +85,7 @@ def test_a_login_node_with_the_wheel_alone_checks_and_renders_a_job(programs, tm
         programs / "rlpost", "check", "qwen3_4b", "--print-config", cwd=project
     )
     assert "parameters" in run(programs / "rlpost", "check", "recipe.toml", cwd=project)
-    assert run(programs / "rlpost", "list", cwd=project) is not None
+    assert run(programs / "rlpost", "list", cwd=project).split()[:3] == ["run", "job", "state"]
 
 
 @pytest.fixture
