@@ -8,7 +8,8 @@ Output: the state to report, and what to do.
         +---------+--- server ended ---+
 
 While the lease is not renewed the engine is paused and keeps its server: the run may be in the queue
-after a preemption. The ledger says when it does not come back. Only the agent's own clock is used.
+after a preemption. The ledger shows when no further attempt will start. Only the agent's clock is
+used.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Patience:
         lease_s: a lease that was not renewed for this time has no driver.
         driver_s: longest wait for a driver; the node is idle while it waits.
         drain_s: longest wait for the driver to dismiss the engine.
-        margin_s: before the end of the job, time to end the server.
+        margin_s: time reserved before the end of the job to stop the server.
     """
 
     lease_s: float = 45.0
@@ -57,7 +58,7 @@ class Seen:
         stop_in_s: seconds until then; None where unknown.
         server: the state of the server's process.
         end: how it ended, with the end of its log.
-        run_end: why the run does not come back (``end_of_run``); empty if it may.
+        run_end: why no further attempt will start (``end_of_run``); empty if one may.
     """
 
     lease: Lease | None
@@ -94,7 +95,7 @@ class AgentRules:
     def __init__(
         self, engine: str, incarnation: str, settings: str, patience: Patience, now: float
     ) -> None:
-        """``settings``: digest of what the server was started with."""
+        """``settings``: digest of the settings that the server was started with."""
         self._engine = engine
         self._incarnation = incarnation
         self._settings = settings
@@ -130,7 +131,7 @@ class AgentRules:
         is_first = self._beat is None
         if beat is not None and beat != self._beat:
             self._beat = beat
-            # A file that is there at the first look may be that of a driver that has ended.
+            # The lease found by the first poll may be that of a driver that has ended.
             if not is_first:
                 self._renewed_at = now
                 return True
@@ -163,7 +164,7 @@ class AgentRules:
 
 
 def end_of_run(ledger: Sequence[Mapping[str, object]]) -> str:
-    """Return why a run does not come back, from its ledger; empty while it may."""
+    """Return, from a run's ledger, why no further attempt will start; empty if one may."""
     end = ""
     for entry in ledger:
         match entry.get("event"):

@@ -32,7 +32,7 @@ from rlpost.types import Prompt, Sample
 
 LOADING_TIMEOUT_S = 300.0  # for the imports of a reward's libraries on a busy machine
 _CLOSED = "the reward's processes have ended"
-GRACE_S = 5.0  # after the limit; the worker's own alarm fires before
+GRACE_S = 5.0  # after the limit; the worker's own alarm fires first
 
 _KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 """Signals sent from outside: by the kernel when memory runs out, by Slurm, by a user. A crash has
@@ -60,7 +60,7 @@ class GradingFailed(Exception):
 
 
 class WrongFunction(GradingFailed):
-    """A grading raised such as TypeError: if all answers cause one, the function is wrong."""
+    """A grading raised an error such as TypeError; if every answer does, the function is wrong."""
 
 
 class Pool:
@@ -110,7 +110,7 @@ class Pool:
                 self._all.discard(worker)
             worker.end()
             if self._closed and isinstance(failure, GradingLost):
-                raise RolloutError(_CLOSED) from failure  # we killed it ourselves
+                raise RolloutError(_CLOSED) from failure  # ``close`` killed it
             raise
         with self._lock:
             self._idle.append(worker)
