@@ -21,7 +21,7 @@ from rlpost.rollout.connection import Connection
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import FinishReason, Prompt, Sample
 
-MAX_EMPTY_ANSWERS = 100  # consecutive ones, each aborted before its first token
+MAX_EMPTY_ANSWERS = 100  # consecutive responses that were aborted before the first token
 
 
 class Codec(Protocol):

@@ -46,7 +46,7 @@ def without_pinning(original: Callable[..., Any], *args: Any, **options: Any) ->
 
 
 def register() -> None:
-    """What SGLang calls in each of its processes."""
+    """Register the plugin; SGLang calls this in each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for name in PINNING:
