@@ -4,10 +4,10 @@ Input: the workers that the dead driver left, and what this driver would start. 
 engine whether it can be used as it is.
 
 An engine is adopted when its server answers, at the address and with the settings with which it
-would be started. Its model stays loaded and its CUDA graphs stay captured. What
-the dead driver left in it is removed: requests, a pause, an open weight update, process groups with
-the old trainer. Its weights may be a mixture when the driver died within an update, although the
-engine reports a version; the update before the first generation replaces them in any case.
+would be started. Its model stays loaded and its CUDA graphs stay captured. Everything that the dead
+driver left in it is removed: requests, a pause, an open weight update, process groups with the old
+trainer. If the driver died within an update, the weights may be a mixture of two versions although
+the engine reports one; the update before the first generation replaces them in any case.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def is_adopted(
     incarnation: int,
     num_stages: int,
 ) -> bool:
-    """Whether an engine can be used; it is idle then.
+    """Reset an engine; return whether it can be used, in which case it is idle.
 
     Args:
         wanted: what this driver would start, for each node of the engine.

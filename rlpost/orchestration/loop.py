@@ -53,7 +53,8 @@ class Stages(Protocol):
     async def sync(self, policy_version: int) -> None:
         """Send the trainer's weights of that version to every engine and check the version on each.
 
-        It is the trainer's own, or the one of the last update (``RolloutConfig.engine_version``).
+        It is the trainer's current version, or that of the last update
+        (``RolloutConfig.engine_version``).
         """
 
     @abstractmethod
@@ -207,7 +208,7 @@ class Loop:
             with _timed(metrics, "time/generate_s"):
                 await self._rollouts.settle()
             is_needed = self._rollouts.wants_weights() or self._must_evaluate()
-            # engines that leave their GPU lose their weights, and the update brings them back
+            # Engines that are offloaded lose their weights, and the update restores them.
             has_left = self._config.offload_rollout or self._config.offload_train
             if is_needed and (has_left or self._engine_version != self._sent):
                 with _timed(metrics, "time/sync_s"):

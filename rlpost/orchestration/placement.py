@@ -267,7 +267,7 @@ def ports_of_run(config: Config, placement: Placement, *, base: int, count: int)
 
     Raises PlacementError when the block is too small.
     """
-    # the last port of the block serves Prometheus
+    # The last port of the block serves Prometheus.
     kept = 1 if config.observe.use_prometheus else 0
     return service_ports(
         base,

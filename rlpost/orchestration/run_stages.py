@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 class RunStages(Stages):
     """Implements ``loop.Stages`` for one mode. Call ``start`` first, ``close`` last.
 
-    A mode registers with ``closing`` what it starts, so that ``close`` ends just that, the newest
-    first.
+    A mode registers everything that it starts with ``closing``; ``close`` ends it in reverse order.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class RunStages(Stages):
         wait: bool,
         at_rest: AbstractAsyncContextManager[None],
     ) -> None:
-        """Save as ``save`` promises.
+        """Save the ranks that train, as ``save`` describes.
 
         ``at_rest`` keeps weights and optimizer on the trainer's devices.
         """

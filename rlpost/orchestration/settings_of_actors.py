@@ -1,6 +1,6 @@
 """Derives the settings of an actor from those of a run. Pure.
 
-Input: the tree. Output: the flat settings of every actor rank, independent of the tree.
+Input: the settings of a run. Output: the flat settings of every actor rank.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from rlpost.recovery.standby_choice import usable
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 1.0
-"""Deadline to notice that a standby has ended; one that still imports does not answer."""
+"""Deadline to notice that a standby has ended; one that is still importing does not answer."""
 
 
 class Standby:

@@ -72,7 +72,7 @@ class Startup:
         deadline_s = self._config.cluster.bringup_deadline_s
         try:
             async with asyncio.timeout(deadline_s):
-                # no state is lost: training has not begun
+                # Cancelling loses no state, because training has not begun.
                 await self._stop.unless_requested(asyncio.gather(*starting))
         except TimeoutError:
             logs = self._cluster.attempt_dir
