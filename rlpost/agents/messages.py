@@ -103,8 +103,9 @@ class Message:
         return (self.role, self.content, self.tool_call_id, self.name)
 
     def may_be(self, other: Message) -> bool:
-        """Whether ``other``, which has the same key, may be this message: its reasoning, if it has
-        any, is the same.
+        """Whether ``other``, which has the same key, may be this message.
+
+        It may if it has no reasoning or the same.
         """
         return not other.reasoning or other.reasoning.strip() == self.reasoning.strip()
 

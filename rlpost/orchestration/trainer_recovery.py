@@ -1,8 +1,8 @@
 """Trainer recovery: starts dead trainer ranks again while everything else of the attempt stays.
 
 Input: operations of the trainer, and a starter of ranks (``trainer_ranks``). Output: the results of
-these operations, as if no rank had died. The trainer's state is a function of the newest checkpoint c and
-of the batches of the steps after it, which the journal holds on disk:
+these operations, as if no rank had died. The trainer's state is a function of the newest checkpoint
+c and of the batches of the steps after it, which the journal holds on disk:
 
     over(operation) -> a rank died -> [decision] -> abandon a save in progress -> kill all ranks
     -> new processes (standbys where there are some) -> load c -> connect the engines

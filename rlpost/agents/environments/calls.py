@@ -40,7 +40,7 @@ async def call_if_there(thing: object, name: str, *args: object, default: object
 async def closed(thing: object, word: str) -> None:
     """Call ``close`` of an environment, if it has one, within CLOSE_S.
 
-    A failure is logged only: the episode has its result, and the next one its own environment.
+    A failure is only logged: the episode has its result, and the next one has another environment.
     """
     try:
         async with asyncio.timeout(CLOSE_S):

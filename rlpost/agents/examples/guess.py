@@ -18,7 +18,7 @@ HIGHER, LOWER = "+", "-"  # one token each for the tiny model
 
 
 class Guess:
-    """Reward 1 for the digit, less ``price`` for each wrong guess; 0 is the least."""
+    """Guess a digit: reward 1, less ``price`` for each wrong guess; 0 if it is not found."""
 
     def __init__(self, turns: int = 4, price: float = 0.1, ask: str = "=") -> None:
         """``ask`` follows each hint, to ask for the next guess."""

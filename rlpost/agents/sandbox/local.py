@@ -34,7 +34,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Root:
-    """What a sandbox sees as its file system."""
+    """The file system that a sandbox sees."""
 
     image: str | None = None
     """Folder with the root of an image. Default: /usr and a few files of this node."""
@@ -185,7 +185,7 @@ class LocalSandbox(Sandbox):
         except SandboxLost:
             if not self._is_exhausted:
                 raise
-            await self.close()  # the agent's commands used up its memory: no loss of the node
+            await self.close()  # the agent's commands used up its memory; the node is not lost
             return _exhausted()
         finally:
             for handle in theirs:

@@ -1,4 +1,4 @@
-"""What a sandbox is to its callers: limits, results, snapshots, errors and the two protocols.
+"""The interface of sandboxes: limits, results, snapshots, errors and the two protocols.
 
 A sandbox has its own file system, process table and network. All commands of one sandbox share
 them, so a file that one command writes is there for the next. Two kinds of failure are kept apart:
@@ -187,8 +187,9 @@ class Sandbox(abc.ABC):
         await self._on_path({"op": "write", "path": path, "executable": executable}, data)
 
     async def read(self, path: str, *, limit: int = MIB) -> bytes:
-        """Read a regular file with the agent's permissions. Raises ``SandboxFileError``, also for
-        a file of more than ``limit`` bytes.
+        """Read a regular file of at most ``limit`` bytes with the agent's permissions.
+
+        Raises ``SandboxFileError``.
         """
         return (await self._on_path({"op": "read", "path": path, "limit": limit})).stdout
 
