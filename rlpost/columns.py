@@ -60,7 +60,7 @@ class _NumberColumn(Sequence[Number]):
 
     @classmethod
     def joined(cls, columns: Iterable[Self]) -> Self:
-        """Concatenate columns; one that holds all the values is returned as it is."""
+        """Concatenate columns; if only one of them has values, return it without a copy."""
         filled = [column for column in columns if len(column.array)]
         if len(filled) == 1:
             return filled[0]

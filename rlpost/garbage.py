@@ -25,7 +25,7 @@ NEVER = 1 << 30
 
 @contextmanager
 def paused_for_imports() -> Iterator[None]:
-    """Collect nothing in this block, and leave what exists at its end out of later collections.
+    """Collect nothing in this block, and exempt all objects at its end from later collections.
 
     Processes that are forked afterwards share the memory of those objects: no collection writes to
     them.

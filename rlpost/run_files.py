@@ -106,7 +106,7 @@ class RunFile:
         self._check = check
         self._deadline_s = DEADLINE_S if deadline_s is None else deadline_s
         self._max_waiting = max_waiting
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the attributes below
         self._waiting: deque[tuple[Callable[[], object], Future[bool]]] = deque()
         self._thread: threading.Thread | None = None
         self._fenced: Fenced | None = None

@@ -11,7 +11,7 @@ A request is the path of its messages. Its input is made in one of two ways:
                 writes after it, tokenised alone. Sampled tokens are never tokenised again.
     fresh       the whole text of the template, tokenised; no token of it is trained.
 
-An extension is right only if the template keeps what it has written before. This is checked on the
+An extension is right only if the template keeps the text that it wrote before, as checked on the
 text: with R the text of the whole request, P the text before the answer (the prompt that it
 answered) and A the text of the sampled tokens, the rest of R after P + A follows the answer. If R
 does not begin with P + A, the answer's spelling may have been lost in parsing; then the rest is

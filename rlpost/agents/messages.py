@@ -82,7 +82,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message. ``reasoning`` is what a model wrote between its marks of thinking."""
+    """One message. ``reasoning`` is the text between the model's thinking marks."""
 
     role: str
     content: str

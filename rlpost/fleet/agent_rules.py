@@ -1,6 +1,6 @@
 """Rules of the agent of one fleet engine: what it reports, and when it leaves. Pure.
 
-Input: what the agent sees at each poll: the lease, the user's orders, a stop request, its server.
+Input: the lease, the user's orders, a stop request and the state of the server at each poll.
 Output: the state to report, and what to do.
 
     STARTING -> READY -> DRAINING -> leave
@@ -51,7 +51,7 @@ class Server(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the agent sees at a poll.
+    """The observations of the agent at a poll.
 
     Attributes:
         stop: why the job ends soon; empty if it does not.
@@ -72,7 +72,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What to report and to do.
+    """The state to report, and the actions to take.
 
     Attributes:
         pause: abort requests and pause the server, because no driver reads the answers.
@@ -151,7 +151,7 @@ class AgentRules:
         return Verdict(state, reason, pause=must_pause, waits=True)
 
     def _drain(self, seen: Seen, reason: str, code: int, has_driver: bool, now: float) -> Verdict:
-        """Wait until the driver sends no requests any more; not longer than the job lasts."""
+        """Wait until the driver sends no more requests, at most until the job ends."""
         is_first = self._draining_since is None
         if self._draining_since is None:
             self._draining_since = now

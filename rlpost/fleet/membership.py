@@ -98,7 +98,7 @@ Action = Update | Admit | Dismiss
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What an engine contributed: seconds in which it served, and the same times its GPUs."""
+    """Contribution of an engine: seconds in which it served, and these times its GPUs."""
 
     engine_s: float
     gpu_s: float

@@ -1,4 +1,4 @@
-"""The driver: runs one attempt on a cluster that is up, and returns its exit code.
+"""The driver: runs one attempt on a running cluster, and returns its exit code.
 
 Input: the settings, the run's folder and the cluster that the agents started. Output: one of the
 exit codes of ``common.exit_codes``; metrics, checkpoints and a reward curve in the run's folder.

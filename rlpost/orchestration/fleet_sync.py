@@ -58,7 +58,7 @@ class FleetRules:
 
     Attributes:
         concurrency: most requests in flight on one engine.
-        is_wanted: whether the run's settings ask for a fleet; else it is used once there is one.
+        is_wanted: whether the run's settings request a fleet; otherwise one is used if it exists.
         min_engines: engines below which a step waits, those of the run's own job included.
         wait_s: longest wait for them, in seconds.
         refusal: why this run cannot have a fleet; None if it can.

@@ -10,8 +10,7 @@ training.
 
 Invariants:
 - The step of a ``RunState`` changes only when its training is complete.
-- A checkpoint holds such a state with all prompts that are pending; the journal holds what happened
-after it.
+- A checkpoint holds such a state with all pending prompts; the journal holds all later events.
 - The metrics line of a step is written exactly once, after the evaluation of the step.
 - A stop request ends any phase. The loop saves the last consistent state and raises ``Preempted``.
   When the time left is too short for a checkpoint, the next attempt recovers from the journal.
@@ -69,7 +68,7 @@ class Stages(Protocol):
     async def save(self, state: RunState, *, wait: bool) -> None:
         """Commit a checkpoint of ``state`` and of the trainer's weights and optimizer.
 
-        Without ``wait`` the commit may finish in the background; one that fails or is deferred is
+        Without ``wait`` the commit may finish in the background; a failed or deferred commit is
         logged and retried later, and training continues. With ``wait`` it is the last save: nothing
         is generated afterwards, and a failure is raised. Raises Fenced when another attempt owns
         the folder.
@@ -161,7 +160,7 @@ class Loop:
         return self.state
 
     async def _leave(self, request: Preempted) -> None:
-        """Save what the time left allows.
+        """Save as much as the time left allows.
 
         A save that fails does not turn the preemption into a failure.
         """

@@ -25,7 +25,7 @@ DERIVED_PORTS = 7
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A node that is up: Ray's id for it, its address and its free GPUs."""
+    """A running node: Ray's id for it, its address and its free GPUs."""
 
     node_id: str
     ip: str

@@ -1,4 +1,4 @@
-"""The stages of a run in every mode, and what the modes share."""
+"""Base class of the stages of a run, shared by all modes."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class RunStages(Stages):
         return CriticOffload(actors, critics)
 
     def _critic_onloaded(self) -> AbstractAsyncContextManager[None]:
-        """Return a context in which a critic that shares the GPUs has what is saved on them."""
+        """Return a context in which a critic on the policy's GPUs has onloaded the SAVED parts."""
         offload = self.critic_offload
         return nullcontext() if offload is None else offload.critic_onloaded(*SAVED)
 

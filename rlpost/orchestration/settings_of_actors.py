@@ -14,7 +14,7 @@ from rlpost.config.tree import Config
 
 
 def actor_settings(config: Config) -> ActorSettings:
-    """Return an actor's settings: those of equal name from any table, and derived ones."""
+    """Return an actor's settings: settings of the same name in any table, and derived ones."""
     wanted = {field.name for field in dataclasses.fields(ActorSettings)}
     leaves = {
         key: getattr(getattr(config, group), key)

@@ -1,4 +1,4 @@
-"""Standby ranks: processes that have imported what a trainer rank needs, and wait for a death.
+"""Standby ranks: processes that have imported a trainer rank's libraries, and wait for a death.
 
 Input: the slots and GPUs of the ranks. Output: workers that a recovery uses instead of new ones, so
 that it does not wait for imports. A standby has no CUDA context and no GPU memory; its

@@ -128,8 +128,8 @@ class TrainerRecovery:
 
         Raises:
             HalfTrained: a stop was requested while ranks were dead; the journal is durable.
-            RlpostError: that of the operation, if no rank died; else the death, if the attempt has
-                to end.
+            RlpostError: the error of ``operation``, if no rank died or a recovery is refused; else
+                that of a recovery that failed.
         """
         await self._end_of_early()
         while True:
@@ -192,7 +192,7 @@ class TrainerRecovery:
         """Start all ranks again, and bring them to the step that the trainer had completed.
 
         Args:
-            death: what died.
+            death: the ranks that died or hang, and the cause.
             phase: the operation that failed, and that the caller repeats.
 
         Raises:

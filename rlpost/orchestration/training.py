@@ -328,7 +328,7 @@ def kl_penalties(
 
 
 def rank_work(batch: TrainBatch, break_even: float) -> float:
-    """Return the work of a rank's samples in tokens, those of attention included."""
+    """Return the work of a rank's samples in tokens, with attention converted to tokens."""
     return sum(sequence_work(len(sample.token_ids), break_even) for sample in batch.samples)
 
 

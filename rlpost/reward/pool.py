@@ -43,7 +43,7 @@ What = tuple[str, str]  # kind and name of a function, see ``worker.scorer``
 
 
 class GradingAnswer(TypedDict, total=False):
-    """The answer of a grading process: rewards, or an error and what it is blamed on."""
+    """The answer of a grading process: rewards, or an error and its presumed cause."""
 
     rewards: list[float]
     error: str
@@ -145,6 +145,8 @@ class _Worker:
 
     def __init__(self, settings: Mapping[str, object]) -> None:
         self._loaded: set[What] = set()
+        # The worker must import a user's modules as this process does, where an empty entry of
+        # ``sys.path`` is the current folder.
         python_path = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rlpost.reward.worker"],
@@ -220,5 +222,5 @@ class _Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # buffered data cannot be written any more
+        with contextlib.suppress(OSError):  # buffered data can no longer be written
             self._process.stdin.close()

@@ -5,8 +5,8 @@ a subclass of ``TokenizerManager`` in which every request uses this adapter, and
 can be unloaded once no request uses it. The module imports SGLang, so it is imported only in server
 processes, and only by engines that take adapters.
 
-SGLang 0.5.21 chooses the adapter after a pause is over, so a request that waited for new weights gets
-the adapter of the new version, whichever was current when it was sent.
+SGLang 0.5.21 chooses the adapter after a pause has ended, so a request that waited for new weights
+gets the adapter of the new version, whichever was current when it was sent.
 
 SGLang counts the requests of an adapter, and an unload waits until the count is zero. The count is not
 decremented for a request that is aborted in the waiting queue (``_handle_abort_req``) or fails before

@@ -13,9 +13,9 @@ Invariant, asserted by ``Tally``: every fetched prompt is exactly once trained, 
 the buffer.
 
 There are two modes. With ``max_staleness`` None the buffer generates one batch at a time: it starts
-``start_size`` groups, starts more when filters leave too few, and aborts what still runs when the
-batch is full. With a number it generates continuously: it starts a group as long as every group can
-still be trained at most that many versions after its first token. The number of groups in flight is
+``start_size`` groups, starts more when filters leave too few, and aborts the groups that still run
+when the batch is full. With a number it generates continuously: it starts a group if every group
+can still be trained at most that many versions after its first token. The number in flight is
 bounded as in AReaL (arXiv 2505.24298, eq. 3). Groups enter batches by their deadlines, so that the
 bound holds for every token and not only on average.
 """

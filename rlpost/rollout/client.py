@@ -148,7 +148,7 @@ class EngineClient:
         await self.request("POST", "/update_weights_from_disk", body)
 
     async def replace_adapter(self, folder: str, *, version: int) -> None:
-        """Unload the adapters that are loaded, load that of a PEFT folder, and name the weights.
+        """Unload all adapters, load the one in a PEFT folder, and set the weight version.
 
         The engine is paused, and its requests are aborted: an unload waits for those that use the
         adapter. It needs the tokenizer manager of ``rlpost.rollout.adapter_use``.

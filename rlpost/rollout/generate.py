@@ -57,7 +57,7 @@ class GroupWriter:
         codec: Codec | None = None,
         finish: Finish | None = None,
     ) -> None:
-        """``finish`` adds to the graded samples of a group what else training needs."""
+        """``finish`` adds further values that training needs to the graded samples of a group."""
         self.connection = connection
         self._finish = finish
         self._sampling, self._n, self._grader = sampling, n, grader

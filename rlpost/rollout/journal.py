@@ -400,7 +400,7 @@ def settings_hash(config: Config) -> str:
             del tables[table][key]
     if config.env.env:  # without environments the hash is that of earlier versions
         tables["env"] = config.env.model_dump(mode="json", include=set(_DECIDES))
-    if config.distillation.use_opd:  # likewise
+    if config.distillation.use_opd:  # without distillation too
         added = {"opd_top_k"} if config.distillation.opd_top_k is None else set()
         tables["distillation"] = config.distillation.model_dump(
             mode="json", exclude=_TEACHER_SERVER | added

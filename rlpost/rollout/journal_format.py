@@ -162,7 +162,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A file without a valid header, and what is wrong with it."""
+    """A file without a valid header, and its problem."""
 
     path: Path
     problem: str

@@ -43,7 +43,7 @@ def read_groups(template: str, rollout_id: int) -> list[SampleGroup]:
     """Read the groups of one step.
 
     Raises:
-        DataError: naming file, line and what is wrong with it.
+        DataError: names the file, the line and its problem.
     """
     path = recorded_path(template, rollout_id)
     try:

@@ -4,8 +4,8 @@ Input: a header, the first records, then single records. Output: the file NUMBER
 no other attempt has.
 
 Consecutive segments share one queue, so that a segment seals the complete one before it. After a
-storage failure, a missed deadline or too many pending bytes a segment is given up: nothing is
-written to it any more, even if the storage answers later, and the next segment has another queue.
+storage failure, a missed deadline or too many pending bytes a segment is given up: nothing more is
+written to it, even if the storage answers later, and the next segment has another queue.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
         from sglang.srt.server_args import ServerArgs
         from sglang.srt.utils import kill_process_tree
 
-        load_plugins()  # as SGLang's command does: they may change what settings mean
+        load_plugins()  # as SGLang's command does, because plugins may change settings
 
     server_args = ServerArgs(**engine_arguments(given, has_cuda=has_cuda))
     if hasattr(server_args, "resolve_once"):  # 0.5.21 and later: values that follow from others

@@ -19,7 +19,7 @@ from rlpost.rollout.connection import Connection, Halted
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-CLOSE_S = 30.0  # for an environment to release what it has
+CLOSE_S = 30.0  # deadline for an environment to release its resources
 POLL_S = 0.5  # interval of checks for a halt; requests to the engines end without it
 
 

@@ -53,7 +53,7 @@ class Runner(Protocol):
         """Run one episode; see ``PlainRunner.run``."""
 
     async def close(self) -> None:
-        """Release what ``start`` took."""
+        """Release the resources of ``start``."""
 
 
 class EnvironmentSet:

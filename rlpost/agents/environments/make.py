@@ -86,7 +86,7 @@ class UsesSandboxes(Protocol):
 def _runner(
     name: EnvName, config: Config, pool: Callable[[], Pool], gateway: Callable[[], Gateway]
 ) -> Runner:
-    """Return what runs the episodes of an environment.
+    """Return the runner of an environment's episodes.
 
     ``pool`` is for classes with ``uses_sandboxes``, ``gateway`` for harnesses.
     """

@@ -51,7 +51,7 @@ class Tau2Harness:
             split: which tasks of the domain; None for all.
             max_steps: of the conversation; messages of the user and of tools count. Default: four
                 for each of ``max_turns``.
-            evaluation: the way of evaluation, in the words of tau2.
+            evaluation: tau2's name of the kind of evaluation.
 
         Raises:
             ConfigError: tau2-bench is not installed, has no such domain, or there is no user.

@@ -89,7 +89,7 @@ class VerifiersHarness:
                 )
 
     async def start(self) -> None:
-        """Start what all episodes share: tool servers and the interception server."""
+        """Start the servers that all episodes share: tool servers and the interception server."""
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         async def serve() -> None:  # one task enters and leaves the contexts of verifiers

@@ -18,7 +18,7 @@ REWARD, ENV, NUM_TURNS = "reward", "env", "num_turns"
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """A turn of the model and what followed it.
+    """A turn of the model, and the text that followed it.
 
     ``before`` is the text between the prompt and the first turn of a sample.
     ``sample`` is the position of its sample in the episode, ``start`` and ``end`` its tokens in

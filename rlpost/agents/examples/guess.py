@@ -2,8 +2,8 @@
 
     --env rlpost.agents.examples.guess:Guess --env-reward turn
 
-The secret follows from the prompt alone, so all answers of a group look for the same digit, and a
-resumed run asks for the same ones.
+The secret depends only on the prompt, so all answers of a group have to guess the same digit, also
+after a resume.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Guess:
         return self._ask
 
     def step(self, turn: Turn) -> Step:
-        """Compare a guess; what is no single digit ends the episode."""
+        """Compare a guess; anything but a single digit ends the episode."""
         found = re.fullmatch(r"\s*([0-9])\s*", turn.text)
         if found is None:
             return Step(done=True)

@@ -1,7 +1,7 @@
 """One cgroup v2 for each sandbox, below the delegated cgroup of this process.
 
 Input: ``common.delegated_cgroup``. Output: a ``Parent``, which makes a ``Cgroup`` for a sandbox;
-None where nothing is delegated, and then the limits of ``inner.init`` alone hold.
+None where nothing is delegated; then only the limits of ``inner.init`` apply.
 
 The kernel allows processes only in the leaves of a divided cgroup, so ``open_parent`` moves this
 process into ``rlpost-main`` beside the sandboxes (Linux, "Control Group v2", "No Internal

@@ -82,8 +82,8 @@ class Ended(enum.StrEnum):
     EXITED = "exited"  # it returned an exit code
     SIGNALLED = "signalled"  # a signal ended it that no limit sent
     TIMEOUT = "timeout"  # wall time; all processes of the sandbox were killed, its files stay
-    CPU_TIME = "cpu time"  # likewise
-    MEMORY = "memory"  # likewise
+    CPU_TIME = "cpu time"  # as for TIMEOUT
+    MEMORY = "memory"  # as for TIMEOUT
     NOT_STARTED = "not started"  # the program does not exist or cannot be executed
 
 
@@ -290,7 +290,7 @@ class Verifier(Protocol):
     """Scores a result in the driver's process; see ``rlpost.agents.sandbox.verify``.
 
     ``sandbox`` is fresh and holds a copy of the agent's files. Commands of the agent run there, so
-    a verifier believes only what it computes from their output, and gives no secret to them.
+    a verifier trusts only results that it computes from their output, and gives them no secret.
     """
 
     async def score(self, sandbox: Sandbox, snapshot: Snapshot) -> float: ...
@@ -298,7 +298,7 @@ class Verifier(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The score of a result, and what supports it, for the record of the episode."""
+    """The score of a result with its reason, for the record of the episode."""
 
     score: float
     reason: str = ""

@@ -35,7 +35,7 @@ from rlpost.errors import RlpostError
 
 logger = logging.getLogger(__name__)
 
-LEASE_SECONDS = 1800.0  # without a renewed lease, the run is over; a requeue takes a while
+LEASE_SECONDS = 1800.0  # a run without a renewed lease has ended; long, because of requeues
 Message = tuple[wire.Header, bytes]
 T = TypeVar("T")
 

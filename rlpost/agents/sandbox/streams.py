@@ -51,7 +51,7 @@ class Capture:
         return True
 
     def finish(self) -> bytes:
-        """Take what is left in the pipe, close it and return the kept bytes."""
+        """Read the rest of the pipe, close it and return the kept bytes."""
         if self._handle < 0:
             return bytes(self._data)
         self._loop.remove_reader(self._handle)

@@ -58,7 +58,7 @@ class Entry(TypedDict, total=False):
 
 
 class Refused(Exception):
-    """The operation breaks a rule; the text says which."""
+    """The operation breaks a rule, which the text names."""
 
 
 def perform(request: Request) -> int:

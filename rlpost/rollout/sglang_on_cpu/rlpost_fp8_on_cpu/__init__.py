@@ -28,7 +28,7 @@ def multiply(
     x: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[..., in] -> [..., out] with the weight that the blocks stand for."""
+    """Multiply [..., in] by the dequantised weight; return [..., out]."""
     if torch.cuda.is_available() or not method.block_quant:
         return apply(method, layer, x, bias)
     rows, columns = method.weight_block_size

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 MANAGER = "sglang.srt.lora.lora_manager.LoRAManager"
 PINNING = ("init_state", "load_lora_adapter", "fetch_new_loras", "prepare_lora_batch")
-"""Methods that allocate pinned memory, themselves or in what they call."""
+"""Methods that allocate pinned memory, directly or in functions that they call."""
 
 
 class Unpinned(TorchFunctionMode):

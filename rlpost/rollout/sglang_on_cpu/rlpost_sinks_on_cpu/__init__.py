@@ -79,7 +79,7 @@ def forward(
 
     Args:
         without_sinks: SGLang's method, used for layers that have none.
-        backend: whose method it is; the other arguments are those of the method.
+        backend: the object of the method; the other arguments are those of the method.
     """
     if sinks is None:
         return without_sinks(backend, q, k, v, layer, forward_batch, save_kv_cache)
