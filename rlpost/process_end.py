@@ -1,7 +1,7 @@
 """Identity of a process on its host, and the wait for its end.
 
-A killed process may hold GPU memory and ports until the kernel has ended it, so their
-next user waits. A pid can be reused; the start time tells two processes with the same pid apart.
+A killed process may hold GPU memory and ports until the kernel has ended it, so their next user
+waits. A pid can be reused; the start time tells two processes with the same pid apart.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class EngineHealth:
                 )
 
     async def _sick(self, *, generating: bool) -> list[int]:
-        """Return engines that do not answer; empty after a node loss, which names its engines."""
+        """Return engines that do not answer; empty after a node loss, whose engines are known."""
         if self._nodes.engines:
             return []
         try:

@@ -165,7 +165,7 @@ class Fleet:
             asyncio.to_thread(self._router.add_engines, urls, deadline_s=self._deadline_s)
         )
         ending = asyncio.ensure_future(self._end_of_one(indices))
-        # The thread may run on after this call returns, until the router ends.
+        # The thread may continue after this call has returned, until the router ends.
         adding.add_done_callback(_retrieve_error)
         try:
             await asyncio.wait([adding, ending], return_when=asyncio.FIRST_COMPLETED)

@@ -275,7 +275,7 @@ class FleetMembers:
             self._leases_written, self._leased_at = covered, now
 
     def _write(self, lease: Lease) -> None:
-        """Write a lease unless a newer one is on disk; threads of cancelled callers run on."""
+        """Write a lease unless a newer one is on disk, as threads outlive cancelled callers."""
         with self._file_lock:
             if lease.beat > self._beat_on_disk:
                 self._check()

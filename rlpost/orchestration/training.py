@@ -101,7 +101,7 @@ class Training:
         self._record = record or _not_recorded
         bounds = Bounds(**{name: getattr(config.grpo, name) for name in Bounds.__slots__})
         if config.grpo.use_rollout_logprobs or config.grpo.keep_old_actor:
-            # The KL before the first update is then that to the engines, or to an older policy.
+            # The KL is then measured against the engines, or against the weights that generated.
             bounds = replace(bounds, guard_initial_kl=0.0)
         self._guards = Guards(bounds, is_fresh=is_fresh)
         self._shaping = shaping_of(config)

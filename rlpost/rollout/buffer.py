@@ -280,7 +280,7 @@ class RolloutBuffer:
         return groups
 
     def replayed(self, group: SampleGroup, *, wanted: bool = True) -> None:
-        """Finish a waiting group with its recorded answers. KeyError: it is not waiting."""
+        """Finish a waiting group with its recorded answers; raise KeyError for other groups."""
         del self._waiting[group.prompt_id]
         self._settled(group, wanted)
 

@@ -78,7 +78,7 @@ class Choices:
     Attributes:
         wanted: which scored groups are trained.
         first: which waiting groups start first.
-        mask_older: mask tokens of weights older than an answer's last ones out of the loss.
+        mask_older: mask tokens of versions older than an answer's last one out of the loss.
         ahead: generate the next batch during training.
         record: called with the step and the groups of each batch.
         counters: further counts, by metric name.

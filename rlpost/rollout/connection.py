@@ -250,7 +250,7 @@ class Connection:
             return Failure(f"does not answer: {error or type(error).__name__}", is_fault=False)
         except (aiohttp.ClientError, ValueError) as error:
             return Failure(f"answered 200 without a valid answer: {error}", is_fault=True)
-        except RolloutError as error:  # from the parser: an impossible version, or such routes
+        except RolloutError as error:  # from the parser: the version or the routes are invalid
             if self._is_own(place):
                 raise
             return Failure(str(error), is_fault=True)

@@ -96,7 +96,10 @@ def _with_length(headers: Iterable[Header], body: bytes) -> list[Header]:
 
 
 def narrowed(body: bytes) -> bytes:
-    """Return a response body with one byte per expert, or unchanged if it has none or too many."""
+    """Return a response body with one byte per expert.
+
+    It is unchanged without routes, or if the id of an expert needs more than a byte.
+    """
     start = body.find(_EXPERTS)  # cannot match inside a string, where quotes are escaped
     if start < 0:
         return body

@@ -163,7 +163,10 @@ def start_by_fork() -> None:
 
 
 def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
-    """Serve until killed; write a line to ``ready_fd`` once requests are accepted."""
+    """Serve until killed; write a line to ``ready_fd`` once requests are accepted.
+
+    A reader of the pipe gets end-of-file if the process ends before.
+    """
     with paused_for_imports():
         import torch
 
