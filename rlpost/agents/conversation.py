@@ -126,7 +126,7 @@ class Answered:
     length: int
     prompt: Beginning  # P
     answer_text: str  # A without stop token
-    stop_text: str  # of the stop token; empty if the answer was truncated
+    stop_text: str  # text of the stop token; empty if the answer was truncated
 
 
 @dataclass(slots=True, eq=False)
@@ -197,7 +197,7 @@ class Conversation:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
-        self._roots: dict[str, Node] = {}  # by tools: they are in the first tokens of the prompt
+        self._roots: dict[str, Node] = {}  # by tools, which are at the beginning of the prompt
         self._lines: list[Line] = []
 
     def plan(self, messages: Sequence[Message], tools: Tools | None = None) -> Plan:

@@ -19,7 +19,7 @@ Phase = Literal["generate", "sync"]
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    at: float  # of the clock
+    at: float  # seconds on the clock of ``EngineEvents``
     phase: Phase
     cause: str
 

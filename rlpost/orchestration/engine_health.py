@@ -73,7 +73,7 @@ class EngineHealth:
         self._weights = weights
         self._weights_onloaded = weights_onloaded
         self._busy = asyncio.Lock()
-        self._version = 0  # of the weights that engines get
+        self._version = 0  # version of the weights that engines receive
 
     @property
     def num_serving(self) -> int:

@@ -72,9 +72,9 @@ class Fleet:
         )
         self.addresses: tuple[EngineAddress, ...] = ()
         self._urls: list[str] = []
-        self.visible_gpus: Sequence[str] = ()  # of each trainer rank, for engines that share them
+        self.visible_gpus: Sequence[str] = ()  # by trainer rank, for engines that share the GPUs
         self._workers: list[EngineWorkers] = []
-        self._starting: dict[int, asyncio.Task[None]] = {}  # of ``begin_restart``
+        self._starting: dict[int, asyncio.Task[None]] = {}  # tasks of ``begin_restart``
         self._released: dict[int, set[str]] = {}
         self.can_retract = False
         """True if every engine can update its weights while requests are in flight."""

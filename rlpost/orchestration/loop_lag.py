@@ -1,4 +1,4 @@
-"""Watchdog of the event loop: how late its callbacks run, and where it stalled.
+"""Watchdog of the event loop: measures how late callbacks run, and logs where the loop stalls.
 
 Input: the running loop. Output: the longest lateness since the last query, for
 ``driver/loop_lag_s``; for a stall of more than ``stall_s`` seconds the stack of the loop's thread,

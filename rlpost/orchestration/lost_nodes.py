@@ -92,7 +92,7 @@ class LostNodes:
 
     @classmethod
     def none(cls) -> LostNodes:
-        """For a run that loses no node: any loss ends its attempt."""
+        """Return an instance for a run without spare nodes, in which any loss ends the attempt."""
 
         async def offers_nothing(node: Node) -> Offer:
             raise PlacementError(f"{node.host} is not expected")

@@ -227,7 +227,7 @@ async def _set_up(ranks: ActorGroup, slots: Sequence[Slot], port: int) -> list[i
 
 
 def _make_critic(settings: ActorSettings) -> object:
-    from rlpost.actor.critic_rank import CriticRank  # as below
+    from rlpost.actor.critic_rank import CriticRank  # late, as in ``_make_actor``
 
     return CriticRank(settings)
 

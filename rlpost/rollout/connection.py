@@ -68,7 +68,7 @@ class RouterAddress:
     api_key: str = field(repr=False)
     engine_urls: Sequence[str]
     concurrency: int
-    timeout_s: float = float(LONGEST_GENERATION_S)  # of one request
+    timeout_s: float = float(LONGEST_GENERATION_S)  # for one request
     # Total wait between retries that reach no engine: one may be restarting.
     patience_s: float = 600.0
     fleet: JoiningPlaces = field(default_factory=JoiningPlaces, repr=False, compare=False)

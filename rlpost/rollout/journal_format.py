@@ -38,7 +38,7 @@ from rlpost.types import Prompt, SampleGroup
 
 T = TypeVar("T")
 
-FORMAT = 3  # of the segments that this program writes
+FORMAT = 3  # format of the segments that this program writes
 HEADER, GROUP, BATCH, EVALUATION = range(1, 5)
 _FRAME = struct.Struct("<II")
 _LENGTH = struct.Struct("<I")
@@ -100,8 +100,8 @@ class Record:
     kind: int
     meta: Mapping[str, Any]
     path: Path
-    offset: int  # of the frame
-    size: int  # with the frame
+    offset: int  # position of the frame in the file
+    size: int  # number of bytes, including the frame
     seed: int = 0  # the checksum that this record's continues
 
     @property
@@ -166,7 +166,7 @@ class Unreadable:
 
     path: Path
     problem: str
-    num_bytes: int  # of the file
+    num_bytes: int  # size of the file
 
     @property
     def number(self) -> int:
@@ -417,8 +417,7 @@ def _fill_old_arrays(samples: Sequence[dict[str, object]], columns: memoryview) 
         for name, code in _OLD_ARRAYS.items():
             if name in sample:
                 array = np.frombuffer(columns, dtype=code, count=sample[name], offset=at)
-                # A log-prob is a float32 number of an engine, so that nothing is lost as the type
-                # converts it.
+                # The log-probs are an engine's float32 numbers, so converting them back is exact.
                 sample[name], at = array.tolist(), at + array.nbytes
 
 

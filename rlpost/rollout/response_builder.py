@@ -95,7 +95,7 @@ class ResponseBuilder:
         self._unversioned = 0  # tokens of tools before the model's first
         self._turn_at = 0  # start of the current turn in the ids
         self._before = ""  # the text before it
-        self._texts = [so_far.text] if so_far else []  # of the current turn, one per request
+        self._texts = [so_far.text] if so_far else []  # texts of the current turn, one per request
         self.finish_reason: FinishReason = "stop"
         self.stopped_at: int | str | None = None
 

@@ -35,7 +35,7 @@ MAX_PENDING_BYTES = 4 * 2**30
 """Limit of queued records, whose samples the driver holds anyway; with routes of 89 layers and 8
 experts each, it is reached by 6 million tokens.
 """
-RECORD_OVERHEAD_BYTES = 1024  # of a pending record in memory
+RECORD_OVERHEAD_BYTES = 1024  # memory of a pending record besides its content
 MAX_TAKEN = 16
 LOST = "a crash before the next checkpoint would repeat generation"
 

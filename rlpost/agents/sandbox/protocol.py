@@ -30,7 +30,7 @@ from rlpost.errors import ConfigError, GradingLost, RlpostError
 MIB = 1 << 20
 T = TypeVar("T")
 WORK = "/work"  # the folder in which commands start and that a snapshot copies
-FILE_SECONDS = 60.0  # of one file operation
+FILE_SECONDS = 60.0  # limit of one file operation
 
 
 @dataclass(frozen=True)

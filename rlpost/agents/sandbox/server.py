@@ -59,7 +59,7 @@ class Server:
         except (wire.Refused, KeyError, TypeError, RlpostError) as error:
             logger.warning("connection refused: %s", error)
         except (OSError, EOFError, TimeoutError):
-            pass  # the driver has closed it, or is gone
+            pass  # the driver has closed the connection, or is gone
         finally:
             self.connections.discard(task)
             writer.close()

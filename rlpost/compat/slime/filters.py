@@ -62,7 +62,7 @@ class SlimeFilter:
 
     def __init__(self, function: Callable[..., object], args: Arguments) -> None:
         self._function, self._args = function, args
-        self.prompts: dict[int, Prompt] = {}  # of groups that are graded and not yet filtered
+        self.prompts: dict[int, Prompt] = {}  # prompts of groups that are graded, not yet filtered
         self.keep_when_insufficient = False  # for the group of the last call
 
     def __call__(self, group: SampleGroup) -> bool:

@@ -27,10 +27,10 @@ class Request(TypedDict, total=False):
     op: str
     wall_seconds: float
     cpu_seconds: float
-    argv: list[str]  # of run
+    argv: list[str]  # this and the next two are for ``run``
     cwd: str
     env: dict[str, str]
-    path: str  # of the operations of this module
+    path: str  # this and the rest are for operations of this module
     limit: int  # bytes
     executable: bool
     max_bytes: int

@@ -210,7 +210,7 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
     width: int,
     heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As above, where the gate of each head follows its query."""
+    """Like the function above, for rows in which the gate of each head follows its query."""
     query, gate = gated.reshape(-1, heads, 2 * width).chunk(2, -1)
     normed = fused_qk_gemma_rmsnorm_cpu(query, key, query_weight, key_weight, eps, width)
     return *normed, gate.contiguous()
@@ -255,7 +255,7 @@ def gated_norm(
     activation: str = "swish",
     **others: Any,
 ) -> Tensor:
-    """As above, under the name that Qwen3.5 uses."""
+    """Like ``norm_with_gate``, with the arguments that Qwen3.5 uses."""
     if torch.cuda.is_available():
         return launch(rows, weight, bias, z=z, eps=eps, activation=activation, **others)
     return norm_with_gate(launch, rows, z, weight, bias, activation, eps=eps)
