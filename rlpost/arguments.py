@@ -58,7 +58,7 @@ def add_switch(made: argparse._ActionsContainer, flag: str, text: str) -> None:
 
 
 def alike(word: str, flags: Iterable[str]) -> str:
-    """``; did you mean '--X'?`` for a flag that is really similar, else nothing.
+    """Return ``; did you mean '--X'?`` for a sufficiently similar flag, else an empty string.
 
     >>> alike("--num-rolout", ["--num-rollout"]), alike("--tp", ["--fp8"])
     ("; did you mean '--num-rollout'?", '')

@@ -95,10 +95,10 @@ def check(
 
     Args:
         run: the run folder; None if it does not exist yet.
-        mounted: folders mounted in its container besides that one and ``container_mounts``.
+        mounted: folders mounted in the container besides the run folder and ``container_mounts``.
         recipe: the recipe as named on the command line, for remedies that are commands.
         origins: origin of each given ``group.key``, to be named in messages.
-        is_dry: nothing is submitted, so ``absent`` files are no problem.
+        is_dry: nothing is submitted, so missing files (``absent``) are not reported.
     """
     unset, no_image = variable_problems(config), image_problems(config)
     problems = [] if is_dry else absent(config, recipe)
@@ -160,7 +160,7 @@ def absent(config: Config, recipe: str | None) -> list[str]:
 
 
 def _file_problems(config: Config, run: Path | None) -> list[str]:
-    """Problems of the files that are there, without the errors that follow from a missing one."""
+    """Problems of the existing files, without errors that follow from a missing one."""
     return [
         *_model_folder_problems(config),
         *_save_problems(config),
@@ -194,7 +194,7 @@ def notes(config: Config) -> list[str]:
 
 
 def _interval_note(config: Config, shape: Shape | None) -> str | None:
-    """A --save-interval that loses time, by what an earlier run of this recipe measured."""
+    """Note on a --save-interval that loses time, judged by an earlier run of this recipe."""
     times = None if shape is None else earlier_step_times(config)
     if shape is None or times is None:
         return None
@@ -222,8 +222,10 @@ def check_installed(config: Config) -> None:
 
 
 def _stack_problems(config: Config) -> list[str]:
-    """Packages missing from this environment. Without this check engines and actors would fail
-    minutes later, and the job would be requeued."""
+    """Packages missing from this environment.
+
+    Without this check engines and actors would fail minutes later, and the job would be requeued.
+    """
     trains = not config.debug.debug_rollout_only
     generates = not config.debug.debug_train_only and config.grpo.loss_type != "sft_loss"
     parts = [
@@ -360,7 +362,7 @@ def _check_description(config: Config, path: Path) -> None:
 
 
 def _engine_problems(config: Config, hf: HfConfig) -> list[str]:
-    """Problems of the model in the engines; none if the architecture is not supported anyway."""
+    """Problems of the engines with the model; none if its architecture is not supported at all."""
     try:
         known = family((hf.get("architectures") or ["none given"])[0])
         window = known.fields(hf).get("window_size") if known.engines_lack_windows else None
@@ -418,7 +420,7 @@ def _weight_problems(folder: str | None, given: str, default: str) -> list[str]:
 
 
 def _save_problems(config: Config) -> list[str]:
-    """Another trainer's checkpoints in --save: a step of the same number could not be committed."""
+    """Problems of --save: a checkpoint of another trainer blocks the step of the same number."""
     folder = config.checkpoint.save
     if folder is None:
         return []

@@ -26,7 +26,7 @@ Number = TypeVar("Number", bound=float)
 
 
 class _NumberColumn(Sequence[Number]):
-    """What columns of one number per token have in common."""
+    """Base class of the columns with one number per token."""
 
     __slots__ = ("array",)
     DTYPE: ClassVar[np.dtype]
@@ -60,7 +60,7 @@ class _NumberColumn(Sequence[Number]):
 
     @classmethod
     def joined(cls, columns: Iterable[Self]) -> Self:
-        """Concatenate columns; one that holds all the values is returned as it is."""
+        """Concatenate columns; if only one of them has values, return it without a copy."""
         filled = [column for column in columns if len(column.array)]
         if len(filled) == 1:
             return filled[0]
@@ -104,7 +104,7 @@ class _NumberColumn(Sequence[Number]):
         except ValueError:  # nested sequences of different lengths
             return False
         if self.DTYPE.kind == "f" and given.dtype.kind in "iuf":
-            given = given.astype(self.DTYPE)  # 0.1 equals the column that was made of it
+            given = given.astype(self.DTYPE)  # so that a float32 column of [0.1] equals [0.1]
         return bool(np.array_equal(self.array, given))
 
     def __hash__(self) -> int:
@@ -174,7 +174,7 @@ class RunColumn(Sequence[int]):
 
     @property
     def array(self) -> np.ndarray:
-        """The single values as an int8 array, or int32 where they are larger."""
+        """All values, as an int8 array or, if one does not fit, as int32."""
         values = [value for value, _ in self.runs]
         small = all(-128 <= value <= 127 for value in values)
         counts = [count for _, count in self.runs]
@@ -263,7 +263,7 @@ class RouteColumn:
     @property
     def known(self) -> np.ndarray:
         """[tokens] bool: whether the routes of a token are known."""
-        # an unknown route has it everywhere
+        # An unknown route holds the largest value in every place, so the first one suffices.
         return self.array[:, 0, 0] != np.iinfo(self.array.dtype).max
 
     def __len__(self) -> int:

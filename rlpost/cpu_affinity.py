@@ -1,5 +1,4 @@
-"""Binds processes to the CPUs next to their GPUs, and chooses the number of threads of a trainer
-rank.
+"""Binds processes to the CPUs next to their GPUs; chooses a trainer rank's number of threads.
 
 Input: the CPUs of the job step, those next to each GPU, and the number of processes on the node.
 Output: a decision; ``bind_to_gpus`` applies it. Invariants: a process is never bound to an empty

@@ -1,13 +1,13 @@
-"""When Python's garbage collector runs: not during imports, and in the driver not while a rollout
-starts.
+"""Controls when Python's garbage collector runs.
 
-Imports create millions of objects that stay. Collections meanwhile find nothing to free and take a
-quarter of the processor time of an engine's imports.
+It does not run during imports, which create millions of objects that stay: collections would find
+nothing to free and take a quarter of the processor time of an engine's imports.
 
-A full collection passes over every container of the process: with 8,192 requests in flight half a
-second, in which the event loop does nothing else. Python starts one whenever the number of
-long-lived objects has grown by a quarter, so several while requests begin. Young garbage is
-collected as ever, and reference counts free most objects without the collector.
+In the driver, full collections run between steps only. A full collection visits every container of
+the process; with 8,192 requests in flight it blocks the event loop for half a second. Python starts
+one whenever the number of long-lived objects has grown by a quarter, so several times while the
+requests of a rollout start. The young generations are collected as usual, and reference counts free
+most objects without the collector.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NEVER = 1 << 30
 
 @contextmanager
 def paused_for_imports() -> Iterator[None]:
-    """Collect nothing in this block, and leave what exists at its end out of later collections.
+    """Collect nothing in this block, and exempt all objects at its end from later collections.
 
     Processes that are forked afterwards share the memory of those objects: no collection writes to
     them.

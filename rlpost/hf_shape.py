@@ -16,7 +16,7 @@ from rlpost.weights.families import family
 def hf_shape(hf: HfConfig) -> Shape:
     """The shape of a known architecture.
 
-    Raises WeightError for one that is not, or that lacks one of its sizes.
+    Raises WeightError if the architecture is unknown or a size is missing.
     """
     known = family((hf.get("architectures") or ["none given"])[0])
     try:

@@ -21,7 +21,7 @@ def at_low_priority(act: Callable[[], T]) -> T:
     """
 
     def run() -> T:
-        # Linux: a priority belongs to a thread, and its number names one
+        # On Linux a priority belongs to a thread, and PRIO_PROCESS accepts a thread's id.
         thread = threading.get_native_id()
         own = os.getpriority(os.PRIO_PROCESS, thread)
         os.setpriority(os.PRIO_PROCESS, thread, max(own, NICENESS))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 HfConfig = Mapping[str, Any]
-"""A model's config.json; ``rlpost.weights.family`` says which keys each architecture has."""
+"""A model's config.json; ``rlpost.weights.family`` lists the keys of each architecture."""
 MegatronFields = dict[str, Any]
 """Fields of Megatron's ``TransformerConfig``, by name."""
 ModelArguments = Mapping[str, Any]

@@ -1,7 +1,7 @@
 """Identity of a process on its host, and the wait for its end.
 
-A killed process may hold GPU memory and ports until the kernel has ended it, so their
-next user waits. A process number can be used again: the start time tells two processes apart.
+A killed process may hold GPU memory and ports until the kernel has ended it, so their next user
+waits. A pid can be reused; the start time tells two processes with the same pid apart.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def this_process() -> ProcessId:
 
 
 def has_ended(process: ProcessId) -> bool:
-    """Whether the process holds no memory, device or port any more."""
+    """Whether the process has released its memory, devices and ports."""
     stat = _stat(process.pid)
     if stat is None or stat.started != process.started:
         return True
@@ -64,5 +64,5 @@ def _stat(pid: int) -> _Stat | None:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before may hold spaces
+    fields = text.rpartition(")")[2].split()  # the command name before may contain spaces
     return _Stat(state=fields[0], num_threads=int(fields[17]), started=int(fields[19]))

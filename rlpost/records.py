@@ -1,8 +1,8 @@
-"""Conversion of groups and backlogs to JSON values and back, for recordings, checkpoints and the
-journal.
+"""Conversion of groups and backlogs to JSON values and back.
 
-Input: groups and backlogs. Output: JSON values that read back to equal objects. Fields with default
-values are left out, so that records of older versions can be read.
+Recordings, checkpoints and the journal use it. Input: groups and backlogs. Output: JSON values that
+read back to equal objects. Fields with default values are left out, so that records of older
+versions can be read.
 
 A column is written in one of two ways, and both are always read:
 
@@ -40,7 +40,7 @@ _COLUMNS = (
     "teacher_top_logprobs",
     "sampling_mask",
 )
-"""The columns of a sample, in the order of its fields, which is that of ``Behind``."""
+"""The columns of a sample, in the order of its fields; ``Behind`` relies on this order."""
 _ABSENT_IF_NONE = _COLUMNS[3:]
 """The columns that a sample may lack."""
 _NUMBER_COLUMNS: dict[str, type[IntColumn] | type[FloatColumn]] = {
@@ -111,7 +111,7 @@ class Base64:
 
 
 class Behind:
-    """Bytes after the JSON text, column by column; the JSON value is their number."""
+    """Packing with the bytes after the JSON text; the JSON value is the number of bytes."""
 
     def __init__(self, data: memoryview | bytes = b"") -> None:
         self._data = memoryview(data)
@@ -232,6 +232,7 @@ def _counts_record(backlog: Backlog) -> CountsRecord:
         "num_filtered": backlog.num_filtered,
         "newest_id": backlog.newest_id,
         "counts": dict(backlog.counts),
+        # existing checkpoints name it so
         "lent_counts": None
         if backlog.counts_in_training is None
         else dict(backlog.counts_in_training),

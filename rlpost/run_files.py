@@ -1,10 +1,10 @@
-"""Writes of a run's files other than checkpoints and journal: deadline, retries, messages,
-ownership.
+"""Deadlines, retries and ownership checks for a run's files, except checkpoints and journal.
 
 Input: writes of one file, each a function. Output: the same writes, in order, in a thread, so that
 the event loop never blocks on storage. A failed write is retried: at once after a transient error,
 else with the next write. A write that exceeds the deadline continues in the background. Neither
-ends a run: the log names the file, the error, the remedy and what is lost if the run ends first.
+case ends a run: the log names the file, the error, the remedy and what is lost if the run ends
+first.
 Invariant: no write begins after ``check`` has raised Fenced.
 
 The table of all files of a run is in docs/durability.md.
@@ -106,7 +106,7 @@ class RunFile:
         self._check = check
         self._deadline_s = DEADLINE_S if deadline_s is None else deadline_s
         self._max_waiting = max_waiting
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the attributes below
         self._waiting: deque[tuple[Callable[[], object], Future[bool]]] = deque()
         self._thread: threading.Thread | None = None
         self._fenced: Fenced | None = None
@@ -142,8 +142,7 @@ class RunFile:
         return done
 
     async def do(self, act: Callable[[], object]) -> bool:
-        """Like ``soon``, but wait up to the deadline; return False when the write failed or is
-        late.
+        """Like ``soon``, but wait up to the deadline; return False if the write failed or is late.
 
         While a write is late, later ones return at once. Raises Fenced.
         """
@@ -221,7 +220,7 @@ class RunFile:
     def _settle(self, done: Future[bool], error: BaseException | None) -> None:
         with self._lock:
             self._waiting.popleft()
-            had_failed = done.done()  # and the caller knows
+            had_failed = done.done()  # ``_put_off`` has reported it to the caller
             if not had_failed and error is None:
                 done.set_result(True)
             elif not had_failed:

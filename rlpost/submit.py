@@ -12,7 +12,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of ``python -m rlpost.submit``."""
     if arguments is None:
         hide_keys()
-    # loads the settings, which takes longer than a key may be seen
+    # Imported late: loading the settings takes longer than a key may be visible in ``ps``.
     from rlpost.cli.submit import main as submit
 
     return submit(arguments)

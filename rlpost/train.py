@@ -61,7 +61,7 @@ def _train(arguments: Sequence[str], *, owns_process: bool) -> int:
     check_node(config)
     load_keys(run, os.environ)
     with paused_for_imports():
-        from rlpost.orchestration.driver import drive  # heavy, while Ray comes up
+        from rlpost.orchestration.driver import drive  # a slow import, while Ray starts
 
         _load_tokenizer(config)
     if owns_process:
@@ -78,7 +78,7 @@ def _train(arguments: Sequence[str], *, owns_process: bool) -> int:
 
 
 def _load_tokenizer(config: Config) -> None:
-    """Import what the tokenizer needs: a standby driver waits with it. Its problems show later."""
+    """Load the tokenizer early, before a standby driver waits; errors are reported at first use."""
     from rlpost.data.tokenizer import hf_tokenizer  # heavy
 
     try:
@@ -91,7 +91,7 @@ def _settled(run: RunFolder, given: Config) -> Config:
     """Return the settings of run.json; a first start without rlpost.submit writes it."""
     if run.run_json.exists():
         return parse_dump(run.run_json.read_text())
-    home = os.environ.get("RLPOST_HOME")  # of the batch script, which mounts it
+    home = os.environ.get("RLPOST_HOME")  # set by the batch script, which mounts it
     check(given, run=run.root, mounted=(home,) if home else ())
     create_run_folder(run.root, dump(given), resume=True)
     return given

@@ -1,5 +1,6 @@
-"""Amounts as a person reads them: bytes and counts with a unit, in powers of 1000 as disks and GPUs
-are sold, and durations. Pure.
+"""Readable bytes, counts and durations. Pure.
+
+Units are powers of 1000, as disks and GPUs are sold.
 """
 
 from __future__ import annotations

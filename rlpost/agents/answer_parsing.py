@@ -54,7 +54,7 @@ def parse_answer(text: str, form: Format, tools: Tools, *, opens_thinking: bool 
     """Split an answer.
 
     Calls are searched only if there are ``tools``. An invalid call stays in the content, so that
-    the harness can tell the model. ``opens_thinking``: the prompt ended inside of a thought.
+    the harness can tell the model. ``opens_thinking``: the prompt ended inside a thought.
     """
     reasoning, content = split_reasoning(text, opens_thinking=opens_thinking)
     if form == "none" or not tools or OPEN_CALL not in content:
@@ -68,7 +68,7 @@ def parse_answer(text: str, form: Format, tools: Tools, *, opens_thinking: bool 
 
 
 def split_reasoning(text: str, *, opens_thinking: bool = False) -> tuple[str, str]:
-    """Return reasoning and the rest; a thought that does not end is all reasoning."""
+    """Return reasoning and the rest; without an end mark, all of the text is reasoning."""
     start = text.lstrip()
     begins = start.startswith(THINK)
     if not begins and not opens_thinking:
@@ -79,7 +79,7 @@ def split_reasoning(text: str, *, opens_thinking: bool = False) -> tuple[str, st
 
 
 def _qwen_call(text: str, tools: Tools) -> ParsedCall | None:
-    """``{"name": ..., "arguments": {...}}``."""
+    """Parse ``{"name": ..., "arguments": {...}}``; None if it is malformed."""
     try:
         call = json.loads(text)
     except ValueError:
@@ -93,7 +93,7 @@ def _qwen_call(text: str, tools: Tools) -> ParsedCall | None:
 
 
 def _glm_call(text: str, tools: Tools) -> ParsedCall | None:
-    """A name, then keys and values between marks; the schema says which values are strings."""
+    """Parse a name, then keys and values between marks; the schema names the string values."""
     name, _, rest = text.partition("<arg_key>")
     name = name.strip()
     if not name:

@@ -1,4 +1,4 @@
-"""Conversations of one episode, kept as tokens. Pure but for the template's tokenizer.
+"""Conversations of one episode, kept as tokens. Pure except for the template's tokenizer.
 
 Input: the messages of each request, and the sampled answers. Output: the input of each request to
 an engine as a ``Plan``, and at the end the trajectories.
@@ -11,17 +11,18 @@ A request is the path of its messages. Its input is made in one of two ways:
                 writes after it, tokenised alone. Sampled tokens are never tokenised again.
     fresh       the whole text of the template, tokenised; no token of it is trained.
 
-An extension is right only if the template keeps what it has written before. This is checked on the
+An extension is right only if the template keeps the text that it wrote before, as checked on the
 text: with R the text of the whole request, P the text before the answer (the prompt that it
 answered) and A the text of the sampled tokens, the rest of R after P + A follows the answer. If R
-does not begin with P + A, the answer's spelling may have been lost in parsing; then
-the rest is found by rendering a plain answer in its place, provided that R still contains all its
-parts. Otherwise the template rewrites history: Qwen3 and GLM-4.5 leave out the reasoning of turns
-before the last user message. Engines have to see what they would see in production, so the request
-is fresh, or extends an earlier answer, and the answers before are another trajectory.
+does not begin with P + A, the answer's spelling may have been lost in parsing; then the rest is
+found by rendering a plain answer in its place, provided that R still contains all parts of the
+answer. Otherwise the template rewrites history: Qwen3 and GLM-4.5 leave out the reasoning of turns
+before the last user message. Engines must receive the same input as in production, so the request
+is fresh or extends an earlier answer, and the answers before it are another trajectory.
 
 A stop token that the template writes as well (``<|im_end|>``; in GLM-4.5 the mark of the next
-message) is not repeated. One that it does not write stays in the context: it was sampled.
+message) is not repeated. A stop token that the template does not write stays in the context,
+because it was sampled.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Line:
         sampled = RunColumn([(0, prompt), *sample.mask.runs])
         owned = RunColumn([(0, self.own_from)]) + sampled[self.own_from :]
         all_versions = RunColumn([(NO_VERSION, prompt)]) + sample.versions
-        # int64: an array of small versions is int8, in which the difference may overflow.
+        # int64, because small versions are an int8 array, in which the difference may overflow.
         masked = (all_versions.array.astype("int64") - NO_VERSION) * sampled.array
         return Trajectory(
             token_ids=sample.prompt_ids + sample.response_ids,
@@ -125,7 +126,7 @@ class Answered:
     length: int
     prompt: Beginning  # P
     answer_text: str  # A without stop token
-    stop_text: str  # of the stop token; empty if the answer was truncated
+    stop_text: str  # text of the stop token; empty if the answer was truncated
 
 
 @dataclass(slots=True, eq=False)
@@ -138,10 +139,10 @@ class Node:
     children: dict[tuple[object, ...], list[Node]] = field(default_factory=dict)
 
     def child(self, message: Message) -> Node:
-        """Return the child for a message of a request; a new one if it is not known.
+        """Return the child for a message of a request; create it if there is none.
 
-        Several children may have the same key, such as two of the ``n`` answers to one request.
-        Then the ids of their calls decide, or else the newest one is meant.
+        Several children may have the same key, such as two of the ``n`` answers to one request. Of
+        these, the one with the same ids of calls is returned, or else the newest.
         """
         known = self.children.setdefault(message.key, [])
         ids = [call.id for call in message.tool_calls]
@@ -196,7 +197,7 @@ class Conversation:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
-        self._roots: dict[str, Node] = {}  # by tools: they are in the first tokens of the prompt
+        self._roots: dict[str, Node] = {}  # by tools, which are at the beginning of the prompt
         self._lines: list[Line] = []
 
     def plan(self, messages: Sequence[Message], tools: Tools | None = None) -> Plan:

@@ -1,4 +1,4 @@
-"""One episode at the gateway: what a harness may use, and what it has sampled.
+"""One episode at the gateway: its limits, its requests and its sampled tokens.
 
 Input: requests of the harness, a connection to the engines. Output: answers; at the end the
 trajectories and a record of the requests.
@@ -122,7 +122,7 @@ class OpenEpisode:
         self.api_key, self.model = access.api_key, access.model
         self.is_closed = False
         self._limits, self._policy, self._connection = limits, policy, connection
-        # Each request passes its own limit: that of the builder would count all earlier turns too.
+        # Each request has its own limit, because the builder's limit would count earlier turns too.
         self._turn_limit = sampling.max_new_tokens
         # The refusal of an engine would end the run, so the gateway refuses such a request itself.
         contexts = [sampling.max_context_len, policy.context_length]

@@ -118,7 +118,7 @@ class Gateway:
         access = Access(
             base_url=f"{self.url}/v1",
             anthropic_url=self.url,
-            # hexadecimal, because the key is split at dashes
+            # Hexadecimal, because ``Episodes.of`` splits the key at dashes.
             api_key=f"sk-rlpost-{episode_id}-{secrets.token_hex(32)}",
             model=self._model,
         )
@@ -150,7 +150,7 @@ class Gateway:
         await asyncio.to_thread(self._thread.join, STOP_S)
 
     def _run(self, listening: Future[str]) -> None:
-        """The thread."""
+        """Run the server; the target of the gateway's thread."""
         try:
             asyncio.run(self._serve(listening))
         except BaseException as error:

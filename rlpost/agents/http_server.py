@@ -207,7 +207,7 @@ async def _stream(
             await response.write(b"".join(events) + api.end)
         except (BadRequest, RolloutError) as error:
             refused = _refusal(request, error)[1]
-            # Chat completions have events without a type, the other APIs have none without.
+            # Events of chat completions have no type, those of the other APIs always have one.
             await response.write(_event(refused if api is _CHAT else {"type": "error", **refused}))
         await response.write_eof()
         return response

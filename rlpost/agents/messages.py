@@ -82,7 +82,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message. ``reasoning`` is what a model wrote between its marks of thinking."""
+    """One message. ``reasoning`` is the text between the model's thinking marks."""
 
     role: str
     content: str
@@ -103,8 +103,9 @@ class Message:
         return (self.role, self.content, self.tool_call_id, self.name)
 
     def may_be(self, other: Message) -> bool:
-        """Whether ``other``, which has the same key, may be this message: its reasoning, if it has
-        any, is the same.
+        """Whether ``other``, which has the same key, may be this message.
+
+        It may if it has no reasoning or the same.
         """
         return not other.reasoning or other.reasoning.strip() == self.reasoning.strip()
 

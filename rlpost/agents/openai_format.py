@@ -181,7 +181,7 @@ def _usage(reply: Reply) -> dict[str, int]:
 
 
 def _logprobs(choice: Choice, reply: Reply) -> dict[str, object] | None:
-    """One entry per sampled token, also those of reasoning, calls and the stop token.
+    """Return one entry per sampled token, including reasoning, calls and the stop token.
 
     None unless the request asks for log-probs.
     """

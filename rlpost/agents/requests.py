@@ -15,7 +15,7 @@ MAX_CHOICES, MAX_STOPS = 64, 16
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """What a harness asks for.
+    """A request of a harness.
 
     Attributes:
         tools: in OpenAI's format; empty if the model must not see any.
@@ -63,7 +63,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the body of a response is made of, in the format of any API.
+    """The content of a response, whatever the format of the API.
 
     Attributes:
         created: Unix time in seconds.

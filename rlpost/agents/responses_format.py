@@ -2,7 +2,7 @@
 
 Reference: platform.openai.com/docs/api-reference/responses. A request holds the whole conversation
 as items: nothing is stored between requests, so ``previous_response_id`` is refused. Consecutive
-items of the assistant (reasoning, text, calls) are one message inside.
+items of the assistant (reasoning, text, calls) become one message.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _items(choice: Choice, number: int) -> list[dict[str, object]]:
 
 @dataclass
 class _Assistant:
-    """Items of the assistant that follow each other."""
+    """Consecutive items of the assistant."""
 
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)

@@ -2,8 +2,8 @@
 
 A token is sent only to the hub: httpx removes the header when a download is redirected to another
 host. Downloads use plain HTTP (``http_get``), also for repositories in Xet storage, because only
-that resumes a partial file of a killed process. ``hf_hub_download`` names partial files by process
-and never finds them again (huggingface_hub, pull request 4228).
+``http_get`` resumes a partial file of a killed process. ``hf_hub_download`` names partial files by
+process and never finds them again (huggingface_hub, pull request 4228).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Hub:
     """A client of one hub, with or without a token."""
 
     def __init__(self, token: str | None, endpoint: str | None = None) -> None:
-        # they log each request, and signed URLs of retries
+        # These loggers record each request, and the signed URLs of retries.
         for name in ("huggingface_hub", "httpx"):
             logging.getLogger(name).setLevel(logging.ERROR)
         self._api = HfApi(endpoint=endpoint, token=token or False)

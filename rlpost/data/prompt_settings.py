@@ -21,7 +21,7 @@ def prompt_fields(rollout: RolloutConfig) -> PromptFields:
 
 
 def longest_prompt(rollout: RolloutConfig) -> int | None:
-    """Return the most tokens of a prompt, which leave one for an answer; None without a limit."""
+    """Return the maximum prompt length, which leaves a token for an answer; None if unlimited."""
     context = rollout.rollout_max_context_len
     bounds = (rollout.rollout_max_prompt_len, None if context is None else context - 1)
     return min((bound for bound in bounds if bound is not None), default=None)

@@ -38,7 +38,7 @@ messages.
 class PromptFields:
     """The keys of a row.
 
-    Without ``metadata_key`` all keys but those of prompt and label are metadata.
+    Without ``metadata_key`` all keys except those of prompt and label are metadata.
     """
 
     input_key: str = "input"

@@ -29,7 +29,7 @@ class Encoded(TypedDict, total=False):
 
 
 class HfTokenizer(Protocol):
-    """What rlpost uses of transformers' ``PreTrainedTokenizerBase``."""
+    """The part of transformers' ``PreTrainedTokenizerBase`` that rlpost uses."""
 
     chat_template: str | dict[str, str] | None
     all_special_ids: list[int]
@@ -55,7 +55,7 @@ class HfTokenizer(Protocol):
     def apply_chat_template(
         self, conversation: Sequence[Mapping[str, object]], **options: object
     ) -> str:
-        """Return the text of a conversation; the result is text with ``tokenize=False`` alone."""
+        """Return the text of a conversation; without ``tokenize=False`` it would be token ids."""
 
 
 def check_tokenizer_folder(path: str | Path) -> None:

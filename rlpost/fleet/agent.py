@@ -7,8 +7,8 @@ exit code for the batch script (``slurm/render_fleet.py``).
     preflight -> wait for a lease -> start the server, paused -> renew the record until asked to leave
 
 The driver sends weights and requests; the agent never resumes its server. Decisions are in
-``agent_rules``. Reads of the shared file system run in the same thread: where it hangs, the record
-is not renewed, and the driver takes the engine for lost.
+``agent_rules``. Reads of the shared file system run in the same thread: when it hangs, the record
+is not renewed, and the driver treats the engine as lost.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ logger = logging.getLogger(__name__)
 
 POLL_S, BEAT_S = 0.5, 2.0
 LEDGER_S = 30.0  # between reads of the ledger while there is no driver
-CONTROL_S = 10.0  # of one control request to the own server
+CONTROL_S = 10.0  # timeout of one control request to the agent's server
 START_S = 3600.0  # a large model loads slowly; the engine serves nothing meanwhile
 NOT_ADMITTED = "not-admitted"
-"""Version of the weights of a new server. Not an integer, so that an answer with it is an error."""
+"""Weight version of a new server; not an integer, so that an answer that carries it is an error."""
 PORTS = range(20_000, 32_000)  # below Linux' ephemeral ports
 PATIENCE = Patience()
 ANYWHERE = "192.0.2.1"
@@ -96,7 +96,7 @@ class StopNotice:
 
 
 class Agent:
-    """Runs one server after the other, until it has to leave."""
+    """Runs one server after another, until the engine has to leave."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class Agent:
                 self._waits = verdict.waits
                 if verdict.exit_code is not None or verdict.restart:
                     return verdict
-                # Read again: a driver that has just come may have admitted this engine.
+                # Read again: a driver that has just started may have admitted this engine.
                 if verdict.pause and engine is not None and self._folder.lease() == lease:
                     self._pause(engine.url)
                 self._report(verdict.state, verdict.reason, url=_url(starting))
@@ -211,7 +211,7 @@ class Agent:
         return Seen(lease, self._folder.orders(), stop, left_s, server, end, self._end_of_run())
 
     def _end_of_run(self) -> str:
-        """Return why the run does not come back; empty while it may, or has a driver."""
+        """Return why no further attempt will start; empty if one may, or if there is a driver."""
         if not self._waits:
             return ""
         if time.monotonic() - self._ledger_at >= LEDGER_S:
@@ -249,10 +249,10 @@ def server_args(config: Config, nccl_port: int) -> dict[str, object]:
 
 
 def driver_address(lease: Lease) -> str:
-    """Return an address whose route names the interface that drivers of the run reach.
+    """Return an address whose route selects the interface that the run's drivers can reach.
 
-    A run on one node has a loopback address, which means another host here; and on the same node
-    its next attempt may start elsewhere. Raises FleetError.
+    A run on one node has a loopback address, which is a different host here; even on the same node
+    the next attempt may start elsewhere. Raises FleetError.
     """
     if not ipaddress.ip_address(lease.address).is_loopback:
         return lease.address
@@ -349,7 +349,7 @@ def _printable(text: str) -> str:
 
 
 def _alone(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a check of this node alone, not of the nodes of a step."""
+    """Return the environment without Slurm's variables, so that only this node is checked."""
     return {name: value for name, value in environ.items() if not name.startswith("SLURM_")}
 
 

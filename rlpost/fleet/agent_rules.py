@@ -1,6 +1,6 @@
 """Rules of the agent of one fleet engine: what it reports, and when it leaves. Pure.
 
-Input: what the agent sees at each poll: the lease, the user's orders, a stop request, its server.
+Input: the lease, the user's orders, a stop request and the state of the server at each poll.
 Output: the state to report, and what to do.
 
     STARTING -> READY -> DRAINING -> leave
@@ -8,7 +8,8 @@ Output: the state to report, and what to do.
         +---------+--- server ended ---+
 
 While the lease is not renewed the engine is paused and keeps its server: the run may be in the queue
-after a preemption. The ledger says when it does not come back. Only the agent's own clock is used.
+after a preemption. The ledger shows when no further attempt will start. Only the agent's clock is
+used.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Patience:
         lease_s: a lease that was not renewed for this time has no driver.
         driver_s: longest wait for a driver; the node is idle while it waits.
         drain_s: longest wait for the driver to dismiss the engine.
-        margin_s: before the end of the job, time to end the server.
+        margin_s: time reserved before the end of the job to stop the server.
     """
 
     lease_s: float = 45.0
@@ -50,14 +51,14 @@ class Server(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the agent sees at a poll.
+    """The observations of the agent at a poll.
 
     Attributes:
         stop: why the job ends soon; empty if it does not.
         stop_in_s: seconds until then; None where unknown.
         server: the state of the server's process.
         end: how it ended, with the end of its log.
-        run_end: why the run does not come back (``end_of_run``); empty if it may.
+        run_end: why no further attempt will start (``end_of_run``); empty if one may.
     """
 
     lease: Lease | None
@@ -71,7 +72,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What to report and to do.
+    """The state to report, and the actions to take.
 
     Attributes:
         pause: abort requests and pause the server, because no driver reads the answers.
@@ -94,7 +95,7 @@ class AgentRules:
     def __init__(
         self, engine: str, incarnation: str, settings: str, patience: Patience, now: float
     ) -> None:
-        """``settings``: digest of what the server was started with."""
+        """``settings``: digest of the settings that the server was started with."""
         self._engine = engine
         self._incarnation = incarnation
         self._settings = settings
@@ -130,7 +131,7 @@ class AgentRules:
         is_first = self._beat is None
         if beat is not None and beat != self._beat:
             self._beat = beat
-            # A file that is there at the first look may be that of a driver that has ended.
+            # The lease found by the first poll may be that of a driver that has ended.
             if not is_first:
                 self._renewed_at = now
                 return True
@@ -150,7 +151,7 @@ class AgentRules:
         return Verdict(state, reason, pause=must_pause, waits=True)
 
     def _drain(self, seen: Seen, reason: str, code: int, has_driver: bool, now: float) -> Verdict:
-        """Wait until the driver sends no requests any more; not longer than the job lasts."""
+        """Wait until the driver sends no more requests, at most until the job ends."""
         is_first = self._draining_since is None
         if self._draining_since is None:
             self._draining_since = now
@@ -163,7 +164,7 @@ class AgentRules:
 
 
 def end_of_run(ledger: Sequence[Mapping[str, object]]) -> str:
-    """Return why a run does not come back, from its ledger; empty while it may."""
+    """Return, from a run's ledger, why no further attempt will start; empty if one may."""
     end = ""
     for entry in ledger:
         match entry.get("event"):

@@ -12,8 +12,9 @@
 Input: the run folder. Output: records; a file that cannot be read counts as missing and is reported
 once.
 
-Who can write here can join the fleet, so the folder belongs to the owner of the run alone. Only the
-driver's and the agents' hosts read the secret; it is in no command line, script or environment.
+Anyone who can write here can join the fleet, so only the owner of the run has access to the folder.
+Only the driver's and the agents' hosts read the secret; it is in no command line, script or
+environment.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ NOT_OF_SERVER = frozenset(
 )
 """Settings of these tables that only the driver uses."""
 SERVER_SETTINGS = ("hf_checkpoint",)
-"""Settings of other tables that it depends on."""
+"""Settings of other tables that the server of an engine depends on."""
 
 
 class FleetError(RlpostError):
@@ -99,11 +100,11 @@ class FleetFolder:
         return self.root / "stop" / engine
 
     def exists(self) -> bool:
-        """Whether a fleet was ever asked for."""
+        """Whether a fleet was ever requested for the run."""
         return self.root.is_dir()
 
     def create(self) -> None:
-        """Create the folders and the secret; keep those that are there. Raises OSError."""
+        """Create the folders and the secret; keep existing ones. Raises OSError."""
         for folder in (self.root, *self._folders()):
             folder.mkdir(mode=0o700, exist_ok=True)
             folder.chmod(0o700)  # mkdir's mode is subject to the umask
@@ -168,7 +169,7 @@ class FleetFolder:
         return self._read(self.root / "orders.json", parse_orders) or Orders()
 
     def order(self, *, drain: Iterable[str] = (), stop: bool | None = None) -> Orders:
-        """Add to the user's orders and return all of them. ``stop``: None leaves it."""
+        """Add to the user's orders and return all of them; ``stop`` None keeps its value."""
         there = self.orders()
         names = tuple(dict.fromkeys((*there.drain, *drain)))
         orders = replace(there, drain=names, stop=there.stop if stop is None else stop)
@@ -185,8 +186,10 @@ class FleetFolder:
         return (self.root / "engines", self.root / "stop", self.weights, self.logs)
 
     def _read(self, path: Path, parse: Callable[[str], T]) -> T | None:
-        """Return a record. Opening a file makes an NFS client ask the server for its state
-        (nfs(5), close-to-open).
+        """Return a record; None if the file is missing or unusable.
+
+        Each read opens the file: only then does an NFS client ask the server whether it has changed
+        (close-to-open consistency, nfs(5)).
         """
         try:
             with path.open() as file:
@@ -205,7 +208,7 @@ class FleetFolder:
 def settings_digest(run_json: Mapping[str, Any]) -> str:
     """Return a digest of the settings that an engine's server depends on.
 
-    A run that is resumed with others needs new servers.
+    A run that is resumed with other values needs new servers.
     """
     used: dict[str, object] = {}
     for name in SERVER_TABLES:

@@ -8,9 +8,9 @@ Output: actions for the driver to carry out.
       +----------------------------- LEAVING <------------- Dismiss --------------+
 
 Invariants:
-- An engine is admitted only with the weights of the current version, received in this attempt. What
-  it says about its weights is never used: an earlier attempt may have trained other weights under
-  the same number.
+- An engine is admitted only with the weights of the current version, received in this attempt. The
+  version that it reports is never used: an earlier attempt may have trained other weights under the
+  same number.
 - Each engine has at most one action in progress, and is forgotten only when it has none.
 - An engine is alive while its beat grows. Only the driver's clock is used.
 - At most ``pulls_at_once`` engines read weights at a time, so that they do not starve the trainer's
@@ -82,9 +82,9 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """Pause the engine and abort its requests, which resume elsewhere. It gets no new ones since the
-    step that returned this.
+    """Pause the engine and abort its requests, which resume elsewhere.
 
+    No new requests have been sent to it since the ``step`` that returned this.
     ``answers``: whether the engine is expected to answer; False if it is lost or its server ended.
     """
 
@@ -98,7 +98,7 @@ Action = Update | Admit | Dismiss
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What an engine contributed: seconds in which it served, and the same times its GPUs."""
+    """Contribution of an engine: seconds in which it served, and these times its GPUs."""
 
     engine_s: float
     gpu_s: float
@@ -112,12 +112,12 @@ class _Member:
     alive_at: float
     phase: Phase = Phase.IDLE
     holds: int | None = None
-    """The version that this attempt gave it; None without one, or while it changes."""
+    """The version that this attempt sent to it; None before that, and during an update."""
     served_at: float = 0.0
     faults: int = 0
-    """Requests that it failed since then."""
+    """Requests that it failed since ``served_at``."""
     tried_at: float = -math.inf
-    """Start of the last update: engines take turns."""
+    """Start of the last update; the engine that was updated longest ago is next."""
     failures: int = 0
     retry_at: float = 0.0
     problem: str = ""
@@ -127,8 +127,9 @@ class _Member:
 
 
 class Membership:
-    """The engines of the fleet as the driver sees them. Call ``step`` at every poll and after every
-    ``finished``.
+    """The engines of the fleet as the driver sees them.
+
+    Call ``step`` at every poll and after every ``finished``.
     """
 
     def __init__(self, limits: Limits, *, settings: str = "") -> None:
@@ -141,17 +142,18 @@ class Membership:
         self._last_beats: dict[str, int] = {}
         self._num_joined = 0
         self._owners: dict[str, int] = {}
-        """The number of the member that has an address; the one that joined last."""
+        """By address, the number of the member that joined with it last."""
         self._usage: dict[str, Usage] = {}
         self._weight_bytes = 0
         self._reads_until = -math.inf
-        """When the reads that have begun would be done at the rate of ``pull_bytes_per_s``."""
+        """When the reads that have started would end at the rate of ``pull_bytes_per_s``."""
 
-    # -- what happens ------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def set_version(self, version: int, *, num_bytes: int = 0) -> None:
-        """Record that engines need the weights of ``version``, ``num_bytes`` large; ``step`` dismisses
-        those that serve with others.
+        """Record that engines need the weights of ``version``, which have ``num_bytes`` bytes.
+
+        ``step`` dismisses engines that serve with other weights.
         """
         self._version, self._weight_bytes = version, num_bytes
 
@@ -162,7 +164,7 @@ class Membership:
     def step(
         self, records: Iterable[EngineRecord], now: float, orders: Orders = NO_ORDERS
     ) -> list[Action]:
-        """Return what to do next, given what the engines' files say.
+        """Return the next actions, given the records in the engines' files.
 
         ``now``: seconds on the driver's monotonic clock.
         """
@@ -186,7 +188,7 @@ class Membership:
                 self._end_dismissal(member, reason, now, problem)
 
     def failed(self, engine: str, incarnation: str, problem: str) -> None:
-        """Record that an engine which serves does not answer as it should."""
+        """Record that a serving engine failed a health check."""
         member = self._members.get(engine)
         if member is None or member.record.incarnation != incarnation:
             return
@@ -194,8 +196,9 @@ class Membership:
             member.is_sick, member.problem = True, problem
 
     def request_failed(self, url: str) -> EngineRecord | None:
-        """Record that an engine did not answer a request as it should; return the engine if its
-        health is to be checked now, None if it is dismissed or does not serve.
+        """Record a failed request; return its engine if the engine's health must be checked now.
+
+        None if the engine is about to be dismissed or does not serve.
         """
         member = next((one for one in self._members.values() if one.record.url == url), None)
         if member is None or member.phase is not Phase.SERVING or member.is_sick:
@@ -208,7 +211,7 @@ class Membership:
         )
         return None
 
-    # -- what is true ------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def serving(self) -> list[EngineRecord]:
         """Return the engines that may get requests."""
@@ -272,15 +275,15 @@ class Membership:
     # -- decisions ---------------------------------------------------------------------------------
 
     def _absorb(self, record: EngineRecord, now: float) -> None:
-        """Take a record over if it is newer; file systems may return older ones again."""
+        """Adopt a record if it is newer; a file system may return older ones again."""
         name = record.engine
         if record.beat <= self._last_beats.get(name, -1):
             return
         member = self._members.get(name)
         if member is not None and member.record.incarnation != record.incarnation:
             if member.phase is not Phase.IDLE:
-                # The server that requests were sent to has ended. Its successor is taken over when
-                # the action in progress, or the dismissal of the old one, is done.
+                # The server that requests were sent to has ended. The record of its successor is
+                # adopted when the action in progress, or the dismissal of the old one, is done.
                 member.record = member.record.next(state=EngineState.GONE)
                 return
             member = None
@@ -327,7 +330,7 @@ class Membership:
                 yield Dismiss(member.record, reason, self._answers(member, now))
 
     def remove_record(self, engine: str) -> None:
-        """Forget the beat of an engine whose file is removed: it may begin from zero again."""
+        """Forget the beat of an engine whose file is removed; a new file starts from zero."""
         self._last_beats.pop(engine, None)
 
     def _forget_those_gone(self, now: float) -> None:
@@ -360,7 +363,7 @@ class Membership:
             return True
         if now < self._reads_until:
             return False
-        # Steps are up to a second apart: the time since the last one is not lost.
+        # Steps are up to a second apart, so up to a second of unused time is credited.
         self._reads_until = max(self._reads_until, now - 1.0) + self._weight_bytes / rate
         return True
 
@@ -403,7 +406,7 @@ class Membership:
 
     def _end_admission(self, member: _Member, now: float, problem: str | None) -> None:
         member.phase, member.served_at, member.faults = Phase.SERVING, now, 0
-        if problem is not None:  # it may generate: it is dismissed like others
+        if problem is not None:  # it may generate already, so it has to be dismissed
             member.is_sick, member.problem = True, problem
 
     def _end_dismissal(self, member: _Member, reason: str, now: float, problem: str | None) -> None:

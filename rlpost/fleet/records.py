@@ -1,4 +1,4 @@
-"""Records of the fleet protocol: what engine jobs, the driver and the command line tell each other.
+"""Records that engine jobs, the driver and the command line exchange in files.
 
 Input: JSON text of a file that another host wrote. Output: frozen values, or a RecordError that
 names the field. Pure; ``rlpost.fleet.files`` knows the paths.
@@ -58,7 +58,7 @@ class EngineState(StrEnum):
 
 
 class LeaseState(StrEnum):
-    """What the driver says of the run."""
+    """The state of the run as the driver reports it."""
 
     RUNNING = "running"
     ENDED = "ended"
@@ -71,12 +71,12 @@ class EngineRecord:
 
     Attributes:
         engine: name of the engine's file, ``JOB_TASK`` of the array.
-        incarnation: random, another one for each start of the server. A requeued job keeps its
-            engine's name, and its server has forgotten weights and requests.
+        incarnation: random, different for each start of the server. A requeued job keeps its
+            engine's name, but its new server has neither the weights nor the requests.
         beat: grows with every write, over all incarnations of the engine.
         url: ``http://HOST:PORT``; empty while it starts.
         num_gpus: ranks of the engine.
-        settings: digest of what the server was started with (``Lease.settings``).
+        settings: digest of the settings that the server was started with (``Lease.settings``).
         host: the node.
         reason: of the state, for the user; empty if there is none.
         alive_s: seconds in which the engine's job had its node, over all its starts.
@@ -110,7 +110,7 @@ class Lease:
         beat: grows with every write.
         version: the policy version that engines must have; None before the first update.
         weights: folder with these weights; empty before the first update.
-        settings: digest of what a server depends on (``files.settings_digest``).
+        settings: digest of the settings that a server depends on (``files.settings_digest``).
         engines: what the driver does with each engine, for the user.
         in_use: incarnations that requests may be sent to.
         host: the driver's node, for messages.
@@ -136,7 +136,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What the user wants of the fleet."""
+    """The user's orders to the fleet."""
 
     drain: tuple[str, ...] = ()
     """Engines that leave; a requeue does not bring them back."""
@@ -190,7 +190,7 @@ def _parse(kind: type[R], text: str) -> R:
     if missing:
         raise RecordError(f"{', '.join(sorted(missing))}: missing")
     try:
-        # The text, not ``raw``: in strict mode a tuple may be a list in JSON only.
+        # Validate the text, not ``raw``: strict mode accepts a list as a tuple only in JSON text.
         adapter = _adapter(kind)  # type: ignore[arg-type]  # mypy: a class is not hashable
         found: R = adapter.validate_json(text, strict=True)
     except ValidationError as error:

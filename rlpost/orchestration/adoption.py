@@ -1,13 +1,13 @@
 """Adoption: a driver that replaces a dead one takes over the engines that still serve.
 
-Input: the workers that the dead driver left, and what this driver would start. Output: for each
-engine whether it can be used as it is.
+Input: the workers that the dead driver left, and the servers that this driver would start. Output:
+for each engine whether it can be used as it is.
 
 An engine is adopted when its server answers, at the address and with the settings with which it
-would be started. Its model stays loaded and its CUDA graphs stay captured. What
-the dead driver left in it is removed: requests, a pause, an open weight update, process groups with
-the old trainer. Its weights may be a mixture when the driver died within an update, although the
-engine reports a version; the update before the first generation replaces them in any case.
+would be started. Its model stays loaded and its CUDA graphs stay captured. Everything that the dead
+driver left in it is removed: requests, a pause, an open weight update, process groups with the old
+trainer. If the driver died within an update, the weights may be a mixture of two versions although
+the engine reports one; the update before the first generation replaces them in any case.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ async def is_adopted(
     incarnation: int,
     num_stages: int,
 ) -> bool:
-    """Whether an engine can be used; it is idle then.
+    """Reset an engine; return whether it can be used, in which case it is idle.
 
     Args:
-        wanted: what this driver would start, for each node of the engine.
+        wanted: the server that this driver would start, for each node of the engine.
         incarnation: of this driver.
         num_stages: pipeline stages of the trainer, each with a process group for weights.
     """
@@ -70,7 +70,7 @@ async def is_adopted(
 
 
 async def _reset(client: EngineClient, incarnation: int, num_stages: int) -> None:
-    """Remove what the dead driver left in an engine. Raises EngineDied."""
+    """Remove the traces of the dead driver from an engine. Raises EngineDied."""
     await client.request("GET", "/health", None)
     await client.pause("abort")
     await _may_refuse(client.end_weight_update())

@@ -166,7 +166,7 @@ class Checkpoints:
         return path, RunState.from_json((path / STATE_FILE).read_text())
 
     async def abandon(self, why: str) -> None:
-        """End a background save whose ranks no longer write; it is owed then.
+        """End a background save whose ranks no longer write; its commit is then owed.
 
         A save whose files are complete is committed first. Returns within --save-deadline-s.
         Raises Fenced.
@@ -229,7 +229,7 @@ class Checkpoints:
         Raises Fenced.
         """
         if self._background is not None:
-            # unlike wait_for, this does not cancel a commit that takes longer
+            # Unlike wait_for, this does not cancel a commit that takes longer.
             await asyncio.wait([self._background], timeout=self._settings.save_deadline_s)
             self._raise_if_fenced()
         return not self.is_owed
@@ -287,7 +287,8 @@ class Checkpoints:
         """Await ``finish``. Raises CheckpointError after ``abandon``."""
         self._finishing = finishing = asyncio.ensure_future(finish())
         try:
-            await asyncio.wait([finishing])  # not awaited itself: ``abandon`` cancels it alone
+            # Not awaited directly: ``abandon`` cancels ``finishing``, but not this task.
+            await asyncio.wait([finishing])
             if finishing.cancelled():
                 raise CheckpointError("its ranks were started again before all files were written")
             finishing.result()
@@ -322,7 +323,7 @@ class Checkpoints:
         return folder_bytes(folder)
 
     async def _report_and_prune(self, step: int) -> None:
-        """Report a commit, prune old ones; failing or being slow does not undo the commit."""
+        """Report a commit and prune old ones; neither a failure nor a delay undoes the commit."""
         try:
             async with asyncio.timeout(self._settings.save_deadline_s):
                 await in_daemon(partial(self._report_commit, step))

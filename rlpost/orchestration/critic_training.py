@@ -76,7 +76,7 @@ class CriticTraining:
         self._calls = calls
 
     async def batches(self, of_policy: CriticBatches, deal: Deal) -> CriticBatches:
-        """Return the batches of the critic: those of the policy, on the same ranks."""
+        """Return the critic's batches: the policy's, unless the critic has its own ranks."""
         if not self._group.is_own:
             return of_policy
         steps = await asyncio.to_thread(deal, self._config)
@@ -156,7 +156,7 @@ class CriticTraining:
         for number, (step, own, old) in enumerate(each):
             returns = await self._actors.send(step_returns(step, of_samples), self._data_ranks)
             call = partial(self._actors.train_critic, own, old, returns)
-            # after the first step the critic matches no checkpoint, so no stop may leave
+            # After the first step the critic matches no checkpoint, so a stop must not interrupt.
             results = await self._calls.make(call, what="train_critic", may_leave=number == 0)
             metrics = results[0].metrics
         return metrics
@@ -165,7 +165,7 @@ class CriticTraining:
 def step_returns(
     step: DealtStep, of_samples: Sequence[FloatColumn]
 ) -> list[tuple[FloatColumn, ...]]:
-    """Return the returns of each data-parallel rank's samples; zeros for those that only fill."""
+    """Return the returns of each data-parallel rank's samples; zeros for padding samples."""
     found = []
     for batch, positions in zip(step.batches, step.positions, strict=True):
         own = []

@@ -1,4 +1,4 @@
-"""The teacher's part of training on a rollout: divergences of its tokens, and advantages with them.
+"""The teacher's part of training on a rollout: divergences by token, and advantages with them.
 
 Input: the batches of a rollout with log-probs of the policy and the teacher, or samples that a
 server has scored. Output: the divergence at each response token, by the position of its sample in

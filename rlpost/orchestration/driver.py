@@ -1,4 +1,4 @@
-"""The driver: runs one attempt on a cluster that is up, and returns its exit code.
+"""The driver: runs one attempt on a running cluster, and returns its exit code.
 
 Input: the settings, the run's folder and the cluster that the agents started. Output: one of the
 exit codes of ``common.exit_codes``; metrics, checkpoints and a reward curve in the run's folder.
@@ -143,7 +143,7 @@ async def _attempt(
 def _counted(
     ledger: LedgerLines, entries: Sequence[Mapping[str, object]]
 ) -> tuple[dict[str, float], Callable[..., None]]:
-    """Return metrics of every line, and a ``ledger.soon`` that counts engine restarts there."""
+    """Return metrics of every line, and a ``ledger.soon`` that counts engine restarts in them."""
     always = run_metrics(entries)
 
     def record(event: str, **details: object) -> None:
@@ -245,7 +245,7 @@ async def _hangs(hang: Hang, attempt: str, cluster: Cluster, ledger: LedgerLines
 
 
 def _steps_again(metrics: Path, step: int) -> dict[str, float] | None:
-    """Steps of earlier attempts after ``step``; None if their lines cannot be read."""
+    """Return the steps of earlier attempts after ``step``; None if they cannot be read."""
     try:
         return steps_again(read_metrics(metrics), step=step)
     except OSError as error:
@@ -269,7 +269,7 @@ async def _plot(run: RunFolder) -> None:
 
 
 async def _off_loop(stop: StopRequest, act: Callable[[], T]) -> T:
-    """Run ``act`` in a thread: a stop request does not wait for slow storage."""
+    """Run ``act`` in a thread, so that a stop request does not wait for slow storage."""
     return await stop.unless_requested(in_daemon(act))
 
 
@@ -315,7 +315,7 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def _provenance(config: Config, run: RunFolder) -> Provenance:
-    """The provenance that every checkpoint records beside the state."""
+    """Return the provenance that every checkpoint records."""
     model = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
     return Provenance.of(
         config, model, wandb_run_id=run_id(run.root) if config.wandb.is_on else None

@@ -1,6 +1,6 @@
 """Deaths and restarts of engines, as events of the ledger.
 
-Input: what ``engine_health`` notices and repairs. Output: ``engine_lost`` when engines stop
+Input: losses and repairs that ``engine_health`` reports. Output: ``engine_lost`` when engines stop
 answering, with the phase and the cause, and ``recovered`` with the role ``engine`` when they serve
 again with the current weights.
 """
@@ -19,7 +19,7 @@ Phase = Literal["generate", "sync"]
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    at: float  # of the clock
+    at: float  # seconds on the clock of ``EngineEvents``
     phase: Phase
     cause: str
 

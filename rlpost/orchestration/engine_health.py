@@ -2,9 +2,9 @@
 
 Input: the fleet and the weight coordinator. Output: a router and engines that all answer and hold
 one version, or an error. During an outage of an engine the router retries its requests on others,
-so no prompt is lost and none is answered twice. Engines on a lost node are restarted on the one
-that replaces it. A colocated engine cannot receive weights while the
-trainer is offloaded: it is dismissed at once and restarted with the next update.
+so no prompt is lost and none is answered twice. Engines on a lost node are restarted on its
+replacement. A colocated engine cannot receive weights while the trainer is offloaded, so it is
+dismissed at once and restarted with the next update.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class EngineHealth:
         self._weights = weights
         self._weights_onloaded = weights_onloaded
         self._busy = asyncio.Lock()
-        self._version = 0  # of the weights that engines get
+        self._version = 0  # version of the weights that engines receive
 
     @property
     def num_serving(self) -> int:
@@ -124,15 +124,15 @@ class EngineHealth:
         return self._busy
 
     async def leave_lost(self) -> None:
-        """Send no more requests to engines on lost nodes; not during an update or a repair."""
+        """Stop sending requests to engines on lost nodes; not during an update or a repair."""
         if lost := self._nodes.engines:
             await self._fleet.lose(lost, is_silent=self._nodes.is_silent)
 
     async def begin_lost(self, placement: Placement) -> None:
-        """Begin to start engines of lost nodes in ``placement``, beside the ranks of these nodes.
+        """Begin to start engines of lost nodes in ``placement``, while ranks start there.
 
-        Call it while nothing else updates or repairs. Engines that share GPUs with ranks start
-        after these.
+        Call it while no update or repair is running. Engines that share GPUs with ranks start after
+        the ranks.
         """
         lost = self._nodes.engines
         if lost and not self._shares_gpus:
@@ -153,7 +153,7 @@ class EngineHealth:
             self._events.lost(every - self._fleet.dismissed, phase="sync", cause=STUCK)
             await for_each(self._fleet.dismiss, sorted(every - self._fleet.dismissed))
             return
-        if self._nodes.engines:  # their repair, which follows, connects all
+        if self._nodes.engines:  # the repair that follows connects all engines
             return
         try:
             await self._weights.connect()
@@ -218,7 +218,7 @@ class EngineHealth:
                 )
 
     async def _sick(self, *, generating: bool) -> list[int]:
-        """Engines that do not answer; those of lost nodes are known without asking them."""
+        """Return engines that do not answer; empty after a node loss, whose engines are known."""
         if self._nodes.engines:
             return []
         try:
@@ -227,7 +227,7 @@ class EngineHealth:
             return []
 
     async def _repair_unless_ranks_are_lost(self, sick: Sequence[int]) -> None:
-        """Repair while engines generate; if ranks are lost meanwhile, they must be back first."""
+        """Repair while engines generate; leave it if ranks are lost, until they are back."""
         mode = self._fleet.pause_mode
         try:
             async with self._weights_onloaded():
@@ -240,7 +240,7 @@ class EngineHealth:
     async def _repair(
         self, sick: Sequence[int], version: int, *, pause: PauseMode, ready: Hook
     ) -> None:
-        """Restart engines and update all; once more whenever a node is lost meanwhile."""
+        """Restart engines and update all; repeat if a node is lost meanwhile."""
         to_restart = set(sick)
         while True:
             to_restart.update(self._nodes.engines)

@@ -1,6 +1,6 @@
 """Settings of the server processes of one engine. Pure.
 
-Input: the settings of the run, the nodes of the engine, the port where they meet. Output: the
+Input: the settings of the run, the nodes of the engine, the port of their rendezvous. Output: the
 arguments of ``rollout.engine.Engine`` for each node.
 """
 

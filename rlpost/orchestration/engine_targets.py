@@ -1,11 +1,11 @@
-"""Write which SGLang servers of a run Prometheus scrapes, to RUN/engines.json.
+"""Writes the SGLang servers of a run that Prometheus scrapes to RUN/engines.json.
 
-Input: the engines that serve now, by address. Output: a file for ``file_sd_configs`` that follows
-them when engines end, restart, move to another node, join from a fleet or leave.
+Input: the engines that serve now, by address. Output: a file for ``file_sd_configs``, which is
+updated when engines end, restart, move to another node, join from a fleet or leave.
 
 Invariants: no write while another attempt owns the run; a failure is a warning and never ends a
-run. The file is compared with the engines at every poll, so that a file which something else has
-changed is corrected as well.
+run. The file is compared with the engines at every poll, so that changes by other programs are
+corrected as well.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class EngineTargets:
         self._path, self._targets = run_folder / ENGINE_TARGETS, targets
         self._check, self._poll_s = check, poll_s
         self._polling: asyncio.Task[None] | None = None
-        # a cancelled poll leaves its thread, which may still write
+        # The thread of a cancelled poll may still write.
         self._writing = threading.Lock()
         self._is_closed = False
         self._has_warned = False

@@ -47,7 +47,7 @@ from rlpost.types import EngineAddress
 logger = logging.getLogger(__name__)
 
 ALIVE_POLL_S = 1.0
-STOP_S = 10.0  # for the workers of an engine to end on the nodes that are left of it
+STOP_S = 10.0  # deadline for an engine's workers to end on those of its nodes that are not lost
 
 
 class Fleet:
@@ -72,9 +72,9 @@ class Fleet:
         )
         self.addresses: tuple[EngineAddress, ...] = ()
         self._urls: list[str] = []
-        self.visible_gpus: Sequence[str] = ()  # of each trainer rank, for engines that share them
+        self.visible_gpus: Sequence[str] = ()  # by trainer rank, for engines that share the GPUs
         self._workers: list[EngineWorkers] = []
-        self._starting: dict[int, asyncio.Task[None]] = {}  # of ``begin_restart``
+        self._starting: dict[int, asyncio.Task[None]] = {}  # tasks of ``begin_restart``
         self._released: dict[int, set[str]] = {}
         self.can_retract = False
         """True if every engine can update its weights while requests are in flight."""
@@ -112,7 +112,7 @@ class Fleet:
     async def _adopt(self) -> dict[int, EngineWorkers]:
         """Take over engines of an earlier driver of this attempt; return them by index.
 
-        The others that it left are ended.
+        Its other engines are ended.
         """
         if not self._outlives_driver or not self._cluster.incarnation:
             return {}
@@ -165,7 +165,8 @@ class Fleet:
             asyncio.to_thread(self._router.add_engines, urls, deadline_s=self._deadline_s)
         )
         ending = asyncio.ensure_future(self._end_of_one(indices))
-        adding.add_done_callback(_retrieve_error)  # its thread outlasts this, until the router ends
+        # The thread may continue after this call has returned, until the router ends.
+        adding.add_done_callback(_retrieve_error)
         try:
             await asyncio.wait([adding, ending], return_when=asyncio.FIRST_COMPLETED)
             await (ending if ending.done() else adding)
@@ -214,10 +215,10 @@ class Fleet:
         """How to pause engines for new weights while they generate.
 
         "retract" keeps requests in the engine, which recomputes their KV cache. "abort" and a retry
-        take SGLang a second, so it is only used by older engines without "retract", and where
-        engines return the experts that they chose: "retract" would replace those of all earlier
-        tokens by the choice of the new weights, while an abort returns them first. Nor can a
-        request change its adapter.
+        take SGLang a second, so it is only used where "retract" does not work: in older engines;
+        when engines return routes, because "retract" would replace the routes of all earlier tokens
+        by those of the new weights, while an abort returns them first; and with adapters, because a
+        request cannot change its adapter.
         """
         grpo, sends_adapters = self._config.grpo, self._config.sends_adapters
         must_abort = grpo.use_rollout_routing_replay or sends_adapters
@@ -262,10 +263,10 @@ class Fleet:
         self._released.pop(index, None)  # a new process has all its memory
 
     async def lose(self, indices: Sequence[int], *, is_silent: bool) -> None:
-        """Remove engines of a lost node from the router; ``move`` gives them another.
+        """Remove engines of a lost node from the router; ``move`` assigns another node.
 
-        ``is_silent``: nothing there answers, not even that a connection is closed. The router would
-        wait for answers, so it is restarted, and all requests are made again.
+        ``is_silent``: the node sends no packets, not even to close a connection. The router would
+        wait for answers, so it is restarted, and all requests are sent again.
         """
         lost = [index for index in indices if index not in self.dismissed]
         urls = [self.addresses[index].url for index in lost]
@@ -296,7 +297,7 @@ class Fleet:
             self._urls[:] = [address.url for address in self.addresses]
 
     def begin_restart(self, index: int) -> None:
-        """Begin what ``restart`` waits for; does nothing if it has begun."""
+        """Begin the start that ``restart`` waits for; do nothing if it has begun."""
         if index not in self._starting:
             self._starting[index] = asyncio.create_task(self._start_engine(index))
             self._starting[index].add_done_callback(_retrieve_error)
@@ -470,6 +471,6 @@ class Fleet:
 
 
 def _retrieve_error(task: asyncio.Future[None]) -> None:
-    # asyncio logs an error that is never retrieved; what awaits the task gets it too
+    # asyncio logs an error that is never retrieved; whatever awaits the task still gets it.
     if not task.cancelled():
         task.exception()

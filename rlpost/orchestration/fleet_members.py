@@ -1,4 +1,4 @@
-"""Fleet members: carries out which engines of the fleet serve, and keeps the lease alive.
+"""Fleet members: carries out the decisions of ``rlpost.fleet.membership``, and renews the lease.
 
 Input: the fleet's folder, versions of the weights and their folders. Output: the engines that hold
 the current version and may get requests; the lease; messages and usage for the user.
@@ -35,10 +35,10 @@ from rlpost.orchestration.fleet_servers import DEADLINES, Deadlines, FleetServer
 logger = logging.getLogger(__name__)
 
 POLL_S, LEASE_S = 1.0, 5.0
-STEP_S = 0.01  # a thousand actions that end together are followed by one decision
+STEP_S = 0.01  # so that many actions that end together are followed by one decision
 SAY_FIRST_S, SAY_AGAIN_S = 10.0, 30.0
 RECORD_KEPT_S = 3600.0
-"""The file of an engine that shows no sign of life for so long is removed."""
+"""The file of an engine is removed when its beat has not changed for this time."""
 
 
 class FleetMembers:
@@ -82,7 +82,7 @@ class FleetMembers:
         self._lease_lock, self._file_lock = asyncio.Lock(), Lock()
         self._leases_wanted = self._leases_written = self._beat_on_disk = 0
         self._seen: dict[str, tuple[int, float]] = {}
-        """Of each file, the newest beat and when it was seen."""
+        """By engine, the newest beat in its file and when it was seen."""
         self._served: list[str] = []
         """Incarnations that ``changed`` was called with."""
 
@@ -135,7 +135,7 @@ class FleetMembers:
         return self._membership.shortage(needed, others)
 
     def request_failed(self, url: str, problem: str) -> None:
-        """Check an engine at once that did not answer a request as it should."""
+        """Check the health of an engine at once after a failed request."""
         record = self._membership.request_failed(url)
         self._must_step.set()
         if record is not None:
@@ -201,10 +201,10 @@ class FleetMembers:
             await for_each(self._check_engine, self._membership.serving())
 
     async def _check_engine(self, record: EngineRecord) -> None:
-        """Let an engine leave that serves but does not generate."""
+        """Make a serving engine leave if it does not generate."""
         since = self._membership.serves_since(record)
         problem = await self._servers.check(record)
-        # Not of an engine that was paused for new weights meanwhile.
+        # The result does not count if the engine was paused for new weights meanwhile.
         if problem is None or since is None or self._membership.serves_since(record) != since:
             return
         self._membership.failed(record.engine, record.incarnation, problem)
@@ -261,7 +261,7 @@ class FleetMembers:
         async with self._lease_lock:
             if self._leases_written >= mine:
                 return
-            # one write serves all who wait for the lock by now
+            # One write serves all callers that wait for the lock by now.
             covered, now = self._leases_wanted, time.monotonic()
             self._lease = replace(
                 self._lease,
@@ -275,7 +275,7 @@ class FleetMembers:
             self._leases_written, self._leased_at = covered, now
 
     def _write(self, lease: Lease) -> None:
-        """Write a lease unless a newer one is on disk: threads of cancelled callers run on."""
+        """Write a lease unless a newer one is on disk, as threads outlive cancelled callers."""
         with self._file_lock:
             if lease.beat > self._beat_on_disk:
                 self._check()
@@ -285,7 +285,7 @@ class FleetMembers:
     # -- actions -----------------------------------------------------------------------------------
 
     async def _carry_out(self, action: Action) -> None:
-        """Do it within its deadline and record its end."""
+        """Perform an action within its deadline and record its end."""
         problem: str | None = None
         try:
             await self._done(action)
@@ -308,11 +308,11 @@ class FleetMembers:
             case Update(record=record, version=version):
                 await self._servers.update(record, self._weights, version)
             case Admit(record=record, version=version):
-                # First: an agent that drains waits while the lease names its server.
+                # The lease comes first: a draining agent waits while it names the server.
                 await self._write_lease()
                 await self._servers.admit(record, version)
             case Dismiss(record=record, reason=reason, answers=answers):
-                # It gets no new requests since the step that decided this.
+                # No new requests have been sent to it since the step that decided this.
                 logger.info("fleet engine %s leaves: %s", record.engine, reason)
                 if not (answers and await self._servers.stop(record)):
                     self._lost(record.url)

@@ -1,4 +1,4 @@
-"""What the settings of a run ask of its fleet. Pure."""
+"""Derives the rules of a fleet from the settings of its run. Pure."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A server must first prove that it knows the fleet's key.
 
 Input: the record of an engine, the key. Output: a server that holds a version, generates, or has
-stopped; or an error that says why not.
+stopped; or an error with the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Deadlines:
 
     Attributes:
         update_s: for reading all weights.
-        control_s: for anything else but a health check.
+        control_s: for other requests, except health checks.
         health_s: for a health check.
         health_every_s: between health checks.
     """

@@ -7,9 +7,9 @@ account for their time.
     before: no engine of the fleet generates -> the run's own engines are updated -> written: the
     weights are in a folder -> publish
 
-``in_background`` does the last two while the own engines generate already; ``settled`` waits for
-them, because the weights may not change before. A run without a fleet only checks at each
-update whether there is one since.
+``in_background`` does the last two while the run's own engines already generate; ``settled`` waits
+for them, because the weights must not change before. A run without a fleet only checks at each
+update whether one has been created.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from rlpost.run_files import LAST_S
 logger = logging.getLogger(__name__)
 
 LIMITS = Limits()
-KEPT = 2  # folders of weights: an engine may still read the one before
+KEPT = 2  # folders of weights to keep: an engine may still read the previous one
 ACCOUNT_S = 300.0  # between lines of the ledger
 SAY_AGAIN_S = 30.0
 
@@ -54,11 +54,11 @@ Record = Callable[..., None]
 
 @dataclass(frozen=True, slots=True)
 class FleetRules:
-    """What a run asks of its fleet.
+    """The requirements of a run on its fleet.
 
     Attributes:
         concurrency: most requests in flight on one engine.
-        is_wanted: whether the run's settings ask for a fleet; else it is used once there is one.
+        is_wanted: whether the run's settings request a fleet; otherwise one is used if it exists.
         min_engines: engines below which a step waits, those of the run's own job included.
         wait_s: longest wait for them, in seconds.
         refusal: why this run cannot have a fleet; None if it can.
@@ -148,10 +148,11 @@ class FleetSync:
         self._writing = asyncio.create_task(self._write(version))
 
     async def settled(self) -> None:
-        """Return when nothing is written in the background: the trainer's weights may change.
+        """Return when no write is running in the background, so that the weights may change.
 
-        Raises what failed; files that cannot be written fail the run only if it depends on its
-        fleet. When ranks died, it raises their death, and the next call writes the weights.
+        Raises the error of the write; a storage error is raised only if the run depends on its
+        fleet, and logged otherwise. If ranks died, TrainerDied is raised, and the next call writes
+        the weights.
         """
         if self._owed is None:
             return
@@ -193,7 +194,7 @@ class FleetSync:
     def check_any(self, others: int) -> None:
         """Warn while no engine serves at all. Raises RolloutError after --engine-wait-s seconds.
 
-        Call it again and again while answers are awaited, which wait for an engine.
+        Call it repeatedly while answers are awaited.
         """
         message = None
         if self._rules.min_engines and self._members is not None:
@@ -276,7 +277,7 @@ class FleetSync:
             self._account()
 
     def _account(self) -> None:
-        """Write what the engines' jobs had and what they gave into the ledger."""
+        """Write the engines' allocated GPU-seconds and serving seconds into the ledger."""
         if self._record is None or self._members is None:
             return
         allocated = {engine: round(gpu_s, 1) for engine, gpu_s in self._members.allocated().items()}
@@ -293,7 +294,7 @@ class FleetSync:
         self._places.set([Place(one.url, key, self._rules.concurrency) for one in serving])
 
     def _version_folder(self, version: int) -> Path:
-        """The folder of a version; another attempt may train other weights of that number."""
+        """The folder of a version in this attempt; other attempts may give its number to others."""
         return self._folder.weights / f"{self._lease.attempt}-{version:07d}"
 
     def _remove_old(self) -> None:

@@ -1,4 +1,4 @@
-"""Rollout side of a run: prompts, generation through the router, grading, batches, evaluation.
+"""The rollout side of a run: prompts, generation, grading, batches, evaluation.
 
 Input: settings, the router's address, the state to resume from. Output: a source of batches for the
 loop, and metrics on held-out prompts. With --load-debug-rollout-data batches come from files, and
@@ -56,7 +56,7 @@ from rlpost.types import Prompt, SampleGroup
 
 MAX_UNRECORDED = 8
 OWN_ANSWERS = {"rm_type", "custom_rm_path", "custom_generate_function_path"}
-"""Keys of an evaluation set that make its answers other than episodes."""
+"""Keys of an evaluation set whose presence means that its answers are not episodes."""
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ class Generation:
 
 
 def evaluation_rollout(config: Config, rollout: RolloutConfig) -> RolloutConfig:
-    """Return the settings with the key of rewards of --eval-reward-key, if given."""
+    """Return the settings with --eval-reward-key as the reward key, if given."""
     key = config.eval.eval_reward_key
     if key is None:
         return rollout

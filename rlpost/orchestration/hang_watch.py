@@ -1,12 +1,12 @@
-"""Hang watch: ends a training call of all ranks that hangs, with the name of the rank to blame.
+"""Hang watch: ends a collective training call that hangs, and names the ranks to blame.
 
-Input: a call in progress, and ranks that answer questions aside. Output: the result of the call, or
-``Hang`` with the ranks to blame. The stacks of all ranks are in ``hang.txt`` of the attempt's
+Input: a call in progress, and ranks that answer queries during it. Output: the result of the call,
+or ``Hang`` with the ranks to blame. The stacks of all ranks are in ``hang.txt`` of the attempt's
 folder, and torch's record of collectives in ``flight-RANK.json`` where torch keeps one.
 
-The decisions are pure and elsewhere: ``rlpost.progress.overdue`` says when a call hangs,
-``rlpost.progress.odd_rank`` which rank is to blame. After a stop request this watch is silent: held
-ranks do not move, and the request has its own deadline.
+The decisions are pure: ``rlpost.progress.overdue`` decides when a call hangs,
+``rlpost.progress.odd_rank`` which rank is to blame. After a stop request this watch raises nothing:
+held ranks do not move, and the request has its own deadline.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ANSWER_S, WRITE_S = 5.0, 10.0
-"""Deadlines of the answer of a rank, and of writing the files."""
+"""Deadlines for the answer of a rank, and for writing the files."""
 MAX_NAMED = 8
 HANG_FILE = "hang.txt"
 

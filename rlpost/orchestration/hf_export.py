@@ -48,7 +48,7 @@ class HuggingFaceExport:
         self._kept = kept_folders(settings, run)
 
     async def export(self, step: int, write: Callable[[str], Awaitable[object]]) -> None:
-        """Let ``write`` fill a temporary folder, then rename it to that of the step.
+        """Let ``write`` fill a temporary folder, then rename it to the folder of the step.
 
         An existing folder of the step is kept. A template without a step names one folder, which
         each export replaces if an export of this run created it. Does nothing without --save-hf.

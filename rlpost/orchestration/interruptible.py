@@ -63,7 +63,7 @@ class InterruptibleCalls:
             ) from None
         finally:
             work.cancel()
-        if left and may_leave:  # it ended before the stop point, which would end the next call
+        if left and may_leave:  # the call ended first; the stop point must not end the next one
             await self._actors.release(None)
         return result
 

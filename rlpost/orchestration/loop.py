@@ -10,8 +10,7 @@ training.
 
 Invariants:
 - The step of a ``RunState`` changes only when its training is complete.
-- A checkpoint holds such a state with all prompts that are pending; the journal holds what happened
-after it.
+- A checkpoint holds such a state with all pending prompts; the journal holds all later events.
 - The metrics line of a step is written exactly once, after the evaluation of the step.
 - A stop request ends any phase. The loop saves the last consistent state and raises ``Preempted``.
   When the time left is too short for a checkpoint, the next attempt recovers from the journal.
@@ -53,7 +52,8 @@ class Stages(Protocol):
     async def sync(self, policy_version: int) -> None:
         """Send the trainer's weights of that version to every engine and check the version on each.
 
-        It is the trainer's own, or the one of the last update (``RolloutConfig.engine_version``).
+        It is the trainer's current version, or that of the last update
+        (``RolloutConfig.engine_version``).
         """
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Stages(Protocol):
     async def save(self, state: RunState, *, wait: bool) -> None:
         """Commit a checkpoint of ``state`` and of the trainer's weights and optimizer.
 
-        Without ``wait`` the commit may finish in the background; one that fails or is deferred is
+        Without ``wait`` the commit may finish in the background; a failed or deferred commit is
         logged and retried later, and training continues. With ``wait`` it is the last save: nothing
         is generated afterwards, and a failure is raised. Raises Fenced when another attempt owns
         the folder.
@@ -160,7 +160,7 @@ class Loop:
         return self.state
 
     async def _leave(self, request: Preempted) -> None:
-        """Save what the time left allows.
+        """Save as much as the time left allows.
 
         A save that fails does not turn the preemption into a failure.
         """
@@ -207,7 +207,7 @@ class Loop:
             with _timed(metrics, "time/generate_s"):
                 await self._rollouts.settle()
             is_needed = self._rollouts.wants_weights() or self._must_evaluate()
-            # engines that leave their GPU lose their weights, and the update brings them back
+            # Engines that are offloaded lose their weights, and the update restores them.
             has_left = self._config.offload_rollout or self._config.offload_train
             if is_needed and (has_left or self._engine_version != self._sent):
                 with _timed(metrics, "time/sync_s"):

@@ -1,13 +1,13 @@
-"""Watchdog of the event loop: how late its callbacks run, and where it stalled.
+"""Watchdog of the event loop: measures how late callbacks run, and logs where the loop stalls.
 
-Input: the running loop. Output: the longest lateness since the last question, for
+Input: the running loop. Output: the longest lateness since the last query, for
 ``driver/loop_lag_s``; for a stall of more than ``stall_s`` seconds the stack of the loop's thread,
 in the log.
 
-While a callback runs, the driver sees no stop request, no dead engine and no heartbeat. The loop
-itself notes how late it runs a callback that is due every ``tick_s`` seconds. A thread reads
-that note from outside, because a blocked loop cannot report itself. A call into C that keeps the
-interpreter's lock blocks this thread as well; it then logs the place that the call returned to.
+While a callback runs, the driver notices no stop request, dead engine or heartbeat. The loop
+records how late it runs a callback that is due every ``tick_s`` seconds. A thread reads that
+record, because a blocked loop cannot report its own stall. A call into C that keeps the
+interpreter's lock blocks the thread as well; it then logs the place to which the call returned.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.02
 STALL_S = 1.0
 QUIET_S = 60.0
-"""At most one stack is logged in this time: a stack takes a screen, and stalls often come in rows.
-"""
-LONGEST_STACK = 20  # calls, the innermost
+"""At most one stack is logged in this time: a stack is long, and stalls often repeat."""
+LONGEST_STACK = 20  # innermost calls that are logged
 
 
 class LoopLag:
@@ -66,7 +65,7 @@ class LoopLag:
         now = time.monotonic()
         longest_s = max(self._longest_s, now - self._due)
         self._longest_s = 0.0
-        self._due = max(self._due, now)  # what has been returned does not count again
+        self._due = max(self._due, now)  # lateness that has been returned does not count again
         return longest_s
 
     def _schedule(self) -> None:

@@ -2,7 +2,8 @@
 
 Input: ``lost_nodes.json`` of the attempt, which the head's agent writes. Output: the engines and
 trainer ranks that ran on a lost node, the placement with replacements, a line in the ledger once
-all is back. Without spare nodes nothing is followed, and every method returns at once.
+all of them run again. Without spare nodes the list is not followed, and every method returns at
+once.
 
     lost -> engines leave the router; a pass over ranks ends with TrainerDied
          -> ``settled``: the replacement has joined -> ranks start there (``trainer_recovery``)
@@ -38,9 +39,9 @@ Part = Literal["engines", "ranks"]
 
 POLL_S = 0.2
 MAY_FOLLOW_S = 15.0
-"""How much later than the driver the agents may know of a loss: a silent node takes them 10 s."""
+"""How much later than the driver the agents may notice a loss: for a silent node they need 10 s."""
 RANKS_MAY_FOLLOW_S = 2.0
-"""The same for ranks of which no neighbour is left: Ray notices a silent node later than agents."""
+"""The same if all ranks of a node died; Ray notices a silent node later than the agents do."""
 REPLACED_S = 120.0
 """Deadline for the agents to replace a node or to end the attempt; several spares may fail."""
 
@@ -83,15 +84,15 @@ class LostNodes:
         self._placement: Placement | None = None
         self._keeps_ranks = True
         self._losses: dict[str, Loss] = {}  # every loss of this attempt, by host
-        self._unplaced: list[str] = []  # those that ``settled`` has not placed yet
-        self._away: dict[str, set[Part]] = {}  # what of them is not back yet
+        self._unplaced: list[str] = []  # lost hosts that ``settled`` has not replaced yet
+        self._away: dict[str, set[Part]] = {}  # by lost host, the parts that are not back yet
         self._changed = asyncio.Condition()
         self._settling = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
 
     @classmethod
     def none(cls) -> LostNodes:
-        """For a run that loses no node: any loss ends its attempt."""
+        """Return an instance for a run without spare nodes, in which any loss ends the attempt."""
 
         async def offers_nothing(node: Node) -> Offer:
             raise PlacementError(f"{node.host} is not expected")
@@ -131,7 +132,8 @@ class LostNodes:
     async def wait(self, timeout_s: float, *, may_repair: bool) -> None:
         """Wait until another node is lost, at most ``timeout_s`` seconds.
 
-        ``may_repair``: or until engines of an earlier loss can be restarted, because ranks are back.
+        ``may_repair``: also return when engines of an earlier loss can be restarted, as all ranks
+        are back.
         """
         number = len(self._losses)
 
@@ -143,7 +145,7 @@ class LostNodes:
             await asyncio.wait_for(self._until(is_due), timeout_s)
 
     async def another(self, than: int) -> bool:
-        """Whether more nodes than ``than`` are lost, or are within MAY_FOLLOW_S."""
+        """Whether more nodes than ``than`` are lost now or within MAY_FOLLOW_S."""
         if self._following is None:
             return False
         try:
@@ -230,12 +232,12 @@ class LostNodes:
         seconds, new = round(time.time() - lost.lost_at, 3), lost.replacement.host
         logger.info("%s has replaced %s %.1f s after its loss", new, lost.host, seconds)
         if self._record is not None:
-            # for goodput: what it cost the trainer is in the event of the trainer's recovery
+            # For goodput, the trainer's time is in the event of the trainer's recovery.
             what = {"role": "node", "phase": "generate", "cause": lost.cause, "seconds": seconds}
             self._record("recovered", host=lost.host, replacement=new, **what)
 
     async def _write_replaceable(self) -> None:
-        """Tell the agents which nodes may be lost: all that the run uses but the driver's."""
+        """Tell the agents which nodes may be lost: all that the run uses except the driver's."""
         assert self._placement is not None
         with_ranks = {slot.ip for slot in self._placement.ranks}
         used = {part.ip for parts in self._placement.engines for part in parts} | with_ranks
@@ -280,7 +282,7 @@ class LostNodes:
             await asyncio.sleep(self._poll_s)
 
     async def _take(self, lost: Sequence[LostNode]) -> None:
-        """Note new losses and new states of earlier ones."""
+        """Record new losses and new states of earlier ones."""
         assert self._placement is not None
         for node in lost:
             known = self._losses.get(node.host)

@@ -25,7 +25,7 @@ from rlpost.orchestration.worker_groups import ActorGroup
 WEIGHTS, GRADS, OPTIMIZER = "weights", "grads", "optimizer"  # rlpost.actor.memory
 ALL = (WEIGHTS, GRADS, OPTIMIZER)
 SAVED = (WEIGHTS, OPTIMIZER)
-"""What a checkpoint holds; gradients would take memory that engines use meanwhile."""
+"""The parts that a checkpoint holds; gradients would take memory that engines use meanwhile."""
 CACHE = ("kv_cache", "cuda_graph")
 
 
@@ -43,8 +43,8 @@ class CriticOffload:
     async def critic_onloaded(self, *parts: str) -> AsyncIterator[None]:
         """Onload ``parts`` of the critic (default: all) in place of the policy within the block.
 
-        After an error both stay: ranks that hang would never answer. Then ``offload_critic`` or
-        ``onload_policy`` comes before the policy is used again.
+        After an error nothing moves, because ranks that hang would never answer; call
+        ``offload_critic`` or ``onload_policy`` before the policy is used again.
         """
         await self._actors.offload_memory(*ALL)
         await self._critics.restore_memory(*(parts or ALL))
@@ -103,8 +103,8 @@ class Offload:
             await self._actors.restore_memory(*ALL)
 
     async def send(self) -> None:
-        """Keep only the weights of both sides onloaded, as far as each side can be offloaded."""
-        # in this order each step frees memory on the shared GPUs that the next one takes
+        """Keep only the weights of both sides onloaded, if the side can be offloaded."""
+        # In this order each call frees the memory on shared GPUs that the next one needs.
         if self._engines_leave:
             await self._fleet.release_memory(*CACHE)
         if self._trainer_leaves:

@@ -25,7 +25,7 @@ DERIVED_PORTS = 7
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A node that is up: Ray's id for it, its address and its free GPUs."""
+    """A running node: Ray's id for it, its address and its free GPUs."""
 
     node_id: str
     ip: str
@@ -267,7 +267,7 @@ def ports_of_run(config: Config, placement: Placement, *, base: int, count: int)
 
     Raises PlacementError when the block is too small.
     """
-    # the last port of the block serves Prometheus
+    # The last port of the block serves Prometheus.
     kept = 1 if config.observe.use_prometheus else 0
     return service_ports(
         base,

@@ -1,7 +1,7 @@
 """Preemption: the stop file of an attempt, and the choice of what to save in the time left.
 
-Every phase of the loop polls the file in a thread: if the storage hangs, one poll
-waits ANSWER_S and later polls return at once.
+Every phase of the loop polls the file in a thread. If the storage hangs, one poll waits ANSWER_S
+and later polls return at once.
 
 The writer's clock belongs to another host. Its time is clamped to what this process observed: the
 file appeared between the last poll that did not find it and the first that did.
@@ -84,7 +84,7 @@ class SaveEstimate:
         self._began = self._clock()
 
     def committed(self, num_bytes: int) -> float | None:
-        """Record its commit; return its duration in seconds, None without a preceding ``begin``."""
+        """Record the commit of a checkpoint; return its seconds, None without ``begin``."""
         if self._began is None:
             return None
         seconds, self._began = self._clock() - self._began, None
@@ -185,8 +185,8 @@ class StopRequest:
     def leave_with(self, request: Preempted) -> Saved:
         """Decide what the loop saves after ``request``; the ledger records the decision.
 
-        A full checkpoint; or the journal alone where the checkpoint does not fit into the time
-        left, or the trainer is in the middle of a step.
+        This is a full checkpoint, or the journal alone if the checkpoint does not fit into the time
+        left or the trainer is in the middle of a step.
         """
         left, needed = self.time_left_s(), self.saves.estimate_s
         self.left_with = "journal" if isinstance(request, HalfTrained) else leave_with(left, needed)

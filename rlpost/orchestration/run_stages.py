@@ -1,4 +1,4 @@
-"""The stages of a run in every mode, and what the modes share."""
+"""Base class of the stages of a run, shared by all modes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 class RunStages(Stages):
     """Implements ``loop.Stages`` for one mode. Call ``start`` first, ``close`` last.
 
-    A mode registers with ``closing`` what it starts, so that ``close`` ends just that, the newest
-    first.
+    A mode registers everything that it starts with ``closing``; ``close`` ends it in reverse order.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class RunStages(Stages):
         wait: bool,
         at_rest: AbstractAsyncContextManager[None],
     ) -> None:
-        """Save as ``save`` promises.
+        """Save the ranks that train, as ``save`` describes.
 
         ``at_rest`` keeps weights and optimizer on the trainer's devices.
         """
@@ -175,7 +174,7 @@ class RunStages(Stages):
         return CriticOffload(actors, critics)
 
     def _critic_onloaded(self) -> AbstractAsyncContextManager[None]:
-        """Return a context in which a critic that shares the GPUs has what is saved on them."""
+        """Return a context in which a critic on the policy's GPUs has onloaded the SAVED parts."""
         offload = self.critic_offload
         return nullcontext() if offload is None else offload.critic_onloaded(*SAVED)
 

@@ -1,6 +1,6 @@
 """Derives the settings of an actor from those of a run. Pure.
 
-Input: the tree. Output: the flat settings of every actor rank, independent of the tree.
+Input: the settings of a run. Output: the flat settings of every actor rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rlpost.config.tree import Config
 
 
 def actor_settings(config: Config) -> ActorSettings:
-    """Return an actor's settings: those of equal name from any table, and derived ones."""
+    """Return an actor's settings: settings of the same name in any table, and derived ones."""
     wanted = {field.name for field in dataclasses.fields(ActorSettings)}
     leaves = {
         key: getattr(getattr(config, group), key)

@@ -210,7 +210,8 @@ class ClusterStages(RunStages):
         self._policy_version = policy_version
         is_writing = self.config.rollout.rollout_mode == "fully_async"
         pause: PauseMode = self._fleet.pause_mode if is_writing else "abort"
-        is_leaving = self.config.offload_train  # the actors' weights, before engines generate
+        # Offloaded actors write the fleet's weights before their engines generate.
+        is_leaving = self.config.offload_train
 
         async def ready() -> None:
             if is_leaving:

@@ -1,4 +1,4 @@
-"""Standby ranks: processes that have imported what a trainer rank needs, and wait for a death.
+"""Standby ranks: processes that have imported a trainer rank's libraries, and wait for a death.
 
 Input: the slots and GPUs of the ranks. Output: workers that a recovery uses instead of new ones, so
 that it does not wait for imports. A standby has no CUDA context and no GPU memory; its
@@ -20,7 +20,7 @@ from rlpost.recovery.standby_choice import usable
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 1.0
-"""Deadline to notice that a standby has ended; one that still imports does not answer."""
+"""Deadline to notice that a standby has ended; one that is still importing does not answer."""
 
 
 class Standby:

@@ -72,7 +72,7 @@ class Startup:
         deadline_s = self._config.cluster.bringup_deadline_s
         try:
             async with asyncio.timeout(deadline_s):
-                # no state is lost: training has not begun
+                # Cancelling loses no state, because training has not begun.
                 await self._stop.unless_requested(asyncio.gather(*starting))
         except TimeoutError:
             logs = self._cluster.attempt_dir
@@ -227,7 +227,7 @@ async def _set_up(ranks: ActorGroup, slots: Sequence[Slot], port: int) -> list[i
 
 
 def _make_critic(settings: ActorSettings) -> object:
-    from rlpost.actor.critic_rank import CriticRank  # as below
+    from rlpost.actor.critic_rank import CriticRank  # late, as in ``_make_actor``
 
     return CriticRank(settings)
 

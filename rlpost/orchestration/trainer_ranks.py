@@ -20,7 +20,7 @@ from rlpost.orchestration.worker_groups import TrainingRanks
 
 
 class TrainerRanks:
-    """Starts the trainer's ranks, and connects them with what stays."""
+    """Starts the trainer's ranks, and connects them with the engines that stay."""
 
     def __init__(
         self,

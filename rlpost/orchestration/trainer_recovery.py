@@ -1,8 +1,8 @@
 """Trainer recovery: starts dead trainer ranks again while everything else of the attempt stays.
 
-Input: operations of the trainer, and what it takes to start ranks. Output: the results of these
-operations, as if no rank had died. The trainer's state is a function of the newest checkpoint c and
-of the batches of the steps after it, which the journal holds on disk:
+Input: operations of the trainer, and a starter of ranks (``trainer_ranks``). Output: the results of
+these operations, as if no rank had died. The trainer's state is a function of the newest checkpoint
+c and of the batches of the steps after it, which the journal holds on disk:
 
     over(operation) -> a rank died -> [decision] -> abandon a save in progress -> kill all ranks
     -> new processes (standbys where there are some) -> load c -> connect the engines
@@ -10,8 +10,8 @@ of the batches of the steps after it, which the journal holds on disk:
 
 Survivors are started again too: their process groups are broken, and their memory may be. Engines,
 their caches and their answers are not touched; they receive weights only in the operation that was
-interrupted, if that is a weight update. ``rlpost.recovery.decision`` says when the attempt ends
-instead; every failure of a recovery ends it too.
+interrupted, if that is a weight update. ``rlpost.recovery.decision`` decides when the attempt ends
+instead; a failure of the recovery ends it too.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ END_S = 60.0
 
 
 Batches = Callable[[RunState, Path | None, int], Awaitable[TrainedBatches]]
-"""``batches(state, checkpoint, until)``: those after ``state``, before step ``until``."""
+"""``batches(state, checkpoint, until)``: the batches after ``state`` and before step ``until``."""
 
 
 class TrainerRecovery:
@@ -128,8 +128,8 @@ class TrainerRecovery:
 
         Raises:
             HalfTrained: a stop was requested while ranks were dead; the journal is durable.
-            RlpostError: that of the operation, if no rank died; else the death, if the attempt has
-                to end.
+            RlpostError: the error of ``operation``, if no rank died or a recovery is refused; else
+                that of a recovery that failed.
         """
         await self._end_of_early()
         while True:
@@ -149,9 +149,10 @@ class TrainerRecovery:
 
     @asynccontextmanager
     async def watch(self) -> AsyncIterator[None]:
-        """Start ranks that die again while the block generates, instead of after it.
+        """Restart dead ranks while the block generates, instead of after it.
 
-        Not on GPUs that engines use meanwhile. A failure is raised by the next ``over``.
+        It does nothing if engines use the ranks' GPUs meanwhile. The next ``over`` raises the error
+        of a recovery that failed.
         """
         if self._ranks.engines_hold_gpus():
             yield
@@ -164,7 +165,7 @@ class TrainerRecovery:
             await asyncio.wait([watching])
 
     async def close(self) -> None:
-        """End a recovery beside generation."""
+        """Cancel a recovery that runs beside generation."""
         if self._early is not None:
             self._early.cancel()
             await asyncio.wait([self._early])
@@ -182,17 +183,17 @@ class TrainerRecovery:
                 self._early = asyncio.create_task(self.recover(self._named(dead), "generate"))
 
     async def _end_of_early(self) -> None:
-        """Wait for a recovery beside generation; raise what it raised."""
+        """Wait for a recovery that runs beside generation; raise its error."""
         if self._early is not None:
             early, self._early = self._early, None
-            with suppress(_Refused):  # the operation fails on the dead ranks too, and is refused
+            with suppress(_Refused):  # the operation will fail on the dead ranks and be refused
                 await early
 
     async def recover(self, death: Death, phase: Phase) -> None:
         """Start all ranks again, and bring them to the step that the trainer had completed.
 
         Args:
-            death: what died.
+            death: the ranks that died or hang, and the cause.
             phase: the operation that failed, and that the caller repeats.
 
         Raises:
@@ -255,7 +256,7 @@ class TrainerRecovery:
         """Start ranks and train steps again; return the number of these steps."""
         assert self._batches is not None, "resume comes first"
         await self._checkpoints.abandon("a rank of the trainer died")
-        # until_ended covers processes on nodes that stay; those of a lost node end with it
+        # Their end is awaited by ``until_ended``, except on a lost node.
         await self._group.kill()
         placement = await self._nodes.new_slots(death, self._placement)
         checkpoint, state = await in_daemon(self._checkpoints.of_attempt)
@@ -353,4 +354,4 @@ class TrainerRecovery:
 
 
 class _Refused(RlpostError):
-    """The attempt has to end; the message says why."""
+    """The attempt has to end; the message is the reason."""

@@ -101,7 +101,7 @@ class Training:
         self._record = record or _not_recorded
         bounds = Bounds(**{name: getattr(config.grpo, name) for name in Bounds.__slots__})
         if config.grpo.use_rollout_logprobs or config.grpo.keep_old_actor:
-            # the KL before an update is that to the engines, or to the weights that generated
+            # The KL is then measured against the engines, or against the weights that generated.
             bounds = replace(bounds, guard_initial_kl=0.0)
         self._guards = Guards(bounds, is_fresh=is_fresh)
         self._shaping = shaping_of(config)
@@ -150,7 +150,7 @@ class Training:
             total = await asyncio.to_thread(lambda: sum(sum(map(sum, own)) for own in penalties))
             metrics["train/reward_kl"] = total / grpo.kl_coef / num_tokens(steps)
         distances: dict[int, DoubleColumn] = {}
-        if trains_distilled:  # before the critic changes: a stop may still leave
+        if trains_distilled:  # before the critic changes, while a stop may still interrupt
             for number, step in enumerate(steps):
                 distances |= await self._distances(step, batches[number], old[number])
             metrics |= await asyncio.to_thread(
@@ -178,7 +178,7 @@ class Training:
             advantages = await self._sent_advantages(steps, estimated)
         for number, arguments in enumerate(zip(batches, old, advantages, strict=True)):
             call = partial(self._actors.train_step, *arguments)
-            # a critic has changed by now: then no step may be left, not even the first
+            # A critic has changed by now, so a stop must not interrupt any step, even the first.
             is_first_change = number == 0 and self._critic is None
             results = await self._calls.make(call, what="train_step", may_leave=is_first_change)
             metrics |= results[0].metrics
@@ -230,7 +230,7 @@ class Training:
     async def _pass(
         self, compute: Callable[[StoredBatches], Awaitable[StoredLogprobs]], batches: StoredBatches
     ) -> StoredLogprobs:
-        """Make a forward pass before the first optimizer step, which a stop request may end."""
+        """Make a forward pass before the first optimizer step; a stop request may end it."""
         call = partial(compute, batches)
         return await self._calls.make(call, what=compute.__name__, may_leave=True)
 
@@ -293,7 +293,7 @@ class Training:
     async def _sent_advantages(
         self, steps: Sequence[DealtStep], by_group: Sequence[Sequence[Advantage]]
     ) -> list[SentAdvantages]:
-        """Store advantages by step and rank; 0 for samples that only fill a batch."""
+        """Store advantages by step and rank; 0 for padding samples."""
         of_samples = [advantage for group in by_group for advantage in group]
 
         def of_rank(positions: Sequence[int | None]) -> tuple[Advantage, ...]:
@@ -328,7 +328,7 @@ def kl_penalties(
 
 
 def rank_work(batch: TrainBatch, break_even: float) -> float:
-    """Return the work of a rank's samples in tokens, those of attention included."""
+    """Return the work of a rank's samples in tokens, with attention converted to tokens."""
     return sum(sequence_work(len(sample.token_ids), break_even) for sample in batch.samples)
 
 

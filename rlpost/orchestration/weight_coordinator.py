@@ -53,11 +53,11 @@ def nccl_environment(config: Config, given: Mapping[str, str]) -> dict[str, str]
     """Return NCCL variables for the trainer's processes that agree with those of the engines.
 
     In one communicator each side decides by its own NCCL_CUMEM_ENABLE how memory of a peer on the
-    same node is imported (NCCL's transport/p2p.cc), so both must have the same. SGLang sets 0
-    unless the environment has a value already, and 1 whatever the environment says with
-    ``enable_symm_mem`` (sglang/srt/entrypoints/engine.py).
+    same node is imported (NCCL's transport/p2p.cc), so both must have the same value. SGLang sets 0
+    unless the environment has a value, and always 1 with ``enable_symm_mem``
+    (sglang/srt/entrypoints/engine.py).
 
-    ``given`` is the environment of the job, which the engines have too.
+    ``given`` is the environment of the job, which the engines inherit too.
     """
     if config.sglang.server_args.get("enable_symm_mem"):
         return {CUMEM: "1"}
@@ -67,12 +67,12 @@ def nccl_environment(config: Config, given: Mapping[str, str]) -> dict[str, str]
 class OldWeightsMover:
     """Sends the weights of the engines' last update, which trainer ranks keep beside their own.
 
-    These are the trainer's own directly after the steps that --update-weights-interval names. In
-    between engines get them when they are restarted, or when the run is resumed.
+    Directly after a step at which --update-weights-interval is due, these are the trainer's own
+    weights. In between, engines get them when they are restarted or the run is resumed.
     """
 
     def __init__(self, mover: Mover, actors: ActorGroup) -> None:
-        """``mover`` sends the weights that the model has."""
+        """``mover`` sends the model's current weights."""
         self._mover, self._actors = mover, actors
         self.in_session = mover.in_session
 

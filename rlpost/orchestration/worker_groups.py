@@ -104,7 +104,7 @@ class ActorGroup:
         return await self._workers.call("visible_gpu")
 
     async def have_gpus(self) -> list[bool]:
-        """Return of each rank whether it computes on a GPU."""
+        """Return whether each rank computes on a GPU."""
         return await self._workers.call("has_gpu")
 
     async def setup(self, master_addr: str, master_port: int) -> None:
@@ -136,9 +136,9 @@ class ActorGroup:
     async def fetch_columns(
         self, stored: StoredLogprobs, data_ranks: Sequence[int], data_rank: int
     ) -> list[FloatColumn] | None:
-        """Return what a data-parallel rank computed, in order of its samples; None for nothing.
+        """Return the columns that a data-parallel rank computed, by sample; None without any.
 
-        It is equal on all model-parallel ranks that have it, so it is fetched from one.
+        They are equal on all model-parallel ranks that have them, so one rank's are fetched.
         """
         for rank, found in zip(data_ranks, stored, strict=True):
             if rank == data_rank and found is not None:
@@ -221,12 +221,12 @@ class ActorGroup:
         await self._workers.call("export", folder)
 
     async def write_engine_folder(self, folder: str) -> int | None:
-        """Write what engines read from files; return the bytes of adapters, else None."""
+        """Write the files that engines read; return the bytes of adapters, else None."""
         written: list[int | None] = await self._workers.call("write_engine_folder", folder)
         return next((size for size in written if size is not None), None)
 
     async def write_old_engine_folder(self, folder: str) -> None:
-        """As ``write_engine_folder``, of the weights of the engines' last update."""
+        """Like ``write_engine_folder``, with the weights of the engines' last update."""
         await self._workers.call("write_old_engine_folder", folder)
 
     async def export_critic(self, folder: str) -> None:
@@ -237,8 +237,7 @@ class ActorGroup:
         """Return a hash of the full weights, independent of the parallel layout."""
         return (await self._workers.call("weights_hash"))[0]
 
-    # -- memory of shared GPUs
-    # --------------------------------------------------------------------------------------
+    # -- memory of shared GPUs ---------------------------------------------------------------------
 
     async def restore_memory(self, *parts: str) -> None:
         """Bring parts (``rlpost.actor.memory``) back to the device."""
@@ -312,7 +311,7 @@ class ActorGroup:
         return await self._workers.call_aside("memory_use")
 
     async def positions(self, within_s: float) -> list[Position | None]:
-        """Return where each rank is, also while it computes; None for one that does not answer."""
+        """Return where each rank is, even while it computes; None for ranks that do not answer."""
         return await self._workers.answers_aside("position", within_s=within_s)
 
     async def write_flight_records(self, folder: Path, within_s: float) -> list[str | None]:

@@ -43,8 +43,8 @@ ASIDE = "aside"
 """Concurrency group of a worker for queries during a computation; one may wait for a save."""
 NUM_ASIDE = 2
 NUMBER = "#"
-"""Stands before the time in nanoseconds in the name of a worker that outlives its driver: Ray
-releases the name of a worker only when it has ended.
+"""Separates name and time in nanoseconds in the name of a worker that outlives its driver; names
+must be unique, because Ray releases the name of a worker only when it has ended.
 """
 CALLS_AT_ONCE = 64
 """Calls submitted before yielding to the event loop; one takes about 0.1 ms."""
@@ -60,7 +60,7 @@ def connect(cluster: Cluster) -> list[Offer]:
         namespace="rlpost",
         log_to_driver=False,
         logging_level=logging.WARNING,
-        # The address that the agent chose: Ray would take that of the default route.
+        # The address that the agent chose; by default Ray uses that of the default route.
         _node_ip_address=cluster.nodes[0].ip,
     )
     alive = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
@@ -94,7 +94,7 @@ async def offer_of(node: Node, *, within_s: float = 10.0) -> Offer:
 
 @dataclass(frozen=True, slots=True)
 class Stored(Generic[T]):
-    """A value in Ray's object store. As an argument of a call the worker receives the value itself.
+    """A value in Ray's object store; as an argument of a call, the worker receives the value.
 
     The store frees the value when no ``Stored`` of it is left and no call that received it is
     running.
@@ -322,7 +322,7 @@ class WorkerGroup:
             raise RlpostError(f"a result in Ray's object store is lost: {error}") from None
 
     async def call_aside(self, method: str, *arguments: object) -> list[Any]:
-        """Like ``call``, concurrently with a running call, whose state must not be touched."""
+        """Like ``call``, but concurrently with a running call, whose state must not be changed."""
         return await self._results(await self._asked_aside(method, arguments))
 
     async def answers_aside(

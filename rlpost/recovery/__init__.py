@@ -1,1 +1,1 @@
-"""What to do after a part of a running attempt died. Pure: docs/recovery.md has the whole."""
+"""Decisions after a part of a running attempt has died (docs/recovery.md). Pure."""

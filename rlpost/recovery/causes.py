@@ -1,9 +1,8 @@
-"""Which errors of a living rank mean that its device or a peer is lost. Pure.
+"""Recognises errors of a live rank that mean a lost device or a lost peer. Pure.
 
 When a rank is killed, the others fail in the collective that they share with it, often before Ray
-reports the death. A GPU that fails breaks the CUDA context of its process, which then can only
-be started again. Everything else that a rank raises is an error of the program or of the data, and
-would come again.
+reports the death. A GPU that fails breaks the CUDA context of its process, which then has to be
+restarted. Any other error is one of the program or of the data, and would occur again.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ REPEATS = ("CUDA out of memory", "OutOfMemoryError", "ncclInvalidUsage", "ncclIn
 
 
 def lost_peer_or_device(text: str) -> bool:
-    """Whether the traceback of a living rank shows that a peer or its device is lost."""
+    """Whether the traceback of a live rank shows that a peer or its device is lost."""
     if any(words in text for words in REPEATS):
         return False
     return any(words in text for words in LOST)

@@ -1,4 +1,4 @@
-"""Whether a dead trainer is started again within the attempt, or the attempt ends. Pure.
+"""Decides whether a dead trainer is restarted within the attempt, or the attempt ends. Pure.
 
 Input: the death, the recoveries before it, the settings. Output: None, or the reason why the whole
 attempt restarts instead. The rules, in order:
@@ -9,7 +9,7 @@ attempt restarts instead. The rules, in order:
     shared    engines on the trainer's GPUs hold their memory during a save (--colocate)
     inexact   the newest checkpoint lacks the optimizer (--no-save-optim)
 
-A restart of the whole attempt is always right, only slower: every doubt ends there.
+A restart of the whole attempt is always correct, only slower, so every doubtful case takes it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What the decision depends on besides earlier recoveries.
+    """The inputs of the decision, apart from earlier recoveries.
 
     Attributes:
         phase: the operation that failed; "generate" if ranks died while they were idle.

@@ -1,8 +1,8 @@
-"""Which standby processes take over after a death. Pure.
+"""Chooses the standby processes that take over after a death. Pure.
 
-A standby is bound to the GPU of its rank. A new process receives a GPU from Ray, which does not know
-of that binding: both on one node could receive the same GPU. So a node uses its standbys for all of
-its ranks, or for none.
+A standby is bound to the GPU of its rank. Ray assigns a GPU to a new process without knowing that
+binding, so a standby and a new process on one node could share a GPU. A node therefore uses its
+standbys for all of its ranks, or for none.
 """
 
 from __future__ import annotations

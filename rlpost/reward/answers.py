@@ -45,7 +45,7 @@ def last_boxed(response: str) -> str | None:
 
 
 def _group(text: str) -> str | None:
-    """Return what the braces at the start of ``text`` hold, or its first word without braces."""
+    """Return the content of the braces that ``text`` begins with; without them, its first word."""
     text = text.lstrip()
     if not text.startswith("{"):
         word = text.split("$")[0].split()

@@ -23,7 +23,7 @@ from rlpost.reward.answers import answer_after_thinking
 
 LETTERS = string.ascii_uppercase[:10]
 
-# a capital, or a small letter with nothing behind it
+# a capital letter, or a small letter that ends its line
 _CLEAR = r"([A-Z]\b|[a-z](?=[\s.)\]},;:*$]*(?:\n|$)))"
 _AROUND = r"[\s:=\-*_(\[{\"'$\\]{0,12}"
 _COMMANDS = (

@@ -19,11 +19,13 @@ from rlpost.reward.answers import answer_after_thinking, last_boxed
 MARK = "####"
 MAX_NUMBER_LENGTH = 300  # characters
 
+# separators of digit groups in LaTeX: {,}  \,  ,\!  \!
 _GAP = re.compile(r"(\d)(?:\{,\}|\\,|,\\!|\\!)(?=\d)")
 _DECIMAL = r"-?\$?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)"
 _NUMBER = re.compile(rf"(?<![\w.])(?<!\d,){_DECIMAL}(?:\s*/\s*{_DECIMAL})*")
 _FRACTION = re.compile(rf"\\[dt]?frac\s*\{{\s*({_DECIMAL})\s*\}}\s*\{{\s*({_DECIMAL})\s*\}}")
 _THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?")
+# a minus sign or en dash before a number
 _DASH = re.compile("[\u2212\u2013]" + r"(?=\s*\$?\.?\d)")
 
 

@@ -32,7 +32,7 @@ from rlpost.types import Prompt, Sample
 
 LOADING_TIMEOUT_S = 300.0  # for the imports of a reward's libraries on a busy machine
 _CLOSED = "the reward's processes have ended"
-GRACE_S = 5.0  # after the limit; the worker's own alarm fires before
+GRACE_S = 5.0  # after the limit; the worker's own alarm fires first
 
 _KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 """Signals sent from outside: by the kernel when memory runs out, by Slurm, by a user. A crash has
@@ -43,7 +43,7 @@ What = tuple[str, str]  # kind and name of a function, see ``worker.scorer``
 
 
 class GradingAnswer(TypedDict, total=False):
-    """The answer of a grading process: rewards, or an error and what it is blamed on."""
+    """The answer of a grading process: rewards, or an error and its presumed cause."""
 
     rewards: list[float]
     error: str
@@ -60,7 +60,7 @@ class GradingFailed(Exception):
 
 
 class WrongFunction(GradingFailed):
-    """A grading raised such as TypeError: if all answers cause one, the function is wrong."""
+    """A grading raised an error such as TypeError; if every answer does, the function is wrong."""
 
 
 class Pool:
@@ -110,7 +110,7 @@ class Pool:
                 self._all.discard(worker)
             worker.end()
             if self._closed and isinstance(failure, GradingLost):
-                raise RolloutError(_CLOSED) from failure  # we killed it ourselves
+                raise RolloutError(_CLOSED) from failure  # ``close`` killed it
             raise
         with self._lock:
             self._idle.append(worker)
@@ -145,6 +145,8 @@ class _Worker:
 
     def __init__(self, settings: Mapping[str, object]) -> None:
         self._loaded: set[What] = set()
+        # The worker must import a user's modules as this process does, where an empty entry of
+        # ``sys.path`` is the current folder.
         python_path = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rlpost.reward.worker"],
@@ -220,5 +222,5 @@ class _Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # buffered data cannot be written any more
+        with contextlib.suppress(OSError):  # buffered data can no longer be written
             self._process.stdin.close()

@@ -1,4 +1,4 @@
-"""The number of a reward: of an object, the value that --reward-key or --reward-weights select."""
+"""Conversion of a reward to a number, by --reward-key or --reward-weights if it is an object."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def reward_number(
 ) -> float:
     """Return a reward as a number.
 
-    Of an object: the value under ``key``, or with ``weights`` the sum over their keys of
-    weight x value.
+    For an object this is the value under ``key``, or with ``weights`` the sum of weight x value
+    over their keys.
 
     Raises:
         ConfigError: an object without --reward-key and --reward-weights, or without such a key; a

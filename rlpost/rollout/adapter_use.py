@@ -2,17 +2,17 @@
 
 Input: SGLang's server, whose registry holds at most one adapter: that of the current version. Output:
 a subclass of ``TokenizerManager`` in which every request uses this adapter, and in which an adapter
-can be unloaded once no request uses it. Imported by engines that take adapters only, in the process
-of the server, because it imports SGLang.
+can be unloaded once no request uses it. The module imports SGLang, so it is imported only in server
+processes, and only by engines that take adapters.
 
-SGLang 0.5.21 chooses the adapter after a pause is over, so a request that waited for new weights gets
-the adapter of the new version, whichever was current when it was sent.
+SGLang 0.5.21 chooses the adapter after a pause has ended, so a request that waited for new weights
+gets the adapter of the new version, whichever was current when it was sent.
 
 SGLang counts the requests of an adapter, and an unload waits until the count is zero. The count is not
 decremented for a request that is aborted in the waiting queue (``_handle_abort_req``) or fails before
 it is dispatched (``_release_req_states_on_failure``), so the unload would never return. Here the
-requests themselves are counted: ``rid_to_state`` loses each of them on every way it can end. This
-module becomes unnecessary when SGLang releases the adapter on these ways too, and when a server has a
+requests themselves are counted: ``rid_to_state`` drops each of them, however it ends. This module
+becomes unnecessary when SGLang releases the adapter in these two cases too, and when a server has a
 default adapter.
 """
 
@@ -62,7 +62,7 @@ class AdapterUser(TokenizerManager):  # type: ignore[misc]
     lora_registry: AdapterRegistry
 
     def init_lora(self) -> None:
-        """Replace the registry."""
+        """Replace SGLang's registry by one that checks the requests themselves."""
         super().init_lora()
         self.lora_registry = AdapterRegistry(self.rid_to_state)
 
@@ -71,7 +71,7 @@ class AdapterUser(TokenizerManager):  # type: ignore[misc]
         if obj.lora_path or current is None:
             await super()._validate_and_resolve_lora(obj)
             return
-        # Without an await between the choice and its record: an unload must see this request.
+        # No await between choosing the adapter and recording it: an unload must see this request.
         if obj.is_single:
             obj.lora_path, obj.lora_id = current.lora_name, current.lora_id
             return

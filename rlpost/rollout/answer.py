@@ -85,9 +85,7 @@ def parse(body: bytes, routes: RouteFormat | None = None) -> Answer:
 
 
 def _sampling_mask(meta: dict[str, Any]) -> tuple[TokenSetColumn | None, FloatColumn | None]:
-    """Take out of ``meta_info`` the ids that each token was sampled from, and its log-prob over
-    these.
-    """
+    """Remove each token's sampling mask and its log-prob over the mask from ``meta_info``."""
     sets = meta.pop("output_token_sampling_mask", None)
     logprobs = meta.pop("output_token_sampling_logprobs", None)
     if not sets or not logprobs:
@@ -96,7 +94,7 @@ def _sampling_mask(meta: dict[str, Any]) -> tuple[TokenSetColumn | None, FloatCo
 
 
 def _routes(meta: dict[str, Any], form: RouteFormat | None) -> RouteColumn | None:
-    """Take the experts out of ``meta_info``."""
+    """Remove the routes from ``meta_info`` and decode them."""
     wide, narrow = meta.pop("routed_experts", None), meta.pop(NARROW, None)
     if form is None or (wide is None and narrow is None):
         return None
@@ -106,8 +104,8 @@ def _routes(meta: dict[str, Any], form: RouteFormat | None) -> RouteColumn | Non
 def version_spans(meta: Mapping[str, Any], length: int) -> tuple[tuple[int, int], ...]:
     """Return (version, number of tokens) for each span of one response, in order.
 
-    SGLang 0.5.19 and later report ``weight_versions``; before that, the engine's version at the end
-    counts.
+    SGLang 0.5.19 and later report ``weight_versions``; earlier releases report only the engine's
+    version at the end.
 
     Raises:
         RolloutError: a version is not an integer, so it was not set by rlpost.
@@ -141,7 +139,7 @@ def _parsed(body: bytes) -> tuple[Any, FloatColumn | None]:
         )
         # Exact: log-probs are float32 numbers, and ids are below 2**53.
         pairs = np.array(values, dtype=np.float64).reshape(-1, 2)
-    except (ValueError, TypeError):  # with blanks, or texts of tokens
+    except (ValueError, TypeError):  # other white space, or texts of tokens
         return orjson.loads(body), None
     # A missing log-prob reads as nan; the others round to the engine's float32 values.
     return orjson.loads(body[: start - 1] + body[end + 1 :]), FloatColumn.view(

@@ -36,9 +36,7 @@ class AnswerRoutes:
     def __init__(
         self, form: RouteFormat, so_far: RouteColumn | None = None, *, num_read: int = 0
     ) -> None:
-        """``so_far`` are the routes of a partial answer, of which engines have read ``num_read``
-        tokens.
-        """
+        """``so_far``: routes of a partial answer; engines have read ``num_read`` of its tokens."""
         self.format = form
         self._column = form.unknown(0) if so_far is None else so_far
         self._inserted: list[range] = []  # positions of tokens that no model generated

@@ -1,4 +1,4 @@
-"""What middleware needs of the ASGI protocol (asgi.readthedocs.io, version 3): types, an answer."""
+"""Types of the ASGI protocol (asgi.readthedocs.io, version 3) for middleware; a JSON response."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ Invariant, asserted by ``Tally``: every fetched prompt is exactly once trained, 
 the buffer.
 
 There are two modes. With ``max_staleness`` None the buffer generates one batch at a time: it starts
-``start_size`` groups, starts more when filters leave too few, and aborts what still runs when the
-batch is full. With a number it generates continuously: it starts a group as long as every group can
-still be trained at most that many versions after its first token. The number of groups in flight is
+``start_size`` groups, starts more when filters leave too few, and aborts the groups that still run
+when the batch is full. With a number it generates continuously: it starts a group if every group
+can still be trained at most that many versions after its first token. The number in flight is
 bounded as in AReaL (arXiv 2505.24298, eq. 3). Groups enter batches by their deadlines, so that the
 bound holds for every token and not only on average.
 """
@@ -39,8 +39,10 @@ FILTERED, ABORTED, CONTINUED, WASTED = COUNTED = (
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """``batch_size`` groups per step for ``num_steps`` steps; ``start_size`` groups are started for
-    a batch. Engines get new weights after every ``update_interval`` steps.
+    """Sizes and limits of the rollout buffer.
+
+    There are ``batch_size`` groups per step for ``num_steps`` steps; ``start_size`` groups are
+    started for a batch. Engines get new weights after every ``update_interval`` steps.
     """
 
     batch_size: int
@@ -78,12 +80,12 @@ class Tally:
         self.num_fetched += 1
 
     def trained(self, prompt_id: int) -> None:
-        """Record that its group was trained."""
+        """Record that the group of a prompt was trained."""
         self._open.remove(prompt_id)
         self.num_trained += 1
 
     def filtered(self, prompt_id: int) -> None:
-        """Record that its group was filtered."""
+        """Record that the group of a prompt was filtered."""
         self._open.remove(prompt_id)
         self.num_filtered += 1
 
@@ -100,8 +102,9 @@ class Tally:
 
 
 class _Finished:
-    """Complete groups, by prompt id in order of their completion, and by the oldest version of
-    their tokens. No operation on one group is linear in the backlog.
+    """Complete groups by prompt id, in order of completion, and by the oldest version of a token.
+
+    No operation on one group is linear in the backlog.
     """
 
     def __init__(self, groups: Iterable[SampleGroup]) -> None:
@@ -133,9 +136,7 @@ class _Finished:
         return list(itertools.chain.from_iterable(old))
 
     def oldest(self, count: int) -> list[SampleGroup]:
-        """Return ``count`` groups, those of the oldest versions; of one version those that were
-        complete first.
-        """
+        """Return ``count`` groups, oldest version first, then in order of completion."""
         ordered = (self._by_version[version].values() for version in sorted(self._by_version))
         return list(itertools.islice(itertools.chain.from_iterable(ordered), count))
 
@@ -170,7 +171,7 @@ class RolloutBuffer:
         self._in_training: dict[int, SampleGroup] = {}
         self._counts = defaultdict(float, backlog.counts)  # since the last batch was taken
         self._counts_in_training: Mapping[str, float] = {}
-        # of the next batch, if it was taken before a crash
+        # Counts of the next batch, if it was taken before a crash.
         self._owed_counts = backlog.counts_in_training
 
     @property
@@ -200,7 +201,7 @@ class RolloutBuffer:
             return 0
         if rules.max_staleness is None:
             return rules.start_size - held_groups if held_groups < rules.batch_size else 0
-        # between training and sync, and between two updates: new groups start versions behind
+        # Between training and sync, and between two weight updates, new groups start behind.
         ahead = self.step - self.version
         in_flight = held_groups + len(self._in_training)
         in_time = (rules.max_staleness + 1 - ahead) * rules.batch_size - in_flight
@@ -220,9 +221,7 @@ class RolloutBuffer:
         return entries
 
     def started(self, prompt_id: int) -> Unfinished:
-        """Start a waiting group and return it as it resumes: without its answers when they are too
-        old.
-        """
+        """Start a waiting group and return it, without its answers if they are too old."""
         entry = self._waiting.pop(prompt_id)
         since = min((sample.oldest_version for sample in entry.samples), default=self.version)
         if since < self._oldest_allowed():
@@ -261,9 +260,7 @@ class RolloutBuffer:
         return self._batch() is not None
 
     def take(self) -> list[SampleGroup] | None:
-        """Return the groups to train next, ordered by prompt id; None while the batch is
-        incomplete.
-        """
+        """Return the next groups to train, by prompt id; None while the batch is incomplete."""
         self._filter_too_old()
         batch = self._batch()
         return None if batch is None else self._move_to_training(batch)
@@ -283,9 +280,7 @@ class RolloutBuffer:
         return groups
 
     def replayed(self, group: SampleGroup, *, wanted: bool = True) -> None:
-        """Finish a waiting group with its recorded answers. Raises KeyError when it is not
-        waiting.
-        """
+        """Finish a waiting group with its recorded answers; raise KeyError for other groups."""
         del self._waiting[group.prompt_id]
         self._settled(group, wanted)
 
@@ -297,8 +292,9 @@ class RolloutBuffer:
         self.step += 1
 
     def backlog(self) -> Backlog:
-        """Return the whole buffer: running groups as they were started, groups in training as
-        finished.
+        """Return the whole buffer.
+
+        Running groups are returned as they were started, groups in training as finished.
         """
         found = Backlog(
             finished=(*self._in_training.values(), *self._finished.by_id.values()),
@@ -319,8 +315,7 @@ class RolloutBuffer:
             self._counts[name] += number
 
     def counts(self) -> Mapping[str, float]:
-        """Return counts between the last two batches, and the groups held at the last one, by
-        metric name.
+        """Return, by metric name, counts between the last two batches and groups held at the last.
 
         A batch that a preemption returned to the buffer keeps the counts of its first ``take``.
         """
@@ -376,10 +371,10 @@ class RolloutBuffer:
         return self._finished.oldest(size)
 
     def _in_time(self, num_by_version: Mapping[int, int]) -> bool:
-        """Whether groups that began at these versions can all be trained in time, one batch per
-        step.
+        """Whether groups that began at these versions can all be trained in time.
 
-        The next step is the first. If False, the batch has to wait for the running groups.
+        One batch is trained per step, from the next step on. If False, the batch has to wait for
+        the running groups.
         """
         bound, size = self.rules.max_staleness, self.rules.batch_size
         if bound is None:

@@ -47,7 +47,7 @@ class EngineClient:
     url: str
     api_key: str = field(repr=False)
     timeout_s: float = 60.0
-    name: str = "engine"  # in messages; the router's client is one, too
+    name: str = "engine"  # in messages; "router" for the router
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
         """Stop generating.
@@ -64,7 +64,7 @@ class EngineClient:
         """Open a session of weight updates; False where SGLang has none (up to 0.5.20).
 
         A session that an earlier update left open is closed first: when one engine dies, the update
-        of the others ends wherever it is. The next update sends all weights again.
+        of the others is interrupted at any point. The next update sends all weights again.
         """
         try:
             return await self._begin()
@@ -148,7 +148,7 @@ class EngineClient:
         await self.request("POST", "/update_weights_from_disk", body)
 
     async def replace_adapter(self, folder: str, *, version: int) -> None:
-        """Unload the adapters that are loaded, load that of a PEFT folder, and name the weights.
+        """Unload all adapters, load the one in a PEFT folder, and set the weight version.
 
         The engine is paused, and its requests are aborted: an unload waits for those that use the
         adapter. It needs the tokenizer manager of ``rlpost.rollout.adapter_use``.
@@ -219,10 +219,10 @@ class EngineClient:
         return _without_secrets(await self.request("GET", "/server_info", None))
 
     async def checksum(self) -> list[dict[str, str]]:
-        """A checksum of each weight, by SGLang's own (fused) names; one mapping a tensor-parallel
-        rank.
+        """Return a checksum of each weight, one mapping for each tensor-parallel rank.
 
-        Up to SGLang 0.5.21 this requires CUDA; other engines refuse.
+        The names are SGLang's own (fused) ones. Up to SGLang 0.5.21 this requires CUDA; other
+        engines refuse.
         """
         answer = await self.request("POST", "/weights_checker", {"action": "checksum"})
         return [rank["checksums"] for rank in answer["ranks"]]
@@ -239,8 +239,8 @@ class EngineClient:
 
         Returns the parsed JSON, or the text if it is not JSON; None for a 404 with ``missing_ok``.
 
-        Waits while the server listens: one that shuts down with a pending response stops listening,
-        but never closes the connection (SGLang 0.5.21: TERM ends its scheduler first).
+        Waits only while the server listens: a server that shuts down with a pending response stops
+        listening, but never closes the connection (SGLang 0.5.21: TERM ends its scheduler first).
         """
         asking = asyncio.ensure_future(self._ask(method, path, body, missing_ok=missing_ok))
         try:
@@ -304,8 +304,9 @@ class EngineClient:
 
 @functools.lru_cache(maxsize=1)
 def _bucket_body(bucket: Bucket, group_name: str, version: int | None) -> bytes:
-    """The request for a bucket as JSON, made once for all engines: with many experts it names
-    hundreds of weights.
+    """Return the request for a bucket as JSON, made once for all engines.
+
+    With many experts it names hundreds of weights.
     """
     body = {
         "names": list(bucket.names),

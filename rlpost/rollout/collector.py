@@ -78,7 +78,7 @@ class Choices:
     Attributes:
         wanted: which scored groups are trained.
         first: which waiting groups start first.
-        mask_older: mask tokens of older weights than the last out of the loss.
+        mask_older: mask tokens of versions older than an answer's last one out of the loss.
         ahead: generate the next batch during training.
         record: called with the step and the groups of each batch.
         counters: further counts, by metric name.
@@ -171,8 +171,9 @@ class Collector:
         return self._cursor.state(), self._buffer.backlog()
 
     def wants_weights(self) -> bool:
-        """Whether anything may be generated before the next batch is trained: not while batches are
-        replayed.
+        """Whether anything may be generated before the next batch is trained.
+
+        False while batches are replayed.
         """
         return self._journal.num_batches <= self._begins_early
 
@@ -189,9 +190,7 @@ class Collector:
         self._journal.end_at(found.position, step=found.step, why=found.why)
 
     async def _replayed_batch(self) -> list[SampleGroup] | None:
-        """Replay finished groups into the buffer; return the batch taken at this step before a
-        crash, or None.
-        """
+        """Replay finished groups; return the batch that was taken here before a crash, or None."""
         taken, records = None, list(self._journal.again())
         groups = iter(await self._journal.groups(records))
         for record in records:
@@ -249,9 +248,7 @@ class Collector:
         )
 
     def _fill(self) -> None:
-        """Start as many groups as the buffer has capacity for: waiting ones first, then new
-        prompts.
-        """
+        """Start groups up to the buffer's capacity: waiting ones first, then new prompts."""
         while (capacity := self._buffer.capacity()) > 0:
             for entry in self._chosen(capacity) or self._buffer.fetched(
                 self._cursor.take(capacity)
@@ -265,7 +262,7 @@ class Collector:
 
         Raises ConfigError when --buffer-filter-path returns others.
         """
-        takes_first = self._choices.first is pop_first  # with it a large backlog costs nothing here
+        takes_first = self._choices.first is pop_first  # then the backlog need not be copied
         waiting = self._buffer.longest_waiting(capacity) if takes_first else self._buffer.waiting
         chosen = list(self._choices.first(waiting, capacity))[:capacity] if waiting else []
         left = {entry.prompt.prompt_id for entry in waiting}
@@ -326,9 +323,7 @@ class Collector:
 
 
 class Replay:
-    """Recorded batches (--load-debug-rollout-data): the same interface as ``Collector``, without
-    engines.
-    """
+    """Recorded batches (--load-debug-rollout-data), with the interface of ``Collector``."""
 
     def __init__(
         self,

@@ -57,8 +57,10 @@ class Halted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RouterAddress:
-    """Router and engines. ``concurrency`` bounds the requests in flight over all engines behind the
-    router; ``fleet`` are the engines beside it. ``engine_urls`` changes when an engine moves to
+    """Addresses of the router and the engines.
+
+    ``concurrency`` bounds the requests in flight over all engines behind the router; ``fleet``
+    holds the engines that are not behind it. ``engine_urls`` changes when an engine moves to
     another node.
     """
 
@@ -66,7 +68,7 @@ class RouterAddress:
     api_key: str = field(repr=False)
     engine_urls: Sequence[str]
     concurrency: int
-    timeout_s: float = float(LONGEST_GENERATION_S)  # of one request
+    timeout_s: float = float(LONGEST_GENERATION_S)  # for one request
     # Total wait between retries that reach no engine: one may be restarting.
     patience_s: float = 600.0
     fleet: JoiningPlaces = field(default_factory=JoiningPlaces, repr=False, compare=False)
@@ -104,9 +106,7 @@ class Connection:
     """A session of requests; an asynchronous context manager."""
 
     def __init__(self, router: RouterAddress, *, routes: RouteFormat | None = None) -> None:
-        """``routes``: answers come with the experts that the engine chose, in this format; None for
-        without.
-        """
+        """``routes``: format of the routes that answers include; None for answers without."""
         self.router, self.routes = router, routes
         self.halted = False
         own = Place(router.url, router.api_key, router.concurrency)
@@ -163,10 +163,10 @@ class Connection:
     async def halt(
         self, running: Sequence[asyncio.Task[object]], *, must_leave: Callable[[], bool]
     ) -> None:
-        """Abort all requests until all ``running`` tasks are done; new ones raise Halted until
-        ``resume``.
+        """Abort requests until all ``running`` tasks are done.
 
-        Tasks that are not done LEAVE_S seconds after ``must_leave()`` became true are cancelled.
+        New requests raise Halted until ``resume``. Tasks that are not done LEAVE_S seconds after
+        ``must_leave()`` became true are cancelled.
         """
         self.halted, left_at = True, math.inf
         self._places.fail_waiting(Halted)  # without an engine they would wait forever
@@ -191,10 +191,9 @@ class Connection:
         self.halted = False
 
     async def _post(self, what: str, make_body: Callable[[], bytes], *, num_tokens: int) -> Answer:
-        """Return the answer to one request; retry it when no working engine can have received
-        it.
+        """Return the answer to one request; retry it when no working engine can have received it.
 
-        The body is made once there is capacity: many requests wait.
+        The body is made only when there is capacity, because many requests wait.
         """
         body: bytes | None = None
         waited_s, pause_s = 0.0, FIRST_PAUSE_S  # waited_s excludes the time of generation
@@ -211,7 +210,7 @@ class Connection:
                     if isinstance(answer, Answer):
                         return answer
                     self._failed(place, answer)
-            except GivenUp as gone:  # its tokens are not read, so another engine may write them
+            except GivenUp as gone:  # this answer is never read, so another engine may write it
                 logger.debug("engine %s is lost; %s is sent again", gone, what)
                 continue
             failure, who = answer, self._name(place)
@@ -251,7 +250,7 @@ class Connection:
             return Failure(f"does not answer: {error or type(error).__name__}", is_fault=False)
         except (aiohttp.ClientError, ValueError) as error:
             return Failure(f"answered 200 without a valid answer: {error}", is_fault=True)
-        except RolloutError as error:  # of the parser: a version or routes that cannot be
+        except RolloutError as error:  # from the parser: the version or the routes are invalid
             if self._is_own(place):
                 raise
             return Failure(str(error), is_fault=True)

@@ -24,13 +24,13 @@ from rlpost.types import EngineAddress
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-CALL_S = 10.0  # of one request to the own server
+CALL_S = 10.0  # timeout of one request to the server
 LONGEST_GENERATION_S = 4 * 3600  # timeout of one request in the router
 INITIAL_VERSION = "0"  # an engine's version of the weights of its model folder
 
 
 class _ServedHere:
-    """What owns a server process, which may not have started."""
+    """Owner of a server process, which may not have started."""
 
     name: str  # in messages
     url = ""
@@ -149,11 +149,10 @@ class Engine(_ServedHere):
         return EngineAddress(url=self.url, num_gpus=self._num_gpus)
 
     def _freeze_garbage_collector(self) -> None:
-        """Freeze existing objects in the server's garbage collector, as SGLang does after its
-        warm-up.
+        """Freeze existing objects in the server's garbage collector.
 
-        Without CUDA the warm-up is skipped, and each cache flush would run a full collection (0.4
-        s).
+        SGLang does so after its warm-up. Without CUDA the warm-up is skipped, and each cache flush
+        would run a full collection (0.4 s).
         """
         try:
             self._call("POST", "/freeze_gc")
@@ -170,9 +169,7 @@ class Engine(_ServedHere):
 
 
 class Router(_ServedHere):
-    """The load balancer in front of the engines. Clients and router authenticate with the same
-    key.
-    """
+    """The load balancer in front of the engines; clients and router use the same key."""
 
     name = "router"
 

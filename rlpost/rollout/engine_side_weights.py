@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 PauseMode = Literal["abort", "retract"]
 MAX_CONNECTIONS = 16
-"""Names of process groups before one is used again; a later driver of the attempt tries them all.
+"""Number of process group names before one is reused; a later driver of the attempt tries them all.
 """
 
 
@@ -121,9 +121,7 @@ class WeightUpdate:
             )
 
     async def leave_groups(self, group_name: str, num_stages: int) -> None:
-        """Destroy the process groups of a broadcast on all engines; an engine that is not a member
-        is no error.
-        """
+        """Destroy the process groups of a broadcast; engines that are not members are skipped."""
         for stage in range(num_stages):
             group = stage_group(group_name, stage)
             leaving = [one.client.destroy_update_group(group) for one in self.receivers]
@@ -156,10 +154,10 @@ class BroadcastMover:
     async def connect(
         self, receivers: Sequence[Receiver], sources: Sequence[tuple[str, int]], *, backend: str
     ) -> None:
-        """Make all engines join the groups; ``sources`` holds (host, port) of rank 0 for each
-        pipeline stage.
+        """Make all engines join the groups.
 
-        Returns when the sources have joined as well, so they must join concurrently.
+        ``sources`` holds (host, port) of rank 0 for each pipeline stage. Returns when the sources
+        have joined as well, so they must join concurrently.
 
         Raises:
             SyncError: an engine could not join; the message names it.
@@ -197,8 +195,9 @@ class BroadcastMover:
 
 
 class SharingMover:
-    """Shares memory with colocated engines: each trainer rank passes a memory handle to the engine
-    rank on its GPU.
+    """Shares memory with colocated engines.
+
+    Each trainer rank passes a memory handle to the engine rank on its GPU.
     """
 
     in_session = True
@@ -252,9 +251,7 @@ class DiskMover:
     in_session = False
 
     def __init__(self, prepare: Callable[[int], Awaitable[Sequence[str]]]) -> None:
-        """``prepare(version)`` writes the weights and returns the folder to read for each
-        engine.
-        """
+        """``prepare(version)`` writes the weights and returns the folder for each engine."""
         self._prepare = prepare
 
     async def move(self, receivers: Sequence[Receiver], version: int) -> None:
@@ -287,11 +284,10 @@ class AdapterMover:
 
 
 class DeltaMover:
-    """Sends changed elements through files: copies of the model's folder apply them, and the
-    engines read the copies.
+    """Sends changed elements through files.
 
-    The first update of a mover and the one after a failure send all weights, because a copy may be
-    new or stale.
+    Copies of the model's folder apply them, and the engines read the copies. The first update of a
+    mover and the one after a failure send all weights, because a copy may be new or stale.
     """
 
     in_session = False
@@ -318,7 +314,7 @@ class DeltaMover:
 
     async def move(self, receivers: Sequence[Receiver], version: int) -> None:
         """Update all copies, then let all engines read them concurrently."""
-        # Until all engines have read the copies: a failure on the way leaves them in doubt.
+        # Reset only after all engines have read the copies: a failure leaves these in doubt.
         whole, self._whole = self._whole, True
         problems = await self._taken(version, whole)
         if problems and not whole:

@@ -15,7 +15,7 @@ from rlpost.errors import RolloutError
 from rlpost.rollout.generate import GroupWriter, write_all
 from rlpost.types import Prompt, SampleGroup
 
-EVALUATED = ("/reward_mean", "/turns_mean")  # of environments
+EVALUATED = ("/reward_mean", "/turns_mean")  # metrics of environments to report
 RIGHT = 1.0  # the lowest reward of a correct answer
 
 

@@ -1,4 +1,4 @@
-"""Engines that were started outside of the run (``--rollout-external-engine-addrs``).
+"""Engines that were started outside the run (``--rollout-external-engine-addrs``).
 
 Input: their addresses and the key. Output: addresses with the number of ranks of each.
 """

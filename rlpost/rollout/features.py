@@ -53,8 +53,9 @@ FEATURES: Mapping[Feature, Known] = {
 
 
 def parse_version(text: str) -> Version | None:
-    """``0.5.21``, ``0.5.10.post1``, ``0.5.22.dev3+gabc`` -> the first three numbers; None for
-    anything else.
+    """Return the first three numbers of a version; None if it does not begin with three.
+
+    Suffixes are ignored, as in ``0.5.10.post1`` and ``0.5.22.dev3+gabc``.
     """
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2]), int(found[3])) if found else None

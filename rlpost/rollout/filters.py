@@ -39,7 +39,7 @@ OURS = {
     "slime.rollout.filter_hub.buffer_filters.pop_first": "rlpost.rollout.filters.pop_first",
     "slime.rollout.data_source.pop_first": "rlpost.rollout.filters.pop_first",
 }
-"""Paths of other trainers for functions of this module."""
+"""slime's paths of filters that this module provides."""
 
 
 def check_reward_nonzero_std(group: SampleGroup) -> bool:
@@ -102,13 +102,13 @@ def generate_function(
     function, found = _load(path, "generate", key="rollout.custom_generate_function_path")
     if found != "slime":
         return function
-    from rlpost.compat.slime.generate import SlimeGenerate  # it needs the tokenizer's library
+    from rlpost.compat.slime.generate import SlimeGenerate  # needs the tokenizer's library
 
     return SlimeGenerate(function, _given(args), evaluation=evaluation)
 
 
 def _load(path: str, kind: Kind, *, key: str) -> tuple[Callable[..., Any], Interface]:
-    """Load a function; return it, raising ConfigError for its errors, and its interface."""
+    """Load a function; return it, with its errors turned into ConfigError, and its interface."""
     if path in OURS:
         return load_function(OURS[path], key=key), "rlpost"
     function = load_function(path, key=key)

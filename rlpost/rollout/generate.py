@@ -33,9 +33,9 @@ LOST, REGENERATED, WASTED = COUNTED = (
     "rollout/num_regenerated",
     "rollout/wasted_tokens",
 )
-MAX_LOST_IN_A_ROW = 64  # answers: beyond this the grading service counts as down
-MAX_GENERATIONS = 4  # of one group whose gradings fail; then the prompt is given up
-LEAST_ANSWERS = 2  # graded ones in a group: the baseline compares them
+MAX_LOST_IN_A_ROW = 64  # lost answers after which the grading service counts as down
+MAX_GENERATIONS = 4  # attempts at one group whose gradings fail; then its prompt is given up
+LEAST_ANSWERS = 2  # graded answers in a group, because the baseline compares them
 T = TypeVar("T")
 
 Finish = Callable[[Sequence[ScoredSample]], Awaitable[tuple[ScoredSample, ...]]]
@@ -57,7 +57,7 @@ class GroupWriter:
         codec: Codec | None = None,
         finish: Finish | None = None,
     ) -> None:
-        """``finish`` adds to the graded samples of a group what else training needs."""
+        """``finish`` adds further values that training needs to the graded samples of a group."""
         self.connection = connection
         self._finish = finish
         self._sampling, self._n, self._grader = sampling, n, grader
@@ -67,16 +67,16 @@ class GroupWriter:
         self._beginning = asyncio.Semaphore(1)
 
     def counters(self) -> Mapping[str, float]:
-        """Return lost answers, regenerated groups and their wasted tokens since the last call, by
-        metric name.
+        """Return, by metric name, counts of lost answers, regenerated groups and wasted tokens.
+
+        They cover the time since the last call.
         """
         found = {name: float(self._counts[name]) for name in COUNTED}
         self._counts.clear()
         return found
 
     async def write(self, entry: Unfinished) -> SampleGroup | Unfinished:
-        """Resume the answers of ``entry`` and return its group, or an ``Unfinished`` when
-        generation was halted.
+        """Resume the answers of ``entry``; return its group, or an ``Unfinished`` after a halt.
 
         A group without samples means that its prompt is given up: its gradings failed
         MAX_GENERATIONS times.
@@ -154,8 +154,7 @@ class GroupWriter:
     async def _answer(
         self, prompt: Prompt, index: int, so_far: list[Sample]
     ) -> list[Sample] | None:
-        """Return the samples of one answer; a partial one after an abort; None when its grading
-        failed.
+        """Return the samples of one answer: a partial one after an abort, None if grading failed.
 
         A custom generate function may return several samples. After an abort it starts from
         scratch, because only the function knows the state of its tools.

@@ -1,9 +1,8 @@
-"""The journal: a write-ahead log of finished groups, batches and evaluations since the last
-checkpoint.
+"""The journal: a write-ahead log of groups, batches and evaluations since the last checkpoint.
 
 Input: events. Output: the same events after a crash, so that a run trains again without generating
 finished groups again. Checkpoint and journal together work as the recovery of a database does: a
-state, and a log of what followed it (the principle of ARIES, Mohan et al., TODS 1992).
+state, and a log of the events after it (the principle of ARIES, Mohan et al., TODS 1992).
 
     resume    read the records that provably follow the checkpoint, copy them to a new segment, keep them for replay
     end_at    replay only up to a given record (``rlpost.rollout.replay`` found that the next one does not match)
@@ -12,8 +11,8 @@ state, and a log of what followed it (the principle of ARIES, Mohan et al., TODS
     begin     before a new state is saved: start a new segment for later events, with the records still to be replayed
     compact   after the state is committed: delete segments older than the oldest one that is kept
 
-A record that a crash takes from the queue is an event that did not happen: it is generated again.
-What must not happen twice waits for ``durable``: a batch is trained, and a state is saved, only
+If a crash loses a record from the queue, its event did not happen and is generated again. Anything
+that must not happen twice waits for ``durable``: a batch is trained, and a state is saved, only
 after it.
 
 A segment appears under the next free number as a whole and never replaces another; a resume, too,
@@ -79,8 +78,10 @@ class Journal:
 
     @classmethod
     async def open(cls, folder: Path, resume: Callable[[], Journal]) -> Journal:
-        """Return ``resume()``, a call of ``Journal.resume`` for ``folder``, run in a thread within a
-        deadline. Raises CheckpointError also when that is missed.
+        """Return ``resume()``, run in a thread with a deadline.
+
+        ``resume`` calls ``Journal.resume`` for ``folder``. Raises CheckpointError as that does, and
+        when the deadline is missed.
         """
         num_bytes = await _within(
             0, partial(_size, folder), f"the journal folder {folder} was not listed"
@@ -100,11 +101,11 @@ class Journal:
         data: str | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> Journal:
-        """Continue from the checkpoint state of ``step`` steps that names segment ``base``; 0 is
-        the start of a run.
+        """Continue from the checkpoint state of ``step`` steps that names segment ``base``.
 
-        ``data`` is a fingerprint of the prompt files; ``check`` raises Fenced when another attempt
-        owns the run. Raises CheckpointError when the folder cannot be listed. Blocks.
+        ``base`` 0 is the start of a run. ``data`` is a fingerprint of the prompt files; ``check``
+        raises Fenced when another attempt owns the run. Raises CheckpointError when the folder
+        cannot be listed. Blocks.
         """
         make_folder(folder)
         try:
@@ -165,11 +166,10 @@ class Journal:
         return tuple(self._waiting)
 
     def end_at(self, position: int, *, step: int, why: str | None) -> None:
-        """Replay only the first ``position`` of the ``waiting`` records, which bring the run to
-        ``step``.
+        """Replay only the first ``position`` of the ``waiting`` records.
 
-        ``why`` says what is wrong with the next record. The first ``position`` records are copied
-        to a new segment, so that later events follow the last of them; nothing waits for that.
+        They bring the run to ``step``; ``why`` is the problem of the next record. They are copied
+        to a new segment, so that later events follow the last of them; nothing waits for the copy.
         """
         lost, later = self.waiting[position:], [at for at in self._evaluations if at > step]
         for at in later:
@@ -189,8 +189,7 @@ class Journal:
             self._segment.create_soon(self._first(), self.waiting)
 
     def again(self) -> Iterator[Record]:
-        """Yield finished groups in order up to and including the next batch, or all when no batch
-        follows.
+        """Yield groups in order, up to and including the next batch, or all if no batch follows.
 
         Each record is yielded once.
         """
@@ -207,9 +206,7 @@ class Journal:
                 return
 
     async def groups(self, records: Iterable[Record]) -> Sequence[SampleGroup]:
-        """Read the groups of those ``records`` that are groups, in a thread. Raises
-        CheckpointError.
-        """
+        """Read, in a thread, those ``records`` that are groups. Raises CheckpointError."""
         wanted = [record for record in records if record.kind == GROUP]
         if not wanted:
             return []
@@ -233,9 +230,7 @@ class Journal:
         return await _within(num_bytes, read, f"the journal in {self._folder} was not read")
 
     def evaluation(self, step: int) -> Mapping[str, float] | None:
-        """Return the metrics of the evaluation of ``step``; None if none is recorded since the
-        checkpoint.
-        """
+        """Return the metrics of the evaluation of ``step``; None if it is not in the journal."""
         return self._evaluations.get(step)
 
     def finished(self, group: SampleGroup, *, wanted: bool, prompt: Prompt | None = None) -> None:
@@ -252,8 +247,9 @@ class Journal:
         *,
         newest_id: int | None = None,
     ) -> None:
-        """Append the batch taken after ``step`` steps; ``newest_id``: the newest prompt fetched by
-        then.
+        """Append the batch taken after ``step`` steps.
+
+        ``newest_id`` is the newest prompt fetched by then.
         """
         self._newest_batch = (
             step,
@@ -267,8 +263,7 @@ class Journal:
         self._append(evaluation_content(step, metrics))
 
     async def begin(self, step: int) -> int:
-        """Start a segment for a state of ``step`` steps that will be saved; return the segment's
-        number.
+        """Start a segment for a state of ``step`` steps that will be saved; return its number.
 
         The state must name that number. Later events go to the new segment, also while it is
         created. Raises Fenced when another attempt owns the run, CheckpointError when a waiting
@@ -294,8 +289,10 @@ class Journal:
                 path.unlink(missing_ok=True)
 
     async def durable(self) -> None:
-        """Return when all records appended so far survive a crash of the machine, or the journal is
-        not written any more. Raises Fenced when another attempt owns the run.
+        """Return when all records appended so far survive a crash of the machine.
+
+        Returns as well if the journal is no longer written. Raises Fenced when another attempt
+        owns the run.
         """
         if self._segment is not None:
             with self._timed():
@@ -313,8 +310,9 @@ class Journal:
         self._spent_s += time.monotonic() - started
 
     def close(self) -> None:
-        """Write pending records and close the file; later records are not written. Blocks for a few
-        seconds at most.
+        """Write pending records and close the file; later records are not written.
+
+        Blocks for a few seconds at most.
         """
         if self._segment is not None:
             self._segment.close()
@@ -335,10 +333,9 @@ class Journal:
 
 
 async def _within(num_bytes: int, act: Callable[[], T], what: str) -> T:
-    """Return the result of ``act``, run in a thread; raise CheckpointError where that takes too
-    long.
+    """Return the result of ``act``, run in a thread with a deadline.
 
-    ``num_bytes`` is how much it reads and copies.
+    ``num_bytes`` is how much ``act`` reads and copies. Raises CheckpointError after the deadline.
     """
     seconds = deadline_s(num_bytes)
     deadline = asyncio.timeout(seconds)
@@ -359,7 +356,7 @@ def _size(folder: Path) -> int:
     try:
         return sum(path.stat().st_size for path in segment_paths(folder))
     except OSError:
-        return 0  # ``resume`` says why
+        return 0  # ``resume`` reports the error
 
 
 _ADDED: dict[tuple[str, str], object] = {
@@ -391,8 +388,9 @@ _HASHED_BEFORE = ("critic_num_nodes", "critic_num_gpus_per_node")
 
 
 def settings_hash(config: Config) -> str:
-    """Hash all settings that decide what is generated and trained; a journal resumes only with
-    equal ones.
+    """Hash all settings that decide what is generated and trained.
+
+    A journal resumes only with an equal hash.
     """
     tables = config.model_dump(mode="json", include={"rollout", "grpo", "optimizer", "model"})
     for key in ("num_rollout", "num_epoch"):
@@ -400,9 +398,9 @@ def settings_hash(config: Config) -> str:
     for (table, key), before in _ADDED.items():
         if tables[table][key] == before:
             del tables[table][key]
-    if config.env.env:  # without environments a journal is the one of earlier versions
+    if config.env.env:  # without environments the hash is that of earlier versions
         tables["env"] = config.env.model_dump(mode="json", include=set(_DECIDES))
-    if config.distillation.use_opd:  # likewise
+    if config.distillation.use_opd:  # without distillation too
         added = {"opd_top_k"} if config.distillation.opd_top_k is None else set()
         tables["distillation"] = config.distillation.model_dump(
             mode="json", exclude=_TEACHER_SERVER | added

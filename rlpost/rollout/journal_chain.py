@@ -15,8 +15,8 @@ segments are invalid, and these are not used.
 
 Segments of format 1 have no seals and are chained by number, as the program that wrote them did. It
 is not proven for them that no segment in between is missing, that the prompt data is the same, and
-that a record is at its place. ``rlpost.rollout.replay`` checks every record against the run's own
-bookkeeping in both formats.
+that a record is at its place. ``rlpost.rollout.replay`` checks the records of all formats against
+the run's own bookkeeping.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ from rlpost.rollout.journal_format import (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What follows a checkpoint: ``records`` in order, each event once; the ``chain`` of segments
-    that hold them; and ``problems``, messages about what is not used.
+    """The records that follow a checkpoint.
+
+    ``records`` are in order, with each event once; ``chain`` are the segments that hold them;
+    ``problems`` are messages about segments and bytes that are not used.
     """
 
     records: tuple[Record, ...] = ()
@@ -119,9 +121,7 @@ def contents(records: Sequence[Record]) -> str:
 
 
 def _start(ordered: Sequence[Segment], base: int, step: int) -> Segment | None:
-    """Return the newest segment that begins at a state: its first one, or that of the newest
-    resume.
-    """
+    """Return the newest segment of a state: its first one, or that of the newest resume."""
     for segment in reversed(ordered):
         if (segment.header.base, segment.header.step) == (base, step):
             return segment

@@ -1,5 +1,4 @@
-"""The file format of the journal: encodes and decodes records in segments. Reads files, writes
-none.
+"""The file format of the journal: encodes and decodes records; reads segments, writes no files.
 
 Input: events of a rollout (a group finished, a batch was taken, an evaluation is complete). Output:
 framed records; and the segments of a folder with their valid records.
@@ -39,7 +38,7 @@ from rlpost.types import Prompt, SampleGroup
 
 T = TypeVar("T")
 
-FORMAT = 3  # of the segments that this program writes
+FORMAT = 3  # format of the segments that this program writes
 HEADER, GROUP, BATCH, EVALUATION = range(1, 5)
 _FRAME = struct.Struct("<II")
 _LENGTH = struct.Struct("<I")
@@ -56,8 +55,9 @@ follow in this order.
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The content of a segment when the next one began: its first ``num_bytes`` bytes, by their
-    BLAKE2b ``digest``.
+    """The content of a segment when the next one began.
+
+    It is given by the BLAKE2b ``digest`` of its first ``num_bytes`` bytes.
     """
 
     number: int
@@ -67,14 +67,14 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Segment ``number`` continues from the checkpoint state that names segment ``base``, of
-    ``step`` trained steps.
+    """The first record of segment ``number``.
 
-    A state begins a new segment that is its own base; a resume copies its records into a new one
-    with the same base. ``settings`` is a hash of all settings that decide what is generated,
-    ``data`` a fingerprint of the prompt files (None if unknown). ``previous`` is the segment whose
-    records led to the base's state (None if unknown). ``unbroken`` is False when those records
-    could not be written completely.
+    The segment continues from the checkpoint state of ``step`` trained steps that names segment
+    ``base``. A state begins a new segment that is its own base; a resume copies its records into a
+    new one with the same base. ``settings`` is a hash of all settings that decide what is
+    generated, ``data`` a fingerprint of the prompt files (None if unknown). ``previous`` is the
+    segment whose records led to the base's state (None if unknown). ``unbroken`` is False when
+    those records could not be written completely.
     """
 
     number: int
@@ -100,8 +100,8 @@ class Record:
     kind: int
     meta: Mapping[str, Any]
     path: Path
-    offset: int  # of the frame
-    size: int  # with the frame
+    offset: int  # position of the frame in the file
+    size: int  # number of bytes, including the frame
     seed: int = 0  # the checksum that this record's continues
 
     @property
@@ -143,8 +143,7 @@ _NEXT_ATTEMPT = "the next attempt uses the records before it and generates the r
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One file: its valid records in order, how many bytes are valid, and what is wrong with the
-    rest.
+    """One file: its valid records in order, the number of valid bytes, the problem of the rest.
 
     ``digests`` has the digest of all bytes up to the end of each record, by that offset.
     """
@@ -163,21 +162,22 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A file without a valid header, and what is wrong with it."""
+    """A file without a valid header, and its problem."""
 
     path: Path
     problem: str
-    num_bytes: int  # of the file
+    num_bytes: int  # size of the file
 
     @property
     def number(self) -> int:
-        """By its name."""
+        """The segment number in the file's name."""
         return int(self.path.stem)
 
 
 class Framing:
-    """The frames of one segment, in order: each checksum continues the one before; one digest
-    covers all bytes.
+    """Frames the records of one segment, in order.
+
+    Each checksum continues the one before; one digest covers all bytes.
     """
 
     def __init__(self) -> None:
@@ -259,8 +259,9 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def segment_paths(folder: Path) -> list[Path]:
-    """List all segments of a journal by number, valid or not. Raises OSError when listing fails
-    twice.
+    """List all segments of a journal by number, valid or not.
+
+    Raises OSError when listing fails twice.
     """
     try:
         names = _twice(lambda: os.listdir(folder))
@@ -341,8 +342,9 @@ def _read_segment(path: Path) -> tuple[Segment | Unreadable, bool]:
 
 
 def _next_frame(file: BinaryIO, framing: Framing, *, seed: int) -> memoryview | None:
-    """Kind and body of the next record, whose checksum continues ``seed``; None at the end. Raises
-    _Damage.
+    """Read kind and body of the next record, whose checksum continues ``seed``.
+
+    Returns None at the end. Raises _Damage.
     """
     offset = framing.num_bytes
     head = file.read(_FRAME.size)
@@ -415,8 +417,7 @@ def _fill_old_arrays(samples: Sequence[dict[str, object]], columns: memoryview) 
         for name, code in _OLD_ARRAYS.items():
             if name in sample:
                 array = np.frombuffer(columns, dtype=code, count=sample[name], offset=at)
-                # A log-prob is a float32 number of an engine, so that nothing is lost as the type
-                # converts it.
+                # The log-probs are an engine's float32 numbers, so converting them back is exact.
                 sample[name], at = array.tolist(), at + array.nbytes
 
 
@@ -427,5 +428,5 @@ def _text(body: memoryview) -> bytes:
 
 def _json(value: object) -> bytes:
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    # a label may hold half a pair; json.loads reads it back
+    # A label may hold a lone surrogate; json.loads restores it.
     return text.encode("utf-8", "surrogatepass")

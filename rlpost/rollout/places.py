@@ -8,9 +8,9 @@ none has any.
   take it in between.
 - An engine that failed gets no request for a while, unless there is no other place: it has few
   requests in flight, so it would attract all of them until it is dismissed.
-- A place that is taken away gets no new requests. Those in flight end by themselves, because the
-  driver aborts them; what remains after GRACE_S, or at once where the engine is lost, is given up
-  and sent again elsewhere. The answer of a request that was given up is never read.
+- A place that is removed gets no new requests. The driver aborts those in flight; requests that
+  remain after GRACE_S, or immediately if the engine is lost, are given up and sent again elsewhere.
+  The answer of a request that was given up is never read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GRACE_S = 10.0
 
 
 class GivenUp(Exception):
-    """The place of a request was taken away, and its answer will not come."""
+    """The place of a request was removed; the request will not be answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class Places:
     def __init__(
         self, own: Sequence[Place], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``own``: places that are always there."""
+        """``own``: places that are never removed."""
         self._own, self._clock = tuple(own), clock
         self._all = self._own
         self._in_flight: Counter[str] = Counter()
         self._visits: dict[str, set[asyncio.Timeout]] = {}
-        """Of each address, the requests in flight; a deadline of now gives one up."""
+        """The requests in flight by address; rescheduling one to now gives it up."""
         self._avoid_until: dict[str, float] = {}
         self._waiting: deque[asyncio.Future[Place]] = deque()
 
@@ -93,13 +93,13 @@ class Places:
 
     @asynccontextmanager
     async def take(self) -> AsyncIterator[Place]:
-        """Wait for capacity; give the place that is used least.
+        """Wait for capacity; yield the place with the smallest share in use.
 
         Raises GivenUp at any point of the block when its place is lost.
         """
         place = await self._one()
         try:
-            # No deadline yet: ``give_up`` sets one of now, which raises TimeoutError in the block.
+            # No deadline yet: ``give_up`` sets it to now, which raises TimeoutError in the block.
             async with asyncio.timeout(None) as visit:
                 self._visits.setdefault(place.url, set()).add(visit)
                 yield place
@@ -139,9 +139,7 @@ class Places:
         self._hand_out()
 
     def _hand_out(self) -> None:
-        """Give the request that waits longest a place, if one is free; it continues with the
-        next.
-        """
+        """Give a free place, if any, to the longest waiting request, which calls this again."""
         self._drop_cancelled()
         if self._waiting and (place := self._best()) is not None:
             self._in_flight[place.url] += 1
@@ -190,7 +188,7 @@ class JoiningPlaces:
             follower.set_others(self.current)
 
     def give_up(self, url: str) -> None:
-        """Send requests again elsewhere that are in flight to an engine which is lost."""
+        """Send the requests in flight to a lost engine again elsewhere."""
         for follower in self._followers:
             follower.give_up(url)
 
@@ -199,7 +197,7 @@ class JoiningPlaces:
         self._listener = listener
 
     def failed(self, place: Place, problem: str) -> None:
-        """Report that an engine did not answer a request as it should."""
+        """Report a failed request to the listener."""
         self._listener(place.url, problem)
 
     def follow(self, places: Places) -> None:

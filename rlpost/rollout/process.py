@@ -28,8 +28,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_WAIT_S, KILL_WAIT_S = 10.0, 60.0
 LOG_LINES = 30
-# Rank variables of the trainer must not reach a server, which creates separate process groups.
-# proxies do not route to nodes
+# Proxies do not route to nodes.
 PROXIES = (
     "http_proxy",
     "https_proxy",
@@ -38,11 +37,11 @@ PROXIES = (
     "HTTPS_PROXY",
     "ALL_PROXY",
 )
+# Rank variables of the trainer must not reach a server, which creates separate process groups.
 NOT_INHERITED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *PROXIES}
 ENVIRONMENT = {
     # The router keeps connections to engines open between generations. By default SGLang closes
-    # idle
-    # connections after 5 s, so the first requests of the next step would all fail.
+    # idle connections after 5 s, so the first requests of the next step would all fail.
     "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -52,9 +51,7 @@ ENVIRONMENT = {
 
 
 class ServerProcess:
-    """A process ``python -m rlpost.rollout.server KIND``; ``name`` identifies it in errors and
-    logs.
-    """
+    """A process ``python -m rlpost.rollout.server KIND``, called ``name`` in errors and logs."""
 
     def __init__(self, kind: str, name: str, log_path: str | Path) -> None:
         self.kind = kind

@@ -43,11 +43,11 @@ def read_groups(template: str, rollout_id: int) -> list[SampleGroup]:
     """Read the groups of one step.
 
     Raises:
-        DataError: naming file, line and what is wrong with it.
+        DataError: names the file, the line and its problem.
     """
     path = recorded_path(template, rollout_id)
     try:
-        # not splitlines(): answers hold what that splits at
+        # Not splitlines(): it also splits at characters such as U+2028 that answers may contain.
         lines = path.read_text().rstrip("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(

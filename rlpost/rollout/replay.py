@@ -31,8 +31,9 @@ class Prompts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The first ``position`` records match the run and bring it to ``step``; ``why`` the next does
-    not.
+    """The result: the first ``position`` records match the run and bring it to ``step``.
+
+    ``why`` the next record does not match; None if all match.
     """
 
     position: int
@@ -41,8 +42,9 @@ class Fit:
 
 
 def newest_fetched(record: Record) -> int:
-    """Return the id of the prompt fetched last when a GROUP or BATCH record was written, if
-    recorded.
+    """Return the newest id that a GROUP or BATCH record proves to have been fetched.
+
+    A batch without ``newest_id`` (older journals) proves only the ids of its groups.
     """
     if record.kind == GROUP:
         return int(record.meta["prompt_id"])

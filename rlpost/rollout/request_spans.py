@@ -1,9 +1,9 @@
 """Records the requests of an engine's server as spans, for the trace of a run.
 
 Input: an ASGI application. Output: the application wrapped so that it records a span of each
-request except health checks, and answers
-``GET /spans?since=S`` with ``metrics.spans.clock_and_spans`` of its process. The application checks
-the API key before this middleware runs.
+request except health checks, and answers ``GET /spans?since=S`` with
+``metrics.spans.clock_and_spans`` of its process. The application checks the API key before this
+middleware runs.
 """
 
 from __future__ import annotations

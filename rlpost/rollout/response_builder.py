@@ -21,7 +21,7 @@ from rlpost.rollout.connection import Connection
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import FinishReason, Prompt, Sample
 
-MAX_EMPTY_ANSWERS = 100  # consecutive ones, each aborted before its first token
+MAX_EMPTY_ANSWERS = 100  # consecutive responses that were aborted before the first token
 
 
 class Codec(Protocol):
@@ -95,7 +95,7 @@ class ResponseBuilder:
         self._unversioned = 0  # tokens of tools before the model's first
         self._turn_at = 0  # start of the current turn in the ids
         self._before = ""  # the text before it
-        self._texts = [so_far.text] if so_far else []  # of the current turn, one per request
+        self._texts = [so_far.text] if so_far else []  # texts of the current turn, one per request
         self.finish_reason: FinishReason = "stop"
         self.stopped_at: int | str | None = None
 

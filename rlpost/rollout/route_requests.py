@@ -1,5 +1,4 @@
-"""Requests expert routes and sampling masks through a router that drops the request fields for
-them.
+"""Requests routes and sampling masks through a router that drops the request fields for them.
 
 Input: an ASGI application, SGLang's server. Output: the application wrapped so that labels of a
 ``POST /generate`` become fields: ``ROUTES_FROM`` becomes ``return_routed_experts`` and
@@ -97,8 +96,9 @@ def _with_length(headers: Iterable[Header], body: bytes) -> list[Header]:
 
 
 def narrowed(body: bytes) -> bytes:
-    """Return a response body with one byte per expert; unchanged without routes or if an id needs
-    more.
+    """Return a response body with one byte per expert.
+
+    It is unchanged without routes, or if the id of an expert needs more than a byte.
     """
     start = body.find(_EXPERTS)  # cannot match inside a string, where quotes are escaped
     if start < 0:

@@ -46,12 +46,13 @@ class RouteFormat:
         )
 
     def decode(self, text: str, *, dtype: str = "<i4") -> RouteColumn:
-        """Decode base64 of numbers [tokens, all layers, topk]: int32 as SGLang returns them, or
-        uint8 (``NARROW``).
+        """Decode base64 of numbers [tokens, all layers, topk].
+
+        They are int32, as SGLang returns them, or uint8 (``NARROW``).
 
         Raises:
-            RolloutError: it has another shape, numbers of experts that do not exist, or one expert
-                twice for a token.
+            RolloutError: the shape is wrong, an expert does not exist, or one expert occurs twice
+                for a token.
         """
         numbers = np.frombuffer(base64.b64decode(text), dtype=dtype)
         if numbers.size % (self.num_layers * self.topk):
@@ -61,7 +62,7 @@ class RouteFormat:
             )
         every_layer = numbers.reshape(-1, self.num_layers, self.topk)
         first, last = self.layers[0], self.layers[-1]
-        # then a view suffices, else a copy four times as large
+        # For consecutive layers a view suffices; otherwise the copy is four times as large.
         is_range = last - first + 1 == len(self.layers)
         routes = every_layer[:, first : last + 1] if is_range else every_layer[:, list(self.layers)]
         if routes.size and (routes.min() < 0 or routes.max() >= self.num_experts):

@@ -37,8 +37,8 @@ def make_folder(folder: Path) -> None:
 def create(path: Path, records: Iterable[bytes]) -> None:
     """Create a file with these records atomically. Raises FileExistsError when it exists.
 
-    Where there are no hard links, a crash may leave an empty file: a segment without records, after
-    which nothing follows.
+    Without hard links, a crash may leave an empty file: a segment without records, which ends the
+    chain.
     """
     partial = _partial_path(path)
     try:

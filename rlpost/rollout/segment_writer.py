@@ -4,8 +4,8 @@ Input: a header, the first records, then single records. Output: the file NUMBER
 no other attempt has.
 
 Consecutive segments share one queue, so that a segment seals the complete one before it. After a
-storage failure, a missed deadline or too many pending bytes a segment is given up: nothing is
-written to it any more, even if the storage answers later, and the next segment has another queue.
+storage failure, a missed deadline or too many pending bytes a segment is given up: nothing more is
+written to it, even if the storage answers later, and the next segment has another queue.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ DEADLINE_S = 60.0
 SLOWEST_BYTES_PER_S = 10e6
 """Storage that reads or copies records more slowly than this counts as hung."""
 MAX_PENDING_BYTES = 4 * 2**30
-"""Of samples that the driver holds anyway; routes of 89 layers with 8 experts each fill it with 6
-million tokens.
+"""Limit of queued records, whose samples the driver holds anyway; with routes of 89 layers and 8
+experts each, it is reached by 6 million tokens.
 """
-RECORD_OVERHEAD_BYTES = 1024  # of a pending record in memory
+RECORD_OVERHEAD_BYTES = 1024  # memory of a pending record besides its content
 MAX_TAKEN = 16
 LOST = "a crash before the next checkpoint would repeat generation"
 
@@ -86,9 +86,7 @@ class SegmentWriter:
         return self._problem is None
 
     def next(self, step: int | None = None) -> SegmentWriter:
-        """Return the segment that replaces this one: for a state of ``step`` steps, or else for the
-        same state.
-        """
+        """Return the next segment, for a state of ``step`` steps or, without, the same state."""
         header = self.header if step is None else replace(self.header, step=step)
         return SegmentWriter(
             self._folder, header, check=self._check, is_base=step is not None, after=self
@@ -115,8 +113,9 @@ class SegmentWriter:
         self._queue.soon(self._write_pending)
 
     async def durable(self) -> None:
-        """Return when all queued records are on disk, or the segment is given up. Raises as
-        ``create`` does.
+        """Return when all queued records are on disk, or the segment is given up.
+
+        Raises as ``create`` does.
         """
         if self._problem is None and self._synced != self._queued:
             await self._within_deadline(self._queue.soon(self._sync), "an fsync")
@@ -244,7 +243,7 @@ class SegmentWriter:
 
 
 def _queue(folder: Path) -> RunFile:
-    """A thread for writes in order; ``append`` bounds how many there are."""
+    """Return a queue of writes in order; ``append`` bounds its size in bytes."""
     return RunFile(folder, lost=LOST, max_waiting=MAX_PENDING_BYTES)
 
 

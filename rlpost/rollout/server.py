@@ -103,9 +103,7 @@ def end_with_parent() -> None:
 
 
 def redact(secret: str | None) -> None:
-    """Redact the secret in every log record of this process: SGLang logs its arguments at
-    startup.
-    """
+    """Redact the secret in all log records of this process; SGLang logs its arguments."""
     if not secret:
         return
     make = logging.getLogRecordFactory()
@@ -125,10 +123,10 @@ def redact(secret: str | None) -> None:
 
 
 def use_stand_ins(num_ranks: int = 1) -> None:
-    """Make the CPU stand-ins importable here and in SGLang's processes; let all ranks share all
-    cores.
+    """Make the CPU stand-ins importable here and in SGLang's processes.
 
-    SGLang rejects more ranks than NUMA nodes unless the cores of each rank are given.
+    All ranks share all cores: SGLang rejects more ranks than NUMA nodes unless the cores of each
+    rank are given.
     """
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([cores] * num_ranks))
@@ -144,11 +142,10 @@ def use_stand_ins(num_ranks: int = 1) -> None:
 
 
 def keep_memory() -> None:
-    """Make malloc reuse freed memory instead of returning it to the system, as CUDA's allocator
-    does.
+    """Make malloc reuse freed memory instead of returning it to the system.
 
-    SGLang allocates memory for each bucket of weights; page faults on fresh memory would dominate
-    the update.
+    CUDA's allocator does so too. SGLang allocates memory for each bucket of weights; page faults on
+    fresh memory would dominate the update.
     """
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
@@ -157,18 +154,18 @@ def keep_memory() -> None:
 
 
 def start_by_fork() -> None:
-    """Fork SGLang's processes from this one, which has imported everything: imports dominate their
-    start.
+    """Fork SGLang's processes from this one, which has imported everything.
 
-    SGLang sets "spawn", because CUDA does not survive a fork.
+    Imports dominate their start. SGLang sets "spawn", because CUDA does not survive a fork.
     """
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda *_args, **_options: None
 
 
 def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
-    """Serve until killed. ``ready_fd`` receives a line once requests are accepted, or
-    end-of-file.
+    """Serve until killed; write a line to ``ready_fd`` once requests are accepted.
+
+    A reader of the pipe gets end-of-file if the process ends before.
     """
     with paused_for_imports():
         import torch
@@ -190,7 +187,7 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
         from sglang.srt.server_args import ServerArgs
         from sglang.srt.utils import kill_process_tree
 
-        load_plugins()  # as SGLang's command does: they may change what settings mean
+        load_plugins()  # as SGLang's command does, because plugins may change settings
 
     server_args = ServerArgs(**engine_arguments(given, has_cuda=has_cuda))
     if hasattr(server_args, "resolve_once"):  # 0.5.21 and later: values that follow from others
@@ -223,8 +220,9 @@ def manager_options(server_args: Any) -> dict[str, Any]:
 
 
 def say_ready(ready_fd: int, host: str, port: int) -> None:
-    """Write the line once the port accepts connections; without warm-up, SGLang calls back
-    earlier.
+    """Write the line once the port accepts connections.
+
+    Without warm-up, SGLang calls back earlier.
     """
     while True:
         try:
@@ -237,8 +235,9 @@ def say_ready(ready_fd: int, host: str, port: int) -> None:
 
 
 def run_router(arguments: Mapping[str, object]) -> None:
-    """Run the router until killed, without ``launch_router``, which takes seconds to import
-    SGLang.
+    """Run the router until killed.
+
+    ``launch_router`` is not used, because it takes seconds to import SGLang.
     """
     from sglang_router.router import Router
     from sglang_router.router_args import RouterArgs
@@ -267,7 +266,7 @@ def main(argv: list[str]) -> int:
     document = json.loads(read_line(0))
     arguments = document["arguments"]
     if document.get("ignores_term"):
-        # Blocked, not ignored: SGLang and uvicorn install handlers of their own. Its processes
+        # Blocked, not ignored: SGLang and uvicorn install their own handlers. Child processes
         # inherit the mask.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     ready_fd = int(document["ready_fd"])

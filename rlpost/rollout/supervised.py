@@ -1,8 +1,7 @@
-"""Batches of supervised examples: prompts with the responses of the data, with the interface of
-``Collector``.
+"""Batches of supervised examples, with the interface of ``Collector``.
 
-Input: the prompt cursor. Output: groups of one sample each. Nothing is generated, and no engine is
-used.
+Input: the cursor over prompts with responses. Output: groups of one sample each. Nothing is
+generated, and no engine is used.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from rlpost.types import Prompt, SampleGroup
 
 
 class Supervised(Replay):
-    """As ``Replay``, with groups that are made from the prompts themselves."""
+    """Like ``Replay``, with groups that are made from the prompts themselves."""
 
     def __init__(
         self,

@@ -114,7 +114,7 @@ class TeacherServer:
 
         Raises:
             GradingLost: the server did not answer in time.
-            RolloutError: it refused the request, or its answer is not one.
+            RolloutError: it refused the request, or its response is not SGLang's.
         """
         prompt, response = list(sample.prompt_ids), list(sample.response_ids)
         body: dict[str, object] = {
@@ -211,7 +211,7 @@ class TeacherServer:
 
 
 def _are_same(theirs: Sequence[int], own: Sequence[int]) -> bool:
-    """Whether a server's tokens are these.
+    """Whether a server's tokens equal ``own``.
 
     SGLang 0.5.21 reports the last id of the vocabulary as 0
     (``managers/scheduler_components/logprob_result_processor.py``), so a 0 matches every id.

@@ -1,7 +1,8 @@
 """The batches of steps that were trained since a checkpoint, read again while the run continues.
 
-Input: the state of a checkpoint, and what followed it on disk: the journal's segments, or the
-recording of --load-debug-rollout-data. Output: the groups of each later step, as they were trained.
+Input: the state of a checkpoint, and the records of later steps on disk: the journal's segments, or
+the recording of --load-debug-rollout-data. Output: the groups of each later step, as they were
+trained.
 A group of a batch was in the checkpoint's backlog, or was finished after it. Steps that were
 themselves replayed are there too: a resume copies their records into its own segment.
 
@@ -34,7 +35,7 @@ class TrainedBatches(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What identifies the journal records of a run: see ``journal_format.Header``."""
+    """Identity of the journal records of a run: see ``journal_format.Header``."""
 
     folder: Path
     settings: str
@@ -47,7 +48,7 @@ class JournalBatches:
     def __init__(
         self, batches: Mapping[int, Record], groups: Mapping[int, Record | SampleGroup], where: Path
     ) -> None:
-        """``batches`` by step, ``groups`` by prompt id; of a group in the journal its record."""
+        """``batches`` by step, ``groups`` by prompt id; a group in the journal is its record."""
         self._batches, self._groups, self._where = batches, groups, where
 
     @classmethod

@@ -19,7 +19,7 @@ from rlpost.rollout.connection import Connection, Halted
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-CLOSE_S = 30.0  # for an environment to release what it has
+CLOSE_S = 30.0  # deadline for an environment to release its resources
 POLL_S = 0.5  # interval of checks for a halt; requests to the engines end without it
 
 
@@ -40,7 +40,7 @@ async def call_if_there(thing: object, name: str, *args: object, default: object
 async def closed(thing: object, word: str) -> None:
     """Call ``close`` of an environment, if it has one, within CLOSE_S.
 
-    A failure is logged only: the episode has its result, and the next one its own environment.
+    A failure is only logged: the episode has its result, and the next one has another environment.
     """
     try:
         async with asyncio.timeout(CLOSE_S):

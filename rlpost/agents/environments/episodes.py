@@ -3,10 +3,10 @@
 Input: a response builder and a prompt. Output: the samples of one episode with their rewards, and a
 record of the episode.
 
-An episode that fails outside of the answer is started again, then left out of its group
-(``GradingLost``). One that is halted, by a preemption or at the end of a rollout, is generated
-again from its prompt: its state is in the environment's processes, which do not survive. New
-weights in --rollout-mode fully_async halt nothing; the engine or the builder resumes the turn.
+An episode that fails for a reason outside the answer is started again, and after --env-retries left
+out of its group (``GradingLost``). A halted episode (a preemption, or the end of a rollout) is
+generated again from its prompt: its state is in the environment's processes, which do not survive.
+New weights in --rollout-mode fully_async halt nothing; the engine or the builder resumes the turn.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Runner(Protocol):
         """Run one episode; see ``PlainRunner.run``."""
 
     async def close(self) -> None:
-        """Release what ``start`` took."""
+        """Release the resources of ``start``."""
 
 
 class EnvironmentSet:
@@ -83,8 +83,9 @@ class EnvironmentSet:
         return tuple(name.label for name in self.names)
 
     async def run(self, label: str, builder: ResponseBuilder, prompt: Prompt) -> EpisodeResult:
-        """Run an episode once its environment has a free place. Raises as ``Runner.run``, and
-        EpisodeTimeout.
+        """Run an episode once its environment has a free place.
+
+        Raises as ``Runner.run``, and EpisodeTimeout.
         """
         runner, limit_s = self._runners[label], self.settings.env_timeout_s
         async with self._places[label]:
@@ -181,7 +182,7 @@ class Episodes:
                 )
             except (Halted, RolloutError, ConfigError, DataError):
                 raise
-            except Exception as error:  # not the answer's fault
+            except Exception as error:  # the cause is outside the answer
                 why = self._failed(error, label, prompt, began=began, index=builder.index)
                 if attempt == settings.env_retries or isinstance(why, EpisodeTimeout):
                     self._counts[MASKED] += 1

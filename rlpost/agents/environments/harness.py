@@ -1,4 +1,4 @@
-"""Run harnesses: black boxes that talk to the gateway of an episode.
+"""Runs harnesses, which are opaque programs that send requests to the gateway.
 
 Input: a response builder (its connection and sampling parameters), a prompt. Output: one sample for
 each trajectory that the gateway recorded.
@@ -48,7 +48,7 @@ class HarnessRunner:
         Raises:
             Halted: generation is suspended.
             RolloutError: a request to an engine failed permanently.
-            GradingLost: the harness asked the model nothing.
+            GradingLost: the harness sent no request to the model.
             ConfigError: the harness returned no reward.
             Exception: whatever the harness raises.
         """

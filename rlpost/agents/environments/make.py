@@ -35,8 +35,10 @@ ADAPTERS = {
 def make_environments(
     config: Config, run_folder: Path = Path()
 ) -> tuple[EnvironmentSet, Gateway | None]:
-    """Make the environments of --env. The gateway is None if none of them needs one; it has to be
-    entered before the first episode. Servers of sandboxes register in ``run_folder``.
+    """Make the environments of --env, and the gateway if one of them needs it.
+
+    The gateway has to be entered before the first episode. Servers of sandboxes register in
+    ``run_folder``.
 
     Raises:
         ConfigError: an environment cannot be made.
@@ -49,7 +51,7 @@ def make_environments(
             f"--env-args: no environment has the label {wrong[0]}; --env has "
             f"{', '.join(name.label for name in names)}"
         )
-    # Only where an environment needs it: a pool or a gateway takes processes and a port.
+    # Created only if an environment needs it: a pool or a gateway takes processes and a port.
     pool = _Once(lambda: pool_of(config.sandbox, run_folder))
     gateway = _Once(
         lambda: Gateway(
@@ -84,7 +86,7 @@ class UsesSandboxes(Protocol):
 def _runner(
     name: EnvName, config: Config, pool: Callable[[], Pool], gateway: Callable[[], Gateway]
 ) -> Runner:
-    """Return what runs the episodes of an environment.
+    """Return the runner of an environment's episodes.
 
     ``pool`` is for classes with ``uses_sandboxes``, ``gateway`` for harnesses.
     """
@@ -94,7 +96,7 @@ def _runner(
     arguments: tuple[object, ...] = ()
     if name.kind != "own":
         path, arguments = ADAPTERS[name.kind], (name.target,)
-        if name.kind != "openenv":  # its turns are counted as those of environments of our own
+        if name.kind != "openenv":  # ``PlainRunner`` counts the turns of OpenEnv
             given = {"max_turns": max_turns, **given}
     module, _, cls = path.rpartition(":")
     dotted = path if not module or module.endswith(".py") else f"{module}.{cls}"  # FILE.py:Class
@@ -110,7 +112,7 @@ def _runner(
             f"(rlpost/agents/environments/protocol.py); it has {', '.join(public) or 'nothing'}"
         )
     try:
-        made = create()  # of a plain environment too: wrong arguments fail now, not in an episode
+        made = create()  # plain environments too, so that wrong arguments fail now
     except ConfigError:
         raise
     except Exception as error:  # a user's class

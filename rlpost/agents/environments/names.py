@@ -1,6 +1,6 @@
 """The environment of each prompt. Pure.
 
-Input: the words of --env, weights, a prompt. Output: specifications, and the one of a prompt.
+Input: the words of --env, weights, a prompt. Output: the environments, and that of a prompt.
 
     LABEL=ENVIRONMENT   ENVIRONMENT   pkg.mod:Class   FILE.py:Class   verifiers:NAME   openenv:URL
                                       tau2:DOMAIN
@@ -90,8 +90,8 @@ def env_of(
 ) -> str:
     """Return the label of a prompt's environment.
 
-    The one that its metadata names, else one drawn by ``weights``. The draw depends on seed and
-    prompt id alone, so a resumed run draws the same.
+    It is the one that the prompt's metadata names, else one drawn by ``weights``. The draw depends
+    only on seed and prompt id, so a resumed run draws the same.
 
     Raises DataError for a label that does not exist.
     """

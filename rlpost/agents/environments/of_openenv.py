@@ -1,12 +1,12 @@
 """The adapter for environments of OpenEnv (openenv-core 0.3), which are servers.
 
-    --env openenv:http://HOST:PORT      a server that runs
+    --env openenv:http://HOST:PORT      a running server
     --env openenv:OWNER/NAME            the Hugging Face space of that name
 
 One session of the server is one episode. A turn of the model becomes an action, a JSON object; an
-observation becomes text. Arguments (--env-args) say how, see ``OpenEnvEnvironment``. What an
-environment returns is text to the model: a reward that a server computes from files that the model
-may write is not safe from it (OpenEnv #1199).
+observation becomes text, as the arguments (--env-args) of ``OpenEnvEnvironment`` specify. A reward
+that a server computes from files that the model may write can be manipulated by the model (OpenEnv
+#1199).
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ class OpenEnvEnvironment:
         return self._shown(result.observation)
 
     async def step(self, turn: Turn) -> Step:
-        """Act. Raises RuntimeError for an error of the environment, ConnectionError."""
+        """Send an action. Raises RuntimeError for an error of the environment, ConnectionError."""
         action = self._action_of(turn.text)
         if action is None:
             return Step(self._around("The action is no JSON object."), tool="action")
         try:
             result = await self._client.step(action)
-        except RuntimeError as error:  # the client's words for any error that a server sends
+        except RuntimeError as error:  # the client raises it for any error that a server sends
             if not any(code in str(error) for code in _INVALID):
                 raise
             return Step(self._around(f"The action is not valid: {error}"), tool="action")

@@ -2,9 +2,10 @@
 
     --env tau2:DOMAIN           airline, retail, telecom, mock, ...
 
-Its orchestrator lets the policy, a simulated user and the tools of a domain talk; the policy is
-reached through the gateway. Arguments (--env-args): ``user_llm`` and ``user_llm_args``, the model
-that plays the user, in the words of litellm; or ``agent`` = "llm_agent_solo", without a user.
+Its orchestrator runs a conversation of the policy, a simulated user and the tools of a domain; the
+policy is reached through the gateway. Arguments (--env-args): ``user_llm`` and ``user_llm_args``,
+model and arguments of the simulated user as litellm takes them; or ``agent`` = "llm_agent_solo",
+without a user.
 
 The package ``tau2`` of PyPI is another project (magnetic relaxation rates).
 
@@ -26,7 +27,7 @@ INSTALL = (
     "for its data folder (the package tau2 of PyPI is another project)"
 )
 NOT_THE_AGENT = ("user_error", "infrastructure_error", "unexpected_error", "timeout")
-"""Reasons of an end for which no agent is to blame."""
+"""Reasons for the end of a simulation that no agent caused."""
 SOLO = "llm_agent_solo"
 
 
@@ -50,7 +51,7 @@ class Tau2Harness:
             split: which tasks of the domain; None for all.
             max_steps: of the conversation; messages of the user and of tools count. Default: four
                 for each of ``max_turns``.
-            evaluation: the way of evaluation, in the words of tau2.
+            evaluation: tau2's name of the kind of evaluation.
 
         Raises:
             ConfigError: tau2-bench is not installed, has no such domain, or there is no user.
@@ -128,8 +129,10 @@ class Tau2Harness:
         return self._build(config, task, seed=seed)
 
     def _solo(self, task: object, model: str, arguments: dict[str, object], seed: int) -> object:
-        """Build it from its parts: tau2's own builder gives its silent user arguments that this
-        one does not take (version 1.0.1, TypeError).
+        """Return the conversation without a user, built from its parts.
+
+        tau2's own builder passes arguments to its silent user that ``DummyUser`` does not take
+        (version 1.0.1, TypeError).
         """
         build_environment, build_agent, silent_user, orchestrator = self._parts
         environment = build_environment(self._domain, solo_mode=True)

@@ -8,8 +8,8 @@ files; ``select``, which tasks; ``max_turns``.
 
 A prompt names its task by ``task`` in the metadata, its position in the taskset
 (``rlpost.agents.environments.export`` writes such prompts); without it, the prompt id modulo the
-number of tasks. An episode that verifiers calls failed has no reward: it is started again, then left
-out.
+number of tasks. An episode that verifiers reports as failed has no reward: it is started again,
+then left out.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class VerifiersHarness:
                 )
 
     async def start(self) -> None:
-        """Start what all episodes share: tool servers and the interception server."""
+        """Start the servers that all episodes share: tool servers and the interception server."""
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         async def serve() -> None:  # one task enters and leaves the contexts of verifiers
@@ -106,7 +106,7 @@ class VerifiersHarness:
         await ready
 
     async def close(self) -> None:
-        """End it."""
+        """End the servers."""
         self._end.set()
         if self._serving is not None:
             await self._serving
@@ -116,7 +116,7 @@ class VerifiersHarness:
 
         Raises:
             DataError: the prompt names a task that does not exist.
-            GradingLost: verifiers calls the episode failed.
+            GradingLost: verifiers reports the episode as failed.
             ConfigError: an agent that is not trained asks the policy.
         """
         vf, traces, asked = self._vf, [], set()
@@ -154,10 +154,10 @@ class VerifiersHarness:
 def configuration(
     name: str, kind: object, given: Mapping[str, object], max_turns: int, vf: ModuleType
 ) -> dict[str, object]:
-    """Return the configuration of an environment: ours, with what is given over it.
+    """Return the configuration of an environment: our defaults, overridden by ``given``.
 
-    ``kind`` is the class of the configuration. Programs of agents run as processes of the node
-    unless a runtime is given, not in the hosted service that is the default of verifiers.
+    ``kind`` is the class of the configuration. Unless a runtime is given, programs of agents run as
+    processes of the node, and not in the hosted service that verifiers uses by default.
     """
     found: dict[str, object] = {"taskset": {"id": name}}
     for role in roles(kind, vf):
@@ -192,8 +192,9 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, objec
 
 
 def refuse_untrained(name: str, finished: Any, asked: Collection[str]) -> None:
-    """Raise ConfigError if an agent that is not trained, such as a judge, asked the policy: its
-    tokens would be trained with those of the others.
+    """Raise ConfigError if an agent that is not trained, such as a judge, asked the policy.
+
+    Its tokens would be trained with those of the others.
     """
     for trace in finished.traces:
         if not trace.agent.trainable and trace.id in asked:

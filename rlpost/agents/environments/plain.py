@@ -1,4 +1,4 @@
-"""Run environments that are plain Python: ``reset``, then the model's turns and ``step``.
+"""Runs environments that are plain Python: ``reset``, then the model's turns and ``step``.
 
 Input: a response builder, a prompt. Output: one sample; the text of the environment is masked.
 """
@@ -38,7 +38,7 @@ class PlainRunner:
 
         Raises:
             Halted: generation is suspended.
-            ConfigError: the environment returned something that is no ``Step`` or no number.
+            ConfigError: the environment returned no ``Step``, or a reward that is not a number.
             Exception: whatever the environment raises.
         """
         environment = await call(self.make)

@@ -11,7 +11,7 @@ import aiohttp
 from aiohttp import web
 
 HEADER = "X-Session-ID"
-# Request headers that belong to one connection, or that the relay replaces; and those of answers.
+# Headers that belong to one connection or that the relay replaces: of requests, then of answers.
 _HOP = {"host", "content-length", "authorization", "x-api-key", "connection", "accept-encoding"}
 _NOT_BACK = {"content-length", "content-encoding", "transfer-encoding", "connection"}
 MAX_BODY = 256 << 20  # bytes of a request

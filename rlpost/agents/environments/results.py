@@ -1,7 +1,7 @@
 """The result of an episode: its samples with their rewards, and its record.
 
-Input: samples, turns, a reward. Output: the same samples with what reward, loss and metrics read
-(``Sample.extra``), and one JSON object for the trace.
+Input: samples, turns, a reward. Output: the same samples with the values that reward, loss and
+metrics read (``Sample.extra``), and one JSON object for the trace.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REWARD, ENV, NUM_TURNS = "reward", "env", "num_turns"
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """A turn of the model and what followed it.
+    """A turn of the model, and the text that followed it.
 
     ``before`` is the text between the prompt and the first turn of a sample.
     ``sample`` is the position of its sample in the episode, ``start`` and ``end`` its tokens in
@@ -38,7 +38,7 @@ class TurnResult:
     before: str = ""
 
     def to_json(self) -> dict[str, object]:
-        """Return the turn as an entry of a record; what is empty is left out."""
+        """Return the turn as an entry of a record; empty values are left out."""
         record: dict[str, object] = {
             "text": self.text,
             "tokens": self.end - self.start,
@@ -57,7 +57,7 @@ class TurnResult:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeResult:
-    """An episode that ended by itself.
+    """An episode that ran to its end.
 
     Attributes:
         samples: its trajectories, without rewards.
@@ -111,7 +111,7 @@ def rewarded(result: EpisodeResult, label: str, *, by_turn: bool) -> tuple[Sampl
 
 
 def record_of(result: EpisodeResult) -> dict[str, object]:
-    """Return what the trace says of an episode that ended by itself."""
+    """Return the record of an episode that ran to its end."""
     versions: dict[int, int] = {}
     for sample in result.samples:
         for version, count in sample.versions.runs:

@@ -66,7 +66,7 @@ def _append(path: Path, record: Mapping[str, object]) -> None:
 def read_episodes(path: Path) -> list[dict[str, object]]:
     """Return the newest records of a file in order; of one episode the last. Empty without a file.
 
-    Lines that are cut or damaged are skipped.
+    Truncated or damaged lines are skipped.
     """
     try:
         with path.open("rb") as file:
@@ -82,7 +82,7 @@ def read_episodes(path: Path) -> list[dict[str, object]]:
         try:
             record = json.loads(line)
             key: tuple[object, ...] = (None, record["prompt_id"], record["index"])
-            if record.get("evaluation") is not None:  # evaluated again and again
+            if record.get("evaluation") is not None:  # the same prompt, at several steps
                 key = (record["evaluation"], *key[1:], record["began"])
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
@@ -94,8 +94,8 @@ def read_episodes(path: Path) -> list[dict[str, object]]:
 def chosen(records: Sequence[Mapping[str, Any]], *, most: int) -> list[Mapping[str, object]]:
     """Return the records that a report shows, newest first.
 
-    Of each environment the newest failed ones, and the newest with its best and its worst reward,
-    as many of each kind as ``most`` allows.
+    These are, for each environment, the newest failed ones and the newest with its best and its
+    worst reward, as many of each kind as ``most`` allows.
     """
     kinds: dict[tuple[object, str], list[int]] = {}
     rewards: dict[object, list[float]] = {}

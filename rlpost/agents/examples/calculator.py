@@ -14,7 +14,7 @@ from rlpost.types import Prompt
 
 
 class Calculator:
-    """The conversation so far is one text, which the calculator reads from its end."""
+    """Keeps the conversation as one text, which the calculator reads from its end."""
 
     stop = (CALL,)
 

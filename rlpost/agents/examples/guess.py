@@ -2,8 +2,8 @@
 
     --env rlpost.agents.examples.guess:Guess --env-reward turn
 
-The secret follows from the prompt alone, so all answers of a group look for the same digit, and a
-resumed run asks for the same ones.
+The secret depends only on the prompt, so all answers of a group have to guess the same digit, also
+after a resume.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HIGHER, LOWER = "+", "-"  # one token each for the tiny model
 
 
 class Guess:
-    """Reward 1 for the digit, less ``price`` for each wrong guess; 0 is the least."""
+    """Guess a digit: reward 1, less ``price`` for each wrong guess; 0 if it is not found."""
 
     def __init__(self, turns: int = 4, price: float = 0.1, ask: str = "=") -> None:
         """``ask`` follows each hint, to ask for the next guess."""
@@ -32,7 +32,7 @@ class Guess:
         return self._ask
 
     def step(self, turn: Turn) -> Step:
-        """Compare a guess; what is no single digit ends the episode."""
+        """Compare a guess; anything but a single digit ends the episode."""
         found = re.fullmatch(r"\s*([0-9])\s*", turn.text)
         if found is None:
             return Step(done=True)

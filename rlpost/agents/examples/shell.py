@@ -4,7 +4,7 @@
 
 A turn that begins with "$ " is a shell command, whose output follows it; any other turn ends the
 episode. The label of a prompt is a JSON list of cases [input, output], on which ``python3
-solution.py`` runs outside of the agent's sandbox. Reward: the share of cases that it solves.
+solution.py`` runs outside the agent's sandbox. Reward: the share of cases that it solves.
 """
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ class Shell:
         return (await verify(self._sandbox, self._verifier, self.sandboxes)).score
 
     async def close(self) -> None:
-        """Give the sandbox back."""
+        """Close the sandbox."""
         await self._open.aclose()

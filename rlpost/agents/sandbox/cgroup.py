@@ -1,7 +1,7 @@
 """One cgroup v2 for each sandbox, below the delegated cgroup of this process.
 
 Input: ``common.delegated_cgroup``. Output: a ``Parent``, which makes a ``Cgroup`` for a sandbox;
-None where nothing is delegated, and then the limits of ``inner.init`` alone hold.
+None where nothing is delegated; then only the limits of ``inner.init`` apply.
 
 The kernel allows processes only in the leaves of a divided cgroup, so ``open_parent`` moves this
 process into ``rlpost-main`` beside the sandboxes (Linux, "Control Group v2", "No Internal
@@ -34,8 +34,8 @@ _numbers = itertools.count()
 def files_of(limits: Limits) -> dict[str, str]:
     """Return the control files of a sandbox and their values.
 
-    ``memory.max`` counts files as well: they are on a tmpfs. Kernel memory of the sandbox
-    (sockets, pipes, page tables) counts too, which no other limit sees.
+    ``memory.max`` counts files as well, because they are on a tmpfs, and kernel memory of the
+    sandbox (sockets, pipes, page tables), which no other limit counts.
     """
     memory = (limits.memory_mib + limits.disk_mib + OWN_MIB) * MIB
     return {
@@ -66,11 +66,11 @@ class Cgroup:
         return cls(folder)
 
     def add(self, pid: int) -> None:
-        """Move a process into it; what it forks is in it as well. Raises OSError."""
+        """Move a process into the cgroup; its later children belong to it too. Raises OSError."""
         (self.folder / "cgroup.procs").write_text(str(pid))
 
     def memory_kills(self) -> int:
-        """Return how many processes of it the kernel has killed for its memory."""
+        """Return how many of its processes the kernel has killed at the memory limit."""
         try:
             lines = (self.folder / "memory.events").read_text().splitlines()
         except OSError:
@@ -79,7 +79,7 @@ class Cgroup:
         return int(counts.get("oom_kill", 0))
 
     async def remove(self) -> None:
-        """Kill what is left in it, and remove it. Leaves the folder when that takes too long."""
+        """Kill the remaining processes and remove the cgroup; leave it if they take too long."""
         with contextlib.suppress(OSError):
             (self.folder / "cgroup.kill").write_text("1")  # Linux 5.14
         for _ in range(round(REMOVE_S / POLL_S)):

@@ -23,7 +23,7 @@ MARK = ".made-by"  # a file with the name of the server, beside the image
 
 @contextlib.contextmanager
 def unpacked(image: str | None, name: str) -> Iterator[str | None]:
-    """Yield the folder of an image; what was unpacked is removed at the end.
+    """Yield the folder of an image; an unpacked folder is removed at the end.
 
     Raises ConfigError when the image is missing or enroot cannot unpack it.
     """
@@ -56,7 +56,7 @@ def unpacked(image: str | None, name: str) -> Iterator[str | None]:
 
 
 def remove_leftovers(name: str) -> None:
-    """Remove what a server of this name left when it was killed; nothing that it did not make."""
+    """Remove the folder that a killed server of this name left; no folder of another owner."""
     folder = _folder(name)
     try:
         is_own = folder.lstat().st_uid == os.getuid() and (folder / MARK).read_text() == name

@@ -20,8 +20,8 @@ from rlpost.agents.sandbox.streams import Capture, Feed
 
 START_SECONDS = 30.0
 ANSWER_SECONDS = 20.0  # beyond the time of a command, for killing its processes on a busy node
-REQUEST_BYTES = 180_000  # of one packet, below net.core.wmem_default
-FIRST_USER = 1_879_000_000  # users of the host that own nothing, for sandboxes that root starts
+REQUEST_BYTES = 180_000  # maximum size of a packet, below net.core.wmem_default
+FIRST_USER = 1_879_000_000  # first of the unused host users for sandboxes that root starts
 USERS = 60_000
 KILLED = 137  # exit code: 128 + SIGKILL
 ROOT = str(Path(__file__).parents[3])
@@ -34,7 +34,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Root:
-    """What a sandbox sees as its file system."""
+    """The file system that a sandbox sees."""
 
     image: str | None = None
     """Folder with the root of an image. Default: /usr and a few files of this node."""
@@ -185,7 +185,7 @@ class LocalSandbox(Sandbox):
         except SandboxLost:
             if not self._is_exhausted:
                 raise
-            await self.close()  # the agent's commands used up its memory: no loss of the node
+            await self.close()  # the agent's commands used up its memory; the node is not lost
             return _exhausted()
         finally:
             for handle in theirs:
@@ -232,7 +232,7 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
 
 
 def host_user(number: int) -> int:
-    """Return the user of the host for a sandbox that root starts: one for each, owning nothing."""
+    """Return the host user for a sandbox that root starts; each sandbox has its own unused user."""
     return FIRST_USER + (os.getpid() * 61 + number) % USERS
 
 

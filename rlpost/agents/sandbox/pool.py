@@ -94,7 +94,7 @@ class LocalPool:
             if sandbox.alive:
                 return sandbox
             await sandbox.close()
-        # the warm ones give way, so that never more than ``size`` exist
+        # Close warm sandboxes, so that never more than ``size`` exist.
         while self._warm and len(self._warm) + len(self._used) >= self.size:
             await self._warm.pop().close()
         if self._closed:
@@ -124,7 +124,7 @@ class LocalPool:
         except SandboxLost as lost:
             logger.warning("%s", lost)
             raise
-        # callers may have taken all places meanwhile
+        # Callers may have taken all places meanwhile.
         if self._closed or len(self._warm) + len(self._used) >= self.size:
             await sandbox.close()
         else:

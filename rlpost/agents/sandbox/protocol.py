@@ -1,4 +1,4 @@
-"""What a sandbox is to its callers: limits, results, snapshots, errors and the two protocols.
+"""The interface of sandboxes: limits, results, snapshots, errors and the two protocols.
 
 A sandbox has its own file system, process table and network. All commands of one sandbox share
 them, so a file that one command writes is there for the next. Two kinds of failure are kept apart:
@@ -30,7 +30,7 @@ from rlpost.errors import ConfigError, GradingLost, RlpostError
 MIB = 1 << 20
 T = TypeVar("T")
 WORK = "/work"  # the folder in which commands start and that a snapshot copies
-FILE_SECONDS = 60.0  # of one file operation
+FILE_SECONDS = 60.0  # limit of one file operation
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Ended(enum.StrEnum):
     EXITED = "exited"  # it returned an exit code
     SIGNALLED = "signalled"  # a signal ended it that no limit sent
     TIMEOUT = "timeout"  # wall time; all processes of the sandbox were killed, its files stay
-    CPU_TIME = "cpu time"  # likewise
-    MEMORY = "memory"  # likewise
+    CPU_TIME = "cpu time"  # as for TIMEOUT
+    MEMORY = "memory"  # as for TIMEOUT
     NOT_STARTED = "not started"  # the program does not exist or cannot be executed
 
 
@@ -187,8 +187,9 @@ class Sandbox(abc.ABC):
         await self._on_path({"op": "write", "path": path, "executable": executable}, data)
 
     async def read(self, path: str, *, limit: int = MIB) -> bytes:
-        """Read a regular file with the agent's permissions. Raises ``SandboxFileError``, also for
-        a file of more than ``limit`` bytes.
+        """Read a regular file of at most ``limit`` bytes with the agent's permissions.
+
+        Raises ``SandboxFileError``.
         """
         return (await self._on_path({"op": "read", "path": path, "limit": limit})).stdout
 
@@ -289,7 +290,7 @@ class Verifier(Protocol):
     """Scores a result in the driver's process; see ``rlpost.agents.sandbox.verify``.
 
     ``sandbox`` is fresh and holds a copy of the agent's files. Commands of the agent run there, so
-    a verifier believes only what it computes from their output, and gives no secret to them.
+    a verifier trusts only results that it computes from their output, and gives them no secret.
     """
 
     async def score(self, sandbox: Sandbox, snapshot: Snapshot) -> float: ...
@@ -297,7 +298,7 @@ class Verifier(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The score of a result, and what supports it, for the record of the episode."""
+    """The score of a result with its reason, for the record of the episode."""
 
     score: float
     reason: str = ""

@@ -4,8 +4,8 @@
     lease.json        renewed by the driver; servers end without it
     nodes/NAME.json   one record for each server, renewed while it serves
 
-Records carry a number that grows with each write. A reader takes a record as alive while the number
-changes by the reader's own clock, so clocks of nodes need not agree.
+Records carry a number that grows with each write. A reader treats a record as alive while the
+number changes, by the reader's own clock, so clocks of nodes need not agree.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class Lease:
-    """The driver's sign of life; ``closed`` at the end of the run."""
+    """The driver's heartbeat; ``closed`` at the end of the run."""
 
     number: int
     closed: bool = False

@@ -1,8 +1,8 @@
 """Sandboxes of other nodes: a pool over all sandbox servers of a run.
 
 Input: RUN/sandboxes with the records of the servers. A sandbox goes to the node with the most free
-places; waiting callers are served in order. A node whose server does not answer is left alone for a
-while; its record, or a new one, brings it back.
+places; waiting callers are served in order. A node whose server fails is avoided for AVOID_SECONDS;
+afterwards it is used again while its record is renewed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlpost.agents.sandbox.registry import (
 )
 from rlpost.daemon_threads import in_daemon
 
-AVOID_SECONDS = 10.0  # a node after a failure
+AVOID_SECONDS = 10.0  # time for which a node is avoided after a failure
 
 
 class RemoteSandbox(Sandbox):
@@ -87,7 +87,7 @@ class RemoteSandbox(Sandbox):
         return Result(stdout=body[:size], stderr=body[size:], **values)
 
     async def _answer(self) -> tuple[wire.Header, bytes]:
-        """Return the next answer; signs of life only extend the wait."""
+        """Return the next answer; heartbeats only extend the wait."""
         while True:
             header, body = await wire.receive(self._reader, wire.SILENCE_SECONDS)
             if "lost" in header:
@@ -141,7 +141,7 @@ class RemotePool:
             await asyncio.sleep(BEAT_SECONDS / 4 if self._waiting else BEAT_SECONDS)
 
     def seen(self, records: Sequence[NodeRecord], now: float) -> None:
-        """Take the records that were read at ``now`` (seconds of this process' clock)."""
+        """Store the records that were read at ``now`` (seconds of this process's clock)."""
         kept: dict[str, tuple[NodeRecord, float]] = {}
         for record in records:
             before = self._seen.get(record.name)
@@ -176,7 +176,7 @@ class RemotePool:
         return sandbox
 
     async def _place(self) -> NodeRecord:
-        """Return a node with a place that now is the caller's."""
+        """Return a node on which a place is reserved for the caller."""
         waiting: asyncio.Future[NodeRecord] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiting)
         self._serve_waiting()
@@ -200,7 +200,7 @@ class RemotePool:
             self._waiting.popleft().set_result(node)
 
     def returned(self, node: str) -> None:
-        """Give a place of a node back."""
+        """Release a place of a node."""
         self._used[node] -= 1
         self._serve_waiting()
 

@@ -3,8 +3,8 @@
 Input: the run's folder, with the secret and the driver's lease. Output: sandboxes of this node for
 every connection of the driver, and the node's record, renewed while it serves.
 
-It ends when the lease says that the run is over or is not renewed, and on TERM; its sandboxes end
-with it, or with the connection that asked for them.
+It ends when the lease is closed or no longer renewed, and on TERM; its sandboxes end with it, or
+with the connection that asked for them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rlpost.errors import RlpostError
 
 logger = logging.getLogger(__name__)
 
-LEASE_SECONDS = 1800.0  # without a renewed lease, the run is over; a requeue takes a while
+LEASE_SECONDS = 1800.0  # a run without a renewed lease has ended; long, because of requeues
 Message = tuple[wire.Header, bytes]
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class Server:
         except (wire.Refused, KeyError, TypeError, RlpostError) as error:
             logger.warning("connection refused: %s", error)
         except (OSError, EOFError, TimeoutError):
-            pass  # the driver has closed it, or is gone
+            pass  # the driver has closed the connection, or is gone
         finally:
             self.connections.discard(task)
             writer.close()
@@ -86,7 +86,7 @@ class Server:
     async def _while_alive(
         self, work: Awaitable[T], reading: asyncio.Task[None], writer: asyncio.StreamWriter
     ) -> T:
-        """Await work, with signs of life to the driver; cancel it when the driver is gone."""
+        """Await work and send heartbeats to the driver; cancel it when the driver is gone."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
@@ -153,7 +153,7 @@ async def serve(
 
 
 class LeaseWatch:
-    """Whether the driver renews its lease, by the clock of this node alone."""
+    """Decides whether the driver renews its lease, by the clock of this node alone."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry

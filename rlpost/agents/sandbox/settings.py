@@ -1,4 +1,4 @@
-"""Sandboxes as the table [sandbox] of a recipe describes them.
+"""Limits and pools of sandboxes, by the table [sandbox] of a recipe.
 
 Input: the settings, and the run's folder for sandboxes on other nodes. Output: limits, a pool, and
 a check of this node.

@@ -1,6 +1,6 @@
-"""Copies of a folder of a sandbox: their types, and the stream of ``inner.files`` that holds one.
+"""Snapshots of a folder of a sandbox: their types, and their stream format (``inner.files``).
 
-What arrives is checked again: names and targets of links stay inside the folder.
+Received entries are checked again: names and targets of links must stay inside the folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Snapshot:
 
     entries: tuple[Entry, ...] = ()
     refused: tuple[str, ...] = ()
-    """Left out, each with its reason: special files, links that lead outside, unreadable files."""
+    """Omitted entries with reasons: special files, links that lead outside, unreadable files."""
 
     def files(self) -> dict[str, bytes]:
         """Return the content of each regular file by its path."""
@@ -44,7 +44,7 @@ class Snapshot:
 
 
 class SnapshotRefused(RlpostError):
-    """The result is larger than the limits of a snapshot. The agent's: a verifier scores it 0."""
+    """The folder exceeds the limits of a snapshot: the agent's failure, which scores 0."""
 
 
 def decode(data: bytes) -> Snapshot:

@@ -1,8 +1,8 @@
 """Pipes of a command: bounded output while it streams, and standard input.
 
-Input: descriptors of pipes. Output: the first bytes of a stream and whether more was dropped. Past
-the bound a stream is read slowly, so that an agent which writes without end blocks on its own pipe
-instead of occupying the driver.
+Input: descriptors of pipes. Output: the first bytes of a stream, and whether more were dropped.
+Past the bound a stream is read slowly, so that an endless writer blocks on its own pipe instead of
+occupying the driver.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Capture:
         self._loop.add_reader(self._handle, self._readable)
 
     def _read_chunk(self) -> bool:
-        """Take what the pipe holds; return False at its end."""
+        """Read a chunk from the pipe; return False at its end."""
         try:
             data = os.read(self._handle, CHUNK)
         except BlockingIOError:
@@ -51,14 +51,14 @@ class Capture:
         return True
 
     def finish(self) -> bytes:
-        """Take what is left in the pipe, close it and return the kept bytes."""
+        """Read the rest of the pipe, close it and return the kept bytes."""
         if self._handle < 0:
             return bytes(self._data)
         self._loop.remove_reader(self._handle)
         if self._timer is not None:
             self._timer.cancel()
         size = len(self._data)
-        # a pipe holds at most 1 MiB; a background process may continue to write
+        # A pipe holds at most 1 MiB. The loop is bounded: a background process may still write.
         for _ in range((1 << 20) // CHUNK + 1):
             if self.truncated or not self._read_chunk() or len(self._data) == size:
                 break
@@ -93,7 +93,7 @@ class Feed:
             self.finish()
 
     def finish(self) -> None:
-        """Close the pipe; what is not written yet is dropped."""
+        """Close the pipe; data that is not written yet is dropped."""
         if self._handle >= 0:
             self._loop.remove_writer(self._handle)
             os.close(self._handle)

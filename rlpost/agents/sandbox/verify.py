@@ -1,15 +1,15 @@
-"""Score the result of an agent outside of its sandbox.
+"""Score the result of an agent outside its sandbox.
 
 ``verify`` ends all processes of the agent, copies a folder, closes the sandbox, and lets a verifier
-score the copy in a fresh sandbox that the agent never touched. What the agent wrote elsewhere, its
-processes and its patches of test files do not exist there.
+score the copy in a fresh sandbox that the agent never touched. Files that the agent wrote
+elsewhere, its processes and its patches of test files do not exist there.
 
 Two verifiers:
 
     CaseVerifier      runs the agent's program on inputs; the driver compares the outputs. Nothing
                       inside the sandbox knows the expected outputs or decides the score.
-    CommandVerifier   runs a test program of ours. It proves that it came to its end with a token;
-                      an exit code, a report file or an early exit scores nothing.
+    CommandVerifier   runs a test program of the environment, which reports its score with a secret
+                      token; an exit code, a report file or an early exit scores nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rlpost.agents.sandbox.protocol import (
 
 TESTS = "/verifier"
 HELPER = Path(__file__).parent / "inner" / "verifier_program.py"
-# Python would execute these in place of, or before, the verifier's own files
+# Python or pytest would execute these instead of the verifier's own files, or before them.
 DROPPED = (
     *("__pycache__", "*.pyc", "*.pth", "sitecustomize.py", "usercustomize.py"),
     *("conftest.py", "pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"),

@@ -18,14 +18,14 @@ from typing import Any
 
 MAX_HEADER = 1 << 20
 MAX_BODY = 1 << 30
-BEAT_SECONDS = 3.0  # between messages of a server that works
-SILENCE_SECONDS = 20.0  # after which the other side is gone
+BEAT_SECONDS = 3.0  # between heartbeats of a server during a request
+SILENCE_SECONDS = 20.0  # silence after which the other side counts as gone
 
 Header = dict[str, Any]
 
 
 class Refused(Exception):
-    """The other side does not know the secret, or sent something else than a message."""
+    """The other side does not know the secret, or sent data that is not a message."""
 
 
 async def send(writer: asyncio.StreamWriter, header: Header, body: bytes = b"") -> None:
@@ -67,7 +67,7 @@ async def greet(
     challenge = secrets.token_hex(16)
     await send(writer, {"challenge": challenge})
     theirs, _ = await receive(reader, SILENCE_SECONDS)
-    # the driver proves itself first: a stranger learns nothing from a server
+    # The driver proves itself first, so that a stranger learns nothing from a server.
     if role == "driver":
         await send(writer, {"proof": proof(secret, role, str(theirs.get("challenge")))})
     answer, _ = await receive(reader, SILENCE_SECONDS)

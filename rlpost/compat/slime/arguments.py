@@ -1,4 +1,4 @@
-"""The ``args`` of slime's plug-ins: settings by flag name, and what slime derives from them.
+"""The ``args`` of slime's plug-ins: settings by flag name, and values that slime derives from them.
 
 Input: the settings; later the address of the router. Output: a namespace for plug-ins. A plug-in
 may add attributes, but cannot change a setting of the run.

@@ -144,7 +144,7 @@ class Engines:
         return list(self.tokenizer(payload["text"])["input_ids"])  # as an engine tokenizes it
 
     def _text(self, builder: ResponseBuilder, params: RequestParams) -> str:
-        """Return the text; with no_stop_trim, even if resumed, it ends with what stopped it."""
+        """Return the text; with no_stop_trim it ends with the stop token or string."""
         if not params.fields.get("no_stop_trim") or builder.stopped_at is None:
             return builder.text
         matched = builder.stopped_at
@@ -305,7 +305,7 @@ class GenerateState(metaclass=SingletonMeta):
     def __init__(self, args: Namespace) -> None:
         self.args = args
         self.tokenizer = load_tokenizer(args.hf_checkpoint)
-        self.processor = None  # of images
+        self.processor = None  # for images, which are not supported
         self.semaphore = asyncio.Semaphore(
             args.sglang_server_concurrency * max(1, args.rollout_num_engines)
         )

@@ -1,5 +1,6 @@
-"""Filters of slime: which scored groups to train, and which groups of the buffer to resume first.
+"""Group filters and buffer filters of slime, with rlpost's interfaces.
 
+A group filter selects the scored groups to train, a buffer filter the waiting groups to start next.
 Input: functions ``(args, samples, **kwargs)`` and ``(args, rollout_id, buffer, num_samples)``.
 Output: functions with rlpost's interfaces. A filter reads the prompt of a group, which a
 ``SampleGroup`` does not have; it is kept from the grading of the group until the filter has run.
@@ -44,7 +45,7 @@ def scored_samples(
 ) -> list[Sample]:
     """Return a scored group as samples of slime.
 
-    Without ``prompt`` they have neither text nor metadata of it: a scored group has none.
+    Without ``prompt`` they lack its text and metadata, which a scored group does not hold.
     """
     first = group.samples[0].sample
     prompt = prompt or Prompt(group.prompt_id, "", first.prompt_ids, first.label)
@@ -61,7 +62,7 @@ class SlimeFilter:
 
     def __init__(self, function: Callable[..., object], args: Arguments) -> None:
         self._function, self._args = function, args
-        self.prompts: dict[int, Prompt] = {}  # of groups that are graded and not yet filtered
+        self.prompts: dict[int, Prompt] = {}  # prompts of groups that are graded, not yet filtered
         self.keep_when_insufficient = False  # for the group of the last call
 
     def __call__(self, group: SampleGroup) -> bool:

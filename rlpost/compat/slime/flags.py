@@ -1,7 +1,7 @@
-"""slime's own flags that rlpost does not have, and what to write instead. Pure data.
+"""Flags of slime that rlpost does not have, and their replacements. Pure data.
 
 All other flags of slime at 624b824 (21 August 2026) are settings here, or options that are passed
-through to SGLang and Megatron-core. A test holds the list of slime's flags against both.
+through to SGLang and Megatron-core. A test compares the list of slime's flags with both.
 """
 
 from __future__ import annotations

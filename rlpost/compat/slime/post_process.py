@@ -1,10 +1,10 @@
 """slime's reward post-processing: a user function in place of the normalisation of a group.
 
 Input: scored groups, and a function ``(args, samples, **kwargs) -> (raw_rewards, rewards)`` with a
-number for each sample. Output: groups with ``rewards``, from which advantages follow without another
-baseline; ``raw_rewards`` are those that are reported. Samples have the tokens, texts, labels and
-rewards of slime's; prompts have no text or metadata, which scored groups do not hold. What the
-function changes in a sample has no effect.
+number for each sample. Output: groups with ``rewards``, from which advantages are computed without
+another baseline; metrics report ``raw_rewards``. Samples have the tokens, texts, labels and rewards
+of slime's; prompts have no text or metadata, which scored groups do not hold. Changes that the
+function makes to a sample have no effect.
 Source: slime, ``slime/ray/rollout.py`` at 624b824, ``_post_process_rewards``.
 """
 
@@ -56,7 +56,7 @@ class RewardPostProcess:
     def _checked(self, found: Any, count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         try:
             raw, rewards = (tuple(map(float, values)) for values in found)
-        except (TypeError, ValueError, RuntimeError) as error:  # the last one of tensors
+        except (TypeError, ValueError, RuntimeError) as error:  # tensors raise RuntimeError
             raise ConfigError(
                 f"{KEY} = {self._path}: got {found!r:.200} ({error}); return two lists, the raw "
                 "rewards and those to train on, with a number for each sample"

@@ -35,7 +35,7 @@ class EngineFinish(TypedDict):
 
 
 class MetaInfo(TypedDict, total=False):
-    """What a sample reads of SGLang's ``meta_info``."""
+    """The fields of SGLang's ``meta_info`` that a sample reads."""
 
     finish_reason: EngineFinish
     weight_version: str | None

@@ -46,7 +46,7 @@ FORMS: dict[Kind, Forms] = {
     "generate": Forms(("builder", "prompt", "sampling"), ("args", "sample", "sampling_params")),
     "advantage": Forms(("groups", "penalties")),
     "loss": Forms(("tokens", "settings")),
-    "reward post-process": Forms(("args", "samples"), ("args", "samples")),  # slime's alone
+    "reward post-process": Forms(("args", "samples"), ("args", "samples")),  # only slime's exists
 }
 EVALUATION = "evaluation"
 """The argument that tells a generate function whether it answers held-out prompts."""
@@ -54,7 +54,7 @@ _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def interface(kind: Kind, signature: Signature) -> Interface | None:
-    """Return the interface of ``signature``, or None if it has neither."""
+    """Return the interface of ``signature``, or None if it matches neither."""
     forms = FORMS[kind]
     if _takes(signature, len(forms.ours)) and not _is_named_as_slimes(kind, signature):
         return "rlpost"
@@ -136,7 +136,7 @@ def _takes(signature: Signature, count: int) -> bool:
 
 
 def _is_named_as_slimes(kind: Kind, signature: Signature) -> bool:
-    """Whether the argument names are slime's, where their number does not tell."""
+    """Whether the argument names are slime's; decides where both interfaces take as many."""
     second = [each.name for each in _positional(signature)[1:2]]
     return _begins_with_args(signature) or (kind == "generate" and second == ["sample"])
 

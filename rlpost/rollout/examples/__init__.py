@@ -1,1 +1,1 @@
-"""Worked examples of functions of the user's own."""
+"""Worked examples of custom functions."""

@@ -30,9 +30,7 @@ OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
 
 
 async def generate(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> Sample:
-    """Generate turns, with a result after each call, until the answer ends or the call limit is
-    reached.
-    """
+    """Generate turns, with a result after each call (at most MAX_CALLS), until the answer ends."""
     return await with_results(builder, prompt, calls=(CALL,))
 
 
@@ -48,9 +46,7 @@ async def with_results(builder: ResponseBuilder, prompt: Prompt, *, calls: Seque
 
 
 def result(text: str) -> str:
-    """Return the value of the expression at the end of ``text``; "?" if there is none or it is
-    invalid.
-    """
+    """Return the value of the expression at the end of ``text``; "?" without a valid one."""
     found = EXPRESSION.search(text[-LONGEST:])
     if found is None:
         return "?"

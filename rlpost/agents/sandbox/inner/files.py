@@ -27,10 +27,10 @@ class Request(TypedDict, total=False):
     op: str
     wall_seconds: float
     cpu_seconds: float
-    argv: list[str]  # of run
+    argv: list[str]  # this and the next two are for ``run``
     cwd: str
     env: dict[str, str]
-    path: str  # of the operations of this module
+    path: str  # this and the rest are for operations of this module
     limit: int  # bytes
     executable: bool
     max_bytes: int
@@ -58,7 +58,7 @@ class Entry(TypedDict, total=False):
 
 
 class Refused(Exception):
-    """The operation breaks a rule; the text says which."""
+    """The operation breaks a rule, which the text names."""
 
 
 def perform(request: Request) -> int:
@@ -197,7 +197,7 @@ def _link(folder: int, name: str, path: str) -> None:
 def leads_outside(path: str, target: str) -> bool:
     """Return whether a link at the relative ``path`` leads out of the folder of a snapshot.
 
-    Lexically: the folder of the link, joined with the target, must not climb out.
+    The check is lexical: the folder of the link, joined with the target, must not leave it.
     """
     joined = os.path.normpath(os.path.join(os.path.dirname(path), target))
     return target.startswith("/") or joined == ".." or joined.startswith("../")
@@ -227,9 +227,9 @@ def _send(header: dict[str, object], content: bytes = b"") -> None:
 
 
 def restore(request: Request) -> None:
-    """Write the entries on standard input below a folder, in place of what is there.
+    """Write the entries on standard input below a folder; they replace existing files.
 
-    A link or file that stands where an entry or its folder belongs is removed, never followed.
+    A link or file in the place of an entry or of its folder is removed, never followed.
     """
     os.makedirs(request["path"], exist_ok=True)
     with open(0, "rb", closefd=False) as stream, _opened(request["path"]) as root:

@@ -1,4 +1,4 @@
-"""The file system of a sandbox: one bounded tmpfs over read-only folders, seen by no other process.
+"""The file system of a sandbox: a bounded tmpfs over read-only folders, visible only inside.
 
 Everything is mounted in the sandbox's mount namespace and disappears with it; no folder is made on
 the host.
@@ -15,14 +15,14 @@ UID = 1000  # the agent's user and group inside
 HOME, WORK = "/home/agent", "/work"
 FOLDERS = (WORK, HOME, "/tmp", "/var/tmp", "/run", "/dev", "/proc")
 DEVICES = ("null", "zero", "full", "random", "urandom")
-# of the host's /etc: what programs need to start, and nothing about users or services
+# Files of the host's /etc that programs need to start; none about users or services.
 ETC = (
     *("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types"),
     *("ssl/certs", "ssl/openssl.cnf", "pki/tls/certs", "pki/ca-trust", "ca-certificates"),
 )
 ETC_NETWORK = ("resolv.conf", "hosts", "services", "protocols")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-BASES = ("/tmp", "/mnt", "/var/tmp", "/run", "/opt")  # one of them is covered while building
+BASES = ("/tmp", "/mnt", "/var/tmp", "/run", "/opt")  # the first that exists takes the tmpfs
 PASSWD = f"root:x:0:0:root:/root:/bin/sh\nagent:x:{UID}:{UID}:agent:{HOME}:/bin/sh\n"
 GROUP = f"root:x:0:\nagent:x:{UID}:\n"
 
@@ -51,9 +51,10 @@ class Spec(TypedDict):
 
 
 def open_sources(spec: Spec) -> dict[str, int]:
-    """Open what will be bound, by target path. Call in the mount namespace of the sandbox.
+    """Open the folders and files to bind, by target path.
 
-    The tmpfs may cover the paths later; and root gives up its user only after this.
+    Call it in the mount namespace of the sandbox, before the tmpfs covers the paths and before root
+    changes to the agent's user.
     """
     wanted = [(path, path) for path in spec["read_only"]]
     if spec["image"]:
@@ -79,7 +80,7 @@ def open_sources(spec: Spec) -> dict[str, int]:
 def enter(spec: Spec, sources: dict[str, int]) -> None:
     """Build the file system that ``spec`` describes and make it the root of this process.
 
-    ``sources``: what ``open_sources`` returned.
+    ``sources``: the result of ``open_sources``.
     """
     limits = spec["limits"]
     base = next(path for path in BASES if os.path.isdir(path))
@@ -114,7 +115,7 @@ def enter(spec: Spec, sources: dict[str, int]) -> None:
 
 
 def seal_proc() -> None:
-    """Make the kernel's settings read-only; nested user namespaces are disabled before."""
+    """Disable nested user namespaces, then make the kernel's settings read-only."""
     try:
         with open("/proc/sys/user/max_user_namespaces", "w") as file:
             file.write("0")

@@ -92,7 +92,7 @@ class Init:
         try:
             child = os.fork()
         except OSError:
-            # background processes occupy every place: the agent's fault, and the end of them
+            # The agent's background processes have used up the process limit, so they are killed.
             self.end_all()
             child = os.fork()
         if child == 0:
@@ -165,7 +165,7 @@ class Init:
         return "memory" if usage.memory(now, limit) > limit else None
 
     def check_background(self) -> None:
-        """Kill what earlier commands left behind when it exceeds the memory limit."""
+        """Kill processes that earlier commands left behind when they exceed the memory limit."""
         limit = self.limits["memory_mib"] * MIB
         if usage.memory(usage.measure(), limit) > limit:
             self.kill_all()
@@ -184,7 +184,7 @@ class Init:
             self.reaped_cpu += used.ru_utime + used.ru_stime
 
     def kill_all(self) -> dict[int, int]:
-        """Kill every process of the sandbox but this one; return the reaped statuses."""
+        """Kill every process of the sandbox except this one; return the reaped statuses."""
         statuses: dict[int, int] = {}
         deadline = time.monotonic() + END_SECONDS
         while usage.measure().processes and time.monotonic() < deadline:
@@ -228,14 +228,14 @@ def confine(limits: LimitValues, request: files.Request, code: bytes) -> None:
     }
     for name, value in values.items():
         lower(name, value if isinstance(value, tuple) else (value, value))
-    # the driver may have a lower priority, and only privileged processes may raise theirs
+    # The driver's niceness may be higher already, and lowering it again needs privileges.
     os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     seccomp.install(code)
 
 
 def lower(name: int, wanted: tuple[int, int]) -> None:
-    """Set a resource limit, at most the one that is in force."""
+    """Set a resource limit, but never above the present hard limit."""
     hard = resource.getrlimit(name)[1]
     if hard != resource.RLIM_INFINITY:
         wanted = (min(wanted[0], hard), min(wanted[1], hard))

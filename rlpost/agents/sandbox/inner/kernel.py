@@ -44,7 +44,7 @@ def unshare(flags: int) -> None:
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    """Mount; an empty ``kind`` is none."""
+    """Mount ``source``; an empty ``kind`` passes no file system type, as for bind mounts."""
     _check(
         libc.mount(
             os.fsencode(source),
@@ -100,7 +100,7 @@ def prctl(option: int, value: int = 0) -> int:
 
 
 def drop_capabilities() -> None:
-    """Give up all capabilities, for this process and whatever it executes."""
+    """Drop all capabilities of this process and of all programs that it executes."""
     with open("/proc/sys/kernel/cap_last_cap", "rb") as file:
         last = int(file.read())
     for capability in range(last + 1):

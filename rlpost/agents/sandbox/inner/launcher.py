@@ -1,8 +1,8 @@
-"""Start one sandbox: namespaces, file system, then ``init`` as its first process.
+"""Starts one sandbox: namespaces, file system, then ``init`` as its first process.
 
 Argument: descriptor of the control socket. The first packet on it is the specification as JSON:
-limits, image, read-only folders, and the user of the host that commands run as when root starts
-this. The answer is ``{"ready": true}`` or ``{"failed": TEXT}``.
+limits, image, read-only folders, and the host user of commands if root starts the launcher. The
+answer is ``{"ready": true}`` or ``{"failed": TEXT}``.
 
 This process stays outside and waits. It ends the sandbox when its parent is gone, and the kernel
 ends the sandbox when this process is gone.
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
     control = socket.socket(fileno=int(arguments[0]))
     parent = os.getppid()
     with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # short of memory, the kernel kills sandboxes before the run
+        file.write("1000")  # when memory runs out, the kernel kills sandboxes before the run
     try:
         spec = json.loads(control.recv(1 << 16))
     except ValueError:
@@ -74,7 +74,8 @@ def isolate(spec: filesystem.Spec) -> dict[str, int]:
     flags = NAMESPACES if spec["limits"]["network"] else NAMESPACES | kernel.NEW_NET
     target = os.getpid()
     ready_read, ready_write = os.pipe()
-    # A child outside of the new user namespace: only such a process may map root's other users.
+    # A child outside the new user namespace, because only such a process may map other users of
+    # root.
     helper = os.fork()
     if helper == 0:
         os.close(ready_write)
@@ -120,7 +121,7 @@ def first_process(
     """Prepare and serve as the first process of the sandbox; never returns."""
     try:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        # a launcher that died before that line has closed its end of this pipe
+        # If the launcher died before the previous line, its end of this pipe is closed.
         if select.select([alive], [], [], 0)[0]:
             os._exit(1)
         os.close(alive)
@@ -139,7 +140,7 @@ def first_process(
             signal.signal(number, signal.SIG_IGN)
         for name in os.listdir("/proc/self/fd"):
             if int(name) > 2 and int(name) != control.fileno():
-                with contextlib.suppress(OSError):  # that of the listing is closed already
+                with contextlib.suppress(OSError):  # the listing's own descriptor is closed already
                     os.close(int(name))
         os.set_inheritable(control.fileno(), False)
         init = Init(control, spec["limits"])

@@ -1,7 +1,7 @@
 """The system-call filter of commands: a denied call fails with EPERM, the program continues.
 
-Denied are calls that change the host or reach past the namespaces, and those whose memory no limit
-counts. The filter is a BPF program for x86_64 and aarch64.
+It denies calls that change the host or reach past the namespaces, and calls that allocate memory
+which no limit counts. The filter is a BPF program for x86_64 and aarch64.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "sched_setparam": (142, 118),
     "sched_setattr": (314, 274),
     "ioprio_set": (251, 30),
-    # keys, which no namespace separates
+    # kernel keyrings, which no namespace separates
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
@@ -142,9 +142,9 @@ def program(machine: str = kernel.MACHINE) -> bytes:
         number = numbers[column]
         if number is not None:
             rules.verdict_if(EQUAL, number, denied())
-    # its flags are in memory, out of reach; the C library then uses clone
+    # Its flags are in memory that BPF cannot read. After ENOSYS the C library uses clone.
     rules.verdict_if(EQUAL, CLONE3[column], denied(errno.ENOSYS))
-    # Not NEW_TIME: clone has the signal of the child's end in these bits.
+    # Not NEW_TIME: in clone these bits are part of the exit signal.
     rules.for_call(CLONE[column], _deny_bits(ARGUMENT_0, kernel.NEW_ANY & ~kernel.NEW_TIME))
     rules.for_call(SOCKET[column], _families())
     rules.for_call(SOCKETPAIR[column], _families())
@@ -194,7 +194,7 @@ def _families() -> _Program:
 
 
 def install(code: bytes) -> None:
-    """Apply a filter to this process for good. Needs no-new-privileges."""
+    """Apply a filter to this process irrevocably. Needs no-new-privileges."""
     buffer = ctypes.create_string_buffer(code, len(code))
     program_header = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
     assert sys.byteorder == "little"

@@ -1,4 +1,4 @@
-"""What the processes of a sandbox use, read from its own /proc by its first process."""
+"""Resource usage of a sandbox's processes, read from its own /proc by its first process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FREE_SOCKETS = 512
 
 @dataclass(frozen=True)
 class Usage:
-    """All processes but the first: number, resident bytes, CPU seconds of those alive."""
+    """All processes except the first: number, resident bytes, CPU seconds of those alive."""
 
     processes: int
     resident: int
@@ -70,7 +70,7 @@ def _proportional(pid: str) -> int:
 
 
 def socket_memory() -> int:
-    """Return bytes that Unix sockets beyond the first hundreds may hold."""
+    """Return bytes that Unix sockets beyond the first FREE_SOCKETS may hold."""
     text = _read("/proc/net/unix") or b""
     return max(0, text.count(b"\n") - FREE_SOCKETS) * UNIX_SOCKET
 

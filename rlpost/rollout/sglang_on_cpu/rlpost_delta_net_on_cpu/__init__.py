@@ -35,7 +35,7 @@ def causal_conv1d_fn_cpu(
     query_start_loc: Tensor,
     **_others: object,
 ) -> Tensor:
-    """Convolve the tokens of prompts, [channels, tokens], each after what its slot has."""
+    """Convolve the tokens of prompts, [channels, tokens], after the state in each one's slot."""
     outputs = []
     starts = query_start_loc.tolist()
     for number, slot in enumerate(cache_indices.tolist()):
@@ -96,7 +96,7 @@ def chunk_gated_delta_rule_cpu(
         beta: the same shape.
         initial_state: ``states``.
         initial_state_indices: the slot of each request.
-        cu_seqlens: where each request starts, then the number of tokens.
+        cu_seqlens: the first token of each request, then the number of tokens.
     """
     query, key = _prepared(q[0], k[0], heads=v.size(2))
     output = torch.empty_like(v[0], dtype=torch.float32)
@@ -143,7 +143,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
 
 
 def _prepared(query: Tensor, key: Tensor, *, heads: int) -> tuple[Tensor, Tensor]:
-    """Of length 1, queries scaled, for each head of the values; float32."""
+    """Normalise rows to length 1, scale queries, repeat both for each value head; float32."""
 
     def unit(rows: Tensor) -> Tensor:
         wide = rows.float()
@@ -179,7 +179,7 @@ def fused_gdn_gating_cpu(
 def fused_qkvzba_split_reshape_cat_contiguous_cpu(
     qkvz: Tensor, ba: Tensor, key_heads: int, value_heads: int, key_width: int, value_width: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys and values in one; the gate [tokens, heads, width]; the two of the decay."""
+    """Split into queries, keys and values; the gate [tokens, heads, width]; ``b``; and ``a``."""
     values = value_heads * value_width
     mixed, gate = qkvz.split([2 * key_heads * key_width + values, values], -1)
     b, a = ba.split(value_heads, -1)
@@ -210,7 +210,7 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
     width: int,
     heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As above, where the gate of each head follows its query."""
+    """Like the function above, for rows in which the gate of each head follows its query."""
     query, gate = gated.reshape(-1, heads, 2 * width).chunk(2, -1)
     normed = fused_qk_gemma_rmsnorm_cpu(query, key, query_weight, key_weight, eps, width)
     return *normed, gate.contiguous()
@@ -235,7 +235,7 @@ def norm_with_gate(
     """Norm of each row, times weight and the activation of its gate (Qwen3-Next).
 
     Args:
-        launch: SGLang's function, used with CUDA; the other arguments are those of it.
+        launch: SGLang's function, used with CUDA; the other arguments are its own.
     """
     if torch.cuda.is_available():
         return launch(rows, gate, weight, bias, activation, eps=eps, **others)
@@ -255,7 +255,7 @@ def gated_norm(
     activation: str = "swish",
     **others: Any,
 ) -> Tensor:
-    """As above, under the name that Qwen3.5 uses."""
+    """Like ``norm_with_gate``, with the arguments that Qwen3.5 uses."""
     if torch.cuda.is_available():
         return launch(rows, weight, bias, z=z, eps=eps, activation=activation, **others)
     return norm_with_gate(launch, rows, z, weight, bias, activation, eps=eps)
@@ -269,16 +269,16 @@ KERNELS = (
     fused_qk_gemma_rmsnorm_with_gate_cpu,
     fused_sigmoid_mul_cpu,
 )
-"""Those that SGLang takes from ``torch.ops.sgl_kernel``."""
+"""Functions that SGLang takes from ``torch.ops.sgl_kernel``."""
 
 
 def register() -> None:
-    """What SGLang calls in each of its processes."""
+    """Register the plugin; SGLang calls this in each of its processes."""
     if torch.cuda.is_available():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    # the last tokens before a convolution would be stored in bfloat16
+    # By default the state of the convolution would be stored in bfloat16.
     os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     for kernel in KERNELS:
         if not hasattr(torch.ops.sgl_kernel, kernel.__name__):

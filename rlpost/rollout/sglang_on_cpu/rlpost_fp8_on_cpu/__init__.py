@@ -1,7 +1,8 @@
-"""Block-wise FP8 in plain torch, as a plugin of SGLang, whose own CPU kernels need AMX. See ../README.md.
+"""Block-wise FP8 in plain torch, as a plugin of SGLang. See ../README.md.
 
-The weight of a matrix is its FP8 values times the scale of each block (``weight_scale_inv``); it is multiplied in the
-precision of the activations, which stay as they are. Numbers differ from a GPU's by the rounding of activations alone.
+SGLang's own CPU kernels need AMX. The weight of a matrix is its FP8 values times the scale of each
+block (``weight_scale_inv``); it is multiplied in the precision of the activations, which are not
+quantised. Results differ from a GPU's only by the rounding of activations.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ FP8_LINEAR = "sglang.srt.layers.quantization.fp8.Fp8LinearMethod"
 
 
 def keep_as_loaded(prepare: Callable[..., None], method: object, layer: torch.nn.Module) -> None:
-    """Instead of packing weights for AMX: nothing, so that updates find them as they were loaded."""
+    """Do not pack weights for AMX, so that updates find them as they were loaded."""
     if torch.cuda.is_available():
         prepare(method, layer)
 
@@ -27,7 +28,7 @@ def multiply(
     x: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[..., in] -> [..., out] with the weight that the blocks stand for."""
+    """Multiply [..., in] by the dequantised weight; return [..., out]."""
     if torch.cuda.is_available() or not method.block_quant:
         return apply(method, layer, x, bias)
     rows, columns = method.weight_block_size
@@ -38,12 +39,12 @@ def multiply(
 
 
 def with_float32(dtypes: list[torch.dtype], *_args: object) -> list[torch.dtype]:
-    """Activations may be float32, as all is on a CPU."""
+    """Allow float32 activations, as an engine has them on a CPU."""
     return [*dtypes, torch.float32]
 
 
 def register() -> None:
-    """What SGLang calls in each of its processes."""
+    """Register the plugin; SGLang calls this in each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     block_quant = f"{FP8_LINEAR}.process_weights_after_loading_block_quant"

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 MANAGER = "sglang.srt.lora.lora_manager.LoRAManager"
 PINNING = ("init_state", "load_lora_adapter", "fetch_new_loras", "prepare_lora_batch")
-"""Methods that allocate pinned memory, themselves or in what they call."""
+"""Methods that allocate pinned memory, directly or in functions that they call."""
 
 
 class Unpinned(TorchFunctionMode):
@@ -46,7 +46,7 @@ def without_pinning(original: Callable[..., Any], *args: Any, **options: Any) ->
 
 
 def register() -> None:
-    """What SGLang calls in each of its processes."""
+    """Register the plugin; SGLang calls this in each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for name in PINNING:

@@ -24,7 +24,7 @@ def leave_unregistered(
 
 
 def register() -> None:
-    """What SGLang calls in each of its processes."""
+    """Register the plugin; SGLang calls this in each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(REGISTER, leave_unregistered, HookType.AROUND)

@@ -1,13 +1,13 @@
 """Attention sinks on a CPU without AMX, as a plugin of SGLang. See ../README.md.
 
-SGLang serves gpt-oss with attention backends that have sinks only (``model_hook.py``). The one for a
-CPU, ``intel_amx``, needs AMX. Without AMX that name stands for SGLang's attention in plain torch
-here, which computes layers with sinks as follows: the sink is one number for each query head that
-joins the denominator of the softmax and has no value (arXiv 2508.10925, section 2.2).
+SGLang serves gpt-oss only with attention backends that support sinks (``model_hook.py``). The CPU's
+backend, ``intel_amx``, needs AMX. Without AMX this plugin puts SGLang's attention in plain torch
+under that name and adds sinks to it: a sink is one number for each query head that joins the
+denominator of the softmax and has no value (arXiv 2508.10925, section 2.2).
 
-All layers share one cache without a separate part for windows, which ``torch_native_backend.py``
-would read at the positions of the whole cache. Sinks have the precision of the other weights, where
-SGLang stores them in bfloat16.
+All layers share one cache: ``torch_native_backend.py`` would read a separate cache for windows at
+the positions of the whole cache. Sinks have the precision of the other weights, whereas SGLang
+stores them in bfloat16.
 
 It becomes unnecessary when ``torch_native`` accepts ``sinks``.
 """
@@ -23,7 +23,7 @@ BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBacke
 ATTENTION = "sglang.srt.models.gpt_oss.GptOssAttention"
 MODEL = "GptOssForCausalLM"
 NAME = "intel_amx"
-"""The name under which SGLang accepts a CPU's attention for the model."""
+"""The name of the CPU backend that SGLang accepts for the model."""
 
 
 def attend(
@@ -43,7 +43,7 @@ def attend(
         value: the same shape.
         sinks: [heads].
         scale: factor of the scores.
-        before: how many keys before its own a query sees; negative for all.
+        before: number of keys before its own that a query attends to; negative for all.
 
     Returns:
         [tokens, heads, width].
@@ -79,7 +79,7 @@ def forward(
 
     Args:
         without_sinks: SGLang's method, used for layers that have none.
-        backend: whose method it is; the other arguments are those of the method.
+        backend: the object of the method; the other arguments are those of the method.
     """
     if sinks is None:
         return without_sinks(backend, q, k, v, layer, forward_batch, save_kv_cache)
@@ -118,12 +118,12 @@ def keep_precision(_: None, attention: Any, *_args: object, **_kwargs: object) -
 
 
 def settings(_server_args: object, _hf_config: object) -> dict[str, object]:
-    """What SGLang's settings become for the model."""
+    """Return the settings of SGLang to override for the model."""
     return {"attention_backend": NAME, "disable_hybrid_swa_memory": True}
 
 
 def register() -> None:
-    """What SGLang calls in each of its processes."""
+    """Register the plugin; SGLang calls this in each of its processes."""
     from sglang.srt.utils import cpu_has_amx_support
 
     if torch.cuda.is_available() or cpu_has_amx_support():

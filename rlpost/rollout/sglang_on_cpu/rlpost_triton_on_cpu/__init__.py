@@ -46,7 +46,7 @@ def gate(
 def sums_of_squares(
     launch: Callable[..., torch.Tensor], queries: torch.Tensor, keys: torch.Tensor
 ) -> torch.Tensor:
-    """[2 T] float32: of the queries [T, D] of each token, then of its keys."""
+    """Return [2 T] float32: the sums over the queries [T, D] of each token, then over its keys."""
     if torch.cuda.is_available():
         return launch(queries, keys)
     return torch.cat([rows.float().pow(2).sum(-1) for rows in (queries, keys)])
@@ -77,7 +77,7 @@ def normalise(
 
 
 def register() -> None:
-    """What SGLang calls in each of its processes."""
+    """Register the plugin; SGLang calls this in each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(GATE, gate, HookType.AROUND)

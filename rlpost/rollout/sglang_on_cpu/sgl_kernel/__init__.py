@@ -1,4 +1,4 @@
-"""Stand-in for SGLang's compiled kernels: each name can be imported, none can be called. See ../README.md."""
+"""Stand-in for SGLang's compiled kernels: names can be imported, not called. See ../README.md."""
 
 from __future__ import annotations
 

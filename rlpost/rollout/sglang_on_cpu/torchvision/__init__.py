@@ -1,4 +1,7 @@
-"""Stand-in for torchvision beside a text-only server: each name can be imported, none can be used. See ../README.md."""
+"""Stand-in for torchvision in a text-only server. See ../README.md.
+
+Each name can be imported, none can be used.
+"""
 
 from __future__ import annotations
 
