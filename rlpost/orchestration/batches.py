@@ -208,10 +208,14 @@ def _estimated(
 def deal(
     samples: Sequence[TrainSample], config: Config, *, break_even: float = math.inf
 ) -> list[DealtStep]:
-    """Deal the samples of a rollout to optimizer steps; those of one answer stay in one step."""
-    num_steps = config.num_steps_per_rollout
+    """Deal the samples of a rollout to optimizer steps; those of one answer stay in one step.
+
+    Fewer answers than steps, because their grades were lost, are one step each.
+    """
     starts = [number for number, sample in enumerate(samples) if sample.count] + [len(samples)]
-    ends = [starts[(len(starts) - 1) * number // num_steps] for number in range(num_steps + 1)]
+    num_answers = len(starts) - 1
+    num_steps = min(config.num_steps_per_rollout, num_answers)
+    ends = [starts[num_answers * number // num_steps] for number in range(num_steps + 1)]
     return [
         _deal_step(samples[start:end], start, config, break_even) for start, end in pairwise(ends)
     ]

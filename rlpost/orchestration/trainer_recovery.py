@@ -163,6 +163,8 @@ class TrainerRecovery:
         finally:
             watching.cancel()
             await asyncio.wait([watching])
+            if not watching.cancelled() and (error := watching.exception()) is not None:
+                logger.warning("dead ranks are found at the end of the phase only: %s", error)
 
     async def close(self) -> None:
         """Cancel a recovery that runs beside generation."""

@@ -25,6 +25,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from common.cluster import Cluster, Node
+from common.files import tail
 from common.log_format import VARIABLE, configure_logging
 from rlpost.errors import PlacementError, RlpostError, WorkerDied, WorkerFailed
 from rlpost.garbage import paused_for_imports
@@ -459,8 +460,7 @@ class WorkerGroup:
 
     def _log_tail(self, index: int) -> str:
         path = self._logs[index]
-        text = path.read_text(errors="replace") if path.exists() else ""
-        lines = text.splitlines()[-LOG_TAIL_LINES:]
+        lines = tail(path, LOG_TAIL_LINES).splitlines()
         return "\n".join([f"end of {path}:", *(f"  {line}" for line in lines)])
 
 

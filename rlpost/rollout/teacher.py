@@ -124,7 +124,8 @@ class TeacherServer:
         if self._top_k is not None:
             body["top_logprobs_num"] = self._top_k
         entries, top = await self._scores(body)
-        entries = entries[-len(response) :]
+        # A slice from -len(response) would be everything for an empty response.
+        entries = entries[max(0, len(entries) - len(response)) :]
         if not _are_same([entry[1] for entry in entries], response):
             raise RolloutError(
                 f"--opd-teacher-url {self.url} returned {len(entries)} log-probs that are not those "
@@ -133,7 +134,8 @@ class TeacherServer:
         scored = replace(sample, teacher_logprobs=self._column(entries))
         if self._top_k is None:
             return scored
-        flat = [entry for position in top[-len(response) :] for entry in position]
+        positions = top[max(0, len(top) - len(response)) :]
+        flat = [entry for position in positions for entry in position]
         if len(flat) != len(response) * self._top_k:
             raise RolloutError(
                 f"--opd-teacher-url {self.url} returned {len(flat)} most likely tokens for "

@@ -40,6 +40,8 @@ class LocalPool:
         self._warm_target = min(warm, size)
         self._warm: list[LocalSandbox] = []
         self._used: set[LocalSandbox] = set()
+        self._num_held = 0
+        """Callers that have a sandbox or start one."""
         self._starting: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -78,10 +80,11 @@ class LocalPool:
         if self._closed:
             raise SandboxLost("the pool of sandboxes is closed")
         await self._places.acquire()
+        self._num_held += 1
         try:
             sandbox = await self._take(limits or self.limits)
         except BaseException:
-            self._places.release()
+            self._release()
             raise
         self._used.add(sandbox)
         sandbox.on_close = lambda: self._returned(sandbox)
@@ -95,7 +98,7 @@ class LocalPool:
                 return sandbox
             await sandbox.close()
         # Close warm sandboxes, so that never more than ``size`` exist.
-        while self._warm and len(self._warm) + len(self._used) >= self.size:
+        while self._warm and len(self._warm) + self._num_held > self.size:
             await self._warm.pop().close()
         if self._closed:
             raise SandboxLost("the pool of sandboxes is closed")
@@ -103,11 +106,15 @@ class LocalPool:
 
     def _returned(self, sandbox: LocalSandbox) -> None:
         self._used.discard(sandbox)
-        self._places.release()
+        self._release()
         self._refill()
 
+    def _release(self) -> None:
+        self._num_held -= 1
+        self._places.release()
+
     def _refill(self) -> None:
-        wanted = min(self._warm_target, self.size - len(self._used))
+        wanted = min(self._warm_target, self.size - self._num_held)
         if not self._closed and len(self._warm) + len(self._starting) < wanted:
             task = asyncio.ensure_future(self._warm_up())
             self._starting.add(task)
@@ -125,7 +132,7 @@ class LocalPool:
             logger.warning("%s", lost)
             raise
         # Callers may have taken all places meanwhile.
-        if self._closed or len(self._warm) + len(self._used) >= self.size:
+        if self._closed or len(self._warm) + self._num_held >= self.size:
             await sandbox.close()
         else:
             self._warm.append(sandbox)

@@ -182,7 +182,12 @@ class RemotePool:
         self._serve_waiting()
         try:
             return await asyncio.wait_for(waiting, self._wait)
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError) as error:
+            # From Python 3.12 on, both may arrive after the place was given.
+            if waiting.done() and not waiting.cancelled():
+                self.returned(waiting.result().name)
+            if isinstance(error, asyncio.CancelledError):
+                raise
             names = ", ".join(self._seen) or "none"
             raise SandboxLost(
                 f"no free sandbox for {self._wait:.0f} s; sandbox servers of this run: {names}"

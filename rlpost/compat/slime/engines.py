@@ -270,14 +270,14 @@ async def _request(
     async with aiohttp.ClientSession(
         timeout=timeout, headers={**(headers or {}), **key_header}
     ) as session:
-        for number in range(1, tries + 1):
+        for number in range(1, max(1, tries) + 1):
             try:
                 async with session.request(method, url, json=payload) as response:
                     response.raise_for_status()
                     text = await response.text()
                 break
             except aiohttp.ClientError as error:
-                if number == tries:
+                if number >= tries:
                     raise
                 logger.info("%s %s: %s; attempt %d of %d", method, url, error, number + 1, tries)
                 await asyncio.sleep(PAUSE_S)

@@ -295,3 +295,10 @@ def test_sampling_masks_are_sent_with_their_setting_alone_and_then_of_every_samp
         DataError, match="needs the sampling mask of every sample, and one has none"
     ):
         sent(some, use_rollout_sampling_mask=True)
+
+
+def test_fewer_answers_than_optimizer_steps_are_one_step_each():
+    """Answers whose grades were lost are left out of their group."""
+    batch = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "num_steps_per_rollout": 4}
+    steps = make_batches([group(0, [1.0, 0.0]), group(1, [1.0])], config(rollout=batch))
+    assert [ranks[0].num_samples for ranks in steps] == [1, 1, 1]

@@ -101,6 +101,13 @@ def test_the_most_likely_tokens_at_each_token_of_a_response_are_asked_for_and_ke
         with_server(Server(misses=1), lambda teacher: teacher.scored([scored()]), top_k=3)
 
 
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_an_empty_response_gets_no_log_probs(top_k):
+    empty = Sample(3, 0, PROMPT, (), (), "", "stop", 0)
+    found = with_server(Server(), lambda teacher: teacher.score(empty), top_k=top_k)
+    assert list(found.teacher_logprobs) == []
+
+
 def test_a_busy_server_is_asked_again(monkeypatch):
     monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.01)
     server = Server(statuses=(503, 429))

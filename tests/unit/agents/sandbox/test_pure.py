@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -157,6 +159,68 @@ def test_waiting_callers_are_served_in_order_and_time_out_as_lost(tmp_path):
             await pool._place()
 
     asyncio.run(whole())
+
+
+def test_a_caller_cancelled_as_it_gets_a_place_returns_the_place(tmp_path, monkeypatch):
+    """``asyncio.wait_for`` of Python 3.12 raises then; that of 3.11 returns the result."""
+
+    async def wait_for(future, timeout):
+        return await future
+
+    monkeypatch.setattr("rlpost.agents.sandbox.remote.asyncio.wait_for", wait_for)
+
+    async def whole() -> None:
+        pool = RemotePool(tmp_path, Limits())
+        caller = asyncio.ensure_future(pool._place())
+        await asyncio.sleep(0)
+        pool.seen([record("a", 1, 1)], 0.0)
+        pool._serve_waiting()
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        chosen = pool.choose(0.0)
+        assert chosen is not None and chosen.name == "a"
+
+    asyncio.run(whole())
+
+
+class FakeSandbox:
+    """Counts the sandboxes that exist."""
+
+    existing: ClassVar[set[FakeSandbox]] = set()
+    alive = True
+    on_close: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self) -> None:
+        self.existing.add(self)
+
+    async def close(self) -> None:
+        self.existing.discard(self)
+        self.on_close()
+
+
+def test_a_pool_has_at_most_its_size_while_a_caller_and_the_pool_start_sandboxes():
+    may_start = asyncio.Event()
+
+    async def start(limits: Limits) -> FakeSandbox:
+        await may_start.wait()
+        return FakeSandbox()
+
+    async def whole() -> None:
+        may_start.set()
+        async with LocalPool(Limits(), size=2, warm=1, start=start) as pool:
+            await pool.acquire()  # the warm one; the pool begins to start another
+            may_start.clear()
+            await asyncio.sleep(0)
+            second = asyncio.ensure_future(pool.acquire(Limits(memory_mib=64)))
+            await asyncio.sleep(0)
+            may_start.set()
+            await second
+            await asyncio.sleep(0)
+            assert len(FakeSandbox.existing) == 2
+
+    asyncio.run(whole())
+    assert not FakeSandbox.existing
 
 
 def test_a_server_ends_with_a_closed_lease_or_one_that_is_not_renewed(tmp_path, monkeypatch):
