@@ -154,8 +154,10 @@ class Actor(Rank):
         return self.broadcast.stage if self.broadcast.is_source else None
 
     def import_weights(self) -> None:
-        """Load the initial weights, from ``ref_load`` if set, else from ``hf_checkpoint``; those of
-        the critic from ``critic_load`` if set.
+        """Load the initial weights.
+
+        They come from ``ref_load`` if set, else from ``hf_checkpoint``; those of the critic from
+        ``critic_load`` if set.
 
         Raises:
             WeightError, CheckpointError: the weights do not fit the model.

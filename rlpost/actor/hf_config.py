@@ -1,5 +1,6 @@
-"""Build ``config.json`` from the arguments of [model]; the inverse of
-``rlpost.actor.architecture``.
+"""Build ``config.json`` from the arguments of [model].
+
+The inverse of ``rlpost.actor.architecture``.
 
 Input: the architecture as in the MODEL_ARGS of Megatron recipes. Output: a Hugging Face
 configuration of the family that has all these features. Standard library only. Invariant:

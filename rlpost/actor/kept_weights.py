@@ -112,8 +112,9 @@ class KeptWeights:
         device.synchronise()
 
     def _fill(self, values: list[torch.Tensor]) -> None:
-        """Copy ``values`` to the model; asynchronous on a GPU, where stream order protects the host
-        copy.
+        """Copy ``values`` to the model.
+
+        Asynchronous on a GPU, where stream order protects the host copy.
         """
         for tensor, value in zip(self._live, values, strict=True):
             tensor.copy_(value, non_blocking=True)

@@ -193,8 +193,9 @@ def _columns(rows: Rows, part: slice, width: int) -> tuple[torch.Tensor, torch.T
 
 
 def _removed(rows: Rows, part: slice, width: int) -> torch.Tensor | None:
-    """Return which columns of this rank the masks remove, never the first target; None without
-    masks.
+    """Return which columns of this rank the masks remove; None without masks.
+
+    The first target is never removed.
     """
     if rows.masks is None or not rows.num_valid:
         return None

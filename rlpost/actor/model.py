@@ -1,5 +1,6 @@
-"""The Megatron model of a Hugging Face checkpoint: a GPTModel whose layers are those of
-``layer_specs``.
+"""The Megatron model of a Hugging Face checkpoint.
+
+It is a GPTModel whose layers are those of ``layer_specs``.
 
 Input: the description of the checkpoint and the layout. Output: this rank's part of the model, one
 chunk per virtual pipeline stage, with uninitialised weights.

@@ -87,8 +87,9 @@ class Matrix:
     dims: Dimensions
 
     def update(self, direction: torch.Tensor, settings: MuonSettings) -> torch.Tensor:
-        """This rank's shard of the direction -> its shard of the update. Collective of the
-        tensor-parallel ranks.
+        """Compute this rank's shard of the update from its shard of the direction.
+
+        Collective of the tensor-parallel ranks.
         """
         layout, dim, group = self._layout, self.held.dim, self.held.group
         whole = direction
@@ -130,7 +131,8 @@ class Muon(torch.optim.AdamW):
         settings: MuonSettings,
         **adam: object,
     ) -> None:
-        """
+        """Create the optimizer.
+
         Args:
             groups: each with the key ``MATRICES``: whether all its parameters are in ``matrices``.
             matrices: by main weight.

@@ -183,9 +183,7 @@ def held_tokens(lengths: Sequence[int], layout: RowLayout) -> torch.Tensor:
 
 
 def joined_columns(columns: Iterable[FloatColumn]) -> torch.Tensor:
-    """Concatenate columns, for example the log-probs of the samples of a micro-batch; [R]
-    float32.
-    """
+    """Concatenate columns, such as the log-probs of a micro-batch's samples: [R] float32."""
     return _joined([column.array for column in columns], np.float32)
 
 

@@ -157,8 +157,9 @@ class Rank(ABC):
 
     @property
     def has_gpu(self) -> bool:
-        """Whether this rank computes on a GPU. Without one its node may still offer GPUs to Ray:
-        as many as the settings name.
+        """Whether this rank computes on a GPU.
+
+        The node of a rank without a GPU may still offer GPUs to Ray: as many as the settings name.
         """
         return device.total_memory() is not None
 

@@ -42,9 +42,7 @@ class ReferenceWeights(KeptWeights):
         self.was_updated = True
 
     def after_step(self, settings: ActorSettings, num_steps: int) -> None:
-        """Take the policy's weights if these optimizer steps end an interval of
-        --ref-update-interval.
-        """
+        """Take the policy's weights at the end of an interval of --ref-update-interval."""
         interval = settings.ref_update_interval
         if interval is not None and num_steps % (interval * settings.num_steps_per_rollout) == 0:
             self.take()

@@ -27,8 +27,10 @@ KEY = "turn_rewards"
 
 @dataclass(frozen=True, slots=True)
 class TurnReward:
-    """A turn: its tokens ``start`` to ``end`` (exclusive) of a response, its reward, and its number
-    in the episode.
+    """A turn of an episode.
+
+    It has the tokens ``start`` to ``end`` (exclusive) of a response, a reward, and a number in the
+    episode.
     """
 
     start: int

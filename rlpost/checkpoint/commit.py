@@ -71,8 +71,9 @@ def step_of(path: Path) -> int:
 
 
 def begin(folder: str | Path, step: int, *, lane: Path | None = None) -> Path:
-    """Create an empty folder for the checkpoint of ``step``, in ``folder`` or an existing lane of
-    it.
+    """Create an empty folder for the checkpoint of ``step``.
+
+    It is in ``folder``, or in an existing lane of it.
 
     Leftovers of an earlier save of the step, and everything in the lane, are deleted to free disk
     space. What cannot be deleted yet (a file that an older attempt holds open on NFS) is retried by
@@ -405,8 +406,9 @@ def set_aside(path: Path, into: Path | None = None) -> Path | None:
 
 
 def _delete(path: Path, lane: Path | None = None) -> None:
-    """Rename (into the ``lane``), then delete, so that no partial folder looks like a
-    checkpoint.
+    """Rename, then delete, so that no partial folder looks like a checkpoint.
+
+    With a ``lane`` the folder is moved into it.
     """
     aside = set_aside(path, into=lane)
     if aside is not None:

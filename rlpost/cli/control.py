@@ -1,5 +1,4 @@
-"""``rlpost cancel`` and ``rlpost requeue``: cancel or requeue a run; each sends one command to
-Slurm."""
+"""``rlpost cancel`` and ``rlpost requeue``: cancel or requeue a run."""
 
 from __future__ import annotations
 

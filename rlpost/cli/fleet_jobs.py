@@ -38,8 +38,9 @@ def code_of(run: RunFolder) -> Path:
 
 
 def engine_settings(config: Config, changed: Mapping[str, object] | None = None) -> Config:
-    """Return the settings with those of the engine jobs in [cluster]: ``changed`` before [fleet]
-    before the run's own.
+    """Return the settings with those of the engine jobs in [cluster].
+
+    ``changed`` takes precedence over [fleet], and [fleet] over the run's own settings.
 
     Raises ConfigError.
     """
@@ -112,7 +113,7 @@ def submit_engines(spec: FleetSpec, run: RunFolder) -> str:
 
 
 def stop_engines(run: RunFolder) -> int:
-    """End all engine jobs of a run that does not come back; return the number of arrays.
+    """End all engine jobs of a run that is not resumed; return the number of arrays.
 
     Raises JobError.
     """

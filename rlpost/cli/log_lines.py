@@ -130,8 +130,9 @@ def wall_seconds(moment: datetime) -> float:
 
 
 def first_day(lines: Iterable[str], modified: datetime) -> float:
-    """Return the second at which the day of a log's first record with a time begins, if that has no
-    date.
+    """Return the second at which the day of a log's first timed record begins.
+
+    For logs whose times have no date.
 
     Args:
         lines: of the log, from its beginning.

@@ -1,5 +1,7 @@
-"""Environment variables with API keys. Only the driver has them; its child processes do not
-inherit them."""
+"""Environment variables with API keys.
+
+Only the driver has them; its child processes do not inherit them.
+"""
 
 from __future__ import annotations
 

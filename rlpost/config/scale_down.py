@@ -1,5 +1,6 @@
-"""Scale a recipe down to one machine: the same algorithm and rollout on a small model of the same
-family. Pure.
+"""Scale a recipe down to one machine. Pure.
+
+Algorithm and rollout stay the same; the model is a small one of the same family.
 
 Input: the settings of a recipe, the architecture of its model by the names of [model], and the
 number of training ranks. Output: the scaled settings and a list of the changes.
@@ -35,12 +36,14 @@ FP8_BLOCK = (16, 16)
 VOCAB = 64
 """Vocabulary size of the tokenizer that rlpost/cli/tiny_model.py makes."""
 PROMPTS, ANSWER = 4, 32
-"""Upper limits of prompts per step and tokens per answer; batch and lengths are halved until they
-fit.
+"""Upper limits of prompts per step and tokens per answer.
+
+Batch and lengths are halved until they fit.
 """
 PACKED = 2 * ANSWER
-"""Minimum tokens of a micro-batch: prompts are not shortened, and samples should still share a
-micro-batch.
+"""Minimum tokens of a micro-batch.
+
+Prompts are not shortened, and samples should still share a micro-batch.
 """
 ENGINES = 2
 OBJECT_STORE = 100_000_000

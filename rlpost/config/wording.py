@@ -1,5 +1,4 @@
-"""Settings as messages spell them: the flag with its value, and the file that the value comes from.
-Pure.
+"""Settings as messages spell them: the flag with its value, and the value's file. Pure.
 
 Input: a ``Config``, the origins of its values, a message. Output: text. A message has the form
 flag, value, constraint, remedy, and names a setting by its flag alone:
@@ -91,10 +90,10 @@ def nearest(numbers: Collection[int], wanted: int, count: int = 4) -> list[int]:
 
 
 def with_origins(line: str, config: Config, origins: Mapping[str, str]) -> str:
-    """The message with, behind each setting that is not of the command line, where its value comes
-    from.
+    """Add to a message the origin of each setting that the command line does not give.
 
-    A setting counts where it is spelled with the value that it has; remedies spell other values.
+    The origin follows the setting. A setting counts where it is spelled with the value that it has;
+    remedies spell other values.
     """
     seen: set[str] = set()
     for key in sorted(

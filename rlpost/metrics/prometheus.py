@@ -46,7 +46,8 @@ class PrometheusServer:
         about: Mapping[str, str] | None = None,
         targets: Path | None = None,
     ) -> None:
-        """
+        """Start to serve.
+
         Args:
             host: the address to bind.
             port: 0 lets the kernel choose one; ``port`` has it.

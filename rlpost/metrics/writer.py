@@ -47,7 +47,8 @@ class MetricsWriter:
         show: Callable[[int, Sequence[SampleGroup]], None] | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """
+        """Create a writer; call ``begin`` before the first ``put``.
+
         Args:
             always: values added to every line, read when it is written.
             also: called with each line, after it is written.

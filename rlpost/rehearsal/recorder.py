@@ -58,7 +58,8 @@ class Recorder(TorchDispatchMode):
     def __init__(
         self, *, transfers: bool, results: MetaResults | None = None, topk: int | None = None
     ) -> None:
-        """
+        """Create a recorder; its context is ``recording``.
+
         Args:
             transfers: whether the groups are real. Otherwise collectives return at once and their
                 results keep what memory has.

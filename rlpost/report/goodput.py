@@ -1,5 +1,6 @@
-"""Goodput: the share of the allocated GPU time that produced trained steps, and what took the rest.
-Pure.
+"""Goodput: the share of the allocated GPU time that produced trained steps. Pure.
+
+The rest of the time is attributed to its uses.
 
 Input: the ledger's entries, the lines of ``metrics.jsonl``, the GPUs of the run. Output:
 ``Goodput``, one value for ``status``, ``list``, ``report`` and ``compare``; docs/seeing.md defines
@@ -157,8 +158,9 @@ def goodput(
     layout: Layout | None,
     until: datetime,
 ) -> Goodput | None:
-    """Return the goodput of a run up to ``until``; None before its first attempt and without a
-    layout.
+    """Return the goodput of a run up to ``until``.
+
+    None before its first attempt, and without a layout.
 
     Args: until: the end of what is still running. For a job that is known to be over, the time of
         its last entry.
@@ -445,7 +447,8 @@ def _queue_s(
 
 
 def _hours(gpu_hours: float) -> str:
-    """
+    """Format GPU hours.
+
     >>> _hours(0.0312), _hours(8), _hours(51234.5)
     ('0.031 GPU h', '8.0 GPU h', '51,234 GPU h')
     """

@@ -113,8 +113,9 @@ class Written:
 
 
 def encode(old: Words | None, new: Words) -> tuple[Header, Bytes]:
-    """Encode the change from ``old`` to ``new`` in the fewest bytes; all of ``new`` without
-    ``old``.
+    """Encode the change from ``old`` to ``new`` in the fewest bytes.
+
+    Without ``old``, all of ``new`` is encoded.
     """
     size, width = len(new), new.itemsize
     everything = Header("whole", size, width, num_changed=size)

@@ -44,8 +44,9 @@ def merge(tensors: Sequence[torch.Tensor], layout: Layout, dims: Dimensions) -> 
 
 
 def split(tensor: torch.Tensor, layout: Layout, dims: Dimensions) -> tuple[torch.Tensor, ...]:
-    """The full Megatron tensor -> full Hugging Face tensors, contiguous; padding of the vocabulary
-    is removed.
+    """Split a full Megatron tensor into full, contiguous Hugging Face tensors.
+
+    Padding of the vocabulary is removed.
     """
     if layout == "qkv":
         tail = tensor.shape[1:]

@@ -132,8 +132,9 @@ def _shard_shape(shape: Shape, dim: int, size: int) -> Shape:
 
 
 def _joined(parts: tuple[torch.Tensor, ...], dim: int) -> torch.Tensor:
-    """Concatenate the shards of a tensor; FP8 as bytes, because not every backend concatenates
-    FP8.
+    """Concatenate the shards of a tensor.
+
+    FP8 is concatenated as bytes, because not every backend supports it.
     """
     if parts[0].dtype != FP8:
         return torch.cat(parts, dim=dim)

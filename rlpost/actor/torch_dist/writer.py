@@ -60,8 +60,10 @@ class Contents:
     chunks: Sequence[Chunk]
     objects: Mapping[str, bytes]
     incomplete_prefix: str | None = None
-    """Keys with this prefix need not be covered: frozen layers have no optimizer state, and equal
-    layers share a tensor of the checkpoint."""
+    """Keys with this prefix need not be covered.
+
+    Frozen layers have no optimizer state, and equal layers share a tensor of the checkpoint.
+    """
 
 
 def write(

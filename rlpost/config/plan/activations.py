@@ -17,8 +17,9 @@ from rlpost.config.plan.shape import Latent, Layout, Shape, sparse_of
 
 FP32 = 4
 CHUNKS = 5
-"""Float32 copies of a chunk of logits in the backward pass of log-probs: three of a chunk, and two
-of the next one that is begun (``rlpost/actor/logprobs.py``).
+"""Float32 copies of a chunk of logits in the backward pass of log-probs.
+
+There are three of a chunk, and two of the next one, which is begun (``rlpost/actor/logprobs.py``).
 """
 
 

@@ -123,8 +123,10 @@ def candidates(config: Config, shape: Shape) -> Iterator[Config]:
 
 
 def _last_stage(num_layers: int, pipeline: int) -> int | None:
-    """Layers of the last stage where each of the others has the mean rounded up; None where all
-    stages are equal, and less than 1 where no layers are left for it.
+    """Return the number of layers of the last stage; None where all stages are equal.
+
+    Each of the other stages has the mean, rounded up. The number is less than 1 where no layers are
+    left.
 
     Only a model with an odd number of layers gets unequal stages: no pipeline here divides it.
     """

@@ -91,8 +91,7 @@ def held_memory(
     trained: Parameters | None = None,
     matrices: Parameters = NONE,
 ) -> tuple[RankMemory, int]:
-    """Weights, gradients and optimizer of a rank with these parameters, and the optimizer's bytes
-    in host memory.
+    """Weights, gradients and optimizer of a rank, and the optimizer's bytes in host memory.
 
     Args:
         config: the settings.

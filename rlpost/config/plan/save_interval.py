@@ -30,9 +30,11 @@ WORTH_A_NOTE = 0.005  # of the time, more than with the best interval
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of a step, evaluation and checkpoint excluded, and of the training in it; ``source``
-    names where they come from. ``save_s`` are the seconds that training waits for a save, None
-    where none was measured.
+    """Durations of a step, in seconds.
+
+    ``step_s`` is a step without evaluation and checkpoint, ``train_s`` the training in it, and
+    ``save_s`` the time that training waits for a save (None: not measured). ``source`` names the
+    origin of these values.
     """
 
     step_s: float
@@ -136,10 +138,10 @@ def interval_words(best: SaveInterval, given: int | None) -> str:
 
 
 def interval_note(config: Config, best: SaveInterval) -> str | None:
-    """A note where --save-interval is off by more than FAR and loses more than WORTH_A_NOTE; else
-    None.
+    """Return a note where --save-interval is far from the best interval; None otherwise.
 
-    A run without an interval saves at its end.
+    Far means off by more than FAR, with a loss of more than WORTH_A_NOTE. A run without an interval
+    saves at its end.
     """
     if best.steps is None:
         return None

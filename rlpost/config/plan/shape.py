@@ -1,5 +1,6 @@
-"""How many parameters each rank of a layout holds, exactly as Megatron-core's modules have them.
-Pure.
+"""Count the parameters that each rank of a layout holds. Pure.
+
+The counts are exactly those of Megatron-core's modules.
 
 Input: the architecture in the arguments of the table [model], and the sizes of a layout.
 Output: counts for a pipeline stage, routed experts apart from the rest because they are cut by
