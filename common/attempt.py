@@ -20,7 +20,7 @@ Slurm restart count upwards.
 from __future__ import annotations
 
 DRIVER_RESTARTS = 3
-"""Default of how often a crashed driver is started again in an attempt."""
+"""Default maximum number of restarts of a crashed driver in an attempt."""
 STOP_FILE = "STOP"
 SECRET_FILE = "secret"
 VERDICT_FILE = "verdict"

@@ -1,7 +1,7 @@
 """Message link between two agents, with failure detection.
 
-Input: a connection. Output: a ``Link``. Three failures are distinguished, because they say
-different things about the node: connection closed (the agent exited, its machine is up); no
+Input: a connection. Output: a ``Link``. Three failures are distinguished, because they mean
+different states of the node: connection closed (the agent exited, its machine is up); no
 acknowledgement (the machine or the route to it is down); no heartbeat (the agent hangs or is
 stopped, and its kernel still acknowledges).
 """

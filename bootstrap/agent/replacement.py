@@ -102,7 +102,7 @@ class Replacements:
         return next((self._causes[host] for host in self._running), None)
 
     def take(self, host: str, loss: Loss) -> bool:
-        """Replace ``host``; return False if the attempt has to end instead, as far as is known."""
+        """Start to replace ``host``; return False if the attempt has to end instead."""
         if host in self._running:
             return True
         if self._cluster is None or not self._gathering.spares:

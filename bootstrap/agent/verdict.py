@@ -24,7 +24,7 @@ class Outcome:
     """What happened.
 
     ``driver_code``: None if the driver did not exit by itself, negative after a signal.
-    ``driver_cause``: why it failed, in its own words; empty if it left none.
+    ``driver_cause``: the cause that the driver reported; empty if it reported none.
     """
 
     driver_code: int | None = None

@@ -1,4 +1,4 @@
-"""Which RDMA ports carry the collectives: kind, set of devices, GID index.
+"""Select the RDMA ports for the collectives: kind, set of devices, GID index.
 
 Input: facts and the interface that sockets use. Output: the selection, reasons, warnings.
 Invariants: the set never mixes InfiniBand and Ethernet ports; a criterion that would leave no port

@@ -40,7 +40,7 @@ MODEL_TYPES = {
 WITH_MTP = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 """Architectures whose checkpoints may have a layer for multi-token prediction."""
 YARN_CONTEXT = 4096
-"""Megatron's context before YaRN where the arguments name none."""
+"""Megatron's context before YaRN, if the arguments name none."""
 
 
 def hf_config(arguments: ModelArguments) -> dict[str, Any]:

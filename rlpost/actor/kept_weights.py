@@ -2,7 +2,7 @@
 
 Input: the inventory of this rank. Output: contexts in which the model has the kept weights, and
 their part of a checkpoint. Invariant: after such a context every weight of the model is bitwise
-what it was before.
+unchanged.
 """
 
 from __future__ import annotations

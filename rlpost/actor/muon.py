@@ -38,12 +38,12 @@ from rlpost.weights.names import Dimensions, Layout
 from rlpost.weights.quantised_gather import all_gather
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of Jordan's quintic: the steepest slope at zero with values that stay near one."""
+"""Coefficients of Jordan's quintic, with the steepest slope at zero that keeps values near one."""
 EPS = 1e-7
 
 
 def orthogonalise(matrix: torch.Tensor, *, num_steps: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return about U V^T for U S V^T = ``matrix``: [out, in], in ``dtype``.
+    """Return an approximation of U V^T for U S V^T = ``matrix``: [out, in], in ``dtype``.
 
     Newton-Schulz: X <- a X + (b G + c G^2) X with G = X X^T, from X of Frobenius norm one.
     """
@@ -81,7 +81,7 @@ class MuonSettings:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Where a weight of this rank is in the matrices of the model."""
+    """The position of a weight of this rank in the matrices of the model."""
 
     held: Held
     dims: Dimensions

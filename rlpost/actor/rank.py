@@ -1,4 +1,4 @@
-"""What ranks of every role have in common: settings, process groups, device, saves and progress.
+"""The base of ranks of every role: settings, process groups, device, saves and progress.
 
 A rank may train a critic: alone in a group of critics (``critic_rank``), or beside the policy
 (``actor``).
@@ -180,7 +180,7 @@ class Rank(ABC):
 
     @property
     def position(self) -> Position:
-        """Where this rank is."""
+        """The position of this rank; see ``rlpost.progress.position``."""
         return progress.position()
 
     def write_flight_record(self, folder: str | Path) -> str | None:

@@ -141,7 +141,7 @@ def zigzag(
         sequence order; and the bounds of the chunks.
     """
     width, begins = starts.diff() // (2 * size), starts[:-1] // size
-    # chunks up to and including the own one
+    # chunks up to and including this rank's own
     num_seen = torch.tensor([rank + 1, 2 * size - rank], device=starts.device)
     seen = (width[:, None] * num_seen).flatten()
     queries, keys = (

@@ -20,7 +20,7 @@ REPETITIVE = 10
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """What happens to answers; fields have the names and meanings of [grpo].
+    """Options of reward shaping; fields have the names and meanings of [grpo].
 
     ``max_response_len`` is --rollout-max-response-len.
     """

@@ -62,7 +62,7 @@ def check_model(config: Config, asked: str) -> None:
     path = Path(config.checkpoint.hf_checkpoint) / "config.json"
     try:
         problem = quantised_problem(json.loads(path.read_text()))
-    except (OSError, ValueError):  # the run has it: this host may not
+    except (OSError, ValueError):  # the run's nodes have config.json, this host may not
         return
     if problem is not None:
         raise ConfigError(f"{asked}: {problem}")
@@ -120,7 +120,8 @@ def stop_engines(run: RunFolder) -> int:
     folder = FleetFolder(run.root)
     if not folder.exists():
         return 0
-    folder.order(stop=True)  # first: a task that is requeued at this moment leaves by itself
+    # First: a task that is being requeued then exits without a cancellation.
+    folder.order(stop=True)
     entries = queue(_tasks(run))
     arrays = {entry.job_id.split("_")[0] for entry in entries.values() if not entry.is_over}
     for array in sorted(arrays):

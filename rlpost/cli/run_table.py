@@ -17,7 +17,7 @@ GAP = 2
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column. Those of the highest ``rank`` are left out first; rank 0 is always there."""
+    """A column. Columns of the highest ``rank`` are omitted first; rank 0 is always shown."""
 
     name: str
     rank: int

@@ -123,10 +123,12 @@ def near_path(origin: str) -> str:
 
 
 def as_flag(line: str) -> str:
-    """``time: 'soon'; ...``, as the specification of a job says it, with the flag of the setting.
+    """Replace the name of a field in an error of a job's specification by its flag.
 
-    >>> as_flag("time: 'soon'; write minutes"), as_flag("exclude: n[ is no list"), as_flag("else:
-    'x'") ('--time soon: write minutes', '--exclude n[ is no list', "else: 'x'")
+    >>> as_flag("time: 'soon'; write minutes")
+    '--time soon: write minutes'
+    >>> as_flag("exclude: n[ is no list"), as_flag("else: 'x'")
+    ('--exclude n[ is no list', "else: 'x'")
     """
     found = _KEY.match(line)
     if found is None or found["key"] not in _tables():

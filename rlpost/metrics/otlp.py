@@ -1,4 +1,4 @@
-"""Sends the driver's spans of each step as OpenTelemetry traces to a collector, over OTLP/HTTP.
+"""Send the driver's spans of each step as OpenTelemetry traces to a collector, over OTLP/HTTP.
 
 Input: the spans that ended since the line before, with each line of ``metrics.jsonl``. Output: one
 trace a step, whose root is the step and whose other spans have the smallest enclosing span as their

@@ -1,4 +1,4 @@
-"""Writes ``metrics.jsonl``: one line per step.
+"""Write ``metrics.jsonl``: one line per step.
 
 Input: values under stable names ``area/name[_unit]``.
 Output: a file in which each step appears exactly once and in order, also after a crash or a resume:
@@ -200,7 +200,7 @@ def read_lines(path: Path) -> Lines:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the valid lines of a metrics file, each step once, in order; empty if missing.
 
-    A value of null is NaN: writers of strict JSON have no other word for it.
+    A value of null is NaN, which strict JSON cannot express.
     """
     return [with_nan(line) for line in read_lines(path).lines]
 

@@ -1,4 +1,4 @@
-"""When a call hangs. Pure: no clock, no I/O.
+"""Decide whether a call hangs. Pure: no clock, no I/O.
 
 Input: the durations of earlier calls of the same kind, the seconds that this one has run, and
 whether any rank has moved. Output: the next time to examine the ranks, and the judgement.

@@ -63,7 +63,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class OffloadCycle:
-    """What one cycle moved.
+    """Bytes that one cycle moved.
 
     Attributes:
         leaving: bytes that left the device, by part.

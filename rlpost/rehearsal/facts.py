@@ -69,7 +69,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRole:
-    """What the rank does when weights are sent to engines on other GPUs."""
+    """The part of the rank in a weight update of engines on other GPUs."""
 
     stage: int
     gathers: bool

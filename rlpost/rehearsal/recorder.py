@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):
 
         Args:
             transfers: whether the groups are real. Otherwise collectives return at once and their
-                results keep what memory has.
+                results keep the previous content of their memory.
             results: of operations of earlier ranks; None where every operation is dispatched.
             topk: experts of a row, which a routing mask without data selects; None if not known.
         """

@@ -26,7 +26,7 @@ Plan = tuple[Bucket, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Entries:
-    """Weights that are on no rank here: what an exporter plans with."""
+    """The part of an inventory that an exporter plans with; there are no weights behind it."""
 
     entries: tuple[Entry, ...]
 

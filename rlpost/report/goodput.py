@@ -41,7 +41,7 @@ Use = Literal[
     "not serving",
 ]
 USES: tuple[Use, ...] = get_args(Use)
-SHOWN_FROM = 0.005  # of the allocated time: what the line names
+SHOWN_FROM = 0.005  # least share of the allocated time that the line names
 HOUR = 3600.0
 
 

@@ -25,7 +25,7 @@ from rlpost.weights.quantise import FP8, SUFFIX, BlockFp8, quantise, scale_shape
 
 Shape = tuple[int, ...]
 Parts = list[torch.Tensor]
-"""Of the Hugging Face tensors of one rule: the scales of each, then the values of each."""
+"""For all Hugging Face tensors of one rule: the scales of each, then the values of each."""
 
 
 def gather_quantised(

@@ -157,7 +157,7 @@ class AdaptedLinear:
         return F.linear(F.linear(hidden, a), b)
 
     def _dropped(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply dropout: equal masks on ranks with equal inputs, others on all others."""
+        """Apply dropout: equal masks on ranks with equal inputs, else different masks."""
         if self.plan.dropout == 0.0 or not self.training:
             return hidden
         is_shard = self.tp_group.size() > 1 and (not self.is_column or self.sequence_parallel)

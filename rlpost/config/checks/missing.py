@@ -62,7 +62,7 @@ def missing_problems(config: Config, recipe: str | None) -> list[str]:
 
 
 def has_folder(path: str) -> bool:
-    """Whether a folder is there; one that `rlpost fetch` makes is there with its last files."""
+    """Whether a folder exists; a folder that `rlpost fetch` makes must have its last files."""
     return os.path.isdir(path) and (
         not is_made(path) or os.path.isfile(os.path.join(path, "config.json"))
     )

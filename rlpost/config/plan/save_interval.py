@@ -1,4 +1,4 @@
-"""How often to save: the interval that loses the least time to saves and to failures. Pure.
+"""Recommend the save interval that loses the least time to saves and failures. Pure.
 
 Input: the cost of a save, the times of a step, the mean time between failures. Output: an interval
 in seconds and in steps, and a note where the recipe's --save-interval is far from it.
@@ -48,7 +48,7 @@ class SaveInterval:
     """A recommendation. ``steps`` is None where the time of a step is not known.
 
     ``training_frac`` is the part of a step that a failure repeats: its training. ``seconds`` is
-    wall time from the end of a save to the begin of the next.
+    wall time from the end of a save to the start of the next.
     """
 
     seconds: float
@@ -68,8 +68,10 @@ def optimum_s(save_s: float, mtbf_s: float) -> float:
     2M, else M. Its first term is that of J. W. Young, "A first order approximation to the optimum
     checkpoint interval", CACM 17 (1974).
 
-    >>> [round(optimum_s(5, mtbf), 1) for mtbf in (24 * 60, 6 * 60, 15)]  # Daly's figures 3 to 5,
-    in minutes [116.7, 56.5, 9.1]
+    Daly's figures 3 to 5, in minutes:
+
+    >>> [round(optimum_s(5, mtbf), 1) for mtbf in (24 * 60, 6 * 60, 15)]
+    [116.7, 56.5, 9.1]
     """
     if save_s >= 2 * mtbf_s:
         return mtbf_s
