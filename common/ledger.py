@@ -48,7 +48,7 @@ Entry = Mapping[str, Any]
 TRIES = 5
 LOCK_S, LOCK_POLL_S = 2.0, 0.02
 LOOK_BACK_BYTES = 65536
-"""How far before the end to search: with a stale size an NFS client writes at an earlier offset."""
+"""Range before the end to search: with a stale size an NFS client writes at an earlier offset."""
 LONGEST_SHOWN = 60
 
 

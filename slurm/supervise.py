@@ -63,7 +63,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the batch script must do: exit with ``code``, or requeue if ``code`` is None."""
+    """The decision for the batch script: exit with ``code``, or requeue if ``code`` is None."""
 
     code: int | None
     reason: str

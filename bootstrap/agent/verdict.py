@@ -21,7 +21,7 @@ Word = Literal["done", "requeue", "failed", "config"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What happened.
+    """The events of an attempt that decide its verdict.
 
     ``driver_code``: None if the driver did not exit by itself, negative after a signal.
     ``driver_cause``: the cause that the driver reported; empty if it reported none.

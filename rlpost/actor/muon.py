@@ -110,7 +110,7 @@ class Matrix:
 
 
 class ParamGroup(TypedDict, total=False):
-    """What Muon reads of a parameter group of an optimizer."""
+    """The keys of an optimizer's parameter group that Muon reads."""
 
     params: list[torch.Tensor]
     lr: float

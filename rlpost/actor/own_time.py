@@ -1,6 +1,6 @@
 """Measure the time of this rank's training pass, without the final reduction of gradients.
 
-Input: the begin of a pass, and the begin of the reduction. Output: seconds, from CUDA events on a
+Input: the start of a pass, and the start of the reduction. Output: seconds, from CUDA events on a
 GPU, so that the pass is not synchronised, else from the clock. A rank waits for other replicas in
 the reduction. Waits of tensor- and pipeline-parallel ranks for each other lie within the pass.
 """

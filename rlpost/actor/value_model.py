@@ -101,7 +101,7 @@ class ValueHead(torch.nn.Module):
 
 
 def value_family(family: Family) -> Family:
-    """The same family with a value head in place of the output layer."""
+    """Return the family with a value head in place of the output layer."""
     others = tuple(rule for rule in family.rules if rule.megatron != OUTPUT_LAYER)
     head = (Rule(OUTPUT_LAYER, (HEAD_WEIGHT,)), Rule(OUTPUT_BIAS, (HEAD_BIAS,)))
     return replace(family, rules=(*others, *head))

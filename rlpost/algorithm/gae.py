@@ -95,10 +95,10 @@ def discounted_sums(values_T: Array, factor: float, *, chunk: int | None = None)
 def token_rewards(scored: ScoredSample, penalties: Sequence[float] | None) -> Array:
     """Return the reward of each response token; [T].
 
-    The sample's reward is added at its last trained token, and - KL penalty at each token.
+    The sample's reward is at its last trained token. The KL penalty of each token is subtracted.
 
-    With rewards of turns (``rlpost.algorithm.turns``) each is at the last trained token of its
-    turn, in place of the sample's.
+    With rewards of turns (``rlpost.algorithm.turns``), the reward of each turn is at the last
+    trained token of that turn, and the sample's reward is not used.
     """
     mask = scored.sample.mask.array
     found = np.zeros(len(mask))

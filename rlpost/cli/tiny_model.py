@@ -241,7 +241,7 @@ def _add_to_config(folder: Path, **values: object) -> None:
 
 
 def quantised(source: Path, folder: Path, block: tuple[int, int]) -> None:
-    """The same model with the matrices of its layers in FP8, a scale for each block."""
+    """Write the model with the matrices of its layers in FP8, a scale for each block."""
     from safetensors.torch import load_file, save_file
 
     from rlpost.weights.quantise import BlockFp8

@@ -171,7 +171,7 @@ def _unknown_word(word: str, words: Sequence[str], known: Mapping[str, argparse.
 
 
 def _shape(field: FieldInfo) -> dict[str, Any]:
-    """How argparse should read a field: a switch, several words or one."""
+    """Return argparse's options for a field: a switch, several words or one."""
     help_text = (field.description or "").replace("%", "%%")
     admitted = kinds(field.annotation)
     if admitted == [bool]:

@@ -25,5 +25,5 @@ KEYS = (
 
 
 def without_keys(environ: Mapping[str, str]) -> dict[str, str]:
-    """The same environment without any key."""
+    """Return the environment without any key."""
     return {name: value for name, value in environ.items() if name not in KEYS}

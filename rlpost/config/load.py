@@ -240,10 +240,10 @@ def _hint(key: str, there: Iterable[str]) -> str:
 
 
 def absolute_paths(config: Config, base: Path) -> Config:
-    """The same settings with all paths absolute, relative to ``base``: jobs run in another folder.
+    """Return the settings with all paths absolute, relative to ``base``.
 
-    A leading environment variable is expanded. If it is unset the path stays, and a check reports
-    it.
+    Jobs run in another folder. A leading environment variable is expanded. If it is unset the path
+    stays, and a check reports it.
     """
     update: dict[str, object] = {}
     variables = variables_of(config.cluster, os.environ)

@@ -81,7 +81,7 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest(numbers: Collection[int], wanted: int, count: int = 4) -> list[int]:
-    """Those of ``numbers`` that are nearest to ``wanted``, in order.
+    """The members of ``numbers`` that are nearest to ``wanted``, in order.
 
     >>> nearest([1, 2, 4, 8, 16], 7, 2)
     [4, 8]

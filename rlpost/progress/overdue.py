@@ -60,7 +60,7 @@ def limit_s(history: History, rule: Rule) -> float | None:
 
 
 def between_examinations_s(limit: float) -> float:
-    """Return the seconds from the begin of a call to the first examination, and between two."""
+    """Return the seconds from the start of a call to the first examination, and between two."""
     return limit / 2
 
 

@@ -69,7 +69,7 @@ class Position:
 
 
 class Recorder:
-    """What the computing thread of this process has begun. Safe to read from another thread."""
+    """Records what the computing thread of this process runs. Safe to read from another thread."""
 
     def __init__(self) -> None:
         self._thread: int | None = None

@@ -95,7 +95,7 @@ class RankFacts:
     entries: tuple[Entry, ...]
     """The weights of its pipeline stage, as the weight-update plan counts them."""
     checkpoint: tuple[CheckpointPart, ...]
-    """Of the weights and of one state of the optimizer; its other states are sharded alike."""
+    """Parts of the weights and of one optimizer state; the other states are sharded alike."""
     memory: Memory
     update: UpdateRole
     adapters: tuple[Weight, ...] = ()

@@ -96,7 +96,7 @@ def _goes_to_host(args: Sequence[Any], options: dict[str, Any]) -> bool:
 
 
 class Schedule:
-    """Which micro-batch a pipeline stage receives next, in both directions."""
+    """The order in which a pipeline stage receives micro-batches, in both directions."""
 
     def __init__(self, given: Given) -> None:
         self._given = given

@@ -50,7 +50,7 @@ LOG_PROBS, VALUES, TRAIN_CRITIC = "log-probs", "values", "train critic"
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """What every rank does in a rehearsal.
+    """The phases of every rank in a rehearsal.
 
     Attributes:
         batch: micro-batches of a train step.

@@ -25,7 +25,7 @@ class Published:
     num_parameters: int
     """Trained elements, tied ones once."""
     buffers: frozenset[str]
-    """Those of the tensors that are not trained."""
+    """Names of the tensors that are not trained."""
 
 
 def published(

@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):
     def recorded(
         self, rank: int, held: dict[str, int], offload: OffloadCycle | None = None
     ) -> Recording:
-        """What was recorded so far."""
+        """Return the recording so far."""
         return Recording(rank, tuple(self.calls), dict(self.peaks), held, offload)
 
     def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""When each step of a run ended, in hours since its submission. Pure.
+"""Estimate when each step of a run ended, in hours since its submission. Pure.
 
 Input: the ledger's entries and the lines of ``metrics.jsonl``. Output: points (step, hours) for the
 time axis of the plots. Lines have no time: the end of a step is the moment at which its attempt was

@@ -226,7 +226,7 @@ class _Step:
 
 @dataclass(slots=True)
 class _Attempt:
-    """What the ledger and the metrics know of an attempt; times are seconds."""
+    """Facts about an attempt from the ledger and the metrics; times are seconds."""
 
     began: datetime
     ended: datetime
@@ -333,8 +333,8 @@ def _add_steps(attempts: Sequence[_Attempt], lines: Sequence[Mapping[str, float]
 def _add_recoveries(attempts: Sequence[_Attempt]) -> None:
     """Take recoveries out of the steps that they interrupted, or out of the time between steps.
 
-    A metrics line counts them as training or weight update. One beside generation costs waiting, and so
-    does one of an engine in a weight update.
+    A metrics line counts these seconds as training or weight update. A recovery during generation,
+    or of an engine during a weight update, is already counted as waiting.
     """
     for attempt in attempts:
         for entry in attempt.recoveries:

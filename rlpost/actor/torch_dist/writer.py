@@ -55,7 +55,7 @@ MAX_PROBLEMS = 3
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What this rank writes: chunks in the order of the stream, and small objects by key."""
+    """The data that this rank writes: chunks in the order of the stream, small objects by key."""
 
     chunks: Sequence[Chunk]
     objects: Mapping[str, bytes]

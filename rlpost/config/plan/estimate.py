@@ -122,7 +122,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What a GPU holds in a phase, by name."""
+    """The memory of a GPU in a phase, by part."""
 
     name: str
     parts: tuple[tuple[str, int], ...]
@@ -393,7 +393,7 @@ def _own_critic(config: Config, shape: Shape) -> list[CriticRank]:
 def _critic_phase(
     config: Config, rank: CriticRank | None, engine: Engine | None
 ) -> tuple[Phase, ...]:
-    """What GPUs hold while a critic with its own ranks computes; empty if it stays resident.
+    """The memory of GPUs while a separate critic computes; empty if the critic stays resident.
 
     The GPUs are separate ones, or those of the policy, which is offloaded meanwhile.
     """

@@ -132,7 +132,7 @@ class Shape:
     shared_gate: bool = False
     topk: int = 0
     latent: Latent | None = None
-    """Of latent attention; ``head_dim`` is then the part of a query without position."""
+    """Sizes of latent attention; ``head_dim`` is then the part of a query without position."""
     mtp: bool = False
     """Whether the last stage also trains an MTP layer, of the kind of the last layer."""
 
@@ -274,7 +274,7 @@ def layers_of(layout: Layout, num_layers: int, stage: int) -> Sequence[int]:
 
 
 def rank_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
-    """What a rank of a pipeline stage holds."""
+    """The parameters that a rank of a pipeline stage holds."""
     kinds = zip(sparse_of(shape, layout, stage), linear_of(shape, layout, stage), strict=True)
     dense = expert = 0
     for (is_sparse, is_linear), count in Counter(kinds).items():
@@ -291,7 +291,10 @@ def rank_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
 
 
 def critic_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
-    """What a rank holds of a critic: the policy with a value head in place of the output layer."""
+    """The parameters that a rank holds of a critic.
+
+    A critic is the policy with a value head in place of the output layer.
+    """
     policy = rank_parameters(replace(shape, tied=True, mtp=False), layout, stage)
     if stage != layout.pipeline - 1:
         return policy
