@@ -140,6 +140,7 @@ def claim(folder: str | Path, attempt: str) -> Claim:
     for path in uncommitted(folder):
         # outside the lane, prune of the older attempt could delete it
         aside = set_aside(path, into=ours.lane)
+        # COMMITTED may have been written between the check and the rename.
         if aside is not None and defect(aside, checksums=False) is None:
             os.rename(aside, path)
     rescue(folder, ours.lane)

@@ -131,6 +131,7 @@ class MetricsWriter:
             os.rename(beside, self._path)
             sync(folder)  # otherwise a crash of the host may restore the old file
         except BaseException:
+            # After a successful rename the next append finds another file here and makes a new one.
             os.close(descriptor)
             beside.unlink(missing_ok=True)
             raise

@@ -131,7 +131,7 @@ class Schedule:
         self._backward = deque(shapes[index] for index in backward)
 
     def expect(self, recv_prev: bool, recv_next: bool) -> None:
-        """The shapes that are read after the next exchange."""
+        """Queue the shapes that are read after the next exchange."""
         for wanted, queue in ((recv_prev, self._forward), (recv_next, self._backward)):
             if wanted:
                 if not queue:

@@ -171,6 +171,7 @@ def goodput(
     attempts = _attempts(entries, until)
     if layout is None or not attempts:
         return None
+    # The order matters: each call takes from the time that those before it left without a use.
     _add_steps(attempts, lines)
     _add_saves(attempts, lines)
     _add_recoveries(attempts)
