@@ -50,7 +50,7 @@ class Decision:
 
 
 def choose_spare(host: str, spares: Sequence[str], replaceable: Collection[str]) -> Decision:
-    """Decide what happens when ``host`` is lost; ``replaceable``: hosts that the driver can lose."""
+    """Decide what happens when ``host`` is lost; ``replaceable``: hosts that may be lost."""
     if host not in replaceable:
         return Decision(None, f"the driver cannot continue without {host}")
     if not spares:

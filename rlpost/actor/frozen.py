@@ -24,8 +24,8 @@ def freeze_by_name(
 ) -> None:
     """Freeze parameters by ``only_train_params_name_list`` or ``freeze_params_name_list``.
 
-    A pattern is searched in the name (``re.search``), as in slime. If embedding and output layer are
-    ``tied``, the name of the embedding counts for both.
+    A pattern is searched in the name (``re.search``), as in slime. If embedding and output layer
+    are ``tied``, the name of the embedding counts for both.
     """
     trained, frozen = settings.only_train_params_name_list, settings.freeze_params_name_list
     if not trained and not frozen:

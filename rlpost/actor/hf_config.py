@@ -110,7 +110,7 @@ def architecture_of(arguments: Mapping[str, object]) -> str:
     if arguments.get("linear_attention_freq"):
         if not arguments.get("num_experts"):
             return "Qwen3_5ForCausalLM"
-        # Qwen3.5's config.json has no size of a dense layer; the two differ only in names of weights
+        # Qwen3.5's config.json has no size of a dense layer; otherwise only weight names differ.
         has_dense = arguments.get("ffn_hidden_size") != arguments.get("moe_ffn_hidden_size")
         return "Qwen3NextForCausalLM" if has_dense else "Qwen3_5MoeForCausalLM"
     if arguments.get("qk_norm_type") == "per_layer":

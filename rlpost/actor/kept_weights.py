@@ -35,8 +35,8 @@ class KeptWeights:
             inventory: of this rank.
             saved_in: subfolder of a checkpoint.
             prepare: waits for all that reads or writes the weights in the background.
-            shares: another set that is never in the model at the same time; both use one copy of the
-                model's own weights.
+            shares: another set that is never in the model at the same time; both use one copy of
+                the model's own weights.
         """
         self._saved_in, self._prepare = saved_in, prepare
         self._saver: megatron_checkpoint.Saver | None = None

@@ -165,8 +165,9 @@ def read_description(
     """Read config.json of a Hugging Face folder and apply ``given``, the values of [model].
 
     Raises:
-        WeightError: config.json is missing or lacks a key, the architecture is unknown, or the model
-            has a feature that is not supported. It would compute other results than its checkpoint.
+        WeightError: config.json is missing or lacks a key, the architecture is unknown, or the
+            model has a feature that is not supported. It would compute other results than its
+            checkpoint.
         ConfigError: [model] contradicts config.json; one line per value.
     """
     path = Path(hf_checkpoint) / "config.json"

@@ -12,10 +12,10 @@ sqrt(max(out, in)) (Liu et al., "Muon is scalable for LLM training", arXiv 2502.
 so that updates have the size of Adam's and the learning rate of Adam can be used, or Jordan's
 sqrt(max(1, out / in)).
 
-NS needs whole matrices. With tensor parallelism U is gathered, every rank computes the update of the
-whole matrix and applies its shard. Query, key, value, gate and up are separate matrices, although
-Megatron fuses them. Momentum is sharded as the weights are. Embedding, output layer, norms and
-biases use Adam.
+NS needs whole matrices. With tensor parallelism U is gathered, every rank computes the update of
+the whole matrix and applies its shard. Query, key, value, gate and up are separate matrices,
+although Megatron fuses them. Momentum is sharded as the weights are. Embedding, output layer, norms
+and biases use Adam.
 """
 
 from __future__ import annotations

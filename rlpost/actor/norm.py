@@ -101,7 +101,7 @@ class ProjectionRMSNorm(ShardedByHead):
         *,
         num_heads: int,
     ) -> None:
-        """Create the weight of this rank, for ``num_heads`` of all ranks of width ``hidden_size``."""
+        """Create this rank's weight; ``num_heads`` of ``hidden_size`` are on all ranks together."""
         super().__init__()
         self.eps = eps
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()

@@ -1,7 +1,7 @@
 """The old policy: the weights that engines generate with, or generated with, in host memory.
 
-Input: the settings ``update_weights_interval`` and ``keep_old_actor``. Output: contexts in which the
-model has these weights, and their part of a checkpoint. Without both settings nothing is kept.
+Input: the settings ``update_weights_interval`` and ``keep_old_actor``. Output: contexts in which
+the model has these weights, and their part of a checkpoint. Without both settings nothing is kept.
 
 With an interval above 1 they are the weights of the engines' last update. With an interval of 1
 they are those of the update before, which generated the batch when generation is one step ahead.

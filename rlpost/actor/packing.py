@@ -85,8 +85,8 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
     Sequence parallelism needs T to be a multiple of the tensor-parallel size.
 
     Raises:
-        DataError: the micro-batch is empty, or a sample has no prompt, so that no logit predicts its
-            first response token.
+        DataError: the micro-batch is empty, or a sample has no prompt, so that no logit predicts
+            its first response token.
     """
     if not micro_batch:
         raise DataError("cannot pack an empty micro-batch; give every rank at least one sample")

@@ -115,7 +115,10 @@ class MicroBatchLoss:
     def top_logprobs(
         self, logits: torch.Tensor, packed: PackedMicroBatch, *, count: int, limit: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[1, T, V / tp] -> the ``count`` most likely ids below ``limit``, and log-probs [R, count]."""
+        """[1, T, V / tp] -> the ``count`` most likely ids below ``limit``, and log-probs.
+
+        Both are [R, count].
+        """
         rows = replace(self._rows(packed), masks=None)
         return top_logprobs(logits[0], rows, count, limit=limit)
 

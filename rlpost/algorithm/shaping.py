@@ -1,4 +1,4 @@
-"""Reward shaping: rewards and loss masks of answers that are too long, truncated or repetitive. Pure.
+"""Reward shaping: rewards and loss masks of too long, truncated or repetitive answers. Pure.
 
 Input: the graded groups of a rollout as the journal holds them. Output: the groups to train, from
 which baselines and advantages are computed. Rewards in metrics and filters stay those of the

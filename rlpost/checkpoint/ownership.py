@@ -158,7 +158,7 @@ def _take_away(lane: Path, *, into: Path) -> None:
 
 
 def check_attempt(folder: Path, driver: str, run: str) -> None:
-    """Raise Fenced if OWNER names a newer attempt of the same run, or a newer driver of the attempt.
+    """Raise Fenced if OWNER names a newer attempt of the same run, or a newer driver of it.
 
     ``driver`` is ``Cluster.driver_name``; a name of another form is older than any other. For the
     final write of an attempt that may not have claimed the folder. Storage errors and a missing or

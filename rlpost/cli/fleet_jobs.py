@@ -1,7 +1,7 @@
 """The jobs of a fleet's engines: their settings, and their submission.
 
-Input: the settings of a run. Output: the array of its engine jobs, submitted by ``rlpost fleet`` or,
-for ``[fleet]`` of a recipe, by ``rlpost submit``.
+Input: the settings of a run. Output: the array of its engine jobs, submitted by ``rlpost fleet``
+or, for ``[fleet]`` of a recipe, by ``rlpost submit``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Combine what Slurm, the agent and the driver report of each engine of a fleet. Pure.
 
-Input: queue entries, records of the fleet's files, the ledger. Output: one view for each engine, and
-a table.
+Input: queue entries, records of the fleet's files, the ledger. Output: one view for each engine,
+and a table.
 """
 
 from __future__ import annotations

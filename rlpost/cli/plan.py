@@ -2,8 +2,8 @@
 
 Input: a recipe, a cluster profile, flags; the model by its config.json, or by the table [model]
 where the weights are not here yet. Output: a table, a bar for each phase, what does not fit and the
-nearest layout that does (exit code 2); with --suggest the best layouts for that number of GPUs; with
---json the same as one object. Imports neither torch nor anything of the training stack.
+nearest layout that does (exit code 2); with --suggest the best layouts for that number of GPUs;
+with --json the same as one object. Imports neither torch nor anything of the training stack.
 """
 
 from __future__ import annotations

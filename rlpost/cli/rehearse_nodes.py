@@ -1,8 +1,8 @@
 """Check where the workers of a recipe are placed at its true number of nodes.
 
-Input: the settings. Output: a ``Check`` of the driver's own placement against the layout. Either the
-nodes are only counted (``nodes_check``, pure), or the agents of a job meet first, in another process
-on this machine (``agents_check``), and the cluster is the one that they hand to the driver.
+Input: the settings. Output: a ``Check`` of the driver's own placement against the layout. Either
+the nodes are only counted (``nodes_check``, pure), or the agents of a job meet first, in another
+process on this machine (``agents_check``), and the cluster is the one that they hand to the driver.
 """
 
 from __future__ import annotations

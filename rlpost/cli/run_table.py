@@ -1,7 +1,7 @@
 """The table of ``rlpost list``: as many columns as fit the terminal. Pure.
 
-Input: statuses and a width. Output: lines of cells. Names of runs and jobs are never truncated: they
-are arguments of the other commands.
+Input: statuses and a width. Output: lines of cells. Names of runs and jobs are never truncated:
+they are arguments of the other commands.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """``rlpost sweep``: one run for each point of a grid of settings, compared on one page.
 
 Input: a recipe and ``--grid SETTING=VALUE,VALUE``; or the name of a sweep. Output: run folders
-``RUNS_DIR/NAME-p0``, ``NAME-p1``, ... and ``RUNS_DIR/NAME`` with ``sweep.json`` and ``report.html``.
+``RUNS_DIR/NAME-p0``, ``NAME-p1``, ... and ``RUNS_DIR/NAME`` with ``sweep.json`` and
+``report.html``.
 
 Each point is a separate job, not an element of a job array: a run is requeued, chained, cancelled
 and resumed by its job, and points may differ in nodes and time. Every other command accepts the
@@ -211,8 +212,8 @@ def _submit_all(
 ) -> list[int]:
     """Submit the points in order; return the exit code of each.
 
-    Stops after a run that was stopped while it was followed, as with Ctrl-C. Raises ConfigError with
-    the flags that submit the rest if a submission fails.
+    Stops after a run that was stopped while it was followed, as with Ctrl-C. Raises ConfigError
+    with the flags that submit the rest if a submission fails.
     """
     # A submission moves the keys out of the environment; each run gets them.
     keys = {name: os.environ[name] for name in KEYS if name in os.environ}

@@ -1,7 +1,7 @@
 """Arguments of an engine's server that follow from settings of the run. Pure.
 
-Input: the tree. Output: fields of SGLang's ``ServerArgs``, the same for the run's own engines and for
-those of its fleet.
+Input: the tree. Output: fields of SGLang's ``ServerArgs``, the same for the run's own engines and
+for those of its fleet.
 """
 
 from __future__ import annotations

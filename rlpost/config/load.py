@@ -97,8 +97,8 @@ def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]
     """The files of a run in the order of ``load``: model, recipe, cluster profile.
 
     Args:
-        recipe: the recipe, a file or the NAME of one in ``jobs/recipes``; ``model = "NAME"`` or ``cluster =
-            "FILE.toml"`` in it, instead of the table, names the file.
+        recipe: the recipe, a file or the NAME of one in ``jobs/recipes``; ``model = "NAME"`` or
+            ``cluster = "FILE.toml"`` in it, instead of the table, names the file.
         given: what the command line names for "model" and "cluster"; it wins over the recipe.
 
     A NAME is a file in ``jobs/models`` or ``jobs/clusters``. A path is relative to the recipe, or

@@ -32,7 +32,10 @@ _PACKAGES = "opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http"
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A span in a trace; times are nanoseconds since the epoch, ``parent`` an index, None a root."""
+    """A span in a trace.
+
+    Times are nanoseconds since the epoch. ``parent`` is an index, None for a root.
+    """
 
     name: str
     thread: str

@@ -32,7 +32,11 @@ UNSUITABLE = frozenset(
 """Tags of operations that are always dispatched."""
 NAMESPACES = ("aten", "prims")
 DIRECT, NEW, IN_PLACE = "direct", "new", "in place"
-"""Always dispatched; returns tensors with their own memory; changes and returns its first argument."""
+"""Kinds of operations.
+
+They are always dispatched; return tensors with their own memory; change and return their first
+argument.
+"""
 VALUES = frozenset(
     {
         bool,

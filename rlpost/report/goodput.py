@@ -217,7 +217,7 @@ class _Step:
     engines_idle_s: float
 
     def shorten(self, recovery_s: float) -> float:
-        """Take out the seconds of a recovery, in which the trainer did not work; return how many."""
+        """Take out the seconds of a recovery, without work of the trainer; return how many."""
         taken = min(recovery_s, self.seconds)
         self.seconds -= taken
         self.trainer_idle_s = min(self.trainer_idle_s, self.seconds)

@@ -1,8 +1,7 @@
 """Check that the image, the model folder and the prompt files of a run exist.
 
-Input: a ``Config``; only the existence of paths is checked.
-Output: one line for all missing assets that `rlpost fetch` downloads or makes, with the command, and
-one line for each other path.
+Input: a ``Config``; only the existence of paths is checked. Output: one line for all missing assets
+that `rlpost fetch` downloads or makes, with the command, and one line for each other path.
 """
 
 from __future__ import annotations

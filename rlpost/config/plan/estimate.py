@@ -421,7 +421,10 @@ def _teacher_phase(
     update: WeightUpdate | None,
     own_critic: CriticRank | None,
 ) -> tuple[Phase, ...]:
-    """The pass of a teacher in the trainer, on the rank where it takes most; nothing without one."""
+    """The pass of a teacher in the trainer, on the rank where it takes most.
+
+    Empty without one.
+    """
     rank = max(ranks, key=lambda rank: rank.held.total + rank.teacher + rank.teacher_pass)
     if not rank.teacher:
         return ()
