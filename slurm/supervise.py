@@ -1,6 +1,7 @@
 """Decide after an attempt whether to requeue, and which hosts to exclude. Runs on the batch host.
 
-    python -m slurm.supervise start --run-folder RUN --attempt K --job JOB --nodes LIST [--image FILE]
+    python -m slurm.supervise start --run-folder RUN --attempt K --job JOB --nodes LIST
+                                    [--image FILE]
     python -m slurm.supervise end   --run-folder RUN --attempt K --code SRUN_EXIT ...
     python -m slurm.supervise chained --run-folder RUN --attempt K --job JOB
 

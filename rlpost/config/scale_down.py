@@ -5,11 +5,15 @@ Algorithm and rollout stay the same; the model is a small one of the same family
 Input: the settings of a recipe, the architecture of its model by the names of [model], and the
 number of training ranks. Output: the scaled settings and a list of the changes.
 
-Scaled down:        the model (layers, widths, heads, experts, by powers of two, which keeps their ratios), the parallel
-                    layout (to the number of ranks), engines and nodes, the batch, and lengths
-Replaced with it:   the model's folder, tokenizer, prompts, and the stop tokens and reward that match them
-Unchanged:          all other settings: advantages, losses and corrections, sampling, filtering, truncation and partial
-                    rollouts, colocation, precision, recomputation, optimizer and its placement, checkpoints
+Scaled down: the model (layers, widths, heads, experts, by powers of two, which keeps their ratios),
+the parallel layout (to the number of ranks), engines and nodes, the batch, and lengths.
+
+Replaced with the model: its folder, tokenizer, prompts, and the stop tokens and reward that match
+them.
+
+Unchanged: all other settings, such as advantages, losses and corrections, sampling, filtering,
+truncation and partial rollouts, colocation, precision, recomputation, optimizer and its placement,
+checkpoints.
 """
 
 from __future__ import annotations
