@@ -5,7 +5,7 @@ Levels, from the least to the most severe:
     OK
     WARN          continues, but may be slow or fail later
     EXCLUDE_NODE  this host is unfit; another host may be fit
-    FATAL_CONFIG  no host can be fit: the image lacks something, or the same check excludes all hosts
+    FATAL_CONFIG  no host can be fit: the image lacks something, or a check excludes all hosts
 """
 
 from __future__ import annotations

@@ -4,14 +4,15 @@ An attempt is one start of a job in ``RUN/attempts/K``, where K is the first unu
 Slurm restart count upwards.
 
     STOP           stop request, see ``common.stop_file``
-    secret         created by the batch script (or by a single local agent), mode 0600; authenticates agents, Ray and
-                   engines
+    secret         created by the batch script (or by a single local agent), mode 0600;
+                   authenticates agents, Ray and engines
     verdict        one word for the batch script: done | requeue | failed | config
     verdict.json   the verdict with its cause, for the user
     exclude        hosts to exclude from the next start, one per line; only if there are any
     preflight.json checks of every host and their results
     launch.log     output of srun, preceded by that of the image import
-    cause          why the driver failed, in one line, written by the driver; only if a training call hangs
+    cause          why the driver failed, in one line, written by the driver; only if a training
+                   call hangs
     hang.txt       stacks of all ranks, written when a training call hangs
     lost_nodes.json, replaceable    see ``common.lost_nodes``; only with spare nodes
     agent-HOST.log, driver.log
@@ -20,7 +21,7 @@ Slurm restart count upwards.
 from __future__ import annotations
 
 DRIVER_RESTARTS = 3
-"""Default of how often a crashed driver is started again in an attempt."""
+"""Default maximum number of restarts of a crashed driver in an attempt."""
 STOP_FILE = "STOP"
 SECRET_FILE = "secret"
 VERDICT_FILE = "verdict"

@@ -4,7 +4,7 @@ Input: /proc and the cgroup file system. Output: the folder to divide, or why th
 only; ``rlpost.agents.sandbox.cgroup`` divides it.
 
 A cgroup counts as delegated when a normal user may write it (a service manager or an administrator
-gave it to that user), or when it has systemd's mark. Without the mark, root could write every
+delegated it to that user), or when it has systemd's mark. Without the mark, root could write every
 cgroup, those that Slurm manages included.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CONTROLLERS = ("memory", "pids")
-"""What sandboxes need; ``cpu`` is used where it is there."""
+"""Controllers that sandboxes need; ``cpu`` is used if available."""
 LEAF = "rlpost-main"
 """Name of the child cgroup that gets the earlier processes of a divided one."""
 MARKS = ("user.delegate", "trusted.delegate")  # extended attributes; "1" (systemd.exec, Delegate=)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from common.log_format import as_text
 
 _WRAPPER = re.compile(r"; its last lines:$|; srun said:$|\bfailed:$|; the end of \S+:$")
-"""A first line that says only who failed; the error is below it."""
+"""A first line that only names the failed process; the error is below it."""
 _RECORD = re.compile(
     r"^(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d(?:\.\d+)? (?P<level>[A-Z]+) (?:\w+\[[^\]]*\] )?"
 )
@@ -74,7 +74,10 @@ def _records(log: Sequence[str]) -> list[list[str]]:
 
 
 def _after_records(records: Sequence[Sequence[str]]) -> Sequence[str]:
-    """Return what follows the last record, such as a traceback, unless it is an error."""
+    """Return the lines after the last record, such as a traceback.
+
+    Empty if that record is an error.
+    """
     if not records or _level(records[-1]) in _ERRORS:
         return ()
     return records[-1][1:] if _RECORD.match(records[-1][0]) else records[-1]

@@ -2,27 +2,34 @@
 
 Input: events from the login node, the batch host and the driver. Output: the same events in order.
 
-    submitted   job_id, nodes                                             login node
-    attempt     attempt, job_id, nodes, num_nodes, image, code            batch host, at each start of the job
-    started     attempt, step, nodes, gpus (by role), again (steps        driver: the cluster is up
-                of earlier attempts that it trains again)
-    ready       attempt, step                                             driver: trainer and engines answer
-    committed   step, checkpoint, bytes, seconds, blocking_s              driver
-    hang        attempt, call, ranks, hosts, why, seconds, stacks         driver: ranks make no progress
-    slow_host   host, peer (time beside the fastest host), steps          driver: a proposal to exclude it
-    engine_lost engines, phase, cause                                     driver: engines no longer serve
-    recovered   role, cause, seconds, and by role:                        driver: a lost part works again, in
-                driver: attempt, incarnation, step, steps_again, again;   the same attempt
-                trainer, critic: ranks, phase, step, steps_again;
-                engine: engines, phase, version;
-                node: phase, host, replacement
-    preempted   reason, step, saved, seconds_from_signal                  driver: the state is saved
-    verdict     attempt, verdict, cause, answer, reason, exclude          batch host, at each end
-    chained     attempt, job_id                                           batch host, in place of a requeue
-    fleet       array, engines: engine jobs were submitted                login node
-                used: engine -> seconds in which it served, of this attempt;
-                served_gpu_s: of all; allocated: engine -> GPU-seconds of its job   driver
-    done        step, weights                                             driver
+Login node:
+    submitted    job_id, nodes
+    cancelled    job_id
+    fleet        array, engines: engine jobs were submitted
+    sandboxes    array, servers: sandbox servers were submitted
+
+Batch host:
+    attempt      attempt, job_id, nodes, num_nodes, image, code, home; at each start of the job
+    verdict      attempt, verdict, cause, answer, reason, exclude; at each end
+    chained      attempt, job_id; in place of a requeue
+
+Driver:
+    started      attempt, step, nodes, gpus (by role), again (steps of earlier attempts that it
+                 trains again): the cluster is up
+    ready        attempt, step: trainer and engines answer
+    committed    step, checkpoint, bytes, seconds, blocking_s
+    hang         attempt, call, ranks, hosts, why, seconds, stacks: ranks make no progress
+    slow_host    host, peer (time beside the fastest host), steps: a proposal to exclude it
+    engine_lost  engines, phase, cause: engines no longer serve
+    recovered    role, cause, seconds: a lost part works again, in the same attempt; by role also
+                 driver: attempt, incarnation, step, steps_again, again;
+                 trainer, critic: ranks, phase, step, steps_again;
+                 engine: engines, phase, version;
+                 node: phase, host, replacement
+    preempted    reason, step, saved, seconds_from_signal: the state is saved
+    fleet        used (seconds in which each engine served, of this attempt), served_gpu_s (of all),
+                 allocated (GPU-seconds of the job of each engine)
+    done         step, weights
 
 Invariants: a line is durable when ``append`` returns; a truncated or damaged line does not affect
 other lines. The login node, the batch host and the driver append from different hosts, and appends
@@ -48,7 +55,7 @@ Entry = Mapping[str, Any]
 TRIES = 5
 LOCK_S, LOCK_POLL_S = 2.0, 0.02
 LOOK_BACK_BYTES = 65536
-"""How far before the end to search: with a stale size an NFS client writes at an earlier offset."""
+"""Range before the end to search: with a stale size an NFS client writes at an earlier offset."""
 LONGEST_SHOWN = 60
 
 

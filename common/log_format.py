@@ -1,7 +1,7 @@
 """The format of log lines of every process: dated text, or one JSON object a line.
 
 Input: a format, chosen with ``--log-format`` and passed to child processes in the environment.
-Output: the logging configuration of a process; and text lines again, for readers of such a log.
+Output: the logging configuration of a process; JSON lines converted back to text for readers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Files about lost nodes, between the head's agent and the driver.
 
-    lost_nodes.json   written by the head's agent: every lost node with its state; read by the driver
-                      and by a node that lost the head
+    lost_nodes.json   written by the head's agent: every lost node with its state; read by the
+                      driver and by a node that lost the head
     replaceable       written by the driver: the hosts that it can lose, one a line; read by the
                       head's agent when a node is lost
 

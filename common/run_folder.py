@@ -92,7 +92,7 @@ class RunFolder:
 
 
 def claim_folder(path: Path) -> Path:
-    """Create a folder that did not exist: ``path``, or the first unused of ``path-2``, ``path-3``, ...
+    """Create a folder that did not exist: ``path``, or the first unused of ``path-2``, ...
 
     Two processes never get the same folder: mkdir is atomic, on NFS too. Raises OSError.
     """

@@ -1,10 +1,10 @@
 """Files of a run that tell Prometheus what to scrape (``file_sd_configs``): lists of targets.
 
-Input: the run folder and the targets, each with labels. Output: ``RUN/prometheus.json`` (the driver)
-and ``RUN/engines.json`` (SGLang's servers).
+Input: the run folder and the targets, each with labels. Output: ``RUN/prometheus.json`` (the
+driver) and ``RUN/engines.json`` (SGLang's servers).
 
-Invariants: a reader sees an old or a new list, never half of one; a file holds targets only while
-an attempt runs. The process that writes them empties them; where it was killed, the batch host, the
+Invariants: a reader sees an old or a new list, never a part of one; a file holds targets only while
+an attempt runs. The process that writes them empties them; if it was killed, the batch host, the
 next attempt or ``rlpost status`` does. Standard library of Python 3.8, for batch hosts.
 """
 

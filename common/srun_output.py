@@ -1,4 +1,4 @@
-"""What srun reports of tasks that failed. Pure; Python 3.8 and its standard library alone.
+"""Parse srun's messages about failed tasks. Pure; only the standard library of Python 3.8.
 
 The agent of the first node reads it while others are still missing, the batch host after the end.
 """

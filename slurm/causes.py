@@ -155,7 +155,7 @@ _SECRETS = (
 
 @dataclass(frozen=True)
 class HostEnd:
-    """What one host left behind.
+    """Evidence about the end of one host's task.
 
     ``how``: srun's message about its task, empty if there is none; ``words``: the last part of its
     agent's log.

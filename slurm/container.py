@@ -48,12 +48,14 @@ class Container:
     """The container of a job's agents.
 
     Attributes:
-        backend: ``pyxis`` (options of srun), ``enroot`` (a script on each node), or ``auto`` (detected; may be none).
-        image: absolute path of a squashfs file; or a name in a registry, imported into ``cache`` once; or ``$NAME``,
-            a variable that holds either of these when the job is submitted.
-        mounts: SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro, absolute paths, which may begin with a variable ``$NAME``.
-        cache: folder on the shared file system for imported images; needed for names. None for a variable:
-            $RLPOST_IMAGE_CACHE, or runs/images in the job's $RLPOST_HOME.
+        backend: ``pyxis`` (options of srun), ``enroot`` (a script on each node), or ``auto``
+            (detected; may be none).
+        image: absolute path of a squashfs file; or a name in a registry, imported into ``cache``
+            once; or ``$NAME``, a variable that holds either of these when the job is submitted.
+        mounts: SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro, absolute paths, which may begin with a
+            variable ``$NAME``.
+        cache: folder on the shared file system for imported images; needed for names. None for a
+            variable: $RLPOST_IMAGE_CACHE, or runs/images in the job's $RLPOST_HOME.
 
     Raises:
         SpecError: names the field, its value and the allowed values.

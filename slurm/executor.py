@@ -82,8 +82,9 @@ def submit(spec: JobSpec, run: RunFolder, *, home: Path, where: Where) -> str:
         spec: the job; ``completed`` fills the paths that it leaves open.
         run: the run folder, which must exist.
         home: folder with the code to run, usually ``run.code``.
-        where: ``slurm``; ``local``, this machine under submitit's LocalExecutor; or ``debug``, this process under its
-            DebugExecutor: the run is over when this returns, and a failure enters the debugger.
+        where: ``slurm``; ``local``, this machine under submitit's LocalExecutor; or ``debug``, this
+            process under its DebugExecutor: the run is over when this returns, and a failure enters
+            the debugger.
 
     Raises: SubmitError: sbatch rejected the job (with its output), or several nodes were requested
         on this machine.

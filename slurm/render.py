@@ -268,7 +268,7 @@ def _stop(spec: JobSpec) -> str:
 
 
 def stop_writer(spec: JobSpec, effect: str, *, temporary: str, put: str) -> str:
-    """Define ``write_stop``, which USR2 calls: it writes ``temporary`` and moves it with ``put``."""
+    """Define ``write_stop``, called by USR2: write ``temporary`` and move it with ``put``."""
     return f"""\
 write_stop() {{
   stopped=1 now=$(date +%s)

@@ -1,19 +1,19 @@
-"""Render the batch script of a fleet's engine jobs: an array whose tasks come and go. Pure.
+"""Render the batch script of a fleet's engine jobs, an array of independent tasks. Pure.
 
-Input: a ``JobSpec`` whose ``agent_args`` are the arguments of ``rlpost.fleet.agent``, and the number
-of engines. Output: bash for ``sbatch``.
+Input: a ``JobSpec`` whose ``agent_args`` are the arguments of ``rlpost.fleet.agent``, and the
+number of engines. Output: bash for ``sbatch``.
 
-Each task of the array is one engine on its own node, and restarts on its own. The run's script
-(``render``) gives the reasons for what both do. In addition:
+Each task of the array is one engine on its own node, and restarts independently. ``render`` gives
+the reasons for what this script has in common with a run's. In addition:
 
 - The name of an engine is that of its task, ``JOB_TASK``, also after a requeue. SLURM_JOB_ID is
   another number for each task, so containers of two tasks on a node have different names. Slurm's
   commands get the name: the last task has the number of the array, which means all tasks there.
-- USR2 (the time limit, or a preemption where the site sends it) reaches the batch shell alone, which
-  announces the end in RUN/fleet/stop/NAME; TERM to the step reaches the agent itself.
-- The agent's exit code says what follows: 0, the engine is not needed any more (the run has ended,
-  or the user drained it); 75, it was preempted and is requeued; anything else is a failure, after
-  which ``max_failures`` bounds the restarts.
+- USR2 (the time limit, or a preemption where the site sends it) reaches the batch shell alone,
+  which announces the end in RUN/fleet/stop/NAME; TERM to the step reaches the agent itself.
+- The agent's exit code determines what follows. 0: the engine is not needed any more (the run has
+  ended, or the user drained it). 75: it was preempted and is requeued. Anything else is a failure,
+  after which ``max_failures`` bounds the restarts.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def render_fleet(spec: FleetSpec) -> str:
     job = spec.job
     array = [[f"--array=0-{spec.num_engines - 1}"]]
     if spec.after is not None:
-        # A requeue of the run's job does not bring the dependency back: its engines wait for it.
+        # A requeue of the run's job does not restore the dependency: engines wait for the run
+        # instead.
         array.append([f"--dependency=after:{spec.after}"])
     parts = (
         directives(job, first=array),

@@ -2,7 +2,7 @@
 
 Input: a ``JobSpec`` without GPUs and the size of a server. Output: bash for ``sbatch``.
 
-Each task of the array is one server (``rlpost.agents.sandbox.server``), restarts on its own, and
+Each task of the array is one server (``rlpost.agents.sandbox.server``), restarts independently, and
 belongs to a run: it ends (exit 0) when the run's driver closes its lease or is gone. A preempted
 server exits with 75 and is requeued; the driver notices the loss of its sandboxes at once and
 repeats their work elsewhere. After a failure it is requeued ``max_failures`` times at most.

@@ -39,31 +39,37 @@ class JobSpec:
 
     Attributes:
         spare_nodes: extra nodes to allocate; the agents use the healthy ones.
-        gpu_request: how this site requests GPUs: ``--gres=gpu:N``, ``--gpus-per-node=N`` or not at all.
+        gpu_request: how this site requests GPUs: ``--gres=gpu:N``, ``--gpus-per-node=N`` or not at
+            all.
         time: limit of one attempt, in any form that sbatch accepts.
-        exclusive: allocate whole nodes with all their memory; otherwise the site's defaults per task.
+        exclusive: allocate whole nodes with all their memory; otherwise the site's defaults per
+            task.
         exclude: hosts to exclude, as host lists.
-        requeue: how a run restarts: by Slurm's requeue, as a new job that waits for this one (for sites that forbid
-            requeueing), or never.
+        requeue: how a run restarts: by Slurm's requeue, as a new job that waits for this one (for
+            sites that forbid requeueing), or never.
         max_preemptions: maximum restarts after a preemption or time limit.
         max_failures: maximum restarts after a failure.
-        max_stalled_attempts: consecutive attempts without a new checkpoint after which the run is not restarted.
+        max_stalled_attempts: consecutive attempts without a new checkpoint after which the run is
+            not restarted.
         container: container of the agents; None: run on the node itself.
-        environment: (name, value) of variables for the agents and their children, set inside the container. No
-            secrets: the script contains them in plain text.
+        environment: (name, value) of variables for the agents and their children, set inside the
+            container. No secrets: the script contains them in plain text.
         setup_commands: shell lines that each node runs before its agent, inside the container.
-        teardown_s: maximum seconds to wait for srun after the verdict (srun lingers after a node failure); less if
-            the job ends sooner.
+        teardown_s: maximum seconds to wait for srun after the verdict (srun lingers after a node
+            failure); less if the job ends sooner.
         signal_lead_s: seconds before the time limit at which Slurm sends USR2 to the batch shell.
-        driver_args: arguments of ``python -m rlpost.train``, before those that the script adds; a recipe comes first.
+        driver_args: arguments of ``python -m rlpost.train``, before those that the script adds; a
+            recipe comes first.
         agent_args: further arguments of ``python -m bootstrap.agent``.
         home: folder with the code; None: the script finds it at run time (see ``render``).
         python: interpreter; None: found at run time, python3 in a container.
         host_python: interpreter on the node, for a container ``auto`` that resolves to none.
-        reads: files and folders that must exist when a script without ``home`` submits itself; they may begin with a
-            variable. Empty if ``driver_args`` begin with a recipe, which names them.
+        reads: files and folders that must exist when a script without ``home`` submits itself; they
+            may begin with a variable. Empty if ``driver_args`` begin with a recipe, which names
+            them.
         run_folder: None: found at run time.
-        output: log of the batch script, an sbatch pattern; None: ``slurm-%j.out`` in the submit directory.
+        output: log of the batch script, an sbatch pattern; None: ``slurm-%j.out`` in the submit
+            directory.
 
     Raises:
         SpecError: names the field, its value and the allowed values.

@@ -36,7 +36,7 @@ exec "$@"\
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """Where and with which environment a step runs.
+    """The location and environment of a step.
 
     Attributes:
         run_folder: the run's folder, which is mounted into its container.

@@ -1,6 +1,7 @@
 """Decide after an attempt whether to requeue, and which hosts to exclude. Runs on the batch host.
 
-    python -m slurm.supervise start --run-folder RUN --attempt K --job JOB --nodes LIST [--image FILE]
+    python -m slurm.supervise start --run-folder RUN --attempt K --job JOB --nodes LIST
+                                    [--image FILE]
     python -m slurm.supervise end   --run-folder RUN --attempt K --code SRUN_EXIT ...
     python -m slurm.supervise chained --run-folder RUN --attempt K --job JOB
 
@@ -63,7 +64,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the batch script must do: exit with ``code``, or requeue if ``code`` is None."""
+    """The decision for the batch script: exit with ``code``, or requeue if ``code`` is None."""
 
     code: int | None
     reason: str

@@ -3,14 +3,15 @@
 Input: the command of the driver, the cluster once it is up. Output: a future of the exit code of
 the last driver. The head does not notice a restart.
 
-Each driver (*incarnation*) runs under a separate keeper, so that the end of one takes only its own
-children along: router and graders. Ray, actors and engines run below Ray's keeper. A new driver
+Each driver (*incarnation*) runs under a separate keeper, so that the end of a driver ends only its
+own children: router and graders. Ray, actors and engines run below Ray's keeper. A new driver
 receives the cluster only when the process tree of the old one is gone, because both use the same
 ports.
 
-The standby is the next incarnation, started in advance: it imports and waits for its line. It
-starts STANDBY_AFTER_S after the driver has the cluster, when the run's startup no longer needs the
-CPU. Its niceness is not raised, because an unprivileged process cannot lower it again.
+The standby is the next incarnation, started in advance: it imports everything and waits for its
+``Cluster`` line. It starts STANDBY_AFTER_S after the driver has the cluster, when the run's startup
+no longer needs the CPU. Its niceness is not raised, because an unprivileged process cannot lower it
+again.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ STORAGE_S = 5.0
 
 
 class _Process:
-    """One driver process that waits for its line or works."""
+    """One driver process, which waits for its ``Cluster`` line or runs."""
 
     def __init__(self, kept: Kept, line_end: int) -> None:
         self.kept = kept

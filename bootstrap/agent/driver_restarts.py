@@ -1,11 +1,11 @@
-"""Whether a driver that died is started again inside its attempt. Pure, but for ``last_step``.
+"""Decide whether a driver that died is started again in its attempt. Pure, except ``last_step``.
 
-Input: how it ended, what the agent knows by then, and the restarts so far. Output: None, or the
+Input: its death, whether the attempt is ending, and the earlier deaths. Output: None, or the
 reason why the attempt ends instead; the batch script then decides about a whole restart.
 
-A driver that ends deliberately (finished, preempted, bad settings, an error that it names) is not
-started again, and neither is one that was ended by TERM. A driver that dies twice within
-``WINDOW_S`` seconds without a trained step between the two deaths would die again.
+A driver that ends deliberately (finished, preempted, bad settings, a known error) is not started
+again, nor after TERM. A driver that dies twice within ``WINDOW_S`` seconds without a trained step
+between the two deaths is expected to die again, and is not started again either.
 """
 
 from __future__ import annotations

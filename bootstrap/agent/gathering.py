@@ -57,7 +57,7 @@ class Gathering:
         self._options = options
         self._reception = reception
         self._wanted = Wanted(options.num_gpus, options.object_store_memory)
-        # of this host's network; None while it is alone
+        # conflicts of this host's network; None while no other node has connected
         self.own_conflicts: tuple[str, ...] | None = None
         self._num_needed = options.num_nodes or len(facts.hosts) - options.spare_nodes
         self._fit: set[str] = {facts.host}

@@ -1,7 +1,7 @@
 """Message link between two agents, with failure detection.
 
-Input: a connection. Output: a ``Link``. Three failures are distinguished, because they say
-different things about the node: connection closed (the agent exited, its machine is up); no
+Input: a connection. Output: a ``Link``. Three failures are distinguished, because they mean
+different states of the node: connection closed (the agent exited, its machine is up); no
 acknowledgement (the machine or the route to it is down); no heartbeat (the agent hangs or is
 stopped, and its kernel still acknowledges).
 """
@@ -145,5 +145,5 @@ def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_COUNT)
-    # Keepalive probes only an idle connection; this bounds the wait for sent data to be acknowledged.
+    # Keepalive probes only an idle connection; this bounds the wait for acknowledgements.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, give_up_ms)

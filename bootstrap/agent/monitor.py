@@ -91,7 +91,7 @@ class Kept:
             logger.error("%s (session %s) survives KILL", self.name, self._pid)
 
     def release(self) -> None:
-        """Disconnect from the keeper, which ends what is left and removes its scratch."""
+        """Disconnect from the keeper, which ends the rest and removes its scratch folder."""
         self._reader.cancel()
         self._channel.close()
 

@@ -4,10 +4,11 @@ Input: the job id and the lower bound of the kernel's ephemeral range. Output: `
 lie below that bound, because an outgoing connection may take a port above it between the check and
 the use.
 
-    base + 0          the agents' rendezvous; bound for the whole job, which reserves the block on the head
-    base + 1 ... 15   Ray's own services
-    base + 16 ... 599 Ray's workers
-    base + 600 ... 999 the job's own services (engines, router, torch stores)
+    base + 0            the agents' rendezvous; bound for the whole job, which reserves the block
+                        on the head
+    base + 1 ... 15     Ray's own services
+    base + 16 ... 599   Ray's workers
+    base + 600 ... 999  the job's own services (engines, router, torch stores)
 """
 
 from __future__ import annotations

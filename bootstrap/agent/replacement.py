@@ -50,7 +50,7 @@ class Decision:
 
 
 def choose_spare(host: str, spares: Sequence[str], replaceable: Collection[str]) -> Decision:
-    """Decide what happens when ``host`` is lost; ``replaceable``: hosts that the driver can lose."""
+    """Decide what happens when ``host`` is lost; ``replaceable``: hosts that may be lost."""
     if host not in replaceable:
         return Decision(None, f"the driver cannot continue without {host}")
     if not spares:
@@ -102,7 +102,7 @@ class Replacements:
         return next((self._causes[host] for host in self._running), None)
 
     def take(self, host: str, loss: Loss) -> bool:
-        """Replace ``host``; return False if the attempt has to end instead, as far as is known."""
+        """Start to replace ``host``; return False if the attempt has to end instead."""
         if host in self._running:
             return True
         if self._cluster is None or not self._gathering.spares:

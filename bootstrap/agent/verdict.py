@@ -21,10 +21,10 @@ Word = Literal["done", "requeue", "failed", "config"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What happened.
+    """The events of an attempt that decide its verdict.
 
     ``driver_code``: None if the driver did not exit by itself, negative after a signal.
-    ``driver_cause``: why it failed, in its own words; empty if it left none.
+    ``driver_cause``: the cause that the driver reported; empty if it reported none.
     """
 
     driver_code: int | None = None

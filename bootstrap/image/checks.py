@@ -304,7 +304,7 @@ def _variables(facts: ImageFacts) -> Check:
 
 
 def _shows_what_slurm_gave(environment: Mapping[str, str]) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES has as many entries as Slurm gave GPUs (man srun)."""
+    """Whether CUDA_VISIBLE_DEVICES has as many entries as Slurm allocated GPUs (man srun)."""
     visible = environment["CUDA_VISIBLE_DEVICES"].split(",")
     given = environment.get("SLURM_GPUS_ON_NODE", "")
     if not given:

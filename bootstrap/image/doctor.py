@@ -1,9 +1,9 @@
 """Report what an image lacks, from inside it: ``python3 -m bootstrap.image.doctor``.
 
-Input: the image, and the version pins of the code that contains this file. Output: a table or JSON on
-standard output or in a separate file, because the container runtime and setup commands also write
-to standard output. Exit code 0 if a run would work in the image, 1 if something is missing. Only
-the standard library of Python 3.8 and later.
+Input: the image, and the version pins of the code that contains this file. Output: a table or JSON
+on standard output or in a separate file, because the container runtime and setup commands also
+write to standard output. Exit code 0 if a run would work in the image, 1 if something is missing.
+Only the standard library of Python 3.8 and later.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def parse(line: str) -> Requirement | None:
 
 
 class Pins(NamedTuple):
-    """Lines of requirements: those of every installation, those of each extra; bounds of Python."""
+    """Requirement lines of every installation and of each extra, and the bounds of Python."""
 
     always: tuple[str, ...]
     extras: dict[str, tuple[str, ...]]

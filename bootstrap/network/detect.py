@@ -92,8 +92,8 @@ def detect(
 
     Args:
         override: interface for sockets that the user selected.
-        connection_ip: local address of the connection to the head; takes precedence over all evidence
-            except ``override``.
+        connection_ip: local address of the connection to the head; takes precedence over all
+            evidence except ``override``.
         environ: variables set by the user or the site profile; they are never changed.
     """
     sockets = choose_socket(facts, override, connection_ip)

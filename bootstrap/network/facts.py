@@ -136,7 +136,7 @@ class NetworkFacts:
         return next((one for one in self.interfaces if one.name == name), None)
 
     def members(self, name: str) -> tuple[Interface, ...]:
-        """Interfaces enslaved to it."""
+        """Interfaces enslaved to the interface ``name``."""
         return tuple(one for one in self.interfaces if one.master == name)
 
     def below(self, name: str | None) -> set[str]:

@@ -96,7 +96,7 @@ def default_route(root: Path = Path("/")) -> str | None:
     """Interface of the default route with the lowest metric; IPv6 if IPv4 has none."""
     routes: list[tuple[int, str]] = []
     for line in _text(root / "proc/net/route").splitlines()[1:]:
-        # name, destination, gateway, flags (1: RTF_UP), two counters, metric, mask; in hex but metric
+        # name, destination, gateway, flags (1: RTF_UP), counters, metric (decimal), mask; in hex
         fields = line.split()
         if len(fields) > 7 and fields[1] == fields[7] == "00000000" and int(fields[3], 16) & 1:
             routes.append((int(fields[6]), fields[0]))

@@ -1,4 +1,4 @@
-"""Which RDMA ports carry the collectives: kind, set of devices, GID index.
+"""Select the RDMA ports for the collectives: kind, set of devices, GID index.
 
 Input: facts and the interface that sockets use. Output: the selection, reasons, warnings.
 Invariants: the set never mixes InfiniBand and Ethernet ports; a criterion that would leave no port
@@ -38,7 +38,10 @@ _NAMED_BY_PROVIDER = {"efa": re.compile(r"(rdma[pso]|efa_)\d"), "cxi": re.compil
 
 @dataclass(slots=True)
 class RdmaChoice:
-    """Kind and ports. ``gid_index`` is common to all ports; ``gid_is_seen``: read from a GID table."""
+    """Kind and ports.
+
+    ``gid_index`` is common to all ports. ``gid_is_seen``: the index was read from a GID table.
+    """
 
     kind: str = "none"
     ports: tuple[RdmaPort, ...] = ()

@@ -101,7 +101,7 @@ def _by_evidence(facts: NetworkFacts, choice: SocketChoice) -> str | None:
 
 
 def _is_usable(one: Interface) -> bool:
-    """Whether sockets can use it; a bond's or bridge's member needs an address (VRF)."""
+    """Whether sockets can use an interface; a bond's or bridge's member needs an address (VRF)."""
     return (
         one.type != "loopback"
         and one.state != "down"
@@ -138,7 +138,7 @@ def _follow_routes(facts: NetworkFacts, candidates: Narrowing[Interface]) -> Non
 
 
 def _is_faster_twin(one: Interface, route: Interface) -> bool:
-    """Whether it shares the default route's network and is known to be faster."""
+    """Whether ``one`` shares the default route's network and is known to be faster."""
     return _shares_network(route, one) and (one.speed_mbps or 0) > (route.speed_mbps or 0) > 0
 
 

@@ -342,7 +342,7 @@ def _head_name(facts: HostFacts, seen: Seen | None) -> Check:
 
 
 def _sandboxes(facts: HostFacts) -> tuple[Check, ...]:
-    """What the host offers for sandboxes, if a run asks for it."""
+    """Check the host's features for sandboxes, if the run needs them."""
     offer = facts.sandboxes
     if offer is None:
         return ()

@@ -120,7 +120,7 @@ def _columns() -> int | None:
 def _with_others(step: Facts, options: argparse.Namespace) -> int:
     """Check all nodes of the step; the first prints one table.
 
-    A node without contact checks itself only.
+    A node that cannot reach the first one checks only itself.
     """
     if os.environ.get("SLURM_LOCALID", "0") != "0":
         return 0  # the first task of this node runs the checks

@@ -2,8 +2,8 @@
 
 Input: the machine. Output: ``GpuReading``, which ``python -m bootstrap.preflight.gpus`` prints as
 JSON. NVML is called in a separate process, because a broken GPU may block its caller forever.
-Decides nothing; None means not reported. Constants and structures: nvml.h, by way of NVIDIA's
-package nvidia-ml-py.
+Decides nothing; None means not reported. Constants and structures are those of nvml.h, from
+NVIDIA's package nvidia-ml-py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Try the namespaces of a sandbox: ``python -m bootstrap.preflight.namespaces``.
 
 Output: nothing and exit code 0 if this node can isolate commands without privileges; else the
-reason on standard output and exit code 1. It ends with the process: namespaces and mounts go too.
-A separate process, because a process with threads cannot enter a user namespace.
+reason on standard output and exit code 1. Namespaces and mounts disappear with the process. It is
+a separate process, because a process with threads cannot enter a user namespace.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ features, in words, and one ``Check`` per host. Checkpoints require a rename tha
 The run can do without the other features, and the table names the consequences.
 
     separately   hard links, rename over a file, fsync of a folder, locks
-    together     the head writes a file and sends an order; every node waits until it sees the file, appends lines to
-                 a common file at the same time, writes a file and answers; the head waits until it sees that file
+    together     the head writes a file and sends an order; every node waits until it sees the
+                 file, appends lines to a common file at the same time, writes a file and answers;
+                 the head waits until it sees that file
 
-Every wait is bounded: a folder that hangs costs ANSWER_S.
+Every wait is bounded by ANSWER_S, also for a folder that hangs.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from bootstrap.check import LEVELS, Check, level_of
 from bootstrap.preflight.gpus import GpuReading
 
 MARKS = {"OK": "ok", "WARN": "-", "EXCLUDE_NODE": "X", "FATAL_CONFIG": "X"}
-"""What the table shows for a level."""
+"""The table's mark for each level."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class Hca:
 
 @dataclass(frozen=True, slots=True)
 class SandboxOffer:
-    """What a host has for sandboxes of agents.
+    """Features of a host for the sandboxes of agents.
 
     Attributes:
-        namespaces: why commands cannot be isolated, empty if they can, None if that is not known.
-        cgroup: the delegated cgroup v2, empty without one; ``no_cgroup`` says why.
+        namespaces: why commands cannot be isolated; empty if they can, None if unknown.
+        cgroup: the delegated cgroup v2; empty without one, for the reason ``no_cgroup``.
         has_enroot: it can unpack .sqsh images.
     """
 

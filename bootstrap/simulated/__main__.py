@@ -43,7 +43,7 @@ CLUSTER_FILE = "cluster.json"
 
 @dataclass(frozen=True, slots=True)
 class Bringup:
-    """How a bring-up ended.
+    """The result of a bring-up.
 
     Attributes:
         cluster: the line that the driver received, empty if the bring-up failed.

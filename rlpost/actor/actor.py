@@ -154,8 +154,10 @@ class Actor(Rank):
         return self.broadcast.stage if self.broadcast.is_source else None
 
     def import_weights(self) -> None:
-        """Load the initial weights, from ``ref_load`` if set, else from ``hf_checkpoint``; those of
-        the critic from ``critic_load`` if set.
+        """Load the initial weights.
+
+        They come from ``ref_load`` if set, else from ``hf_checkpoint``; those of the critic from
+        ``critic_load`` if set.
 
         Raises:
             WeightError, CheckpointError: the weights do not fit the model.
@@ -353,7 +355,7 @@ class Actor(Rank):
             megatron_checkpoint.load_weights(folder, chunks=self.chunks)
 
     def _teacher_scores(self, batch: TrainBatch) -> TeacherScores:
-        """What the loss needs of the teacher: of the trainer, or columns that a server gave."""
+        """Return the teacher's scores for the loss: of the trainer, or from a server's columns."""
         top_k, vocab_size = self.settings.opd_top_k, self.description.dims.vocab_size
         if self._teacher is None:
             return scores_of_server(batch, top_k=top_k, vocab_size=vocab_size)

@@ -23,8 +23,9 @@ OVERRIDABLE = {
     "moe_router_topk": "num_experts_per_tok",
     "moe_router_topk_scaling_factor": "routed_scaling_factor",
 }
-"""Values that may differ from config.json, with their key there: they do not change the shape of a
-weight.
+"""Values that may differ from config.json, with their key there.
+
+They do not change the shape of a weight.
 """
 
 NO_ARCHITECTURE = (
@@ -32,8 +33,9 @@ NO_ARCHITECTURE = (
     "moe_permute_fusion", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate",
     "attention_dropout", "hidden_dropout", "override_hf_config",
 )  # fmt: skip
-"""Names of [model] that are not compared: they select an implementation, or have only one valid
-value.
+"""Names in [model] that are not compared.
+
+They select an implementation, or have only one valid value.
 """
 
 
@@ -212,8 +214,9 @@ def problems(given: ModelArguments, family: Family, hf: HfConfig) -> list[str]:
 
 
 def _difference(name: str, value: object, expected: object) -> str:
-    """Return the line for a value of [model] that differs; ``expected`` is None for an absent
-    feature.
+    """Return the line for a value of [model] that differs.
+
+    ``expected`` is None for an absent feature.
     """
     flag = "--" + name.replace("_", "-")
     if expected is None:

@@ -27,8 +27,9 @@ from rlpost.actor.windowed import attend_windowed
 
 
 class PackedAttention(ShardedByHead, MegatronModule):
-    """Causal grouped-query attention; replaces Megatron's DotProductAttention, which rejects packed
-    input.
+    """Causal grouped-query attention over packed sequences.
+
+    Replaces Megatron's DotProductAttention, which rejects packed input.
     """
 
     def __init__(

@@ -23,8 +23,9 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch.distributed.checkpoint import FileSystemReader
 
 NORM_OF_EXPERTS, ONCE = ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
-"""The part of a key that names the norm, now and in older folders; also in the keys of Adam's
-moments.
+"""The part of a key that names the norm, now and in older folders.
+
+The keys of Adam's moments contain it too.
 """
 EXTRA_STATE = "_extra_state"
 _SHARD = "/shard_"  # Megatron appends the shard of an object other than a tensor to its key
@@ -48,8 +49,9 @@ def fit_to_checkpoint(state: dict[str, object], folder: str | Path) -> dict[str,
 
 
 def fitted(part: object, saved: set[str]) -> object:
-    """Return one part of a state under its saved key; values other than sharded parts are
-    unchanged.
+    """Return one part of a state under its saved key.
+
+    Values other than sharded parts are unchanged.
     """
     if not isinstance(part, ShardedBase) or part.key in saved:
         return part

@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def with_mtp_layer(settings: ActorSettings, source: str | Path) -> ActorSettings:
-    """Return the settings with the layer for multi-token prediction enabled if ``source`` contains
-    it.
+    """Return the settings, with the layer for multi-token prediction if ``source`` has it.
 
     The converted checkpoint can then be used with and without ``--enable-mtp-training``.
 
@@ -79,8 +78,9 @@ class Converter:
         import_weights(self.inventory, folder)
 
     def from_torch_dist(self, folder: str | Path) -> None:
-        """Fill the model from a checkpoint of any layout; raise CheckpointError if it does not
-        fit.
+        """Fill the model from a checkpoint of any layout.
+
+        Raises CheckpointError if the checkpoint does not fit.
         """
         megatron_checkpoint.load_weights(folder, chunks=self.chunks)
 

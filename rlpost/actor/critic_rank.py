@@ -3,9 +3,10 @@
 Input: batches of samples and the returns of their tokens. Output: values, optimizer steps, its part
 of a checkpoint, an exported folder.
 
-A plain class with one process per rank, like ``rlpost.actor.actor.Actor``, with those of its methods
-that a critic needs. The group has a separate layout and separate process groups. Its part of a
-checkpoint has the format of a critic on the policy's ranks, so a run may switch between the two.
+A plain class with one process per rank, like ``rlpost.actor.actor.Actor``, with those of its
+methods that a critic needs. The group has a separate layout and separate process groups. Its part
+of a checkpoint has the format of a critic on the policy's ranks, so a run may switch between the
+two.
 """
 
 from __future__ import annotations
@@ -51,5 +52,8 @@ class CriticRank(Rank):
         self.saves.run(in_background=in_background)
 
     def load(self, folder: str | Path) -> None:
-        """Restore what a critic wrote at any layout, beside a policy or not; see ``Critic.load``."""
+        """Restore what a critic wrote at any layout; see ``Critic.load``.
+
+        It may have been a critic beside a policy.
+        """
         self._critic().load(folder)

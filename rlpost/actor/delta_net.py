@@ -1,5 +1,6 @@
-"""Linear attention of Qwen3-Next and Qwen3.5: a gated delta net over packed sequences (arXiv
-2412.06464).
+"""Linear attention of Qwen3-Next and Qwen3.5: a gated delta net over packed sequences.
+
+Source: arXiv 2412.06464.
 
 Input and output as for Megatron's SelfAttention, which it replaces in a layer: [T, 1, hidden], or
 this rank's part of the rows with sequence parallelism. Megatron-core 0.16.1 has such a module too,

@@ -83,8 +83,9 @@ def gated_delta_rule(
 
 
 def _chunks_of(starts: torch.Tensor, chunk: int) -> tuple[torch.Tensor, list[bool]]:
-    """The place of each token among the tokens of all chunks, [T]; for each chunk whether a
-    sequence starts with it.
+    """Return the position of each token among the tokens of all chunks, [T].
+
+    Also return for each chunk whether a sequence starts with it.
     """
     lengths = starts.diff()
     chunks = (lengths + chunk - 1) // chunk

@@ -36,8 +36,9 @@ PEAK_TFLOPS = {
     "L40": 181.0,
     "A10G": 70.0,
 }
-"""Dense bfloat16, by a substring of the device name; the first match counts. From NVIDIA's data
-sheets.
+"""Dense bfloat16 TFLOP/s, by a substring of the device name; the first match counts.
+
+From NVIDIA's data sheets.
 """
 
 
@@ -46,8 +47,9 @@ _rehearsed: torch.device | None = None
 
 @contextmanager
 def rehearsing_on(device: torch.device) -> Iterator[None]:
-    """Context in which ``current`` returns ``device``: a rehearsal builds ranks on the meta
-    device.
+    """Context in which ``current`` returns ``device``.
+
+    A rehearsal builds ranks on the meta device.
     """
     global _rehearsed
     before, _rehearsed = _rehearsed, device
@@ -77,11 +79,11 @@ def weight_dtype(bf16: bool | None) -> torch.dtype:
 
 
 def prepare(settings: ActorSettings) -> None:
-    """Select the device, bind this process to the CPUs next to it, and set the CPU threads of an
-    operator.
+    """Select the device, and set the CPU affinity and the number of threads of this process.
 
-    ``torch.set_num_threads`` takes precedence over OMP_NUM_THREADS, which Ray sets to 1 for an
-    actor without ``num_cpus``. It applies to every thread that calls an operator later.
+    The process is bound to the CPUs next to its device. The number of threads is that of a CPU
+    operator. ``torch.set_num_threads`` takes precedence over OMP_NUM_THREADS, which Ray sets to 1
+    for an actor without ``num_cpus``. It applies to every thread that calls an operator later.
     """
     allowed = os.sched_getaffinity(0)
     siblings = read_siblings(allowed)
@@ -115,8 +117,9 @@ def synchronise() -> None:
 
 
 def side_stream() -> AbstractContextManager[object]:
-    """Context of a separate CUDA stream, for a second thread that works concurrently with the
-    first.
+    """Context of a separate CUDA stream.
+
+    For a second thread that works concurrently with the first.
     """
     if not torch.cuda.is_available():
         return nullcontext()

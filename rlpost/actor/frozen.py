@@ -22,10 +22,10 @@ from rlpost.weights.inventory import EMBEDDING, OUTPUT_LAYER, named_tensors
 def freeze_by_name(
     chunks: Sequence[torch.nn.Module], settings: ActorSettings, *, tied: bool
 ) -> None:
-    """Freeze what ``only_train_params_name_list`` or ``freeze_params_name_list`` says.
+    """Freeze parameters by ``only_train_params_name_list`` or ``freeze_params_name_list``.
 
-    A pattern is searched in the name (``re.search``), as in slime. If embedding and output layer are
-    ``tied``, the name of the embedding counts for both.
+    A pattern is searched in the name (``re.search``), as in slime. If embedding and output layer
+    are ``tied``, the name of the embedding counts for both.
     """
     trained, frozen = settings.only_train_params_name_list, settings.freeze_params_name_list
     if not trained and not frozen:

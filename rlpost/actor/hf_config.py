@@ -1,5 +1,6 @@
-"""Build ``config.json`` from the arguments of [model]; the inverse of
-``rlpost.actor.architecture``.
+"""Build ``config.json`` from the arguments of [model].
+
+The inverse of ``rlpost.actor.architecture``.
 
 Input: the architecture as in the MODEL_ARGS of Megatron recipes. Output: a Hugging Face
 configuration of the family that has all these features. Standard library only. Invariant:
@@ -39,7 +40,7 @@ MODEL_TYPES = {
 WITH_MTP = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 """Architectures whose checkpoints may have a layer for multi-token prediction."""
 YARN_CONTEXT = 4096
-"""Megatron's context before YaRN where the arguments name none."""
+"""Megatron's context before YaRN, if the arguments name none."""
 
 
 def hf_config(arguments: ModelArguments) -> dict[str, Any]:
@@ -109,7 +110,7 @@ def architecture_of(arguments: Mapping[str, object]) -> str:
     if arguments.get("linear_attention_freq"):
         if not arguments.get("num_experts"):
             return "Qwen3_5ForCausalLM"
-        # Qwen3.5's config.json has no size of a dense layer; the two differ only in names of weights
+        # Qwen3.5's config.json has no size of a dense layer; otherwise only weight names differ.
         has_dense = arguments.get("ffn_hidden_size") != arguments.get("moe_ffn_hidden_size")
         return "Qwen3NextForCausalLM" if has_dense else "Qwen3_5MoeForCausalLM"
     if arguments.get("qk_norm_type") == "per_layer":

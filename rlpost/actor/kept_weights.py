@@ -2,7 +2,7 @@
 
 Input: the inventory of this rank. Output: contexts in which the model has the kept weights, and
 their part of a checkpoint. Invariant: after such a context every weight of the model is bitwise
-what it was before.
+unchanged.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class KeptWeights:
             inventory: of this rank.
             saved_in: subfolder of a checkpoint.
             prepare: waits for all that reads or writes the weights in the background.
-            shares: another set that is never in the model at the same time; both use one copy of the
-                model's own weights.
+            shares: another set that is never in the model at the same time; both use one copy of
+                the model's own weights.
         """
         self._saved_in, self._prepare = saved_in, prepare
         self._saver: megatron_checkpoint.Saver | None = None
@@ -112,8 +112,9 @@ class KeptWeights:
         device.synchronise()
 
     def _fill(self, values: list[torch.Tensor]) -> None:
-        """Copy ``values`` to the model; asynchronous on a GPU, where stream order protects the host
-        copy.
+        """Copy ``values`` to the model.
+
+        Asynchronous on a GPU, where stream order protects the host copy.
         """
         for tensor, value in zip(self._live, values, strict=True):
             tensor.copy_(value, non_blocking=True)

@@ -54,8 +54,9 @@ class LatentAttention(MLASelfAttention):
     def _whole(
         self, _: torch.nn.Module, __: object, output: tuple[torch.Tensor, torch.Tensor | None]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[s, b, (rank + position) / TP] -> [s, b, rank + position], this rank's part of s with
-        sequence parallelism.
+        """Gather the output: [s, b, (rank + position) / TP] -> [s, b, rank + position].
+
+        With sequence parallelism the result is this rank's part of s.
         """
         sharded, bias = output
         config, group = self.config, self.pg_collection.tp

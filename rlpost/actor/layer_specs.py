@@ -1,5 +1,6 @@
-"""Select the modules of a layer: TransformerEngine's if usable (installed, with CUDA), else local
-ones.
+"""Select the modules of a layer: TransformerEngine's or local ones.
+
+TransformerEngine is the default if it is usable: installed, on a machine with CUDA.
 
 Input: Megatron's configuration and the family. Output: the specification of a pipeline stage's
 layers. No other module depends on the implementation. Invariants: in both implementations
@@ -38,8 +39,9 @@ def has_transformer_engine() -> bool:
 
 
 def chosen_implementation(given: str | None) -> str:
-    """Return ``transformer_engine`` or ``local``: the given value, or by default the first if
-    usable.
+    """Return ``transformer_engine`` or ``local``.
+
+    That is the given value, or by default TransformerEngine if it is usable.
 
     Raises:
         ConfigError: TransformerEngine is requested and cannot be used.
@@ -53,8 +55,9 @@ def chosen_implementation(given: str | None) -> str:
 
 
 def implementation_name(chunks: Iterable[torch.nn.Module]) -> str:
-    """Return the implementation of a model, ``local`` or ``transformer_engine``, from its
-    modules.
+    """Return the implementation of a model, ``local`` or ``transformer_engine``.
+
+    It follows from the types of the modules.
     """
     kinds = {type(module) for chunk in chunks for module in chunk.modules()}
     packages = {kind.__module__.partition(".")[0] for each in kinds for kind in each.__mro__}
@@ -69,10 +72,10 @@ def block_spec(
     stage: int | None,
     adapt: Callable[[Iterable[ModuleSpec]], None] | None = None,
 ) -> TransformerBlockSubmodules:
-    """Return the layers of a virtual pipeline stage (None without interleaving) and the final
-    norm.
+    """Return the layers of a virtual pipeline stage, and the final norm.
 
-    ``adapt`` changes the specifications of the layers before norms are added to linear layers.
+    ``stage`` is None without interleaving. ``adapt`` changes the specifications of the layers
+    before norms are added to linear layers.
     """
     with_engine = implementation == TRANSFORMER_ENGINE
     block = gpt_layer_specs.get_gpt_decoder_block_spec(

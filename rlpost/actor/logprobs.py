@@ -160,7 +160,8 @@ class _VocabParallel(torch.autograd.Function):
                 column, is_mine = _columns(rows, part, logits_TV.size(1))
                 grad -= upstream.sum(1, keepdim=True) * p
                 if rows.num_valid:
-                    # adds: a row may have a target twice, and those of other ranks are 0 at column 0
+                    # Adds, as a row may have a target twice; targets of other ranks add 0 at column
+                    # 0.
                     grad.scatter_add_(1, column, upstream * is_mine)
             if grad_entropy is not None:
                 grad -= grad_entropy[part, None] * p * log_p.add_(entropy[part, None])
@@ -193,8 +194,9 @@ def _columns(rows: Rows, part: slice, width: int) -> tuple[torch.Tensor, torch.T
 
 
 def _removed(rows: Rows, part: slice, width: int) -> torch.Tensor | None:
-    """Return which columns of this rank the masks remove, never the first target; None without
-    masks.
+    """Return which columns of this rank the masks remove; None without masks.
+
+    The first target is never removed.
     """
     if rows.masks is None or not rows.num_valid:
         return None

@@ -228,7 +228,10 @@ class Saver:
         return found
 
     def _states(self, regions: Regions) -> list[Shard]:
-        """Optimizer shards of this rank; none before its first step, when weights determine it."""
+        """Return the optimizer shards of this rank.
+
+        There are none before the first step, when the weights determine the state.
+        """
         if self._optimizer is None or optimizer_state.num_steps(self._optimizer) == 0:
             return []
         return states_of(self._optimizer, regions, self._written)
@@ -293,7 +296,7 @@ def create_folder(folder: Path, step: int) -> None:
     """Create the folder of a checkpoint on the first rank. Collective.
 
     Raises:
-        CheckpointError: it cannot; raised on every rank.
+        CheckpointError: the folder cannot be created; raised on every rank.
     """
 
     def create() -> None:

@@ -1,5 +1,6 @@
-"""Construct Megatron-core's configuration dataclasses from the trainer's fields and the user's
-options.
+"""Construct Megatron-core's configuration dataclasses.
+
+Their fields come from the trainer and from the user's options.
 
 Input: a dataclass, and options by field name from a recipe or flags. Output: an instance. Options
 take precedence over the trainer's fields; ``rlpost.config.megatron_options`` lists those that are

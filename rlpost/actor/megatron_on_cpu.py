@@ -209,8 +209,9 @@ def _adapt_moe(module: types.ModuleType) -> None:
 
 
 def _adapt_language_module(module: types.ModuleType) -> None:
-    """Replace ``Tensor.cuda()`` by ``Tensor.cpu()`` for embeddings that are tied across pipeline
-    stages.
+    """Replace ``Tensor.cuda()`` by ``Tensor.cpu()``.
+
+    Megatron calls it for embeddings that are tied across pipeline stages.
     """
     method = module.LanguageModule.setup_embeddings_and_output_layer  # type: ignore[attr-defined]
     names = tuple("cpu" if name == "cuda" else name for name in method.__code__.co_names)
@@ -218,8 +219,9 @@ def _adapt_language_module(module: types.ModuleType) -> None:
 
 
 def _adapt_mappings(module: types.ModuleType) -> None:
-    """Gather and scatter shards of unequal length, for expert-tensor parallelism: gloo does not
-    support them.
+    """Gather and scatter shards of unequal length, which gloo does not support.
+
+    Expert-tensor parallelism needs them.
     """
     import torch.distributed as dist
 

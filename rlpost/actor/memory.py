@@ -32,8 +32,9 @@ class DeviceMemory:
         optimizer: object,
         critic: tuple[Sequence[torch.nn.Module], object] | None = None,
     ) -> None:
-        """``critic``: its chunks and optimizer. Engines get no weights of it, so these are
-        offloaded with the optimizers.
+        """Create the parts; ``critic``: its chunks and optimizer.
+
+        Engines get no weights of the critic, so they are offloaded with the optimizers.
         """
         chunks, adam = critic or ((), None)
         self._find: Mapping[str, Callable[[], Iterable[torch.Tensor]]] = {
@@ -76,8 +77,9 @@ class DeviceMemory:
         return self._find[part]()
 
     def resident(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a flat tensor, or its copy in host memory if it is offloaded. Requires
-        ``lock``.
+        """Return a flat tensor, or its copy in host memory if it is offloaded.
+
+        Requires ``lock``.
         """
         storage = tensor.untyped_storage()
         if storage.nbytes() or not tensor.numel():
@@ -103,8 +105,9 @@ class DeviceMemory:
         return sum(size for _, _, size in found)
 
     def _kept_by_others(self, part: str) -> Iterator[torch.UntypedStorage]:
-        """Yield storages of other parts: in fp32 the optimizer's tensors are views of the
-        weights.
+        """Yield the storages of other parts.
+
+        In fp32 the optimizer's tensors are views of the weights.
         """
         if part == OPTIMIZER:
             yield from storages(self._find[WEIGHTS]())
@@ -175,8 +178,9 @@ def _optimizer_tensors(optimizer: object) -> Iterator[torch.Tensor]:
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Return the unique storages of tensors on this rank's device; on a GPU tensors on the host are
-    ignored.
+    """Return the unique storages of tensors on this rank's device.
+
+    On a GPU, tensors in host memory are ignored.
     """
     here = device.current()
     found: dict[int, torch.UntypedStorage] = {}

@@ -1,5 +1,6 @@
-"""The Megatron model of a Hugging Face checkpoint: a GPTModel whose layers are those of
-``layer_specs``.
+"""The Megatron model of a Hugging Face checkpoint.
+
+It is a GPTModel whose layers are those of ``layer_specs``.
 
 Input: the description of the checkpoint and the layout. Output: this rank's part of the model, one
 chunk per virtual pipeline stage, with uninitialised weights.
@@ -161,7 +162,10 @@ def _chunk(
 
 
 def _scale_positions(chunk: GPTModel, description: ModelDescription) -> None:
-    """Set the frequencies of the checkpoint; latent attention has a rotary embedding in each layer."""
+    """Set the frequencies of the checkpoint.
+
+    Latent attention has a rotary embedding in each layer.
+    """
     if rope_type(description.rope) != "default":
         set_frequencies(chunk.rotary_pos_emb, description.rope)
     if description.local_rope is not None:

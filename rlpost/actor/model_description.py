@@ -1,5 +1,6 @@
-"""Read the architecture of a checkpoint and check that the trainer supports it. Standard library
-only.
+"""Read the architecture of a checkpoint, and check that the trainer supports it.
+
+Standard library only.
 
 Input: a Hugging Face folder. Output: a ModelDescription. ``rlpost.weights.families`` has the
 differences between families.
@@ -74,8 +75,9 @@ class ModelDescription:
         return local_rope(self.hf_config)
 
     def num_virtual_stages(self, settings: ActorSettings) -> int | None:
-        """Return the model chunks of each pipeline rank; None without interleaving, or for one
-        chunk.
+        """Return the number of model chunks of each pipeline rank.
+
+        None without interleaving, or for one chunk.
         """
         per_chunk = settings.num_layers_per_virtual_pipeline_stage
         if per_chunk is None:
@@ -139,8 +141,9 @@ class ModelDescription:
                 )
 
     def num_valid_columns(self, *, tp_rank: int, tp_size: int) -> int:
-        """Return how many columns of a rank's logits are tokens; the others are padding of the
-        vocabulary.
+        """Return how many columns of a rank's logits are tokens.
+
+        The others are padding of the vocabulary.
         """
         vocab_size = self.hf_config["vocab_size"]
         per_rank = -(-vocab_size // tp_size)
@@ -162,8 +165,9 @@ def read_description(
     """Read config.json of a Hugging Face folder and apply ``given``, the values of [model].
 
     Raises:
-        WeightError: config.json is missing or lacks a key, the architecture is unknown, or the model
-            has a feature that is not supported. It would compute other results than its checkpoint.
+        WeightError: config.json is missing or lacks a key, the architecture is unknown, or the
+            model has a feature that is not supported. It would compute other results than its
+            checkpoint.
         ConfigError: [model] contradicts config.json; one line per value.
     """
     path = Path(hf_checkpoint) / "config.json"
@@ -203,8 +207,9 @@ def read_description(
 
 
 def _refused_of_all(description: ModelDescription) -> dict[str, object]:
-    """Return features that no family supports: other activations, dropout, other rotary
-    embeddings.
+    """Return the features of a checkpoint that no family supports.
+
+    These are other activations, dropout, and other rotary embeddings.
     """
     hf, fields = description.hf_config, description.fields
     latent = fields["rope_type"] if fields.get("multi_latent_attention") else None

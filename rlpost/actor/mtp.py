@@ -41,8 +41,9 @@ from rlpost.columns import FloatColumn, IntColumn, RunColumn
 from rlpost.types import MicroBatch, TrainSample
 
 MODULE = "mtp"
-"""Name of the module in the last chunk of the last stage; its keys in a checkpoint are
-Megatron-LM's.
+"""Name of the module in the last chunk of the last stage.
+
+Its keys in a checkpoint are Megatron-LM's.
 """
 CHECKPOINT_KEY = f"{MODULE}.layers.0.eh_proj.weight"
 """A key that only checkpoints with the layer have."""
@@ -88,10 +89,10 @@ def attach(
 
 
 def shifted(micro_batch: MicroBatch) -> MicroBatch:
-    """Shift samples by one token: the inputs are the next tokens, the targets the tokens after
-    next.
+    """Shift samples by one token.
 
-    The sequence lengths do not change, so packed rows have the layout of ``micro_batch``.
+    The inputs are the next tokens, the targets the tokens after next. The sequence lengths do not
+    change, so packed rows have the layout of ``micro_batch``.
     """
     return tuple(map(_shifted, micro_batch))
 
@@ -209,8 +210,9 @@ class MtpTraining:
         return weight
 
     def _embedded(self, ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        """Embed [1, T] -> [T, 1, hidden]; with sequence parallelism this rank's part of the
-        sequence.
+        """Embed token ids: [1, T] -> [T, 1, hidden].
+
+        With sequence parallelism the result is this rank's part of the sequence.
         """
         group = parallel.tensor_parallel_group()
         # rows of other ranks are looked up as row 0, and set to zero

@@ -12,10 +12,10 @@ sqrt(max(out, in)) (Liu et al., "Muon is scalable for LLM training", arXiv 2502.
 so that updates have the size of Adam's and the learning rate of Adam can be used, or Jordan's
 sqrt(max(1, out / in)).
 
-NS needs whole matrices. With tensor parallelism U is gathered, every rank computes the update of the
-whole matrix and applies its shard. Query, key, value, gate and up are separate matrices, although
-Megatron fuses them. Momentum is sharded as the weights are. Embedding, output layer, norms and
-biases use Adam.
+NS needs whole matrices. With tensor parallelism U is gathered, every rank computes the update of
+the whole matrix and applies its shard. Query, key, value, gate and up are separate matrices,
+although Megatron fuses them. Momentum is sharded as the weights are. Embedding, output layer, norms
+and biases use Adam.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from rlpost.weights.names import Dimensions, Layout
 from rlpost.weights.quantised_gather import all_gather
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of Jordan's quintic: the steepest slope at zero with values that stay near one."""
+"""Coefficients of Jordan's quintic, with the steepest slope at zero that keeps values near one."""
 EPS = 1e-7
 
 
 def orthogonalise(matrix: torch.Tensor, *, num_steps: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return about U V^T for U S V^T = ``matrix``: [out, in], in ``dtype``.
+    """Return an approximation of U V^T for U S V^T = ``matrix``: [out, in], in ``dtype``.
 
     Newton-Schulz: X <- a X + (b G + c G^2) X with G = X X^T, from X of Frobenius norm one.
     """
@@ -81,14 +81,15 @@ class MuonSettings:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Where a weight of this rank is in the matrices of the model."""
+    """The position of a weight of this rank in the matrices of the model."""
 
     held: Held
     dims: Dimensions
 
     def update(self, direction: torch.Tensor, settings: MuonSettings) -> torch.Tensor:
-        """This rank's shard of the direction -> its shard of the update. Collective of the
-        tensor-parallel ranks.
+        """Compute this rank's shard of the update from its shard of the direction.
+
+        Collective of the tensor-parallel ranks.
         """
         layout, dim, group = self._layout, self.held.dim, self.held.group
         whole = direction
@@ -109,7 +110,7 @@ class Matrix:
 
 
 class ParamGroup(TypedDict, total=False):
-    """What Muon reads of a parameter group of an optimizer."""
+    """The keys of an optimizer's parameter group that Muon reads."""
 
     params: list[torch.Tensor]
     lr: float
@@ -130,7 +131,8 @@ class Muon(torch.optim.AdamW):
         settings: MuonSettings,
         **adam: object,
     ) -> None:
-        """
+        """Create the optimizer.
+
         Args:
             groups: each with the key ``MATRICES``: whether all its parameters are in ``matrices``.
             matrices: by main weight.

@@ -22,10 +22,10 @@ from rlpost.actor import device
 
 
 class RMSNorm(torch.nn.Module):
-    """y = weight * x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32 as
-    Hugging Face does.
+    """RMSNorm over the last dimension, computed in float32 as Hugging Face does.
 
-    With ``layernorm_zero_centered_gamma`` the factor is 1 + weight, also computed in float32.
+    y = weight * x / sqrt(mean(x^2) + eps). With ``layernorm_zero_centered_gamma`` the factor is 1 +
+    weight, also computed in float32.
     """
 
     def __init__(
@@ -48,8 +48,9 @@ class RMSNorm(torch.nn.Module):
 
 
 class SeparateRMSNorm(RMSNorm):
-    """An RMSNorm that is also a separate module with TransformerEngine, not fused with the next
-    linear layer.
+    """An RMSNorm that is not fused with the next linear layer.
+
+    It is a separate module with TransformerEngine too.
 
     TransformerEngine's module writes an extra state into every checkpoint, even if empty, and
     rejects checkpoints without it. So this module writes an empty one.
@@ -100,7 +101,7 @@ class ProjectionRMSNorm(ShardedByHead):
         *,
         num_heads: int,
     ) -> None:
-        """Create the weight of this rank, for ``num_heads`` of all ranks of width ``hidden_size``."""
+        """Create this rank's weight; ``num_heads`` of ``hidden_size`` are on all ranks together."""
         super().__init__()
         self.eps = eps
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
@@ -122,15 +123,17 @@ class ProjectionRMSNorm(ShardedByHead):
 
 
 def mark_sharded(parameter: torch.nn.Parameter) -> None:
-    """Mark a parameter whose first dimension is sharded over the tensor-parallel ranks, as
-    Megatron does.
+    """Mark a parameter, as Megatron does, as sharded along its first dimension.
+
+    The shards are those of the tensor-parallel ranks.
     """
     vars(parameter).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over the ranks of a group; each rank continues with its own use of the sum, so gradients
-    are summed too.
+    """Sum over the ranks of a group.
+
+    Each rank uses the sum in its own computation, so gradients are summed too.
     """
 
     @staticmethod

@@ -1,12 +1,12 @@
 """The old policy: the weights that engines generate with, or generated with, in host memory.
 
-Input: the settings ``update_weights_interval`` and ``keep_old_actor``. Output: contexts in which the
-model has these weights, and their part of a checkpoint. Without both settings nothing is kept.
+Input: the settings ``update_weights_interval`` and ``keep_old_actor``. Output: contexts in which
+the model has these weights, and their part of a checkpoint. Without both settings nothing is kept.
 
-With an interval above 1 they are the weights of the engines' last update. With an interval of 1 they
-are those of the update before, which generated the batch when generation is one step ahead. slime
-has two copies (``old_actor``, ``rollout_actor``) and replaces both after each update; when a
-rollout is trained, its ``old_actor`` is what is kept here. One copy is enough, because it is
+With an interval above 1 they are the weights of the engines' last update. With an interval of 1
+they are those of the update before, which generated the batch when generation is one step ahead.
+slime has two copies (``old_actor``, ``rollout_actor``) and replaces both after each update; when a
+rollout is trained, its ``old_actor`` equals the copy here. One copy is enough, because it is
 replaced directly before the rollout's first optimizer step.
 """
 

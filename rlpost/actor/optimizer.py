@@ -25,7 +25,7 @@ from rlpost.errors import ConfigError, Interrupted
 logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
-"""As TransformerEngine's Adam expects them; fp8 is stored as uint8 with a separate scale."""
+"""Dtypes as TransformerEngine's Adam expects them; fp8 is stored as uint8 with a separate scale."""
 
 
 def wrap(

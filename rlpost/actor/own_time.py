@@ -1,8 +1,8 @@
-"""The time that this rank computes in a training pass, without the final reduction of gradients.
+"""Measure the time of this rank's training pass, without the final reduction of gradients.
 
-Input: the begin of a pass, and the begin of the reduction. Output: seconds, from CUDA events on a
-GPU, so that the pass is not synchronised, else from the clock. Other ranks are waited for in the
-reduction; waits of tensor- and pipeline-parallel ranks for each other lie within the pass.
+Input: the start of a pass, and the start of the reduction. Output: seconds, from CUDA events on a
+GPU, so that the pass is not synchronised, else from the clock. A rank waits for other replicas in
+the reduction. Waits of tensor- and pipeline-parallel ranks for each other lie within the pass.
 """
 
 from __future__ import annotations

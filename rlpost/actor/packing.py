@@ -85,8 +85,8 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
     Sequence parallelism needs T to be a multiple of the tensor-parallel size.
 
     Raises:
-        DataError: the micro-batch is empty, or a sample has no prompt, so that no logit predicts its
-            first response token.
+        DataError: the micro-batch is empty, or a sample has no prompt, so that no logit predicts
+            its first response token.
     """
     if not micro_batch:
         raise DataError("cannot pack an empty micro-batch; give every rank at least one sample")
@@ -183,9 +183,7 @@ def held_tokens(lengths: Sequence[int], layout: RowLayout) -> torch.Tensor:
 
 
 def joined_columns(columns: Iterable[FloatColumn]) -> torch.Tensor:
-    """Concatenate columns, for example the log-probs of the samples of a micro-batch; [R]
-    float32.
-    """
+    """Concatenate columns, such as the log-probs of a micro-batch's samples: [R] float32."""
     return _joined([column.array for column in columns], np.float32)
 
 

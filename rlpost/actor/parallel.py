@@ -32,8 +32,9 @@ context_parallel_group = parallel_state.get_context_parallel_group
 pipeline_group = parallel_state.get_pipeline_model_parallel_group
 """Returns the ranks over which layers are distributed."""
 data_parallel_group = parallel_state.get_data_parallel_group
-"""Returns the ranks with the same weights and other samples; with ``with_context_parallel`` also
-those with other parts of the same samples.
+"""Returns the ranks with the same weights and other samples.
+
+With ``with_context_parallel`` also those with other parts of the same samples.
 """
 data_parallel_rank = parallel_state.get_data_parallel_rank
 """Returns the index of this rank's part of a batch."""

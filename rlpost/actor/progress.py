@@ -1,19 +1,20 @@
-"""The position of this rank for the driver's comparison: adds what torch.distributed knows.
+"""Complete the position of this rank with the counters of torch.distributed.
 
 Input: the recorder of ``rlpost.progress.position``. Output: a ``Position`` with the number of
 collectives entered in each process group. Call from a second thread: everything here reads, and
 takes no lock that a collective holds.
 
 Torch counts collectives itself. Gloo increments its sequence number at the start of each
-collective, NCCL increments ``seqCollective_`` (``torch/csrc/distributed/c10d/ProcessGroupGloo.cpp``,
-``ProcessGroupNCCL.cpp``; NCCL was only read). Two kinds of groups are left out:
+collective, NCCL increments ``seqCollective_``
+(``torch/csrc/distributed/c10d/ProcessGroupGloo.cpp``, ``ProcessGroupNCCL.cpp``; the statement about
+NCCL is from its source, not tested). Two kinds of groups are left out:
 
 - groups of pipeline stages: gloo counts point-to-point messages too, NCCL a batch of them as one
   collective (``startCoalescing``), and stages send different numbers of them;
 - the group of background saves: another thread uses it.
 
-On NCCL a collective is entered when it is enqueued, so the counts show how far the Python thread of
-each rank has come, not the GPU.
+On NCCL a collective is entered when it is enqueued, so the counts show the progress of each rank's
+Python thread, not that of its GPU.
 """
 
 from __future__ import annotations

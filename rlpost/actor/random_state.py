@@ -21,8 +21,9 @@ KEY = "random_state"
 
 
 def layout() -> list[int]:
-    """Return the world size and parallel sizes; random states are restored only if these are
-    equal.
+    """Return the world size and the parallel sizes.
+
+    Random states are restored only if these are equal.
     """
     return [
         dist.get_world_size(),
@@ -35,8 +36,9 @@ def layout() -> list[int]:
 
 
 def sharded() -> ShardedObject:
-    """Return this rank's part of a checkpoint; loading replaces its data, which ``restore``
-    accepts.
+    """Return this rank's part of a checkpoint.
+
+    Loading replaces its data, which ``restore`` accepts.
     """
     return ShardedObject(KEY, collect(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
 

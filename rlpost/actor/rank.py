@@ -1,4 +1,4 @@
-"""What ranks of every role have in common: settings, process groups, device, saves and progress.
+"""The base of ranks of every role: settings, process groups, device, saves and progress.
 
 A rank may train a critic: alone in a group of critics (``critic_rank``), or beside the policy
 (``actor``).
@@ -157,8 +157,9 @@ class Rank(ABC):
 
     @property
     def has_gpu(self) -> bool:
-        """Whether this rank computes on a GPU. Without one its node may still offer GPUs to Ray:
-        as many as the settings name.
+        """Whether this rank computes on a GPU.
+
+        The node of a rank without a GPU may still offer GPUs to Ray: as many as the settings name.
         """
         return device.total_memory() is not None
 
@@ -179,7 +180,7 @@ class Rank(ABC):
 
     @property
     def position(self) -> Position:
-        """Where this rank is."""
+        """The position of this rank; see ``rlpost.progress.position``."""
         return progress.position()
 
     def write_flight_record(self, folder: str | Path) -> str | None:

@@ -1,9 +1,10 @@
 """The reference model: weights kept in host memory and swapped in when needed.
 
-They are the initial weights; with --ref-update-interval the policy's from then on.
+They are the initial weights and, with --ref-update-interval, the policy's weights at the end of the
+newest interval.
 
 Input: the inventory of this rank, and a function that reads the reference into the model. Output:
-``KeptWeights`` that were read, and that a checkpoint has once they were updated.
+``KeptWeights``, which are part of a checkpoint once they were updated.
 """
 
 from __future__ import annotations
@@ -42,9 +43,7 @@ class ReferenceWeights(KeptWeights):
         self.was_updated = True
 
     def after_step(self, settings: ActorSettings, num_steps: int) -> None:
-        """Take the policy's weights if these optimizer steps end an interval of
-        --ref-update-interval.
-        """
+        """Take the policy's weights at the end of an interval of --ref-update-interval."""
         interval = settings.ref_update_interval
         if interval is not None and num_steps % (interval * settings.num_steps_per_rollout) == 0:
             self.take()

@@ -49,8 +49,9 @@ def _llama3(options: RopeOptions, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(options: RopeOptions, exponents: torch.Tensor) -> torch.Tensor:
-    """Interpolate the dimensions with long wavelengths, keep those with short ones, and blend in
-    between (arXiv 2309.00071, section 3.2).
+    """Interpolate the dimensions with long wavelengths, and keep those with short ones.
+
+    The two are blended in between (arXiv 2309.00071, section 3.2).
     """
     base, width = options["rope_theta"], 2 * len(exponents)
     context = options["original_max_position_embeddings"]

@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class RunningSave:
-    """Waits for the save of a rank that runs; there is at most one."""
+    """Waits for the running save of a rank; there is at most one."""
 
     def __init__(self, settings: ActorSettings) -> None:
         self._deadline_s = settings.save_deadline_s
-        # Replaced and never changed: another thread may read it while a part is added.
+        # Replaced, never modified in place: another thread may read it while a part is added.
         self._parts: tuple[Writing, ...] = ()
 
     def add(self, part: Writing) -> None:

@@ -1,5 +1,6 @@
-"""The settings of the actor: the required leaves of the configuration. Imports neither torch nor
-Megatron.
+"""The settings of the actor: the leaves of the configuration that it needs.
+
+Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -24,9 +25,7 @@ class ActorSettings(LossSettings):
     model_args: Mapping[str, object] = field(default_factory=dict)
     """Values of [model] by name; all others come from config.json."""
     megatron: Mapping[str, object] = field(default_factory=dict)
-    """Fields of Megatron's dataclasses by name; they take precedence over those that the trainer
-    sets.
-    """
+    """Fields of Megatron's dataclasses by name; they override those that the trainer sets."""
     bf16: bool | None = False
     """None: true on a GPU, else false."""
     accumulate_allreduce_grads_in_fp32: bool = True
@@ -100,8 +99,7 @@ class ActorSettings(LossSettings):
     update_weight_buffer_size: int = 4 * 1024**3
     num_engines: int = 1
     actor_num_threads: int | None = None
-    """None: the rank's share of the node's cores if the optimizer is offloaded to the CPU, else 1.
-    """
+    """None: with an optimizer on the CPU the rank's share of the node's cores, else 1."""
     bind_cpus: bool = True
     num_gpus_per_node: int = 1
     actor_num_gpus_per_node: int = 1
@@ -118,8 +116,10 @@ class ActorSettings(LossSettings):
 
     @property
     def of_critic(self) -> ActorSettings:
-        """The settings of the critic: its own learning rate and initial weights, neither routing
-        replay nor a layer for multi-token prediction.
+        """The settings of the critic.
+
+        It has a separate learning rate and separate initial weights, but neither routing replay nor
+        a layer for multi-token prediction.
         """
         return replace(
             self,
@@ -140,21 +140,23 @@ class ActorSettings(LossSettings):
 
     @property
     def sequence_multiple(self) -> int:
-        """Divides the padded length of every packed sequence: two chunks per context-parallel
-        rank.
+        """Divisor of the padded length of every packed sequence.
+
+        A context-parallel rank holds two chunks of each sequence.
         """
         return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
 
     @property
     def row_multiple(self) -> int:
-        """Divides the padded length of a row: sequence parallelism splits each rank's part
-        again.
+        """Divisor of the padded length of a row.
+
+        Sequence parallelism splits each rank's part again.
         """
         parts = self.tensor_model_parallel_size if self.sequence_parallel else 1
         return self.sequence_multiple * parts
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Divides the number of micro-batches: an interleaved pipeline processes whole rounds."""
+        """Divisor of the number of micro-batches: interleaved pipelines process whole rounds."""
         is_interleaved = self.num_layers_per_virtual_pipeline_stage is not None
         return self.pipeline_model_parallel_size if is_interleaved else 1

@@ -37,8 +37,10 @@ from rlpost.metrics.spans import span
 from rlpost.progress.position import RECORDER
 
 Losses = tuple[torch.Tensor, torch.Tensor, Stats]
-"""Of a micro-batch: the weighted sum of its tokens' losses, a token count that Megatron requires but
-that is unused, and its terms of the metrics: sums, and maxima under names that end in ``_max``.
+"""Sums of a micro-batch: its weighted loss, a token count, and its terms of the metrics.
+
+Megatron requires the token count, but it is unused. The terms are sums, or maxima under names that
+end in ``_max``.
 """
 
 
@@ -59,9 +61,7 @@ class Weighting:
     per_token: bool  # average over tokens instead of samples
 
     def weights(self, packed: PackedMicroBatch) -> torch.Tensor:
-        """[R]: what each response token's loss is multiplied by; contains the global
-        denominators.
-        """
+        """[R]: the factor of each response token's loss; it contains the global denominators."""
         weight_R = packed.loss_mask * token_weights(
             packed.sample_lengths,
             num_samples=self.num_samples,
@@ -115,7 +115,10 @@ class MicroBatchLoss:
     def top_logprobs(
         self, logits: torch.Tensor, packed: PackedMicroBatch, *, count: int, limit: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[1, T, V / tp] -> the ``count`` most likely ids below ``limit``, and log-probs [R, count]."""
+        """[1, T, V / tp] -> the ``count`` most likely ids below ``limit``, and log-probs.
+
+        Both are [R, count].
+        """
         rows = replace(self._rows(packed), masks=None)
         return top_logprobs(logits[0], rows, count, limit=limit)
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from rlpost.errors import Interrupted, TrainingError
 
 HOLD_DEADLINE_S = 120.0
-"""How long a held rank waits for the driver's decision, which needs an answer from every rank."""
+"""Time that a held rank waits for the driver's decision, which needs an answer from every rank."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -46,8 +46,9 @@ def teacher_description(settings: ActorSettings) -> ModelDescription:
 
 
 def teacher_settings(settings: ActorSettings) -> ActorSettings:
-    """Return the settings of the teacher: the layout of the policy, without what only training
-    uses.
+    """Return the settings of the teacher.
+
+    They have the layout of the policy, and nothing that only training uses.
     """
     folder = teacher_folder(
         settings.opd_teacher_load or "",

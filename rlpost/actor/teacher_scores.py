@@ -1,7 +1,8 @@
-"""What the loss needs of a teacher: log-probs of the response tokens, or its most likely tokens.
+"""Scores of a teacher for the loss: log-probs of the response tokens, or top tokens.
 
-Input: the result of a teacher's pass, or the columns of samples that a server has scored. Output:
-tensors of the tokens that this rank holds, for each micro-batch.
+Top tokens are those that are most likely under the teacher. Input: the result of a teacher's pass,
+or the columns of samples that a server has scored. Output: tensors of the tokens that this rank
+holds, for each micro-batch.
 """
 
 from __future__ import annotations

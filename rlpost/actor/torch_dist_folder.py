@@ -1,5 +1,6 @@
-"""Find Megatron's torch_dist checkpoint in a folder, as Megatron-LM lays it out. Standard library
-only.
+"""Find Megatron's torch_dist checkpoint in a folder, as Megatron-LM lays it out.
+
+Standard library only.
 """
 
 from __future__ import annotations
@@ -7,14 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
-"""The file that names the current subfolder, and the subfolder of a release (weights without a
-training step).
+"""The file that names the current subfolder, and the subfolder of a release.
+
+A release has weights, but no training step.
 """
 
 
 def find_checkpoint(folder: str | Path) -> Path | None:
-    """Return ``folder``, or the subfolder that its tracker file names; None if it is not a
-    checkpoint.
+    """Return the checkpoint: ``folder``, or the subfolder that its tracker file names.
+
+    None if neither is a checkpoint.
     """
     folder = Path(folder)
     tracker = folder / TRACKER

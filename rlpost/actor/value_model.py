@@ -46,8 +46,9 @@ LM_HEAD = "lm_head.weight"
 
 
 class ValueHead(torch.nn.Module):
-    """A linear layer from the hidden state to one float32 number, the same on all tensor-parallel
-    ranks.
+    """A linear layer from the hidden state to one float32 number.
+
+    It is the same on all tensor-parallel ranks.
 
     With sequence parallelism each rank computes the values of its rows, and Megatron sums the
     gradients of the head over the ranks (``sequence_parallel`` of a parameter).
@@ -72,8 +73,9 @@ class ValueHead(torch.nn.Module):
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """[T, 1, hidden] -> [T, 1, 1] float32; the arguments are those of Megatron's output
-        layer.
+        """Compute the values: [T, 1, hidden] -> [T, 1, 1] float32.
+
+        The arguments are those of Megatron's output layer.
         """
         del weight, runtime_gather_output
         values = F.linear(hidden_TBH.float(), self.weight.float(), self.bias.float())
@@ -99,7 +101,7 @@ class ValueHead(torch.nn.Module):
 
 
 def value_family(family: Family) -> Family:
-    """The same family with a value head in place of the output layer."""
+    """Return the family with a value head in place of the output layer."""
     others = tuple(rule for rule in family.rules if rule.megatron != OUTPUT_LAYER)
     head = (Rule(OUTPUT_LAYER, (HEAD_WEIGHT,)), Rule(OUTPUT_BIAS, (HEAD_BIAS,)))
     return replace(family, rules=(*others, *head))
@@ -137,8 +139,9 @@ def value_inventory(
 
 
 def value_config(description: ModelDescription) -> dict[str, object]:
-    """config.json of an exported critic: transformers' class for token classification, one
-    label.
+    """Return the config.json of an exported critic.
+
+    Its class is transformers' for token classification, with one label.
     """
     name = description.architecture.replace("ForCausalLM", "ForTokenClassification")
     return {

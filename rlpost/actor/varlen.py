@@ -1,5 +1,6 @@
-"""Attention over packed sequences of variable length, with the fastest kernel of the device. Pure
-torch.
+"""Attention over packed sequences of variable length, with the device's fastest kernel.
+
+Pure torch.
 
 Input: query [Tq, heads, head_dim], key [Tk, groups, head_dim], value [Tk, groups, value_dim], and
 the start of each sequence in both. Output: [Tq, heads, value_dim]. Attention is causal within each
@@ -32,8 +33,9 @@ class Bounds:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Bounds, *, scale: float
 ) -> torch.Tensor:
-    """Compute softmax(query key^T scale) value in each sequence, causal; grouped-query if groups <
-    heads.
+    """Compute softmax(query key^T scale) value in each sequence.
+
+    The attention is causal, and grouped-query if groups < heads.
 
     On a GPU one kernel processes all sequences: FlashAttention for 16-bit dtypes, torch's
     memory-efficient kernel for float32. On a CPU there is one call per sequence, which is faster
@@ -139,7 +141,7 @@ def zigzag(
         sequence order; and the bounds of the chunks.
     """
     width, begins = starts.diff() // (2 * size), starts[:-1] // size
-    # chunks up to and including the own one
+    # chunks up to and including this rank's own
     num_seen = torch.tensor([rank + 1, 2 * size - rank], device=starts.device)
     seen = (width[:, None] * num_seen).flatten()
     queries, keys = (

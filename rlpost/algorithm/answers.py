@@ -92,8 +92,9 @@ def answer_weights(group: SampleGroup) -> list[tuple[float, int]]:
 
 
 def _joined(penalties: Penalties, sizes: Sequence[Sequence[int]]) -> list[list[DoubleColumn]]:
-    """Concatenate the token penalties of each answer: by group and sample -> by group and
-    answer.
+    """Concatenate the token penalties of each answer.
+
+    By group and sample -> by group and answer.
     """
     joined = []
     for own, of_answers in zip(penalties, sizes, strict=True):

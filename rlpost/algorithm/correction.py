@@ -1,5 +1,6 @@
-"""Importance correction for the mismatch between the engines, which sampled, and the trainer: pure
-functions.
+"""Importance correction for the mismatch between engines and trainer. Pure functions.
+
+The engines sampled the tokens that the trainer computes the loss of.
 
 Input: log-probs of the sampled tokens under the trainer's weights of the rollout (old) and as the
 engines reported them (rollout). Output: a weight per token without gradient, and statistics. The

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the driver needs numbers only
     from torch import Tensor
 
 LEAST_REST = 1e-6
-"""Probability of all other tokens below which float32 sums of the given ones do not tell it."""
+"""Least probability of all other tokens that float32 sums over the given ones can resolve."""
 Distances = Sequence[Sequence[Sequence[float]]]
 """log p - log q of each response token, by group and sample; 0 where the loss mask is 0."""
 

@@ -33,8 +33,10 @@ SHORT = 64
 
 @dataclass(frozen=True, slots=True)
 class Discounts:
-    """``gamma`` discounts rewards; ``lambd`` weights estimates over more steps, and 1 uses no
-    bootstrapping. Both in [0, 1].
+    """The discounts, both in [0, 1].
+
+    ``gamma`` discounts rewards. ``lambd`` weights estimates over more steps; 1 uses no
+    bootstrapping.
     """
 
     gamma: float = 1.0
@@ -43,8 +45,9 @@ class Discounts:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Advantages for the policy and returns for the critic, by group and sample, a value per
-    response token; 0 where the loss mask is 0.
+    """Advantages for the policy and returns for the critic, by group and sample.
+
+    There is one value per response token; 0 where the loss mask is 0.
     """
 
     advantages: list[tuple[Advantage, ...]]
@@ -90,11 +93,12 @@ def discounted_sums(values_T: Array, factor: float, *, chunk: int | None = None)
 
 
 def token_rewards(scored: ScoredSample, penalties: Sequence[float] | None) -> Array:
-    """The reward of each response token: the sample's at its last trained token, and - KL penalty
-    at each; [T].
+    """Return the reward of each response token; [T].
 
-    With rewards of turns (``rlpost.algorithm.turns``) each is at the last trained token of its
-    turn, in place of the sample's.
+    The sample's reward is at its last trained token. The KL penalty of each token is subtracted.
+
+    With rewards of turns (``rlpost.algorithm.turns``), the reward of each turn is at the last
+    trained token of that turn, and the sample's reward is not used.
     """
     mask = scored.sample.mask.array
     found = np.zeros(len(mask))

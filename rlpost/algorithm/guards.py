@@ -40,11 +40,10 @@ def check_finite(metrics: Mapping[str, float]) -> None:
 
 
 def check_initial_kl(metrics: Mapping[str, float], bound: float, *, is_fresh: bool) -> None:
-    """Raise TrainingError if the KL divergence is above ``bound`` before the first update of a
-    rollout.
+    """Check the KL divergence before the first update of a rollout.
 
-    Checked against the policy of the rollout, and, in the first step from the reference weights
-    (``is_fresh``), also against the reference.
+    Raise TrainingError if it is above ``bound``. Checked against the policy of the rollout, and, in
+    the first step from the reference weights (``is_fresh``), also against the reference.
     """
     suspects = {
         "train/ppo_kl": "the log-probs of the rollout's policy come from other weights or another forward pass"
@@ -77,9 +76,7 @@ def mismatch_warning(metrics: Mapping[str, float], bound: float) -> str | None:
 
 
 def spike_warning(norm: float, before: Sequence[float], factor: float) -> str | None:
-    """Return a warning if a gradient norm exceeds ``factor`` times the median of the previous
-    ones.
-    """
+    """Return a warning if a gradient norm exceeds ``factor`` times the previous ones' median."""
     if not factor or len(before) < MIN_NORMS:
         return None
     median = statistics.median(before)
@@ -115,8 +112,9 @@ def check_tokens(batches: Sequence[TrainBatch]) -> str | None:
 
 
 class Guards:
-    """Checks each optimizer step; keeps recent gradient norms and whether the run is in its first
-    step.
+    """Checks each optimizer step.
+
+    Keeps recent gradient norms, and whether the run is in its first step.
     """
 
     def __init__(self, bounds: Bounds, *, is_fresh: bool) -> None:

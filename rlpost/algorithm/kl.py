@@ -17,8 +17,9 @@ if TYPE_CHECKING:  # the driver needs numbers only
 Estimator = Literal["k1", "k2", "k3", "low_var_kl"]
 LOW_VAR_BOUND = 10.0
 MAX_DIFFERENCE = 20.0
-"""Bound of a difference, so that exp stays finite: otherwise a masked token's gradient is 0 x
-infinity.
+"""Bound of a difference, so that exp stays finite.
+
+Otherwise a masked token's gradient would be 0 x infinity.
 """
 
 

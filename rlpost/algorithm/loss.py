@@ -23,11 +23,10 @@ def policy_loss(
     eps_clip_high: float,
     eps_clip_c: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate: max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A) with r = exp(new -
-    old).
+    """Clipped surrogate: max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A).
 
-    Tensors are float, of shape [T]. Gradients flow only through ``logprobs_T``. With ``eps_clip_c``
-    > 1 the loss of a token with A < 0 is at most -eps_clip_c A (dual clip).
+    r = exp(new - old). Tensors are float, of shape [T]. Gradients flow only through ``logprobs_T``.
+    With ``eps_clip_c`` > 1 the loss of a token with A < 0 is at most -eps_clip_c A (dual clip).
 
     Returns: The loss [T] and, detached, [T] each: ``ppo_kl`` = old - new; ``ratio`` and
         ``ratio_max``; ``clip_frac``, 1 where clipping is active; ``clip_frac_low`` and
@@ -72,8 +71,9 @@ def cispo_loss(
 
 
 def _stats(log_ratio_T: Tensor, is_clipped: Tensor, is_bounded: Tensor) -> dict[str, Tensor]:
-    """Statistics per token; the lower bound applies where the ratio fell, the upper where it
-    rose.
+    """Statistics per token.
+
+    The lower bound applies where the ratio fell, the upper where it rose.
     """
     log_ratio = log_ratio_T.detach()
     ratio = log_ratio.exp()
@@ -89,11 +89,11 @@ def _stats(log_ratio_T: Tensor, is_clipped: Tensor, is_bounded: Tensor) -> dict[
 
 
 def sequence_level(logprobs_T: Tensor, mean_log_ratio_T: Tensor) -> Tensor:
-    """Return log-ratios with the value of the sequence and the gradient of the token (GSPO-token);
-    [T].
+    """Return log-ratios with the value of the sequence and the gradient of the token; [T].
 
-    Pass the result to ``policy_loss`` with old log-probs of zero. With one advantage per sample the
-    gradient is that of GSPO. Source: GSPO, arXiv 2507.18071, equations 5 and 13.
+    This is GSPO-token. Pass the result to ``policy_loss`` with old log-probs of zero. With one
+    advantage per sample the gradient is that of GSPO. Source: GSPO, arXiv 2507.18071, equations 5
+    and 13.
 
     Args:
         logprobs_T: under the current weights.

@@ -147,7 +147,7 @@ def ppo_surrogate(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats
 
 
 def gspo_surrogate(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:
-    """The same with the ratio of the whole sequence (``sequence_level``)."""
+    """Clipped ratios of whole sequences (``sequence_level``), with the same dual clip."""
     old = tokens.old_logprobs.detach()
     means = tokens.sample_sums(tokens.logprobs.detach() - old) / tokens.sample_lengths.clamp(min=1)
     of_sequence = replace(

@@ -166,8 +166,9 @@ def first_fit(lengths: Sequence[int], order: Iterable[int], max_tokens: int) -> 
 
 
 def _pack(lengths: Sequence[int], max_tokens: int, count: int) -> Bins:
-    """``count`` micro-batches with even sums if these fit, else a first-fit packing of at least
-    that.
+    """Pack into ``count`` micro-batches with even sums if these fit.
+
+    Otherwise use a first-fit packing into ``count`` or more.
     """
     bins = _spread(lengths, count, limit=max_tokens)
     if not bins:

@@ -1,4 +1,4 @@
-"""Reward shaping: rewards and loss masks of answers that are too long, truncated or repetitive. Pure.
+"""Reward shaping: rewards and loss masks of too long, truncated or repetitive answers. Pure.
 
 Input: the graded groups of a rollout as the journal holds them. Output: the groups to train, from
 which baselines and advantages are computed. Rewards in metrics and filters stay those of the
@@ -20,7 +20,7 @@ REPETITIVE = 10
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """What happens to answers; fields have the names and meanings of [grpo].
+    """Options of reward shaping; fields have the names and meanings of [grpo].
 
     ``max_response_len`` is --rollout-max-response-len.
     """

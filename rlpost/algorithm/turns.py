@@ -8,7 +8,7 @@ The return of a turn is the sum of the rewards of this turn and of all later one
 any sample. Advantages are those of GRPO with the turns of the group as its population:
 (return - mean) / (std + 1e-6). With one turn an episode this is GRPO. A turn with the mean return
 of the group has an advantage of 0, however long its episode; process supervision as in arXiv
-2402.03300, section 4.1.3, sums normalised rewards, and so charges each further turn.
+2402.03300, section 4.1.3, sums normalised rewards, and so penalises each further turn.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ KEY = "turn_rewards"
 
 @dataclass(frozen=True, slots=True)
 class TurnReward:
-    """A turn: its tokens ``start`` to ``end`` (exclusive) of a response, its reward, and its number
-    in the episode.
+    """A turn of an episode.
+
+    It has the tokens ``start`` to ``end`` (exclusive) of a response, a reward, and a number in the
+    episode.
     """
 
     start: int

@@ -17,8 +17,8 @@ def value_loss(
 
     Tensors are float, of shape [T]; gradients flow only through ``values_T``. Without
     ``value_clip`` the error is not clipped. The squared error is the second term of PPO's
-    objective, arXiv 1707.06347, equation 9; the clip is that of its authors' code (openai/baselines,
-    ``ppo2``), and the half as in TRL.
+    objective, arXiv 1707.06347, equation 9; the clip is that of its authors' code
+    (openai/baselines, ``ppo2``), and the half as in TRL.
 
     Returns: The loss [T] and, detached, [T] each: ``value_loss``, and ``value_clip_frac``, 1 where
         the clipped error is the larger one.

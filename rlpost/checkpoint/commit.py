@@ -71,8 +71,9 @@ def step_of(path: Path) -> int:
 
 
 def begin(folder: str | Path, step: int, *, lane: Path | None = None) -> Path:
-    """Create an empty folder for the checkpoint of ``step``, in ``folder`` or an existing lane of
-    it.
+    """Create an empty folder for the checkpoint of ``step``.
+
+    It is in ``folder``, or in an existing lane of it.
 
     Leftovers of an earlier save of the step, and everything in the lane, are deleted to free disk
     space. What cannot be deleted yet (a file that an older attempt holds open on NFS) is retried by
@@ -98,7 +99,8 @@ def begin(folder: str | Path, step: int, *, lane: Path | None = None) -> Path:
 def commit(writing: Path, *, check: Callable[[], None] = lambda: None) -> Path:
     """Commit ``writing``, a folder from ``begin``; returns the final path of the checkpoint.
 
-    All writers must have finished. ``check`` is called just before the rename and may raise.
+    All writers must have finished. ``check`` may raise. It is called before the names change, and
+    again once the folder is marked.
 
     Raises:
         CheckpointError: the folder is empty, or a checkpoint of another program has the name.
@@ -142,7 +144,7 @@ def _step_aside(final: Path, lane: Path | None, *, is_complete: bool) -> Path | 
         if replaced.exists():
             _delete(replaced, lane)
         os.rename(final, replaced)
-        # before the old name is removed: after a power loss one of the two names must exist
+        # The new name must be durable first: after a power loss one of the two names must exist.
         sync(replaced.parent)
         return replaced
     if not _is_ours(final):
@@ -340,7 +342,7 @@ def foreign(folder: Path) -> list[Path]:
 def _candidates(folder: Path) -> list[Path]:
     """Checkpoint folders, newest first, including replaced ones in lanes.
 
-    For equal steps the one in place comes first. The one that ``latest`` names is looked up by
+    Of equal steps the folder in place comes first. The folder that ``latest`` names is looked up by
     name, because a cached directory listing may lack it.
     """
     try:
@@ -405,8 +407,9 @@ def set_aside(path: Path, into: Path | None = None) -> Path | None:
 
 
 def _delete(path: Path, lane: Path | None = None) -> None:
-    """Rename (into the ``lane``), then delete, so that no partial folder looks like a
-    checkpoint.
+    """Rename, then delete, so that no partial folder looks like a checkpoint.
+
+    With a ``lane`` the folder is moved into it.
     """
     aside = set_aside(path, into=lane)
     if aside is not None:

@@ -140,6 +140,7 @@ def claim(folder: str | Path, attempt: str) -> Claim:
     for path in uncommitted(folder):
         # outside the lane, prune of the older attempt could delete it
         aside = set_aside(path, into=ours.lane)
+        # COMMITTED may have been written between the check and the rename.
         if aside is not None and defect(aside, checksums=False) is None:
             os.rename(aside, path)
     rescue(folder, ours.lane)
@@ -157,7 +158,7 @@ def _take_away(lane: Path, *, into: Path) -> None:
 
 
 def check_attempt(folder: Path, driver: str, run: str) -> None:
-    """Raise Fenced if OWNER names a newer attempt of the same run, or a newer driver of the attempt.
+    """Raise Fenced if OWNER names a newer attempt of the same run, or a newer driver of it.
 
     ``driver`` is ``Cluster.driver_name``; a name of another form is older than any other. For the
     final write of an attempt that may not have claimed the folder. Storage errors and a missing or

@@ -207,7 +207,7 @@ def home_of(run: RunFolder) -> Path:
     if run.code.is_dir():
         return run.code
     recorded = last(run.ledger.read(), "attempt").get("home")
-    # A run whose batch host has no Python has no such entry; the folder that it makes by itself is
+    # A run whose batch host has no Python has no such entry. Its script creates the folder
     # HOME/runs/NAME-JOB.
     for home in filter(None, (recorded, run.root.parent.parent)):
         if (Path(home) / "bootstrap").is_dir():

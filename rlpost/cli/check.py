@@ -86,7 +86,7 @@ def check_problems(loaded: Loaded, recipe: str | None) -> list[str]:
             seen = as_the_job_would(seen)[0]
         except ConfigError as error:
             problems += str(error).splitlines()
-            # a missing container is reported; what it lacks would follow from that
+            # a missing container is reported already, and its consequences are not worth a line
             seen = with_values(seen, container="none")
     try:
         check(seen, mounted=mounted, recipe=recipe, origins=loaded.origins)
@@ -154,7 +154,7 @@ def arithmetic(config: Config) -> list[tuple[str, str]]:
 
 
 def _critic_lines(config: Config) -> list[tuple[str, str]]:
-    """The ranks of a critic that has its own."""
+    """Lines about a critic with separate ranks."""
     if not config.has_own_critic:
         return []
     own = critic_ranks(config)

@@ -1,5 +1,4 @@
-"""``rlpost cancel`` and ``rlpost requeue``: cancel or requeue a run; each sends one command to
-Slurm."""
+"""``rlpost cancel`` and ``rlpost requeue``: cancel or requeue a run."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def cancel_main(arguments: Sequence[str]) -> int:
         if not local_is_alive(job_id):
             raise ConfigError(f"{run.root.name}: {job_id} has already ended; nothing to cancel")
         latest = run.attempts / "latest"
-        # no attempt yet, or the one before
+        # there is no attempt yet, or only an earlier one
         if not latest.exists() or (latest / VERDICT_FILE).exists():
             raise ConfigError(
                 f"{run.root.name}: {job_id} is starting or ending; try again in a moment"
@@ -61,7 +60,7 @@ def _cancel_all(run: RunFolder, job_id: str) -> None:
         )
     if entry.state is JobState.UNKNOWN:
         raise ConfigError(f"{run.root.name}: {entry.reason}; nothing was cancelled: try again")
-    # first: the batch script looks before it starts again
+    # First: the batch script reads the ledger before it requeues or chains a job.
     run.ledger.append("cancelled", job_id=job_id)
     for found in queue(job_ids(run)).values():
         if not found.is_over:

@@ -128,7 +128,7 @@ def _let_go(folder: FleetFolder, found: Sequence[EngineView], options: argparse.
         if known[name].job_state is JobState.PENDING:
             try:
                 cancel(name)
-            except JobError as error:  # it may have started: it follows the order then
+            except JobError as error:  # it may have started; its agent then follows the order
                 print(f"note: {error}", file=sys.stderr)
     print(f"asked to leave: {', '.join(names) or 'no engine'}")
     return 0

@@ -1,7 +1,7 @@
 """The jobs of a fleet's engines: their settings, and their submission.
 
-Input: the settings of a run. Output: the array of its engine jobs, submitted by ``rlpost fleet`` or,
-for ``[fleet]`` of a recipe, by ``rlpost submit``.
+Input: the settings of a run. Output: the array of its engine jobs, submitted by ``rlpost fleet``
+or, for ``[fleet]`` of a recipe, by ``rlpost submit``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def code_of(run: RunFolder) -> Path:
 
 
 def engine_settings(config: Config, changed: Mapping[str, object] | None = None) -> Config:
-    """Return the settings with those of the engine jobs in [cluster]: ``changed`` before [fleet]
-    before the run's own.
+    """Return the settings with those of the engine jobs in [cluster].
+
+    ``changed`` takes precedence over [fleet], and [fleet] over the run's own settings.
 
     Raises ConfigError.
     """
@@ -61,7 +62,7 @@ def check_model(config: Config, asked: str) -> None:
     path = Path(config.checkpoint.hf_checkpoint) / "config.json"
     try:
         problem = quantised_problem(json.loads(path.read_text()))
-    except (OSError, ValueError):  # the run has it: this host may not
+    except (OSError, ValueError):  # the run's nodes have config.json, this host may not
         return
     if problem is not None:
         raise ConfigError(f"{asked}: {problem}")
@@ -112,14 +113,15 @@ def submit_engines(spec: FleetSpec, run: RunFolder) -> str:
 
 
 def stop_engines(run: RunFolder) -> int:
-    """End all engine jobs of a run that does not come back; return the number of arrays.
+    """End all engine jobs of a run that is not resumed; return the number of arrays.
 
     Raises JobError.
     """
     folder = FleetFolder(run.root)
     if not folder.exists():
         return 0
-    folder.order(stop=True)  # first: a task that is requeued at this moment leaves by itself
+    # First: a task that is being requeued then exits without a cancellation.
+    folder.order(stop=True)
     entries = queue(_tasks(run))
     arrays = {entry.job_id.split("_")[0] for entry in entries.values() if not entry.is_over}
     for array in sorted(arrays):

@@ -1,7 +1,7 @@
-"""What ``rlpost fleet`` shows: each engine as Slurm, its agent and the driver see it. Pure.
+"""Combine what Slurm, the agent and the driver report of each engine of a fleet. Pure.
 
-Input: queue entries, records of the fleet's files, the ledger. Output: one view for each engine, and
-a table.
+Input: queue entries, records of the fleet's files, the ledger. Output: one view for each engine,
+and a table.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class EngineView:
     """One engine.
 
     Attributes:
-        job_state: what Slurm says; None for an engine that no job of the ledger started.
-        agent: what its agent says last; empty before it has started.
-        driver: what the driver does with it; empty if it does not know the engine.
+        job_state: Slurm's state of the job; None for an engine that no job of the ledger started.
+        agent: the last report of its agent; empty before the agent has started.
+        driver: how the driver uses it; empty if the driver does not know the engine.
         served_s: seconds in which it served, up to the driver's last line in the ledger.
         stays: whether it counts for --scale: its job has not ended and nothing orders it to leave.
     """

@@ -102,7 +102,7 @@ class _LogTail:
 
 
 def _watched_end(run: RunFolder, job_id: str) -> Callable[[], bool]:
-    """Return a function that tells whether the run is over.
+    """Return a function whose result is whether the run is over.
 
     Slurm is polled more often once the attempt has written its verdict. The job then ends, is
     requeued, or is followed by another (``requeue = "chain"``).

@@ -1,4 +1,4 @@
-"""Derives the Slurm job of a run from its settings. Requires only pydantic, as ``make jobs`` does.
+"""Derive the Slurm job of a run from its settings. Requires only pydantic, as ``make jobs`` does.
 
 Input: a ``Config``. Output: the ``JobSpec`` of its batch script, and the container that a job
 submitted on this host would use.

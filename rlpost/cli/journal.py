@@ -32,8 +32,10 @@ COLUMNS = (
     "evals",
     "size",
 )
-"""``base``: the segment whose state this one continues, ``own`` for its own; ``after``: the one that
-it seals. Short, so that a row fits 80 columns.
+"""``base``: the segment whose state this one continues; ``after``: the segment that it seals.
+
+``base`` is ``own`` where a segment has its own state. Names are short, so that a row fits 80
+columns.
 """
 NAMES = {GROUP: "groups", BATCH: "batches", EVALUATION: "evaluations"}
 

@@ -1,4 +1,4 @@
-"""Filters and merges the lines of an attempt's logs. Pure.
+"""Filter and merge the lines of an attempt's logs. Pure.
 
 Input: lines by the name of their log.
 Output: the selected records in order of time, prefixed with the name of their log. A record is a
@@ -116,7 +116,7 @@ def _timed(name: str, records: Iterable[str], day: float) -> Iterator[tuple[floa
 
 
 def _day(text: str | None) -> float | None:
-    """The second at which a day begins; None without a date, or with one that does not exist."""
+    """The second at which a day begins; None without a date, or with an invalid one."""
     try:
         return None if text is None else date.fromisoformat(text).toordinal() * DAY
     except ValueError:
@@ -130,8 +130,9 @@ def wall_seconds(moment: datetime) -> float:
 
 
 def first_day(lines: Iterable[str], modified: datetime) -> float:
-    """Return the second at which the day of a log's first record with a time begins, if that has no
-    date.
+    """Return the second at which the day of a log's first timed record begins.
+
+    For logs whose times have no date.
 
     Args:
         lines: of the log, from its beginning.
@@ -148,7 +149,7 @@ def first_day(lines: Iterable[str], modified: datetime) -> float:
 def parse_since(text: str, now: datetime) -> datetime:
     """Return the local time of ``10m``, ``14:30`` or ``2026-11-23 14:30``. Raises ValueError.
 
-    A time of day is the newest one that is over.
+    A time of day stands for its latest occurrence in the past.
 
     >>> parse_since("90m", datetime(2026, 11, 23, 1, 0))
     datetime.datetime(2026, 11, 22, 23, 30)

@@ -2,8 +2,8 @@
 
 Input: a recipe, a cluster profile, flags; the model by its config.json, or by the table [model]
 where the weights are not here yet. Output: a table, a bar for each phase, what does not fit and the
-nearest layout that does (exit code 2); with --suggest the best layouts for that number of GPUs; with
---json the same as one object. Imports neither torch nor anything of the training stack.
+nearest layout that does (exit code 2); with --suggest the best layouts for that number of GPUs;
+with --json the same as one object. Imports neither torch nor anything of the training stack.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ EXIT_NO_FIT = 2
 GPU_MEMORY = "80GB"
 NUM_SUGGESTED = 5
 SGLANG_BYTES_PER_EXPERT = 4
-"""Per expert of a token in an engine's table of routes, which covers dense layers too."""
+"""Bytes per expert of a token in an engine's table of routes, which covers dense layers too."""
 WIDTH, BAR = 110, 60
 _BESIDE_BAR = 38  # the name of the phase, and its gigabytes
 UNITS = {"": 1, "GB": 10**9, "GiB": 2**30, "G": 10**9}
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"--write-gbps {options.write_gbps:g}: give the GB/s of a node's disk, more than 0"
         )
-    # the plan counts with them
+    # the plan depends on these settings
     check_server_args(
         config.sglang.given_server_args, gpus_per_engine=config.cluster.rollout_num_gpus_per_engine
     )
@@ -149,7 +149,7 @@ def planned_recipe(
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What a node writes to its disks, in GB/s, and the times of a step where they are known."""
+    """A node's write rate in GB/s, and the times of a step where they are known."""
 
     write_gbps: float = WRITE_GBPS
     times: StepTimes | None = None
@@ -236,7 +236,7 @@ def plan_object(
     wants_suggestions: bool,
     speed: Speed,
 ) -> dict[str, object]:
-    """What ``show`` prints, for programs; sizes in bytes.
+    """Return the plan that ``show`` prints as an object for programs; sizes in bytes.
 
     ``suggestions`` holds the best layouts when they are asked for; else the nearest that fits if
     the recipe's does not.

@@ -63,7 +63,7 @@ def description(text: str) -> str:
 
 
 def page(found: Mapping[str, Mapping[str, str]], width: int) -> list[str]:
-    """Return the lines of the list, at most ``width`` columns where names leave the room."""
+    """Return the lines of the list, at most ``width`` columns wide unless names need more."""
     lines: list[str] = []
     for kind, descriptions in found.items():
         lines += [*([""] if lines else []), f"{kind} ({KINDS[kind]})"]

@@ -1,5 +1,6 @@
-"""``rlpost rehearse RECIPE``: run every rank of a recipe on this machine, without a GPU and without
-data.
+"""``rlpost rehearse RECIPE``: run every rank of a recipe on this machine.
+
+Needs neither a GPU nor data.
 
 Input: a recipe, a cluster profile, flags. Output: a table of checks, a bar for each rank and phase,
 and exit code 2 with the first fault in one sentence; with --json the same as one object.

@@ -1,8 +1,8 @@
 """Check where the workers of a recipe are placed at its true number of nodes.
 
-Input: the settings. Output: a ``Check`` of the driver's own placement against the layout. Either the
-nodes are only counted (``nodes_check``, pure), or the agents of a job meet first, in another process
-on this machine (``agents_check``), and the cluster is the one that they hand to the driver.
+Input: the settings. Output: a ``Check`` of the driver's own placement against the layout. Either
+the nodes are only counted (``nodes_check``, pure), or the agents of a job meet first, in another
+process on this machine (``agents_check``), and the cluster is the one that they hand to the driver.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rlpost.rehearsal.result import Check
 
 AGENTS_S = 60.0
-"""In which all agents meet and Ray is up. On two cores 1,024 nodes take 6 s."""
+"""Deadline for all agents to meet and for Ray to start. On two cores 1,024 nodes take 6 s."""
 _END_S = 60.0  # the head waits at most 30 s for the ends of nodes
 _ROOT = Path(__file__).parents[2]
 
@@ -50,7 +50,7 @@ def nodes_check(config: Config) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class Agents:
-    """How the agents of ``bootstrap.simulated`` met.
+    """The result of a bring-up with ``bootstrap.simulated``.
 
     Attributes:
         cluster: what the driver received; None if the bring-up failed.
@@ -70,7 +70,7 @@ def agents_check(
 
     Args:
         config: the settings.
-        deadline_s: in which they must meet.
+        deadline_s: seconds in which the agents must meet.
         absent: hosts (``s0001``) whose agent does not start.
     """
     from rlpost.rehearsal.result import Check
@@ -100,7 +100,7 @@ def agents_problems(config: Config, agents: Agents) -> Iterator[str]:
 
 
 def _met(config: Config, deadline_s: float, absent: Collection[str]) -> Agents:
-    """Let the agents meet in another process and read how that ended."""
+    """Bring up the agents in another process and read the result."""
     with tempfile.TemporaryDirectory(prefix="rlpost-agents-") as folder:
         size = (str(config.num_nodes), str(config.cluster.num_gpus_per_node))
         command = [sys.executable, "-m", "bootstrap.simulated", *size, folder]

@@ -1,5 +1,6 @@
-"""``rlpost report``: write a run's report as HTML and text, also while it runs and before its first
-step.
+"""``rlpost report``: write a run's report as HTML and text.
+
+It can be written while the run is active, also before its first step.
 """
 
 from __future__ import annotations

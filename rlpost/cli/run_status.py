@@ -69,7 +69,7 @@ class Status:
     (yet).
 
     ``verdict`` and ``cause`` are the agents' or, where they left none, the batch host's;
-    ``decision`` is what the batch host made of them. ``phases_s`` are the mean seconds of each
+    ``decision`` is the batch host's decision on them. ``phases_s`` are the mean seconds of each
     phase in the newest steps; ``warnings`` the newest of the driver, each once. ``attempt`` is the
     name of the newest attempt's folder; ``reward`` the mean of the last step; ``evals`` the newest
     mean reward of each evaluation set. ``goodput`` is None before the first attempt, and where
@@ -220,7 +220,7 @@ def warnings_in(log: str) -> list[str]:
 
 
 def seconds_since(moment: str | None) -> float | None:
-    """Seconds since a moment of the ledger; None for None."""
+    """Seconds since a timestamp of the ledger; None for None."""
     if moment is None:
         return None
     return (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()
@@ -240,7 +240,7 @@ def _local_entry(
 ) -> QueueEntry:
     """The entry of a run on this machine: it ends with its process, also without a verdict.
 
-    Another host cannot see the process, so the state is UNKNOWN there unless a verdict tells it.
+    Another host cannot see the process, so the state is UNKNOWN there unless there is a verdict.
     """
     if job_id is None or not job_id.startswith(LOCAL):
         return QueueEntry("", JobState.UNKNOWN)

@@ -1,7 +1,7 @@
 """The table of ``rlpost list``: as many columns as fit the terminal. Pure.
 
-Input: statuses and a width. Output: lines of cells. Names of runs and jobs are never truncated: they
-are arguments of the other commands.
+Input: statuses and a width. Output: lines of cells. Names of runs and jobs are never truncated:
+they are arguments of the other commands.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GAP = 2
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column. Those of the highest ``rank`` are left out first; rank 0 is always there."""
+    """A column. Columns of the highest ``rank`` are omitted first; rank 0 is always shown."""
 
     name: str
     rank: int

@@ -1,5 +1,6 @@
-"""Find the run that a command names: a folder, a name in the runs folder, a job id, or the newest
-run.
+"""Find the run that a command names.
+
+That is a folder, a name in the runs folder, a job id, or by default the newest run.
 
 Input: a name, or none, and the runs folder. Output: a ``RunFolder`` and its job id. Only
 ``running_job`` queries Slurm.

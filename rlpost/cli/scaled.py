@@ -1,4 +1,6 @@
-"""``--scale-down [RANKS]`` of submit, check, plan and fetch: shrink a recipe to run on this machine.
+"""``--scale-down [RANKS]`` of submit, check, plan and fetch: run a recipe on this machine.
+
+The recipe is scaled down to a small model and few ranks.
 
 Input: loaded settings.
 Output: the scaled settings, with ``--scale-down`` as the origin of each changed value, and a table

@@ -1,4 +1,4 @@
-"""Passes API keys to the driver through a file of mode 0600 in the run folder, and nothing else.
+"""Pass API keys to the driver through a file of mode 0600 in the run folder, and nothing else.
 
 Input: the environment of ``rlpost submit``.
 Output: RUN/secrets.env (one ``NAME=value`` per line), and an environment without the keys for

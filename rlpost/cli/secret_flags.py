@@ -1,4 +1,4 @@
-"""Moves ``--wandb-key KEY`` from the command line into the environment, before anything else.
+"""Move ``--wandb-key KEY`` from the command line into the environment, before anything else.
 
 Every user of a host can read the command line of a process; only its owner can read its
 environment. ``rlpost.cli.secret_file`` handles the key from there. Standard library only, because

@@ -1,5 +1,4 @@
-"""``python -m rlpost.submit RECIPE``: submit a recipe to Slurm, or run it on this machine without
-Slurm.
+"""``python -m rlpost.submit RECIPE``: submit a recipe, or run it on this machine without Slurm.
 
 Validates everything first, then creates the run folder, copies the code into it and submits the
 job through submitit.

@@ -1,11 +1,12 @@
 """``rlpost sweep``: one run for each point of a grid of settings, compared on one page.
 
 Input: a recipe and ``--grid SETTING=VALUE,VALUE``; or the name of a sweep. Output: run folders
-``RUNS_DIR/NAME-p0``, ``NAME-p1``, ... and ``RUNS_DIR/NAME`` with ``sweep.json`` and ``report.html``.
+``RUNS_DIR/NAME-p0``, ``NAME-p1``, ... and ``RUNS_DIR/NAME`` with ``sweep.json`` and
+``report.html``.
 
-Each point is a separate job, not an element of a job array: a run is requeued, chained,
-cancelled and resumed by its job, and points may differ in nodes and time. Every other command takes
-the runs of a sweep like any other run. Without Slurm they run one after another.
+Each point is a separate job, not an element of a job array: a run is requeued, chained, cancelled
+and resumed by its job, and points may differ in nodes and time. Every other command accepts the
+runs of a sweep like any other run. Without Slurm they run one after another.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ FILE_NAME, PAGE_NAME = "sweep.json", "report.html"
 MAX_POINTS = 256
 GRID = "--grid"
 _REFUSED = ("run_folder", "debug", "test_only", "rehearse")
-"""Options of ``rlpost submit`` that mean one run."""
+"""Options of ``rlpost submit`` that apply to one run only."""
 _COLUMNS = (
     STATE,
     Column("step", 0, lambda s: f"{s.step}/{s.num_steps}" if s.num_steps else str(s.step)),
@@ -55,7 +56,7 @@ _COLUMNS = (
 )
 """Columns of the statuses, between the names of the runs and their values."""
 _DROPPED = ("evaluation", "goodput", "cost")
-"""Columns that a narrow terminal does not show, the first to go first."""
+"""Columns that a narrow terminal does not show, in the order in which they are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +212,8 @@ def _submit_all(
 ) -> list[int]:
     """Submit the points in order; return the exit code of each.
 
-    Stops after a run that was stopped while it was followed, as with Ctrl-C. Raises ConfigError with
-    the flags that submit the rest if a submission fails.
+    Stops after a run that was stopped while it was followed, as with Ctrl-C. Raises ConfigError
+    with the flags that submit the rest if a submission fails.
     """
     # A submission moves the keys out of the environment; each run gets them.
     keys = {name: os.environ[name] for name in KEYS if name in os.environ}

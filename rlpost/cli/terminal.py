@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 LEAST = 40
-"""Columns that are used at least: below, lines would hold single words."""
+"""Least number of columns that are used: with fewer, lines would hold single words."""
 
 
 def terminal_width() -> int | None:

@@ -2,11 +2,11 @@
 
 Input: a folder, a seed. Output, in that folder: a Qwen3 with tied embeddings, a character tokenizer
 with a chat template, and a generation config. After a short supervised warm-up on two-digit
-addition some answers are right, so that reinforcement learning has rewards.
-``arithmetic_data`` creates the problems if they are missing; the held-out ones are never trained on.
-``rlpost fetch tiny`` calls this, and so does ``rlpost fetch RECIPE --scale-down RANKS``, which
-creates a small model of the recipe's family in the folders that ``rlpost submit RECIPE --scale-down
-RANKS`` expects; also in FP8 blocks if the recipe's engines use FP8.
+addition some answers are right, so that reinforcement learning has rewards. ``arithmetic_data``
+creates the problems if they are missing; the held-out ones are never trained on. ``rlpost fetch
+tiny`` calls this, and so does ``rlpost fetch RECIPE --scale-down RANKS``, which creates a small
+model of the recipe's family in the folders that ``rlpost submit RECIPE --scale-down RANKS``
+expects; also in FP8 blocks if the recipe's engines use FP8.
 
 ``tiny_model.json`` is written last and marks the folder as complete: a second call with the same
 settings does nothing. The same settings give the same weights on the same machine.
@@ -241,7 +241,7 @@ def _add_to_config(folder: Path, **values: object) -> None:
 
 
 def quantised(source: Path, folder: Path, block: tuple[int, int]) -> None:
-    """The same model with the matrices of its layers in FP8, a scale for each block."""
+    """Write the model with the matrices of its layers in FP8, a scale for each block."""
     from safetensors.torch import load_file, save_file
 
     from rlpost.weights.quantise import BlockFp8

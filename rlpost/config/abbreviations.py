@@ -71,7 +71,7 @@ DERIVED = {"dp": _DERIVED, "dp-size": _DERIVED, "data-parallel-size": _DERIVED}
 
 
 def meant(word: str) -> str | None:
-    """Return an error that says what to write instead of ``--tp``, ``-n`` or a flag of slime.
+    """Return an error with the flag to use instead of ``--tp``, ``-n`` or a flag of slime.
 
     None for a name that no setting has.
     """

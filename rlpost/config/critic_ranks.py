@@ -1,4 +1,4 @@
-"""A critic with ranks of its own: its settings as those of a trainer. Pure.
+"""Settings of a critic with separate ranks, in the form of a trainer's. Pure.
 
 Input: the settings of a run. Output: the same tree with the critic's nodes, GPUs, layout and
 micro-batches in place of the policy's, so that everything that reads a layout serves both.
@@ -22,7 +22,7 @@ LAYOUT = {
 
 
 def critic_ranks(config: Config) -> Config:
-    """Return the settings of the critic's own ranks."""
+    """Return the settings of the critic's ranks."""
     critic, perf, cluster = config.critic, config.perf, config.cluster
     tensor = critic.critic_tensor_model_parallel_size or perf.tensor_model_parallel_size
     layout = {

@@ -1,7 +1,7 @@
 """Arguments of an engine's server that follow from settings of the run. Pure.
 
-Input: the tree. Output: fields of SGLang's ``ServerArgs``, the same for the run's own engines and for
-those of its fleet.
+Input: the tree. Output: fields of SGLang's ``ServerArgs``, the same for the run's own engines and
+for those of its fleet.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MODULES = {
 
 
 def engine_args(config: Config) -> dict[str, object]:
-    """Return them; those that the user passes to SGLang are not among them."""
+    """Return the arguments, without those that the user passes to SGLang."""
     routes = config.grpo.use_rollout_routing_replay
     args: dict[str, object] = {"enable_return_routed_experts": True} if routes else {}
     return args | adapter_args(config) if config.sends_adapters else args
 
 
 def adapter_args(config: Config) -> dict[str, object]:
-    """Return those of an engine that loads adapters, one at a time.
+    """Return the arguments of an engine that loads adapters, one at a time.
 
     A name in the adapter that the model lacks is an error (``lora_strict_loading``).
     """

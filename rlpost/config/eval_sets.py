@@ -1,5 +1,6 @@
-"""Evaluation sets: from --eval-prompt-data, or with separate settings from the file of
---eval-config.
+"""Evaluation sets: from --eval-prompt-data, or from the file of --eval-config.
+
+Only sets in the file can have separate settings.
 
 Input: the table [eval]. Output: one ``EvalSet`` per set; unset values are inherited from [eval] and
 then from [rollout]. The file is TOML or YAML:

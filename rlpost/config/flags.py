@@ -1,5 +1,6 @@
-"""Flags, made from the settings tree: ``--n-samples-per-prompt`` sets
-``rollout.n_samples_per_prompt``.
+"""Flags, made from the settings tree.
+
+``--n-samples-per-prompt`` sets ``rollout.n_samples_per_prompt``.
 
 Input: command-line words.
 Output: the given values as text, by group and key, exactly as a TOML file would give them; types
@@ -42,11 +43,10 @@ def fields() -> dict[str, str]:
 
 
 def parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """Make a parser with one flag for every leaf of the tree; ``parse`` converts its result to
-    ``Values``.
+    """Make a parser with one flag for every leaf of the tree.
 
-    The recipe is the first argument, because after a flag with several values it would be one of
-    them.
+    ``parse`` converts its result to ``Values``. The recipe is the first argument, because after a
+    flag with several values it would be one of them.
     """
     usage = f"{prog} [RECIPE] [--flag value ...]"
     made = SettingsParser(prog=prog, usage=usage, description=description, allow_abbrev=False)
@@ -171,7 +171,7 @@ def _unknown_word(word: str, words: Sequence[str], known: Mapping[str, argparse.
 
 
 def _shape(field: FieldInfo) -> dict[str, Any]:
-    """How argparse should read a field: a switch, several words or one."""
+    """Return argparse's options for a field: a switch, several words or one."""
     help_text = (field.description or "").replace("%", "%%")
     admitted = kinds(field.annotation)
     if admitted == [bool]:

@@ -1,5 +1,7 @@
-"""Environment variables with API keys. Only the driver has them; its child processes do not
-inherit them."""
+"""Environment variables with API keys.
+
+Only the driver has them; its child processes do not inherit them.
+"""
 
 from __future__ import annotations
 
@@ -23,5 +25,5 @@ KEYS = (
 
 
 def without_keys(environ: Mapping[str, str]) -> dict[str, str]:
-    """The same environment without any key."""
+    """Return the environment without any key."""
     return {name: value for name, value in environ.items() if name not in KEYS}

@@ -97,8 +97,8 @@ def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]
     """The files of a run in the order of ``load``: model, recipe, cluster profile.
 
     Args:
-        recipe: the recipe, a file or the NAME of one in ``jobs/recipes``; ``model = "NAME"`` or ``cluster =
-            "FILE.toml"`` in it, instead of the table, names the file.
+        recipe: the recipe, a file or the NAME of one in ``jobs/recipes``; ``model = "NAME"`` or
+            ``cluster = "FILE.toml"`` in it, instead of the table, names the file.
         given: what the command line names for "model" and "cluster"; it wins over the recipe.
 
     A NAME is a file in ``jobs/models`` or ``jobs/clusters``. A path is relative to the recipe, or
@@ -240,10 +240,10 @@ def _hint(key: str, there: Iterable[str]) -> str:
 
 
 def absolute_paths(config: Config, base: Path) -> Config:
-    """The same settings with all paths absolute, relative to ``base``: jobs run in another folder.
+    """Return the settings with all paths absolute, relative to ``base``.
 
-    A leading environment variable is expanded. If it is unset the path stays, and a check reports
-    it.
+    Jobs run in another folder. A leading environment variable is expanded. If it is unset the path
+    stays, and a check reports it.
     """
     update: dict[str, object] = {}
     variables = variables_of(config.cluster, os.environ)

@@ -17,8 +17,9 @@ from rlpost.config.server_arg_table import server_arg_table
 from rlpost.errors import suggestion
 
 ALIKE = 0.9
-"""Similarity from which an unknown flag counts as a misspelt setting if Megatron-core is not
-installed.
+"""Similarity from which an unknown flag counts as a misspelt setting.
+
+Used only if Megatron-core is not installed.
 """
 
 

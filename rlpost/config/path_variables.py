@@ -1,5 +1,6 @@
-"""Environment variables in paths of a recipe, such as ``$RLPOST_ASSETS/Qwen3-4B``, so that it works
-at every site.
+"""Environment variables in the paths of a recipe, such as ``$RLPOST_ASSETS/Qwen3-4B``.
+
+They make a recipe work at every site.
 
 Input: settings and the environment.
 Output: the paths with their variables expanded; one line for each variable that is not set.
@@ -31,8 +32,9 @@ def variables_of(cluster: ClusterConfig, environ: Mapping[str, str]) -> dict[str
 
 
 def container_word(cluster: ClusterConfig, environ: Mapping[str, str]) -> str:
-    """Return the container setting; RLPOST_CONTAINER replaces ``auto``, as in
-    ``slurm/container.sh``.
+    """Return the container setting; RLPOST_CONTAINER replaces ``auto``.
+
+    ``slurm/container.sh`` does the same.
 
     Raises:
         ConfigError: the variable has an invalid value.

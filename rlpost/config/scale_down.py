@@ -1,14 +1,19 @@
-"""Scale a recipe down to one machine: the same algorithm and rollout on a small model of the same
-family. Pure.
+"""Scale a recipe down to one machine. Pure.
+
+Algorithm and rollout stay the same; the model is a small one of the same family.
 
 Input: the settings of a recipe, the architecture of its model by the names of [model], and the
 number of training ranks. Output: the scaled settings and a list of the changes.
 
-Scaled down:        the model (layers, widths, heads, experts, by powers of two, which keeps their ratios), the parallel
-                    layout (to the number of ranks), engines and nodes, the batch, and lengths
-Replaced with it:   the model's folder, tokenizer, prompts, and the stop tokens and reward that match them
-Unchanged:          all other settings: advantages, losses and corrections, sampling, filtering, truncation and partial
-                    rollouts, colocation, precision, recomputation, optimizer and its placement, checkpoints
+Scaled down: the model (layers, widths, heads, experts, by powers of two, which keeps their ratios),
+the parallel layout (to the number of ranks), engines and nodes, the batch, and lengths.
+
+Replaced with the model: its folder, tokenizer, prompts, and the stop tokens and reward that match
+them.
+
+Unchanged: all other settings, such as advantages, losses and corrections, sampling, filtering,
+truncation and partial rollouts, colocation, precision, recomputation, optimizer and its placement,
+checkpoints.
 """
 
 from __future__ import annotations
@@ -35,12 +40,14 @@ FP8_BLOCK = (16, 16)
 VOCAB = 64
 """Vocabulary size of the tokenizer that rlpost/cli/tiny_model.py makes."""
 PROMPTS, ANSWER = 4, 32
-"""Upper limits of prompts per step and tokens per answer; batch and lengths are halved until they
-fit.
+"""Upper limits of prompts per step and tokens per answer.
+
+Batch and lengths are halved until they fit.
 """
 PACKED = 2 * ANSWER
-"""Minimum tokens of a micro-batch: prompts are not shortened, and samples should still share a
-micro-batch.
+"""Minimum tokens of a micro-batch.
+
+Prompts are not shortened, and samples should still share a micro-batch.
 """
 ENGINES = 2
 OBJECT_STORE = 100_000_000

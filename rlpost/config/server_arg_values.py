@@ -133,10 +133,10 @@ LIMITS: Mapping[str, Limit] = {
 def typed_args(
     given: Mapping[str, object], table: ServerArgTable | None = None
 ) -> dict[str, object]:
-    """Return the settings by SGLang's names with typed values; invalid values are kept, and
-    ``check`` reports them.
+    """Return the settings by SGLang's names with typed values.
 
-    An unset value is left out if SGLang's default is None.
+    Invalid values are kept, and ``check`` reports them. An unset value is left out if SGLang's
+    default is None.
     """
     table = table or server_arg_table()
     found: dict[str, object] = {}

@@ -73,12 +73,11 @@ MEGATRON_OPTIONS = {
     "tp_comm_overlap": "its linear layers overlap communication with computation",
     "use_te_activation_func": "it has the activation",
 }
-"""Fields of Megatron-core that its modules without TransformerEngine ignore or reject, and the
-reason.
-"""
+"""Fields that Megatron-core's modules without TransformerEngine ignore or reject, and why."""
 _OFF = (False, None, "auto", "none", "local", "flash")
-"""Values of such a field that do not need TransformerEngine; FlashAttention is available without
-it.
+"""Values of such a field that do not need TransformerEngine.
+
+FlashAttention is available without it.
 """
 
 

@@ -1,5 +1,6 @@
-"""The settings of a run: one typed tree whose leaf names are the flags, the TOML keys and the
-attributes.
+"""The settings of a run: one typed tree.
+
+The names of its leaves are the flags, the TOML keys and the attributes.
 
 Input: values already merged by ``rlpost.config.load``. Output: a frozen ``Config``. Derived values
 are properties and never written back. The string under each field is its help text.

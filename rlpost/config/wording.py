@@ -1,5 +1,4 @@
-"""Settings as messages spell them: the flag with its value, and the file that the value comes from.
-Pure.
+"""Settings as messages spell them: the flag with its value, and the value's file. Pure.
 
 Input: a ``Config``, the origins of its values, a message. Output: text. A message has the form
 flag, value, constraint, remedy, and names a setting by its flag alone:
@@ -82,7 +81,7 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest(numbers: Collection[int], wanted: int, count: int = 4) -> list[int]:
-    """Those of ``numbers`` that are nearest to ``wanted``, in order.
+    """The members of ``numbers`` that are nearest to ``wanted``, in order.
 
     >>> nearest([1, 2, 4, 8, 16], 7, 2)
     [4, 8]
@@ -91,10 +90,10 @@ def nearest(numbers: Collection[int], wanted: int, count: int = 4) -> list[int]:
 
 
 def with_origins(line: str, config: Config, origins: Mapping[str, str]) -> str:
-    """The message with, behind each setting that is not of the command line, where its value comes
-    from.
+    """Add to a message the origin of each setting that the command line does not give.
 
-    A setting counts where it is spelled with the value that it has; remedies spell other values.
+    The origin follows the setting. A setting counts where it is spelled with the value that it has;
+    remedies spell other values.
     """
     seen: set[str] = set()
     for key in sorted(
@@ -124,10 +123,12 @@ def near_path(origin: str) -> str:
 
 
 def as_flag(line: str) -> str:
-    """``time: 'soon'; ...``, as the specification of a job says it, with the flag of the setting.
+    """Replace the name of a field in an error of a job's specification by its flag.
 
-    >>> as_flag("time: 'soon'; write minutes"), as_flag("exclude: n[ is no list"), as_flag("else:
-    'x'") ('--time soon: write minutes', '--exclude n[ is no list', "else: 'x'")
+    >>> as_flag("time: 'soon'; write minutes")
+    '--time soon: write minutes'
+    >>> as_flag("exclude: n[ is no list"), as_flag("else: 'x'")
+    ('--exclude n[ is no list', "else: 'x'")
     """
     found = _KEY.match(line)
     if found is None or found["key"] not in _tables():

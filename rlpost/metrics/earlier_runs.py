@@ -1,7 +1,7 @@
 """Step times that an earlier run of the same recipe measured.
 
 Input: settings and the runs folder. Output: ``StepTimes`` of the newest run that has enough steps
-on as many GPUs with as many samples. What cannot be read is passed over: an estimate never fails a
+on as many GPUs with as many samples. Unreadable runs are skipped: an estimate never fails a
 command.
 """
 
@@ -19,7 +19,7 @@ from rlpost.metrics.writer import read_metrics
 MIN_STEPS = 5
 NEWEST_STEPS = 50
 MAX_RUNS = 10
-"""The newest are tried: a runs folder may hold thousands."""
+"""Number of newest runs to try: a runs folder may hold thousands."""
 
 
 def earlier_step_times(config: Config) -> StepTimes | None:
@@ -55,7 +55,7 @@ def _step_times(run: RunFolder, config: Config) -> StepTimes | None:
 
 
 def _size(config: Config) -> tuple[object, ...]:
-    """What decides the times of a step, besides the lengths of its answers."""
+    """Settings that determine the times of a step, besides the lengths of its answers."""
     checkpoint = config.checkpoint
     return (
         config.num_training_gpus,

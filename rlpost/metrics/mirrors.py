@@ -1,5 +1,6 @@
-"""Mirrors the lines of ``metrics.jsonl`` to Weights & Biases, TensorBoard and Prometheus, and sends
-the spans of each step as OpenTelemetry traces.
+"""Mirror the lines of ``metrics.jsonl`` to Weights & Biases, TensorBoard and Prometheus.
+
+The spans of each step are sent as OpenTelemetry traces.
 
 Input: the settings, run folder and cluster of an attempt.
 Output: a function that writes a line to every enabled mirror, valid inside the context.
@@ -71,8 +72,10 @@ def mirrors(config: Config, run_folder: Path, cluster: Cluster) -> Iterator[Writ
 
 
 def _traces(endpoint: str | None, labels: Mapping[str, str]) -> OtlpWriter | None:
-    """The writer of traces. Raises ConfigError, unless only the environment asks for traces: a site
-    may set OpenTelemetry's variables for all of its programs.
+    """Return the writer of traces.
+
+    Raises ConfigError, unless only the environment asks for traces: a site may set OpenTelemetry's
+    variables for all of its programs.
     """
     try:
         return OtlpWriter(endpoint, labels)

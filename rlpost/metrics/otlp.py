@@ -1,4 +1,4 @@
-"""Sends the driver's spans of each step as OpenTelemetry traces to a collector, over OTLP/HTTP.
+"""Send the driver's spans of each step as OpenTelemetry traces to a collector, over OTLP/HTTP.
 
 Input: the spans that ended since the line before, with each line of ``metrics.jsonl``. Output: one
 trace a step, whose root is the step and whose other spans have the smallest enclosing span as their
@@ -32,7 +32,10 @@ _PACKAGES = "opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http"
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A span in a trace; times are nanoseconds since the epoch, ``parent`` an index, None a root."""
+    """A span in a trace.
+
+    Times are nanoseconds since the epoch. ``parent`` is an index, None for a root.
+    """
 
     name: str
     thread: str

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 PACE_STEPS = 20
-"""Steps, the newest ones, that a recent value is computed from."""
+"""Number of newest steps that a recent value is computed from."""
 THROUGHPUT, STEP_S = "time/tokens_per_s", "time/step_s"
 Line = Mapping[str, float]
 

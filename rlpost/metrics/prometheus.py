@@ -1,4 +1,4 @@
-"""Serves the newest line of ``metrics.jsonl`` to Prometheus; requires the attempt's token.
+"""Serve the newest line of ``metrics.jsonl`` to Prometheus; requires the attempt's token.
 
 Input: an address, the token, then one mapping per step.
 Output: ``GET /metrics`` in Prometheus's text format, written by the official client library: the
@@ -46,7 +46,8 @@ class PrometheusServer:
         about: Mapping[str, str] | None = None,
         targets: Path | None = None,
     ) -> None:
-        """
+        """Start to serve.
+
         Args:
             host: the address to bind.
             port: 0 lets the kernel choose one; ``port`` has it.

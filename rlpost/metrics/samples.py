@@ -1,5 +1,6 @@
-"""Sample answers of selected steps for inspection: ``samples.jsonl`` and ``eval_samples.jsonl`` in
-``RUN/report``.
+"""Record sample answers of selected steps for inspection.
+
+The files are ``samples.jsonl`` and ``eval_samples.jsonl`` in ``RUN/report``.
 
 Input: the scored groups of a rollout, or of an evaluation, and a decoder of token ids.
 Output: the best and the worst answer of the first group with different rewards (otherwise of the
@@ -53,7 +54,8 @@ class SampleWriter:
         decode: Decode,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """
+        """Create a writer.
+
         Args:
             num_steps: steps of the whole run.
             check: raises Fenced when another attempt owns the run.

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 MAX_SPANS = 50_000
 
 Span = tuple[str, str, float, float]
-"""Name, thread name, begin and end; times in seconds."""
+"""Name, thread name, start and end; times in seconds."""
 
 
 class Spans:

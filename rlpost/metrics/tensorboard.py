@@ -1,4 +1,4 @@
-"""Writes the lines of ``metrics.jsonl`` as TensorBoard events, under the same names.
+"""Write the lines of ``metrics.jsonl`` as TensorBoard events, under the same names.
 
 Input: a folder, then one mapping per step.
 Output: one event file per attempt. Its first event is a ``SessionLog.START``, which makes

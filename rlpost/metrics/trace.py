@@ -61,7 +61,7 @@ def trace(processes: Iterable[ProcessSpans], *, begin: float, end: float) -> dic
 
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Assign spans greedily to rows in which they are nested or disjoint, in order of begin."""
+    """Assign spans greedily to rows in which they are nested or disjoint, in order of start."""
     rows: list[tuple[list[Span], list[float]]] = []  # with the ends of open spans, innermost last
     for one in sorted(spans, key=lambda one: (one[2], -one[3])):
         begin, end = one[2], one[3]

@@ -1,4 +1,4 @@
-"""Logs the lines of ``metrics.jsonl`` to Weights & Biases, under the same names.
+"""Log the lines of ``metrics.jsonl`` to Weights & Biases, under the same names.
 
 Input: the table [wandb], the run's folder, its settings, then one mapping per step.
 Output: one W&B run, which every requeue resumes by the id in RUN/wandb/run_id. The key is read from

@@ -1,4 +1,4 @@
-"""Writes ``metrics.jsonl``: one line per step.
+"""Write ``metrics.jsonl``: one line per step.
 
 Input: values under stable names ``area/name[_unit]``.
 Output: a file in which each step appears exactly once and in order, also after a crash or a resume:
@@ -47,7 +47,8 @@ class MetricsWriter:
         show: Callable[[int, Sequence[SampleGroup]], None] | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """
+        """Create a writer; call ``begin`` before the first ``put``.
+
         Args:
             always: values added to every line, read when it is written.
             also: called with each line, after it is written.
@@ -130,6 +131,7 @@ class MetricsWriter:
             os.rename(beside, self._path)
             sync(folder)  # otherwise a crash of the host may restore the old file
         except BaseException:
+            # After a successful rename the next append finds another file here and makes a new one.
             os.close(descriptor)
             beside.unlink(missing_ok=True)
             raise
@@ -199,7 +201,7 @@ def read_lines(path: Path) -> Lines:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the valid lines of a metrics file, each step once, in order; empty if missing.
 
-    A value of null is NaN: writers of strict JSON have no other word for it.
+    A value of null is NaN, which strict JSON cannot express.
     """
     return [with_nan(line) for line in read_lines(path).lines]
 

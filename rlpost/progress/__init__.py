@@ -1,4 +1,4 @@
-"""Progress of the trainer's ranks: where each one is, when a call hangs, and which rank is to blame.
+"""Progress of the trainer's ranks: their positions, whether a call hangs, and on which rank.
 
 Three steps; the first two and the comparison are pure.
 

@@ -1,4 +1,4 @@
-"""Which rank the others wait for: compares the positions of all ranks of a call that hangs. Pure.
+"""Find the ranks that the others wait for, from all positions in a call that hangs. Pure.
 
 Input: one position per rank, None for a rank that did not answer. Output: a ``Finding``: the ranks
 to blame, and why. The first rule that finds a rank applies:

@@ -1,4 +1,4 @@
-"""When a call hangs. Pure: no clock, no I/O.
+"""Decide whether a call hangs. Pure: no clock, no I/O.
 
 Input: the durations of earlier calls of the same kind, the seconds that this one has run, and
 whether any rank has moved. Output: the next time to examine the ranks, and the judgement.
@@ -60,7 +60,7 @@ def limit_s(history: History, rule: Rule) -> float | None:
 
 
 def between_examinations_s(limit: float) -> float:
-    """Return the seconds from the begin of a call to the first examination, and between two."""
+    """Return the seconds from the start of a call to the first examination, and between two."""
     return limit / 2
 
 

@@ -56,7 +56,7 @@ class Position:
         num_micro_batches: of the pass; 0 outside of passes.
         stack: of the computing thread, outermost call first.
         groups: the process groups of the rank.
-        waits_for: what the rank waits for with a deadline that ends the wait; None outside of one.
+        waits_for: the wait that the rank is in, if that wait ends at its own deadline; else None.
     """
 
     call: str | None
@@ -69,7 +69,7 @@ class Position:
 
 
 class Recorder:
-    """What the computing thread of this process has begun. Safe to read from another thread."""
+    """Records what the computing thread of this process runs. Safe to read from another thread."""
 
     def __init__(self) -> None:
         self._thread: int | None = None

@@ -1,4 +1,4 @@
-"""Which ranks and hosts are slow: scores from the time that each rank computes by itself. Pure.
+"""Score slow ranks and hosts by the time that each rank computes. Pure.
 
 Input: after each optimizer step, the seconds of every rank's forward and backward passes without
 the final reduction of gradients, and the work of its samples (``algorithm.schedule``). Output:
@@ -8,11 +8,11 @@ the mean of its ranks. Two scores, both at least 1:
     peer = pace / lowest pace of any rank (host) in this step
     own  = pace / lowest pace of the same rank (host) so far
 
-A host that is slow beside its peers was always slow or became so; one that is slow only beside
-itself is not at fault if all are: the work is then estimated wrongly, or the file system is slow.
-A host whose peer score exceeds SLOW in each of STEPS consecutive steps is proposed for exclusion,
-once. Tensor- and pipeline-parallel ranks wait for each other within a pass, so that a slow rank
-raises the score of its whole data-parallel replica.
+A host with a high peer score is slower than the others, and its own score shows whether it always
+was. If all hosts have high own scores, no host is at fault: the work is estimated wrongly, or the
+file system is slow. A host whose peer score exceeds SLOW in each of STEPS consecutive steps is
+proposed for exclusion, once. Tensor- and pipeline-parallel ranks wait for each other within a pass,
+so that a slow rank raises the score of its whole data-parallel replica.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """1 is as fast as the best peer now, or as the own best; 2 takes twice the time."""
+    """1: as fast as the best peer now, or as its own best so far; 2: twice the time."""
 
     peer: float
     own: float

@@ -48,7 +48,7 @@ class Call:
 
     @property
     def agreed(self) -> tuple[object, ...]:
-        """What must be equal on all members of the group."""
+        """The values that must be equal on all members of the group."""
         return self.kind, self.sizes, self.dtype, self.root, self.operation
 
     @property
@@ -63,7 +63,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class OffloadCycle:
-    """What one cycle moved.
+    """Bytes that one cycle moved.
 
     Attributes:
         leaving: bytes that left the device, by part.
@@ -81,7 +81,7 @@ class OffloadCycle:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What one rank did.
+    """The calls and memory of one rank.
 
     Attributes:
         rank: of the trainer.

@@ -35,7 +35,7 @@ from rlpost.types import Bucket
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the facts are compared with."""
+    """The values that the facts are compared with."""
 
     config: Config
     shape: ModelShape
@@ -47,7 +47,7 @@ class Expected:
 
 
 def expected_of(config: Config, hf: Mapping[str, object]) -> Expected:
-    """What the ranks of a configuration are compared with, by the config.json of its model."""
+    """Return the expected values for a configuration, by the config.json of its model."""
     has_mtp = config.grpo.enable_mtp_training
     shape = replace(hf_shape(hf), mtp=has_mtp)
     return Expected(config, shape, published(hf, with_mtp=has_mtp))

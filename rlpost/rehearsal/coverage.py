@@ -23,8 +23,9 @@ EMBEDDING = "model.embed_tokens.weight"
 VOCABULARY = (EMBEDDING, "lm_head.weight")
 OPTIMIZER_PREFIX = "optimizer.state."
 UNTRAINED, UNTRAINED_HF = "expert_bias", "e_score_correction_bias"
-"""A buffer of the router, as Megatron and as Hugging Face names it: it has no state of the
-optimizer.
+"""A buffer of the router, as Megatron and as Hugging Face names it.
+
+It has no optimizer state.
 """
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(?:(\d+)\.|.*\[(\d+)\]$)")

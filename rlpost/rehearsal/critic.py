@@ -1,4 +1,4 @@
-"""Check the critic of PPO on all ranks: its weights, optimizer state and part of a checkpoint. Pure.
+"""Check the critic on all ranks: weights, optimizer state and part of a checkpoint. Pure.
 
 Input: facts whose ``critic`` is set. Output: one line per contradiction. A critic is the policy
 with a value head in place of the output layer, so its expected tensors follow from those of the

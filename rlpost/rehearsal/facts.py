@@ -21,8 +21,9 @@ class Weight:
 
     name: str
     hugging_face: tuple[str, ...]
-    """The tensors of the checkpoint that it holds, in memory order; ``name[3]`` for expert 3 of a
-    tensor that holds all experts. Empty for an adapter.
+    """The tensors of the checkpoint that it holds, in memory order.
+
+    ``name[3]`` is expert 3 of a tensor that holds all experts. Empty for an adapter.
     """
     layout: Layout
     shape: Shape
@@ -38,9 +39,7 @@ class Weight:
     is_tied_copy: bool
     """Whether it repeats the embedding as the output layer of the last pipeline stage."""
     optimizer: tuple[int, int] | None
-    """The range of the flattened shard whose optimizer state is on this rank; None when there is
-    none.
-    """
+    """The range of the flattened shard whose optimizer state is on this rank; None without."""
 
     @property
     def size(self) -> int:
@@ -70,7 +69,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRole:
-    """What the rank does when weights are sent to engines on other GPUs."""
+    """The part of the rank in a weight update of engines on other GPUs."""
 
     stage: int
     gathers: bool
@@ -85,9 +84,10 @@ class RankFacts:
 
     rank: int
     groups: Mapping[str, tuple[int, ...]]
-    """The members of its group of each kind, by the kinds of
-    ``rlpost.rehearsal.rank_coordinates.KINDS``, and of Megatron's other groups by their names
-    there.
+    """The members of the rank's groups, by kind of group.
+
+    The kinds are those of ``rlpost.rehearsal.rank_coordinates.KINDS``. Megatron's other groups have
+    their names in Megatron.
     """
     weights: tuple[Weight, ...]
     num_parameters: int
@@ -95,7 +95,7 @@ class RankFacts:
     entries: tuple[Entry, ...]
     """The weights of its pipeline stage, as the weight-update plan counts them."""
     checkpoint: tuple[CheckpointPart, ...]
-    """Of the weights and of one state of the optimizer; its other states are sharded alike."""
+    """Parts of the weights and of one optimizer state; the other states are sharded alike."""
     memory: Memory
     update: UpdateRole
     adapters: tuple[Weight, ...] = ()

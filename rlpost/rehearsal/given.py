@@ -96,7 +96,7 @@ def _goes_to_host(args: Sequence[Any], options: dict[str, Any]) -> bool:
 
 
 class Schedule:
-    """Which micro-batch a pipeline stage receives next, in both directions."""
+    """The order in which a pipeline stage receives micro-batches, in both directions."""
 
     def __init__(self, given: Given) -> None:
         self._given = given
@@ -131,7 +131,7 @@ class Schedule:
         self._backward = deque(shapes[index] for index in backward)
 
     def expect(self, recv_prev: bool, recv_next: bool) -> None:
-        """The shapes that are read after the next exchange."""
+        """Queue the shapes that are read after the next exchange."""
         for wanted, queue in ((recv_prev, self._forward), (recv_next, self._backward)):
             if wanted:
                 if not queue:

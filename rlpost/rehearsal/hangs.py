@@ -4,7 +4,7 @@ Input: the calls of every rank. Output: faults, the first one in time first. Thr
 
 1. Does every member of a group issue the same collectives, with matching sizes, in the same order?
 2. Does every send of a pipeline stage meet a receive of the same size, in order?
-3. Does every rank come to its end if a collective waits for all members? Two ranks that enter two
+3. Does every rank finish if a collective waits for all members? Two ranks that enter two
    groups in opposite orders pass the first question and hang.
 
 The odd rank of a mismatch is the one whose sequence of calls fewest ranks share, counted over all
@@ -42,7 +42,7 @@ class Fault:
 
 
 def hangs(recordings: Mapping[int, Recording]) -> list[Fault]:
-    """All faults; empty when the step comes to its end."""
+    """All faults; empty when the step finishes."""
     faults = [*collective_faults(recordings), *transfer_faults(recordings)]
     if not faults:
         faults = list(order_faults(recordings))
@@ -97,10 +97,10 @@ def _mismatch(
 def _is_real(
     agreed: Mapping[int, Sequence[object]], lines: Mapping[int, Sequence[str]], position: int
 ) -> bool:
-    """Whether the members part here, and not only issue one call from two lines.
+    """Whether the members diverge here, and not only issue one call from two lines.
 
-    A source and its receivers may have different lines. They part if the calls differ here, or if
-    the lines differ and an earlier rank repeats the call at the next position of the others.
+    A source and its receivers may have different lines. They diverge if the calls differ here, or
+    if the lines differ and an earlier rank repeats the call at the next position of the others.
     """
     here = {calls[position] if position < len(calls) else None for calls in agreed.values()}
     if len(here) > 1:
@@ -271,8 +271,8 @@ def _unmet(
 def order_faults(recordings: Mapping[int, Recording]) -> Iterable[Fault]:
     """Ranks that wait for each other in a circle, found by letting every rank run as far as it can.
 
-    A collective ends when all members have come to it. Transfers do not block here: Megatron issues
-    them in batches.
+    A collective completes when all members have entered it. Transfers do not block here: Megatron
+    issues them in batches.
     """
     waiting = {
         rank: [call for call in recording.calls if _blocks(call)]

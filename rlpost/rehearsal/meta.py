@@ -125,10 +125,10 @@ class MetaAsHost(TorchFunctionMode):
 
 
 class _Building(MetaAsHost, DeviceContext):
-    """Also create tensors on a device, and draw no values: a generator of the host does not fit
-    tensors on the meta device.
+    """Also create tensors on a device, and draw no random values.
 
-    One mode instead of ``with device`` and another, because each costs time for every operation.
+    A generator of the host does not fit tensors on the meta device. One mode instead of ``with
+    device`` and another, because each costs time for every operation.
     """
 
     answered = MetaAsHost.answered | _device_constructors()

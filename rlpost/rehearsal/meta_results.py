@@ -32,7 +32,11 @@ UNSUITABLE = frozenset(
 """Tags of operations that are always dispatched."""
 NAMESPACES = ("aten", "prims")
 DIRECT, NEW, IN_PLACE = "direct", "new", "in place"
-"""Always dispatched; returns tensors with their own memory; changes and returns its first argument."""
+"""Kinds of operations.
+
+They are always dispatched; return tensors with their own memory; change and return their first
+argument.
+"""
 VALUES = frozenset(
     {
         bool,
@@ -114,11 +118,11 @@ class _Layouts:
 
 
 UNCHANGED = _Layouts((), None)
-"""Of an operation that returns its first argument with the same layout."""
+"""The layout of an operation that returns its first argument unchanged in layout."""
 
 
 def kind_of(func: Any) -> str:
-    """How the results of an operation may be remembered, by its schema and tags."""
+    """Return how an operation's results may be remembered, by its schema and tags."""
     schema = func._schema
     if func.namespace not in NAMESPACES or UNSUITABLE.intersection(func.tags):
         return DIRECT

@@ -10,8 +10,9 @@ from rlpost.actor.settings import ActorSettings
 from rlpost.config.plan.shape import shape_of
 
 POSITIONS = 4096
-"""max_position_embeddings where no config.json says it: no weight of a rotary embedding depends on
-it.
+"""max_position_embeddings without a config.json.
+
+No weight of a rotary embedding depends on it.
 """
 
 

@@ -68,7 +68,7 @@ def other_settings(settings: ActorSettings) -> tuple[ActorSettings, str] | None:
 def unread(
     written: Mapping[str, Shape], read: Mapping[int, RankFacts], layout: str
 ) -> Iterator[str]:
-    """What a rank of the other layout would read, and does not find so."""
+    """Yield what a rank of the other layout would read but that was not written in this shape."""
     for rank, facts in read.items():
         for part in facts.checkpoint:
             found = written.get(part.key)

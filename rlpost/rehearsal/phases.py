@@ -50,7 +50,7 @@ LOG_PROBS, VALUES, TRAIN_CRITIC = "log-probs", "values", "train critic"
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """What every rank does in a rehearsal.
+    """The phases of every rank in a rehearsal.
 
     Attributes:
         batch: micro-batches of a train step.
@@ -102,7 +102,7 @@ def rehearse_phases(
         phases: what the rank does.
         rank: the rank.
         world: number of ranks.
-        facts: of all ranks, from ``rehearse_rank``; the pipeline stages tell each other their
+        facts: of all ranks, from ``rehearse_rank``; pipeline stages exchange the entries of their
             weights when a run starts.
         results: of operations, which all ranks of a rehearsal add to and read; None where every
             operation is dispatched.
@@ -183,7 +183,7 @@ def _trains(facts: RankFacts) -> tuple[int, bool, list[str]]:
 def _exchanged(
     entries: Mapping[int, Sequence[Entry]], mine: list[Entry], group: dist.ProcessGroup
 ) -> list[list[Entry]]:
-    """What the pipeline stages tell each other of their weights."""
+    """The entries of weights that pipeline stages exchange."""
     found: list[object] = [None] * group.size()
     dist.all_gather_object(found, mine, group=group)
     return [list(entries[rank]) for rank in dist.get_process_group_ranks(group)]
@@ -255,7 +255,7 @@ def _is_last_stage() -> bool:
 
 @contextmanager
 def _followed(actor: Actor, schedule: Schedule) -> Iterator[None]:
-    """Tell the schedule of the micro-batches of each pass before it begins."""
+    """Context in which the schedule gets the micro-batches of each pass before it begins."""
     run, config = step.run, actor.model[0].config
     divisor = actor.settings.tensor_model_parallel_size if config.sequence_parallel else 1
 

@@ -65,8 +65,8 @@ def planned_step(config: Config, shape: Shape, *, limit: int | None = None) -> P
 def length_multiple(config: Config, shape: Shape) -> int:
     """The tokens of which a sample is a multiple; 1 for a dense model.
 
-    Of n rows a rank sends n k copies, k to each of a row's experts. They spread evenly if the number
-    of experts divides n k. Context and tensor parallelism shard the rows of a sample.
+    Of n rows a rank sends n k copies, k to each of a row's experts. They spread evenly if the
+    number of experts divides n k. Context and tensor parallelism shard the rows of a sample.
     """
     if not shape.num_experts:
         return 1

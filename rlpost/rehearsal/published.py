@@ -25,7 +25,7 @@ class Published:
     num_parameters: int
     """Trained elements, tied ones once."""
     buffers: frozenset[str]
-    """Those of the tensors that are not trained."""
+    """Names of the tensors that are not trained."""
 
 
 def published(
@@ -36,8 +36,9 @@ def published(
     Args:
         hf: config.json.
         fp8_block: rows and columns of a block where its weights are in FP8.
-        with_mtp: add the layer for multi-token prediction, which transformers leaves out: a layer like the last one,
-            and what joins it to the model (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+        with_mtp: add the layer for multi-token prediction, which transformers leaves out: a layer
+            like the last one, and what joins it to the model (DeepSeek-V3, arXiv 2412.19437,
+            section 2.2).
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion

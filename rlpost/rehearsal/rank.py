@@ -218,7 +218,7 @@ def _checkpoint_parts(
 
 
 def _on_first_replica(regions: Regions) -> set[torch.Tensor]:
-    """The parameters whose state this rank's replicas write; ``written_states`` asks them."""
+    """The parameters whose state this rank's replicas write; ``written_states`` queries them."""
     return {tensor for tensor, found in regions.items() if not any(found[0].replica_id[:-1])}
 
 

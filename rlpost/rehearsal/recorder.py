@@ -58,10 +58,11 @@ class Recorder(TorchDispatchMode):
     def __init__(
         self, *, transfers: bool, results: MetaResults | None = None, topk: int | None = None
     ) -> None:
-        """
+        """Create a recorder; its context is ``recording``.
+
         Args:
             transfers: whether the groups are real. Otherwise collectives return at once and their
-                results keep what memory has.
+                results keep the previous content of their memory.
             results: of operations of earlier ranks; None where every operation is dispatched.
             topk: experts of a row, which a routing mask without data selects; None if not known.
         """
@@ -108,7 +109,7 @@ class Recorder(TorchDispatchMode):
     def recorded(
         self, rank: int, held: dict[str, int], offload: OffloadCycle | None = None
     ) -> Recording:
-        """What was recorded so far."""
+        """Return the recording so far."""
         return Recording(rank, tuple(self.calls), dict(self.peaks), held, offload)
 
     def __torch_dispatch__(

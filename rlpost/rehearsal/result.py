@@ -69,7 +69,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a rehearsal found.
+    """The result of a rehearsal.
 
     Attributes:
         checks: in the order in which a run would meet the faults.
@@ -79,7 +79,7 @@ class Result:
         num_calls: collectives and transfers of all ranks.
         micro_batches: rehearsed ones, and those of a step.
         gpu_bytes: memory of a GPU.
-        planned_bytes: what ``rlpost plan`` says of the fullest rank while it trains.
+        planned_bytes: the estimate of ``rlpost plan`` for the fullest rank while it trains.
         compared: the parts of the fullest rank while it trains, with those of the planner for the
             layers that a rehearsal has, without TransformerEngine.
         seconds: that it took.
@@ -116,7 +116,7 @@ def memory_use(recording: Recording, *, offloaded_fraction: float) -> MemoryUse:
 
     Args:
         recording: of the rank, with its optimizer on the device.
-        offloaded_fraction: the part that is not.
+        offloaded_fraction: the part of the optimizer that a run keeps in host memory.
     """
     held, away = dict(recording.held), 0
     for part in ("optimizer", "critic optimizer"):

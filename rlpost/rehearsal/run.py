@@ -47,7 +47,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a rehearsal is asked for.
+    """Options of a rehearsal.
 
     Attributes:
         gpu_bytes: memory of a GPU.
@@ -68,7 +68,7 @@ def rehearse_run(
     Args:
         config: the settings of the run.
         settings: those of an actor, made from ``config``.
-        options: what is asked for.
+        options: of the rehearsal.
         say: called with the name of each step before it runs.
 
     Raises:

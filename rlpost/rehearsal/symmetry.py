@@ -4,7 +4,7 @@ Two ranks are of one class if they are on the same pipeline stage, hold weights 
 are in groups of the same sizes, and have the same part in a weight update; all ranks rehearse the
 same micro-batches. On the last stage they also have the same context-parallel rank: log-probs are
 computed of responses alone, and the chunks of a rank hold more or fewer of them. The code of a step
-branches on nothing else. That is not taken on trust: the first and the last rank of each class run,
+branches on nothing else. This is verified: the first and the last rank of each class run,
 which differ in every coordinate that a class leaves open, and if the recording of one does not
 become that of the other by exchanging their groups, all ranks of the class run.
 """

@@ -26,7 +26,7 @@ Plan = tuple[Bucket, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Entries:
-    """Weights that are on no rank here: what an exporter plans with."""
+    """The part of an inventory that an exporter plans with; there are no weights behind it."""
 
     entries: tuple[Entry, ...]
 
@@ -35,7 +35,8 @@ def update_plans(
     ranks: Mapping[int, RankFacts], config: Config, *, quantisation: BlockFp8 | None = None
 ) -> dict[int, Plan]:
     """The plan of each rank with all its pipeline group in ``ranks``; equal inputs share one."""
-    # Each rank's entries are hashed once; a plan is looked up by the identity of what its stages hold.
+    # Each rank's entries are hashed once; a plan is looked up by the identity of its stages'
+    # entries.
     distinct: dict[tuple[Entry, ...], tuple[Entry, ...]] = {}
     held = {
         rank: distinct.setdefault(facts.entries, facts.entries) for rank, facts in ranks.items()

@@ -1,4 +1,4 @@
-"""The attempts of a long run: grouped by how they ended, and what they cost in repeated steps. Pure.
+"""The attempts of a long run, grouped by how they ended, and their repeated steps. Pure.
 
 Input: the history and the ledger's entries. Output: rows for a table, spans and marks of a time bar
 that stay readable with hundreds of attempts.

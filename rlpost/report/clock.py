@@ -1,8 +1,8 @@
-"""When each step of a run ended, in hours since its submission. Pure.
+"""Estimate when each step of a run ended, in hours since its submission. Pure.
 
 Input: the ledger's entries and the lines of ``metrics.jsonl``. Output: points (step, hours) for the
-time axis of the plots. A line has no time: a step ended as long after its attempt was
-ready as the steps before it took, evaluations and checkpoints included.
+time axis of the plots. Lines have no time: the end of a step is the moment at which its attempt was
+ready, plus the durations of the attempt's steps up to it, evaluations and checkpoints included.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def compare_page(
 
 
 def comparison(runs: Sequence[RunFacts]) -> dict[str, object]:
-    """The same figures for programs.
+    """Return the figures of the page for programs.
 
     Returns: ``runs``, one object a run in the given order (``tokens_per_s`` and ``step_s`` are
     those of ``rlpost.metrics.pace``; None means not known), and ``settings``: for each setting

@@ -1,11 +1,11 @@
-"""What the engine jobs of a fleet had and gave, from the ledger's ``fleet`` lines. Pure.
+"""GPU time of a fleet's engine jobs: allocated, and spent serving. Pure.
 
-Input: the ledger's entries. Output: seconds in which each engine served, and GPU-seconds of all of
-them: allocated, and serving.
+Input: the ledger's entries, of which the ``fleet`` lines count. Output: seconds in which each
+engine served, and GPU-seconds of all of them: allocated, and serving.
 
-Each line of an attempt replaces the one before for what served in that attempt. What a job was
-allocated is counted by its agent over all attempts, like a meter: it grows, and begins from zero
-again where the file of an engine was removed.
+Each line of an attempt replaces the one before for what served in that attempt. The allocated time
+of a job is a counter of its agent over all attempts. It only grows, but restarts from zero if the
+file of an engine was removed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def used_of(ledger: Sequence[Entry]) -> dict[str, float]:
 
 
 def fleet_use(ledger: Sequence[Entry]) -> FleetUse:
-    """Return what all engine jobs had and gave."""
+    """Return the GPU-seconds of all engine jobs."""
     meters: dict[str, list[float]] = defaultdict(list)
     for entry in ledger:
         if entry.get("event") == "fleet":
@@ -43,12 +43,12 @@ def fleet_use(ledger: Sequence[Entry]) -> FleetUse:
                 meters[engine].append(float(gpu_s))
     served_s = sum(float(entry.get("served_gpu_s") or 0.0) for entry in _last_of_attempts(ledger))
     allocated_s = sum(map(_metered, meters.values()))
-    # The last beat of an agent may be older than the end of its service.
+    # The last heartbeat of an agent may be older than the end of its service.
     return FleetUse(max(allocated_s, served_s), served_s)
 
 
 def _metered(readings: Sequence[float]) -> float:
-    """Return what a meter has counted that may begin from zero again."""
+    """Return the total of a counter that may restart from zero."""
     total = before = 0.0
     for reading in readings:
         total += reading - before if reading >= before else reading

@@ -1,5 +1,6 @@
-"""Goodput: the share of the allocated GPU time that produced trained steps, and what took the rest.
-Pure.
+"""Goodput: the share of the allocated GPU time that produced trained steps. Pure.
+
+The rest of the time is attributed to its uses.
 
 Input: the ledger's entries, the lines of ``metrics.jsonl``, the GPUs of the run. Output:
 ``Goodput``, one value for ``status``, ``list``, ``report`` and ``compare``; docs/seeing.md defines
@@ -40,7 +41,7 @@ Use = Literal[
     "not serving",
 ]
 USES: tuple[Use, ...] = get_args(Use)
-SHOWN_FROM = 0.005  # of the allocated time: what the line names
+SHOWN_FROM = 0.005  # least share of the allocated time that the line names
 HOUR = 3600.0
 
 
@@ -157,8 +158,9 @@ def goodput(
     layout: Layout | None,
     until: datetime,
 ) -> Goodput | None:
-    """Return the goodput of a run up to ``until``; None before its first attempt and without a
-    layout.
+    """Return the goodput of a run up to ``until``.
+
+    None before its first attempt, and without a layout.
 
     Args: until: the end of what is still running. For a job that is known to be over, the time of
         its last entry.
@@ -169,6 +171,7 @@ def goodput(
     attempts = _attempts(entries, until)
     if layout is None or not attempts:
         return None
+    # The order matters: each call takes from the time that those before it left without a use.
     _add_steps(attempts, lines)
     _add_saves(attempts, lines)
     _add_recoveries(attempts)
@@ -214,7 +217,7 @@ class _Step:
     engines_idle_s: float
 
     def shorten(self, recovery_s: float) -> float:
-        """Take out the seconds of a recovery, in which the trainer did not work; return how many."""
+        """Take out the seconds of a recovery, without work of the trainer; return how many."""
         taken = min(recovery_s, self.seconds)
         self.seconds -= taken
         self.trainer_idle_s = min(self.trainer_idle_s, self.seconds)
@@ -224,7 +227,7 @@ class _Step:
 
 @dataclass(slots=True)
 class _Attempt:
-    """What the ledger and the metrics know of an attempt; times are seconds."""
+    """Facts about an attempt from the ledger and the metrics; times are seconds."""
 
     began: datetime
     ended: datetime
@@ -331,8 +334,8 @@ def _add_steps(attempts: Sequence[_Attempt], lines: Sequence[Mapping[str, float]
 def _add_recoveries(attempts: Sequence[_Attempt]) -> None:
     """Take recoveries out of the steps that they interrupted, or out of the time between steps.
 
-    A metrics line counts them as training or weight update. One beside generation costs waiting, and so
-    does one of an engine in a weight update.
+    A metrics line counts these seconds as training or weight update. A recovery during generation,
+    or of an engine during a weight update, is already counted as waiting.
     """
     for attempt in attempts:
         for entry in attempt.recoveries:
@@ -445,7 +448,8 @@ def _queue_s(
 
 
 def _hours(gpu_hours: float) -> str:
-    """
+    """Format GPU hours.
+
     >>> _hours(0.0312), _hours(8), _hours(51234.5)
     ('0.031 GPU h', '8.0 GPU h', '51,234 GPU h')
     """

@@ -299,7 +299,7 @@ def _curve(
 
 
 def _present(curves: Iterable[Curve]) -> tuple[Curve, ...]:
-    """Curves that have a value, be it one that is not finite."""
+    """Curves that have a value, finite or not."""
     return tuple(curve for curve in curves if curve.points or curve.lost)
 
 

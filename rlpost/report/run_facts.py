@@ -67,7 +67,7 @@ class HostCheck:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How the newest attempt failed: its verdict, and the end of the log that tells most."""
+    """How the newest attempt failed: its verdict, and the end of the most informative log."""
 
     attempt: str
     verdict: str

@@ -3,8 +3,9 @@
 Pure; the page's style sheet sets the colours by class.
 
 Input: points. Output: one ``<svg>``, as wide as its container. The attribute ``data-plot`` holds
-the numbers from which the page's script draws tooltips, a zoomed range, a logarithmic scale or hours
-on the horizontal axis (``templates/plots.js``). Without the script the drawing here is complete.
+the numbers from which the page's script draws tooltips, a zoomed range, a logarithmic scale or
+hours on the horizontal axis (``templates/plots.js``). Without the script the drawing here is
+complete.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ MANY_RESUMES = 12  # from here on, resumes are ticks at the upper edge instead o
 class Curve:
     """One line of a plot.
 
-    ``colour`` counts from 0; ``dots`` shows every point of few; ``soften`` draws a smoothed curve over a
-    faint one when there are many points. ``lost`` are steps without a finite value, with the word
-    for it; they are marked at the edge of the plot. ``run`` counts the runs of a comparison.
+    ``colour`` counts from 0; ``dots`` shows every point of few; ``soften`` draws a smoothed curve
+    over a faint one when there are many points. ``lost`` are steps without a finite value, with the
+    word for it; they are marked at the edge of the plot. ``run`` counts the runs of a comparison.
     """
 
     label: str

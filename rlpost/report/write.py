@@ -85,10 +85,10 @@ class Reporter:
 
 
 def recipe(settings: Sequence[Setting]) -> str:
-    """Return the settings that differ from their defaults as a recipe; it resolves to the same
-    settings.
+    """Return the settings that differ from their defaults as a recipe.
 
-    TOML has no null, so a value that a default sets cannot be unset by a recipe.
+    The recipe resolves to the same settings. TOML has no null, so a value that a default sets
+    cannot be unset by a recipe.
     """
     tables: dict[str, list[str]] = {}
     for one in settings:

@@ -113,8 +113,9 @@ class Written:
 
 
 def encode(old: Words | None, new: Words) -> tuple[Header, Bytes]:
-    """Encode the change from ``old`` to ``new`` in the fewest bytes; all of ``new`` without
-    ``old``.
+    """Encode the change from ``old`` to ``new`` in the fewest bytes.
+
+    Without ``old``, all of ``new`` is encoded.
     """
     size, width = len(new), new.itemsize
     everything = Header("whole", size, width, num_changed=size)
@@ -203,7 +204,7 @@ def tensors_of(folder: Path, *, mode: Literal["r", "r+"] = "r") -> dict[str, Wor
             if name == "__metadata__":
                 continue
             begin, end = entry["data_offsets"]
-            # bytes of an element; an empty tensor tells none
+            # bytes of an element; unknown for an empty tensor
             width = (end - begin) // max(1, math.prod(entry["shape"])) or 1
             found[name] = mapped[data_start + begin : data_start + end].view(f"<u{width}")
     return found

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 SHORTEST_POLL_S = 1e-4
 LONGEST_POLL_S = 2e-3  # bound of the added latency; long enough not to occupy a core
 ABORT_S = 60.0
-"""How long to wait for an abort. NCCL kernels poll for it constantly; only torch may be slow."""
+"""Seconds to wait for an abort. NCCL kernels poll for it constantly; only torch may be slow."""
 NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 
 

@@ -118,8 +118,10 @@ class Exporter:
         return tensors
 
     def _stacked(self, entry: Entry, on_all_stages: bool) -> torch.Tensor:
-        """The Hugging Face tensor that holds a weight of all experts: of those of this rank, then
-        of the expert-parallel ranks, then sent to the other stages.
+        """Gather the Hugging Face tensor that holds a weight of all experts.
+
+        The experts of this rank are stacked, then gathered from the expert-parallel ranks, then
+        sent to the other stages.
         """
         groups, layout = self.inventory.groups, entry.rules[0].layout
         if held := self.inventory.parts(entry):
@@ -216,10 +218,9 @@ def export_folder(
     shard_bytes: int = SHARD_BYTES,
     seen: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
 ) -> None:
-    """Write a Hugging Face folder as save_pretrained would: safetensors, configuration and
-    tokenizer.
+    """Write a Hugging Face folder as save_pretrained would.
 
-    Collective of all ranks of a model replica.
+    It has safetensors, configuration and tokenizer. Collective of all ranks of a model replica.
 
     Args:
         exporter: of this rank.

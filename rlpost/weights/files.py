@@ -40,8 +40,9 @@ def tensor_files(folder: Path) -> dict[str, str]:
 
 
 def file_problems(folder: Path) -> list[str]:
-    """Return one line per weight file that is missing, truncated or unreadable; empty if all are
-    complete.
+    """Return one line per weight file that is missing, truncated or unreadable.
+
+    Empty if all are complete.
     """
     try:
         names = sorted(set(tensor_files(folder).values()))

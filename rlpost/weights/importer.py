@@ -82,17 +82,18 @@ SHARED = {
     "embed_tokens.weight": "model.embed_tokens.weight",
     "shared_head.head.weight": "lm_head.weight",
 }
-"""Tensors that a layer for multi-token prediction shares with the model: name in the layer, name in
-the model.
+"""Tensors that a layer for multi-token prediction shares with the model.
+
+Name in the layer -> name in the model.
 """
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def shared_tensors(source: HuggingFaceFolder, inventory: Inventory) -> dict[str, str]:
-    """Return the copies of embedding and output layer in trained layers for multi-token prediction:
-    name of the copy -> name of the original.
+    """Return the copies of embedding and output layer in layers for multi-token prediction.
 
-    Megatron and SGLang use the originals.
+    Only trained layers count. Name of the copy -> name of the original. Megatron and SGLang use the
+    originals.
     """
     found: dict[str, str] = {}
     layers = inventory.mtp_layers

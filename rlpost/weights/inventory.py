@@ -242,10 +242,10 @@ def in_order(stages: Sequence[Sequence[Entry]]) -> tuple[Entry, ...]:
 
 
 def named_tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters but adapters, and expert biases, by canonical name, with layers numbered
-    over the whole model.
+    """Yield all weights by canonical name, with layers numbered over the whole model.
 
-    Megatron's ``layer_number`` starts at 1.
+    These are all parameters except adapters, and expert biases. Megatron's ``layer_number`` starts
+    at 1.
     """
     for chunk in chunks:
         buffers = (

@@ -44,8 +44,9 @@ def merge(tensors: Sequence[torch.Tensor], layout: Layout, dims: Dimensions) -> 
 
 
 def split(tensor: torch.Tensor, layout: Layout, dims: Dimensions) -> tuple[torch.Tensor, ...]:
-    """The full Megatron tensor -> full Hugging Face tensors, contiguous; padding of the vocabulary
-    is removed.
+    """Split a full Megatron tensor into full, contiguous Hugging Face tensors.
+
+    Padding of the vocabulary is removed.
     """
     if layout == "qkv":
         tail = tensor.shape[1:]
@@ -114,7 +115,7 @@ def _split_gated_qkv(tensor: torch.Tensor, dims: Dimensions) -> tuple[torch.Tens
 
 
 def _rows_of_key_head(layout: Layout, dims: Dimensions) -> tuple[tuple[int, ...], ...]:
-    """For each Hugging Face tensor of linear attention the rows that a key head has of each kind."""
+    """Rows of a key head, by kind, in each Hugging Face tensor of linear attention."""
     repeats = dims.linear_value_heads // dims.linear_key_heads
     values = repeats * dims.linear_value_dim
     qkv = (dims.linear_key_dim, dims.linear_key_dim, values)

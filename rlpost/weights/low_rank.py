@@ -2,7 +2,8 @@
 
 Input: this rank's shards of a weight and of its two factors. Output: the shard of the merged
 weight. A shard of the merged weight depends on the shards of this rank alone: a layer that is
-sharded by rows of W has a sharded B and a whole A, one that is sharded by columns the reverse.
+sharded by rows of W has a sharded B and a whole A; a layer that is sharded by columns has the
+reverse.
 """
 
 from __future__ import annotations

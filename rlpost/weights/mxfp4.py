@@ -21,7 +21,7 @@ _BIAS = 127
 
 
 def is_mxfp4(folder: Path) -> bool:
-    """Whether config.json says that weights are in MXFP4."""
+    """Whether the weights are in MXFP4, by config.json."""
     settings = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
     return bool(settings.get("quant_method") == "mxfp4")
 

@@ -138,9 +138,10 @@ LOADED_TOGETHER = (
     "self_attention.linear_q_down_proj.weight",
     "self_attention.linear_kv_down_proj.weight",
 )
-"""Weights of a layer that an engine must get in one bucket. SGLang fuses the two if one call of its
-loader has both, and otherwise drops them without an error (``cached_a_proj`` in
-``deepseek_weight_loader.py`` of 0.5.21).
+"""Weights of a layer that an engine must get in one bucket.
+
+SGLang fuses the two if one call of its loader has both, and otherwise drops them without an error
+(``cached_a_proj`` in ``deepseek_weight_loader.py`` of 0.5.21).
 """
 
 _FUSED_NORMS = {
@@ -174,16 +175,15 @@ def place_in_layer(name: str) -> int:
 
 
 def mtp_module(name: str) -> str | None:
-    """Return the MTP module of a parameter, such as ``mtp.layers.0``; None if it is in no such
-    module.
-    """
+    """Return the MTP module of a parameter, such as ``mtp.layers.0``; None without."""
     found = _MTP.match(name)
     return found["module"] if found else None
 
 
 def as_decoder_layer(name: str, layer: int) -> str:
-    """Rename a parameter of an MTP layer to decoder layer ``layer``, its number in Hugging Face
-    folders.
+    """Rename a parameter of an MTP layer to decoder layer ``layer``.
+
+    ``layer`` is its number in Hugging Face folders.
     """
     return _MTP.sub(f"decoder.layers.{layer}.", name, count=1)
 

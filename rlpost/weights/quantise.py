@@ -35,8 +35,9 @@ class BlockFp8:
     def shapes(
         self, name: str, shape: tuple[int, ...], dtype: str
     ) -> Mapping[str, tuple[tuple[int, ...], str]]:
-        """The tensors of a weight after quantisation: name -> (shape, torch's name of the
-        dtype).
+        """Describe the tensors of a weight after quantisation.
+
+        Name -> (shape, torch's name of the dtype).
         """
         if name not in self.names:
             return {name: (shape, dtype)}

@@ -25,7 +25,7 @@ from rlpost.weights.quantise import FP8, SUFFIX, BlockFp8, quantise, scale_shape
 
 Shape = tuple[int, ...]
 Parts = list[torch.Tensor]
-"""Of the Hugging Face tensors of one rule: the scales of each, then the values of each."""
+"""For all Hugging Face tensors of one rule: the scales of each, then the values of each."""
 
 
 def gather_quantised(
@@ -132,8 +132,9 @@ def _shard_shape(shape: Shape, dim: int, size: int) -> Shape:
 
 
 def _joined(parts: tuple[torch.Tensor, ...], dim: int) -> torch.Tensor:
-    """Concatenate the shards of a tensor; FP8 as bytes, because not every backend concatenates
-    FP8.
+    """Concatenate the shards of a tensor.
+
+    FP8 is concatenated as bytes, because not every backend supports it.
     """
     if parts[0].dtype != FP8:
         return torch.cat(parts, dim=dim)

@@ -186,8 +186,9 @@ class Broadcast:
             raise failure
 
     def _gather(self, index: int) -> None:
-        """Gather a bucket; only the source keeps its bytes. Collective of the ranks that hold
-        it.
+        """Gather a bucket; only the source keeps its bytes.
+
+        Collective of the ranks that hold it.
         """
         if not self.gathers or self.buckets.stage_of(index) != self.stage:
             return
@@ -268,8 +269,9 @@ class Sharing:
 
 
 def _metadata(tensors: Mapping[str, torch.Tensor]) -> list[SimpleNamespace]:
-    """Location of each tensor in the bytes, with the attributes of SGLang's
-    FlattenedTensorMetadata.
+    """Locate each tensor in the bytes.
+
+    The attributes are those of SGLang's FlattenedTensorMetadata.
 
     SGLang reads the attributes of any object that its unpickler admits, so its package is not
     needed here.

@@ -13,9 +13,9 @@ all-gather |
 | row-parallel | columns, as W | whole | all-reduce; with sequence parallelism a reduce-scatter |
 
 So adapters send rank / hidden of what their layers send. With sequence parallelism the whole factor
-sees only this rank's part of the sequence, and Megatron sums its gradient over the ranks, as that of
-a norm. The token dispatcher sums outputs and gradients of experts; only the gradient of the whole
-factor is summed here.
+sees only this rank's part of the sequence, and Megatron sums its gradient over the ranks, as that
+of a norm. The token dispatcher sums outputs and gradients of experts; only the gradient of the
+whole factor is summed here.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class AdaptedLinear:
         return F.linear(F.linear(hidden, a), b)
 
     def _dropped(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply dropout: equal masks on ranks with equal inputs, others on all others."""
+        """Apply dropout: equal masks on ranks with equal inputs, else different masks."""
         if self.plan.dropout == 0.0 or not self.training:
             return hidden
         is_shard = self.tp_group.size() > 1 and (not self.is_column or self.sequence_parallel)

@@ -1,4 +1,4 @@
-"""Which linear layers get adapters.
+"""Select the linear layers that get adapters.
 
 Input: the specification of a pipeline stage's layers, and the settings. Output: the same
 specification, with the classes of the target layers replaced.
@@ -62,7 +62,7 @@ def _replace(submodules: object, name: str, settings: ActorSettings) -> None:
 
 
 def peft_settings(settings: ActorSettings) -> PeftSettings:
-    """Return what the export of adapters needs to know."""
+    """Return the settings that the export of adapters needs."""
     assert settings.lora_rank is not None
     names: set[str] = set()
     for target in settings.lora_targets:
@@ -82,7 +82,7 @@ def peft_settings(settings: ActorSettings) -> PeftSettings:
 
 
 def checkpoint_settings(settings: ActorSettings) -> dict[str, object] | None:
-    """What a checkpoint says about the adapters in it; None without adapters."""
+    """Return the description of the adapters for a checkpoint; None without adapters."""
     if settings.lora_rank is None:
         return None
     return {

@@ -68,8 +68,9 @@ def inner(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
-    """The state of every parameter part that this rank holds; call ``prime`` before the first
-    step.
+    """The state of every parameter part that this rank holds.
+
+    Call ``prime`` before the first step.
     """
     for one in inner(optimizer):
         if isinstance(one, DistributedOptimizer):

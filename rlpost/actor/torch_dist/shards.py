@@ -30,9 +30,9 @@ class Region:
     key: str
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    """Of the box in the checkpoint's tensor."""
+    """Offsets of the box in the checkpoint's tensor."""
     shape: tuple[int, ...]
-    """Of the box, with as many axes as the checkpoint's tensor."""
+    """Shape of the box, with as many axes as the checkpoint's tensor."""
     start: int
     """Index of its first element in the flattened parameter."""
     replica_id: tuple[int, ...]
@@ -57,7 +57,7 @@ class Shard:
     """Elements ``start`` to ``end`` of a parameter, or of an optimizer state of the same shape."""
 
     prefix: str
-    """Of the keys: empty for weights."""
+    """Prefix of the keys; empty for weights."""
     regions: tuple[Region, ...]
     start: int
     end: int

@@ -55,13 +55,15 @@ MAX_PROBLEMS = 3
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What this rank writes: chunks in the order of the stream, and small objects by key."""
+    """The data that this rank writes: chunks in the order of the stream, small objects by key."""
 
     chunks: Sequence[Chunk]
     objects: Mapping[str, bytes]
     incomplete_prefix: str | None = None
-    """Keys with this prefix need not be covered: frozen layers have no optimizer state, and equal
-    layers share a tensor of the checkpoint."""
+    """Keys with this prefix need not be covered.
+
+    Frozen layers have no optimizer state, and equal layers share a tensor of the checkpoint.
+    """
 
 
 def write(

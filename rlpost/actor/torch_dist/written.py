@@ -1,4 +1,4 @@
-"""Which elements of model and optimizer this rank writes, and which it reads.
+"""Determine which elements of model and optimizer this rank writes, and which it reads.
 
 Input: the model in Megatron's sharded form, its optimizer. Output: shards. Invariant: over all
 ranks every element of every tensor is written once (torch's planner checks that at each save): a
@@ -26,15 +26,15 @@ from rlpost.actor.torch_dist.shards import Region, Shard, regions_of
 
 OPTIMIZER_PREFIX = "optimizer.state."
 SHARED_FROM = 1024**2
-"""Elements from which on data-parallel replicas of a weight write a part each."""
+"""Number of elements from which each data-parallel replica of a weight writes a part of it."""
 EXPERTS = ".experts."
 
 Regions = dict[torch.Tensor, tuple[Region, ...]]
-"""Of every tensor of the model."""
+"""The regions of every tensor of the model."""
 
 
 def regions_of_model(model_state: dict[str, object]) -> Regions:
-    """Where the elements of every tensor of the model go."""
+    """Map the elements of every tensor of the model to tensors of the checkpoint."""
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
     return {part.data: regions_of(part) for part in nested_values(sharded)}
 

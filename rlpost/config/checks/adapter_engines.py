@@ -15,8 +15,9 @@ from rlpost.config.wording import spelled
 
 ADAPTER = "--update-weight-mode adapter"
 DRAFTING = ("NGRAM", "EAGLE", "NEXTN", "EAGLE3", "DFLASH", "DSPARK")
-"""Algorithms of speculative decoding that SGLang combines with adapters
-(sglang/srt/arg_groups/lora_hook.py).
+"""Algorithms of speculative decoding that SGLang combines with adapters.
+
+Source: sglang/srt/arg_groups/lora_hook.py.
 """
 ATTENTION = ("linear_qkv", "linear_proj")
 

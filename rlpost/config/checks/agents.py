@@ -26,7 +26,7 @@ INSTALL = {
     "(the package tau2 of PyPI is another project)",
 }
 BY_TURN = ("grpo", "gspo", "cispo", "ppo")
-"""Estimators that know rewards of turns."""
+"""Estimators that support rewards of turns."""
 
 
 def agent_problems(config: Config) -> list[str]:
@@ -49,7 +49,7 @@ def agent_problems(config: Config) -> list[str]:
 
 
 def uses_sandboxes(config: Config) -> bool:
-    """Return whether a class of --env says ``uses_sandboxes = True``.
+    """Return whether a class of --env sets ``uses_sandboxes = True``.
 
     Files are parsed and never executed: False for a module that is not found here, and for a class
     that inherits the line from another module.
@@ -161,7 +161,7 @@ def _own(name: EnvName) -> list[str]:
     """Problems of a class: missing, or without the methods of an environment.
 
     A module that is not found is left to the nodes, where more may be installed; a class that
-    inherits is judged there as well.
+    inherits is checked there as well.
     """
     module, _, cls = name.target.rpartition(":")
     is_file = module.endswith(".py")

@@ -58,8 +58,11 @@ def _mounted(path: str) -> str:
 
 
 def interpreter_note(config: Config) -> str | None:
-    """A note if --python is a bare name: enroot and pyxis run a login shell, whose PATH Debian's
-    /etc/profile resets (ENROOT_LOGIN_SHELL, enroot, doc/cmd/start.md)."""
+    """Return a note if --python is a bare name; None otherwise.
+
+    enroot and pyxis run a login shell, whose PATH Debian's /etc/profile resets (ENROOT_LOGIN_SHELL,
+    enroot, doc/cmd/start.md).
+    """
     cluster = config.cluster
     if cluster.container == "none" or not cluster.python or cluster.python.startswith("/"):
         return None

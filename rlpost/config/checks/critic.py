@@ -1,4 +1,4 @@
-"""Check a critic with ranks of its own: its GPUs, layout and batches. Pure.
+"""Check a critic with separate ranks: its GPUs, layout and batches. Pure.
 
 Input: a ``Config`` and, if available, the model's ``config.json``. Output: one line for each
 problem, with the critic's flags.

@@ -37,7 +37,7 @@ def distillation_problems(config: Config) -> list[str]:
 
 
 def _teacher_problems(config: Config, kind: str) -> list[str]:
-    """Problems of the place of the teacher."""
+    """Problems of the teacher's location: in the trainer, or on a server."""
     given, needed = config.distillation, _NEEDED[kind]
     problems = []
     if getattr(given, needed) is None:

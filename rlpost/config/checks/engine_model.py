@@ -13,8 +13,10 @@ MXFP4, FP8 = "mxfp4", "fp8"
 """
 
 ALL_SPARSE = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM")
-"""Architectures of which SGLang gives experts to every layer (``is_layer_sparse = True`` in its
-``models/qwen2_moe.py``, ``qwen3_moe.py`` and ``qwen3_next.py``, 0.5.21).
+"""Architectures in which SGLang gives experts to every layer.
+
+It sets ``is_layer_sparse = True`` in ``models/qwen2_moe.py``, ``qwen3_moe.py`` and
+``qwen3_next.py`` (0.5.21).
 """
 
 

@@ -55,7 +55,7 @@ def engine_size_problem(config: Config) -> str | None:
 
 
 def _asked(config: Config) -> str:
-    """What asks for a fleet; empty if nothing does."""
+    """The setting that asks for a fleet; empty if none does."""
     if config.fleet.engines:
         return spelled(config, "engines")
     if config.fleet.min_engines > config.num_engines:

@@ -1,8 +1,7 @@
 """Check that the image, the model folder and the prompt files of a run exist.
 
-Input: a ``Config``; only the existence of paths is checked.
-Output: one line for all missing assets that `rlpost fetch` downloads or makes, with the command, and
-one line for each other path.
+Input: a ``Config``; only the existence of paths is checked. Output: one line for all missing assets
+that `rlpost fetch` downloads or makes, with the command, and one line for each other path.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def missing_problems(config: Config, recipe: str | None) -> list[str]:
 
 
 def has_folder(path: str) -> bool:
-    """Whether a folder is there; one that `rlpost fetch` makes is there with its last files."""
+    """Whether a folder exists; a folder that `rlpost fetch` makes must have its last files."""
     return os.path.isdir(path) and (
         not is_made(path) or os.path.isfile(os.path.join(path, "config.json"))
     )

@@ -133,7 +133,7 @@ def _frozen_rules(config: Config) -> list[tuple[bool, str]]:
 
 
 def _muon_rules(config: Config) -> list[tuple[bool, str]]:
-    """What Muon needs, and settings of Muon without it."""
+    """Requirements of Muon, and settings of Muon without it."""
     given, default = config.optimizer, OptimizerConfig()
     is_muon = given.optimizer == "muon"
     names = ("muon_momentum", "muon_nesterov", "muon_num_ns_steps", "muon_scale")

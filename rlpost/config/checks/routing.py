@@ -53,8 +53,9 @@ _OPAQUE_BACKENDS = (
     "experimental_sgl_trtllm",
     "flashinfer_mxfp4",
 )
-"""Values of ``moe_runner_backend`` whose kernels choose the experts themselves
-(``srt/layers/moe/topk.py``).
+"""Values of ``moe_runner_backend`` whose kernels choose the experts themselves.
+
+Source: ``srt/layers/moe/topk.py``.
 """
 
 

@@ -1,4 +1,4 @@
-"""Check the table [sandbox] for settings that cannot work. Pure, but for the image's path.
+"""Check the table [sandbox] for settings that cannot work. Pure, except for the image's path.
 
 Input: a ``Config``. Output: one line for each problem.
 """

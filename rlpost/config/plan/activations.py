@@ -17,8 +17,9 @@ from rlpost.config.plan.shape import Latent, Layout, Shape, sparse_of
 
 FP32 = 4
 CHUNKS = 5
-"""Float32 copies of a chunk of logits in the backward pass of log-probs: three of a chunk, and two
-of the next one that is begun (``rlpost/actor/logprobs.py``).
+"""Float32 copies of a chunk of logits in the backward pass of log-probs.
+
+There are three of a chunk, and two of the next one, which is begun (``rlpost/actor/logprobs.py``).
 """
 
 
@@ -39,7 +40,7 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """How a forward pass runs."""
+    """The conditions of a forward pass."""
 
     tokens: int
     """Tokens of a micro-batch on one rank, after context parallelism has sharded it."""
@@ -167,7 +168,7 @@ def logits_bytes(shape: Shape, layout: Layout, one: Pass, chunk_tokens: int) -> 
 def transient_bytes(
     shape: Shape, layout: Layout, one: Pass, *, is_sparse: bool | None = None
 ) -> int:
-    """What a layer needs beside the activations that it keeps; ``is_sparse`` None: the larger.
+    """Bytes of a layer beside the activations that it keeps; ``is_sparse`` None: the larger.
 
     Of a dense layer in its backward pass at its widest: the gradients of the first MLP matrix's
     output and of what sequence parallelism gathers before it. Of experts also in their forward

@@ -1,4 +1,4 @@
-"""How many parameters each rank trains when only adapters are trained (LoRA). Pure.
+"""Count the parameters that each rank trains when only adapters are trained (LoRA). Pure.
 
 Input: the architecture, the sizes of a layout, rank and targets of the adapters. Output: counts for
 a pipeline stage. A column-parallel layer has a whole A and a shard of B, a row-parallel layer the
@@ -12,7 +12,7 @@ from rlpost.config.plan.shape import Layout, Parameters, Shape, sparse_of
 
 
 def adapter_parameters(lora: LoraConfig, shape: Shape, layout: Layout, stage: int) -> Parameters:
-    """What a rank of a pipeline stage trains."""
+    """The parameters that a rank of a pipeline stage trains."""
     dense = expert = 0
     for is_sparse in sparse_of(shape, layout, stage):
         dense += _attention(lora, shape, layout.tensor)

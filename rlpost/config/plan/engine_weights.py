@@ -1,4 +1,4 @@
-"""What the weights take on each GPU of an engine. Pure.
+"""Memory of the weights on each GPU of an engine. Pure.
 
 Input: settings, the shape of the model and the bytes of a weight. Output: bytes.
 """

@@ -1,8 +1,8 @@
-"""What a run needs on each GPU and each node in each of its phases. Pure.
+"""Estimate the memory of each GPU and node in each phase of a run. Pure.
 
-Input: settings, the shape of the model and what a GPU has. Output: an ``Estimate``. SGLang fills
-``mem_fraction_static`` of a GPU with weights and KV cache. What CUDA and NCCL take for themselves
-is an allowance, not a sum: ``TRAINER_CONTEXT`` and ``ENGINE_CONTEXT``.
+Input: settings, the shape of the model and the memory of a GPU. Output: an ``Estimate``. SGLang
+fills ``mem_fraction_static`` of a GPU with weights and KV cache. What CUDA and NCCL take for
+themselves is an allowance, not a sum: ``TRAINER_CONTEXT`` and ``ENGINE_CONTEXT``.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ class Rank:
     """With adapters these alone, in addition to ``parameters``; otherwise the same."""
     held: RankMemory
     critic: RankMemory
-    """Of a critic beside the policy; zeros without one."""
+    """Memory of a critic beside the policy; zeros without one."""
     saved: int
-    """What it writes of a checkpoint."""
+    """Bytes that it writes of a checkpoint."""
     optimizer_host: int
     passing: Activations
     teacher: int = 0
     """Weights of a teacher in the trainer: in host memory, and on the GPU during its pass."""
     teacher_pass: int = 0
-    """What its pass takes beside them."""
+    """Bytes of its pass, in addition to the weights."""
 
     @property
     def train(self) -> int:
@@ -96,12 +96,12 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class CriticRank:
-    """A rank of a critic that has its own, at its fullest."""
+    """A rank of a critic with separate ranks, at its fullest."""
 
     held: RankMemory
     activations: int
     saved: int
-    """What it writes of a checkpoint."""
+    """Bytes that it writes of a checkpoint."""
     optimizer_host: int
 
 
@@ -113,7 +113,7 @@ class Engine:
     kv_cache: int
     kv_bytes_per_token: float
     kv_tokens: int
-    """Tokens of all the requests of an engine that fit."""
+    """Tokens of all requests of an engine that fit in its KV cache."""
 
     @property
     def generate(self) -> int:
@@ -122,7 +122,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What a GPU holds in a phase, by name."""
+    """The memory of a GPU in a phase, by part."""
 
     name: str
     parts: tuple[tuple[str, int], ...]
@@ -148,15 +148,15 @@ class Estimate:
     host_bytes_per_node: int
     checkpoint_bytes: int
     checkpoint_bytes_per_rank: int
-    """What the rank that writes most writes of a checkpoint, of the policy or of a critic."""
+    """Most bytes of a checkpoint that one rank writes, of the policy or of a critic."""
     save_buffer_bytes: int
     """Host memory of a rank that a checkpoint passes through."""
     update: WeightUpdate | None
     """None without engines."""
     critic: RankMemory
-    """What the fullest rank of a critic holds, beside the policy or of its own; zeros without one."""
+    """Memory of the fullest rank of a critic, separate or beside the policy; zeros without one."""
     critic_checkpoint_bytes: int = 0
-    """What of a checkpoint a critic's own ranks write."""
+    """Bytes of a checkpoint that the separate ranks of a critic write."""
 
     @property
     def fullest(self) -> Rank:
@@ -164,13 +164,13 @@ class Estimate:
         return max(self.ranks, key=lambda rank: rank.train)
 
     def written_s(self, write_gbps: float) -> float:
-        """Seconds in which a checkpoint is written."""
+        """Seconds that writing a checkpoint takes."""
         sizes = self.checkpoint_bytes, self.critic_checkpoint_bytes
         return written_s(self.config, *sizes, write_gbps=write_gbps)
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What does not fit, a line each."""
+        """One line for each amount that does not fit."""
         limit = self.gpu_bytes * RESERVE
         found = [
             f"{phase.name}: {phase.total / 1e9:.1f} GB of the {limit / 1e9:.1f} GB that a GPU of "
@@ -195,7 +195,7 @@ def estimate(
     engine_width: int = 2,
     teacher: Shape | None = None,
 ) -> Estimate:
-    """All sums.
+    """Estimate a run.
 
     Args:
         config: with a possible layout.
@@ -329,9 +329,10 @@ def _phases(
     """The phases of the GPUs that train the policy.
 
     Args:
-        own_critic: the ranks of a critic with its own. On these GPUs its process has a context, and
-            all of its memory where neither is offloaded for the other.
-        most_weights: of any rank: weights are sent by another one too, which may have more of them.
+        own_critic: the separate ranks of a critic. On these GPUs its process has a CUDA context,
+            and all of its memory unless policy and critic are offloaded for each other.
+        most_weights: of any rank, because the rank that sends weights may have more of them than
+            this one.
     """
     held = rank.held
     kept = (("weights", held.weights), ("gradients", held.gradients), ("optimizer", held.optimizer))
@@ -371,7 +372,7 @@ def _phases(
 
 
 def _own_critic(config: Config, shape: Shape) -> list[CriticRank]:
-    """A rank of each pipeline stage of a critic that has its own; empty without one."""
+    """The separate ranks of a critic, one for each pipeline stage; empty without one."""
     if not config.has_own_critic:
         return []
     own = critic_ranks(config)
@@ -392,9 +393,9 @@ def _own_critic(config: Config, shape: Shape) -> list[CriticRank]:
 def _critic_phase(
     config: Config, rank: CriticRank | None, engine: Engine | None
 ) -> tuple[Phase, ...]:
-    """What GPUs hold while a critic with its own ranks computes; empty if it stays resident.
+    """The memory of GPUs while a separate critic computes; empty if the critic stays resident.
 
-    The GPUs are its own, or those of the policy, which is offloaded meanwhile.
+    The GPUs are separate ones, or those of the policy, which is offloaded meanwhile.
     """
     if rank is None or (config.critic_shares_gpus and not config.offloads_critic):
         return ()
@@ -420,7 +421,10 @@ def _teacher_phase(
     update: WeightUpdate | None,
     own_critic: CriticRank | None,
 ) -> tuple[Phase, ...]:
-    """The pass of a teacher in the trainer, on the rank where it takes most; nothing without one."""
+    """The pass of a teacher in the trainer, on the rank where it takes most.
+
+    Empty without one.
+    """
     rank = max(ranks, key=lambda rank: rank.held.total + rank.teacher + rank.teacher_pass)
     if not rank.teacher:
         return ()

@@ -1,11 +1,12 @@
-"""Other layouts of the same model on as many GPUs: which fit, and which of them come first. Pure.
+"""Search layouts of the same model on as many GPUs, and order those that fit. Pure.
 
 Input: settings and shape.
-Output: settings with other parallel sizes of the trainer, another place of the optimizer and, if the
-KV cache is too small, larger engines. The estimate decides which of them fit. The order is a rule of
-thumb, after Narayanan et al. (arXiv 2104.04473, section 3: tensor parallelism inside a node, then
-pipelines, the rest data parallelism): each kind of communication and an optimizer on the host cost
-a share of a step, an idle pipeline its bubble (p - 1) / (m + p - 1). It does not predict speed.
+Output: settings with other parallel sizes of the trainer, another placement of the optimizer and,
+if the KV cache is too small, larger engines. The estimate decides which of them fit. The order is a
+rule of thumb, after Narayanan et al. (arXiv 2104.04473, section 3: tensor parallelism inside a
+node, then pipelines, the rest data parallelism): each kind of communication and an optimizer on the
+host cost a share of a step, an idle pipeline its bubble (p - 1) / (m + p - 1). It does not predict
+speed.
 """
 
 from __future__ import annotations
@@ -123,8 +124,10 @@ def candidates(config: Config, shape: Shape) -> Iterator[Config]:
 
 
 def _last_stage(num_layers: int, pipeline: int) -> int | None:
-    """Layers of the last stage where each of the others has the mean rounded up; None where all
-    stages are equal, and less than 1 where no layers are left for it.
+    """Return the number of layers of the last stage; None where all stages are equal.
+
+    Each of the other stages has the mean, rounded up. The number is less than 1 where no layers are
+    left.
 
     Only a model with an odd number of layers gets unequal stages: no pipeline here divides it.
     """

@@ -58,14 +58,14 @@ def parameter_bytes(config: Config) -> RankMemory:
 
 
 def trained_parameters(config: Config, shape: Shape, layout: Layout, stage: int) -> Parameters:
-    """What a rank of a pipeline stage trains: everything, or adapters."""
+    """The parameters that a rank of a pipeline stage trains: all, or adapters."""
     if config.lora.lora_rank is None:
         return rank_parameters(shape, layout, stage)
     return adapter_parameters(config.lora, shape, layout, stage)
 
 
 def muon_matrices(config: Config, shape: Shape, layout: Layout, stage: int) -> Parameters:
-    """What a rank of a pipeline stage updates with Muon; none with Adam."""
+    """The parameters that a rank of a pipeline stage updates with Muon; none with Adam."""
     if config.optimizer.optimizer != "muon":
         return NONE
     return matrix_parameters(shape, layout, stage)
@@ -91,8 +91,7 @@ def held_memory(
     trained: Parameters | None = None,
     matrices: Parameters = NONE,
 ) -> tuple[RankMemory, int]:
-    """Weights, gradients and optimizer of a rank with these parameters, and the optimizer's bytes
-    in host memory.
+    """Weights, gradients and optimizer of a rank, and the optimizer's bytes in host memory.
 
     Args:
         config: the settings.

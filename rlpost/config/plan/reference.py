@@ -1,9 +1,9 @@
-"""What the reference costs a run whose result cannot depend on it. Pure.
+"""The cost of a reference on which the result of a run cannot depend. Pure.
 
 Input: settings, and the shape of the model where it is known. Output: one line, or none where the
 reference counts. With ``--use-kl-loss`` and ``--kl-loss-coef 0`` the divergence is measured
-(``train/ref_kl``), as in slime, and weighs nothing. Users who want the curve keep it; the note
-gives its cost to all others.
+(``train/ref_kl``), as in slime, and has no weight in the loss. The note gives the cost, for users
+who do not need the curve.
 """
 
 from __future__ import annotations

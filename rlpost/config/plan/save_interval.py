@@ -1,4 +1,4 @@
-"""How often to save: the interval that loses the least time to saves and to failures. Pure.
+"""Recommend the save interval that loses the least time to saves and failures. Pure.
 
 Input: the cost of a save, the times of a step, the mean time between failures. Output: an interval
 in seconds and in steps, and a note where the recipe's --save-interval is far from it.
@@ -30,9 +30,11 @@ WORTH_A_NOTE = 0.005  # of the time, more than with the best interval
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of a step, evaluation and checkpoint excluded, and of the training in it; ``source``
-    names where they come from. ``save_s`` are the seconds that training waits for a save, None
-    where none was measured.
+    """Durations of a step, in seconds.
+
+    ``step_s`` is a step without evaluation and checkpoint, ``train_s`` the training in it, and
+    ``save_s`` the time that training waits for a save (None: not measured). ``source`` names the
+    origin of these values.
     """
 
     step_s: float
@@ -46,7 +48,7 @@ class SaveInterval:
     """A recommendation. ``steps`` is None where the time of a step is not known.
 
     ``training_frac`` is the part of a step that a failure repeats: its training. ``seconds`` is
-    wall time from the end of a save to the begin of the next.
+    wall time from the end of a save to the start of the next.
     """
 
     seconds: float
@@ -66,8 +68,10 @@ def optimum_s(save_s: float, mtbf_s: float) -> float:
     2M, else M. Its first term is that of J. W. Young, "A first order approximation to the optimum
     checkpoint interval", CACM 17 (1974).
 
-    >>> [round(optimum_s(5, mtbf), 1) for mtbf in (24 * 60, 6 * 60, 15)]  # Daly's figures 3 to 5,
-    in minutes [116.7, 56.5, 9.1]
+    Daly's figures 3 to 5, in minutes:
+
+    >>> [round(optimum_s(5, mtbf), 1) for mtbf in (24 * 60, 6 * 60, 15)]
+    [116.7, 56.5, 9.1]
     """
     if save_s >= 2 * mtbf_s:
         return mtbf_s
@@ -136,10 +140,10 @@ def interval_words(best: SaveInterval, given: int | None) -> str:
 
 
 def interval_note(config: Config, best: SaveInterval) -> str | None:
-    """A note where --save-interval is off by more than FAR and loses more than WORTH_A_NOTE; else
-    None.
+    """Return a note where --save-interval is far from the best interval; None otherwise.
 
-    A run without an interval saves at its end.
+    Far means off by more than FAR, with a loss of more than WORTH_A_NOTE. A run without an interval
+    saves at its end.
     """
     if best.steps is None:
         return None

@@ -1,9 +1,10 @@
-"""How many parameters each rank of a layout holds, exactly as Megatron-core's modules have them.
-Pure.
+"""Count the parameters that each rank of a layout holds. Pure.
+
+The counts are exactly those of Megatron-core's modules.
 
 Input: the architecture in the arguments of the table [model], and the sizes of a layout.
-Output: counts for a pipeline stage, routed experts apart from the rest because they are cut by
-sizes of their own. A rank's share of a matrix is that of tensor parallelism (Shoeybi et al., arXiv
+Output: counts for a pipeline stage, routed experts apart from the rest, because they are sharded by
+separate sizes. A rank's share of a matrix is that of tensor parallelism (Shoeybi et al., arXiv
 1909.08053): columns of QKV and of the first MLP matrix, rows of the others; norms, the router and,
 with sandwich norms, the norms at the end are on every rank.
 """
@@ -61,7 +62,7 @@ class Layout:
 
     @property
     def sequence_ranks(self) -> int:
-        """Ranks among which the activations between the matrices are cut (arXiv 2205.05198)."""
+        """Ranks over which the activations between the matrices are sharded (arXiv 2205.05198)."""
         return self.tensor if self.sequence_parallel else 1
 
 
@@ -131,7 +132,7 @@ class Shape:
     shared_gate: bool = False
     topk: int = 0
     latent: Latent | None = None
-    """Of latent attention; ``head_dim`` is then the part of a query without position."""
+    """Sizes of latent attention; ``head_dim`` is then the part of a query without position."""
     mtp: bool = False
     """Whether the last stage also trains an MTP layer, of the kind of the last layer."""
 
@@ -160,7 +161,7 @@ class Shape:
 
     @property
     def parameters(self) -> Parameters:
-        """Of the whole model."""
+        """Parameters of the whole model."""
         return rank_parameters(self, Layout(), 0)
 
 
@@ -273,7 +274,7 @@ def layers_of(layout: Layout, num_layers: int, stage: int) -> Sequence[int]:
 
 
 def rank_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
-    """What a rank of a pipeline stage holds."""
+    """The parameters that a rank of a pipeline stage holds."""
     kinds = zip(sparse_of(shape, layout, stage), linear_of(shape, layout, stage), strict=True)
     dense = expert = 0
     for (is_sparse, is_linear), count in Counter(kinds).items():
@@ -290,7 +291,10 @@ def rank_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
 
 
 def critic_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
-    """What a rank holds of a critic: the policy with a value head in place of the output layer."""
+    """The parameters that a rank holds of a critic.
+
+    A critic is the policy with a value head in place of the output layer.
+    """
     policy = rank_parameters(replace(shape, tied=True, mtp=False), layout, stage)
     if stage != layout.pipeline - 1:
         return policy
@@ -318,7 +322,7 @@ def linear_of(shape: Shape, layout: Layout, stage: int) -> list[bool]:
 
 
 def matrix_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
-    """Of ``rank_parameters`` those in matrices of the decoder's layers, routers among them."""
+    """The part of ``rank_parameters`` in matrices of the decoder's layers, routers included."""
     layers = layers_of(layout, shape.num_layers, stage)
     kinds = zip(sparse_of(shape, layout, stage), linear_of(shape, layout, stage), strict=True)
     found = [
@@ -398,7 +402,7 @@ def stored_bytes(shape: Shape, width: int) -> int:
 
     Args: ``width``: bytes of an element, 1 for FP8.
 
-    In FP8 are the matrices of the layers alone: embeddings, norms, biases and routers keep two
+    Only the matrices of the layers are in FP8: embeddings, norms, biases and routers keep two
     bytes.
     """
     total = shape.parameters.total

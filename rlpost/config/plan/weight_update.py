@@ -1,10 +1,10 @@
-"""What an update of the engines' weights moves, in how many pieces and requests. Pure.
+"""Plan an update of the engines' weights: its bytes, buckets and requests. Pure.
 
-Input: settings, the shape of the model and what a GPU has. Output: a ``WeightUpdate``. The weights
-are dealt to buckets by the function with which the trainer deals its own
-(``rlpost.weights.bucket_plan``); what there is to deal is listed here as
-``rlpost.weights.inventory`` lists it: a Megatron parameter, and an expert's with those at the same
-place of all expert-parallel ranks.
+Input: settings, the shape of the model and the memory of a GPU. Output: a ``WeightUpdate``.
+
+The weights are assigned to buckets by the trainer's function (``rlpost.weights.bucket_plan``). They
+are listed as in ``rlpost.weights.inventory``: one entry for each Megatron parameter; for experts,
+one for the parameters at the same place of all expert-parallel ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Weight:
     is_quantised: bool = False
 
     def num_bytes(self, *, width: int, in_fp8: bool) -> int:
-        """As it travels, at ``width`` bytes an element unless it is in FP8."""
+        """Bytes that are sent, ``width`` for each element unless it is in FP8."""
         if not (in_fp8 and self.is_quantised):
             return self._elements * width
         return self._elements + 4 * self._blocks
@@ -51,14 +51,14 @@ class WeightUpdate:
     """One update of all engines."""
 
     total_bytes: int
-    """Of all weights, or of all adapters where they are sent alone, once."""
+    """Bytes of all weights, or of all adapters if only these are sent; each counts once."""
     num_buckets: int
     largest_bytes: int
-    """Of a bucket."""
+    """Bytes of the largest bucket."""
     num_requests: int
-    """That the driver makes to move the buckets, of all engines together."""
+    """Requests of the driver that move the buckets, for all engines together."""
     gpu_bytes: int
-    """Of buckets on a GPU that trainer and engine share, or else on one that sends."""
+    """Bytes of buckets on a GPU that trainer and engine share, else on a GPU that sends."""
 
 
 def weight_update(
@@ -92,7 +92,7 @@ def weight_update(
     return WeightUpdate(total, count, largest, count * num_engines, buffers * largest)
 
 
-# A search for layouts asks for the same few again and again.
+# A search for layouts repeats the same few calls many times.
 @lru_cache(maxsize=128)
 def _travelling(
     shape: Shape, layout: Layout, width: int, in_fp8: bool

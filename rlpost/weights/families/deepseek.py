@@ -1,5 +1,7 @@
-"""DeepSeek-V3 and R1 (arXiv 2412.19437), Kimi-K2 (arXiv 2507.20534) and GLM-4.7-Flash: multi-head
-latent attention (MLA), and experts with a sigmoid router.
+"""DeepSeek-V3 and R1, Kimi-K2 and GLM-4.7-Flash: latent attention and sigmoid routers.
+
+Sources: arXiv 2412.19437 (DeepSeek-V3), arXiv 2507.20534 (Kimi-K2). The attention is multi-head
+latent attention (MLA).
 
 Query, and key with value, are projected to a narrow vector, normalised, and projected to the heads
 (arXiv 2405.04434, section 2.1). A part of each query and one key that all heads share carry the
@@ -31,8 +33,9 @@ ATTENTION: tuple[names.Rule, ...] = (
     in_layer("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight"),
     in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
 )
-"""Both sides have the same rows: of each head those without position, then the others. Models
-without a query compression have ``linear_q_proj`` instead of its first three weights.
+"""Both sides have the same rows: of each head those without position, then the others.
+
+Models without a query compression have ``linear_q_proj`` instead of its first three weights.
 """
 
 
@@ -86,8 +89,10 @@ def _num_dense(hf: HfConfig) -> int:
 
 
 def _rotary(hf: HfConfig) -> dict[str, object]:
-    """Rotary embedding of the part of each head with position; YaRN (arXiv 2309.00071) with the
-    temperature of DeepSeek: ``mscale`` scales cosine and sine, ``mscale_all_dim`` the softmax.
+    """Rotary embedding of the part of each head with position.
+
+    YaRN (arXiv 2309.00071) has the temperature of DeepSeek: ``mscale`` scales cosine and sine,
+    ``mscale_all_dim`` the softmax.
 
     Raises:
         WeightError: YaRN with options that Megatron-core lacks.

@@ -1,5 +1,7 @@
-"""Gemma-3 text models (arXiv 2503.19786): windows in five of six layers, with a rotary embedding of
-their own, norms on both sides of attention and MLP, and scaled embeddings.
+"""Gemma-3 text models (arXiv 2503.19786).
+
+Five of six layers have a sliding window, with a separate rotary embedding. Attention and MLP have
+norms on both sides, and embeddings are scaled.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ PATTERN = 6
 
 
 def _fields(hf: HfConfig) -> dict[str, object]:
-    """The factor of a norm is 1 + its weight; ``query_pre_attn_scalar`` replaces the head width in
-    the scale of the softmax.
+    """Fields of all Gemma-3 models.
+
+    The factor of a norm is 1 + its weight. ``query_pre_attn_scalar`` replaces the head width in the
+    scale of the softmax.
 
     Raises:
         WeightError: config.json names another activation.

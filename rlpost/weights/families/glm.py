@@ -1,5 +1,6 @@
-"""GLM-4-0414 and GLM-Z1, dense, with sandwich norms; GLM-4.5, a mixture of experts (arXiv
-2508.06471).
+"""GLM-4-0414 and GLM-Z1, dense with sandwich norms; GLM-4.5, a mixture of experts.
+
+Source: arXiv 2508.06471 (GLM-4.5).
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""gpt-oss (arXiv 2508.10925): a mixture of experts with attention sinks, sliding windows in every
-other layer, biases, and a clamped SwiGLU. Checkpoints in bfloat16 or MXFP4.
+"""gpt-oss (arXiv 2508.10925): a mixture of experts with attention sinks.
+
+Every other layer has a sliding window. Layers have biases, and SwiGLU is clamped. Checkpoints are
+in bfloat16 or MXFP4.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from rlpost.weights.family import Family, expert_fields, window_fields
 from rlpost.weights.names import Layout, Rule, in_layer
 
 SWIGLU_LIMIT = 7.0
-"""Bound of the gate from above, and of the other half on both sides; config.json may repeat it as
-``swiglu_limit``.
+"""Bound of the gate from above, and of the other half on both sides.
+
+config.json may repeat it as ``swiglu_limit``.
 """
 
 

@@ -1,5 +1,6 @@
-"""MiniMax-M2 (https://huggingface.co/MiniMaxAI/MiniMax-M2): a mixture of experts with one norm over
-all query heads and one over all key heads.
+"""MiniMax-M2: a mixture of experts with norms over all query heads and all key heads.
+
+Source: https://huggingface.co/MiniMaxAI/MiniMax-M2.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Qwen2.5 (arXiv 2412.15115) and Qwen3, dense and mixture of experts (arXiv 2505.09388); Qwen2-MoE
-(arXiv 2407.10671). ``qwen_hybrid`` has the families with linear attention.
+"""Qwen2.5 and Qwen3, dense and mixture of experts; Qwen2-MoE.
+
+Sources: arXiv 2412.15115 (Qwen2.5), arXiv 2505.09388 (Qwen3), arXiv 2407.10671 (Qwen2-MoE).
+``qwen_hybrid`` has the families with linear attention.
 """
 
 from __future__ import annotations

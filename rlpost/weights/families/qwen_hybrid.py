@@ -1,6 +1,8 @@
-"""Qwen3-Next (https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct) and the text models of
-Qwen3.5 and 3.6, dense and mixture of experts (https://huggingface.co/Qwen/Qwen3.5-35B-A3B): gated
-delta nets (arXiv 2412.06464) with gated attention in every fourth layer.
+"""Qwen3-Next, and the text models of Qwen3.5 and 3.6, dense and mixture of experts.
+
+Their layers are gated delta nets (arXiv 2412.06464), every fourth one gated attention. Sources:
+https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct and
+https://huggingface.co/Qwen/Qwen3.5-35B-A3B.
 """
 
 from __future__ import annotations
@@ -47,8 +49,10 @@ def _next(hf: HfConfig) -> dict[str, object]:
 
 
 def _mixture_of_3_5(hf: HfConfig) -> dict[str, object]:
-    """Every layer is sparse and the selected scores are divided by their sum: transformers 5.12 has
-    no keys for either (``Qwen3_5MoeDecoderLayer``, ``Qwen3_5MoeTopKRouter``).
+    """Fields of Qwen3.5's mixture of experts.
+
+    Every layer is sparse and the selected scores are divided by their sum: transformers 5.12 has no
+    keys for either (``Qwen3_5MoeDecoderLayer``, ``Qwen3_5MoeTopKRouter``).
     """
     return _next({**hf, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []})
 
