@@ -178,7 +178,8 @@ def submitted_arguments(arguments: Sequence[str]) -> list[str]:
     for word in arguments:
         option, has_value, _ = word.partition("=")
         if option in (GRID, "--name", "--resume"):
-            skipping = "" if option == "--resume" or (has_value and option == "--name") else option
+            # argparse takes no further values after one that is joined by "="
+            skipping = "" if option == "--resume" or has_value else option
             continue
         if skipping and not word.startswith("--"):
             skipping = "" if skipping == "--name" else skipping

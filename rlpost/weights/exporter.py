@@ -238,10 +238,16 @@ def export_folder(
     folder, template = Path(folder), Path(template)
     plan = exporter.plan(shard_bytes)
     source = HuggingFaceFolder(template)
-    kept, repeated = _not_gathered(source, exporter.inventory) if writes else ([], {})
+    kept: list[str] = []
+    repeated: dict[str, str] = {}
+    failures: list[Exception] = []
+    if writes:
+        try:
+            kept, repeated = _not_gathered(source, exporter.inventory)
+        except (OSError, SafetensorError) as error:
+            failures.append(error)  # raised at the end: the other ranks need this one in gathers
     num_files = len(plan) + bool(kept)
     file_of: dict[str, str] = {}
-    failures: list[Exception] = []
     total = sum(entry.num_bytes for bucket in plan for entry in bucket)
 
     def write(number: int, tensors: dict[str, torch.Tensor]) -> None:

@@ -170,7 +170,8 @@ class _Writer(torch_checkpoint.FileSystemWriter):
             ]
             errors = [error for task in tasks if (error := task.exception()) is not None]
         if errors:
-            raise errors[0]
+            # The failure of one thread ends the copies of the others with a CheckpointError.
+            raise next((error for error in errors if isinstance(error, OSError)), errors[0])
         done: Future[list[WriteResult]] = Future()
         done.set_result([result for task in tasks for result in task.result()])
         return done

@@ -71,7 +71,8 @@ def test_a_grid_that_means_nothing_is_refused(project, capsys, grid, message):
 
 
 def test_the_words_of_the_sweep_do_not_reach_its_runs():
-    words = ["r.toml", "--grid=lr=1,2", "seed=1", "--nodes", "2", "--name=s", "--resume", "--local"]
+    words = ["--grid=lr=1,2", "r.toml", "--grid", "seed=1", "bf16=true,false", "--nodes", "2"]
+    words += ["--name=s", "--resume", "--local"]
     assert submitted_arguments(words) == ["r.toml", "--nodes", "2", "--local"]
 
 

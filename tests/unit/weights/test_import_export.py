@@ -123,6 +123,28 @@ def test_weights_survive_import_and_export_in_any_number_of_files(tmp_path, num_
         assert all(name in load_file(out / file) for name, file in weight_map.items())
 
 
+def test_a_template_that_cannot_be_read_fails_after_all_gathers(tmp_path, monkeypatch):
+    """The other ranks wait for this one in each gather."""
+    write_folder(tmp_path)
+    exporter = exporter_of(filled(megatron_model(), tmp_path))
+    gathered = []
+    gather = exporter.gather
+
+    def counted(bucket, **options):
+        gathered.append(bucket)
+        return gather(bucket, **options)
+
+    def unreadable(source, inventory):
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(exporter, "gather", counted)
+    monkeypatch.setattr("rlpost.weights.exporter._not_gathered", unreadable)
+    with pytest.raises(OSError, match="stale file handle"):
+        export_folder(exporter, tmp_path / "out", template=tmp_path, writes=True, shard_bytes=600)
+    assert tuple(gathered) == tuple(exporter.plan(600))
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_export_carries_tokenizer_and_configuration_with_the_dtype_of_its_weights(tmp_path):
     write_folder(tmp_path)
     export_folder(
