@@ -1,6 +1,6 @@
-"""Adam in host memory without TransformerEngine: Megatron's HybridDeviceOptimizer, on a CPU.
+"""Adam in host memory without TransformerEngine: Megatron's HybridDeviceOptimizer on a CPU.
 
-The buffers of the model stand for the memory of a GPU.
+The model's buffers represent the memory of a GPU.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ pytestmark = [
 
 @pytest.mark.parametrize("family", ["qwen3", "glm4.5-moe"])
 def test_it_trains_to_the_same_bits_as_adam_beside_the_weights(tmp_path, family):
-    """A sharded optimizer on two ranks, and one for experts beside it; what Adam keeps is all on
-    the host's side.
+    """A sharded optimizer runs on two ranks, with a separate one for experts; all of Adam's state is
+    on the host.
     """
     make_family(tmp_path / "model", family)
     layout = {"expert_model_parallel_size": 2} if "moe" in family else {}
@@ -42,9 +42,7 @@ def test_it_trains_to_the_same_bits_as_adam_beside_the_weights(tmp_path, family)
 
 
 def test_weights_in_float32_are_refused(monkeypatch):
-    """HybridDeviceOptimizer of Megatron-core 0.16.1 gets views of them, which torch's optimizers
-    refuse.
-    """
+    """HybridDeviceOptimizer of Megatron-core 0.16.1 gets views, which torch's optimizers refuse."""
     from rlpost.actor.optimizer import optimizer_config
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
