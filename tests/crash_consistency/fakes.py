@@ -45,7 +45,7 @@ def token(weights: str, prompt_id: int, index: int, position: int) -> int:
 
 
 def experts(weights: str, prompt_id: int, index: int, position: int) -> list[list[int]]:
-    """Routes of the token at a position of prompt and answer: 2 of 4 experts in each of 2 layers."""
+    """Routes of the token at a position of prompt and answer: 2 of 4 experts in 2 layers."""
     number = int(digest(f"{weights}/{prompt_id}/{index}/{position}/experts")[:4], 16)
     return [[number % 4, (number + 1) % 4], [number // 4 % 4, (number // 4 + 3) % 4]]
 
@@ -219,7 +219,7 @@ class Connection:
             await asyncio.sleep(TOKEN_S * (1 + prompt_id % 3))
             position = start + len(ids)
             is_last = position == length - 1
-            # the engine recomputes all routes with the weights of the last token, as after a retraction
+            # routes of all tokens are those of the newest weights, as recomputed after a retraction
             weights = engine.weights
             if not spans or spans[-1]["version"] != engine.version:
                 spans.append({"version": engine.version, "start": len(ids), "end": len(ids)})

@@ -122,7 +122,7 @@ def _kill(stage: Stage) -> list[Problem]:
 
 
 def _power(stage: Stage) -> list[Problem]:
-    """Cut the power at an operation. WHAT: a variant, "*N" for N power losses."""
+    """Cut the power at an operation. WHAT: a variant of durability, and "*N" for N power losses."""
     world, trial = stage.world, stage.trial
     variant, _, times = trial.what.partition("*")
     number = trial.number
@@ -135,7 +135,7 @@ def _power(stage: Stage) -> list[Problem]:
 
 
 def _stop(stage: Stage) -> list[Problem]:
-    """Request a stop at an operation; a kill or a power loss may follow before the attempt stops."""
+    """Request a stop at an operation; a kill or power loss may follow before the attempt stops."""
     world, trial, rng = stage.world, stage.trial, stage.rng
     saved, _, then = trial.what.partition("+")
     hooks = [StopAt(world, trial.number, DEADLINES[saved])]

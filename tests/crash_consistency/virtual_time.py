@@ -2,7 +2,8 @@
 
 A trial is therefore deterministic and never sleeps. A thread of an attempt runs when the thread
 that started it waits, in its event loop or for a future. The starter continues when the thread has
-ended or hangs in storage. An event loop that has nothing to wait for, or waits forever, raises Hung.
+ended or hangs in storage. An event loop with nothing to wait for, or that waits forever, raises
+Hung.
 """
 
 from __future__ import annotations

@@ -442,7 +442,7 @@ def keys_stand_under_the_groups_name(source: Source) -> None:
 
 
 def nccl_connects_lazily(source: Source) -> None:
-    """With a device, torch would connect each group when it is made, and both sides could deadlock."""
+    """With a device, torch would connect each group when it is made; both sides could deadlock."""
     _, _, how = joined_group(source)
     assert how["device_id"] is None
 

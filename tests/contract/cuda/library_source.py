@@ -61,8 +61,8 @@ class Source:
     def run(self, path: str, name: str, **names: Any) -> Any:
         """Compile a function or class with only the given global names.
 
-        Decorators other than staticmethod, classmethod and property are removed; annotations are not
-        evaluated.
+        Decorators other than staticmethod, classmethod and property are removed; annotations are
+        not evaluated.
         """
         node = self.definition(path, name)
         for inner in ast.walk(node):

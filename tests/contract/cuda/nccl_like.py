@@ -8,8 +8,8 @@ It copies the following from NCCL (ProcessGroupNCCL.cpp of torch 2.13):
   that the peer exited.
 - ``wait`` only orders streams, and returns whether or not the collective has completed. Use
   ``is_completed`` to find out.
-- ``shutdown`` waits for collectives in flight; ``abort`` ends them. Here ``shutdown`` fails the test
-  when it would hang.
+- ``shutdown`` waits for collectives in flight; ``abort`` ends them. Here ``shutdown`` fails the
+  test when it would hang.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def converted(settings: ActorSettings) -> Found:
 
 
 def exported(chunks: list[Any], description: ModelDescription) -> dict[str, Any]:
-    """Shapes of the tensors that the exporter gathers on this rank, and names of those on the CPU."""
+    """Shapes of the tensors that the exporter gathers on this rank; names of those on the CPU."""
     exporter = Exporter(inventory_of(chunks, description))
     shapes, on_the_cpu = {}, []
     for bucket in exporter.plan(1 << 40):

@@ -160,7 +160,9 @@ def test_single_settings_reach_megatron(observe):
 
 
 def test_what_is_slower_without_transformer_engine_is_logged_once_with_its_cost(observe):
-    """Only the first rank warns, where no setting requests a kernel; with the library, none does."""
+    """Only the first rank warns, and only if no setting requests a kernel and the library is
+    missing.
+    """
     said = observe("local")["settings"]["experts, no word of kernels"]["warnings"]
     assert [
         line for line in said if "--moe-grouped-gemm" in line and "several times slower" in line

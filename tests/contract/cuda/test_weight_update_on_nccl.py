@@ -50,7 +50,7 @@ class Buckets:
 
 
 def engine(port: int, name: str, num_buckets: int, then: str, results: Any, backend: str) -> None:
-    """Join, receive some buckets and put their first bytes on the queue; then leave, exit or hang."""
+    """Join, receive some buckets, put their first bytes on the queue; then leave, exit or hang."""
     register()
     group = join(port, name, backend)
     seen = []
@@ -193,7 +193,7 @@ def test_a_failed_bucket_leaves_no_rank_of_the_trainer_alone_in_a_collective(eng
 
 @pytest.mark.parametrize("backend", [NAME, "gloo"])
 def test_the_driver_ends_a_broadcast_long_before_its_deadline(engines, backend):
-    """It aborts from a second thread while the first one waits, as ``WorkerGroup.call_aside`` does."""
+    """A second thread aborts while the first one waits, as with ``WorkerGroup.call_aside``."""
     broadcast = trainer(FAR_S, backend)
     connect(broadcast, engines, f"cancelled-{backend}", 1, "hang")
     broadcast.send(0)

@@ -168,7 +168,7 @@ def test_a_stop_string_split_by_an_abort_ends_an_answer_as_without_the_abort(
 
 @pytest.mark.parametrize("pause", ["abort", "retract"])
 def test_new_weights_arrive_in_the_middle_of_answers(sglang: Sglang, pause: PauseMode) -> None:
-    """The weights stay the same under new versions, so transformers shows lost or repeated tokens."""
+    """The weights stay the same under new versions, so log-probs show lost or repeated tokens."""
     installed = metadata.version("sglang")
     if pause == "retract" and not has(installed, "updates amid answers"):
         pytest.skip(

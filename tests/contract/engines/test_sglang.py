@@ -125,7 +125,7 @@ def greedy_of_engine(url: str, key: str, prompts: list[Prompt]) -> list[tuple[in
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_those_of_transformers(sglang: Sglang, temperature: float) -> None:
-    """They are log_softmax(logits / temperature) over the whole vocabulary, at each sampled token."""
+    """They are log_softmax(logits / temperature) over the whole vocabulary, at sampled tokens."""
     model, sampling = load(sglang.model), SamplingParams(MAX_NEW, temperature, stop_token_ids=(1,))
     groups = groups_of(sglang, held_out(sglang.model, 4), sampling, n=4)
     for group in groups:

@@ -123,7 +123,7 @@ class SampledTokens:
         return text[: text.rfind(matched)] if matched else text
 
     def _versions(self, length: int, *, is_aborted: bool) -> list[tuple[int, int]]:
-        """Return (version, length) spans; versions change at aborts and sometimes within an answer."""
+        """Return (version, length) spans; versions change at aborts, sometimes within an answer."""
         first = (self.version, length)
         spans = [first]
         if length > 1 and self.draw.random() < self.split_share:
