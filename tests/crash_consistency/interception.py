@@ -4,8 +4,8 @@ Functions of ``os`` and ``io`` are replaced. For paths below the run's folder, w
 runs, they call the attempt's hooks and update the model of what is durable. All other calls are
 passed through.
 
-    before(attempt, op)    may raise: OSError for a fault, Killed for the end of the process; may pause the attempt
-    after(attempt, op)     the same, when it has happened
+    before(attempt, op)    may raise OSError (a fault) or Killed (the end of the process), or pause
+    after(attempt, op)     the same, after the operation
 
 A killed attempt changes nothing more: each later operation raises Killed again, because ``finally``
 blocks and destructors, which a SIGKILL would skip, still run here.

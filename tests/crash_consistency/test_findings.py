@@ -311,9 +311,7 @@ def test_a_newer_attempt_continues_when_an_older_one_takes_the_number_of_its_seg
 def test_of_two_attempts_that_create_a_segment_at_the_same_time_the_owner_continues(
     base: Path, setup: str, when: str
 ) -> None:
-    """The newer attempt pauses before it names its segment; the older one takes that number and
-    writes to it.
-    """
+    """While the newer attempt pauses before it names its segment, the older one takes that number."""
     reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
     older, newer = Paused(world), Paused(world)
     older.run_until(0 if when == "resume" else 1, "before", of_journal("create"))
@@ -356,9 +354,7 @@ def test_f9_the_checkpoint_just_committed_is_never_pruned(base: Path) -> None:
 
 @pytest.mark.parametrize("setup", ["sync,async_save", "fully_async,partial"])
 def test_a_checkpoint_that_is_saved_again_survives_a_power_loss(base: Path, setup: str) -> None:
-    """A stop right after a checkpoint saves its step again; the first save is moved to another
-    folder.
-    """
+    """A stop right after a checkpoint saves its step again and first moves the earlier save."""
     # the operations of that second save, with three random outcomes of the power loss each
     around = range(60, 74)
     trials = [

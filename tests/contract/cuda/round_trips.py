@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 
 # isort: off
-import rlpost.actor  # noqa: F401  it puts its stand-in for CUDA before Megatron-core
+import rlpost.actor  # noqa: F401  installs its CPU stand-in for CUDA before Megatron-core
 # isort: on
 
 from megatron.core import dist_checkpointing

@@ -1,6 +1,4 @@
-"""Megatron's configurations of all recipes and families on CUDA, with and without
-TransformerEngine.
-"""
+"""Megatron's configurations of all recipes and families, with and without TransformerEngine."""
 
 from __future__ import annotations
 
@@ -160,9 +158,7 @@ def test_single_settings_reach_megatron(observe):
 
 
 def test_what_is_slower_without_transformer_engine_is_logged_once_with_its_cost(observe):
-    """Only the first rank warns, and only if no setting requests a kernel and the library is
-    missing.
-    """
+    """Only the first rank warns, if the library is missing and no setting requests a kernel."""
     said = observe("local")["settings"]["experts, no word of kernels"]["warnings"]
     assert [
         line for line in said if "--moe-grouped-gemm" in line and "several times slower" in line

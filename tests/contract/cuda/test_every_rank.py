@@ -53,8 +53,9 @@ TINY = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
 AS_GLM45 = {"glm46_355b", "glm47_355b"}
-"""Recipes with the layout and the shape of GLM-4.5 (tests/unit/jobs/test_recipes.py,
-tests/unit/config/test_models.py); they are not built again.
+"""Recipes with the layout and the shape of GLM-4.5, which are not built again.
+
+tests/unit/jobs/test_recipes.py and tests/unit/config/test_models.py check that they are equal.
 """
 RECIPES = sorted({path.stem for path in (JOBS / "recipes").glob("*.toml")} - AS_GLM45)
 

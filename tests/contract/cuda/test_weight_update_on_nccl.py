@@ -56,6 +56,7 @@ def engine(port: int, name: str, num_buckets: int, then: str, results: Any, back
     seen = []
     for _ in range(num_buckets):
         flat = torch.empty(NUM_BYTES, dtype=torch.uint8)
+        # wait() would return before the data has arrived, as on NCCL
         work = torch.distributed.broadcast(flat, group=group, group_src=0, async_op=True)
         while not work.is_completed():
             time.sleep(0.001)
@@ -180,8 +181,9 @@ def test_a_dead_engine_fails_the_bucket_at_the_deadline_and_the_trainer_reconnec
 
 
 def test_a_failed_bucket_leaves_no_rank_of_the_trainer_alone_in_a_collective(engines):
-    """Other ranks of the stage do not know of the failure and gather the next bucket, a collective;
-    so the source must gather it, too.
+    """After a failure, the source still takes part in gathering the next bucket.
+
+    The other ranks of its stage do not know of the failure, and gathering is a collective.
     """
     broadcast = trainer(DEADLINE_S)
     connect(broadcast, engines, "alone", 0, "hang")

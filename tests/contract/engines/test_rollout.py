@@ -241,8 +241,9 @@ def test_a_tools_output_is_read_and_not_trained(sglang: Sglang) -> None:
 
 
 def test_the_gateway_trains_what_the_openai_client_sampled(sglang: Sglang) -> None:
-    """With several turns, two answers, a stream and new weight versions, every log-prob is that of
-    transformers after the same tokens.
+    """Every log-prob is that of transformers after the same tokens.
+
+    The conversation has several turns, two answers, a stream and new weight versions.
     """
     openai = pytest.importorskip("openai")
     user = {"role": "user", "content": "Q:12+30="}

@@ -392,8 +392,9 @@ class Sender:
 
 
 def test_new_weights_reach_every_engine(sglang: Sglang) -> None:
-    """After an update, both engines answer as transformers does with the new weights, and every
-    sample has the new version.
+    """After an update, both engines answer as transformers does with the new weights.
+
+    Every sample has the new version.
     """
     old = load(sglang.model)
     torch.manual_seed(11)
@@ -499,9 +500,10 @@ def test_weights_reach_every_engine_without_a_process_group(
 def test_changed_weights_reach_every_engine_and_a_damaged_change_is_repaired(
     sglang: Sglang, tmp_path: Path
 ) -> None:
-    """A tenth of the weights change, so the files are much smaller; greedy answers are those of
-    transformers. One change is then damaged in transit: all weights follow under the same version,
-    and the next update is a change again.
+    """Greedy answers are those of transformers after each update.
+
+    A tenth of the weights change, so the files are much smaller. One change is damaged in transit:
+    all weights follow under the same version, and the next update is a change again.
     """
     torch.manual_seed(37)
     model = load(sglang.model)
@@ -551,7 +553,7 @@ def test_changed_weights_reach_every_engine_and_a_damaged_change_is_repaired(
 
 
 def test_an_engine_releases_its_memory_and_restores_it(sglang: Sglang) -> None:
-    """SGLang exits when a busy engine is asked to; the client pauses it first."""
+    """SGLang exits if a busy engine is asked to release memory, so the client pauses it first."""
     prompts = held_out(sglang.model, 8)
     client = EngineClient(sglang.addresses[0].url, sglang.api_key)
 

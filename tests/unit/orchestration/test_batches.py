@@ -172,8 +172,9 @@ def test_rollout_metrics_are_those_of_the_samples():
 
 
 def test_log_prob_passes_with_a_separate_limit_have_separate_groups():
-    """Each rank's samples occur once, in fewer groups than micro-batches; the number of groups is
-    the same on both ranks.
+    """Each rank's samples occur once, in fewer groups than micro-batches.
+
+    The number of groups is the same on both ranks.
     """
     limits = {
         "use_dynamic_batch_size": True,
@@ -207,17 +208,17 @@ def test_balance_data_evens_out_work_and_without_it_samples_are_dealt_round_robi
 
 
 def test_context_parallel_padding_counts_against_the_limit():
-    """Two ranks split sequences in four, so 5 and 6 tokens are padded to 8: only two fit into
-    2 x 9.
-    """
+    """Two ranks split sequences in four, so 5 and 6 tokens are padded to 8; two fit into 2 x 9."""
     perf = {"context_parallel_size": 2, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 9}
     (ranks,) = make_batches([group(i, [0.0, 1.0]) for i in range(4)], config(perf=perf))
     assert [[len(m) for m in batch.micro_batches] for batch in ranks] == [[2, 2, 2, 2]]
 
 
 def test_long_sequences_include_the_cost_of_the_models_attention():
-    """Qwen2.5-7B has 7.07e9 parameters without the embedding, and 28 layers of attention of width
-    3584. With experts, only the active parameters count.
+    """Compare the break-even length with that of Qwen2.5-7B.
+
+    It has 7.07e9 parameters without the embedding, and 28 layers of attention of width 3584. With
+    experts, only the active parameters count.
     """
     qwen = dict(
         architectures=["Qwen2ForCausalLM"],

@@ -119,8 +119,9 @@ def test_a_run_killed_anywhere_ends_as_if_nothing_had_happened(tmp_path, untouch
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_run_killed_again_and_again_trains_every_prompt_once(tmp_path, untouched, mode, seed):
-    """In asynchronous modes the clock decides which weights generate a prompt, so weights and
-    metrics are compared in sync mode only.
+    """Weights and metrics are compared in sync mode only.
+
+    In asynchronous modes the clock decides which weights generate a prompt.
     """
     rng = random.Random(seed)
     deaths = [(rng.choice(PLACES), rng.randint(1, 6)) for _ in range(8)]
@@ -157,9 +158,7 @@ def test_filtered_groups_and_skipped_rows_are_neither_generated_nor_counted_agai
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_skipped_row_is_counted_once_wherever_a_run_is_killed(tmp_path, mode, place):
-    """Prompts beyond a batch are fetched while it is taken; rows skipped among them count for that
-    batch.
-    """
+    """Rows that are skipped while later prompts are fetched count for the batch taken meanwhile."""
     for count in range(1, 8):
         folder = tmp_path / str(count)
         folder.mkdir()

@@ -46,7 +46,7 @@ class World:
         self.folder.create()
         (self.folder.root / "secret").write_text(KEY + "\n")
         self.urls, self.names, self.lost = [], [], []
-        """URLs and names of engines that get requests; URLs whose requests in flight are given up."""
+        """URLs and names of engines that get requests; URLs whose requests are given up."""
         self.members = FleetMembers(
             self.folder,
             Membership(limits),

@@ -110,8 +110,10 @@ class Workers(Group):
 
 @pytest.mark.parametrize("own_gpus", [False, True])
 def test_a_critic_with_its_own_layout_sees_the_gpus_of_the_policy(own_gpus, tmp_path, monkeypatch):
-    """Each critic rank shares the GPU of one policy rank, which Ray counts only once. On its own
-    GPUs, Ray sets the variable. Dead critic ranks are numbered after the policy's ranks.
+    """Each critic rank shares the GPU of one policy rank, which Ray counts only once.
+
+    If the critic has exclusive GPUs, Ray sets the variable. Dead critic ranks are numbered after
+    the policy's ranks.
     """
     given = {
         "cluster": SETTINGS | {"nodes": 2 if own_gpus else 1, "actor_num_nodes": 1},

@@ -1,5 +1,4 @@
-"""One damaged file of a journal with many segments: the run resumes and never trains a batch at
-the wrong step.
+"""Resumes with one damaged file of a long journal never train a batch at the wrong step.
 
 Loop, collector and journal are real. Saves are deferred, as with --async-save on slow storage: each
 begins a segment and none is committed. A crash therefore leaves a chain of segments from the start

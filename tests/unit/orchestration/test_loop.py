@@ -499,7 +499,7 @@ def test_more_staleness_means_more_generation_ahead(tmp_path):
 @pytest.mark.parametrize("mode", ASYNC)
 @pytest.mark.parametrize("stop_at", STOPS, ids=lambda stop: f"{stop[0]}-{stop[1]}")
 def test_a_stop_and_a_resume_during_training_lose_nothing(tmp_path, mode, stop_at):
-    """What was generated for a later step is in the checkpoint; every prompt is trained once."""
+    """The checkpoint has the groups generated for later steps; every prompt is trained once."""
     stop = tmp_path / "STOP"
     first = FakeStages(stop, stop_at)
     with pytest.raises(Preempted):

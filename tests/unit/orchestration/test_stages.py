@@ -220,7 +220,7 @@ def test_the_fleet_gets_weights_before_or_while_own_engines_generate(
 def test_engines_that_lost_their_weights_in_a_save_get_new_ones_before_they_generate(
     dies, wait, updated, tmp_path, monkeypatch
 ):
-    """Ranks that die in a save are restarted on the engines' GPUs, which the engines leave first."""
+    """Ranks that die in a save are restarted on the GPUs of engines, which lose their weights."""
     made_stages, _ = made("colocated", tmp_path, monkeypatch, fails=())
     held, versions = [True], []
 

@@ -173,8 +173,9 @@ def test_no_more_groups_are_in_flight_than_can_be_trained_in_time_or_before_the_
 
 
 def test_a_batch_waits_for_a_straggler_that_would_become_too_old() -> None:
-    """Other groups could make the batch, but group 2 began with version 0 and may not be trained
-    later than at version 1.
+    """Group 2 began with version 0, so it must be trained at version 1, in this batch.
+
+    Otherwise the groups that are already finished would make the batch.
     """
     buffer = opened(Rules(batch_size=2, start_size=2, num_steps=9, max_staleness=1))
     start(buffer, range(4))

@@ -283,8 +283,9 @@ def test_an_older_attempt_that_is_still_alive_is_harmless_and_ends_at_its_next_s
 def test_an_older_attempt_that_takes_the_next_number_loses_no_records_of_the_owner(
     tmp_path, monkeypatch, has_links
 ):
-    """The older attempt takes it between listing and creation in the newer one's resume; its
-    records are not used.
+    """The older attempt creates it between listing and creation in the newer one's resume.
+
+    Its records are not used.
     """
     real = segment_writer.create
     if not has_links:

@@ -250,8 +250,9 @@ def test_with_other_prompt_data_nothing_is_used_and_the_cost_is_reported(tmp_pat
 
 
 def test_settings_that_changed_in_between_end_what_is_used(tmp_path):
-    """The run continued with other settings from its second state; a fallback to the first state
-    uses the records before that.
+    """A fallback to the first state uses only records from before the settings changed.
+
+    The run continued from its second state with other settings.
     """
     first = resumed(tmp_path)
     first.finished(group(0), wanted=True)
