@@ -311,7 +311,7 @@ def test_a_newer_attempt_continues_when_an_older_one_takes_the_number_of_its_seg
 def test_of_two_attempts_that_create_a_segment_at_the_same_time_the_owner_continues(
     base: Path, setup: str, when: str
 ) -> None:
-    """While the newer attempt pauses before it names its segment, the older one takes that number."""
+    """The older attempt takes the number while the newer one pauses before naming its segment."""
     reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
     older, newer = Paused(world), Paused(world)
     older.run_until(0 if when == "resume" else 1, "before", of_journal("create"))

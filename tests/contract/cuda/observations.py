@@ -61,8 +61,8 @@ def observe_recipe(name: str, given: dict[str, Any]) -> Found:
 def observe_family(folder: Path) -> dict[str, Found]:
     """Build a family at several layouts, and its converter."""
     layouts = LAYOUTS | (EXPERT_LAYOUTS if "moe" in folder.name else {})
-    # with pipeline stages, the CPU stand-in for CUDA adds both copies of a tied embedding on the CPU,
-    # which is impossible for "meta" tensors
+    # with pipeline stages, the CPU stand-in for CUDA adds both copies of a tied embedding on the
+    # CPU, which is impossible for "meta" tensors
     if read_description(str(folder), None).tied:
         layouts = {name: layout for name, layout in layouts.items() if name != "pp"}
     implementations: list[str] = (

@@ -24,7 +24,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("family", ["qwen3", "glm4.5-moe"])
-def test_it_trains_to_the_same_bits_as_adam_beside_the_weights(tmp_path, family):
+def test_it_trains_to_the_same_bits_as_adam_on_the_device(tmp_path, family):
     """The sharded optimizers of two ranks, one of them for experts, keep all state on the host."""
     make_family(tmp_path / "model", family)
     layout = {"expert_model_parallel_size": 2} if "moe" in family else {}

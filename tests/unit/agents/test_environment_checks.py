@@ -51,7 +51,7 @@ def mine(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["Good", "Harness", "Inherits"])
-def test_a_class_with_the_interface_is_no_problem(mine: str, name: str) -> None:
+def test_a_class_with_the_interface_is_accepted(mine: str, name: str) -> None:
     assert agent_problems(config(f"{mine}:{name}")) == []
 
 
@@ -64,7 +64,7 @@ def test_a_class_with_the_interface_is_no_problem(mine: str, name: str) -> None:
         ("Wrong", "step takes 3 arguments; write def step(self, turn)"),
     ],
 )
-def test_a_class_without_the_interface_is_a_problem(mine: str, name: str, told: str) -> None:
+def test_a_class_without_the_interface_is_refused(mine: str, name: str, told: str) -> None:
     found = agent_problems(config(f"{mine}:{name}"))
     assert any(told in line and line.startswith(f"--env {mine}:{name}") for line in found), found
 

@@ -57,7 +57,7 @@ def test_turn_advantages_equal_manually_computed_ones():
     assert plain[0] == pytest.approx((1.5 - mean, 0.5 - mean))
 
 
-def test_episodes_of_one_length_that_all_win_have_no_advantage_whatever_their_turns():
+def test_episodes_with_equal_returns_have_no_advantage_for_any_number_of_turns():
     found = turn_advantages([[0.0, 0.0, 1.0], [1.0], [0.0, 1.0]])
     assert [value for own in found for value in own] == [0.0] * 6
 

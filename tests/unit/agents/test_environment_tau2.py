@@ -48,7 +48,7 @@ def play(*replies: dict[str, Any], key: str = "k1", **metadata: Any) -> Any:
 MEETING = {"user_id": "user_1", "title": "Important Meeting"}
 
 
-def test_the_reward_is_that_of_the_domain_and_the_policy_is_asked_through_the_gateway() -> None:
+def test_the_reward_is_that_of_the_domain_and_the_policy_answers_through_the_gateway() -> None:
     found, server = play(call("create_task", **MEETING), call("done"), task="create_task_1")
     assert isinstance(found, Outcome) and found.reward == 1.0
     assert found.info["task"] == "create_task_1" and found.info["stop"] == "agent_stop"

@@ -211,7 +211,7 @@ def test_several_samples_of_an_answer_keep_the_rewards_that_the_function_gave() 
 
 
 def test_a_halted_rollout_restarts_the_answer() -> None:
-    """In a preemption, the engine is aborted and the plug-in returns ABORTED; nothing is trained."""
+    """In a preemption the engine is aborted, the plug-in returns ABORTED; nothing is trained."""
     engine = FakeEngine()
 
     async def whole() -> Any:

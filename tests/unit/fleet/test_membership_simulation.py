@@ -133,6 +133,7 @@ class World:
         records = list(self.files.values())
         for action in self.fleet.step(records, self.now):
             is_there = self.server(action.record) is not None
+            # a call to a server that is gone ends only at its deadline
             takes = self.chance.uniform(1, 4) if is_there else 6
             self.running.append((self.now + takes, action))
         if self.is_syncing:

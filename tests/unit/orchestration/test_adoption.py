@@ -115,7 +115,7 @@ def test_an_engine_that_does_not_answer_is_not_adopted():
     asyncio.run(run())
 
 
-def test_an_engine_whose_worker_does_not_answer_is_not_asked():
+def test_an_engine_whose_worker_does_not_answer_is_not_contacted():
     async def run() -> None:
         async with Server() as server:
             assert not await adopted(server, running=[None])

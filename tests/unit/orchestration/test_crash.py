@@ -168,7 +168,7 @@ def test_a_skipped_row_is_counted_once_wherever_a_run_is_killed(tmp_path, mode, 
         assert num_skipped == 6 and sum(counted) == num_skipped, (count, counted)
 
 
-def test_an_evaluation_is_made_once_whatever_dies_afterwards(tmp_path):
+def test_an_evaluation_is_not_repeated_after_later_deaths(tmp_path):
     attempts = lives(tmp_path, [("train", 3), ("train", 2), ("train", 3)])
     assert sum(stages.evaluated for stages in attempts) == 4
 

@@ -158,7 +158,7 @@ def test_hold_returns_when_no_engine_gets_requests(tmp_path, monkeypatch):
     assert {engine.version for engine in world.engines} == {"2"}
 
 
-def test_an_engine_that_drains_is_dismissed_and_the_lease_says_so(tmp_path, monkeypatch):
+def test_an_engine_that_drains_is_dismissed_and_removed_from_the_lease(tmp_path, monkeypatch):
     async def play(world):
         await world.members.publish(1, Path("/w"))
         await world.until("7_0", "7_1")

@@ -84,9 +84,7 @@ def test_a_replacement_with_too_few_gpus_is_refused():
     ("placement", "ranks_recover", "hosts"),
     [(ENGINES_ON_2, False, {"n2"}), (RANKS_ON_2, False, set()), (RANKS_ON_2, True, {"n2"})],
 )
-def test_the_agents_are_told_which_nodes_the_run_can_lose(
-    tmp_path, placement, ranks_recover, hosts
-):
+def test_the_agents_get_the_nodes_that_the_run_can_lose(tmp_path, placement, ranks_recover, hosts):
     async def scene():
         async with Scene(tmp_path, placement, ranks_recover=ranks_recover):
             assert read_replaceable(tmp_path) == hosts

@@ -52,7 +52,7 @@ class Ranks:
         self.create_fails = self.engines_hold = False
 
     def passes(self, place):
-        """Count a pass of a place; die if ``deaths`` has it, and raise as calls to dead ranks do."""
+        """Count a pass; die if ``deaths`` has it, and raise as calls to dead ranks do."""
         self.passed[place] += 1
         if (place, self.passed[place]) in self.deaths:
             self.dead_ranks, self.weights = [1], "lost"

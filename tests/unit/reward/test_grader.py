@@ -268,7 +268,7 @@ def ask(server: Server, answers: Sequence[str] = ("answer",), *, timeout_s: floa
 
 
 @pytest.mark.parametrize("text", ["0.25", '{"reward": 0.25}', '{"score": 0.25, "why": "so"}'])
-def test_a_reward_model_is_asked_over_http(text: str) -> None:
+def test_a_reward_model_is_called_over_http(text: str) -> None:
     server = Server((200, text))
     assert ask(server) == [0.25]
     metadata = {"page": 3, "day": "2026-01-02"}

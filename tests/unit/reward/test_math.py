@@ -274,7 +274,7 @@ def test_dapo_normalizes_the_spelling(answer: str, spelling: str) -> None:
         (r"\boxed{42}", None, 0),
     ],
 )
-def test_math_compares_what_math_verify_finds(
+def test_math_compares_the_answers_that_math_verify_extracts(
     response: str, label: str | None, reward: int
 ) -> None:
     assert math(response, label, {}) == reward

@@ -75,7 +75,7 @@ def test_choices_that_are_not_a_list_are_refused() -> None:
         ("x", None, 0.0),
     ],
 )
-def test_f1_of_the_words(response: str, label: str | None, reward: float) -> None:
+def test_f1_of_word_overlap(response: str, label: str | None, reward: float) -> None:
     assert f1(response, label, {}) == pytest.approx(reward)
 
 

@@ -157,7 +157,7 @@ def four_segments(folder):
     return [(kind, event) for step in range(4) for kind, event in ((GROUP, step), (BATCH, [step]))]
 
 
-def test_an_older_checkpoint_finds_what_a_resume_from_a_newer_one_wrote(tmp_path):
+def test_an_older_checkpoint_uses_records_of_a_resume_from_a_newer_one(tmp_path):
     """The newer checkpoint is damaged only after a resume from it has continued the journal."""
     first = resumed(tmp_path)
     first.finished(group(0), wanted=True)
@@ -249,7 +249,7 @@ def test_with_other_prompt_data_nothing_is_used_and_the_cost_is_reported(tmp_pat
     assert waiting(resumed(tmp_path, data="13 rows")) == []
 
 
-def test_settings_that_changed_in_between_end_what_is_used(tmp_path):
+def test_records_after_a_change_of_settings_are_not_used(tmp_path):
     """A fallback to the first state uses only records from before the settings changed.
 
     The run continued from its second state with other settings.
@@ -308,7 +308,7 @@ def test_a_read_that_fails_once_is_repeated(tmp_path, failing, error, caplog):
 
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("where", ["header", "last record"])
-def test_a_segment_that_cannot_be_read_ends_what_is_used(tmp_path, failing, number, where, caplog):
+def test_records_after_an_unreadable_place_are_not_used(tmp_path, failing, number, where, caplog):
     events = four_segments(tmp_path)
     path = tmp_path / f"{number:07d}.log"
     failing(path, 0 if where == "header" else read_segment(path).records[-1].offset)
