@@ -12,10 +12,10 @@ from tests.contract.families import MTP, make_family_config
 
 pytestmark = pytest.mark.timeout(300)
 CONVERTED = ("qwen3", "qwen3-moe", "glm4-0414", "glm4.5-moe", MTP)
-"""Families of which every layer type is covered once.
+"""Families that together have every kind of layer.
 
-These are homogeneous layers, layers with experts among dense ones, norms after linear layers,
-shared experts, and a layer for multi-token prediction.
+These are homogeneous layers, layers with experts among dense layers, norms after linear
+layers, shared experts, and a layer for multi-token prediction.
 """
 WAYS = (
     "local to transformer_engine", "transformer_engine to local", "older to transformer_engine", "older to local",
